@@ -1,0 +1,1 @@
+"""What every process of the cluster must agree on to the byte."""

@@ -1,0 +1,46 @@
+"""Time, handed in. `time.monotonic` is called here and nowhere else.
+
+A moment of one host's clock is never compared with another's: durations travel,
+moments do not.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Where a class gets the time from."""
+
+    def now_s(self) -> float:
+        """Return seconds on this process's monotonic clock."""
+        ...
+
+
+class SystemClock:
+    """The machine's monotonic clock."""
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+
+class ManualClock:
+    """A clock that moves when told to: tests, replay and fault simulation."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Move forward by `seconds`; raises ValueError if that is backwards."""
+        if seconds < 0:
+            raise ValueError(f"a monotonic clock does not go back ({seconds} s)")
+        self._now_s += seconds
+
+
+def wall_clock_s() -> float:
+    """Return seconds since 1970, for `created` fields and log lines only."""
+    return time.time()

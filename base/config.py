@@ -1,0 +1,257 @@
+"""The configuration of a cluster and of each process: frozen values, read once.
+
+`cluster.yaml` is one `ClusterConfig`. `deploy/config_file.py` reads it with pydantic,
+which takes the fields, types and defaults from the dataclasses below. Every process is
+then handed its own part as JSON, read back by `read_process_config`: a node needs
+neither pydantic nor YAML, because GPU machines are often bare.
+
+What is *found out* at start (how many blocks fit, which port was free) is a return value
+that travels on, never a field written back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from base.errors import ConfigError
+
+# pydantic reads this from a dataclass; without it unknown keys would pass in silence.
+STRICT = {"extra": "forbid"}
+
+GIB = 1 << 30
+"""Bytes; cluster.yaml speaks of GiB."""
+
+T = TypeVar("T")
+
+
+def _require(condition: bool, key: str, mend: str) -> None:
+    if not condition:
+        raise ValueError(f"{key}: {mend}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How a node runs the model."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
+
+    device: str = "auto"
+    """auto: cuda where there is one, else cpu."""
+    dtype: str = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU (bf16 prefill is 7x slower there)."""
+    block_size: int = 64
+    """Tokens per KV block; a multiple of 16."""
+    kv_cache_gib: float = 0.0
+    """0: what is left of GPU memory, or 1 GiB on a CPU."""
+    chunk_tokens: int = 512
+    """Prompt tokens computed in one step at most."""
+    max_batch: int = 64
+    """Sequences in one step at most."""
+    threads: int = 0
+    """CPU threads; 0: cores divided by the nodes on this host."""
+    max_model_len: int = 0
+    """0: what the model says."""
+
+    def __post_init__(self) -> None:
+        _require(self.device in ("auto", "cpu", "cuda"), "device", "one of auto, cpu, cuda")
+        _require(
+            self.dtype in ("auto", "float32", "float16", "bfloat16"),
+            "dtype",
+            "one of auto, float32, float16, bfloat16",
+        )
+        _require(self.block_size >= 16 and self.block_size % 16 == 0, "block_size", "a multiple of 16")
+        _require(self.kv_cache_gib >= 0, "kv_cache_gib", "not negative")
+        _require(self.chunk_tokens >= 16, "chunk_tokens", "at least 16")
+        _require(self.max_batch >= 1, "max_batch", "at least 1")
+        _require(self.threads >= 0, "threads", "not negative")
+        _require(self.max_model_len >= 0, "max_model_len", "not negative")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """One pool of nodes of the same role."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
+
+    nodes: int = 1
+    gpus_per_node: int = 0
+    cpus_per_node: float = 1.0
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        _require(self.nodes >= 0, "nodes", "not negative")
+        _require(self.gpus_per_node >= 0, "gpus_per_node", "not negative")
+        _require(self.cpus_per_node > 0, "cpus_per_node", "more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What the conductor listens on and refuses."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
+
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    """0: a free one, printed at start."""
+    grpc_port: int = 50051
+    """Clients' and nodes'. 0: a free one."""
+    insecure: bool = False
+    """Needed to bind anything but loopback: there is no TLS on this listener."""
+    max_body_mib: float = 8.0
+    max_waiting: int = 1024
+    """Requests admitted and not finished; more are rejected at once."""
+    request_timeout_s: float = 600.0
+    lease_s: float = 10.0
+    """A node or conductor that stays silent this long has lost what it held."""
+    heartbeat_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        for key in ("http_port", "grpc_port"):
+            _require(0 <= getattr(self, key) <= 65535, key, "between 0 and 65535")
+        _require(self.max_body_mib > 0, "max_body_mib", "more than 0")
+        _require(self.max_waiting >= 1, "max_waiting", "at least 1")
+        _require(self.request_timeout_s > 0, "request_timeout_s", "more than 0")
+        _require(self.heartbeat_s > 0, "heartbeat_s", "more than 0")
+        _require(self.lease_s >= 3 * self.heartbeat_s, "lease_s", "at least three heartbeats")
+        loopback = self.host in ("127.0.0.1", "::1", "localhost")
+        _require(loopback or self.insecure, "host", "loopback, or set insecure: true on a trusted network")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """How KV bytes move."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
+
+    host: str = "127.0.0.1"
+    """The address that this node's peers reach it by."""
+    port: int = 0
+    """0: a free one."""
+    transports: tuple[str, ...] = ("shm", "tcp")
+    """Allowed ones; the fastest that reaches a peer is used."""
+    timeout_s: float = 20.0
+    """One transfer batch at most. Shorter than every lease that covers one."""
+
+    def __post_init__(self) -> None:
+        known = ("shm", "tcp", "cuda_ipc", "rdma")
+        _require(bool(self.transports), "transports", f"at least one of {', '.join(known)}")
+        for transport in self.transports:
+            _require(transport in known, "transports", f"{transport!r} is not one of {', '.join(known)}")
+        _require(self.timeout_s > 0, "timeout_s", "more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class SloConfig:
+    """Bounds of requests that name none; 0: unbounded."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
+
+    ttft_s: float = 0.0
+    tbt_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """`cluster.yaml`."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
+
+    model: str = "smollm2"
+    """A folder (safetensors and tokenizer), a .gguf file, a hub name, or smollm2."""
+    served_model_name: str = ""
+    """Empty: the last part of `model`."""
+    cache_dir: str = "~/.cache/conductor-cluster"
+    server: ServerConfig = field(default_factory=ServerConfig)
+    prefill: PoolConfig = field(default_factory=PoolConfig)
+    decode: PoolConfig = field(default_factory=PoolConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    slo: SloConfig = field(default_factory=SloConfig)
+
+    def __post_init__(self) -> None:
+        _require(bool(self.model), "model", "a folder, a .gguf file, a hub name or smollm2")
+        sizes = {self.prefill.engine.block_size, self.decode.engine.block_size}
+        _require(len(sizes) == 1, "decode.engine.block_size", "equal to prefill.engine.block_size")
+
+
+@dataclass(frozen=True, slots=True)
+class ConductorProcess:
+    """What a conductor process is started with."""
+
+    model_path: str
+    model_id: str
+    served_model_name: str
+    server: ServerConfig
+    slo: SloConfig
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProcess:
+    """What a node process is started with."""
+
+    node_id: str
+    roles: tuple[str, ...]
+    model_path: str
+    model_id: str
+    conductor_address: str
+    engine: EngineConfig
+    transfer: TransferConfig
+    metrics_port: int = 0
+    """0: a free one, on loopback."""
+
+
+def process_config_json(config: Any) -> str:
+    """Return a process configuration as the JSON that `read_process_config` reads."""
+    return json.dumps(dataclasses.asdict(config), indent=1)
+
+
+def read_process_config(path: Path, into: type[T]) -> T:
+    """Read a JSON file into a frozen dataclass.
+
+    Raises:
+        ConfigError: the file is missing or no JSON, a key is unknown or missing, or a
+            value is of the wrong type or refused. The message names file and key.
+    """
+    try:
+        table = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    try:
+        return _build(into, table, "")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _build(into: type[T], table: Any, where: str) -> T:
+    if not isinstance(table, dict):
+        raise TypeError(f"{where or 'the file'}: a table is wanted, not {type(table).__name__}")
+    hints = typing.get_type_hints(into)
+    fields = {item.name: item for item in dataclasses.fields(into)}  # type: ignore[arg-type]
+    if unknown := sorted(table.keys() - fields.keys()):
+        raise ValueError(f"{where}{unknown[0]}: unknown key; known: {', '.join(sorted(fields))}")
+    values = {key: _value(hints[key], value, f"{where}{key}") for key, value in table.items()}
+    try:
+        return into(**values)
+    except TypeError as error:
+        raise ValueError(f"{where or 'the file'}: {error}") from error
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return _build(typing.cast(type, kind), value, f"{where}.")
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise TypeError(f"{where}: a list is wanted")
+        return tuple(_value(typing.get_args(kind)[0], item, where) for item in value)
+    if isinstance(kind, types.UnionType):
+        return value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kind:
+        raise TypeError(f"{where}: {kind.__name__} is wanted, not {type(value).__name__}")
+    return value

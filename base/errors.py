@@ -1,0 +1,110 @@
+"""Every error that crosses a process boundary, and the gRPC status it becomes.
+
+* ServeError
+  - InvalidRequestError      the caller must change the request
+    . UnknownModelError      no such model is served
+  - RejectedError            the cluster is healthy but will not take this request
+    . SloUnreachableError    predicted TTFT or TBT is past the request's SLO
+    . CapacityError          no node has the blocks free
+  - UnavailableError         no node can serve now; retry later
+  - LostError                work was accepted and then lost; safe to retry
+    . LeaseExpiredError      bytes may already be reused; never read them
+    . StaleError             a message or grant of an older epoch or generation
+    . TransferFailedError    a transport gave up on a transfer batch
+    . ChecksumError          bytes arrived, and they are not the ones that were sent
+  - ProtocolError            the peer broke the protocol: a bug, never retried
+* ConfigError                the process must not start
+
+The table at the end is applied in one place, `base/rpc.py`.
+"""
+
+from __future__ import annotations
+
+import grpc
+
+
+class ServeError(Exception):
+    """Base of every expected failure of a request."""
+
+
+class InvalidRequestError(ServeError):
+    """The caller must change the request. `param` names the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownModelError(InvalidRequestError):
+    """The request names a model this cluster does not serve."""
+
+
+class RejectedError(ServeError):
+    """The cluster is healthy but will not take this request now.
+
+    `retry_after_s` is when asking again is predicted to succeed.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class SloUnreachableError(RejectedError):
+    """Predicted TTFT or TBT is past the request's SLO."""
+
+
+class CapacityError(RejectedError):
+    """Fewer blocks are free than the request needs. Nothing was taken."""
+
+
+class UnavailableError(ServeError):
+    """No node can serve the request at present."""
+
+
+class LostError(ServeError):
+    """Work was accepted and then lost; it is safe to run it again."""
+
+
+class LeaseExpiredError(LostError):
+    """The lease ran out: the bytes may already be reused and are never read."""
+
+
+class StaleError(LostError):
+    """A message, grant or block of an older epoch or generation was refused."""
+
+
+class TransferFailedError(LostError):
+    """A transport gave up on a transfer batch."""
+
+
+class ChecksumError(LostError):
+    """Bytes arrived, and they are not the ones that were sent."""
+
+
+class ProtocolError(ServeError):
+    """The peer sent what cannot follow what it sent before."""
+
+
+class ConfigError(Exception):
+    """Configuration is wrong; the message names file, key and mend."""
+
+
+STATUS_OF: tuple[tuple[type[ServeError], grpc.StatusCode], ...] = (
+    (UnknownModelError, grpc.StatusCode.NOT_FOUND),
+    (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (RejectedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (UnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (StaleError, grpc.StatusCode.FAILED_PRECONDITION),
+    (LostError, grpc.StatusCode.UNAVAILABLE),
+    (ProtocolError, grpc.StatusCode.INTERNAL),
+)
+"""First match wins, so a class stands before its parents."""
+
+
+def status_of(error: ServeError) -> grpc.StatusCode:
+    """Return the gRPC status that `error` becomes at the border."""
+    for kind, code in STATUS_OF:
+        if isinstance(error, kind):
+            return code
+    return grpc.StatusCode.INTERNAL

@@ -1,0 +1,33 @@
+"""One line per event, `key=value`, no prompt text.
+
+`configure` is called once, by a process's main; everything else uses the standard
+`logging.getLogger(__name__)` with a fixed message and values in `extra`-free form:
+
+    log.info("rejected", extra={"fields": {"request_id": rid, "reason": "ttft"}})
+
+is written by `event(log, "rejected", request_id=rid, reason="ttft")`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+def configure(process: str, level: str = "INFO") -> None:
+    """Send this process's events to standard error, each line naming `process`."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {process} %(name)s %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def event(log: logging.Logger, message: str, level: int = logging.INFO, **fields: object) -> None:
+    """Log one event with its values as fields."""
+    if log.isEnabledFor(level):
+        tail = " ".join(f"{key}={_quoted(value)}" for key, value in fields.items())
+        log.log(level, "%s %s", message, tail)
+
+
+def _quoted(value: object) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f'"{text}"' if " " in text else text

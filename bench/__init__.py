@@ -1,0 +1,1 @@
+"""Load generation and microbenchmarks. They print and write results; they assert nothing."""

@@ -1,0 +1,1 @@
+"""The service clients speak to: admits, places and streams requests."""

@@ -1,0 +1,1 @@
+"""The decode role of a node: reserve blocks, receive KV, generate tokens."""

@@ -1,0 +1,1 @@
+"""Starting a cluster: Ray, configuration files, the `conductor` command."""

@@ -1,0 +1,1 @@
+"""Triton kernels, each with its launcher and its plain-torch definition."""

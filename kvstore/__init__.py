@@ -1,0 +1,1 @@
+"""One KV cache for the whole cluster: blocks found by hash."""

@@ -1,0 +1,87 @@
+"""The rules of CONTRIBUTING.md that a program can check."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = (
+    "base",
+    "bench",
+    "conductor",
+    "decode_node",
+    "deploy",
+    "engine",
+    "kvstore",
+    "prefill_node",
+    "transfer",
+)
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+BANNED_FILE_NAMES = {"utils", "helpers", "common", "misc", "manager", "types"}
+CLOCK_CALLS = {"time.time", "time.monotonic", "time.perf_counter", "time.sleep"}
+# bench measures, so it reads clocks; base/clock.py is the door for everybody else
+CLOCK_DOORS = ("base/clock.py", "bench/")
+
+
+def source_files() -> Iterator[tuple[str, str]]:
+    for package in PACKAGES:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            yield file.relative_to(ROOT).as_posix(), file.read_text()
+
+
+def test_files_are_short() -> None:
+    long = {name: text.count("\n") for name, text in source_files() if text.count("\n") > MAX_FILE_LINES}
+    assert not long, f"over {MAX_FILE_LINES} lines: {long}"
+
+
+def test_functions_are_short() -> None:
+    long = []
+    for name, text in source_files():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                size = (node.end_lineno or node.lineno) - node.lineno + 1
+                if size > MAX_FUNCTION_LINES:
+                    long.append(f"{name}:{node.lineno} {node.name} ({size})")
+    assert not long, f"over {MAX_FUNCTION_LINES} lines: {long}"
+
+
+def test_files_have_names_that_say_something() -> None:
+    assert not [name for name, _ in source_files() if Path(name).stem in BANNED_FILE_NAMES]
+
+
+def test_every_file_says_what_it_owns() -> None:
+    silent = [name for name, text in source_files() if not ast.get_docstring(ast.parse(text))]
+    assert not silent, f"no docstring at the head of {silent}"
+
+
+def test_time_comes_from_a_clock() -> None:
+    for name, text in source_files():
+        if not name.startswith(CLOCK_DOORS):
+            used = {call for call in CLOCK_CALLS if re.search(rf"\b{re.escape(call)}\(", text)}
+            assert not used, f"{name} calls {used}; take a Clock"
+
+
+@pytest.mark.parametrize("word", [r"\bTODO\b", r"\bFIXME\b", r"\bXXX\b", r"\bHACK\b"])
+def test_nothing_is_left_for_later(word: str) -> None:
+    assert not [name for name, text in source_files() if re.search(word, text)]
+
+
+def test_no_version_suffixes_in_names() -> None:
+    pattern = re.compile(r"(_v2|_V2|^new_|^legacy_|^old_)")
+    for name, text in source_files():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                assert not pattern.search(node.name), f"{name}:{node.lineno} {node.name}"
+
+
+def test_broad_except_stands_only_at_the_borders() -> None:
+    borders = {"base/rpc.py", "engine/loop.py", "conductor/openai.py"}
+    for name, text in source_files():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ExceptHandler) and name not in borders:
+                broad = node.type is None or (isinstance(node.type, ast.Name) and node.type.id == "Exception")
+                assert not broad, f"{name}:{node.lineno} catches everything"

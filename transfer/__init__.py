@@ -1,0 +1,1 @@
+"""The Messenger: moves byte ranges between registered segments of two processes."""
