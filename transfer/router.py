@@ -7,7 +7,7 @@ so that a broken rail costs one batch its time and not every one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from base.clock import Clock
@@ -35,7 +35,11 @@ class _Record:
 class Router:
     """Owns the transports and what is known of each path. One event loop calls it."""
 
-    def __init__(self, transports: Sequence[Transport], clock: Clock) -> None:
+    def __init__(
+        self, transports: Sequence[Transport], clock: Clock, absent: Mapping[str, str] | None = None
+    ) -> None:
+        """`absent`: why each configured transport that cannot work here cannot."""
+        self._absent = dict(absent or {})
         self._transports = {transport.name: transport for transport in transports}
         self._clock = clock
         self._records: dict[tuple[str, str], _Record] = {}
@@ -43,7 +47,7 @@ class Router:
     def choose(self, peer: PeerDescriptor, segment_id: int) -> Route:
         """Return the route; raises TransferFailedError if nothing reaches the segment."""
         usable: list[tuple[bool, float, str]] = []
-        refused: list[tuple[str, str]] = []
+        refused: list[tuple[str, str]] = list(self._absent.items())
         for name, transport in self._transports.items():
             refusal = transport.refusal_or_none(peer, segment_id)
             if refusal is not None:
