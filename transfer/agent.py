@@ -34,7 +34,7 @@ from transfer.segment import Segment
 from transfer.shm import ShmTransport
 from transfer.tcp import TcpTransport
 from transfer.tcp_server import TcpServer
-from transfer.transport import Route, Transport
+from transfer.transport import Route, Totals, Transport
 
 MAX_BATCHES = 256
 """Under way at once; more wait their turn, within their deadlines."""
@@ -228,6 +228,10 @@ class TransferAgent:
     def route(self, peer: PeerDescriptor, grant: Grant) -> Route:
         """Return how a batch to this peer would travel; raises TransferFailedError if it cannot."""
         return self._started().choose(peer, grant.segment_id)
+
+    def totals(self) -> tuple[Totals, ...]:
+        """Return what each transport has carried since the start, for metrics."""
+        return self._started().totals()
 
     async def _move(
         self,
