@@ -26,6 +26,8 @@ from transfer.tcp_link import Frame, LinkState, TcpLink
 
 WORK_BYTES = 1 << 20
 """One work request at most: 21 us on a 400 Gb/s link, several times the cost of posting it."""
+STUCK_AFTER_S = 1.0
+"""A lane that does not end cancelled work for this long is destroyed."""
 BURST = 16
 """Posted on one lane before the next has its turn."""
 
@@ -79,6 +81,11 @@ class Lane:
         self.under_way: deque[tuple[int, Batch, Piece]] = deque()
         self._ids = count(1)
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """Its name among all lanes: every rail numbers its queue pairs by itself."""
+        return self.pair.rail.name, self.pair.end.number
+
     def post(self, work: Sequence[tuple[Batch, Piece]]) -> None:
         """Begin some work, all of it in one direction; raises TransferFailedError."""
         entries = []
@@ -107,7 +114,12 @@ class Pairing:
     """Owns the connection, the lanes and the queue of work to one epoch of one peer."""
 
     def __init__(
-        self, address: str, epoch: int, rails: Sequence[Rail], health: RailHealth, lanes: dict[int, Lane]
+        self,
+        address: str,
+        epoch: int,
+        rails: Sequence[Rail],
+        health: RailHealth,
+        lanes: dict[tuple[str, int], Lane],
     ) -> None:
         self.epoch = epoch
         self._health = health
@@ -145,7 +157,7 @@ class Pairing:
         self.pump()
 
     def drop(self, batch: Batch) -> None:
-        """End the batch's work that is not posted. What is posted ends by itself, soon."""
+        """End the batch's work: what is not posted at once, what is posted within a second."""
         for queue in (self._urgent, self._background):
             kept = [work for work in queue if work[0] is not batch]
             dropped = len(queue) - len(kept)
@@ -153,6 +165,8 @@ class Pairing:
             queue.extend(kept)
             for _ in range(dropped):
                 batch.work_ended(TransferFailedError("cancelled"))
+        if batch.left:
+            asyncio.get_running_loop().call_later(STUCK_AFTER_S, self._give_up, batch)
 
     def pump(self) -> None:
         """Post what there is room for, a burst to each lane in turn."""
@@ -197,7 +211,7 @@ class Pairing:
                     self._health.failed(lane.pair.rail.name)
                     continue
                 lane.is_open = True
-                self._all_lanes[lane.pair.end.number] = lane
+                self._all_lanes[lane.key] = lane
 
     def _post_burst(self, lane: Lane, room: int) -> None:
         queue = self._urgent or self._background
@@ -214,15 +228,22 @@ class Pairing:
         """Give the work of a broken lane to the others, or end it if there is none."""
         lane.is_lost = True
         self._health.failed(lane.pair.rail.name)
-        self._all_lanes.pop(lane.pair.end.number, None)
+        self._all_lanes.pop(lane.key, None)
         self._urgent.extendleft(reversed(lane.take_back()))
         if not any(each.is_open for each in self._lanes):
             self._fail_queued(TransferFailedError(f"{lane.pair.rail.name} failed: {reason}"))
 
+    def _give_up(self, batch: Batch) -> None:
+        for lane in self._lanes:
+            if any(each is batch for _, each, _ in lane.under_way):
+                self._lost(lane, "it did not end cancelled work")
+        if batch.left:
+            self.drop(batch)
+
     def _on_link_closed(self) -> None:
         for lane in self._lanes:
             if lane.is_open:
-                self._all_lanes.pop(lane.pair.end.number, None)
+                self._all_lanes.pop(lane.key, None)
                 self._urgent.extend(lane.take_back())
             else:
                 lane.pair.close()

@@ -77,7 +77,7 @@ class RdmaTransport:
         self._rails = rails
         self._health = RailHealth(clock)
         self._pairings: dict[str, Pairing] = {}
-        self._lanes: dict[int, Lane] = {}
+        self._lanes: dict[tuple[str, int], Lane] = {}
         self._loop = asyncio.get_running_loop()
         for rail in rails:
             self._loop.add_reader(rail.channel_fd, self._on_completions, rail)
@@ -129,7 +129,7 @@ class RdmaTransport:
         pairings: dict[Pairing, None] = {}
         for ended in rail.poll():
             # A lane that was destroyed leaves completions that concern nobody.
-            lane = self._lanes.get(ended.queue_pair)
+            lane = self._lanes.get((rail.name, ended.queue_pair))
             if lane is not None:
                 lane.pairing.on_ended(lane, ended)
                 pairings[lane.pairing] = None
