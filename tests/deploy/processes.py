@@ -4,6 +4,7 @@ Each run carries a mark in its environment, which children inherit: Ray's, and o
 """
 
 import os
+import select
 import sys
 import uuid
 from pathlib import Path
@@ -40,16 +41,14 @@ def wait_all_gone(environment: dict[str, str], timeout_s: float) -> dict[int, st
     return marked_pids(environment)
 
 
-def wait_gone(pid: int, timeout_s: float) -> None:
-    """Block until a process that need not be our child has ended, or `timeout_s` passed."""
-    import select
-
+def wait_gone(pid: int, timeout_s: float) -> bool:
+    """Block until a process that need not be our child has ended; False after `timeout_s`."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
-        return
+        return True
     try:
-        select.select([handle], [], [], timeout_s)
+        return bool(select.select([handle], [], [], timeout_s)[0])
     finally:
         os.close(handle)
 
