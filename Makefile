@@ -1,18 +1,24 @@
-# Every target sets up what it needs. People and CI use the same ones.
+# Every target sets up what it needs, on a machine that has Python and make. People and CI
+# use the same ones.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+PROMPT ?= In one sentence: what is the capital of France?
+INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
 
 .PHONY: run test test-full check protos lock clean
 
 run: $(VENV)/.installed
-	$(BIN)/conductor up --prompt "In one sentence: what is the capital of France?"
+	$(BIN)/conductor up --prompt "$(PROMPT)"
 
 test: check
 	$(BIN)/python -m pytest -q
 
 test-full: check
-	$(BIN)/python -m pytest -q -m ""
+	$(BIN)/python -m pytest -q -m "not gpu and not rdma"
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
@@ -22,15 +28,20 @@ check: $(VENV)/.installed
 # torch first and by exact version: a plain `torch` draws gigabytes of CUDA packages on
 # a machine that has no GPU.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "$(PYTHON) is too old: Python 3.11 or later is needed (make PYTHON=python3.11)"; exit 1; }
+	@echo "installing into $(VENV): some minutes, once"
+	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) torch
+	@$(INSTALL) -e '.[dev]'
+	@touch $@
 
-PROTOS := $(wildcard protos/*.proto)
+# Generated code is committed, and a test compares: who only runs needs no compiler.
 protos: $(VENV)/.installed
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. --mypy_grpc_out=. $(PROTOS)
+	$(BIN)/python -m grpc_tools.protoc -I. --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	  --python_out=. --pyi_out=. --grpc_python_out=. --mypy_grpc_out=. $(wildcard protos/*.proto)
 
+# What is installed now becomes what is installed everywhere.
 lock: $(VENV)/.installed
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//' > constraints.txt
 

@@ -59,6 +59,8 @@ class ChatStream:
         """
         self._address = address
         self._connection = http.client.HTTPConnection(address, timeout=SILENCE_S)
+        self._socket: socket.socket | None = None
+        self._is_closed = False
         self._body = json.dumps({"model": model, "messages": messages, "stream": True, **options})
 
     def pieces(self) -> Iterator[str]:
@@ -68,6 +70,11 @@ class ChatStream:
             ApiError: no answer, an error, or an answer cut short.
         """
         try:
+            self._connection.connect()
+            # Kept: http.client forgets it once it has read a header that says "close".
+            self._socket = self._connection.sock
+            if self._is_closed:
+                raise ApiError("closed before it was asked")
             self._connection.request(
                 "POST", "/v1/chat/completions", self._body, {"Content-Type": "application/json"}
             )
@@ -86,9 +93,10 @@ class ChatStream:
 
     def close(self) -> None:
         """Hang up. `pieces`, if it is waiting, raises ApiError. Idempotent."""
-        if self._connection.sock is not None:
+        self._is_closed = True
+        if self._socket is not None:
             with contextlib.suppress(OSError):
-                self._connection.sock.shutdown(socket.SHUT_RDWR)
+                self._socket.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def _piece(self, data: bytes) -> str:

@@ -24,6 +24,7 @@ import ray
 
 from base.clock import SystemClock
 from base.errors import ConfigError
+from deploy.plan import HOST_ADDRESS
 from deploy.supervisor import ProcessSpec, Supervisor
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
@@ -37,7 +38,8 @@ class ActorProcess(Supervisor):
     """A `Supervisor` that Ray can construct: from plain values alone."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        super().__init__(ProcessSpec(**spec), SystemClock())
+        config = _with_host(spec["config"], self.host_address())
+        super().__init__(ProcessSpec(**{**spec, "config": config}), SystemClock())
 
     def host_address(self) -> str:
         """Return the address by which other hosts reach this one."""
@@ -135,6 +137,13 @@ class RayCluster:
             ray.kill(actor)
         self._actors.clear()
         ray.shutdown()
+
+
+def _with_host(value: Any, address: str) -> Any:
+    """Return a configuration with `address` wherever it says `HOST_ADDRESS`."""
+    if isinstance(value, dict):
+        return {key: _with_host(inner, address) for key, inner in value.items()}
+    return address if value == HOST_ADDRESS else value
 
 
 async def _result(ref: Any) -> Any:

@@ -12,6 +12,10 @@ from base.config import ClusterConfig, ConductorProcess, NodeProcess, PoolConfig
 from base.request import Role
 
 ANY_ADDRESSES = ("0.0.0.0", "::")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+HOST_ADDRESS = "{host address}"
+"""In a configuration: what the host that the process lands on calls itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +58,12 @@ def planned_nodes(
         conductor_address: `host:port` of the conductor's gRPC.
         host_cores: Of one host, shared by the nodes that leave `threads` open.
     """
-    everything = config.prefill.nodes + config.decode.nodes
+    num_nodes = max(config.prefill.nodes + config.decode.nodes, 1)
     pools = ((Role.PREFILL, config.prefill, config.decode), (Role.DECODE, config.decode, config.prefill))
     planned = []
     for role, pool, other in pools:
         roles = (role.value,) if other.nodes else (Role.PREFILL.value, Role.DECODE.value)
-        threads = pool.engine.threads or max(int(pool.cpus_per_node), host_cores // everything, 1)
+        threads = pool.engine.threads or max(int(pool.cpus_per_node), host_cores // num_nodes, 1)
         for number in range(pool.nodes):
             process = NodeProcess(
                 node_id=f"{role.value}-{number}",
@@ -68,10 +72,16 @@ def planned_nodes(
                 model_id=model.model_id,
                 conductor_address=conductor_address,
                 engine=dataclasses.replace(pool.engine, threads=threads),
-                transfer=config.transfer,
+                transfer=dataclasses.replace(config.transfer, host=_transfer_host(config)),
             )
             planned.append(PlannedNode(process, pool.cpus_per_node, pool.gpus_per_node))
     return planned
+
+
+def _transfer_host(config: ClusterConfig) -> str:
+    if config.transfer.host != "auto":
+        return config.transfer.host
+    return "127.0.0.1" if config.server.host in LOOPBACK else HOST_ADDRESS
 
 
 def needed_cpus(pools: tuple[PoolConfig, ...]) -> float:

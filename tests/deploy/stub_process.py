@@ -36,6 +36,11 @@ class Api(BaseHTTPRequestHandler):
         for delta in deltas:
             chunk = {"choices": [{"index": 0, "delta": delta, "finish_reason": None if delta else "stop"}]}
             self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            if text == "CUT":
+                return
+            if text == "WAIT":
+                self.rfile.read(1)  # until the client hangs up
+                return
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _answer(self, status, text):
