@@ -177,9 +177,7 @@ class Dispatcher:
             raise refusal(decision)
         return decision
 
-    async def _prefill(
-        self, run: _Run, work: Work, decode: NodeSession, prefill: NodeSession
-    ) -> Prefilled:
+    async def _prefill(self, run: _Run, work: Work, decode: NodeSession, prefill: NodeSession) -> Prefilled:
         decode.send(Reserve(work))
         reserved = await run.next_message()
         if not isinstance(reserved, Reserved):
