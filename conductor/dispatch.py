@@ -21,11 +21,11 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-from base.block_hash import BlockHash, chain_root, hash_chain
+from base.block_hash import BlockHash, hash_chain
 from base.clock import Clock
 from base.errors import (
+    CapacityError,
     DeadlineError,
-    InvalidRequestError,
     LostError,
     ProtocolError,
     RejectedError,
@@ -41,7 +41,8 @@ from conductor.cost_model import CostModel
 from conductor.generated import Generated
 from conductor.membership import Membership
 from conductor.nodes import Mailbox, NodeSession
-from conductor.scheduler import Placement, PlacementRequest, Rejection, place
+from conductor.placement import Placement, PlacementRequest, Rejection, RejectReason
+from conductor.scheduler import SchedulerSettings, place
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +59,14 @@ class DispatchLimits:
     request_timeout_s: float
 
 
+# A prefill node cannot load blocks from another yet, so placement must not count on it.
+SETTINGS = SchedulerSettings(fetches=False)
+
+
 class TimesObserver(Protocol):
     """Is told the times of requests: metrics, and the cost model's correction."""
 
-    def first_token(self, ttft_s: float, times: PrefillTimes) -> None: ...
+    def first_token(self, ttft_s: float, times: PrefillTimes, placement: Placement) -> None: ...
 
     def next_tokens(self, gap_s: float, num_tokens: int) -> None: ...
 
@@ -88,7 +93,8 @@ class Dispatcher:
 
     @property
     def is_ready(self) -> bool:
-        return self._view.is_ready
+        """Whether a node of each role is attached."""
+        return bool(self._view.prefill_mask and self._view.decode_mask)
 
     async def generate(self, request: Request) -> AsyncGenerator[Generated, None]:
         """Yield the request's tokens, first to last. Consume under `contextlib.aclosing`.
@@ -134,48 +140,45 @@ class Dispatcher:
 
     async def _attempt(self, run: _Run) -> AsyncGenerator[Generated, None]:
         run.begin_attempt()
-        root = chain_root(
-            self._view.model_id, self._view.layout_id, run.request.tenant, run.request.cache_salt
+        root = self._membership.chain_root(run.request)
+        asked = PlacementRequest(
+            request_id=run.attempt_id,
+            chain=hash_chain(run.token_ids, self._view.block_size, root),
+            num_tokens=len(run.token_ids),
+            max_tokens=run.request.stop.max_tokens - len(run.generated),
+            slo=run.request.slo,
+            priority=run.request.priority,
         )
-        placement = self._place(run, root)
+        placement = place(asked, self._view, self._cost, self._clock.now_s(), SETTINGS)
+        if isinstance(placement, Rejection):
+            raise refusal(placement)
         decode = self._membership.session(placement.decode_node)
         prefill = self._membership.session(placement.prefill_node)
         with ExitStack() as held:
-            self._view.placed(placement, self._clock.now_s())
-            held.callback(self._view.finished, placement)
+            self._view.placed(asked, placement, self._clock.now_s())
+            held.callback(self._finished, run)
             held.enter_context(decode.exchange(run.attempt_id, run.mailbox))
             prefilled = await self._prefill(run, run.work(root), decode, prefill)
-            now_s = self._clock.now_s()
-            self._view.prefill_done(placement, now_s)
-            if not run.generated:
-                self._observer.first_token(now_s - run.arrived_at_s, prefilled.times)
+            self._was_prefilled(run, placement, prefilled)
             finish = run.finish_of_first(prefilled)
             yield Generated((prefilled.first_token,), finish, run.num_cached_tokens(prefilled))
             if finish is not None:
+                run.is_complete = True
                 return
             decode.send(Start(run.attempt_id, prefilled.first_token.token_id, prefilled.checksums))
             async with aclosing(self._decode(run, prefilled)) as pieces:
                 async for piece in pieces:
                     yield piece
 
-    def _place(self, run: _Run, root: BlockHash) -> Placement:
-        request = run.request
-        decision = place(
-            PlacementRequest(
-                request_id=run.attempt_id,
-                chain=tuple(hash_chain(run.token_ids, self._view.block_size, root)),
-                num_tokens=len(run.token_ids),
-                max_tokens=request.stop.max_tokens - len(run.generated),
-                slo=request.slo,
-                priority=request.priority,
-            ),
-            self._view,
-            self._cost,
-            self._clock.now_s(),
-        )
-        if isinstance(decision, Rejection):
-            raise refusal(decision)
-        return decision
+    def _was_prefilled(self, run: _Run, placement: Placement, prefilled: Prefilled) -> None:
+        now_s = self._clock.now_s()
+        self._view.prefill_done(run.attempt_id, now_s)
+        if not run.generated:
+            self._observer.first_token(now_s - run.arrived_at_s, prefilled.times, placement)
+
+    def _finished(self, run: _Run) -> None:
+        output_tokens = len(run.generated) if run.is_complete else None
+        self._view.finished(run.attempt_id, self._clock.now_s(), output_tokens)
 
     async def _prefill(self, run: _Run, work: Work, decode: NodeSession, prefill: NodeSession) -> Prefilled:
         decode.send(Reserve(work))
@@ -202,6 +205,7 @@ class Dispatcher:
                 last_at_s = now_s
             yield Generated(tokens.tokens, tokens.finish_reason, run.num_cached_tokens(prefilled))
             if tokens.finish_reason is not None:
+                run.is_complete = True
                 return
 
 
@@ -212,6 +216,7 @@ class _Run:
         self.request = request
         self.generated: list[int] = []
         self.num_attempts = 0
+        self.is_complete = False
         self.mailbox = Mailbox()
         self.arrived_at_s = clock.now_s()
         self._clock = clock
@@ -275,8 +280,15 @@ class _Run:
 
 def refusal(rejection: Rejection) -> ServeError:
     """Return the error that tells a client why it was not placed, and when to come back."""
-    if rejection.reason is RejectReason.NO_NODE:
-        return UnavailableError(rejection.message)
-    if rejection.reason is RejectReason.TOO_LONG:
-        return InvalidRequestError(rejection.message)
-    return SloUnreachableError(rejection.message, rejection.retry_after_s)
+    match rejection.reason:
+        case RejectReason.NO_PREFILL_NODE:
+            return UnavailableError("no prefill node is attached")
+        case RejectReason.NO_DECODE_NODE:
+            return UnavailableError("no decode node is attached")
+        case RejectReason.NO_FREE_BLOCKS:
+            return CapacityError("no decode node has the KV blocks free", rejection.retry_after_s)
+        case RejectReason.TTFT:
+            message = f"the first token is predicted after {rejection.predicted_ttft_s:.3g} s, past its SLO"
+        case RejectReason.TBT:
+            message = f"a token is predicted every {rejection.predicted_tbt_s:.3g} s, past the SLO"
+    return SloUnreachableError(message, rejection.retry_after_s)

@@ -7,10 +7,12 @@ of it ends the older one, so a node that restarted is never two nodes.
 
 from __future__ import annotations
 
+from base.block_hash import BlockHash, chain_root
 from base.clock import Clock
-from base.errors import StaleError
+from base.errors import StaleError, UnavailableError
 from base.messages import PROTOCOL_VERSION, Heartbeat, KvEvents, NodeInfo
-from base.request import NodeId
+from base.request import NodeId, Request
+from conductor import cluster_view
 from conductor.cluster_view import ClusterView
 from conductor.nodes import NodeSession
 
@@ -37,7 +39,20 @@ class Membership:
         if older is not None:
             self.leave(older, "the node attached again")
         self._sessions[info.node_id] = session
-        self._view.add_node(info, self._clock.now_s())
+        self._view.add_node(
+            cluster_view.NodeInfo(
+                node_id=info.node_id,
+                epoch=info.epoch,
+                roles=info.roles,
+                num_blocks=info.num_blocks,
+                block_size=info.block_size,
+                model_id=info.model_id,
+                layout_id=info.layout_id,
+                max_model_len=info.max_model_len,
+                host=info.host,
+            ),
+            self._clock.now_s(),
+        )
 
     def leave(self, session: NodeSession, reason: str) -> None:
         """Let a node go, and end what it worked on. Leaving twice is nothing."""
@@ -48,11 +63,36 @@ class Membership:
 
     def heartbeat(self, session: NodeSession, heartbeat: Heartbeat, now_s: float) -> None:
         if self._sessions.get(session.info.node_id) is session:
-            self._view.heartbeat(session.info.node_id, heartbeat, now_s)
+            session.last_heartbeat = heartbeat
+            self._view.heartbeat(
+                session.info.node_id,
+                cluster_view.Heartbeat(
+                    num_free_blocks=heartbeat.num_free_blocks,
+                    num_waiting=heartbeat.num_waiting,
+                    num_running=heartbeat.num_running,
+                    num_queued_tokens=heartbeat.num_queued_tokens,
+                    num_context_tokens=heartbeat.num_context_tokens,
+                    draining=heartbeat.is_draining,
+                ),
+                now_s,
+            )
 
     def kv_events(self, session: NodeSession, events: KvEvents) -> None:
         if self._sessions.get(session.info.node_id) is session:
-            self._view.kv_events(session.info.node_id, events)
+            self._view.kv_events(
+                session.info.node_id, events.first_number, events.stored, events.removed, events.is_snapshot
+            )
+
+    def chain_root(self, request: Request) -> BlockHash:
+        """Return the root of the request's hash chain on the attached nodes.
+
+        Raises:
+            UnavailableError: no node is attached.
+        """
+        for session in self._sessions.values():
+            layout_id = session.info.layout_id
+            return chain_root(self._model_id, layout_id, request.tenant, request.cache_salt)
+        raise UnavailableError("no node is attached")
 
     def session(self, node_id: NodeId) -> NodeSession:
         """Raises StaleError if the node has left since it was placed on."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from base.errors import LostError, error_named
-from base.messages import Failed, FromNode, NodeInfo, Release, ToNode
+from base.messages import Failed, FromNode, Heartbeat, NodeInfo, Release, ToNode
 from base.request import RequestId
 
 
@@ -49,7 +49,7 @@ class NodeSession:
 
     def __init__(self, info: NodeInfo) -> None:
         self.info = info
-        self.is_draining = False
+        self.last_heartbeat: Heartbeat | None = None
         self._outbox: list[ToNode] = []
         self._outgoing = asyncio.Event()
         self._mailboxes: dict[RequestId, Mailbox] = {}

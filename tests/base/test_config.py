@@ -69,7 +69,7 @@ def test_a_file_that_is_missing_or_no_table_is_refused(tmp_path, content):
     file = tmp_path / "node.json"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(ConfigError, match="node.json"):
+    with pytest.raises(ConfigError, match=r"node\.json"):
         read_process_config(file, NodeProcess)
 
 
