@@ -11,16 +11,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from engine.block_pool import BlockPool
-from engine.paged_cache import PagedCache
-from transfer.agent import TransferAgent
-from transfer.segment import Segment
-
 from base.block_hash import BlockHash, hash_chain
 from base.checksum import checksum
 from base.errors import ChecksumError
 from base.grants import Grant, Operation
 from base.messages import Work
+from engine.block_pool import BlockPool
+from engine.paged_cache import PagedCache
+from transfer.agent import TransferAgent
+from transfer.segment import Segment
 
 
 class Reservation:

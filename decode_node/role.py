@@ -14,19 +14,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from engine.loop import EngineLoop
-from engine.paged_cache import PagedCache
-from engine.scheduler import SequenceOutput
-from engine.sequence import Sequence
-from transfer.agent import TransferAgent
-from transfer.segment import Segment
-
 from base.clock import Clock
 from base.errors import DeadlineError, LostError
 from base.messages import FromNode, Reserve, Reserved, Start, Tokens, Work
 from base.request import FinishReason, RequestId
 from base.request_tasks import RequestTasks
 from decode_node.reservation import require_intact, reserved
+from engine.loop import EngineLoop
+from engine.paged_cache import PagedCache
+from engine.sequence import Sequence
+from engine.step import SequenceOutput
+from transfer.agent import TransferAgent
+from transfer.segment import Segment
 
 
 class DecodeRole:

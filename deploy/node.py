@@ -19,10 +19,6 @@ import socket
 import sys
 from pathlib import Path
 
-from engine.build import Engine, build_engine
-from transfer.agent import TransferAgent
-from transfer.segment import Segment
-
 from base.attach import AttachClient
 from base.clock import SystemClock
 from base.config import NodeProcess, read_process_config
@@ -32,7 +28,10 @@ from base.logs import configure, event
 from base.messages import Heartbeat, KvEvents, NodeInfo, Prefill, Release, Reserve, Start, ToNode
 from base.request import NodeId, Role
 from decode_node.role import DecodeRole
+from engine.build import Engine, build_engine
 from prefill_node.role import PrefillRole
+from transfer.agent import TransferAgent
+from transfer.segment import Segment
 
 log = logging.getLogger(__name__)
 
@@ -66,16 +65,15 @@ class Node:
 
     def heartbeat(self) -> Heartbeat:
         self._num_heartbeats += 1
-        load = self._engine.loop.load()
-        pool = self._engine.loop.pool
+        pool, scheduler = self._engine.loop.pool, self._engine.loop.scheduler
         return Heartbeat(
             sequence=self._num_heartbeats,
             num_free_blocks=pool.num_available,
             num_held_blocks=pool.num_held,
-            num_waiting=load.num_waiting,
-            num_running=load.num_running,
-            num_queued_tokens=load.num_queued_tokens,
-            num_context_tokens=load.num_context_tokens,
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_queued_tokens=scheduler.num_remaining_tokens,
+            num_context_tokens=scheduler.num_context_tokens,
             is_draining=self.is_draining,
         )
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from base.clock import Clock
 from base.errors import ServeError
 from base.logs import event
 from base.request import FinishReason
@@ -43,8 +44,9 @@ class StepRunner(Protocol):
 class EngineLoop:
     """Owns one engine's pool, scheduler and device thread. Belongs to the event loop."""
 
-    def __init__(self, runner: StepRunner, scheduler: Scheduler, pool: BlockPool) -> None:
+    def __init__(self, runner: StepRunner, scheduler: Scheduler, pool: BlockPool, clock: Clock) -> None:
         self._runner = runner
+        self._clock = clock
         self.scheduler = scheduler
         self.pool = pool
         self._listeners: dict[Sequence, Listener] = {}
@@ -94,6 +96,10 @@ class EngineLoop:
                 await self._step(thread, plan)
 
     async def _step(self, thread: ThreadPoolExecutor, plan: StepPlan) -> None:
+        now_s = self._clock.now_s()
+        for entry in plan.entries:
+            if entry.sequence.started_at_s is None:
+                entry.sequence.started_at_s = now_s
         self._in_flight = {entry.sequence for entry in plan.entries}
         done = asyncio.get_running_loop().run_in_executor(thread, self._runner.execute, plan)
         try:
@@ -115,7 +121,7 @@ class EngineLoop:
         self.num_failed_steps += 1
         level = logging.WARNING if isinstance(error, ServeError) else logging.ERROR
         names = ",".join(entry.sequence.request_id for entry in plan.entries)
-        event(log, "step failed", level, requests=names, error=f"{type(error).__name__}: {error}")
+        event(log, "step failed", level=level, requests=names, error=f"{type(error).__name__}: {error}")
         log.debug("step failed", exc_info=error)
         for entry in plan.entries:
             self.scheduler.finish(entry.sequence, FinishReason.ERROR)

@@ -12,19 +12,18 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.loop import EngineLoop
-from engine.paged_cache import PagedCache
-from engine.scheduler import SequenceOutput
-from engine.sequence import Sequence
-from transfer.agent import TransferAgent
-from transfer.segment import Segment
-
 from base.clock import Clock
 from base.errors import DeadlineError, LostError
 from base.messages import FromNode, Prefill, Prefilled, PrefillTimes, Work
 from base.request import FinishReason, RequestId
 from base.request_tasks import RequestTasks
+from engine.loop import EngineLoop
+from engine.paged_cache import PagedCache
+from engine.sequence import Sequence
+from engine.step import SequenceOutput
 from prefill_node.sender import KvSender
+from transfer.agent import TransferAgent
+from transfer.segment import Segment
 
 
 class PrefillRole:
@@ -73,27 +72,28 @@ class PrefillRole:
         try:
             async with asyncio.timeout(message.work.deadline_s):
                 self._engine.add(sequence, outputs.put_nowait)
-                num_cached = sequence.num_computed_tokens
                 async with asyncio.TaskGroup() as writes:
-                    sender.send_finished(writes, sequence, num_cached)
-                    started_at_s, last = await self._compute(sequence, sender, outputs, writes)
+                    last = await self._compute(sequence, sender, outputs, writes)
                     computed_at_s = self._clock.now_s()
         except TimeoutError:
             raise DeadlineError("the prefill did not end in time") from None
         finally:
             self._engine.release(sequence)
+        started_at_s = sequence.started_at_s or arrived_at_s
+        times = PrefillTimes(
+            queue_s=started_at_s - arrived_at_s,
+            compute_s=computed_at_s - started_at_s,
+            exposed_transfer_s=self._clock.now_s() - computed_at_s,
+        )
+        is_over = last.finish_reason is FinishReason.STOP
         self._send(
             Prefilled(
                 message.work.request_id,
                 last.tokens[0],
-                FinishReason.STOP if last.finish_reason is FinishReason.STOP else None,
-                num_cached,
+                FinishReason.STOP if is_over else None,
+                sequence.num_matched_tokens,
                 sender.checksums,
-                PrefillTimes(
-                    queue_s=started_at_s - arrived_at_s,
-                    compute_s=computed_at_s - started_at_s,
-                    exposed_transfer_s=self._clock.now_s() - computed_at_s,
-                ),
+                times,
             )
         )
 
@@ -103,18 +103,15 @@ class PrefillRole:
         sender: KvSender,
         outputs: asyncio.Queue[SequenceOutput],
         writes: asyncio.TaskGroup,
-    ) -> tuple[float, SequenceOutput]:
-        """Return when the first step with this sequence began, and its last output."""
-        started_at_s: float | None = None
+    ) -> SequenceOutput:
+        """Return the output with the first token; what each step finished is being written."""
         while True:
             output = await outputs.get()
             if output.finish_reason is FinishReason.ERROR:
                 raise LostError("the step that computed this prompt failed; see the node's log")
-            if started_at_s is None:
-                started_at_s = output.step_started_at_s
             sender.send_finished(writes, sequence, sequence.num_computed_tokens)
             if output.tokens:
-                return started_at_s, output
+                return output
 
 
 def one_token_sequence(work: Work, arrived_at_s: float) -> Sequence:

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import asyncio
 
+from base.checksum import checksum
+from base.messages import Prefill
 from engine.block_pool import BlockPool
 from engine.paged_cache import PagedCache
 from engine.sequence import Sequence
 from transfer.agent import TransferAgent
 from transfer.batch import TransferRequest
 from transfer.segment import Segment
-
-from base.checksum import checksum
-from base.messages import Prefill
 
 
 class KvSender:
