@@ -25,6 +25,7 @@ LAYERS: dict[str, set[str]] = {
         "prefill_node",
         "decode_node",
         "conductor",
+        "deploy",
     },
     "deploy": {
         "base",
@@ -35,7 +36,6 @@ LAYERS: dict[str, set[str]] = {
         "prefill_node",
         "decode_node",
         "conductor",
-        "bench",
     },
 }
 
