@@ -4,7 +4,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PROMPT ?= In one sentence: what is the capital of France?
-INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+INSTALL := $(BIN)/python -m pip install -qq -c constraints.txt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore

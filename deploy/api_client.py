@@ -48,6 +48,15 @@ def read_json(address: str, path: str) -> Any:
         raise ApiError(f"http://{address}{path}: no JSON: {error}") from error
 
 
+def is_healthy(address: str) -> bool:
+    """Return whether the conductor can serve: it answers /health, and not with an error."""
+    try:
+        read_json(address, "/health")
+    except ApiError:
+        return False
+    return True
+
+
 class ChatStream:
     """One chat completion, streamed."""
 

@@ -26,9 +26,13 @@ from typing import Any
 from base.config import ClusterConfig
 from base.errors import ConfigError
 from deploy import plan
+from deploy.api_client import is_healthy
 from deploy.launch import Launched, RayCluster, package_path
 from deploy.progress import Progress
 from deploy.supervisor import LOG_TAIL_LINES, ProcessSpec
+
+ATTACH_TIMEOUT_S = 30.0
+HEALTH_PERIOD_S = 0.1
 
 MAX_KEPT_RUNS = 10
 """Folders of logs, one for each start."""
@@ -90,6 +94,7 @@ class Cluster:
             )
             note(f"http {endpoints.http_address}, grpc {endpoints.grpc_address}")
         await self._start_nodes(model, endpoints.grpc_address)
+        await self._wait_healthy(endpoints.http_address)
         return endpoints
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
@@ -164,6 +169,23 @@ class Cluster:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(start(node)) for node in planned]
             self._nodes = [task.result() for task in tasks]
+
+    async def _wait_healthy(self, http_address: str) -> None:
+        """Wait until the conductor has a node for each role.
+
+        A node is ready when it can serve; it attaches to the conductor a moment later. The
+        conductor's health, which a load balancer asks too, is what says so.
+        """
+        try:
+            async with asyncio.timeout(ATTACH_TIMEOUT_S):
+                # The event would have to come from another process: a probe is what there is.
+                while not await asyncio.to_thread(is_healthy, http_address):  # noqa: ASYNC110
+                    await asyncio.sleep(HEALTH_PERIOD_S)
+        except TimeoutError as error:
+            problem = (
+                f"not healthy {ATTACH_TIMEOUT_S:g} s after its nodes were ready; logs: {self.log_folder}"
+            )
+            raise RuntimeError(f"http://{http_address}/health: {problem}") from error
 
     async def _launch(
         self,

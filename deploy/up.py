@@ -30,8 +30,8 @@ from deploy.cluster import Cluster, Endpoints, Programs
 from deploy.config_file import read_cluster_config
 from deploy.progress import Progress
 
-DRAIN_S = 30.0
-"""For admitted requests to finish, and again for the nodes to end."""
+DRAIN_S = 40.0
+"""For the conductor to drain, and again for the nodes: longer than each takes itself."""
 
 ANSWER_TOKENS = 256
 """Of the answer to `--prompt` at most."""

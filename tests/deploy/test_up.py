@@ -115,7 +115,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_drain(start):
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=25)  # less than the drain of 30 s that a deaf process would take
+    process.communicate(timeout=25)  # less than the drain of 40 s that a deaf process would take
     assert process.returncode == 0
     assert wait_all_gone(environment, STOP_S) == {}
 
