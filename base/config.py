@@ -82,6 +82,9 @@ class PoolConfig:
     nodes: int = 1
     gpus_per_node: int = 0
     cpus_per_node: float = 1.0
+    resource: str = ""
+    """A Ray custom resource of which each node takes one: keeps a pool on its own hosts.
+    Empty: any host with room."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:

@@ -85,7 +85,7 @@ class Cluster:
         model = model_task.result()
         conductor = plan.conductor_process(self._config, model)
         with self._progress.stage("conductor") as note:
-            launched = await self._launch("conductor", self._programs.conductor, conductor)
+            launched = await self._launch("conductor", self._programs.conductor, conductor, {}, plan.Room())
             host = _reachable(conductor.server.host, launched.host)
             endpoints = Endpoints(
                 http_address=f"{host}:{launched.ready['http_port']}",
@@ -146,12 +146,10 @@ class Cluster:
             return model
 
     async def _start_ray(self) -> None:
-        pools = (self._config.prefill, self._config.decode)
-        needed_cpus = plan.needed_cpus(pools)
+        needed = plan.needed_resources(self._config)
         with self._progress.stage("ray") as note:
-            self._ray_start = asyncio.ensure_future(asyncio.to_thread(self._ray.start, needed_cpus))
+            self._ray_start = asyncio.ensure_future(asyncio.to_thread(self._ray.start, needed))
             await asyncio.shield(self._ray_start)
-            self._ray.require_room(needed_cpus, sum(pool.nodes * pool.gpus_per_node for pool in pools))
             note(
                 "a local one, on loopback" if self._ray.is_local else f"joined, {self._ray.num_hosts()} hosts"
             )
@@ -164,7 +162,9 @@ class Cluster:
             async def start(node: plan.PlannedNode) -> Launched:
                 process = node.process
                 environment = plan.node_environment(process.engine.threads)
-                return await self._launch(process.node_id, self._programs.node, process, environment, node)
+                return await self._launch(
+                    process.node_id, self._programs.node, process, environment, node.room
+                )
 
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(start(node)) for node in planned]
@@ -192,18 +192,18 @@ class Cluster:
         name: str,
         command: tuple[str, ...],
         config: Any,
-        environment: dict[str, str] | None = None,
-        room: plan.PlannedNode | None = None,
+        environment: dict[str, str],
+        room: plan.Room,
     ) -> Launched:
         python_path = os.pathsep.join(filter(None, (package_path(), os.environ.get("PYTHONPATH"))))
         spec = ProcessSpec(
             name=name,
             command=command,
             config=dataclasses.asdict(config),
-            environment={"PYTHONPATH": python_path, **(environment or {})},
+            environment={"PYTHONPATH": python_path, **environment},
             folder=str(self.log_folder),
         )
-        return await self._ray.launch(spec, room.cpus if room else 0.0, room.gpus if room else 0)
+        return await self._ray.launch(spec, room)
 
 
 def _reachable(bound: str, host: str) -> str:

@@ -24,7 +24,7 @@ import ray
 
 from base.clock import SystemClock
 from base.errors import ConfigError
-from deploy.plan import HOST_ADDRESS
+from deploy.plan import HOST_ADDRESS, Room
 from deploy.supervisor import ProcessSpec, Supervisor
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
@@ -63,11 +63,14 @@ class RayCluster:
         self._actors: dict[str, Any] = {}
         self.is_local = "RAY_ADDRESS" not in os.environ
 
-    def start(self, needed_cpus: float) -> None:
+    def start(self, needed: dict[str, float]) -> None:
         """Start a local Ray, or join the one of `RAY_ADDRESS`. Blocks some seconds.
 
+        Args:
+            needed: What all processes together take, by Ray's names of resources.
+
         Raises:
-            ConfigError: no Ray answers at `RAY_ADDRESS`.
+            ConfigError: no Ray answers at `RAY_ADDRESS`, or it has less than is needed.
         """
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -77,13 +80,22 @@ class RayCluster:
                 ray.init(address="auto", **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ConfigError(f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {error}") from error
-            return
+        else:
+            self._start_local(needed, quiet)
+        total = ray.cluster_resources()
+        for name, amount in needed.items():
+            if total.get(name, 0.0) < amount:
+                raise ConfigError(f"the nodes take {amount:g} {name} and Ray has {total.get(name, 0.0):g}")
+
+    def _start_local(self, needed: dict[str, float], quiet: dict[str, Any]) -> None:
         # More CPUs than there are is no harm on one host: they are Ray's unit of account,
-        # and a laptop with two cores may well run four nodes.
-        cpus = max(os.cpu_count() or 1, int(-(-needed_cpus // 1)))
+        # and a laptop with two cores may well run four nodes. So it is with custom
+        # resources, which only keep hosts apart; GPUs are counted.
+        cpus = max(os.cpu_count() or 1, int(-(-needed.get("CPU", 0.0) // 1)))
         ray.init(
             address="local",
             num_cpus=cpus,
+            resources={name: amount for name, amount in needed.items() if name not in ("CPU", "GPU")},
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             **quiet,
@@ -92,24 +104,20 @@ class RayCluster:
     def num_hosts(self) -> int:
         return sum(1 for node in ray.nodes() if node["Alive"])
 
-    def require_room(self, cpus: float, gpus: float) -> None:
-        """Raise ConfigError when the whole Ray cluster has less than the nodes reserve."""
-        total = ray.cluster_resources()
-        for name, wanted in (("CPU", cpus), ("GPU", gpus)):
-            if total.get(name, 0.0) < wanted:
-                raise ConfigError(f"the nodes reserve {wanted:g} {name} and Ray has {total.get(name, 0):g}")
-
-    async def launch(self, spec: ProcessSpec, cpus: float = 0.0, gpus: float = 0.0) -> Launched:
-        """Start a process on some host with that much free; return when it is ready.
+    async def launch(self, spec: ProcessSpec, room: Room) -> Launched:
+        """Start a process on some host with that much room; return when it is ready.
 
         Raises:
             RuntimeError: it ended or hung before it was ready; the message says why.
         """
         # Restarted without end, and calls to it repeated: an actor's worker may be killed
         # (by the kernel for memory, by hand) without the cluster's end being meant.
+        options = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 4}
+        taken = {"num_cpus": room.cpus, "num_gpus": room.gpus}
+        custom = {room.resource: 1.0} if room.resource else None
         actor = (
             ray.remote(ActorProcess)
-            .options(num_cpus=cpus, num_gpus=gpus, max_restarts=-1, max_task_retries=-1, max_concurrency=4)
+            .options(**options, **taken, resources=custom)
             .remote(dataclasses.asdict(spec))
         )
         self._actors[spec.name] = actor

@@ -28,12 +28,26 @@ class PreparedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """What a process takes of the host it lands on, in Ray's units of account."""
+
+    cpus: float = 0.0
+    gpus: int = 0
+    resource: str = ""
+    """A custom resource, of which it takes one."""
+
+    def resources(self) -> dict[str, float]:
+        """Return what is taken, by Ray's names."""
+        taken = {"CPU": self.cpus, "GPU": float(self.gpus), **({self.resource: 1.0} if self.resource else {})}
+        return {name: amount for name, amount in taken.items() if amount}
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedNode:
     """One node process and what it takes of a host."""
 
     process: NodeProcess
-    cpus: float
-    gpus: int
+    room: Room
 
 
 def conductor_process(config: ClusterConfig, model: PreparedModel) -> ConductorProcess:
@@ -74,7 +88,7 @@ def planned_nodes(
                 engine=dataclasses.replace(pool.engine, threads=threads),
                 transfer=dataclasses.replace(config.transfer, host=_transfer_host(config)),
             )
-            planned.append(PlannedNode(process, pool.cpus_per_node, pool.gpus_per_node))
+            planned.append(PlannedNode(process, _room(pool)))
     return planned
 
 
@@ -84,9 +98,17 @@ def _transfer_host(config: ClusterConfig) -> str:
     return "127.0.0.1" if config.server.host in LOOPBACK else HOST_ADDRESS
 
 
-def needed_cpus(pools: tuple[PoolConfig, ...]) -> float:
-    """Return the logical CPUs that all nodes of `pools` reserve."""
-    return sum(pool.nodes * pool.cpus_per_node for pool in pools)
+def needed_resources(config: ClusterConfig) -> dict[str, float]:
+    """Return what all nodes together take, by Ray's names."""
+    needed: dict[str, float] = {}
+    for pool in (config.prefill, config.decode):
+        for name, amount in _room(pool).resources().items():
+            needed[name] = needed.get(name, 0.0) + amount * pool.nodes
+    return {name: amount for name, amount in needed.items() if amount}
+
+
+def _room(pool: PoolConfig) -> Room:
+    return Room(pool.cpus_per_node, pool.gpus_per_node, pool.resource)
 
 
 def node_environment(threads: int) -> dict[str, str]:

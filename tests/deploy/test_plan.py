@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig, TransferConfig
-from deploy.plan import HOST_ADDRESS, PreparedModel, conductor_process, needed_cpus, planned_nodes
+from deploy.plan import HOST_ADDRESS, PreparedModel, conductor_process, needed_resources, planned_nodes
 
 MODEL = PreparedModel("/models/m", "m@1", "m")
 
@@ -50,5 +50,8 @@ def test_transfer_stays_on_loopback_exactly_when_the_conductor_does():
     assert {node.process.transfer.host for node in plan(everywhere)} == {HOST_ADDRESS}
 
 
-def test_the_reserved_cpus_are_those_of_all_nodes():
-    assert needed_cpus((PoolConfig(nodes=3, cpus_per_node=0.5), PoolConfig(nodes=1))) == 2.5
+def test_what_is_needed_is_the_sum_over_all_nodes():
+    prefill = PoolConfig(nodes=3, cpus_per_node=0.5, gpus_per_node=2, resource="prefill")
+    config = ClusterConfig(prefill=prefill, decode=PoolConfig(nodes=2, resource="decode"))
+    assert needed_resources(config) == {"CPU": 3.5, "GPU": 6.0, "prefill": 3.0, "decode": 2.0}
+    assert needed_resources(ClusterConfig(prefill=PoolConfig(nodes=0))) == {"CPU": 1.0}
