@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from typing import TypeAlias
 
 import grpc
 
@@ -37,7 +38,7 @@ from protos.nodes_pb2_grpc import NodesServicer
 
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext
+Context: TypeAlias = "grpc.aio.ServicerContext[pb.NodeMessage, pb.ConductorMessage]"
 
 
 class AttachService(NodesServicer):
@@ -47,6 +48,11 @@ class AttachService(NodesServicer):
         self._membership = membership
         self._lease = lease
         self._clock = clock
+        self._closing = asyncio.Event()
+
+    def close(self) -> None:
+        """End every stream; to be called before the server is stopped."""
+        self._closing.set()
 
     async def Attach(  # type: ignore[override]  # noqa: N802
         self, request_iterator: AsyncIterator[pb.NodeMessage], context: Context
@@ -63,6 +69,7 @@ class AttachService(NodesServicer):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._receive(session, context))
                 tasks.create_task(self._send(session, context))
+                tasks.create_task(self._until_closed())
         except* TimeoutError:
             reason = f"silent for {self._lease.lease_s} s"
         except* _StreamEnded:
@@ -100,6 +107,10 @@ class AttachService(NodesServicer):
                 self._membership.kv_events(session, kv_events)
             session.deliver(from_node_from(message))
 
+    async def _until_closed(self) -> None:
+        await self._closing.wait()
+        raise _StreamEnded
+
     async def _send(self, session: NodeSession, context: Context) -> None:
         while True:
             items = await session.outgoing(at_most_s=self._lease.heartbeat_s)
@@ -107,7 +118,7 @@ class AttachService(NodesServicer):
 
 
 class _StreamEnded(Exception):  # noqa: N818
-    """The node closed its side: an end, not an error."""
+    """One side closed the stream: an end, not an error."""
 
 
 def _roles(session: NodeSession) -> str:
