@@ -20,7 +20,7 @@ from typing import TypeAlias
 import grpc
 
 from base.clock import Clock
-from base.errors import ProtocolError, ServeError, status_of
+from base.errors import ServeError, status_of
 from base.logs import event
 from base.messages import Lease
 from base.wire import (
@@ -90,10 +90,8 @@ class AttachService(NodesServicer):
     async def _read(self, context: Context) -> pb.NodeMessage:
         async with asyncio.timeout(self._lease.lease_s):
             message = await context.read()
-        if message is grpc.aio.EOF:
+        if not isinstance(message, pb.NodeMessage):  # grpc.aio.EOF
             raise _StreamEnded
-        if not isinstance(message, pb.NodeMessage):
-            raise ProtocolError("a node sent what is no NodeMessage")
         return message
 
     async def _receive(self, session: NodeSession, context: Context) -> None:

@@ -96,6 +96,11 @@ class Dispatcher:
         """Whether a node of each role is attached."""
         return bool(self._view.prefill_mask and self._view.decode_mask)
 
+    @property
+    def num_running(self) -> int:
+        """Requests taken in and not finished."""
+        return self._num_running
+
     async def generate(self, request: Request) -> AsyncGenerator[Generated, None]:
         """Yield the request's tokens, first to last. Consume under `contextlib.aclosing`.
 
