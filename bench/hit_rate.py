@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from base.errors import CapacityError
-from kvstore.eviction import BY_NAME, Eviction, Rank
+from kvstore.eviction import BY_NAME, Eviction
 
 ROOT = Path(__file__).parent.parent
 OPEN_TRACE = ROOT.parent / "shared" / "traces" / "conversation_trace.jsonl"
@@ -52,9 +52,9 @@ def read_trace(path: Path) -> list[Prompt]:
     return [(row["input_length"], row["hash_ids"]) for row in rows]
 
 
-def hit_rate(prompts: Iterable[Prompt], policy: str, rank: Rank[int], capacity: int) -> HitRate:
+def hit_rate(prompts: Iterable[Prompt], policy: str, capacity: int) -> HitRate:
     """Run all prompts through one cache of `capacity` blocks."""
-    cache: Eviction[int] = Eviction(rank)
+    cache: Eviction[int] = BY_NAME[policy]()
     asked_blocks = asked_tokens = hit_blocks = hit_tokens = 0
     began_at_s = time.perf_counter()
     for num_tokens, chain in prompts:
@@ -96,20 +96,16 @@ def insert_rest(cache: Eviction[int], chain: Sequence[int], matched: int, capaci
 
 def curves(prompts: Sequence[Prompt], capacities: Iterable[int]) -> list[HitRate]:
     """Return every policy at every capacity, and one row without a bound."""
-    rows = [
-        hit_rate(prompts, policy, rank, capacity)
-        for capacity in capacities
-        for policy, rank in BY_NAME.items()
-    ]
+    rows = [hit_rate(prompts, policy, capacity) for capacity in capacities for policy in BY_NAME]
     unlimited = sum(len(chain) for _, chain in prompts)
-    return [*rows, hit_rate(prompts, "unlimited", BY_NAME["lru"], unlimited)]
+    return [*rows, hit_rate(prompts, "lru", unlimited)]
 
 
 def table(rows: Sequence[HitRate]) -> str:
     """Return block and token hit rates side by side, one line for each capacity."""
     names = list(BY_NAME)
     lines = ["capacity  " + " ".join(f"{name:>20}" for name in names) + "   paper's LRU, tokens"]
-    for capacity in dict.fromkeys(row.capacity_blocks for row in rows if row.policy in BY_NAME):
+    for capacity in dict.fromkeys(row.capacity_blocks for row in rows[:-1]):
         of = {row.policy: row for row in rows if row.capacity_blocks == capacity}
         near = [rate for tokens, rate in PAPER_LRU.items() if 0.9 < capacity * BLOCK_TOKENS / tokens < 1.1]
         cells = " ".join(f"{of[name].blocks:10.4f} / {of[name].tokens:.4f}" for name in names)

@@ -15,11 +15,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from typing import TypeAlias
 
 import grpc
 
 from base.clock import Clock
-from base.errors import ProtocolError, ServeError, status_of
+from base.errors import ServeError, status_of
 from base.logs import event
 from base.messages import Lease
 from base.wire import (
@@ -37,7 +38,7 @@ from protos.nodes_pb2_grpc import NodesServicer
 
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext
+Context: TypeAlias = "grpc.aio.ServicerContext[pb.NodeMessage, pb.ConductorMessage]"
 
 
 class AttachService(NodesServicer):
@@ -47,6 +48,11 @@ class AttachService(NodesServicer):
         self._membership = membership
         self._lease = lease
         self._clock = clock
+        self._closing = asyncio.Event()
+
+    def close(self) -> None:
+        """End every stream; to be called before the server is stopped."""
+        self._closing.set()
 
     async def Attach(  # type: ignore[override]  # noqa: N802
         self, request_iterator: AsyncIterator[pb.NodeMessage], context: Context
@@ -63,6 +69,7 @@ class AttachService(NodesServicer):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._receive(session, context))
                 tasks.create_task(self._send(session, context))
+                tasks.create_task(self._until_closed())
         except* TimeoutError:
             reason = f"silent for {self._lease.lease_s} s"
         except* _StreamEnded:
@@ -83,10 +90,8 @@ class AttachService(NodesServicer):
     async def _read(self, context: Context) -> pb.NodeMessage:
         async with asyncio.timeout(self._lease.lease_s):
             message = await context.read()
-        if message is grpc.aio.EOF:
+        if not isinstance(message, pb.NodeMessage):  # grpc.aio.EOF
             raise _StreamEnded
-        if not isinstance(message, pb.NodeMessage):
-            raise ProtocolError("a node sent what is no NodeMessage")
         return message
 
     async def _receive(self, session: NodeSession, context: Context) -> None:
@@ -100,6 +105,10 @@ class AttachService(NodesServicer):
                 self._membership.kv_events(session, kv_events)
             session.deliver(from_node_from(message))
 
+    async def _until_closed(self) -> None:
+        await self._closing.wait()
+        raise _StreamEnded
+
     async def _send(self, session: NodeSession, context: Context) -> None:
         while True:
             items = await session.outgoing(at_most_s=self._lease.heartbeat_s)
@@ -107,7 +116,7 @@ class AttachService(NodesServicer):
 
 
 class _StreamEnded(Exception):  # noqa: N818
-    """The node closed its side: an end, not an error."""
+    """One side closed the stream: an end, not an error."""
 
 
 def _roles(session: NodeSession) -> str:

@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from base.block_hash import BlockHash, hash_chain
@@ -95,6 +95,11 @@ class Dispatcher:
     def is_ready(self) -> bool:
         """Whether a node of each role is attached."""
         return bool(self._view.prefill_mask and self._view.decode_mask)
+
+    @property
+    def num_running(self) -> int:
+        """Requests taken in and not finished."""
+        return self._num_running
 
     async def generate(self, request: Request) -> AsyncGenerator[Generated, None]:
         """Yield the request's tokens, first to last. Consume under `contextlib.aclosing`.
@@ -185,8 +190,10 @@ class Dispatcher:
         reserved = await run.next_message()
         if not isinstance(reserved, Reserved):
             raise ProtocolError(f"{type(reserved).__name__} where Reserved was expected")
-        # The exchange with the prefill node ends with its answer: it keeps nothing.
-        with prefill.exchange(run.attempt_id, run.mailbox):
+        # Under a name of its own, because one node may have both roles. The exchange ends
+        # with the answer: the prefill node keeps nothing then.
+        work = replace(work, request_id=RequestId(f"{run.attempt_id}.prefill"))
+        with prefill.exchange(work.request_id, run.mailbox):
             prefill.send(Prefill(work, decode.info.peer, reserved.grant, reserved.num_matched_blocks))
             prefilled = await run.next_message()
         if not isinstance(prefilled, Prefilled):

@@ -19,7 +19,7 @@ from base.errors import DeadlineError, LostError
 from base.messages import FromNode, Reserve, Reserved, Start, Tokens, Work
 from base.request import FinishReason, RequestId
 from base.request_tasks import RequestTasks
-from decode_node.reservation import require_intact, reserved
+from decode_node.reservation import Reservation, require_intact, reserved
 from engine.loop import EngineLoop
 from engine.paged_cache import PagedCache
 from engine.sequence import Sequence
@@ -102,6 +102,23 @@ class DecodeRole:
                 held.append(self._sequence(work, reservation, start.first_token_id))
         finally:
             del self._starts[work.request_id]
+
+    def _sequence(self, work: Work, reservation: Reservation, first_token_id: int) -> Sequence:
+        return Sequence(
+            request_id=work.request_id,
+            token_ids=[*work.token_ids, first_token_id],
+            num_prompt_tokens=work.num_prompt_tokens,
+            chain_root=work.chain_root,
+            sampling=work.sampling,
+            stop=work.stop,
+            num_logprobs=work.num_logprobs,
+            priority=work.priority,
+            arrived_at_s=self._clock.now_s(),
+            num_computed_tokens=len(work.token_ids),
+            block_table=reservation.take(),
+            block_hashes=list(reservation.chain),
+            num_published_blocks=len(reservation.chain),
+        )
 
     async def _generate(self, sequence: Sequence) -> None:
         finished = asyncio.Event()

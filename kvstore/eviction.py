@@ -12,16 +12,23 @@ in order of use (one linked list for LRU, one for each count for LFU) were weigh
 need a structure for each policy, and a parent that becomes a leaf again belongs in the
 middle of a list, which a list cannot find.
 
-`BY_NAME` names the policies; `python -m bench.hit_rate` compares them.
+The rank may also look at whether the block's conversation was admitted (`admission.py`):
+blocks that were not go before all others. `BY_NAME` makes each policy; `python -m
+bench.hit_rate` compares them.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from base.errors import CapacityError
+from kvstore.admission import Admission
+
+BRANCHES_OF_A_SHARED_HEAD = 3
+"""A block that this many others follow ends a shared system prompt: what comes after it
+is another conversation. Fewer are one conversation's edits."""
 
 Block = TypeVar("Block", bound=Hashable)
 """What names a block: a `BlockHash` in a store, an integer in a trace."""
@@ -30,7 +37,18 @@ Block = TypeVar("Block", bound=Hashable)
 class Entry(Generic[Block]):
     """What a rank is computed from."""
 
-    __slots__ = ("block", "children", "depth", "floor", "is_queued", "parent", "tick", "uses")
+    __slots__ = (
+        "block",
+        "children",
+        "depth",
+        "floor",
+        "is_admitted",
+        "is_queued",
+        "is_sampled",
+        "parent",
+        "tick",
+        "uses",
+    )
 
     def __init__(self, block: Block, parent: Entry[Block] | None, tick: int, floor: float) -> None:
         self.block = block
@@ -45,6 +63,8 @@ class Entry(Generic[Block]):
         self.children = 0
         """Blocks of the tree that follow it, and holds on it."""
         self.is_queued = False
+        self.is_admitted = True
+        self.is_sampled = False
 
 
 Rank = Callable[[Entry[Block]], tuple[float, ...]]
@@ -78,12 +98,11 @@ def greedy_dual(entry: Entry[Block]) -> tuple[float, ...]:
     return (entry.floor + entry.uses, entry.tick)
 
 
-BY_NAME: dict[str, Rank[Any]] = {
-    "lru": lru,
-    "lfu": lfu,
-    "length_aware": length_aware,
-    "greedy_dual": greedy_dual,
-}
+def admitted_first(entry: Entry[Block]) -> tuple[float, ...]:
+    """Greedy dual among admitted conversations; all others go before them, oldest first."""
+    if entry.is_admitted:
+        return (entry.floor + entry.uses, entry.tick)
+    return (0.0, entry.tick)
 
 
 class Eviction(Generic[Block]):
@@ -93,8 +112,9 @@ class Eviction(Generic[Block]):
     there is no room, `victim`.
     """
 
-    def __init__(self, rank: Rank[Block]) -> None:
+    def __init__(self, rank: Rank[Block], admission: Admission[Block] | None = None) -> None:
         self._rank = rank
+        self._admission = admission
         self._entries: dict[Block, Entry[Block]] = {}
         self._heap: list[tuple[tuple[float, ...], int, Entry[Block]]] = []
         self._tick = 0
@@ -110,13 +130,15 @@ class Eviction(Generic[Block]):
     def __iter__(self) -> Iterator[Block]:
         return iter(self._entries)
 
-    def touch(self, chain: Iterable[Block]) -> None:
+    def touch(self, chain: Sequence[Block]) -> None:
         """Note that a new request uses `chain`, all of them present.
 
         Call it once for a request, before its inserts, even if nothing matched.
         """
         self._tick += 1
         tick, floor, entries = self._tick, self._floor, self._entries
+        if self._admission is not None:
+            self._admit(chain, self._admission)
         for block in chain:
             entry = entries[block]
             entry.uses += 1
@@ -132,6 +154,8 @@ class Eviction(Generic[Block]):
         above = None if parent is None else self._entries[parent]
         entry = Entry(block, above, self._tick, self._floor)
         self._entries[block] = entry
+        if self._admission is not None:
+            self._draw(entry, self._admission)
         if above is not None:
             above.children += 1
         self._queue(entry)
@@ -176,7 +200,10 @@ class Eviction(Generic[Block]):
                 heapq.heapreplace(heap, (risen, self._pushes, entry))
             else:
                 heapq.heappop(heap)
-                self._floor = rank[0]
+                # Ranks of blocks never admitted lie below the floor and do not move it.
+                self._floor = max(self._floor, rank[0])
+                if entry.is_sampled and self._admission is not None:
+                    self._admission.remember(entry.block, entry.tick, len(self._entries))
                 self._forget(entry)
                 return entry.block
         raise CapacityError("every block is held")
@@ -193,6 +220,26 @@ class Eviction(Generic[Block]):
         for block, entry in self._entries.items():
             assert entry.children >= children[block], "a child is not counted"
             assert entry.children or id(entry) in queued, "a leaf cannot be evicted"
+
+    def _admit(self, chain: Sequence[Block], admission: Admission[Block]) -> None:
+        """A conversation that came back is kept, whatever was drawn for it."""
+        admission.request(len(self._entries))
+        admission.count(len(chain))
+        for block in chain:
+            entry = self._entries[block]
+            entry.is_admitted = True
+            if entry.is_sampled:
+                admission.returned(self._tick - entry.tick)
+
+    def _draw(self, entry: Entry[Block], admission: Admission[Block]) -> None:
+        admission.count(1)
+        above = entry.parent
+        if above is None or above.children >= BRANCHES_OF_A_SHARED_HEAD:
+            entry.is_admitted, entry.is_sampled = admission.draw()
+        else:
+            entry.is_admitted, entry.is_sampled = above.is_admitted, above.is_sampled
+        if admission.recall(entry.block, self._tick):
+            entry.is_sampled = True
 
     def _queue(self, entry: Entry[Block]) -> None:
         if not entry.is_queued:
@@ -216,3 +263,12 @@ class Eviction(Generic[Block]):
         del self._entries[entry.block]
         if entry.parent is not None:
             self._drop_child(entry.parent)
+
+
+BY_NAME: dict[str, Callable[[], Eviction[Any]]] = {
+    "lru": lambda: Eviction(lru),
+    "lfu": lambda: Eviction(lfu),
+    "length_aware": lambda: Eviction(length_aware),
+    "greedy_dual": lambda: Eviction(greedy_dual),
+    "admission": lambda: Eviction(admitted_first, Admission()),
+}

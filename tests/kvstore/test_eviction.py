@@ -5,8 +5,12 @@ import random
 import pytest
 
 from base.errors import CapacityError
-from bench.hit_rate import OPEN_TRACE, hit_rate, read_trace
+from bench.hit_rate import OPEN_TRACE, hit_rate, insert_rest, read_trace
 from kvstore.eviction import BY_NAME, Eviction, greedy_dual, length_aware, lfu, lru
+
+needs_trace = pytest.mark.skipif(
+    not OPEN_TRACE.exists(), reason="needs ../shared/traces/conversation_trace.jsonl"
+)
 
 
 def tree(rank, *chains):
@@ -55,9 +59,10 @@ def test_greedy_dual_lets_a_chain_used_often_outlive_newer_ones_but_not_for_ever
     assert gone == "a"
 
 
-@pytest.mark.parametrize("rank", BY_NAME.values(), ids=BY_NAME)
-def test_a_held_block_keeps_all_before_it(rank):
-    cache = tree(rank, "abc")
+@pytest.mark.parametrize("make", BY_NAME.values(), ids=BY_NAME)
+def test_a_held_block_keeps_all_before_it(make):
+    cache = make()
+    use(cache, "abc")
     cache.hold("b")
     assert cache.victim() == "c"
     with pytest.raises(CapacityError):
@@ -92,11 +97,11 @@ def test_removing_without_evicting_does_not_let_the_order_grow():
     assert cache.victim() == "a"
 
 
-@pytest.mark.parametrize("rank", BY_NAME.values(), ids=BY_NAME)
+@pytest.mark.parametrize("make", BY_NAME.values(), ids=BY_NAME)
 @pytest.mark.parametrize("seed", range(10))
-def test_random_histories_keep_every_chain_whole(rank, seed):
+def test_random_histories_keep_every_chain_whole(make, seed):
     rng = random.Random(seed)
-    cache, held = Eviction(rank), []
+    cache, held = make(), []
     for _ in range(400):
         act = rng.random()
         if act < 0.6:
@@ -118,8 +123,47 @@ def test_random_histories_keep_every_chain_whole(rank, seed):
         assert all(block[:-1] in cache for block in cache if len(block) > 1)
 
 
-@pytest.mark.skipif(not OPEN_TRACE.exists(), reason="needs ../shared/traces/conversation_trace.jsonl")
+def returning_conversations(num_conversations, gap, length=8):
+    """Each conversation asks twice, `gap` conversations apart; half never come back."""
+    for at in range(num_conversations):
+        yield [("shared",), *[(at, depth) for depth in range(length)]]
+        if at >= gap and at % 2:
+            yield [("shared",), *[(at - gap, depth) for depth in range(length + 2)]]
+
+
+def num_hits(policy, capacity, prompts):
+    cache, hits = BY_NAME[policy](), 0
+    for chain in prompts:
+        matched = 0
+        while matched < len(chain) and chain[matched] in cache:
+            matched += 1
+        hits += matched
+        cache.touch(chain[:matched])
+        insert_rest(cache, chain, matched, capacity)
+    return hits
+
+
+def test_admission_finds_conversations_again_where_lru_has_forgotten_all_of_them():
+    prompts = list(returning_conversations(4_000, gap=100))
+    assert num_hits("lru", 600, prompts) < 6_100  # the shared block alone
+    assert num_hits("admission", 600, prompts) > 7_000
+
+
+def test_admission_takes_everything_where_there_is_room():
+    prompts = list(returning_conversations(2_000, gap=20))
+    assert num_hits("admission", 1_000, prompts) >= 0.98 * num_hits("lru", 1_000, prompts)
+
+
+@needs_trace
+@pytest.mark.parametrize("capacity", [2_000, 8_000])
+def test_admission_beats_the_policies_of_the_paper_on_the_open_trace(capacity):
+    prompts = read_trace(OPEN_TRACE)[:5_000]
+    best = max(hit_rate(prompts, name, capacity).blocks for name in ("lru", "lfu", "length_aware"))
+    assert hit_rate(prompts, "admission", capacity).blocks > best
+
+
+@needs_trace
 def test_unlimited_hit_rate_of_the_open_trace_is_the_ideal_one():
-    rate = hit_rate(read_trace(OPEN_TRACE), "lru", lru, 1_000_000)
+    rate = hit_rate(read_trace(OPEN_TRACE), "lru", 1_000_000)
     assert rate.tokens == pytest.approx(0.3736, abs=0.0005)
     assert rate.blocks == pytest.approx(0.3664, abs=0.0005)
