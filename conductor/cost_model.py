@@ -3,13 +3,15 @@
 A profile is a dozen numbers of one kind of node running one model, read from a JSON file
 (`conductor profile` writes one; presets are in `conductor/profiles/`). The forms:
 
-    prefill(n new, p prefix) = fixed + a n + b ((p+n)^2 - p^2) + min(c + d p, a p + b p^2)
+    prefill(n new, p prefix) = fixed + a n + b ((p+n)^2 - p^2) + c h / (n + h) + d p
     decode step(B, K)        = fixed + e B + f K
     transfer(tokens)         = latency + tokens bytes / rate
 
-`a` is the linear layers, `b` attention, `d` the load of the prefix from host memory. For
-the paper's cluster they are fitted to five digitised points within 1.5 %; for an H200 to
-our own measurements. FAST'25 equation 1 is the same form.
+`a` is the linear layers, `b` attention, `c` what a small matrix multiplication wastes
+(half of it at `h` new tokens), `d` the load of the prefix from host memory. For the
+paper's cluster they are fitted to ten digitised points, five of them 95 % cached, within
+4 % (uncached: 1.5 %); for an H200 to our own measurements. FAST'25 equation 1 has the
+terms in a and b alone.
 
 A profile is never quite right on a live node (another processor, a noisy neighbour), so
 `Corrections` learns each node's measured/predicted ratio and the spread that is left.
@@ -51,7 +53,10 @@ class Profile:
     prefill_token_s: float
     prefill_token2_s: float
     """Times the difference of squares: attention."""
-    prefix_fixed_s: float
+    prefill_small_s: float
+    """Added to a prefill of few tokens, less the more they are: see `prefill_small_tokens`."""
+    prefill_small_tokens: int
+    """At so many new tokens half of `prefill_small_s` is left."""
     prefix_token_s: float
     """To bring a matched token's KV from host memory to where attention reads it."""
     decode_fixed_s: float
@@ -109,22 +114,20 @@ class CostModel:
         self.profile = profile
         # read once: these are evaluated several times for each placement
         self._prefill = (profile.prefill_fixed_s, profile.prefill_token_s, profile.prefill_token2_s)
-        self._prefix = (profile.prefix_fixed_s, profile.prefix_token_s)
+        half = profile.prefill_small_tokens
+        self._small = (profile.prefill_small_s * half, half, profile.prefix_token_s)
         self._decode = (profile.decode_fixed_s, profile.decode_sequence_s, profile.decode_context_token_s)
 
     def prefill_s(self, new_tokens: int, prefix_tokens: int) -> float:
-        """Return the seconds to prefill `new_tokens` after `prefix_tokens` that are in host memory.
-
-        A prefix whose load would take longer than computing it costs what computing it
-        costs, so a longer prefix is never worse.
-        """
+        """Return the seconds to prefill `new_tokens` >= 1 after a prefix that is in host memory."""
         fixed, linear, square = self._prefill
-        seconds = fixed + new_tokens * (linear + square * (new_tokens + 2 * prefix_tokens))
-        if prefix_tokens:
-            prefix_fixed, prefix_token = self._prefix
-            load_s = prefix_fixed + prefix_token * prefix_tokens
-            seconds += min(load_s, prefix_tokens * (linear + square * prefix_tokens))
-        return seconds
+        small, half, load = self._small
+        return (
+            fixed
+            + new_tokens * (linear + square * (new_tokens + 2 * prefix_tokens))
+            + small / (new_tokens + half)
+            + load * prefix_tokens
+        )
 
     def decode_step_s(self, batch: float, context_tokens: float) -> float:
         """Return the seconds of one step of `batch` sequences with `context_tokens` in all."""
@@ -189,6 +192,8 @@ class Corrections:
 
     def ratio(self, node_id: str, term: str) -> float:
         """Return what to multiply a prediction with; 1 before anything was measured."""
+        if not self._log_ratio:
+            return 1.0
         return math.exp(self._log_ratio.get((node_id, term), 0.0))
 
     def relative_error(self, node_id: str, term: str) -> float:

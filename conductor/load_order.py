@@ -15,8 +15,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from math import inf
 
-# Up to this many bits it is cheaper to look at each than to walk the order.
+# Up to this many bits it is cheaper to look at each than to walk a long order.
 FEW_NODES = 8
+LONG_ORDER = 64
 
 
 def bits_of(mask: int, limit: int | None = None) -> list[int]:
@@ -73,13 +74,16 @@ class LoadOrder:
         idle = mask & self._idle
         if idle:
             return (idle & -idle).bit_length() - 1
-        if mask.bit_count() <= FEW_NODES:
+        if not mask & (mask - 1):
+            node = mask.bit_length() - 1
+            return node if node in self._value else None
+        if len(self._order) > LONG_ORDER and mask.bit_count() <= FEW_NODES:
             known = [(self._value[node], node) for node in bits_of(mask) if node in self._value]
             self.num_probes += len(known)
             return min(known)[1] if known else None
-        for _, node in self._order:
-            self.num_probes += 1
+        for probes, (_, node) in enumerate(self._order, 1):
             if mask >> node & 1:
+                self.num_probes += probes
                 return node
         return None
 

@@ -218,6 +218,10 @@ def best_source(mask: int, view: ClusterView) -> NodeState:
     )
 
 
+def _outgoing(node: NodeState) -> int:
+    return node.num_outgoing
+
+
 def _prefers_fetch(own: PrefillChoice, fetching: PrefillChoice, settings: SchedulerSettings) -> bool:
     threshold = settings.kvcache_balancing_threshold
     if threshold is None:

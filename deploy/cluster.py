@@ -85,7 +85,9 @@ class Cluster:
         model = model_task.result()
         conductor = plan.conductor_process(self._config, model)
         with self._progress.stage("conductor") as note:
-            launched = await self._launch("conductor", self._programs.conductor, conductor, {}, plan.Room())
+            launched = await self._launch(
+                "conductor", self._programs.conductor, conductor, {}, plan.Room(on_head=True)
+            )
             host = _reachable(conductor.server.host, launched.host)
             endpoints = Endpoints(
                 http_address=f"{host}:{launched.ready['http_port']}",

@@ -30,8 +30,14 @@ from deploy.supervisor import ProcessSpec, Supervisor
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Ray's least: nothing of ours goes there, and the default takes 30 % of the memory."""
 
-CALL_TIMEOUT_S = 60.0
-"""For an actor to be placed and to answer its first call."""
+PLACEMENT_TIMEOUT_S = 60.0
+"""For a local Ray to start an actor."""
+
+JOINED_PLACEMENT_TIMEOUT_S = 1800.0
+"""The same in a cluster, whose autoscaler may first have to start hosts for it."""
+
+HEAD = {"node:__internal_head__": 0.001}
+"""Ray's mark of its head node. The conductor is there, where clients are sent."""
 
 
 class ActorProcess(Supervisor):
@@ -70,7 +76,8 @@ class RayCluster:
             needed: What all processes together take, by Ray's names of resources.
 
         Raises:
-            ConfigError: no Ray answers at `RAY_ADDRESS`, or it has less than is needed.
+            ConfigError: no Ray answers at `RAY_ADDRESS`, or this host has too few GPUs. A
+                cluster may have too little of anything: its autoscaler sees what waits.
         """
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -82,10 +89,6 @@ class RayCluster:
                 raise ConfigError(f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {error}") from error
         else:
             self._start_local(needed, quiet)
-        total = ray.cluster_resources()
-        for name, amount in needed.items():
-            if total.get(name, 0.0) < amount:
-                raise ConfigError(f"the nodes take {amount:g} {name} and Ray has {total.get(name, 0.0):g}")
 
     def _start_local(self, needed: dict[str, float], quiet: dict[str, Any]) -> None:
         # More CPUs than there are is no harm on one host: they are Ray's unit of account,
@@ -100,6 +103,9 @@ class RayCluster:
             object_store_memory=OBJECT_STORE_BYTES,
             **quiet,
         )
+        gpus = ray.cluster_resources().get("GPU", 0.0)
+        if gpus < needed.get("GPU", 0.0):
+            raise ConfigError(f"the nodes take {needed['GPU']:g} GPUs and this host has {gpus:g}")
 
     def num_hosts(self) -> int:
         return sum(1 for node in ray.nodes() if node["Alive"])
@@ -114,17 +120,18 @@ class RayCluster:
         # (by the kernel for memory, by hand) without the cluster's end being meant.
         options = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 4}
         taken = {"num_cpus": room.cpus, "num_gpus": room.gpus}
-        custom = {room.resource: 1.0} if room.resource else None
+        custom = {**({room.resource: 1.0} if room.resource else {}), **(HEAD if room.on_head else {})}
         actor = (
             ray.remote(ActorProcess)
             .options(**options, **taken, resources=custom)
             .remote(dataclasses.asdict(spec))
         )
         self._actors[spec.name] = actor
+        timeout_s = PLACEMENT_TIMEOUT_S if self.is_local else JOINED_PLACEMENT_TIMEOUT_S
         try:
-            host = await asyncio.wait_for(_result(actor.host_address.remote()), CALL_TIMEOUT_S)
+            host = await asyncio.wait_for(_result(actor.host_address.remote()), timeout_s)
         except TimeoutError as error:
-            raise RuntimeError(f"{spec.name}: Ray found no place for it in {CALL_TIMEOUT_S:g} s") from error
+            raise RuntimeError(f"{spec.name}: Ray found no place for it in {timeout_s:g} s") from error
         ready = await _result(actor.wait_ready.remote())
         return Launched(spec.name, actor, ready, host)
 

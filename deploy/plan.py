@@ -35,6 +35,8 @@ class Room:
     gpus: int = 0
     resource: str = ""
     """A custom resource, of which it takes one."""
+    on_head: bool = False
+    """On the cluster's head node and no other."""
 
     def resources(self) -> dict[str, float]:
         """Return what is taken, by Ray's names."""

@@ -14,6 +14,15 @@ def test_paper_prefill_without_a_prefix_is_within_two_percent(tokens: int, secon
     assert cost.prefill_s(tokens * 1024, 0) == pytest.approx(seconds, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "seconds"), [(8, 0.135), (16, 0.226), (32, 0.407), (64, 0.881), (128, 2.329)]
+)
+def test_paper_prefill_with_95_percent_cached_is_within_five_percent(tokens: int, seconds: float) -> None:
+    cost = CostModel(load_profile("a800-llama70b"))
+    new = tokens * 1024 // 20
+    assert cost.prefill_s(new, tokens * 1024 - new) == pytest.approx(seconds, rel=0.05)
+
+
 @pytest.mark.parametrize(("batch", "ms"), [(1, 5.33), (8, 5.63), (64, 7.75), (256, 16.0)])
 def test_h200_decode_step_is_within_three_percent(batch: int, ms: float) -> None:
     cost = CostModel(load_profile("h200-llama8b"))
