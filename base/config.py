@@ -170,6 +170,8 @@ class ClusterConfig:
     served_model_name: str = ""
     """Empty: the last part of `model`."""
     cache_dir: str = "~/.cache/conductor-cluster"
+    profile: str = "cpu-smollm2"
+    """Costs that placement starts from: a preset or a file that `conductor profile` wrote."""
     server: ServerConfig = field(default_factory=ServerConfig)
     prefill: PoolConfig = field(default_factory=PoolConfig)
     decode: PoolConfig = field(default_factory=PoolConfig)
@@ -189,6 +191,8 @@ class ConductorProcess:
     model_path: str
     model_id: str
     served_model_name: str
+    block_size: int
+    profile: str
     server: ServerConfig
     slo: SloConfig
 

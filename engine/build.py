@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from base.clock import Clock
 from base.config import GIB, EngineConfig
 from base.errors import ConfigError
 from base.kv_layout import KvLayout
@@ -51,6 +52,7 @@ class Engine:
 def build_engine(
     config: EngineConfig,
     model_path: str,
+    clock: Clock,
     allocate: Callable[[int], memoryview] | None = None,
     nodes_on_host: int = 1,
 ) -> Engine:
@@ -77,7 +79,7 @@ def build_engine(
     pool = BlockPool(cache.num_blocks)
     scheduler = Scheduler(pool, config.block_size, config.chunk_tokens, config.max_batch, max_model_len)
     return Engine(
-        loop=EngineLoop(Runner(model, cache), scheduler, pool),
+        loop=EngineLoop(Runner(model, cache), scheduler, pool, clock),
         scheduler=scheduler,
         pool=pool,
         cache=cache,
