@@ -44,7 +44,8 @@ class Reserve:
 class Prefill:
     work: Work
     target: PeerDescriptor
-    grant: Grant
+    grant: Grant | None
+    """One offset for each block from `first_block` on; None: there is none to write."""
     first_block: int
 
 
@@ -67,7 +68,9 @@ ToNode = Reserve | Prefill | Start | Release
 class Reserved:
     request_id: RequestId
     num_matched_blocks: int
-    grant: Grant
+    """Leading blocks whose KV the decode node has."""
+    grant: Grant | None
+    """One offset for each block after those; None: there is none to write."""
 
 
 @dataclass(frozen=True, slots=True)

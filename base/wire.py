@@ -104,6 +104,10 @@ def grant_from(message: transfer_pb.Grant) -> Grant:
     )
 
 
+def _grant_or_none_to(grant: Grant | None) -> transfer_pb.Grant | None:
+    return grant_to(grant) if grant is not None else None
+
+
 # --- work -------------------------------------------------------------------------------
 
 
@@ -182,7 +186,7 @@ def to_node(items: Iterable[ToNode], heartbeat: bool = False) -> pb.ConductorMes
                 message.prefill.add(
                     work=_work_to(item.work),
                     target=peer_to(item.target),
-                    grant=grant_to(item.grant),
+                    grant=_grant_or_none_to(item.grant),
                     first_block=item.first_block,
                 )
             case Start():
@@ -200,7 +204,12 @@ def to_node_from(message: pb.ConductorMessage) -> list[ToNode]:
     """Unpack a conductor's message. Releases come last: they end what came before."""
     items: list[ToNode] = [Reserve(_work_from(item.work)) for item in message.reserve]
     items += [
-        Prefill(_work_from(item.work), peer_from(item.target), grant_from(item.grant), item.first_block)
+        Prefill(
+            _work_from(item.work),
+            peer_from(item.target),
+            grant_from(item.grant) if item.HasField("grant") else None,
+            item.first_block,
+        )
         for item in message.prefill
     ]
     items += [
@@ -260,7 +269,7 @@ def from_node(
                 message.reserved.add(
                     request_id=item.request_id,
                     num_matched_blocks=item.num_matched_blocks,
-                    grant=grant_to(item.grant),
+                    grant=_grant_or_none_to(item.grant),
                 )
             case Prefilled():
                 message.prefilled.append(_prefilled_to(item))
@@ -272,7 +281,11 @@ def from_node(
 def from_node_from(message: pb.NodeMessage) -> list[FromNode]:
     """Unpack a node's message. Failures come last: tokens made before them count."""
     items: list[FromNode] = [
-        Reserved(RequestId(item.request_id), item.num_matched_blocks, grant_from(item.grant))
+        Reserved(
+            RequestId(item.request_id),
+            item.num_matched_blocks,
+            grant_from(item.grant) if item.HasField("grant") else None,
+        )
         for item in message.reserved
     ]
     items += [_prefilled_from(item) for item in message.prefilled]

@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from base.block_hash import BlockHash, hash_chain
@@ -28,7 +28,6 @@ from base.errors import (
     DeadlineError,
     LostError,
     ProtocolError,
-    RejectedError,
     ServeError,
     SloUnreachableError,
     UnavailableError,
@@ -51,14 +50,6 @@ log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class DispatchLimits:
-    """What the dispatcher refuses and when it gives up."""
-
-    max_waiting: int
-    request_timeout_s: float
-
-
 # A prefill node cannot load blocks from another yet, so placement must not count on it.
 SETTINGS = SchedulerSettings(fetches=False)
 
@@ -66,7 +57,9 @@ SETTINGS = SchedulerSettings(fetches=False)
 class TimesObserver(Protocol):
     """Is told the times of requests: metrics, and the cost model's correction."""
 
-    def first_token(self, ttft_s: float, times: PrefillTimes, placement: Placement) -> None: ...
+    def first_token(
+        self, ttft_s: float, times: PrefillTimes, asked: PlacementRequest, placement: Placement
+    ) -> None: ...
 
     def next_tokens(self, gap_s: float, num_tokens: int) -> None: ...
 
@@ -79,14 +72,14 @@ class Dispatcher:
         membership: Membership,
         view: ClusterView,
         cost: CostModel,
-        limits: DispatchLimits,
+        request_timeout_s: float,
         observer: TimesObserver,
         clock: Clock,
     ) -> None:
         self._membership = membership
         self._view = view
         self._cost = cost
-        self._limits = limits
+        self._request_timeout_s = request_timeout_s
         self._observer = observer
         self._clock = clock
         self._num_running = 0
@@ -112,8 +105,6 @@ class Dispatcher:
             DeadlineError: the request's time ran out.
             LostError: nodes were lost as often as this request may lose them.
         """
-        if self._num_running >= self._limits.max_waiting:
-            raise RejectedError(f"{self._num_running} requests are running, the limit of server.max_waiting")
         self._num_running += 1
         try:
             async with aclosing(self._with_retries(request)) as pieces:
@@ -123,7 +114,7 @@ class Dispatcher:
             self._num_running -= 1
 
     async def _with_retries(self, request: Request) -> AsyncGenerator[Generated, None]:
-        run = _Run(request, self._limits, self._clock)
+        run = _Run(request, self._request_timeout_s, self._clock)
         while True:
             try:
                 async with aclosing(self._attempt(run)) as pieces:
@@ -164,7 +155,7 @@ class Dispatcher:
             held.callback(self._finished, run)
             held.enter_context(decode.exchange(run.attempt_id, run.mailbox))
             prefilled = await self._prefill(run, run.work(root), decode, prefill)
-            self._was_prefilled(run, placement, prefilled)
+            self._was_prefilled(run, asked, placement, prefilled)
             finish = run.finish_of_first(prefilled)
             yield Generated((prefilled.first_token,), finish, run.num_cached_tokens(prefilled))
             if finish is not None:
@@ -175,11 +166,13 @@ class Dispatcher:
                 async for piece in pieces:
                     yield piece
 
-    def _was_prefilled(self, run: _Run, placement: Placement, prefilled: Prefilled) -> None:
+    def _was_prefilled(
+        self, run: _Run, asked: PlacementRequest, placement: Placement, prefilled: Prefilled
+    ) -> None:
         now_s = self._clock.now_s()
         self._view.prefill_done(run.attempt_id, now_s)
         if not run.generated:
-            self._observer.first_token(now_s - run.arrived_at_s, prefilled.times, placement)
+            self._observer.first_token(now_s - run.arrived_at_s, prefilled.times, asked, placement)
 
     def _finished(self, run: _Run) -> None:
         output_tokens = len(run.generated) if run.is_complete else None
@@ -219,7 +212,7 @@ class Dispatcher:
 class _Run:
     """What of a request outlives an attempt to run it."""
 
-    def __init__(self, request: Request, limits: DispatchLimits, clock: Clock) -> None:
+    def __init__(self, request: Request, timeout_s: float, clock: Clock) -> None:
         self.request = request
         self.generated: list[int] = []
         self.num_attempts = 0
@@ -227,7 +220,6 @@ class _Run:
         self.mailbox = Mailbox()
         self.arrived_at_s = clock.now_s()
         self._clock = clock
-        timeout_s = limits.request_timeout_s
         if request.deadline_s is not None:
             timeout_s = min(timeout_s, request.deadline_s)
         self._deadline_at_s = self.arrived_at_s + timeout_s

@@ -7,6 +7,8 @@ of it ends the older one, so a node that restarted is never two nodes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from base.block_hash import BlockHash, chain_root
 from base.clock import Clock
 from base.errors import StaleError, UnavailableError
@@ -25,6 +27,11 @@ class Membership:
         self._view = view
         self._clock = clock
         self._sessions: dict[NodeId, NodeSession] = {}
+        self._changed: Callable[[], None] = lambda: None
+
+    def on_change(self, changed: Callable[[], None]) -> None:
+        """Call `changed` whenever a node has come or gone."""
+        self._changed = changed
 
     def join(self, session: NodeSession) -> None:
         """Take a node in.
@@ -53,12 +60,14 @@ class Membership:
             ),
             self._clock.now_s(),
         )
+        self._changed()
 
     def leave(self, session: NodeSession, reason: str) -> None:
         """Let a node go, and end what it worked on. Leaving twice is nothing."""
         if self._sessions.get(session.info.node_id) is session:
             del self._sessions[session.info.node_id]
             self._view.remove_node(session.info.node_id)
+            self._changed()
         session.lose(reason)
 
     def heartbeat(self, session: NodeSession, heartbeat: Heartbeat, now_s: float) -> None:

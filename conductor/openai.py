@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -54,7 +54,11 @@ Work = Callable[[bytes, Caller, Reply], Coroutine[Any, Any, None]]
 
 
 def openai_app(
-    completions: Completions, default_slo: Slo, max_body_bytes: int, rng: random.Random
+    completions: Completions,
+    default_slo: Slo,
+    max_body_bytes: int,
+    rng: random.Random,
+    reports: Mapping[str, Callable[[], object]] | None = None,
 ) -> FastAPI:
     """Return the ASGI application.
 
@@ -63,6 +67,7 @@ def openai_app(
         default_slo: Of requests whose headers name none.
         max_body_bytes: Longer bodies are refused.
         rng: Draws request ids and seeds.
+        reports: What GET answers at other paths, to be written as JSON.
     """
     app = FastAPI(title="Conductor", version=_version(), docs_url=None, redoc_url=None)
     generation = Generation(completions, rng)
@@ -82,6 +87,8 @@ def openai_app(
             openapi_extra=_described(schema),
         )
     _add_operator_routes(app, completions)
+    for path, report in (reports or {}).items():
+        app.add_api_route(path, _report(report), methods=["GET"], name=path.rpartition("/")[2])
     app.add_exception_handler(HTTPException, _not_found)
     return app
 
@@ -91,6 +98,13 @@ def _endpoint(
 ) -> Callable[[HttpRequest], Awaitable[Response]]:
     async def answer(request: HttpRequest) -> Response:
         return _Call(work, completions, default_slo, max_body_bytes, f"{rng.getrandbits(64):016x}")
+
+    return answer
+
+
+def _report(report: Callable[[], object]) -> Callable[[], Awaitable[Response]]:
+    async def answer() -> Response:
+        return _json(200, report())
 
     return answer
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import random
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
@@ -55,6 +55,7 @@ async def listening(
     slo: SloConfig,
     rng: random.Random,
     services: Sequence[Service] = (),
+    reports: Mapping[str, Callable[[], object]] | None = None,
     drain_s: float = DRAIN_S,
 ) -> AsyncIterator[Listening]:
     """Serve clients for the length of the body, then drain and stop.
@@ -65,6 +66,7 @@ async def listening(
         slo: Bounds of requests that name none.
         rng: Draws request ids and seeds.
         services: More for the gRPC listener: the nodes'.
+        reports: More for the HTTP listener: GET paths and what they answer, as JSON.
         drain_s: Calls in progress after so long are cancelled.
 
     Raises:
@@ -80,7 +82,7 @@ async def listening(
             _address(config.host, config.grpc_port),
             max_bytes,
         )
-        http_server = _HttpServer(_http_config(openai_app(completions, default_slo, max_bytes, rng)))
+        http_server = _HttpServer(_http_config(openai_app(completions, default_slo, max_bytes, rng, reports)))
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(http_server.serve(sockets=[http_socket]))

@@ -16,6 +16,7 @@ from base.checksum import checksum
 from base.errors import ChecksumError
 from base.grants import Grant, Operation
 from base.messages import Work
+from base.uninterrupted import uninterrupted
 from engine.block_pool import BlockPool
 from engine.paged_cache import PagedCache
 from transfer.agent import TransferAgent
@@ -25,18 +26,26 @@ from transfer.segment import Segment
 class Reservation:
     """The blocks of one sequence's prompt, in order."""
 
-    def __init__(self, chain: list[BlockHash], block_ids: list[int], num_matched: int, grant: Grant) -> None:
+    def __init__(
+        self, chain: list[BlockHash], block_ids: list[int], num_matched: int, grant: Grant | None
+    ) -> None:
         self.chain = chain
         """Of the full blocks."""
         self.block_ids = block_ids
         self.num_matched = num_matched
         """Leading blocks that were here; the others are to be written."""
         self.grant = grant
+        """None: nothing is to be written."""
         self.is_taken = False
 
     @property
     def written(self) -> list[int]:
         return self.block_ids[self.num_matched :]
+
+    async def close(self, agent: TransferAgent) -> None:
+        """Refuse further writes, and return when none is in flight. Again: no effect."""
+        if self.grant is not None:
+            await uninterrupted(agent.revoke(self.grant))
 
     def take(self) -> list[int]:
         """Return the block ids; whoever calls this releases them."""
@@ -63,22 +72,19 @@ async def reserved(
     except BaseException:
         pool.release(matched)
         raise
-    reservation: Reservation | None = None
+    reservation = Reservation(chain, block_ids, len(matched), None)
     try:
-        grant = agent.grant(
-            segment,
-            [layout.offset(block_id) for block_id in block_ids[len(matched) :]],
-            layout.block_bytes,
-            Operation.WRITE,
-            lease_s=work.deadline_s,
-        )
-        reservation = Reservation(chain, block_ids, len(matched), grant)
+        offsets = [layout.offset(block_id) for block_id in reservation.written]
+        if offsets:
+            reservation.grant = agent.grant(
+                segment, offsets, layout.block_bytes, Operation.WRITE, lease_s=work.deadline_s
+            )
         try:
             yield reservation
         finally:
-            await agent.revoke(grant)
+            await reservation.close(agent)
     finally:
-        if reservation is None or not reservation.is_taken:
+        if not reservation.is_taken:
             pool.release(block_ids)
 
 

@@ -95,7 +95,7 @@ class DecodeRole:
             async with reserved(pool, self._cache, self._segment, self._agent, work) as reservation:
                 self._send(Reserved(work.request_id, reservation.num_matched, reservation.grant))
                 start = await started
-                await self._agent.revoke(reservation.grant)
+                await reservation.close(self._agent)
                 await asyncio.to_thread(require_intact, self._cache, reservation, start.checksums)
                 for block_id, block_hash in zip(reservation.block_ids, reservation.chain, strict=False):
                     pool.publish(block_id, block_hash)

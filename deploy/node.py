@@ -117,7 +117,7 @@ async def serve(config: NodeProcess) -> None:
             segments.append(agent.allocate(num_bytes))
             return segments[-1].memory
 
-        engine = await asyncio.to_thread(build_engine, config.engine, config.model_path, allocate)
+        engine = await asyncio.to_thread(build_engine, config.engine, config.model_path, clock, allocate)
         info = _info(config, epoch, engine, agent)
         client = AttachClient(info, config.conductor_address, random.Random(epoch))
         async with asyncio.TaskGroup() as tasks:

@@ -58,6 +58,8 @@ def conductor_process(config: ClusterConfig, model: PreparedModel) -> ConductorP
         model_path=model.path,
         model_id=model.model_id,
         served_model_name=config.served_model_name or model.name,
+        block_size=config.prefill.engine.block_size,
+        profile=config.profile,
         server=config.server,
         slo=config.slo,
     )

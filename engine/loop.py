@@ -23,6 +23,7 @@ from base.clock import Clock
 from base.errors import ServeError
 from base.logs import event
 from base.request import FinishReason
+from base.uninterrupted import uninterrupted
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -103,7 +104,7 @@ class EngineLoop:
         self._in_flight = {entry.sequence for entry in plan.entries}
         done = asyncio.get_running_loop().run_in_executor(thread, self._runner.execute, plan)
         try:
-            result = await _finished(done)
+            result = await uninterrupted(done)
         except Exception as error:
             outputs = self._failed(plan, error)
         else:
@@ -134,16 +135,3 @@ class EngineLoop:
             listener = self._listeners.pop(output.sequence, None)
         if listener is not None:
             listener(output)
-
-
-async def _finished(done: asyncio.Future[StepResult]) -> StepResult:
-    """Await a step that cannot be interrupted; a cancellation takes effect when it has ended."""
-    cancelled: asyncio.CancelledError | None = None
-    while not done.done():
-        try:
-            await asyncio.wait([done])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    return done.result()

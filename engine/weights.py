@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from base.errors import ConfigError
 
@@ -20,7 +21,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
     Raises:
         ConfigError: what is missing or unknown, by name, in one line.
     """
-    require_model_folder(path)
+    disable_progress_bar()
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             path,
@@ -33,18 +34,6 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ConfigError(f"{path}: the model cannot be loaded: {_first_line(error)}") from error
     return model.to(device)
-
-
-def require_model_folder(path: Path) -> None:
-    """Raise ConfigError, naming what is missing, unless `path` holds a model that can be loaded."""
-    if not path.is_dir():
-        raise ConfigError(f"{path}: no such folder")
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{path}: config.json is missing")
-    if not list(path.glob("*.safetensors")):
-        raise ConfigError(f"{path}: no *.safetensors file; other formats can carry code and are not read")
-    if not (path / "tokenizer.json").is_file():
-        raise ConfigError(f"{path}: tokenizer.json is missing")
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:

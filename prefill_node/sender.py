@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 
 from base.checksum import checksum
+from base.errors import ProtocolError
 from base.messages import Prefill
 from engine.block_pool import BlockPool
 from engine.paged_cache import PagedCache
@@ -58,15 +59,17 @@ class KvSender:
         try:
             sums = await asyncio.to_thread(self._sums, block_ids)
             self._checksums.update(enumerate(sums, first))
-            offsets = self._message.grant.offsets
+            grant = self._message.grant
+            if grant is None:
+                raise ProtocolError("blocks are to be written, and no grant was given")
             await self._agent.write(
                 self._message.target,
-                self._message.grant,
+                grant,
                 [
                     TransferRequest(
                         segment=self._segment,
                         source_offset=layout.offset(block_id),
-                        target_offset=offsets[block - self._message.first_block],
+                        target_offset=grant.offsets[block - self._message.first_block],
                         length=layout.block_bytes,
                     )
                     for block, block_id in enumerate(block_ids, first)

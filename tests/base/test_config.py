@@ -27,7 +27,7 @@ NODE = NodeProcess(
     engine=EngineConfig(chunk_tokens=256),
     transfer=TransferConfig(transports=("tcp",)),
 )
-CONDUCTOR = ConductorProcess("/models/m", "m", "m", ServerConfig(http_port=0), SloConfig())
+CONDUCTOR = ConductorProcess("/models/m", "m", "m", 64, "cpu-smollm2", ServerConfig(http_port=0), SloConfig())
 
 
 @pytest.mark.parametrize("config", [NODE, CONDUCTOR])

@@ -9,13 +9,13 @@ import pytest
 
 from base.attach import AttachClient
 from base.clock import SystemClock
-from base.errors import DeadlineError, LostError, RejectedError, UnavailableError
+from base.errors import DeadlineError, LostError, UnavailableError
 from base.messages import Failed, Lease, Prefill, Release, Reserve, Start, Tokens
 from base.request import FinishReason, Request, Role, SamplingParams, StopParams
 from conductor.attach import AttachService
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel, load_profile
-from conductor.dispatch import Dispatcher, DispatchLimits
+from conductor.dispatch import Dispatcher
 from conductor.membership import Membership
 from protos.nodes_pb2_grpc import add_NodesServicer_to_server
 from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, ScriptedWork, node_info
@@ -24,7 +24,7 @@ LEASE = Lease(lease_s=1.0, heartbeat_s=0.2, conductor_epoch=1)
 
 
 class NoObserver:
-    def first_token(self, ttft_s, times, placement):
+    def first_token(self, ttft_s, times, asked, placement):
         pass
 
     def next_tokens(self, gap_s, num_tokens):
@@ -34,12 +34,12 @@ class NoObserver:
 class Conductor:
     """A conductor's node side on a real port, and the scripted nodes attached to it."""
 
-    def __init__(self, limits):
+    def __init__(self, request_timeout_s):
         clock = SystemClock()
         cost = CostModel(load_profile("cpu-smollm2"))
         self.view = ClusterView(cost, BLOCK_SIZE)
         self.membership = Membership(MODEL_ID, self.view, clock)
-        self.dispatcher = Dispatcher(self.membership, self.view, cost, limits, NoObserver(), clock)
+        self.dispatcher = Dispatcher(self.membership, self.view, cost, request_timeout_s, NoObserver(), clock)
         self.service = AttachService(self.membership, LEASE, clock)
         self.address = ""
         self.clients = {}
@@ -72,8 +72,8 @@ class Conductor:
 
 
 @asynccontextmanager
-async def conductor(max_waiting=10, request_timeout_s=5.0):
-    async with Conductor(DispatchLimits(max_waiting, request_timeout_s)).serving() as running:
+async def conductor(request_timeout_s=5.0):
+    async with Conductor(request_timeout_s).serving() as running:
         yield running
 
 
@@ -208,17 +208,6 @@ async def test_without_a_node_of_each_role_a_request_is_refused_as_unavailable()
         assert not running.dispatcher.is_ready
         with pytest.raises(UnavailableError, match="decode"):
             await answer(running.dispatcher, request())
-
-
-async def test_more_requests_than_the_limit_are_rejected_at_once():
-    async with conductor(max_waiting=1) as running:
-        work = ScriptedWork(silent_on=Prefill)
-        await running.attach(work)
-        first = asyncio.ensure_future(answer(running.dispatcher, request()))
-        await until(lambda: work.received)
-        with pytest.raises(RejectedError, match="max_waiting"):
-            await answer(running.dispatcher, request())
-        first.cancel()
 
 
 @pytest.mark.parametrize(
