@@ -110,14 +110,14 @@ class PagedModel:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self.family: str = model.config.model_type
+        _require_backend(model, self.family)
         self._model = model.eval()
         text_config = model.config.get_text_config()
-        self.family: str = model.config.model_type
         self.vocab_size: int = text_config.vocab_size
         self.max_model_len: int = text_config.max_position_embeddings
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        _require_backend(model, self.family)
         AttentionInterface.register(ATTENTION_NAME, _attention)
         model.set_attn_implementation(ATTENTION_NAME)
         self.shape = self._find_shape()
