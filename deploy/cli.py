@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("deploy.up:main", "Start a cluster, serve, drain on Ctrl-C."),
     "chat": ("deploy.chat:main", "Talk to a running cluster."),
     "status": ("deploy.status:main", "Show nodes, blocks and queues of a running cluster."),
+    "replay": ("conductor.replay.command:main", "Run a trace through the scheduler in virtual time."),
 }
 
 

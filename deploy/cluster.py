@@ -97,6 +97,7 @@ class Cluster:
             note(f"http {endpoints.http_address}, grpc {endpoints.grpc_address}")
         await self._start_nodes(model, endpoints.grpc_address)
         await self._wait_healthy(endpoints.http_address)
+        self._write_targets(endpoints.http_address)
         return endpoints
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
@@ -171,6 +172,17 @@ class Cluster:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(start(node)) for node in planned]
             self._nodes = [task.result() for task in tasks]
+
+    def _write_targets(self, http_address: str) -> None:
+        """Tell Prometheus where the metrics are, in the form its file_sd reads."""
+        targets = [{"targets": [http_address], "labels": {"process": "conductor"}}]
+        for node in self._nodes:
+            if port := node.ready.get("metrics_port"):
+                # A node's metrics are on its own loopback.
+                targets.append({"targets": [f"127.0.0.1:{port}"], "labels": {"process": node.name}})
+        draft = self._cache_dir / "targets.draft"
+        draft.write_text(json.dumps(targets, indent=1))
+        draft.replace(self._cache_dir / "targets.json")
 
     async def _wait_healthy(self, http_address: str) -> None:
         """Wait until the conductor has a node for each role.

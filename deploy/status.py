@@ -13,7 +13,10 @@ from rich.table import Table
 from deploy.api_client import ApiError, read_json
 from deploy.chat import ADDRESS
 
-COLUMNS = ("id", "roles", "epoch", "free_blocks", "held_blocks", "running", "waiting")
+COLUMNS = (
+    *("id", "host", "roles", "epoch", "blocks", "free_blocks", "held_blocks"),
+    *("running", "waiting", "requests", "transports", "draining"),
+)
 """Of a node in `/status`; one that a conductor does not tell is left empty."""
 
 
