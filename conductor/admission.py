@@ -52,24 +52,30 @@ def refusal(
         return RejectReason.TTFT, _bounded(placement.predicted_ttft_s - slo.ttft_slo_s)
     if slo.tbt_slo_s == inf or policy is RejectPolicy.LATE:
         return None
-    moment_s = now_s + placement.predicted_ttft_s
-    if pool_tbt_s(view, cost, policy, moment_s) > slo.tbt_slo_s:
+    if decode_tbt_s(request, placement, view, cost, policy, now_s) > slo.tbt_slo_s:
         # one sequence leaves the pool every t_d / n seconds
         in_pool = max(1, view.running_sequences)
         return RejectReason.TBT, _bounded(view.projection.decode_s / in_pool)
     return None
 
 
-def pool_tbt_s(view: ClusterView, cost: CostModel, policy: RejectPolicy, moment_s: float) -> float:
-    """Return the step time of a mean decode node with one more sequence; EARLY: now, else at `moment_s`."""
-    num_nodes = view.decode_mask.bit_count()
-    if not num_nodes:
-        return inf
-    sequences: float = view.running_sequences
-    tokens = view.running_context_tokens
+def decode_tbt_s(
+    request: PlacementRequest,
+    placement: Placement,
+    view: ClusterView,
+    cost: CostModel,
+    policy: RejectPolicy,
+    now_s: float,
+) -> float:
+    """Return the step time that this request would meet: on its node now, or in the mean node then."""
     if policy is RejectPolicy.PREDICT:
-        sequences, tokens = view.projection.at(moment_s)
-    return cost.decode_step_s(sequences / num_nodes + 1, tokens / num_nodes)
+        num_nodes = view.decode_mask.bit_count()
+        in_pool, in_pool_tokens = view.projection.at(now_s + placement.predicted_ttft_s)
+        sequences, tokens = in_pool / num_nodes, in_pool_tokens / num_nodes
+    else:
+        node = view.node(placement.decode_node)
+        sequences, tokens = node.running_sequences, node.running_context_tokens
+    return cost.decode_step_s(sequences + 1, tokens + request.num_tokens)
 
 
 def admit_to_decode(node: NodeState, cost: CostModel, context_tokens: int, slo: Slo) -> bool:

@@ -276,7 +276,7 @@ class Cluster:
         request.first_token_s = now_s
         decode_id = request.placement.decode_node
         options = self.options
-        if options.reject is RejectPolicy.LATE:
+        if options.reject is not RejectPolicy.NONE:
             state = self.view.node(decode_id)
             if not admit_to_decode(state, self._cost, request.num_tokens, options.slo):
                 self.view.finished(request.request_id, now_s)
