@@ -172,6 +172,10 @@ class Eviction(Generic[Block]):
         """Return whether nothing follows or holds `block`: it may be removed."""
         return self._entries[block].children == 0
 
+    def uses(self, block: Block) -> int:
+        """Return how many requests used `block` since it came in."""
+        return self._entries[block].uses
+
     def remove(self, block: Block) -> None:
         """Forget a leaf.
 
