@@ -121,7 +121,7 @@ async def serve(config: NodeProcess) -> None:
         info = _info(config, epoch, engine, agent)
         client = AttachClient(info, config.conductor_address, random.Random(epoch))
         async with asyncio.TaskGroup() as tasks:
-            shared = (engine.loop, engine.cache, segments[0], agent, tasks, client.send, clock)
+            shared = (engine.loop, engine.cache, segments[0], agent, tasks, client.send, client.wake, clock)
             node = Node(engine, PrefillRole(*shared), DecodeRole(*shared))
             background = [tasks.create_task(engine.loop.run()), tasks.create_task(client.run(node))]
             _print_ready(config)

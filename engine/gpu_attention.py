@@ -58,7 +58,9 @@ def paged_attention(
     write_kv(key, value, kv_cache, slots[:num_tokens])
     rule = AttentionRule(scale, sliding_window, soft_cap)
     if not chunks:
-        output = paged_decode(query, kv_cache, block_tables[:num_tokens], context_lens[:num_tokens], rule, sinks)
+        output = paged_decode(
+            query, kv_cache, block_tables[:num_tokens], context_lens[:num_tokens], rule, sinks
+        )
         return output.flatten(1)
     lens = layout[2 : 2 + 2 * chunks].view(chunks, 2).tolist()
     output = torch.empty(num_tokens, query.shape[1], query.shape[2], dtype=query.dtype, device=query.device)
@@ -76,7 +78,13 @@ def paged_attention(
     else:
         seqs = slice(single, single + chunks)
         output[single:] = paged_prefill(
-            query[single:], kv_cache, block_tables[seqs], query_starts[: chunks + 1], context_lens[seqs], rule, sinks
+            query[single:],
+            kv_cache,
+            block_tables[seqs],
+            query_starts[: chunks + 1],
+            context_lens[seqs],
+            rule,
+            sinks,
         )
     return output.flatten(1)
 

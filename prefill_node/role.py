@@ -37,6 +37,7 @@ class PrefillRole:
         agent: TransferAgent,
         group: asyncio.TaskGroup,
         send: Callable[[FromNode], None],
+        ended: Callable[[], None],
         clock: Clock,
     ) -> None:
         self._engine = engine
@@ -45,7 +46,7 @@ class PrefillRole:
         self._agent = agent
         self._send = send
         self._clock = clock
-        self._tasks = RequestTasks(group, send)
+        self._tasks = RequestTasks(group, send, ended)
 
     def prefill(self, message: Prefill) -> None:
         self._tasks.start(message.work.request_id, self._prefill(message))
