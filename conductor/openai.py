@@ -8,7 +8,7 @@
 A route that reads a body is answered by `_Call`, from its first byte to its last: it
 counts as in progress while its body is read and its answer streams, it is given up when
 its client leaves, and everything that goes wrong in it becomes OpenAI's error object
-there. FastAPI finds the route and writes /openapi.json.
+there.
 """
 
 from __future__ import annotations
@@ -37,13 +37,7 @@ from conductor.http_reply import BodyError, ClientGoneError, Reply, read_body, w
 from conductor.openai_errors import HttpError, http_error, internal_error
 from conductor.openai_format import to_json
 from conductor.openai_generation import Caller, Generation, require_model
-from conductor.openai_schema import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    chat_messages,
-)
+from conductor.openai_schema import DetokenizeBody, TokenizeBody, chat_messages
 from conductor.openai_schema import read_body as parse_body
 from conductor.options import check_request_id, check_token_ids
 from conductor.prompt import chat_token_ids, text_token_ids
@@ -69,23 +63,19 @@ def openai_app(
         rng: Draws request ids and seeds.
         reports: What GET answers at other paths, to be written as JSON.
     """
-    app = FastAPI(title="Conductor", version=_version(), docs_url=None, redoc_url=None)
+    # Bodies are read by our own rules, so FastAPI's description of them would be empty.
+    app = FastAPI(openapi_url=None)
     generation = Generation(completions, rng)
     texts = _Texts(completions)
-    posts: tuple[tuple[str, Any, Work], ...] = (
-        ("/v1/chat/completions", ChatBody, generation.chat),
-        ("/v1/completions", CompletionBody, generation.completion),
-        ("/tokenize", TokenizeBody, texts.tokenize),
-        ("/detokenize", DetokenizeBody, texts.detokenize),
+    posts: tuple[tuple[str, Work], ...] = (
+        ("/v1/chat/completions", generation.chat),
+        ("/v1/completions", generation.completion),
+        ("/tokenize", texts.tokenize),
+        ("/detokenize", texts.detokenize),
     )
-    for path, schema, work in posts:
-        app.add_api_route(
-            path,
-            _endpoint(work, completions, default_slo, max_body_bytes, rng),
-            methods=["POST"],
-            name=path.rpartition("/")[2],
-            openapi_extra=_described(schema),
-        )
+    for path, work in posts:
+        endpoint = _endpoint(work, completions, default_slo, max_body_bytes, rng)
+        app.add_api_route(path, endpoint, methods=["POST"])
     _add_operator_routes(app, completions)
     for path, report in (reports or {}).items():
         app.add_api_route(path, _report(report), methods=["GET"], name=path.rpartition("/")[2])
@@ -252,16 +242,6 @@ def _json(status: int, value: Any) -> Response:
 
 def _error(error: HttpError) -> Response:
     return Response(error.body, status_code=error.status, headers=dict(error.headers))
-
-
-def _described(schema: Any) -> dict[str, Any]:
-    """Return the part of /openapi.json that describes a body."""
-    return {
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": schema.model_json_schema()}},
-        }
-    }
 
 
 def _version() -> str:

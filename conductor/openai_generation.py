@@ -41,6 +41,8 @@ from conductor.options import (
 from conductor.prompt import chat_token_ids, text_token_ids
 from conductor.served_model import ServedModel
 
+MAX_SHOWN_CHARS = 100
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -59,7 +61,8 @@ class _Prompt:
 def require_model(model: ServedModel, name: str | None) -> None:
     """Raise UnknownModelError if a call names another model than the one that is served."""
     if name is not None and name != model.name:
-        raise UnknownModelError(f"the model {name!r} does not exist; {model.name!r} does", "model")
+        shown = name if len(name) <= MAX_SHOWN_CHARS else f"{name[:MAX_SHOWN_CHARS]}..."
+        raise UnknownModelError(f"the model {shown!r} does not exist; {model.name!r} does", "model")
 
 
 class Generation:

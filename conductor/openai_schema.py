@@ -20,9 +20,11 @@ from pydantic import (
     Discriminator,
     FailFast,
     Field,
+    PlainValidator,
     Tag,
     ValidationError,
 )
+from pydantic_core import PydanticCustomError
 
 from base.errors import InvalidRequestError
 from base.request import MAX_TOP_LOGPROBS, Slo
@@ -31,7 +33,7 @@ from conductor.options import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN
 
 MAX_CHOICES = 128
 """OpenAI's limit on `n`; here on all choices of a call together."""
-MAX_MESSAGES = 10_000
+MAX_MESSAGES = 2_048
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's, where a completion does not say; a chat goes on to the end of the window."""
 
@@ -147,29 +149,28 @@ class ChatBody(_Generation):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def _prompt_list(value: Any) -> Any:
-    """Make the four forms of a prompt two: a list of texts and of lists of token ids."""
-    is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and type(value[0]) is int)
-    return [value] if is_one else value
+def _prompt_list(value: Any) -> list[str | list[int]]:
+    """Return the prompts of a completion: texts and lists of token ids.
+
+    By hand, because pydantic would try one form after the other and report each of a
+    million elements that do not fit it.
+    """
+    prompts = value if isinstance(value, list) and not _is_token_ids(value) else [value]
+    if prompts and all(isinstance(item, str) or _is_token_ids(item) for item in prompts):
+        return prompts
+    raise PydanticCustomError("prompt", "Input should be a string, a list of token ids, or a list of these")
 
 
-def _prompt_kind(value: Any) -> str:
-    return "a list of token ids" if isinstance(value, list) else "a string"
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
-_Tokens = Annotated[list[int], FailFast()]
-_Prompt = Annotated[
-    Annotated[str, Tag("a string")] | Annotated[_Tokens, Tag("a list of token ids")],
-    Discriminator(_prompt_kind),
-]
+_PromptForms = str | list[str] | list[int] | list[list[int]]
 
 
 class CompletionBody(_Generation):
     prompt: Annotated[
-        list[_Prompt],
-        Field(min_length=1, max_length=MAX_CHOICES),
-        FailFast(),
-        BeforeValidator(_prompt_list),
+        list[str | list[int]], PlainValidator(_prompt_list, json_schema_input_type=_PromptForms)
     ]
     logprobs: int | None = None
     echo: bool | None = None
@@ -187,7 +188,7 @@ class TokenizeBody(_Body):
 
 class DetokenizeBody(_Body):
     model: str | None = None
-    tokens: _Tokens
+    tokens: Annotated[list[int], FailFast()]
 
 
 Body = TypeVar("Body", bound=_Body)
