@@ -39,7 +39,7 @@ def running(
         yield cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster(smollm2, tmp_path_factory) -> Iterator[LocalCluster]:
     with running(smollm2, tmp_path_factory.mktemp("cluster")) as started:
         yield started
