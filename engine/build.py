@@ -20,6 +20,7 @@ from base.kv_layout import KvLayout
 from engine.block_pool import BlockPool
 from engine.loop import EngineLoop
 from engine.model import PagedModel
+from engine.packed_linear import pack_linears
 from engine.paged_cache import TORCH_DTYPES, PagedCache
 from engine.runner import Runner
 from engine.scheduler import Scheduler
@@ -70,7 +71,10 @@ def build_engine(
     num_threads = config.threads or max(1, len(os.sched_getaffinity(0)) // nodes_on_host)
     torch.set_num_threads(num_threads)
     dtype = _dtype_name(config.dtype, device)
-    model = PagedModel(load_model(Path(model_path), TORCH_DTYPES[dtype], device))
+    weights = load_model(Path(model_path), TORCH_DTYPES[dtype], device)
+    if device.type == "cpu" and dtype == "float32":
+        pack_linears(weights)
+    model = PagedModel(weights)
     shape = model.shape
     layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, dtype)
     require_faithful(model, layout)
