@@ -50,7 +50,7 @@ TOKEN_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in 
 TTFT_PARTS = ("frontend", "queue", "prefill", "exposed_transfer", "dispatch")
 
 
-def new_registry() -> CollectorRegistry:
+def process_registry() -> CollectorRegistry:
     """Return a registry that holds this process's memory, CPU time and open files."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)

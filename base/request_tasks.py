@@ -22,13 +22,9 @@ log = logging.getLogger(__name__)
 class RequestTasks:
     """The requests that one role of a node works on. Belongs to the event loop."""
 
-    def __init__(
-        self, group: asyncio.TaskGroup, send: Callable[[FromNode], None], ended: Callable[[], None]
-    ) -> None:
-        """`ended` is called when a request has let go of everything it held."""
+    def __init__(self, group: asyncio.TaskGroup, send: Callable[[FromNode], None]) -> None:
         self._group = group
         self._send = send
-        self._ended = ended
         self._tasks: dict[RequestId, asyncio.Task[None]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -65,7 +61,6 @@ class RequestTasks:
         del self._tasks[request_id]
         if not self._tasks:
             self._idle.set()
-        self._ended()
 
     async def _answered(self, request_id: RequestId, work: Coroutine[None, None, None]) -> None:
         try:

@@ -23,7 +23,7 @@ from base.errors import ConfigError
 from base.lifetime import stop_requested
 from base.logs import configure
 from base.messages import Lease
-from base.metrics import ConductorMetrics, new_registry
+from base.metrics import ConductorMetrics, process_registry
 from base.rpc import Service
 from conductor.attach import AttachService
 from conductor.cluster_view import ClusterView
@@ -46,7 +46,7 @@ async def serve(config: ConductorProcess) -> None:
     cost = CostModel(load_profile(config.profile))
     view = ClusterView(cost, config.block_size)
     membership = Membership(config.model_id, view, clock)
-    metrics = ConductorMetrics(new_registry(), config.served_model_name)
+    metrics = ConductorMetrics(process_registry(), config.served_model_name)
     observer = Observer(metrics, view, cost)
     server = config.server
     dispatcher = Dispatcher(membership, view, cost, server.request_timeout_s, observer, clock)

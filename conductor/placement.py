@@ -1,17 +1,23 @@
-"""Placement: what the scheduler is asked and what it answers. Values only."""
+"""Placement: what the scheduler is asked and what it answers. Values only.
+
+Named tuples, where the rest of the code has frozen dataclasses: one is made for every
+request, and a frozen dataclass of fourteen fields takes ten times as long to make (11 us
+against 1; 2.5 GHz Xeon, 2026-11-21), a fifth of a whole placement.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from base.request import NodeId, RequestId, Slo
 from kvstore.index import Key
 
+UNBOUNDED = Slo()
 
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
+
+class PlacementRequest(NamedTuple):
     """What placement needs of a request."""
 
     request_id: RequestId
@@ -21,12 +27,11 @@ class PlacementRequest:
     """Of the prompt."""
     max_tokens: int
     """New tokens at most."""
-    slo: Slo = field(default_factory=Slo)
+    slo: Slo = UNBOUNDED
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Which nodes serve a request, and the predictions that chose them."""
 
     request_id: RequestId
@@ -62,8 +67,7 @@ class RejectReason(Enum):
     TBT = "tbt"
 
 
-@dataclass(frozen=True, slots=True)
-class Rejection:
+class Rejection(NamedTuple):
     """Why not, what was predicted, and when asking again is worth it."""
 
     request_id: RequestId

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from conductor.admission import RETRY_AFTER_S, RejectPolicy, refusal
 from conductor.cluster_view import ClusterView, NodeState
@@ -58,9 +59,11 @@ class SchedulerSettings:
     """Fetch where best match / own match is at least this; None: the cost model decides."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillChoice:
-    """One candidate for the prefill of a request."""
+DEFAULT_SETTINGS = SchedulerSettings()
+
+
+class PrefillChoice(NamedTuple):
+    """One candidate for the prefill of a request; a tuple because several are made for each."""
 
     slot: int
     local_blocks: int
@@ -101,7 +104,7 @@ def place(
         settings: An operator's; by default the cost model decides and PREDICT rejects.
         choose_prefill: Another rule for the prefill node, for comparison.
     """
-    settings = settings or SchedulerSettings()
+    settings = settings or DEFAULT_SETTINGS
     if not view.prefill_mask:
         return Rejection(request.request_id, RejectReason.NO_PREFILL_NODE, RETRY_AFTER_S[0])
     view.prefill_order.settle(now_s)

@@ -39,7 +39,6 @@ class DecodeRole:
         agent: TransferAgent,
         group: asyncio.TaskGroup,
         send: Callable[[FromNode], None],
-        ended: Callable[[], None],
         clock: Clock,
     ) -> None:
         self._engine = engine
@@ -48,7 +47,7 @@ class DecodeRole:
         self._agent = agent
         self._send = send
         self._clock = clock
-        self._tasks = RequestTasks(group, send, ended)
+        self._tasks = RequestTasks(group, send)
         self._starts: dict[RequestId, asyncio.Future[Start]] = {}
 
     def reserve(self, message: Reserve) -> None:

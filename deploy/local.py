@@ -16,6 +16,7 @@ from typing import Any
 
 from base.clock import SystemClock
 from base.config import ClusterConfig
+from deploy.api_client import read_json
 from deploy.plan import PreparedModel, conductor_process, node_environment, planned_nodes
 from deploy.supervisor import ProcessSpec, Supervisor
 
@@ -35,6 +36,15 @@ class LocalCluster:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    def status(self) -> dict[str, Any]:
+        """Return what GET /status answers; raises ApiError."""
+        told: dict[str, Any] = read_json(f"127.0.0.1:{self.http_port}", "/status")
+        return told
 
 
 @contextmanager

@@ -120,8 +120,10 @@ async def serve(config: NodeProcess) -> None:
         engine = await asyncio.to_thread(build_engine, config.engine, config.model_path, clock, allocate)
         info = _info(config, epoch, engine, agent)
         client = AttachClient(info, config.conductor_address, random.Random(epoch))
+        # The conductor counts on free blocks, so it is told at once.
+        engine.pool.on_release(client.wake)
         async with asyncio.TaskGroup() as tasks:
-            shared = (engine.loop, engine.cache, segments[0], agent, tasks, client.send, client.wake, clock)
+            shared = (engine.loop, engine.cache, segments[0], agent, tasks, client.send, clock)
             node = Node(engine, PrefillRole(*shared), DecodeRole(*shared))
             background = [tasks.create_task(engine.loop.run()), tasks.create_task(client.run(node))]
             _print_ready(config)

@@ -21,7 +21,7 @@ Nothing here does I/O; one thread owns an index.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 Key = Hashable
 
@@ -38,6 +38,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._holders: dict[Key, int] = {}
         self._blocks: dict[int, set[Key]] = {}
+        self._bits: list[int] = []
 
     def __len__(self) -> int:
         """Return the number of distinct blocks that somebody holds."""
@@ -51,20 +52,20 @@ class PrefixIndex:
         """Return the mask of the nodes that hold one block, whatever came before it."""
         return self._holders.get(key, 0)
 
-    def store(self, node: int, keys: Iterable[Key]) -> None:
+    def store(self, node: int, keys: Collection[Key]) -> None:
         """Note that `node` holds `keys`; those it already held stay."""
         mine = self._blocks.get(node)
         if mine is None:
             mine = self._blocks[node] = set()
-        bit = 1 << node
+        bit = self._bit(node)
         holders = self._holders
-        add = mine.add
+        get = holders.get
         for key in keys:
-            mask = holders.get(key)
+            mask = get(key)
             # the shared object where there is one holder: an index of millions of
             # blocks over hundreds of nodes would otherwise be mostly equal integers
             holders[key] = bit if mask is None else mask | bit
-            add(key)
+        mine.update(keys)
 
     def remove(self, node: int, keys: Iterable[Key]) -> None:
         """Note that `node` no longer holds `keys`; unknown ones are passed over."""
@@ -73,14 +74,14 @@ class PrefixIndex:
             return
         bit = 1 << node
         holders = self._holders
-        for key in keys:
-            if key in mine:
-                mine.remove(key)
-                rest = holders[key] ^ bit
-                if rest:
-                    holders[key] = rest
-                else:
-                    del holders[key]
+        gone = mine.intersection(keys)
+        mine -= gone
+        for key in gone:
+            rest = holders[key] ^ bit
+            if rest:
+                holders[key] = rest
+            else:
+                del holders[key]
 
     def remove_node(self, node: int) -> None:
         """Forget everything that `node` held."""
@@ -115,6 +116,12 @@ class PrefixIndex:
             groups.append((len(chain), current))
         groups.reverse()
         return groups
+
+    def _bit(self, node: int) -> int:
+        """Return the mask of one node, the same object each time."""
+        while len(self._bits) <= node:
+            self._bits.append(1 << len(self._bits))
+        return self._bits[node]
 
     def check(self) -> None:
         """Assert that the holders of each block and the blocks of each node agree."""

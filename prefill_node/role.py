@@ -37,7 +37,6 @@ class PrefillRole:
         agent: TransferAgent,
         group: asyncio.TaskGroup,
         send: Callable[[FromNode], None],
-        ended: Callable[[], None],
         clock: Clock,
     ) -> None:
         self._engine = engine
@@ -46,7 +45,7 @@ class PrefillRole:
         self._agent = agent
         self._send = send
         self._clock = clock
-        self._tasks = RequestTasks(group, send, ended)
+        self._tasks = RequestTasks(group, send)
 
     def prefill(self, message: Prefill) -> None:
         self._tasks.start(message.work.request_id, self._prefill(message))

@@ -64,7 +64,7 @@ class Board:
         self._words = memoryview(mmap.mmap(self._fd, 8 * _NUM_WORDS)).cast("Q")
         self._words[1] = epoch
         self._words[0] = _MAGIC
-        self._segments: dict[int, int] = {}
+        self._num_shown = 0
 
     @property
     def address(self) -> str:
@@ -77,21 +77,13 @@ class Board:
         Raises:
             ValueError: the segment is private, or MAX_SEGMENTS are shown.
         """
-        used = set(self._segments.values())
-        row = next((row for row in range(MAX_SEGMENTS) if row not in used), None)
-        if row is None or segment.shared_fd is None:
+        if self._num_shown == MAX_SEGMENTS or segment.shared_fd is None:
             raise ValueError(f"only shared segments can be shown, and at most {MAX_SEGMENTS}")
-        at = _SEGMENTS_AT + 3 * row
+        at = _SEGMENTS_AT + 3 * self._num_shown
+        self._num_shown += 1
         self._words[at + 1] = segment.shared_fd
         self._words[at + 2] = segment.num_bytes
         self._words[at] = segment.segment_id
-        self._segments[segment.segment_id] = row
-
-    def hide(self, segment: Segment) -> None:
-        """Take a segment off the board. Peers that mapped it keep their mapping."""
-        row = self._segments.pop(segment.segment_id, None)
-        if row is not None:
-            self._words[_SEGMENTS_AT + 3 * row] = 0
 
     def post(self, grant: Grant) -> None:
         """Open a grant to the peers of this host."""
@@ -170,6 +162,8 @@ class PeerBoard:
 
     def is_shown(self, segment_id: int) -> bool:
         """Return whether the peer shows this segment."""
+        if segment_id in self._segments:
+            return True
         return any(self._words[_SEGMENTS_AT + 3 * row] == segment_id for row in range(MAX_SEGMENTS))
 
     def memory_of(self, segment_id: int) -> memoryview:

@@ -8,6 +8,7 @@ posts a call. Everything posted runs, in order, also while the reactor stops.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import threading
@@ -29,6 +30,39 @@ class Poller(Protocol):
     def forget(self, fd: int) -> None:
         """Watch `fd` no longer. Call before it is closed."""
         ...
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Run `call` on that thread, soon."""
+        ...
+
+
+class LoopPoller:
+    """The event loop as the owner of sockets: small frames go out with no change of thread.
+
+    Two changes of thread and back cost a 64 KiB write more than its bytes do. Everything
+    is called on the loop's own thread.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._watched: dict[int, int] = {}
+
+    def watch(self, fd: int, events: int, on_ready: Callable[[int], None]) -> None:
+        if self._watched.get(fd, 0) & WRITABLE and not events & WRITABLE:
+            self._loop.remove_writer(fd)
+        if events & READABLE:
+            self._loop.add_reader(fd, on_ready, READABLE)
+        if events & WRITABLE:
+            self._loop.add_writer(fd, on_ready, WRITABLE)
+        self._watched[fd] = events
+
+    def forget(self, fd: int) -> None:
+        if self._watched.pop(fd, None) is not None:
+            self._loop.remove_reader(fd)
+            self._loop.remove_writer(fd)
+
+    def post(self, call: Callable[[], None]) -> None:
+        call()
 
 
 class Reactor:

@@ -20,7 +20,7 @@ from base.errors import StaleError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
 from transfer.batch import Piece, Priority
 from transfer.board import PeerBoard
-from transfer.settled import settled
+from transfer.completion import Completion
 
 INLINE_BYTES = 256 << 10
 """A batch up to this size is copied on the event loop."""
@@ -56,8 +56,9 @@ class ShmTransport:
             return
         mapped.num_copies += 1
         try:
-            running = asyncio.get_running_loop().run_in_executor(self._copiers, copy.run)
-            await settled(running, copy.cancel)
+            completion = Completion()
+            self._copiers.submit(copy.run).add_done_callback(lambda done: completion.end(done.exception()))
+            await completion.wait(copy.cancel)
         finally:
             mapped.num_copies -= 1
 

@@ -12,6 +12,7 @@ progressively.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 Schedule = Callable[..., None]
 """(moment, what to call, its arguments...)."""
@@ -109,12 +110,10 @@ class Links:
 
     def _share(self, first: Flow, now_s: float) -> None:
         """Give every flow connected with `first` its fair rate."""
-        flows, links = _connected(first)
-        rates = _max_min(flows, links)
-        for flow in flows:
-            if rates[flow] != flow.rate:
+        for flow, rate in _max_min(*_connected(first)).items():
+            if rate != flow.rate:
                 self._settle(flow, now_s)
-                self._set_rate(flow, rates[flow], now_s)
+                self._set_rate(flow, rate, now_s)
 
 
 def _takes_no_more_than_fair(flow: Flow, rate: float) -> bool:
@@ -128,41 +127,70 @@ def _takes_no_more_than_fair(flow: Flow, rate: float) -> bool:
     return True
 
 
-def _connected(first: Flow) -> tuple[list[Flow], list[Link]]:
-    flows = {first: None}
-    links: dict[Link, None] = {}
-    waiting = [first]
+def _is_modest(flow: Flow) -> bool:
+    """Return whether an equal share at both ends would be enough: then it gets its limit."""
+    sender, receiver = flow.sender, flow.receiver
+    return (
+        flow.limit * len(sender.flows) <= sender.capacity
+        and flow.limit * len(receiver.flows) <= receiver.capacity
+    )
+
+
+def _connected(first: Flow) -> tuple[list[Flow], dict[Flow, float], list[Link]]:
+    """Return the flows whose rates depend on each other, modest ones with their rate, and the links.
+
+    Dependence goes from flow to flow over links, but not through modest flows that have
+    their limit already.
+    """
+    seen: dict[Flow, None] = {}
+    greedy: list[Flow] = []
+    modest: dict[Flow, float] = {}
+    links: dict[Link, None] = {first.sender: None, first.receiver: None}
+    waiting = [first.sender, first.receiver]
     while waiting:
-        flow = waiting.pop()
-        for link in (flow.sender, flow.receiver):
-            if link not in links:
-                links[link] = None
-                for other in link.flows:
-                    if other not in flows:
-                        flows[other] = None
-                        waiting.append(other)
-    return list(flows), list(links)
+        for flow in waiting.pop().flows:
+            if flow in seen:
+                continue
+            seen[flow] = None
+            if _is_modest(flow):
+                modest[flow] = flow.limit
+                if flow.rate == flow.limit:
+                    continue
+            else:
+                greedy.append(flow)
+            for link in (flow.sender, flow.receiver):
+                if link not in links:
+                    links[link] = None
+                    waiting.append(link)
+    return greedy, modest, list(links)
 
 
-def _max_min(flows: list[Flow], links: list[Link]) -> dict[Flow, float]:
-    """Return each flow's max-min fair rate: raise all alike, stop those that hit a bound."""
-    rates: dict[Flow, float] = {}
+def _max_min(flows: list[Flow], rates: dict[Flow, float], links: list[Link]) -> dict[Flow, float]:
+    """Add each flow's max-min fair rate to `rates`: raise all alike, stop those that hit a bound."""
     left = {link: link.capacity for link in links}
-    users = {link: len(link.flows) for link in links}
+    users = dict.fromkeys(links, 0)
+    for flow, rate in rates.items():
+        for link in (flow.sender, flow.receiver):
+            if link in left:
+                left[link] -= rate
+    for flow in flows:
+        users[flow.sender] += 1
+        users[flow.receiver] += 1
     running = dict.fromkeys(flows)
     while running:
-        share, tightest = min(
-            (max(left[link], FULL * link.capacity) / users[link], number)
-            for number, link in enumerate(links)
-            if users[link]
-        )
+        share, tightest = inf, links[0]
+        for link, count in users.items():
+            if count:
+                fair = max(left[link], FULL * link.capacity) / count
+                if fair < share:
+                    share, tightest = fair, link
         stopped = [flow for flow in running if flow.limit <= share]
         if not stopped:
-            stopped = [flow for flow in links[tightest].flows if flow in running]
+            stopped = [flow for flow in tightest.flows if flow in running]
         for flow in stopped:
             rates[flow] = rate = min(flow.limit, share)
             del running[flow]
             for link in (flow.sender, flow.receiver):
-                left[link] = max(0.0, left[link] - rate)
+                left[link] -= rate
                 users[link] -= 1
     return rates

@@ -29,7 +29,7 @@ async def test_an_expected_failure_is_answered_by_its_name():
         raise CapacityError("no blocks")
 
     async with asyncio.TaskGroup() as group:
-        RequestTasks(group, sent.append, lambda: None).start("r", fail())
+        RequestTasks(group, sent.append).start("r", fail())
     assert sent == [Failed("r", "CapacityError", "no blocks")]
 
 
@@ -40,7 +40,7 @@ async def test_a_bug_is_answered_and_does_not_end_the_node():
         raise KeyError("oops")
 
     async with asyncio.TaskGroup() as group:
-        tasks = RequestTasks(group, sent.append, lambda: None)
+        tasks = RequestTasks(group, sent.append)
         tasks.start("r", break_())
         await tasks.idle()
     assert [(item.request_id, item.reason) for item in sent] == [("r", "ServeError")]
@@ -50,7 +50,7 @@ async def test_a_bug_is_answered_and_does_not_end_the_node():
 async def test_ending_a_request_gives_back_what_it_holds_and_answers_nothing():
     sent, held = [], Held()
     async with asyncio.TaskGroup() as group:
-        tasks = RequestTasks(group, sent.append, lambda: None)
+        tasks = RequestTasks(group, sent.append)
         tasks.start("r", held.until(asyncio.Event()))
         await asyncio.sleep(0)
         tasks.end("r")
@@ -64,7 +64,7 @@ async def test_ending_a_request_gives_back_what_it_holds_and_answers_nothing():
 async def test_ending_all_requests_leaves_none():
     held = [Held() for _ in range(5)]
     async with asyncio.TaskGroup() as group:
-        tasks = RequestTasks(group, lambda item: None, lambda: None)
+        tasks = RequestTasks(group, lambda item: None)
         for number, item in enumerate(held):
             tasks.start(str(number), item.until(asyncio.Event()))
         await asyncio.sleep(0)
@@ -76,7 +76,7 @@ async def test_ending_all_requests_leaves_none():
 async def test_a_request_id_at_work_is_refused_and_the_first_goes_on():
     sent, held, go = [], Held(), asyncio.Event()
     async with asyncio.TaskGroup() as group:
-        tasks = RequestTasks(group, sent.append, lambda: None)
+        tasks = RequestTasks(group, sent.append)
         tasks.start("r", held.until(go))
         tasks.start("r", held.until(go))
         assert [item.reason for item in sent] == ["ProtocolError"]

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from base.clock import SystemClock
 from base.config import ServerConfig, SloConfig
 from base.errors import ServeError
-from base.metrics import ConductorMetrics, new_registry
+from base.metrics import ConductorMetrics, process_registry
 from base.request import FinishReason, Request, SampledToken, TokenLogprobs
 from conductor.completion import Completions
 from conductor.generated import Generated
@@ -162,7 +162,7 @@ async def serving(
 ) -> AsyncIterator[Api]:
     """A conductor on free ports, for the length of the body."""
     dispatcher = ScriptedDispatcher(script)
-    metrics = ConductorMetrics(new_registry(), MODEL)
+    metrics = ConductorMetrics(process_registry(), MODEL)
     completions = Completions(model, dispatcher, metrics, SystemClock(), max_calls)
     config = ServerConfig(http_port=0, grpc_port=0, max_body_mib=max_body_mib)
     rng = random.Random(1)

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from base.clock import SystemClock
 from base.config import ServerConfig, SloConfig
 from base.errors import ConfigError
-from base.metrics import ConductorMetrics, new_registry
+from base.metrics import ConductorMetrics, process_registry
 from conductor.completion import Completions
 from conductor.server import listening
 from tests.conductor.fakes import MODEL, WAIT, ScriptedDispatcher, serving, spoken
@@ -65,7 +65,9 @@ async def test_drain_lets_calls_end_and_takes_no_more(model):
                     yield step
 
     dispatcher = Paused(lambda request: spoken(model, "hi"))
-    completions = Completions(model, dispatcher, ConductorMetrics(new_registry(), MODEL), SystemClock(), 9)
+    completions = Completions(
+        model, dispatcher, ConductorMetrics(process_registry(), MODEL), SystemClock(), 9
+    )
     config = ServerConfig(http_port=0, grpc_port=0)
     async with httpx.AsyncClient() as client, asyncio.TaskGroup() as group:
 

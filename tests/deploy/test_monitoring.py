@@ -10,7 +10,7 @@ import promql_parser
 import pytest
 import yaml
 
-from base.metrics import ConductorMetrics, NodeMetrics, new_registry
+from base.metrics import ConductorMetrics, NodeMetrics, process_registry
 from deploy import dashboards
 
 ROOT = Path(__file__).parent.parent.parent
@@ -30,7 +30,7 @@ FROM_PROMETHEUS = {"up"}
 
 def exposed_names():
     """Every sample name a process of ours can expose."""
-    registry = new_registry()
+    registry = process_registry()
     ConductorMetrics(registry, "m")
     NodeMetrics(registry)
     suffixes = {
