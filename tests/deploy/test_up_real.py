@@ -11,7 +11,7 @@ from tests.deploy.processes import ROOT, marked_environment, marked_pids, wait_a
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
-UP = "from deploy.cli import main; main(['up', '--prompt', 'What is the capital of France?', '--exit', '-c', {!r}])"
+ASK = ["up", "--prompt", "What is the capital of France?", "--exit", "-c"]
 
 
 def test_the_capital_of_france(tmp_path):
@@ -20,7 +20,7 @@ def test_the_capital_of_france(tmp_path):
     environment = marked_environment()
     try:
         done = subprocess.run(
-            [sys.executable, "-c", UP.format(str(file))],
+            [sys.executable, "-c", f"from deploy.cli import main; main({[*ASK, str(file)]})"],
             cwd=ROOT,
             env=environment,
             capture_output=True,
