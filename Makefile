@@ -9,15 +9,18 @@ INSTALL := $(BIN)/python -m pip install -qq -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
+# Where `conductor up` looks; a test or a machine with a cache of its own may say otherwise.
+CACHE ?= $(HOME)/.cache/conductor-cluster
+
 .PHONY: run test test-full check protos lock clean
 
-run: $(VENV)/.installed
+run: $(VENV)/.model
 	$(BIN)/conductor up --prompt "$(PROMPT)"
 
-test: check
+test: check $(VENV)/.model
 	$(BIN)/python -m pytest -q
 
-test-full: check
+test-full: check $(VENV)/.model
 	$(BIN)/python -m pytest -q -m "not gpu and not rdma"
 
 check: $(VENV)/.installed
@@ -35,6 +38,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(INSTALL) torch
 	@$(INSTALL) -e '.[dev]'
 	@touch $@
+
+# Fetched and converted once, so that no start and no test has to.
+$(VENV)/.model: $(VENV)/.installed
+	@$(BIN)/python -m engine.prepare smollm2 --cache-dir "$(CACHE)" > $@
 
 # Generated code is committed, and a test compares: who only runs needs no compiler.
 protos: $(VENV)/.installed

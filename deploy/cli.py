@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("deploy.chat:main", "Talk to a running cluster."),
     "status": ("deploy.status:main", "Show nodes, blocks and queues of a running cluster."),
     "replay": ("conductor.replay.command:main", "Run a trace through the scheduler in virtual time."),
+    "bench": ("bench.load_command:main", "Open-loop load on a running cluster or any OpenAI server."),
 }
 
 
