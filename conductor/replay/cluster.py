@@ -27,14 +27,14 @@ from base.request import NodeId, RequestId, Role, Slo
 from conductor.admission import RejectPolicy, admit_to_decode
 from conductor.cluster_view import ClusterView, NodeInfo
 from conductor.cost_model import CostModel
-from conductor.placement import Placement, PlacementRequest
+from conductor.placement import Placement, PlacementRequest, Rejection
 from conductor.replay.block_cache import BlockCache
 from conductor.replay.decode_node import DecodeNode, Sequence
 from conductor.replay.links import Flow, Link, Links
 from conductor.replay.outcome import Outcomes
 from conductor.replay.policies import prefill_policy
 from conductor.replay.trace import TraceRequest
-from conductor.scheduler import SchedulerSettings, place
+from conductor.scheduler import PrefillPolicy, SchedulerSettings, place
 from kvstore.index import Key
 
 
@@ -51,6 +51,12 @@ class ClusterOptions:
     kvcache_balancing_threshold: float | None = None
     view_delay_s: float = 0.0
     seed: int = 0
+
+
+Placer = Callable[
+    [PlacementRequest, ClusterView, CostModel, float, SchedulerSettings, PrefillPolicy],
+    Placement | Rejection,
+]
 
 
 class SimRequest:
@@ -114,8 +120,10 @@ class PrefillNode:
 class Cluster:
     """One run. `run` may be called once."""
 
-    def __init__(self, cost: CostModel, options: ClusterOptions) -> None:
+    def __init__(self, cost: CostModel, options: ClusterOptions, placer: Placer = place) -> None:
+        """`placer` may wrap `scheduler.place`, to time or record it."""
         self.options = options
+        self._place = placer
         self.outcomes = Outcomes(options.block_size)
         self.view = ClusterView(cost, options.block_size)
         self.now_s = 0.0
@@ -194,7 +202,9 @@ class Cluster:
         asked = PlacementRequest(
             request.request_id, request.chain, request.num_tokens, request.output_tokens, self.options.slo
         )
-        placement = place(asked, self.view, self._cost, self.now_s, self._settings, self._choose_prefill)
+        placement = self._place(
+            asked, self.view, self._cost, self.now_s, self._settings, self._choose_prefill
+        )
         if not isinstance(placement, Placement):
             self.outcomes.rejected(placement.reason.value, 0.0)
             return
