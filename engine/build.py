@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
+from base.clock import SystemClock
 from base.config import GIB, EngineConfig
 from base.errors import ConfigError
 from base.kv_layout import KvLayout
 from engine.block_pool import BlockPool
-from engine.loop import EngineLoop
+from engine.loop import EngineLoop, LaunchingRunner
 from engine.model import PagedModel
 from engine.paged_cache import TORCH_DTYPES, PagedCache
 from engine.runner import Runner
@@ -76,8 +77,9 @@ def build_engine(
     max_model_len = min(_max_model_len(config, model), cache.num_blocks * config.block_size)
     pool = BlockPool(cache.num_blocks)
     scheduler = Scheduler(pool, config.block_size, config.chunk_tokens, config.max_batch, max_model_len)
+    runner = _runner(config, model, cache, max_model_len)
     return Engine(
-        loop=EngineLoop(Runner(model, cache), scheduler, pool),
+        loop=EngineLoop(runner, scheduler, pool),
         scheduler=scheduler,
         pool=pool,
         cache=cache,
@@ -86,6 +88,25 @@ def build_engine(
         vocab_size=model.vocab_size,
         family=model.family,
         num_threads=num_threads,
+    )
+
+
+def _runner(
+    config: EngineConfig, model: PagedModel, cache: PagedCache, max_model_len: int
+) -> Runner | LaunchingRunner:
+    if model.device.type == "cpu":
+        return Runner(model, cache)
+    # Triton is 1 GB and only machines with a GPU have it.
+    from engine.gpu_model import GpuModel  # noqa: PLC0415
+    from engine.gpu_runner import GpuRunner  # noqa: PLC0415
+
+    return GpuRunner(
+        GpuModel(model.module, cache),
+        config.block_size,
+        config.max_batch,
+        max_model_len,
+        config.chunk_tokens,
+        SystemClock(),
     )
 
 

@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter where there is no GPU.
+"""Where there is no GPU, Triton's kernels run in its interpreter.
 
 The choice is made when a kernel is decorated, so it must stand before the first import.
 """
@@ -9,4 +9,3 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    torch.set_num_threads(1)
