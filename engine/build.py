@@ -38,6 +38,7 @@ class Engine:
     """A loaded engine and what was found out while loading it."""
 
     loop: EngineLoop
+    runner: Runner | LaunchingRunner
     scheduler: Scheduler
     pool: BlockPool
     cache: PagedCache
@@ -58,9 +59,8 @@ def build_engine(
     """Load a prepared model and lay out its cache. Blocks for seconds.
 
     Args:
-        allocate: Gives that many writable bytes for a CPU cache to lie in; None: the
-            engine's own memory.
         nodes_on_host: Nodes that share this host's cores, where `threads` is 0.
+        allocate: as for `assemble_engine`.
 
     Raises:
         ConfigError: the model cannot be served, or the cache has no room for a block.
@@ -70,16 +70,37 @@ def build_engine(
     torch.set_num_threads(num_threads)
     dtype = _dtype_name(config.dtype, device)
     model = PagedModel(load_model(Path(model_path), TORCH_DTYPES[dtype], device))
+    return assemble_engine(config, model, dtype, allocate)
+
+
+def assemble_engine(
+    config: EngineConfig,
+    model: PagedModel,
+    dtype: str,
+    allocate: Callable[[int], memoryview] | None = None,
+) -> Engine:
+    """Put an engine around a model that is loaded.
+
+    Args:
+        model: Belongs to the engine from here on; on a GPU its modules are changed.
+        dtype: The model's, and the cache's.
+        allocate: Gives that many writable bytes for a CPU cache to lie in; None: the
+            engine's own memory.
+
+    Raises:
+        ConfigError: the model cannot be served, or the cache has no room for a block.
+    """
     shape = model.shape
     layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, dtype)
     require_faithful(model, layout)
-    cache = _cache(layout, config.kv_cache_gib, device, allocate)
+    cache = _cache(layout, config.kv_cache_gib, model.device, allocate)
     max_model_len = min(_max_model_len(config, model), cache.num_blocks * config.block_size)
     pool = BlockPool(cache.num_blocks)
     scheduler = Scheduler(pool, config.block_size, config.chunk_tokens, config.max_batch, max_model_len)
     runner = _runner(config, model, cache, max_model_len)
     return Engine(
         loop=EngineLoop(runner, scheduler, pool),
+        runner=runner,
         scheduler=scheduler,
         pool=pool,
         cache=cache,
@@ -87,7 +108,7 @@ def build_engine(
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
         family=model.family,
-        num_threads=num_threads,
+        num_threads=torch.get_num_threads(),
     )
 
 

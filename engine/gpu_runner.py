@@ -46,7 +46,7 @@ class GpuRunner:
     """Owns the model's steps on one GPU. Belongs to the device thread.
 
     Attributes:
-        launch_s: Seconds of CPU that the last launch took.
+        num_launches, launch_total_s: Steps launched, and the seconds of CPU that launching took.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class GpuRunner:
         self._writers = [StepWriter(largest.size, block_size, pinned=True) for _ in range(2)]
         self._copied = [torch.Event("cuda") for _ in range(2)]
         self._rows_of: dict[Sequence, int] = {}
-        self.launch_s = 0.0
+        self.num_launches = 0
+        self.launch_total_s = 0.0
         self._graphs = StepGraphs(self._run_captured, max_batch, self._max_blocks)
         self._graphs.capture(chunk_tokens)
 
@@ -93,7 +94,8 @@ class GpuRunner:
         else:
             logits = self._run(shape, plan)
         launched = self._sample(plan, shape, logits)
-        self.launch_s = self._clock.now_s() - started_s
+        self.num_launches += 1
+        self.launch_total_s += self._clock.now_s() - started_s
         return launched
 
     def resolve(self, launched: LaunchedStep) -> StepResult:
