@@ -30,12 +30,12 @@ MIXED_TOKENS = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 
 def decode_ladder(max_batch: int) -> list[int]:
     """Return batch sizes: at most an eighth of a step is padding from 64 on, a quarter from 8 on."""
-    sizes = [size for size in (1, 2, 4, 8) if size < max_batch]
-    size = 8
+    sizes = []
+    size = 1
     while size < max_batch:
-        size += max(8, 1 << (size.bit_length() - 3))
-        sizes.append(min(size, max_batch))
-    return sizes or [max_batch]
+        sizes.append(size)
+        size += size if size < 8 else max(8, 1 << (size.bit_length() - 3))
+    return [*sizes, max_batch]
 
 
 def mixed_ladder(max_tokens: int) -> list[int]:
