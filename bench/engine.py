@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
-from base.clock import wall_clock_s
+from base.clock import SystemClock, wall_clock_s
 from base.config import EngineConfig
 from bench.engine_work import Prompts, decode_step_s, prefill_s, throughput_s
 from engine.build import Engine, assemble_engine

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from base.block_hash import chain_root
-from base.clock import wall_clock_s
+from base.clock import SystemClock, wall_clock_s
 from base.config import EngineConfig
 from base.request import RequestId, SamplingParams, StopParams
 from engine.build import Engine, build_engine

@@ -46,7 +46,7 @@ class PackedLinear(nn.Module):
 
 def pack_linears(model: nn.Module) -> None:
     """Replace the large linear layers of a finished float32 model on a CPU, in place."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch._C._has_mkldnn:
         return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

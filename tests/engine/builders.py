@@ -90,11 +90,15 @@ def greedy(loop: EngineLoop, prompts: Items[Items[int]], max_tokens: int, **fiel
 
 
 def reference(
-    model: PreTrainedModel, prompt: Items[int], max_tokens: int, eos: int | None = None
+    model: PreTrainedModel,
+    prompt: Items[int],
+    max_tokens: int,
+    eos: int | None = None,
+    attention: str = "eager",
 ) -> list[int]:
     """Return the tokens that transformers' `generate` makes, with its own attention."""
     before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation(attention)
     try:
         output = model.generate(
             torch.tensor([list(prompt)]),

@@ -94,11 +94,10 @@ def all_prompts() -> list[str]:
 def smollm2():
     folder = Path(prepare("smollm2", CACHE_DIR, print).path)
     torch.set_num_threads(1)
-    model = load_model(folder, torch.float32, torch.device("cpu"))
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # As `build_engine` does; the reference then runs on the same products.
-    pack_linears(model)
-    return model, PagedModel(model), tokenizer
+    plain, ours = (load_model(folder, torch.float32, torch.device("cpu")) for _ in range(2))
+    # As `build_engine` does.
+    pack_linears(ours)
+    return plain, PagedModel(ours), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def tokens_of(smollm2, texts: list[str]) -> list[list[int]]:
