@@ -39,9 +39,20 @@ KNOWN_GRANTS = 256
 
 
 class TransferAgent:
-    """Owns this process's segments, grants and links. One event loop calls it."""
+    """Owns this process's segments, grants and links. One event loop calls it.
 
-    def __init__(self, node_id: str, epoch: int, config: TransferConfig, clock: Clock) -> None:
+    `wrap` is put around each transport: `transfer/faults.py`, or an observer.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        epoch: int,
+        config: TransferConfig,
+        clock: Clock,
+        wrap: Callable[[Transport], Transport] = lambda transport: transport,
+    ) -> None:
+        self._wrap = wrap
         self._node_id = node_id
         self._epoch = epoch
         self._config = config
@@ -72,7 +83,7 @@ class TransferAgent:
                 transports.append(TcpTransport(self._reactors, self._config.connections))
             elif name == "shm":
                 transports.append(ShmTransport())
-        self._router = Router(transports, self._clock)
+        self._router = Router([self._wrap(transport) for transport in transports], self._clock)
 
     async def close(self) -> None:
         """End every batch and grant, and release every segment."""
