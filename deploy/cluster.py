@@ -59,8 +59,16 @@ class Endpoints:
 class Cluster:
     """Owns every process of one cluster, and Ray if it started that."""
 
-    def __init__(self, config: ClusterConfig, programs: Programs, progress: Progress, run_name: str) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        programs: Programs,
+        progress: Progress,
+        run_name: str,
+        watch_signals: Callable[[], None],
+    ) -> None:
         self._config = config
+        self._watch_signals = watch_signals
         self._programs = programs
         self._progress = progress
         self._cache_dir = Path(config.cache_dir).expanduser()
@@ -153,6 +161,9 @@ class Cluster:
         with self._progress.stage("ray") as note:
             self._ray_start = asyncio.ensure_future(asyncio.to_thread(self._ray.start, needed))
             await asyncio.shield(self._ray_start)
+            # Ray has put its own handler of SIGTERM over ours: a stack trace, then, when 3 s
+            # have passed, abort().
+            self._watch_signals()
             note(
                 "a local one, on loopback" if self._ray.is_local else f"joined, {self._ray.num_hosts()} hosts"
             )

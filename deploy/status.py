@@ -13,11 +13,7 @@ from rich.table import Table
 from deploy.api_client import ApiError, read_json
 from deploy.chat import ADDRESS
 
-COLUMNS = (
-    *("id", "host", "roles", "epoch", "blocks", "free_blocks", "held_blocks"),
-    *("running", "waiting", "requests", "transports", "draining"),
-)
-"""Of a node in `/status`; one that a conductor does not tell is left empty."""
+COLUMNS = ("node", "host", "roles", "epoch", "free", "held", "blocks", "running", "waiting", "transports", "")
 
 
 def main(
@@ -33,18 +29,25 @@ def main(
     if json_:
         print(json.dumps(status))
         return
+    # What is piped has no width to keep to.
     console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=160)
     console.print(_nodes_table(status.get("nodes", [])))
-    totals = (f"{key}: {value}" for key, value in status.items() if isinstance(value, int | float | str))
-    console.print(", ".join(totals), style="dim")
+    totals = (f"{key.replace('_', ' ')}: {value}" for key, value in status.items() if key != "nodes")
+    console.print(", ".join(totals))
 
 
 def _nodes_table(nodes: list[dict[str, Any]]) -> Table:
-    table = Table(*(column.replace("_", " ") for column in COLUMNS), box=None, pad_edge=False)
+    table = Table(*COLUMNS, box=None, pad_edge=False)
     for node in nodes:
-        table.add_row(*(_cell(node.get(column, "")) for column in COLUMNS))
+        told = (
+            *(node["id"], node["host"], "+".join(node["roles"]), node["epoch"][:8]),
+            # A node that has sent no heartbeat yet tells nothing of these.
+            *(
+                str(node.get(key, ""))
+                for key in ("free_blocks", "held_blocks", "blocks", "running", "waiting")
+            ),
+            *("+".join(node["transports"]), "draining" if node.get("draining") else ""),
+        )
+        table.add_row(*told)
     return table
-
-
-def _cell(value: Any) -> str:
-    return "+".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -79,15 +79,15 @@ def run(config: ClusterConfig, options: UpOptions, programs: Programs, clock: Cl
     """Run a cluster to its end; return the exit status."""
     progress = Progress(clock)
     started = time.strftime("%Y%m%d-%H%M%S", time.gmtime(wall_clock_s()))
-    cluster = Cluster(config, programs, progress, f"{started}-{os.getpid()}")
-    return asyncio.run(_Up(cluster, options, progress, clock).run())
+    up = _Up(options, progress, clock)
+    cluster = Cluster(config, programs, progress, f"{started}-{os.getpid()}", up.watch_signals)
+    return asyncio.run(up.run(cluster))
 
 
 class _Up:
     """One run of the command, from its start to its exit status."""
 
-    def __init__(self, cluster: Cluster, options: UpOptions, progress: Progress, clock: Clock) -> None:
-        self._cluster = cluster
+    def __init__(self, options: UpOptions, progress: Progress, clock: Clock) -> None:
         self._options = options
         self._progress = progress
         self._clock = clock
@@ -96,35 +96,39 @@ class _Up:
         self._signalled_again = asyncio.Event()
         self._is_serving = False
 
-    async def run(self) -> int:
+    def watch_signals(self) -> None:
+        """Take SIGINT and SIGTERM, from whoever has them."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
+
+    async def run(self, cluster: Cluster) -> int:
+        self.watch_signals()
         try:
-            status = await _unless(self._signalled, self._serve())
+            status = await _unless(self._signalled, self._serve(cluster))
         except* (ConfigError, RuntimeError, ApiError) as group:
             for error in _leaves(group):
                 print(error, file=sys.stderr)
             status = 1
         finally:
-            await self._stop()
+            await self._stop(cluster)
         # A signal is the ordinary end of serving, but not of anything that was asked for.
         return status if status is not None else 0 if self._is_serving else INTERRUPTED
 
     def _on_signal(self) -> None:
         (self._signalled_again if self._signalled.is_set() else self._signalled).set()
 
-    async def _stop(self) -> None:
+    async def _stop(self, cluster: Cluster) -> None:
         with self._progress.stage("stop") as note:
             note("draining; Ctrl-C again to stop at once")
-            await _unless(self._signalled_again, self._cluster.drain(DRAIN_S))
+            await _unless(self._signalled_again, cluster.drain(DRAIN_S))
             if self._signalled_again.is_set():
-                await self._cluster.drain(0.0)
-            await self._cluster.stop()
+                await cluster.drain(0.0)
+            await cluster.stop()
             note("nothing is left running")
 
-    async def _serve(self) -> int:
-        endpoints = await self._cluster.start()
+    async def _serve(self, cluster: Cluster) -> int:
+        endpoints = await cluster.start()
         startup_s = self._clock.now_s() - self._started_at_s
         if self._options.prompt:
             await self._answer(endpoints)
@@ -135,9 +139,9 @@ class _Up:
         self._is_serving = True
         self._progress.say(
             f"{endpoints.model} is served at http://{endpoints.http_address}/v1 and, by gRPC, at "
-            f"{endpoints.grpc_address}\nlogs are in {self._cluster.log_folder}; Ctrl-C drains and ends"
+            f"{endpoints.grpc_address}\nlogs are in {cluster.log_folder}; Ctrl-C drains and ends"
         )
-        async for event in self._cluster.events():
+        async for event in cluster.events():
             details = " ".join(
                 f"{key}={value}" for key, value in event.items() if key not in ("event", "name")
             )

@@ -14,13 +14,44 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+STATUS = {
+    "ready": True,
+    "running_requests": 0,
+    "nodes": [
+        {
+            "id": "decode-0",
+            "host": "h",
+            "roles": ["decode"],
+            "epoch": "00ffee1122334455",
+            "transports": ["shm", "tcp"],
+            "blocks": 40,
+            "block_size": 64,
+            "requests": 0,
+            "free_blocks": 37,
+            "held_blocks": 3,
+            "running": 1,
+            "waiting": 0,
+            "draining": True,
+        },
+        {
+            "id": "new",
+            "host": "h",
+            "roles": ["prefill", "decode"],
+            "epoch": "1",
+            "transports": [],
+            "blocks": 4,
+        },
+    ],
+}
+
 
 class Api(BaseHTTPRequestHandler):
     def log_message(self, format, *args):
         pass
 
     def do_GET(self):
-        table = {"nodes": [], "running": 0, "waiting": 0} if self.path == "/status" else {"status": "ok"}
+        answers = {"/status": STATUS, "/health": {"status": "ok"}, "/v1/models": {"data": [{"id": "m"}]}}
+        table = answers[self.path]
         self._answer(200, json.dumps(table))
 
     def do_POST(self):

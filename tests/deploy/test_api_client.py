@@ -1,3 +1,4 @@
+import io
 import json
 import subprocess
 import sys
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy import cli
 from deploy.api_client import ApiError, ChatStream, read_json
 
 STUB = (sys.executable, str(Path(__file__).parent / "stub_process.py"), "conductor")
@@ -57,4 +59,47 @@ def test_a_server_that_is_not_there_is_told():
 
 
 def test_json_is_read(address):
-    assert read_json(address, "/status")["waiting"] == 0
+    assert read_json(address, "/status")["running_requests"] == 0
+
+
+def test_status_shows_each_node_in_a_line(address, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["status", "--address", address])
+    assert caught.value.code == 0
+    head, first, second, totals = capsys.readouterr().out.splitlines()
+    assert first.split() == [
+        "decode-0",
+        "h",
+        "decode",
+        "00ffee11",
+        "37",
+        "3",
+        "40",
+        "1",
+        "0",
+        "shm+tcp",
+        "draining",
+    ]
+    assert second.split() == ["new", "h", "prefill+decode", "1", "4"]
+    assert len(head.rstrip()) < 100
+    assert totals == "ready: True, running requests: 0"
+
+
+def test_status_for_machines_is_the_conductors_own(address, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["status", "--json", "--address", address])
+    assert json.loads(capsys.readouterr().out) == read_json(address, "/status")
+
+
+def test_a_chat_of_one_message_prints_the_answer(address, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["chat", "hello", "--address", address])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == "HELLO\n"
+
+
+def test_a_conversation_is_read_line_by_line_and_ends_with_the_input(address, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n"))
+    with pytest.raises(SystemExit):
+        cli.main(["chat", "--address", address])
+    assert capsys.readouterr().out == "ONE\nTWO\n"
