@@ -50,6 +50,10 @@ class ClusterOptions:
     slo: Slo = field(default_factory=Slo)
     kvcache_balancing_threshold: float | None = None
     view_delay_s: float = 0.0
+    output_limit: int | None = None
+    """Cuts every output; 1 is prefill alone."""
+    sample_every_s: float = 0.0
+    """Record the load of both pools so often; 0: never."""
     seed: int = 0
 
 
@@ -78,11 +82,11 @@ class SimRequest:
         "waits_for",
     )
 
-    def __init__(self, row: TraceRequest, request_id: RequestId) -> None:
+    def __init__(self, row: TraceRequest, request_id: RequestId, output_tokens: int) -> None:
         self.request_id = request_id
         self.arrival_s = row.arrival_s
         self.num_tokens = row.num_tokens
-        self.output_tokens = row.output_tokens
+        self.output_tokens = output_tokens
         self.chain = row.chain
         self.placement: Placement
         self.fetching = False
@@ -129,6 +133,8 @@ class Cluster:
         self.now_s = 0.0
         self.num_events = 0
         self.links = Links(self._at)
+        self.samples: list[tuple[float, float, float]] = []
+        """(moment, mean seconds of prefill queued, mean decode step) of each sample."""
         self._cost = cost
         self._settings = SchedulerSettings(
             reject=options.reject,
@@ -158,6 +164,8 @@ class Cluster:
         """Serve every request of `arrivals`, which come in order of time, to its end."""
         self._arrivals = arrivals
         self._next_arrival()
+        if self.options.sample_every_s:
+            self._at(self.options.sample_every_s, self._sample)
         events = self._events
         while events:
             now_s, _, call, arguments = heappop(events)
@@ -188,6 +196,15 @@ class Cluster:
         self._num_scheduled += 1
         heappush(self._events, (moment_s, self._num_scheduled, call, arguments))
 
+    def _sample(self) -> None:
+        """Note the load of both pools: mean seconds to the end of the queue, mean predicted step."""
+        view, prefill, decode = self.view, self.prefill_nodes, self.decode_nodes
+        queue_s = sum(max(0.0, view.node(node.node_id).queued_s) for node in prefill)
+        step_s = sum(self._cost.decode_step_s(node.batch, node.context_tokens) for node in decode)
+        self.samples.append((self.now_s, queue_s / len(prefill), step_s / len(decode)))
+        if self._events:
+            self._at(self.now_s + self.options.sample_every_s, self._sample)
+
     # The path of one request
 
     def _next_arrival(self) -> None:
@@ -197,7 +214,8 @@ class Cluster:
 
     def _arrived(self, row: TraceRequest) -> None:
         self._next_arrival()
-        request = SimRequest(row, RequestId(str(self.outcomes.num_arrived)))
+        output_tokens = min(row.output_tokens, self.options.output_limit or row.output_tokens)
+        request = SimRequest(row, RequestId(str(self.outcomes.num_arrived)), output_tokens)
         self.outcomes.arrived()
         asked = PlacementRequest(
             request.request_id, request.chain, request.num_tokens, request.output_tokens, self.options.slo
