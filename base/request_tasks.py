@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 
-from base.errors import ServeError
+from base.errors import LostError, ServeError
 from base.logs import event
 from base.messages import Failed, FromNode
 from base.request import RequestId
@@ -69,7 +69,7 @@ class RequestTasks:
             expected = first_serve_error(error)
             if expected is None:
                 log.exception("request broke request_id=%s", request_id)
-                expected = ServeError("an error inside the node; see its log")
+                expected = LostError("an error inside the node; see its log")
             event(
                 log,
                 "request failed",

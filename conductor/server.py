@@ -77,7 +77,7 @@ async def listening(
     default_slo = Slo(slo.ttft_s or float("inf"), slo.tbt_s or float("inf"))
     max_bytes = int(config.max_body_mib * (1 << 20))
     inference = InferenceService(completions, default_slo, rng)
-    with _listener(config.host, config.http_port) as http_socket:
+    with tcp_listener(config.host, config.http_port) as http_socket:
         grpc_server, grpc_port, health = await start_server(
             [inference.service(), *services],
             lambda: completions.is_ready,
@@ -135,7 +135,7 @@ def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _listener(host: str, port: int) -> socket.socket:
+def tcp_listener(host: str, port: int) -> socket.socket:
     """Return a socket that queues connections before uvicorn runs; raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns Nagle's algorithm off only where the protocol is named. With it, each

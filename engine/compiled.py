@@ -16,6 +16,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 aten = torch.ops.aten
 
+MAX_VARIANTS = 32
+"""Compiled variants of a layer: step of one token, of many, with chunks, times windows or none."""
+
 
 class SharedProducts(CustomGraphPass):
     """Graph pass: leave one of matrix products that are equal in every argument.
@@ -54,6 +57,8 @@ class SharedProducts(CustomGraphPass):
 
 def compile_layers(layers: nn.ModuleList) -> None:
     """Compile the modules of `layers` in place, on their next call."""
+    # One for each kind of step and of layer; fullgraph makes a layer beyond that an error.
+    torch._dynamo.config.recompile_limit = MAX_VARIANTS
     options = {"post_grad_custom_pre_pass": SharedProducts()}
     for layer in layers:
         layer.compile(dynamic=True, fullgraph=True, options=options)

@@ -31,7 +31,8 @@ class Slice(nn.Module):
         self.end = end
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.product(hidden)[..., self.start : self.end]
+        columns: torch.Tensor = self.product(hidden)[..., self.start : self.end]
+        return columns
 
 
 def fuse_projections(model: nn.Module) -> int:

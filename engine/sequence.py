@@ -62,6 +62,17 @@ class Sequence:
         """Sorts sequences by who goes first; unique."""
         return (-self.priority, self.arrived_at_s, self.request_id)
 
+    @property
+    def needs_history(self) -> bool:
+        """Whether sampling has to know the tokens so far, or to report more than a token."""
+        sampling = self.sampling
+        penalties = (
+            sampling.repetition_penalty != 1.0,
+            sampling.presence_penalty != 0.0,
+            sampling.frequency_penalty != 0.0,
+        )
+        return any(penalties) or self.stop.min_tokens > 0 or self.num_logprobs is not None
+
     def extend_hashes(self, block_size: int) -> None:
         """Bring `block_hashes` up to every full block of `token_ids`."""
         done = len(self.block_hashes)

@@ -33,15 +33,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from base.block_hash import BlockHash
 from base.checksum import checksum
 from base.errors import ConfigError
 from base.logs import event
+from base.uninterrupted import uninterrupted
 from kvstore.record import HEADER_BYTES, RecordHeader, encode_header, header_or_none
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -143,19 +141,8 @@ class DiskTier:
         self._writing.add(block_hash)
         self._sequence += 1
         header = RecordHeader(block_hash, self._block_bytes, self._sequence, payload_checksum)
-        job = asyncio.get_running_loop().run_in_executor(
-            self._threads, self._write_slot, index, header, payload
-        )
         # The thread uses the slot and the payload to its end, cancelled or not.
-        error_number, was_cancelled = await _finish(job)
-        self._writing.discard(block_hash)
-        if error_number == 0:
-            self._slots[block_hash] = _Slot(index, payload_checksum)
-        else:
-            self._give_up(index, error_number)
-        if was_cancelled:
-            raise asyncio.CancelledError
-        return error_number == 0
+        return await uninterrupted(self._write(index, header, payload))
 
     async def read(self, block_hash: BlockHash, into: memoryview) -> int | None:
         """Read a block into memory and return its checksum, which has been compared.
@@ -167,18 +154,7 @@ class DiskTier:
             return None
         self._slots.move_to_end(block_hash)
         slot.readers += 1
-        job = asyncio.get_running_loop().run_in_executor(
-            self._threads, self._read_slot, slot.index, block_hash, into
-        )
-        is_whole, was_cancelled = await _finish(job)
-        slot.readers -= 1
-        if not is_whole:
-            self.damaged += 1
-            event(log, "damaged record", level=logging.WARNING, slot=slot.index)
-            self.forget(block_hash)
-        if was_cancelled:
-            raise asyncio.CancelledError
-        return slot.checksum if is_whole else None
+        return await uninterrupted(self._read(slot, block_hash, into))
 
     def forget(self, block_hash: BlockHash) -> bool:
         """Forget a block that nobody reads; return whether it is gone."""
@@ -215,6 +191,27 @@ class DiskTier:
         os.close(self._fd)
         if self._direct_fd != self._fd:
             os.close(self._direct_fd)
+
+    async def _write(self, index: int, header: RecordHeader, payload: memoryview) -> bool:
+        loop = asyncio.get_running_loop()
+        error_number = await loop.run_in_executor(self._threads, self._write_slot, index, header, payload)
+        self._writing.discard(header.block_hash)
+        if error_number:
+            self._give_up(index, error_number)
+            return False
+        self._slots[header.block_hash] = _Slot(index, header.checksum)
+        return True
+
+    async def _read(self, slot: _Slot, block_hash: BlockHash, into: memoryview) -> int | None:
+        loop = asyncio.get_running_loop()
+        is_whole = await loop.run_in_executor(self._threads, self._read_slot, slot.index, block_hash, into)
+        slot.readers -= 1
+        if is_whole:
+            return slot.checksum
+        self.damaged += 1
+        event(log, "damaged record", level=logging.WARNING, slot=slot.index)
+        self.forget(block_hash)
+        return None
 
     # --- slots --------------------------------------------------------------------------
 
@@ -319,14 +316,3 @@ def opened(folder: Path, block_bytes: int, num_slots: int) -> DiskTier:
 def _open_file(folder_fd: int, flag: int) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flag
     return os.open(FILE_NAME, flags, 0o600, dir_fd=folder_fd)
-
-
-async def _finish(job: asyncio.Future[T]) -> tuple[T, bool]:
-    """Wait for `job` to its end; return its result and whether we were cancelled."""
-    was_cancelled = False
-    while not job.done():
-        try:
-            await asyncio.shield(job)
-        except asyncio.CancelledError:
-            was_cancelled = True
-    return job.result(), was_cancelled

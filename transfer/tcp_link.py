@@ -74,7 +74,8 @@ class TcpLink:
         self._address = address
         self._epoch = epoch
         self._poller = poller
-        self._waiting: dict[Priority, deque[Frame]] = {priority: deque() for priority in Priority}
+        self._urgent: deque[Frame] = deque()
+        self._background: deque[Frame] = deque()
         self._in_flight: dict[int, Frame] = {}
         self._next_id = 1
         self._sock: socket.socket | None = None
@@ -99,7 +100,7 @@ class TcpLink:
     def submit(self, frames: Sequence[Frame]) -> None:
         """Take frames over. Each ends through its owner."""
         for frame in frames:
-            self._waiting[frame.priority].append(frame)
+            (self._urgent if frame.priority is Priority.FOREGROUND else self._background).append(frame)
         if self.state is LinkState.CLOSED:
             self._fail(self._error)
         elif self.state is LinkState.OPEN:
@@ -111,9 +112,11 @@ class TcpLink:
             self._stream.detach(owner)
         mine = [frame for frame in self._in_flight.values() if frame.owner is owner]
         self._in_flight = {key: frame for key, frame in self._in_flight.items() if frame.owner is not owner}
-        for priority, queue in self._waiting.items():
+        for queue in (self._urgent, self._background):
+            kept = [frame for frame in queue if frame.owner is not owner]
             mine += [frame for frame in queue if frame.owner is owner]
-            self._waiting[priority] = deque(frame for frame in queue if frame.owner is not owner)
+            queue.clear()
+            queue.extend(kept)
         for _ in mine:
             owner.frame_ended(TransferFailedError("cancelled"))
         if self.state is LinkState.OPEN:
@@ -175,21 +178,15 @@ class TcpLink:
         self._fill()
 
     def _fill(self) -> None:
-        while len(self._in_flight) < MAX_IN_FLIGHT and self._stream is not None:
-            frame = self._next_waiting()
-            if frame is None:
+        while len(self._in_flight) < MAX_IN_FLIGHT and (self._urgent or self._background):
+            if self._stream is None:
                 return
+            frame = (self._urgent or self._background).popleft()
             frame_id = self._next_id
             self._next_id += 1
             self._in_flight[frame_id] = frame
             is_write = frame.grant.operation is Operation.WRITE
             self._stream.send(frame.head(frame_id), frame.views if is_write else (), frame.owner, frame_id)
-
-    def _next_waiting(self) -> Frame | None:
-        for priority in Priority:
-            if self._waiting[priority]:
-                return self._waiting[priority].popleft()
-        return None
 
     def _fail(self, error: ServeError) -> None:
         # The first reason is the true one; closing the stream brings another.
@@ -198,10 +195,9 @@ class TcpLink:
             self._error = error
         stream, self._stream = self._stream, None
         sock, self._sock = self._sock, None
-        frames = [*self._in_flight.values(), *(frame for queue in self._waiting.values() for frame in queue)]
-        self._in_flight.clear()
-        for queue in self._waiting.values():
-            queue.clear()
+        frames = [*self._in_flight.values(), *self._urgent, *self._background]
+        for owned in (self._in_flight, self._urgent, self._background):
+            owned.clear()
         if stream is not None:
             stream.close(str(error))
         elif sock is not None:

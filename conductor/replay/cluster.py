@@ -27,14 +27,14 @@ from base.request import NodeId, RequestId, Role, Slo
 from conductor.admission import RejectPolicy, admit_to_decode
 from conductor.cluster_view import ClusterView, NodeInfo
 from conductor.cost_model import CostModel
-from conductor.placement import Placement, PlacementRequest
+from conductor.placement import Placement, PlacementRequest, Rejection
 from conductor.replay.block_cache import BlockCache
 from conductor.replay.decode_node import DecodeNode, Sequence
 from conductor.replay.links import Flow, Link, Links
 from conductor.replay.outcome import Outcomes
 from conductor.replay.policies import prefill_policy
 from conductor.replay.trace import TraceRequest
-from conductor.scheduler import SchedulerSettings, place
+from conductor.scheduler import PrefillPolicy, SchedulerSettings, place
 from kvstore.index import Key
 
 
@@ -50,7 +50,17 @@ class ClusterOptions:
     slo: Slo = field(default_factory=Slo)
     kvcache_balancing_threshold: float | None = None
     view_delay_s: float = 0.0
+    output_limit: int | None = None
+    """Cuts every output; 1 is prefill alone."""
+    sample_every_s: float = 0.0
+    """Record the load of both pools so often; 0: never."""
     seed: int = 0
+
+
+Placer = Callable[
+    [PlacementRequest, ClusterView, CostModel, float, SchedulerSettings, PrefillPolicy],
+    Placement | Rejection,
+]
 
 
 class SimRequest:
@@ -72,11 +82,11 @@ class SimRequest:
         "waits_for",
     )
 
-    def __init__(self, row: TraceRequest, request_id: RequestId) -> None:
+    def __init__(self, row: TraceRequest, request_id: RequestId, output_tokens: int) -> None:
         self.request_id = request_id
         self.arrival_s = row.arrival_s
         self.num_tokens = row.num_tokens
-        self.output_tokens = row.output_tokens
+        self.output_tokens = output_tokens
         self.chain = row.chain
         self.placement: Placement
         self.fetching = False
@@ -114,13 +124,17 @@ class PrefillNode:
 class Cluster:
     """One run. `run` may be called once."""
 
-    def __init__(self, cost: CostModel, options: ClusterOptions) -> None:
+    def __init__(self, cost: CostModel, options: ClusterOptions, placer: Placer = place) -> None:
+        """`placer` may wrap `scheduler.place`, to time or record it."""
         self.options = options
+        self._place = placer
         self.outcomes = Outcomes(options.block_size)
         self.view = ClusterView(cost, options.block_size)
         self.now_s = 0.0
         self.num_events = 0
         self.links = Links(self._at)
+        self.samples: list[tuple[float, float, float]] = []
+        """(moment, mean seconds of prefill queued, mean decode step) of each sample."""
         self._cost = cost
         self._settings = SchedulerSettings(
             reject=options.reject,
@@ -150,6 +164,8 @@ class Cluster:
         """Serve every request of `arrivals`, which come in order of time, to its end."""
         self._arrivals = arrivals
         self._next_arrival()
+        if self.options.sample_every_s:
+            self._at(self.options.sample_every_s, self._sample)
         events = self._events
         while events:
             now_s, _, call, arguments = heappop(events)
@@ -180,6 +196,15 @@ class Cluster:
         self._num_scheduled += 1
         heappush(self._events, (moment_s, self._num_scheduled, call, arguments))
 
+    def _sample(self) -> None:
+        """Note the load of both pools: mean seconds to the end of the queue, mean predicted step."""
+        view, prefill, decode = self.view, self.prefill_nodes, self.decode_nodes
+        queue_s = sum(max(0.0, view.node(node.node_id).queued_s) for node in prefill)
+        step_s = sum(self._cost.decode_step_s(node.batch, node.context_tokens) for node in decode)
+        self.samples.append((self.now_s, queue_s / len(prefill), step_s / len(decode)))
+        if self._events:
+            self._at(self.now_s + self.options.sample_every_s, self._sample)
+
     # The path of one request
 
     def _next_arrival(self) -> None:
@@ -189,12 +214,15 @@ class Cluster:
 
     def _arrived(self, row: TraceRequest) -> None:
         self._next_arrival()
-        request = SimRequest(row, RequestId(str(self.outcomes.num_arrived)))
+        output_tokens = min(row.output_tokens, self.options.output_limit or row.output_tokens)
+        request = SimRequest(row, RequestId(str(self.outcomes.num_arrived)), output_tokens)
         self.outcomes.arrived()
         asked = PlacementRequest(
             request.request_id, request.chain, request.num_tokens, request.output_tokens, self.options.slo
         )
-        placement = place(asked, self.view, self._cost, self.now_s, self._settings, self._choose_prefill)
+        placement = self._place(
+            asked, self.view, self._cost, self.now_s, self._settings, self._choose_prefill
+        )
         if not isinstance(placement, Placement):
             self.outcomes.rejected(placement.reason.value, 0.0)
             return

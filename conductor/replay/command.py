@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
@@ -21,43 +19,16 @@ from base.clock import Clock, SystemClock
 from base.errors import ConfigError
 from base.request import Slo
 from conductor.admission import RejectPolicy
-from conductor.cost_model import CostModel, load_profile, preset_names
-from conductor.replay.cluster import Cluster, ClusterOptions
+from conductor.cost_model import CostModel, Profile, load_profile, preset_names
+from conductor.replay.cluster import ClusterOptions
+from conductor.replay.paper import EXPERIMENTS
 from conductor.replay.policies import POLICIES
-from conductor.replay.report import Report, run_report, to_json, to_table, trace_report
-from conductor.replay.trace import Trace, arrivals, read_trace
+from conductor.replay.report import Report, aligned, run_report, to_json, to_table, trace_report
+from conductor.replay.simulate import Plan, simulate
+from conductor.replay.trace import Trace, read_trace
 
 # The paper's real-trace bounds (arXiv 2407.00079, section 8.1.3).
 DEFAULT_SLO = Slo(ttft_slo_s=30.0, tbt_slo_s=0.1)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One run to do: a trace, how it arrives, and the cluster."""
-
-    trace: Trace
-    cost: CostModel
-    options: ClusterOptions
-    speed: float = 1.0
-    scale: int = 1
-    jitter_s: float = 0.0
-    limit: int | None = None
-
-
-def simulate(plan: Plan) -> Cluster:
-    """Return the cluster after every request of the plan ended."""
-    cluster = Cluster(plan.cost, plan.options)
-    rows = arrivals(plan.trace, plan.speed, plan.scale, plan.jitter_s, plan.limit, plan.options.seed)
-    # The run makes millions of objects and no cycles; looking for some takes a third of
-    # the time.
-    gc.freeze()
-    gc.disable()
-    try:
-        cluster.run(rows)
-    finally:
-        gc.enable()
-        gc.unfreeze()
-    return cluster
 
 
 def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
@@ -95,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--skip-bad", action="store_true", help="count bad rows instead of stopping")
     add("--report", type=Path, metavar="OUT.json")
     add("--timing", action="store_true", help="put wall times into the report too")
+    add("--paper", choices=[*EXPERIMENTS, "all"], help="a published experiment, the paper's row beside ours")
     add("--json", action="store_true", help="print the report instead of the table")
     return parser
 
@@ -119,6 +91,8 @@ def _replay(args: argparse.Namespace, clock: Clock) -> int:
     for reason in trace.bad_rows:
         sys.stderr.write(f"passed over {reason}\n")
     profile = load_profile(args.profile)
+    if args.paper:
+        return _paper(args.paper, trace, profile)
     slo = Slo(args.slo_ttft, args.slo_tbt)
     runs: list[Report] = []
     timed: list[Report] = []
@@ -134,6 +108,13 @@ def _replay(args: argparse.Namespace, clock: Clock) -> int:
     if args.report:
         args.report.write_text(text)
     sys.stdout.write(text if args.json else f"{_heading(about, profile.source)}\n{to_table(timed)}\n")
+    return 0
+
+
+def _paper(name: str, trace: Trace, profile: Profile) -> int:
+    for experiment in EXPERIMENTS if name == "all" else (name,):
+        table = EXPERIMENTS[experiment](trace, profile)
+        sys.stdout.write(f"{table.heading}\n{aligned(table.rows)}\n\n")
     return 0
 
 

@@ -124,6 +124,11 @@ class DecodeNode(Generic[S]):
         return self._batch
 
     @property
+    def context_tokens(self) -> int:
+        """Tokens of KV of the batch when its present segment began."""
+        return self._context_tokens
+
+    @property
     def num_waiting(self) -> int:
         """Sequences that wait for KV blocks."""
         return len(self._waiting)

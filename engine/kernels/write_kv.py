@@ -30,7 +30,7 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
         key, value: [num_tokens, num_kv_heads, head_dim], head_dim contiguous.
         kv_cache: One layer, [num_blocks, 2, block_size, num_kv_heads, head_dim]; heads and
             head_dim contiguous, any block stride. Written in place.
-        slots: [num_tokens] int64, block_id * block_size + offset; negative: a token of
+        slots: [num_tokens] int32 or int64, block_id * block_size + offset; negative: a token of
             padding, which is not written. No two are equal.
 
     Raises:
@@ -47,8 +47,8 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
         raise ValueError("head_dim must be contiguous in key, value and cache")
     if kv_cache.stride(3) != head_dim:
         raise ValueError("the heads of a cached token must be contiguous")
-    if slots.shape != (num_tokens,) or slots.dtype != torch.int64:
-        raise ValueError("slots must be [num_tokens] int64")
+    if slots.shape != (num_tokens,) or slots.dtype not in (torch.int32, torch.int64):
+        raise ValueError("slots must be [num_tokens] int32 or int64")
     if num_tokens == 0:
         return
     _write_token[(num_tokens,)](
@@ -92,7 +92,7 @@ def _write_token(
     DIM_PAD: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
+    slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
         return
     heads = tl.arange(0, HEADS_PAD)[:, None]

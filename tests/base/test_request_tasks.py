@@ -43,7 +43,7 @@ async def test_a_bug_is_answered_and_does_not_end_the_node():
         tasks = RequestTasks(group, sent.append)
         tasks.start("r", break_())
         await tasks.idle()
-    assert [(item.request_id, item.reason) for item in sent] == [("r", "ServeError")]
+    assert [(item.request_id, item.reason) for item in sent] == [("r", "LostError")]
     assert "oops" not in sent[0].message
 
 

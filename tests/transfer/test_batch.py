@@ -5,37 +5,38 @@ import random
 import pytest
 
 from base.errors import ProtocolError
-from base.grants import Grant, Operation
+from base.grants import Operation
 from transfer import segment as segments
-from transfer.batch import TransferRequest, plan_pieces, split_pieces
+from transfer.batch import Piece, TransferRequest, plan_pieces, split_pieces
+from transfer.ranges import ranges_of
 
 OURS = segments.over(1, bytearray(1000))
 
 
-def grant(operation: Operation, offsets: tuple[int, ...], length: int) -> Grant:
-    return Grant(9, 1, operation, offsets, length, 1.0)
+def planned(
+    operation: Operation, offsets: tuple[int, ...], length: int, requests: list[TransferRequest]
+) -> list[Piece]:
+    return plan_pieces(operation, ranges_of(offsets, length), requests)
 
 
-def spans(pieces: list) -> list[tuple[int, int, int]]:
+def spans(pieces: list[Piece]) -> list[tuple[int, int, int]]:
     return [(piece.offset, piece.peer_offset, piece.length) for piece in pieces]
 
 
 def test_neighbours_on_both_sides_become_one_piece() -> None:
     requests = [TransferRequest(OURS, 10 * i, 100 + 10 * i, 10) for i in range(4)]
-    assert spans(plan_pieces(grant(Operation.WRITE, (100, 110, 120, 130), 10), requests)) == [
-        (10 * 0, 100, 40)
-    ]
+    assert spans(planned(Operation.WRITE, (100, 110, 120, 130), 10, requests)) == [(10 * 0, 100, 40)]
 
 
 def test_neighbours_on_one_side_only_stay_apart() -> None:
     requests = [TransferRequest(OURS, 0, 100, 10), TransferRequest(OURS, 10, 200, 10)]
-    planned = plan_pieces(grant(Operation.WRITE, (100, 200), 10), requests)
-    assert spans(planned) == [(0, 100, 10), (10, 200, 10)]
+    pieces = planned(Operation.WRITE, (100, 200), 10, requests)
+    assert spans(pieces) == [(0, 100, 10), (10, 200, 10)]
 
 
 def test_a_read_puts_into_our_segment_what_lies_at_the_source() -> None:
-    planned = plan_pieces(grant(Operation.READ, (500,), 10), [TransferRequest(OURS, 500, 20, 10)])
-    assert spans(planned) == [(20, 500, 10)]
+    pieces = planned(Operation.READ, (500,), 10, [TransferRequest(OURS, 500, 20, 10)])
+    assert spans(pieces) == [(20, 500, 10)]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_a_read_puts_into_our_segment_what_lies_at_the_source() -> None:
 )
 def test_a_range_outside_segment_or_grant_is_refused_here(source: int, target: int, length: int) -> None:
     with pytest.raises(ProtocolError):
-        plan_pieces(grant(Operation.WRITE, (100,), 10), [TransferRequest(OURS, source, target, length)])
+        planned(Operation.WRITE, (100,), 10, [TransferRequest(OURS, source, target, length)])
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -52,7 +53,7 @@ def test_groups_hold_every_byte_once_and_keep_their_bounds(seed: int) -> None:
     offsets = tuple(range(0, 1000, 10))
     starts = rng.sample(range(100), 40)
     requests = [TransferRequest(OURS, start * 10, start * 10, 10) for start in starts]
-    pieces = plan_pieces(grant(Operation.WRITE, offsets, 10), requests)
+    pieces = planned(Operation.WRITE, offsets, 10, requests)
     groups = split_pieces(pieces, max_bytes=rng.choice([7, 10, 64, 1000]), max_pieces=rng.choice([1, 3, 50]))
     moved = [
         at for group in groups for piece in group for at in range(piece.offset, piece.offset + piece.length)

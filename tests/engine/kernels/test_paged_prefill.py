@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kernels.attention_rule import AttentionRule
+from engine.attention_rule import AttentionRule
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import PrefillTiles, paged_prefill, paged_prefill_definition
 from tests.engine.kernels.paged import DEVICE, MULTIPLIED, paged_layer, relative_error, tolerance

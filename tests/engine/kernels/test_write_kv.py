@@ -43,7 +43,7 @@ def test_no_tokens_are_no_launch() -> None:
     [
         (lambda a: a | {"key": a["key"].half()}, "key is"),
         (lambda a: a | {"value": a["value"][:, :1]}, "do not fit"),
-        (lambda a: a | {"slots": a["slots"].int()}, "slots"),
+        (lambda a: a | {"slots": a["slots"].short()}, "slots"),
         (
             lambda a: a | {"kv_cache": a["kv_cache"].transpose(2, 3).contiguous().transpose(2, 3)},
             "contiguous",
