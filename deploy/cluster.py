@@ -137,8 +137,8 @@ class Cluster:
         """Finish admitted requests, then end every process; `grace_s` for each half."""
         if self._ray_start is None or not self._ray_start.done():
             return
-        await self._ray.drain(["conductor"], grace_s)
-        await self._ray.drain([node.name for node in self._nodes], grace_s)
+        await self._ray.drain({"conductor"}, grace_s)
+        await self._ray.drain(self._ray.names - {"conductor"}, grace_s)
 
     async def stop(self) -> None:
         """End whatever is left, at once. Idempotent."""

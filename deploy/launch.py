@@ -36,6 +36,9 @@ PLACEMENT_TIMEOUT_S = 60.0
 JOINED_PLACEMENT_TIMEOUT_S = 1800.0
 """The same in a cluster, whose autoscaler may first have to start hosts for it."""
 
+DRAIN_CALL_S = 5.0
+"""What a drain may take beyond its grace, to kill what did not end."""
+
 HEAD = {"node:__internal_head__": 0.001}
 """Ray's mark of its head node. The conductor is there, where clients are sent."""
 
@@ -140,10 +143,19 @@ class RayCluster:
         number, event = await _result(self._actors[name].wait_event.remote(seen))
         return number, event
 
-    async def drain(self, names: list[str], grace_s: float) -> None:
-        """Let processes finish what they have, all at once; `grace_s` at most."""
-        calls = [_result(self._actors[name].drain.remote(grace_s)) for name in names if name in self._actors]
-        # An actor that is gone has drained: its process ended with it.
+    @property
+    def names(self) -> set[str]:
+        """The processes that were launched, ready or not."""
+        return set(self._actors)
+
+    async def drain(self, names: set[str], grace_s: float) -> None:
+        """Let processes finish what they have, all at once; end them after `grace_s`."""
+        calls = [
+            asyncio.wait_for(_result(self._actors[name].drain.remote(grace_s)), grace_s + DRAIN_CALL_S)
+            for name in names & self.names
+        ]
+        # An actor that is gone has drained: its process ended with it. One that has no place
+        # yet does not answer: it has nothing to drain.
         await asyncio.gather(*calls, return_exceptions=True)
 
     def stop(self) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TextIO, TypeVar
 
 import typer
 from rich.markup import escape
@@ -79,15 +79,27 @@ def run(config: ClusterConfig, options: UpOptions, programs: Programs, clock: Cl
     """Run a cluster to its end; return the exit status."""
     progress = Progress(clock)
     started = time.strftime("%Y%m%d-%H%M%S", time.gmtime(wall_clock_s()))
-    up = _Up(options, progress, clock)
+    up = _Up(options, progress, clock, _own_stdout())
     cluster = Cluster(config, programs, progress, f"{started}-{os.getpid()}", up.watch_signals)
     return asyncio.run(up.run(cluster))
+
+
+def _own_stdout() -> TextIO:
+    """Return standard output, and send whatever else is written there to standard error.
+
+    Standard output is the answer's alone, and Ray, its libraries included, prints there.
+    """
+    sys.stdout.flush()
+    own = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return own
 
 
 class _Up:
     """One run of the command, from its start to its exit status."""
 
-    def __init__(self, options: UpOptions, progress: Progress, clock: Clock) -> None:
+    def __init__(self, options: UpOptions, progress: Progress, clock: Clock, stdout: TextIO) -> None:
+        self._stdout = stdout
         self._options = options
         self._progress = progress
         self._clock = clock
@@ -133,7 +145,9 @@ class _Up:
         if self._options.prompt:
             await self._answer(endpoints)
         elif self._options.machine:
-            print(json.dumps({**dataclasses.asdict(endpoints), "startup_s": round(startup_s, 2)}), flush=True)
+            self._print(
+                json.dumps({**dataclasses.asdict(endpoints), "startup_s": round(startup_s, 2)}) + "\n"
+            )
         if self._options.leave:
             return 0
         self._is_serving = True
@@ -147,6 +161,10 @@ class _Up:
             )
             self._progress.say(escape(f"{event['name']}: {event['event']} {details}"))
         return 1
+
+    def _print(self, text: str) -> None:
+        self._stdout.write(text)
+        self._stdout.flush()
 
     async def _answer(self, endpoints: Endpoints) -> None:
         """Ask the prompt over HTTP; show the answer as it comes."""
@@ -164,7 +182,7 @@ class _Up:
                 "first_token_s": round(first_token_s, 2),
                 **dataclasses.asdict(endpoints),
             }
-            print(json.dumps(answer), flush=True)
+            self._print(json.dumps(answer) + "\n")
         self._progress.say(f"[green]✓[/green] the first token came {first_token_s:.1f} s after the command")
 
     def _print_pieces(self, stream: ChatStream) -> tuple[float, str]:
@@ -174,9 +192,9 @@ class _Up:
                 first_token_s = self._clock.now_s() - self._started_at_s
             pieces.append(piece)
             if not self._options.machine:
-                print(piece, end="", flush=True)
+                self._print(piece)
         if not self._options.machine:
-            print(flush=True)
+            self._print("\n")
         if first_token_s is None:
             raise ApiError("the answer is empty")
         return first_token_s, "".join(pieces)

@@ -132,7 +132,7 @@ def test_a_killed_launcher_leaves_nothing(start):
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("prepare", "there is no such model"),
+        pytest.param("prepare", "there is no such model", marks=pytest.mark.full),
         ("node", "ended with status 1 before it was ready"),
     ],
 )
