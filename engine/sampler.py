@@ -130,17 +130,27 @@ def _choose(logits: torch.Tensor, params: Rows[SamplingParams], positions: Rows[
     """Return [num_seqs] token ids."""
     # The first of equal maxima, so the lowest id.
     greedy = logits.argmax(dim=-1)
-    drawn = [row for row, sampling in enumerate(params) if sampling.temperature > 0]
-    if not drawn:
-        return greedy
-    rows = torch.tensor(drawn, device=logits.device)
-    uniforms = [uniform(params[row].seed, positions[row]) for row in drawn]
-    greedy[rows] = _draw(logits[rows], [params[row] for row in drawn], uniforms)
+    # A truncated row is drawn in another order of its tokens than a whole one, so each kind is
+    # drawn by itself: a draw must not depend on who else is in the batch.
+    for truncated in (False, True):
+        drawn = [
+            row
+            for row, sampling in enumerate(params)
+            if sampling.temperature > 0 and _is_truncated(sampling) == truncated
+        ]
+        if drawn:
+            rows = torch.tensor(drawn, device=logits.device)
+            uniforms = [uniform(params[row].seed, positions[row]) for row in drawn]
+            greedy[rows] = _draw(logits[rows], [params[row] for row in drawn], uniforms)
     return greedy
 
 
+def _is_truncated(sampling: SamplingParams) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1
+
+
 def _draw(logits: torch.Tensor, params: list[SamplingParams], uniforms: list[float]) -> torch.Tensor:
-    """Return one token of each row by its own distribution and number."""
+    """Return one token of each row by its own distribution and number; all truncated or none."""
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
@@ -150,7 +160,7 @@ def _draw(logits: torch.Tensor, params: list[SamplingParams], uniforms: list[flo
         floor = column([item.min_p for item in params]).float() * probs.amax(-1, keepdim=True)
         probs = probs.masked_fill(probs < floor, 0.0)
     order = None
-    if any(item.top_k > 0 or item.top_p < 1 for item in params):
+    if _is_truncated(params[0]):
         probs, order = _truncate(probs, params)
     cumulative = probs.double().cumsum(-1)
     wanted = column(uniforms) * cumulative[:, -1:]
