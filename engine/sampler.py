@@ -136,11 +136,10 @@ def _choose(logits: torch.Tensor, params: Rows[SamplingParams], positions: Rows[
     # The first of equal maxima, so the lowest id.
     greedy = logits.argmax(dim=-1)
     drawn = [row for row, sampling in enumerate(params) if sampling.temperature > 0]
-    if not drawn:
-        return greedy
-    rows = torch.tensor(drawn, device=logits.device)
-    uniforms = [uniform(params[row].seed, positions[row]) for row in drawn]
-    greedy[rows] = _draw(logits[rows], [params[row] for row in drawn], uniforms)
+    if drawn:
+        rows = torch.tensor(drawn, device=logits.device)
+        uniforms = [uniform(params[row].seed, positions[row]) for row in drawn]
+        greedy[rows] = _draw(logits[rows], [params[row] for row in drawn], uniforms)
     return greedy
 
 
