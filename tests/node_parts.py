@@ -64,9 +64,9 @@ class Part:
         self.loop = EngineLoop(self.runner, scheduler, self.pool, clock)
         self.sent = []
         self._news = asyncio.Event()
-        self.role = role_class(self.loop, self.cache, self.segment, agent, group, self._send, clock)
+        self.role = role_class(self.loop, self.cache, self.segment, agent, group, self.send, clock)
 
-    def _send(self, item):
+    def send(self, item):
         self.sent.append(item)
         self._news.set()
 
