@@ -95,12 +95,13 @@ class _Peer:
         except OSError as error:
             self.board.close()
             raise TransferFailedError(f"the peer's process is gone: {error}") from error
-        # Readable once the process has ended.
-        self._end = select.poll()
-        self._end.register(self._pidfd, select.POLLIN)
 
     def is_dead(self) -> bool:
-        return bool(self._end.poll(0))
+        # Readable once the process has ended. A poll object for each call: two threads ask
+        # at a time, and one object refuses that.
+        end = select.poll()
+        end.register(self._pidfd, select.POLLIN)
+        return bool(end.poll(0))
 
     def close(self) -> None:
         os.close(self._pidfd)

@@ -118,14 +118,14 @@ class TcpServer:
                 self._turn_away()
             return
         if len(self._links) >= MAX_CONNECTIONS:
-            event(log, "tcp connection refused", logging.WARNING, limit=MAX_CONNECTIONS)
+            event(log, "tcp connection refused", level=logging.WARNING, limit=MAX_CONNECTIONS)
             sock.close()
             return
         tune(sock)
         self._links.add(_ServerLink(sock, self._epoch, self._holdings, self._reactor, self, self._one_sided))
 
     def _turn_away(self) -> None:
-        event(log, "tcp connection refused", logging.ERROR, reason="no file descriptor is left")
+        event(log, "tcp connection refused", level=logging.ERROR, reason="no file descriptor is left")
         os.close(self._spare_fd)
         try:
             self._listener.accept()[0].close()

@@ -1,0 +1,165 @@
+"""`python -m bench.engine_cpu`: our engine against transformers' `generate_batch`, on this CPU.
+
+8 requests of 200 tokens in and 64 out, all at once, SmolLM2 in float32, prompts that share
+nothing. The two run in turn in one process, so that a noisy machine disturbs both alike;
+what counts is the ratio of the medians. Loading and a warm-up of each are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import random
+import statistics
+import subprocess
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from base.block_hash import chain_root
+from base.clock import SystemClock, wall_clock_s
+from base.config import EngineConfig
+from base.request import RequestId, SamplingParams, StopParams
+from engine.build import Engine, build_engine
+from engine.model_store import prepare
+from engine.sequence import Sequence
+from engine.step import SequenceOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What both are asked for."""
+
+    num_requests: int
+    prompt_tokens: int
+    new_tokens: int
+
+    def prompts(self, seed: int) -> list[list[int]]:
+        rng = random.Random(seed)
+        return [
+            [rng.randrange(100, 40_000) for _ in range(self.prompt_tokens)] for _ in range(self.num_requests)
+        ]
+
+
+async def run_ours(engine: Engine, workload: Workload, prompts: list[list[int]]) -> list[list[int]]:
+    """Return the tokens of each prompt; the engine is empty afterwards."""
+    root = chain_root(str(prompts[0][0]), "bench")
+    sequences = [
+        Sequence(
+            RequestId(f"{index:03}"),
+            list(prompt),
+            len(prompt),
+            root,
+            SamplingParams(temperature=0.0),
+            StopParams(workload.new_tokens),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    left = len(sequences)
+    ended = asyncio.Event()
+
+    def listen(output: SequenceOutput) -> None:
+        nonlocal left
+        if output.finish_reason is not None:
+            left -= 1
+            if not left:
+                ended.set()
+
+    for sequence in sequences:
+        engine.loop.add(sequence, listen)
+    steps = asyncio.create_task(engine.loop.run())
+    await ended.wait()
+    steps.cancel()
+    await asyncio.gather(steps, return_exceptions=True)
+    for sequence in sequences:
+        engine.loop.release(sequence)
+    return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
+
+
+def run_theirs(model: AutoModelForCausalLM, workload: Workload, prompts: list[list[int]]) -> list[list[int]]:
+    config = GenerationConfig(
+        max_new_tokens=workload.new_tokens,
+        do_sample=False,
+        eos_token_id=-1,
+        pad_token_id=0,
+        use_cuda_graph=False,
+    )
+    outputs = model.generate_batch(prompts, generation_config=config)
+    return [
+        outputs[key].generated_tokens
+        for key in sorted(outputs, key=lambda name: int(name.rpartition("_")[2]))
+    ]
+
+
+def measure(workload: Workload, rounds: int, threads: int) -> dict[str, object]:
+    prepared = prepare("smollm2", Path("~/.cache/conductor-cluster"), print)
+    engine = build_engine(
+        EngineConfig(device="cpu", threads=threads, kv_cache_gib=0.5), prepared.path, SystemClock()
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(
+        prepared.path, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    seconds: dict[str, list[float]] = {"ours": [], "generate_batch": []}
+    equal = 0
+    for index in range(rounds + 1):
+        prompts = workload.prompts(seed=index)
+        begin = time.perf_counter()
+        our_tokens = asyncio.run(run_ours(engine, workload, prompts))
+        middle = time.perf_counter()
+        their_tokens = run_theirs(theirs, workload, prompts)
+        end = time.perf_counter()
+        if index:
+            seconds["ours"].append(middle - begin)
+            seconds["generate_batch"].append(end - middle)
+            equal += sum(a == b for a, b in zip(our_tokens, their_tokens, strict=True))
+        print(f"round {index}: ours {middle - begin:.2f} s, generate_batch {end - middle:.2f} s")
+    return report(workload, seconds, equal / (rounds * workload.num_requests))
+
+
+def report(workload: Workload, seconds: dict[str, list[float]], equal: float) -> dict[str, object]:
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    out_tokens = workload.num_requests * workload.new_tokens
+    return {
+        "bench": "engine_cpu",
+        "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip(),
+        "hardware": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "workload": {
+            "requests": workload.num_requests,
+            "in": workload.prompt_tokens,
+            "out": workload.new_tokens,
+        },
+        "seconds": {name: [round(value, 3) for value in values] for name, values in seconds.items()},
+        "output_tokens_per_s": {name: round(out_tokens / value, 1) for name, value in medians.items()},
+        "ratio": round(medians["generate_batch"] / medians["ours"], 3),
+        "equal_outputs": equal,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.engine_cpu", description=__doc__)
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=200)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/engine_cpu.json"))
+    arguments = parser.parse_args()
+    workload = Workload(arguments.requests, arguments.prompt_tokens, arguments.new_tokens)
+    result = measure(workload, arguments.rounds, arguments.threads)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Block pool: who holds each block of one device cache, and what may be evicted.
+
+Every block is in exactly one of three places:
+
+    free      no content                        -> allocate() takes these first
+    cached    content named by a hash, not held -> allocate() evicts these, oldest first
+    held      ref_count >= 1                    -> never touched
+
+`check()` asserts this partition. Two blocks may hold equal content (two sequences that
+computed the same prefix at the same time). They are not merged: block tables stay
+append-only, and the second copy takes over the name when the first is evicted, so that
+the children of a chain never outlive every copy of their parent.
+
+A block's generation counts how often its content was given up. Whoever was told of a
+block (a peer that may write into it, a reader of its bytes) was told its generation
+too, and is refused once the number has moved on.
+
+Belongs to the event loop; nothing in here is thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from base.block_hash import BlockHash
+from base.errors import CapacityError
+
+
+class BlockPool:
+    """Owns the block ids of one device cache."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free: list[int] = list(range(num_blocks))[::-1]
+        self._ref_counts: dict[int, int] = {}
+        # Insertion order is eviction order: a dict is a queue whose middle entries can be
+        # removed in O(1) when a prefix match revives them.
+        self._evictable: dict[int, None] = {}
+        self._hash_of: dict[int, BlockHash] = {}
+        self._block_of: dict[BlockHash, int] = {}
+        # Further blocks with the content of `_block_of`'s; seldom any.
+        self._copies: dict[BlockHash, list[int]] = {}
+        self._generations = [0] * num_blocks
+        self._stored: dict[BlockHash, None] = {}
+        self._removed: dict[BlockHash, None] = {}
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can give: free and cached ones."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._ref_counts)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks without content, evicting cached ones if needed. All or nothing.
+
+        Raises:
+            CapacityError: fewer than `count` are free or cached. The pool is unchanged.
+        """
+        if count > self.num_available:
+            raise CapacityError(f"{count} blocks wanted, {self.num_available} of {self.num_blocks} available")
+        block_ids = []
+        for _ in range(count):
+            block_id = self._free.pop() if self._free else self._evict_oldest()
+            self._ref_counts[block_id] = 1
+            block_ids.append(block_id)
+        return block_ids
+
+    def match(self, chain: Iterable[BlockHash]) -> list[int]:
+        """Hold the longest cached prefix of `chain` and return its block ids."""
+        matched = []
+        for block_hash in chain:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                break
+            matched.append(block_id)
+        self.hold(matched)
+        return matched
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """Hold blocks that have content, or that somebody holds already, once more."""
+        for block_id in block_ids:
+            held = self._ref_counts.get(block_id, 0)
+            assert held or block_id in self._evictable, f"block {block_id} is free"
+            self._evictable.pop(block_id, None)
+            self._ref_counts[block_id] = held + 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give back one hold on each block of a chain, in the order of the chain.
+
+        A block that nobody holds any longer stays cached if it has a name; otherwise its
+        content is given up.
+        """
+        # Deepest first: a child without its parent can never be matched, so the tail of a
+        # chain has to be evicted before its head.
+        for block_id in reversed(block_ids):
+            held = self._ref_counts.get(block_id, 0)
+            assert held, f"block {block_id} is released and not held"
+            if held > 1:
+                self._ref_counts[block_id] = held - 1
+                continue
+            del self._ref_counts[block_id]
+            if block_id in self._hash_of:
+                self._evictable[block_id] = None
+            else:
+                self._generations[block_id] += 1
+                self._free.append(block_id)
+        for listener in self._listeners:
+            listener()
+
+    def publish(self, block_id: int, block_hash: BlockHash) -> None:
+        """Name the content of a held, full block, so that `match` finds it.
+
+        Naming it again by the same hash changes nothing; another hash is a bug, because a
+        block's content never changes while it is held.
+        """
+        assert block_id in self._ref_counts, f"block {block_id} is published and not held"
+        known = self._hash_of.get(block_id)
+        if known is not None:
+            assert known == block_hash, f"block {block_id} has another name already"
+            return
+        self._hash_of[block_id] = block_hash
+        if block_hash in self._block_of:
+            self._copies.setdefault(block_hash, []).append(block_id)
+            return
+        self._block_of[block_hash] = block_id
+        if block_hash in self._removed:
+            del self._removed[block_hash]
+        else:
+            self._stored[block_hash] = None
+
+    def generation(self, block_id: int) -> int:
+        """Return how often this block's content has been given up."""
+        return self._generations[block_id]
+
+    def on_release(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each release: whoever waits for blocks should look again."""
+        self._listeners.append(listener)
+
+    def take_events(self) -> tuple[list[BlockHash], list[BlockHash]]:
+        """Return (stored, removed) since the last call, each in the order it happened.
+
+        They are the net change, so no hash is in both and either may be applied first.
+        """
+        events = list(self._stored), list(self._removed)
+        self._stored.clear()
+        self._removed.clear()
+        return events
+
+    def snapshot(self) -> list[BlockHash]:
+        """Return every hash that `match` knows, oldest first, so parents before children."""
+        return list(self._block_of)
+
+    def check(self) -> None:
+        """Assert the partition described at the head of this file."""
+        places = [*self._free, *self._evictable, *self._ref_counts]
+        assert sorted(places) == list(range(self.num_blocks)), "a block is lost, or in two places"
+        assert all(count >= 1 for count in self._ref_counts.values())
+        assert not set(self._free) & self._hash_of.keys(), "a free block has a name"
+        assert self._evictable.keys() <= self._hash_of.keys(), "a cached block has no name"
+        named: dict[int, BlockHash] = {block_id: name for name, block_id in self._block_of.items()}
+        for name, block_ids in self._copies.items():
+            assert block_ids, "an empty list of copies"
+            assert name in self._block_of, "copies of a block that match() does not know"
+            named |= dict.fromkeys(block_ids, name)
+        assert named == self._hash_of
+        assert not self._stored.keys() & self._removed.keys()
+        assert self._stored.keys() <= self._block_of.keys()
+        assert not self._removed.keys() & self._block_of.keys()
+
+    def _evict_oldest(self) -> int:
+        block_id = next(iter(self._evictable))
+        del self._evictable[block_id]
+        self._generations[block_id] += 1
+        self._forget(self._hash_of.pop(block_id), block_id)
+        return block_id
+
+    def _forget(self, block_hash: BlockHash, block_id: int) -> None:
+        copies = self._copies.get(block_hash)
+        if copies is None:
+            del self._block_of[block_hash]
+            if block_hash in self._stored:
+                del self._stored[block_hash]
+            else:
+                self._removed[block_hash] = None
+            return
+        if self._block_of[block_hash] == block_id:
+            self._block_of[block_hash] = copies.pop()
+        else:
+            copies.remove(block_id)
+        if not copies:
+            del self._copies[block_hash]

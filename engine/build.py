@@ -1,0 +1,177 @@
+"""Build an engine from its configuration: every `auto` is decided here, once.
+
+What is decided (device, dtype, threads, blocks that fit) is in the returned value; the
+configuration is not written to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from base.clock import Clock
+from base.config import GIB, EngineConfig
+from base.errors import ConfigError
+from base.kv_layout import KvLayout
+from engine.block_pool import BlockPool
+from engine.loop import EngineLoop, LaunchingRunner
+from engine.model import PagedModel
+from engine.packed_linear import pack_linears
+from engine.paged_cache import TORCH_DTYPES, PagedCache
+from engine.runner import Runner
+from engine.scheduler import Scheduler
+from engine.self_check import require_faithful
+from engine.weights import load_model
+
+CPU_CACHE_GIB = 1.0
+"""On a CPU, where the configuration does not say."""
+
+GPU_HEADROOM = 0.1
+"""Share of the free GPU memory that is left for activations and the allocator's waste."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A loaded engine and what was found out while loading it."""
+
+    loop: EngineLoop
+    runner: Runner | LaunchingRunner
+    scheduler: Scheduler
+    pool: BlockPool
+    cache: PagedCache
+    layout: KvLayout
+    max_model_len: int
+    """Tokens of prompt and answer: what the model takes and the cache can hold."""
+    vocab_size: int
+    family: str
+    num_threads: int
+
+
+def build_engine(
+    config: EngineConfig,
+    model_path: str,
+    clock: Clock,
+    allocate: Callable[[int], memoryview] | None = None,
+    nodes_on_host: int = 1,
+) -> Engine:
+    """Load a prepared model and lay out its cache. Blocks for seconds.
+
+    Args:
+        nodes_on_host: Nodes that share this host's cores, where `threads` is 0.
+        allocate: as for `assemble_engine`.
+
+    Raises:
+        ConfigError: the model cannot be served, or the cache has no room for a block.
+    """
+    device = _device(config.device)
+    num_threads = config.threads or max(1, len(os.sched_getaffinity(0)) // nodes_on_host)
+    torch.set_num_threads(num_threads)
+    dtype = _dtype_name(config.dtype, device)
+    weights = load_model(Path(model_path), TORCH_DTYPES[dtype], device)
+    if device.type == "cpu" and dtype == "float32":
+        pack_linears(weights)
+    return assemble_engine(config, PagedModel(weights), dtype, clock, allocate)
+
+
+def assemble_engine(
+    config: EngineConfig,
+    model: PagedModel,
+    dtype: str,
+    clock: Clock,
+    allocate: Callable[[int], memoryview] | None = None,
+) -> Engine:
+    """Put an engine around a model that is loaded.
+
+    Args:
+        model: Belongs to the engine from here on; on a GPU its modules are changed.
+        dtype: The model's, and the cache's.
+        allocate: Gives that many writable bytes for a CPU cache to lie in; None: the
+            engine's own memory.
+
+    Raises:
+        ConfigError: the model cannot be served, or the cache has no room for a block.
+    """
+    shape = model.shape
+    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, dtype)
+    require_faithful(model, layout)
+    cache = _cache(layout, config.kv_cache_gib, model.device, allocate)
+    max_model_len = min(_max_model_len(config, model), cache.num_blocks * config.block_size)
+    pool = BlockPool(cache.num_blocks)
+    scheduler = Scheduler(pool, config.block_size, config.chunk_tokens, config.max_batch, max_model_len)
+    runner = _runner(config, model, cache, max_model_len, clock)
+    return Engine(
+        loop=EngineLoop(runner, scheduler, pool, clock),
+        runner=runner,
+        scheduler=scheduler,
+        pool=pool,
+        cache=cache,
+        layout=layout,
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        family=model.family,
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def _runner(
+    config: EngineConfig, model: PagedModel, cache: PagedCache, max_model_len: int, clock: Clock
+) -> Runner | LaunchingRunner:
+    if model.device.type == "cpu":
+        return Runner(model, cache)
+    # Triton is 1 GB and only machines with a GPU have it.
+    from engine.gpu_model import GpuModel  # noqa: PLC0415
+    from engine.gpu_runner import GpuRunner  # noqa: PLC0415
+
+    return GpuRunner(
+        GpuModel(model.module, cache),
+        config.block_size,
+        config.max_batch,
+        max_model_len,
+        config.chunk_tokens,
+        clock,
+    )
+
+
+def _device(wanted: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ConfigError("device: cuda is asked for, and torch finds no GPU")
+    return torch.device("cuda" if available and wanted != "cpu" else "cpu")
+
+
+def _dtype_name(wanted: str, device: torch.device) -> str:
+    if wanted != "auto":
+        return wanted
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def _cache(
+    layout: KvLayout, kv_cache_gib: float, device: torch.device, allocate: Callable[[int], memoryview] | None
+) -> PagedCache:
+    size = int(kv_cache_gib * GIB) or _default_cache_bytes(device)
+    num_blocks = size // layout.block_bytes
+    if not num_blocks:
+        raise ConfigError(
+            f"kv_cache_gib: {size / GIB:.3g} GiB is less than one block ({layout.block_bytes / GIB:.3g} GiB)"
+        )
+    memory = allocate(num_blocks * layout.block_bytes) if allocate and device.type == "cpu" else None
+    return PagedCache(layout, num_blocks, device, memory)
+
+
+def _default_cache_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return int(CPU_CACHE_GIB * GIB)
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * (1 - GPU_HEADROOM))
+
+
+def _max_model_len(config: EngineConfig, model: PagedModel) -> int:
+    if config.max_model_len > model.max_model_len:
+        raise ConfigError(
+            f"max_model_len: {config.max_model_len} is asked for, and the model takes {model.max_model_len}"
+        )
+    return config.max_model_len or model.max_model_len

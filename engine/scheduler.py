@@ -1,0 +1,304 @@
+"""Scheduler of one engine: which tokens of which sequences the next step computes.
+
+There is no prefill phase and no decode phase in here. A sequence has a number of tokens
+and a number of them that are computed, and each step lets the second catch up with the
+first; when it has, the next token is sampled. Chunked prefill, prefix hits, hand-off
+from another node and recomputation after preemption all fall out of that.
+
+Rules:
+* A sequence one token behind always runs; prompts share `chunk_tokens` a step.
+* Sequences go by rank: priority, then arrival. Admission is in that order, and takes
+  the blocks of all known tokens at once, so that only growth can run out of blocks.
+* A running sequence that needs a block may take it from sequences of lower rank, lowest
+  first, which are then recomputed (preemption). One that finds nobody below it keeps
+  what it has and waits. The first in rank can take from everybody, so there is progress.
+* A sequence that could not finish in an empty pool is refused when it is added.
+
+Pure: no I/O, no clock. Belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from base.errors import CapacityError, InvalidRequestError
+from base.request import FinishReason
+from engine.block_pool import BlockPool
+from engine.sequence import Sequence
+from engine.step import SequenceOutput, StepEntry, StepPlan, StepResult
+
+
+class Scheduler:
+    """Owns the waiting and the running sequences of one engine, and their blocks."""
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, chunk_tokens: int, max_batch: int, max_model_len: int
+    ) -> None:
+        self._pool = pool
+        self.block_size = block_size
+        self.chunk_tokens = chunk_tokens
+        self.max_batch = max_batch
+        self.max_model_len = max_model_len
+        # Both in order of rank.
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens to compute before every sequence has caught up: the length of the queue."""
+        return sum(sequence.num_remaining_tokens for sequence in (*self._waiting, *self._running))
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens of the running sequences whose KV is in the cache."""
+        return sum(sequence.num_computed_tokens for sequence in self._running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. If its block table is filled, those blocks become the scheduler's.
+
+        Raises:
+            InvalidRequestError: the prompt is empty or leaves no room for a token.
+            CapacityError: it could not finish even if it had the whole pool.
+        """
+        self.require_possible(sequence.num_prompt_tokens, sequence.stop.max_tokens)
+        sequence.extend_hashes(self.block_size)
+        insort(self._waiting, sequence, key=lambda item: item.rank)
+
+    def require_possible(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raise as `add` does for a prompt that can never be served."""
+        if not num_prompt_tokens:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if num_prompt_tokens >= self.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt_tokens} tokens; this model takes "
+                f"{self.max_model_len} with the answer",
+                param="prompt",
+            )
+        # The last token is returned and never computed.
+        longest = min(num_prompt_tokens + max_tokens, self.max_model_len) - 1
+        if self._num_blocks(longest) > self._pool.num_blocks:
+            raise CapacityError(
+                f"{longest} tokens need {self._num_blocks(longest)} blocks; "
+                f"the whole cache has {self._pool.num_blocks}"
+            )
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget a sequence and give its blocks back. Again, or unknown: no effect."""
+        for queue in (self._waiting, self._running):
+            if sequence in queue:
+                queue.remove(sequence)
+        self._give_back(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence that keeps its blocks until `release`."""
+        sequence.finish_reason = reason
+        self._running.remove(sequence)
+
+    def schedule(self) -> StepPlan | None:
+        """Return the next step, or None if no sequence can advance now."""
+        budget = self.chunk_tokens
+        entries: list[StepEntry] = []
+        index = 0
+        # Growing may preempt sequences at the end of the list, never one already planned.
+        while index < len(self._running):
+            sequence = self._running[index]
+            index += 1
+            num_tokens = _share(sequence, budget)
+            if num_tokens and self._grow(sequence):
+                entries.append(self._entry(sequence, num_tokens))
+                budget -= _cost(sequence, num_tokens)
+        admitted = self._admit(budget)
+        if not entries and not admitted:
+            admitted = self._admit_first()
+        for sequence in admitted:
+            num_tokens = _share(sequence, budget)
+            entries.append(self._entry(sequence, num_tokens))
+            budget -= _cost(sequence, num_tokens)
+        return _plan(entries) if entries else None
+
+    def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """Return the step after `plan`, whose result is not known yet; None if that has to be.
+
+        Every sequence of `plan` that its length does not end goes one token further. So it
+        can be planned while none waits that could start, no sequence must have its tokens
+        known, and nobody has to lose blocks. A sequence that turns out to have ended is
+        computed once for nothing.
+        """
+        if self._waiting and len(self._running) < self.max_batch:
+            return None
+        if not all(entry.samples for entry in plan.entries):
+            return None
+        going_on = [entry for entry in plan.entries if not self._ends_by_length(entry)]
+        sequences = [entry.sequence for entry in going_on]
+        if any(sequence.needs_history for sequence in sequences):
+            return None
+        entries = []
+        for entry in going_on:
+            sequence = entry.sequence
+            missing = self._num_blocks(entry.context_len + 1) - len(sequence.block_table)
+            if missing > self._pool.num_available:
+                return None
+            if missing > 0:
+                sequence.block_table += self._pool.allocate(missing)
+            if sequence.finish_reason is None:
+                blocks = tuple(sequence.block_table)
+                entries.append(StepEntry(sequence, entry.context_len, 1, blocks, samples=True))
+        return _plan(entries) if entries else None
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
+        """Take in a step's result: count, append, publish full blocks, end what is done."""
+        outputs = []
+        for entry, sampled in zip(plan.entries, result.tokens, strict=True):
+            sequence = entry.sequence
+            if sequence.finish_reason is not None:
+                continue  # it ended while this step was under way
+            sequence.num_computed_tokens = entry.context_len
+            reason = None
+            if sampled is not None:
+                sequence.token_ids.append(sampled.token_id)
+                reason = sequence.finish_reason_of(sampled.token_id, self.max_model_len)
+            self._publish(sequence)
+            if reason is not None:
+                self.finish(sequence, reason)
+            outputs.append(SequenceOutput(sequence, (sampled,) if sampled is not None else (), reason))
+        return outputs
+
+    def check(self) -> None:
+        """Assert what holds between any two calls."""
+        for queue in (self._waiting, self._running):
+            assert [item.rank for item in queue] == sorted(item.rank for item in queue)
+            for sequence in queue:
+                assert sequence.finish_reason is None
+                assert sequence.num_remaining_tokens >= 1
+                covered = len(sequence.block_table) * self.block_size
+                assert sequence.num_computed_tokens <= covered
+        assert not {id(item) for item in self._waiting} & {id(item) for item in self._running}
+        assert len(self._running) <= self.max_batch
+
+    def _ends_by_length(self, entry: StepEntry) -> bool:
+        """Return whether the token that `entry` samples is a sequence's last in any case."""
+        sequence, num_tokens = entry.sequence, entry.context_len + 1
+        generated = num_tokens - sequence.num_prompt_tokens
+        return generated >= sequence.stop.max_tokens or num_tokens >= self.max_model_len
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _num_missing_blocks(self, sequence: Sequence) -> int:
+        return max(0, self._num_blocks(sequence.num_tokens) - len(sequence.block_table))
+
+    def _entry(self, sequence: Sequence, num_tokens: int) -> StepEntry:
+        start = sequence.num_computed_tokens
+        samples = start + num_tokens == sequence.num_tokens
+        return StepEntry(sequence, start, num_tokens, tuple(sequence.block_table), samples)
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Give a sequence the blocks of its tokens, preempting lower ranks if need be."""
+        while self._num_missing_blocks(sequence) > self._pool.num_available:
+            victim = self._lowest_holder()
+            if victim is None or victim.rank <= sequence.rank:
+                return False
+            self._preempt(victim)
+        self._fill_block_table(sequence)
+        return True
+
+    def _admit(self, budget: int) -> list[Sequence]:
+        """Move the waiting sequences that can start in this step to the running ones."""
+        admitted = []
+        short_of_blocks = False
+        for sequence in list(self._waiting):
+            if len(self._running) >= self.max_batch:
+                break
+            # Nobody overtakes a sequence that waits for blocks, but those that brought theirs
+            # along: they hold them anyway, and finishing is how blocks come free.
+            held = bool(sequence.block_table)
+            if (budget <= 0 and sequence.num_remaining_tokens > 1) or (short_of_blocks and not held):
+                continue
+            if not held:
+                self._match_prefix(sequence)
+            if self._num_missing_blocks(sequence) > self._pool.num_available:
+                short_of_blocks = True
+                if not held:
+                    self._give_back(sequence)
+                continue
+            self._start(sequence)
+            admitted.append(sequence)
+            budget -= _cost(sequence, _share(sequence, budget))
+        return admitted
+
+    def _admit_first(self) -> list[Sequence]:
+        """Start the first in rank by taking blocks from the others; for when nothing else can run."""
+        if not self._waiting or len(self._running) >= self.max_batch:
+            return []
+        first = self._waiting[0]
+        if not self._grow(first):
+            return []
+        self._start(first)
+        return [first]
+
+    def _start(self, sequence: Sequence) -> None:
+        self._fill_block_table(sequence)
+        self._waiting.remove(sequence)
+        insort(self._running, sequence, key=lambda item: item.rank)
+
+    def _fill_block_table(self, sequence: Sequence) -> None:
+        sequence.block_table += self._pool.allocate(self._num_missing_blocks(sequence))
+
+    def _match_prefix(self, sequence: Sequence) -> None:
+        # At least one token is computed, or there would be nothing to sample from.
+        longest = (sequence.num_tokens - 1) // self.block_size
+        sequence.block_table += self._pool.match(sequence.block_hashes[:longest])
+        sequence.num_computed_tokens = len(sequence.block_table) * self.block_size
+        sequence.num_matched_tokens = sequence.num_computed_tokens
+        sequence.num_published_blocks = len(sequence.block_table)
+
+    def _lowest_holder(self) -> Sequence | None:
+        holders = [queue[-1] for queue in (self._running,) if queue]
+        holders += [item for item in self._waiting if item.block_table][-1:]
+        return max(holders, key=lambda item: item.rank, default=None)
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.num_preemptions += 1
+        self._give_back(victim)
+        if victim in self._running:
+            self._running.remove(victim)
+            insort(self._waiting, victim, key=lambda item: item.rank)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self._pool.release(sequence.block_table)
+        sequence.block_table.clear()
+        sequence.num_computed_tokens = 0
+        sequence.num_published_blocks = 0
+
+    def _publish(self, sequence: Sequence) -> None:
+        sequence.extend_hashes(self.block_size)
+        full = sequence.num_computed_tokens // self.block_size
+        for index in range(sequence.num_published_blocks, full):
+            self._pool.publish(sequence.block_table[index], sequence.block_hashes[index])
+        sequence.num_published_blocks = max(full, sequence.num_published_blocks)
+
+
+def _share(sequence: Sequence, budget: int) -> int:
+    """Return how many tokens of `sequence` this step computes."""
+    remaining = sequence.num_remaining_tokens
+    return 1 if remaining == 1 else min(remaining, budget)
+
+
+def _cost(sequence: Sequence, num_tokens: int) -> int:
+    """Return what those tokens take from the budget, which bounds prompt tokens only."""
+    return 0 if sequence.num_remaining_tokens == 1 else num_tokens
+
+
+def _plan(entries: list[StepEntry]) -> StepPlan:
+    single = [entry for entry in entries if entry.num_tokens == 1]
+    longer = [entry for entry in entries if entry.num_tokens > 1]
+    return StepPlan((*single, *longer), len(single))

@@ -1,0 +1,61 @@
+"""Self-check at start: our logits against those that the model's family computes itself.
+
+A family whose attention does not do what we take it to do raises nothing and answers
+wrongly. A few dozen tokens find that out: two chunks and a decode step over blocks that
+are neither in order nor adjacent, against one eager pass over the whole.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from base.block_hash import BlockHash
+from base.errors import ConfigError
+from base.kv_layout import KvLayout
+from base.request import RequestId, SamplingParams, StopParams
+from engine.batch import build_batch
+from engine.model import PagedModel
+from engine.paged_cache import PagedCache
+from engine.sequence import Sequence
+from engine.step import StepEntry, StepPlan
+
+CHECKED_CHUNKS = (21, 27, 1)
+"""Tokens of each step; no multiple of any block size. 49 tokens are past small windows."""
+
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+"""Relative error of the worst step: two correct passes in float32 differ by 1e-6 and
+in bfloat16 by 1e-2; a wrong one is near 1."""
+
+
+def require_faithful(model: PagedModel, layout: KvLayout) -> None:
+    """Raise ConfigError, naming the family, unless our logits equal eager attention's."""
+    error = _relative_error(model, layout)
+    # Written so that NaN is a failure.
+    if not error <= TOLERANCE[model.dtype]:
+        raise ConfigError(
+            f"model family {model.family!r} cannot be served: its logits over the paged cache are off by "
+            f"{error:.2g} of their size against eager attention; it keeps state that we do not, "
+            "or attends in a way that we do not know"
+        )
+
+
+def _relative_error(model: PagedModel, layout: KvLayout) -> float:
+    num_tokens = sum(CHECKED_CHUNKS)
+    token_ids = [(7919 * (index + 1)) % model.vocab_size for index in range(num_tokens)]
+    expected = model.eager_logits(token_ids).float()
+    num_blocks = layout.num_blocks(num_tokens)
+    cache = PagedCache(layout, 2 * num_blocks, model.device)
+    block_table = tuple(range(2 * num_blocks - 1, 0, -2))
+    sequence = Sequence(
+        RequestId("self-check"), token_ids, num_tokens, BlockHash(b""), SamplingParams(), StopParams(1)
+    )
+    errors: list[float] = []
+    start = 0
+    for size in CHECKED_CHUNKS:
+        entry = StepEntry(sequence, start, size, block_table, samples=True)
+        plan = StepPlan((entry,), num_single=int(size == 1))
+        start += size
+        logits = model.forward(build_batch(plan, layout.block_size, model.device), cache)[0].float()
+        wanted = expected[start - 1]
+        errors.append(((logits - wanted).norm() / wanted.norm()).item())
+    return max(errors)

@@ -1,0 +1,89 @@
+"""Sequence: the token state of one request on one node.
+
+Two numbers say everything: how many tokens it has, and for how many of them the KV is
+in the cache. Whatever lies between is to be computed. A new prompt, a prompt half done,
+a sequence that decodes, one that was preempted and one that came from another node
+differ in these numbers alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from base.block_hash import BlockHash, hash_chain
+from base.request import FinishReason, RequestId, SamplingParams, StopParams
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Mutable; belongs to the event loop. Two sequences are never equal."""
+
+    request_id: RequestId
+    token_ids: list[int]
+    """Prompt and generated tokens. Grows at its end only: the device thread reads it."""
+    num_prompt_tokens: int
+    chain_root: BlockHash
+    sampling: SamplingParams
+    stop: StopParams
+    num_logprobs: int | None = None
+    priority: int = 0
+    """Higher goes first."""
+    arrived_at_s: float = 0.0
+    """On this process's clock; orders sequences of equal priority."""
+    num_computed_tokens: int = 0
+    """Leading tokens whose KV is in the blocks of `block_table`."""
+    block_table: list[int] = field(default_factory=list)
+    """Block ids in order; the sequence has one hold on each."""
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    """Of the leading full blocks of `token_ids`; see `extend_hashes`."""
+    num_matched_tokens: int = 0
+    """Tokens whose KV was found here when the sequence was last admitted."""
+    started_at_s: float | None = None
+    """When the first step with this sequence began; None before."""
+    num_published_blocks: int = 0
+    """Leading blocks that the pool can match."""
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def rank(self) -> tuple[int, float, str]:
+        """Sorts sequences by who goes first; unique."""
+        return (-self.priority, self.arrived_at_s, self.request_id)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether sampling has to know the tokens so far, or to report more than a token."""
+        sampling = self.sampling
+        penalties = (
+            sampling.repetition_penalty != 1.0,
+            sampling.presence_penalty != 0.0,
+            sampling.frequency_penalty != 0.0,
+        )
+        return any(penalties) or self.stop.min_tokens > 0 or self.num_logprobs is not None
+
+    def extend_hashes(self, block_size: int) -> None:
+        """Bring `block_hashes` up to every full block of `token_ids`."""
+        done = len(self.block_hashes)
+        if (done + 1) * block_size <= len(self.token_ids):
+            parent = self.block_hashes[-1] if done else self.chain_root
+            self.block_hashes += hash_chain(self.token_ids[done * block_size :], block_size, parent)
+
+    def finish_reason_of(self, token_id: int, max_model_len: int) -> FinishReason | None:
+        """Return why the sequence ends with `token_id` as its last token, None if it goes on."""
+        if token_id in self.stop.stop_token_ids and self.num_generated_tokens > self.stop.min_tokens:
+            return FinishReason.STOP
+        if self.num_generated_tokens >= self.stop.max_tokens or self.num_tokens >= max_model_len:
+            return FinishReason.LENGTH
+        return None

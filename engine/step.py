@@ -1,0 +1,77 @@
+"""A step: what the scheduler asks of the device, and what comes back.
+
+A plan is a value. Once made it does not change, whatever the event loop does to the
+sequences meanwhile, so the device thread reads it without a lock, and a later plan can
+be made before the result of an earlier one is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from base.request import FinishReason, SampledToken, TokenLogprobs
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepEntry:
+    """One sequence's share of a step: compute tokens [start, start + num_tokens)."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    """>= 1; exactly 1 in the decode phase."""
+    block_table: tuple[int, ...]
+    """Covers every token up to start + num_tokens."""
+    samples: bool
+    """Whether these are the last known tokens, so that the next one is sampled."""
+
+    @property
+    def context_len(self) -> int:
+        """Tokens visible to the last query, itself included."""
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The batch of one step, entries of one token first."""
+
+    entries: tuple[StepEntry, ...]
+    num_single: int
+    """How many entries, at the front, compute one token."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_tokens for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One item for each entry of the plan; None where nothing was sampled."""
+
+    tokens: tuple[SampledToken | None, ...]
+
+
+def sampled_tokens(
+    plan: StepPlan, token_ids: list[int], logprobs: Mapping[int, TokenLogprobs | None] | None
+) -> StepResult:
+    """Return the result of `plan` from what its sampling entries sampled, in their order."""
+    rows = iter(range(len(token_ids)))
+    tokens: list[SampledToken | None] = []
+    for entry in plan.entries:
+        row = next(rows) if entry.samples else None
+        if row is None:
+            tokens.append(None)
+        else:
+            tokens.append(SampledToken(token_ids[row], logprobs[row] if logprobs else None))
+    return StepResult(tuple(tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What one step did for one sequence. No tokens: a chunk that was not the last."""
+
+    sequence: Sequence
+    tokens: tuple[SampledToken, ...]
+    finish_reason: FinishReason | None

@@ -1,0 +1,113 @@
+"""Engines, sequences and a way to run them, with defaults, for the tests of the engine."""
+
+import asyncio
+from collections.abc import Sequence as Items
+
+import torch
+from transformers import PreTrainedModel
+
+from base.block_hash import chain_root
+from base.clock import SystemClock
+from base.kv_layout import KvLayout
+from base.request import RequestId, SampledToken, SamplingParams, StopParams
+from engine.block_pool import BlockPool
+from engine.loop import EngineLoop
+from engine.model import PagedModel
+from engine.paged_cache import PagedCache
+from engine.runner import Runner
+from engine.scheduler import Scheduler
+from engine.self_check import require_faithful
+from engine.sequence import Sequence
+from engine.step import SequenceOutput
+
+ROOT = chain_root("model", "layout")
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def make_sequence(name: str, token_ids: Items[int], max_tokens: int = 8, **fields) -> Sequence:
+    stop = fields.pop("stop", StopParams(max_tokens))
+    sampling = fields.pop("sampling", GREEDY)
+    return Sequence(RequestId(name), list(token_ids), len(token_ids), ROOT, sampling, stop, **fields)
+
+
+def make_loop(
+    model: PagedModel,
+    num_blocks: int = 256,
+    block_size: int = 16,
+    chunk_tokens: int = 48,
+    max_batch: int = 16,
+) -> EngineLoop:
+    shape = model.shape
+    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, "float32")
+    cache = PagedCache(layout, num_blocks, model.device)
+    pool = BlockPool(num_blocks)
+    scheduler = Scheduler(pool, block_size, chunk_tokens, max_batch, model.max_model_len)
+    return EngineLoop(Runner(model, cache), scheduler, pool, SystemClock())
+
+
+def make_model(model: PreTrainedModel) -> PagedModel:
+    """Wrap a model as `build_engine` does, self-check included."""
+    paged = PagedModel(model)
+    shape = paged.shape
+    require_faithful(paged, KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, 16, "float32"))
+    return paged
+
+
+async def run_sequences(loop: EngineLoop, sequences: Items[Sequence]) -> dict[str, list[SampledToken]]:
+    """Run sequences to their end and return what was sampled; nothing stays held."""
+    results = {sequence.request_id: [] for sequence in sequences}
+    all_ended = asyncio.Event()
+    running = set(results)
+
+    def listen(output: SequenceOutput) -> None:
+        results[output.sequence.request_id] += output.tokens
+        if output.finish_reason is not None:
+            running.discard(output.sequence.request_id)
+            loop.release(output.sequence)
+        if not running:
+            all_ended.set()
+
+    for sequence in sequences:
+        loop.add(sequence, listen)
+    steps = asyncio.create_task(loop.run())
+    await asyncio.wait([steps, asyncio.create_task(all_ended.wait())], return_when=asyncio.FIRST_COMPLETED)
+    steps.cancel()
+    await asyncio.gather(steps, return_exceptions=True)
+    loop.scheduler.check()
+    loop.pool.check()
+    assert loop.pool.num_held == 0
+    return results
+
+
+def greedy(loop: EngineLoop, prompts: Items[Items[int]], max_tokens: int, **fields) -> list[list[int]]:
+    """Return the tokens that the engine generates for each prompt, all added at once."""
+    names = [f"r{index:03}" for index in range(len(prompts))]
+    sequences = [
+        make_sequence(name, prompt, max_tokens, **fields) for name, prompt in zip(names, prompts, strict=True)
+    ]
+    results = asyncio.run(run_sequences(loop, sequences))
+    return [[token.token_id for token in results[name]] for name in names]
+
+
+def reference(
+    model: PreTrainedModel,
+    prompt: Items[int],
+    max_tokens: int,
+    eos: int | None = None,
+    attention: str = "eager",
+) -> list[int]:
+    """Return the tokens that transformers' `generate` makes, with its own attention."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(attention)
+    try:
+        output = model.generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            eos_token_id=eos,
+            pad_token_id=0,
+        )
+    finally:
+        model.set_attn_implementation(before)
+    return output[0, len(prompt) :].tolist()

@@ -1,0 +1,185 @@
+"""The block pool against a naive model of it, and the promises of its docstrings."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from base.block_hash import BlockHash, chain_root, hash_chain
+from base.errors import CapacityError
+from engine.block_pool import BlockPool
+
+ROOT = chain_root("model", "layout")
+NUM_BLOCKS = 8
+
+
+def chain(*token_ids: int) -> list[BlockHash]:
+    return hash_chain(token_ids, 1, ROOT)
+
+
+def fill(pool: BlockPool, hashes: list[BlockHash]) -> list[int]:
+    """Compute what is not matched, publish all: what a sequence does."""
+    table = pool.match(hashes)
+    table += pool.allocate(len(hashes) - len(table))
+    for block_id, block_hash in zip(table, hashes, strict=True):
+        pool.publish(block_id, block_hash)
+    return table
+
+
+def test_released_blocks_are_matched_again() -> None:
+    pool = BlockPool(4)
+    table = fill(pool, chain(1, 2, 3))
+    pool.release(table)
+    assert pool.match(chain(1, 2, 9)) == table[:2]
+
+
+def test_the_tail_of_a_chain_is_evicted_before_its_head() -> None:
+    pool = BlockPool(3)
+    table = fill(pool, chain(1, 2, 3))
+    pool.release(table)
+    assert pool.allocate(2) == [table[2], table[1]]
+    assert pool.match(chain(1, 2, 3)) == [table[0]]
+
+
+def test_the_chain_released_first_is_evicted_first() -> None:
+    pool = BlockPool(4)
+    older, newer = fill(pool, chain(1, 2)), fill(pool, chain(3, 4))
+    pool.release(newer)
+    pool.release(older)
+    pool.allocate(2)
+    assert pool.match(chain(3, 4)) == []
+    assert pool.match(chain(1, 2)) == older
+
+
+def test_free_blocks_go_before_cached_ones() -> None:
+    pool = BlockPool(3)
+    pool.release(fill(pool, chain(1)))
+    pool.allocate(2)
+    assert pool.snapshot() == chain(1)
+
+
+def test_too_large_an_allocation_takes_nothing() -> None:
+    pool = BlockPool(3)
+    pool.release(fill(pool, chain(1, 2)))
+    pool.allocate(1)
+    with pytest.raises(CapacityError):
+        pool.allocate(3)
+    assert pool.num_available == 2
+    assert pool.snapshot() == chain(1, 2)
+
+
+def test_a_second_copy_takes_over_the_name_of_the_evicted_first() -> None:
+    pool = BlockPool(3)
+    first, second = pool.allocate(2)
+    (name,) = chain(1)
+    pool.publish(first, name)
+    pool.publish(second, name)
+    pool.release([first])
+    pool.release(pool.allocate(1))
+    assert pool.allocate(2)[1] == first
+    assert pool.match([name]) == [second]
+
+
+def test_generation_grows_when_and_only_when_content_is_given_up() -> None:
+    pool = BlockPool(1)
+    (block_id,) = pool.allocate(1)
+    pool.publish(block_id, chain(1)[0])
+    pool.release([block_id])
+    pool.release(pool.match(chain(1)))
+    assert pool.generation(block_id) == 0
+    pool.allocate(1)
+    assert pool.generation(block_id) == 1
+    pool.release([block_id])
+    assert pool.generation(block_id) == 2
+
+
+def test_events_are_the_net_change() -> None:
+    pool = BlockPool(1)
+    pool.release(fill(pool, chain(1)))
+    assert pool.take_events() == (chain(1), [])
+    pool.release(fill(pool, chain(2)))
+    pool.release(fill(pool, chain(3)))
+    assert pool.take_events() == (chain(3), chain(1))
+    assert pool.take_events() == ([], [])
+
+
+def test_release_tells_who_waits_for_blocks() -> None:
+    pool = BlockPool(1)
+    seen = []
+    pool.on_release(lambda: seen.append(pool.num_available))
+    pool.release(pool.allocate(1))
+    assert seen == [1]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random histories. The model: holds per block, and names in the order of release."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(NUM_BLOCKS)
+        self.tables: list[tuple[list[int], list[BlockHash]]] = []
+        self.known: set[BlockHash] = set()
+
+    @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=6), published=st.integers(0, 6))
+    def start(self, token_ids: list[int], published: int) -> None:
+        hashes = chain(*token_ids)
+        cached = set(self.pool.snapshot())
+        table = self.pool.match(hashes)
+        longest = next((i for i, name in enumerate(hashes) if name not in cached), len(hashes))
+        assert len(table) == longest
+        missing, room = len(hashes) - longest, self.pool.num_available
+        try:
+            table += self.pool.allocate(missing)
+        except CapacityError:
+            assert missing > room
+            self.pool.release(table)
+            return
+        assert missing <= room
+        # Published in order, perhaps not all: the end of the chain is still being computed.
+        count = max(longest, min(published, len(hashes)))
+        for block_id, name in zip(table[:count], hashes[:count], strict=True):
+            self.pool.publish(block_id, name)
+        self.tables.append((table, hashes))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        table, _ = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        before = [self.pool.generation(block_id) for block_id in table]
+        cached = set(self.pool.snapshot())
+        self.pool.release(table)
+        assert set(self.pool.snapshot()) == cached, "release evicts nothing"
+        assert all(self.pool.generation(b) in (g, g + 1) for b, g in zip(table, before, strict=True))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def hold_and_release(self, data: st.DataObject) -> None:
+        table, _ = data.draw(st.sampled_from(self.tables))
+        self.pool.hold(table)
+        self.pool.release(table)
+
+    @rule()
+    def listen(self) -> None:
+        stored, removed = self.pool.take_events()
+        assert not set(stored) & self.known
+        assert set(removed) <= self.known
+        self.known = (self.known | set(stored)) - set(removed)
+        assert self.known == set(self.pool.snapshot())
+
+    @invariant()
+    def accounted_for(self) -> None:
+        self.pool.check()
+        held = {block_id for table, _ in self.tables for block_id in table}
+        assert self.pool.num_held == len(held)
+        assert self.pool.num_available == NUM_BLOCKS - len(held)
+
+    @invariant()
+    def parents_come_before_children(self) -> None:
+        order = {name: index for index, name in enumerate(self.pool.snapshot())}
+        for _, hashes in self.tables:
+            places = [order[name] for name in hashes if name in order]
+            assert places == sorted(places)
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolMachine = PoolMachine.TestCase
