@@ -32,7 +32,9 @@ class TcpTransport:
         self._connections = connections
         self._peers: dict[str, _Peer] = {}
 
-    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int) -> str | None:
+    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
+        if device is not None:
+            return "our memory is a GPU's"
         return None if peer.address_or_none(self.name) else "the peer does not offer it"
 
     async def move(
