@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from base.errors import ProtocolError
 from base.grants import Operation
@@ -38,9 +39,8 @@ class TransferRequest:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A run of bytes that is contiguous on both sides."""
+class Piece(NamedTuple):
+    """A run of bytes that is contiguous on both sides. A tuple: thousands are made a batch."""
 
     segment: Segment
     offset: int

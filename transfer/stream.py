@@ -25,6 +25,7 @@ from transfer.frame import HEADER_BYTES, Header, unpack_header
 from transfer.reactor import READABLE, WRITABLE, Poller
 
 _SINK_BYTES = 1 << 20
+_NO_TABLE = memoryview(b"")
 MAX_VECTORS = min(512, os.sysconf("SC_IOV_MAX"))
 _FRAMES_PER_TURN = 16
 """Received from one socket before the others get their turn."""
@@ -79,7 +80,7 @@ class FrameStream:
         self._is_open = True
         self._head = memoryview(bytearray(HEADER_BYTES))
         self._header: Header | None = None
-        self._table = memoryview(b"")
+        self._table = _NO_TABLE
         self._incoming: Incoming | None = None
         self._missing: deque[memoryview] = deque([self._head])
         self._sink: memoryview | None = None
@@ -199,8 +200,9 @@ class FrameStream:
         """What was awaited is there: go on to the table, the payload or the next frame."""
         if self._header is None:
             self._header = unpack_header(self._head)
-            self._table = memoryview(bytearray(self._header.table_bytes))
-            if self._header.table_bytes:
+            table_bytes = self._header.table_bytes
+            self._table = memoryview(bytearray(table_bytes)) if table_bytes else _NO_TABLE
+            if table_bytes:
                 self._missing.append(self._table)
                 return
         if self._incoming is None:
@@ -215,7 +217,7 @@ class FrameStream:
 
     def _begin_payload(self, header: Header) -> None:
         incoming = self._incoming = self._owner.on_header(header, self._table)
-        if sum(view.nbytes for view in incoming.views) == header.payload_bytes:
+        if sum([view.nbytes for view in incoming.views]) == header.payload_bytes:
             self._missing.extend(incoming.views)
         elif incoming.detached:
             self._sink_left = header.payload_bytes

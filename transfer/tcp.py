@@ -18,7 +18,7 @@ from transfer.frame import MAX_FRAME_BYTES, MAX_RANGES
 from transfer.reactor import LoopPoller, Poller, Reactor
 from transfer.tcp_link import Frame, LinkState, TcpLink, frame_of
 
-EXPRESS_BYTES = 1 << 20
+EXPRESS_BYTES = 256 << 10
 """A batch up to this size is sent by the event loop: 60 us at most."""
 
 
