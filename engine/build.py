@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
+from base.clock import Clock
 from base.config import GIB, EngineConfig
 from base.errors import ConfigError
 from base.kv_layout import KvLayout
 from engine.block_pool import BlockPool
-from engine.loop import EngineLoop
+from engine.loop import EngineLoop, LaunchingRunner
 from engine.model import PagedModel
 from engine.packed_linear import pack_linears
 from engine.paged_cache import TORCH_DTYPES, PagedCache
@@ -38,6 +39,7 @@ class Engine:
     """A loaded engine and what was found out while loading it."""
 
     loop: EngineLoop
+    runner: Runner | LaunchingRunner
     scheduler: Scheduler
     pool: BlockPool
     cache: PagedCache
@@ -52,15 +54,15 @@ class Engine:
 def build_engine(
     config: EngineConfig,
     model_path: str,
+    clock: Clock,
     allocate: Callable[[int], memoryview] | None = None,
     nodes_on_host: int = 1,
 ) -> Engine:
     """Load a prepared model and lay out its cache. Blocks for seconds.
 
     Args:
-        allocate: Gives that many writable bytes for a CPU cache to lie in; None: the
-            engine's own memory.
         nodes_on_host: Nodes that share this host's cores, where `threads` is 0.
+        allocate: as for `assemble_engine`.
 
     Raises:
         ConfigError: the model cannot be served, or the cache has no room for a block.
@@ -72,16 +74,38 @@ def build_engine(
     weights = load_model(Path(model_path), TORCH_DTYPES[dtype], device)
     if device.type == "cpu" and dtype == "float32":
         pack_linears(weights)
-    model = PagedModel(weights)
+    return assemble_engine(config, PagedModel(weights), dtype, clock, allocate)
+
+
+def assemble_engine(
+    config: EngineConfig,
+    model: PagedModel,
+    dtype: str,
+    clock: Clock,
+    allocate: Callable[[int], memoryview] | None = None,
+) -> Engine:
+    """Put an engine around a model that is loaded.
+
+    Args:
+        model: Belongs to the engine from here on; on a GPU its modules are changed.
+        dtype: The model's, and the cache's.
+        allocate: Gives that many writable bytes for a CPU cache to lie in; None: the
+            engine's own memory.
+
+    Raises:
+        ConfigError: the model cannot be served, or the cache has no room for a block.
+    """
     shape = model.shape
     layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, dtype)
     require_faithful(model, layout)
-    cache = _cache(layout, config.kv_cache_gib, device, allocate)
+    cache = _cache(layout, config.kv_cache_gib, model.device, allocate)
     max_model_len = min(_max_model_len(config, model), cache.num_blocks * config.block_size)
     pool = BlockPool(cache.num_blocks)
     scheduler = Scheduler(pool, config.block_size, config.chunk_tokens, config.max_batch, max_model_len)
+    runner = _runner(config, model, cache, max_model_len, clock)
     return Engine(
-        loop=EngineLoop(Runner(model, cache), scheduler, pool),
+        loop=EngineLoop(runner, scheduler, pool, clock),
+        runner=runner,
         scheduler=scheduler,
         pool=pool,
         cache=cache,
@@ -89,7 +113,26 @@ def build_engine(
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
         family=model.family,
-        num_threads=num_threads,
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def _runner(
+    config: EngineConfig, model: PagedModel, cache: PagedCache, max_model_len: int, clock: Clock
+) -> Runner | LaunchingRunner:
+    if model.device.type == "cpu":
+        return Runner(model, cache)
+    # Triton is 1 GB and only machines with a GPU have it.
+    from engine.gpu_model import GpuModel  # noqa: PLC0415
+    from engine.gpu_runner import GpuRunner  # noqa: PLC0415
+
+    return GpuRunner(
+        GpuModel(model.module, cache),
+        config.block_size,
+        config.max_batch,
+        max_model_len,
+        config.chunk_tokens,
+        clock,
     )
 
 

@@ -6,6 +6,12 @@ There is no lock and no queue: a step is one awaited call.
 
     schedule (event loop) -> execute (device thread) -> commit, tell listeners (event loop)
 
+A runner that can launch a step without waiting for it never lets the device wait for the
+event loop between decode steps: the next step is planned and launched before the tokens
+of this one are known.
+
+    launch n | launch n+1 | resolve n, commit n | launch n+2 | resolve n+1, commit n+1 | ...
+
 A step that raises ends its sequences with `FinishReason.ERROR` and nobody else's: the
 sequences of other steps go on. What raised is logged and counted, because the owner of
 a sequence is told only that it ended.
@@ -16,12 +22,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
+from base.clock import Clock
 from base.errors import ServeError
 from base.logs import event
 from base.request import FinishReason
+from base.uninterrupted import uninterrupted
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -40,15 +49,41 @@ class StepRunner(Protocol):
         ...
 
 
+@runtime_checkable
+class LaunchingRunner(Protocol):
+    """A runner whose steps can be queued on the device before earlier ones have ended."""
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Queue a step and return what `resolve` takes; may raise anything."""
+        ...
+
+    def resolve(self, launched: Any) -> StepResult:
+        """Wait for a launched step; may raise anything."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was handed to the device thread and not committed yet."""
+
+    plan: StepPlan
+    sequences: frozenset[Sequence]
+    launched: Future[Any] | None
+    """None: the runner launches and waits in one."""
+
+
 class EngineLoop:
     """Owns one engine's pool, scheduler and device thread. Belongs to the event loop."""
 
-    def __init__(self, runner: StepRunner, scheduler: Scheduler, pool: BlockPool) -> None:
+    def __init__(
+        self, runner: StepRunner | LaunchingRunner, scheduler: Scheduler, pool: BlockPool, clock: Clock
+    ) -> None:
         self._runner = runner
+        self._clock = clock
         self.scheduler = scheduler
         self.pool = pool
         self._listeners: dict[Sequence, Listener] = {}
-        self._in_flight: set[Sequence] = set()
+        self._flights: list[_Flight] = []
         self._released: list[Sequence] = []
         self._changed = asyncio.Event()
         self.num_steps = 0
@@ -72,18 +107,20 @@ class EngineLoop:
     def release(self, sequence: Sequence) -> None:
         """End `sequence`, whatever its state, and give its blocks back. Again: no effect.
 
-        Its listener is not called any more. Blocks that the step in flight writes to
-        come back to the pool when that step ends.
+        Its listener is not called any more. Blocks that a step in flight writes to come
+        back to the pool when that step has ended.
         """
         self._listeners.pop(sequence, None)
-        if sequence in self._in_flight:
+        if self._is_in_flight(sequence):
+            if sequence.finish_reason is None:
+                self.scheduler.finish(sequence, FinishReason.CANCELLED)
             self._released.append(sequence)
         else:
             self.scheduler.release(sequence)
 
     async def run(self) -> None:
-        """Run steps until cancelled. Then the step in flight is waited for: memory that it
-        writes to may be unmapped once this has returned."""
+        """Run steps until cancelled. Then the steps in flight are waited for: memory that they
+        write to may be unmapped once this has returned."""
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="device") as thread:
             while True:
                 plan = self.scheduler.schedule()
@@ -91,35 +128,73 @@ class EngineLoop:
                     self._changed.clear()
                     await self._changed.wait()
                     continue
-                await self._step(thread, plan)
+                flight: _Flight | None = self._launch(thread, plan)
+                while flight is not None:
+                    flight = await self._step(thread, flight)
 
-    async def _step(self, thread: ThreadPoolExecutor, plan: StepPlan) -> None:
-        self._in_flight = {entry.sequence for entry in plan.entries}
-        done = asyncio.get_running_loop().run_in_executor(thread, self._runner.execute, plan)
+    def _launch(self, thread: ThreadPoolExecutor, plan: StepPlan) -> _Flight:
+        now_s = self._clock.now_s()
+        for entry in plan.entries:
+            if entry.sequence.started_at_s is None:
+                entry.sequence.started_at_s = now_s
+        launched = None
+        if isinstance(self._runner, LaunchingRunner):
+            launched = thread.submit(self._runner.launch, plan)
+        flight = _Flight(plan, frozenset(entry.sequence for entry in plan.entries), launched)
+        self._flights.append(flight)
+        return flight
+
+    async def _step(self, thread: ThreadPoolExecutor, flight: _Flight) -> _Flight | None:
+        """Launch what can follow `flight`, wait for `flight`, and return what follows."""
+        ahead = None
+        if flight.launched is not None:
+            plan = self.scheduler.schedule_ahead(flight.plan)
+            ahead = self._launch(thread, plan) if plan is not None else None
         try:
-            result = await _finished(done)
+            await self._land(thread, flight)
+        except asyncio.CancelledError:
+            if ahead is not None:
+                await self._land(thread, ahead)
+            raise
+        return ahead
+
+    async def _land(self, thread: ThreadPoolExecutor, flight: _Flight) -> None:
+        done = asyncio.get_running_loop().run_in_executor(thread, self._wait_for, flight)
+        try:
+            result = await uninterrupted(done)
         except Exception as error:
-            outputs = self._failed(plan, error)
+            outputs = self._failed(flight.plan, error)
         else:
-            outputs = self.scheduler.commit(plan, result)
+            outputs = self.scheduler.commit(flight.plan, result)
         finally:
-            self._in_flight = set()
-            for sequence in self._released:
-                self.scheduler.release(sequence)
-            self._released.clear()
+            self._flights.remove(flight)
+            released, self._released = self._released, []
+            for sequence in released:
+                self.release(sequence)
         self.num_steps += 1
         for output in outputs:
             self._tell(output)
+
+    def _wait_for(self, flight: _Flight) -> StepResult:
+        """Runs on the device thread."""
+        if isinstance(self._runner, LaunchingRunner):
+            assert flight.launched is not None
+            return self._runner.resolve(flight.launched.result())
+        return self._runner.execute(flight.plan)
+
+    def _is_in_flight(self, sequence: Sequence) -> bool:
+        return any(sequence in flight.sequences for flight in self._flights)
 
     def _failed(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
         self.num_failed_steps += 1
         level = logging.WARNING if isinstance(error, ServeError) else logging.ERROR
         names = ",".join(entry.sequence.request_id for entry in plan.entries)
-        event(log, "step failed", level, requests=names, error=f"{type(error).__name__}: {error}")
+        event(log, "step failed", level=level, requests=names, error=f"{type(error).__name__}: {error}")
         log.debug("step failed", exc_info=error)
-        for entry in plan.entries:
-            self.scheduler.finish(entry.sequence, FinishReason.ERROR)
-        return [SequenceOutput(entry.sequence, (), FinishReason.ERROR) for entry in plan.entries]
+        going_on = [entry.sequence for entry in plan.entries if entry.sequence.finish_reason is None]
+        for sequence in going_on:
+            self.scheduler.finish(sequence, FinishReason.ERROR)
+        return [SequenceOutput(sequence, (), FinishReason.ERROR) for sequence in going_on]
 
     def _tell(self, output: SequenceOutput) -> None:
         if output.finish_reason is None:
@@ -128,16 +203,3 @@ class EngineLoop:
             listener = self._listeners.pop(output.sequence, None)
         if listener is not None:
             listener(output)
-
-
-async def _finished(done: asyncio.Future[StepResult]) -> StepResult:
-    """Await a step that cannot be interrupted; a cancellation takes effect when it has ended."""
-    cancelled: asyncio.CancelledError | None = None
-    while not done.done():
-        try:
-            await asyncio.wait([done])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    return done.result()

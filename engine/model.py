@@ -101,6 +101,7 @@ class PagedModel:
     """Owns a causal language model and runs batches through it. Belongs to the device thread.
 
     Attributes:
+        module: The model itself.
         family: transformers' name of the architecture.
         shape: What its attention layers keep; found by running two tokens.
         max_model_len: Positions it was made for.
@@ -112,7 +113,7 @@ class PagedModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self.family: str = model.config.model_type
         _require_backend(model, self.family)
-        self._model = model.eval()
+        self.module = model.eval()
         text_config = model.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
         self.max_model_len: int = text_config.max_position_embeddings
@@ -130,18 +131,18 @@ class PagedModel:
     @torch.inference_mode()
     def eager_logits(self, token_ids: list[int]) -> torch.Tensor:
         """Return the logits [num_tokens, vocab_size] that the family computes by itself."""
-        self._model.set_attn_implementation("eager")
+        self.module.set_attn_implementation("eager")
         try:
             input_ids = torch.tensor([token_ids], device=self.device)
-            logits: torch.Tensor = self._model(input_ids=input_ids, use_cache=False).logits[0]
+            logits: torch.Tensor = self.module(input_ids=input_ids, use_cache=False).logits[0]
         finally:
-            self._model.set_attn_implementation(ATTENTION_NAME)
+            self.module.set_attn_implementation(ATTENTION_NAME)
         return logits
 
     def _run(
         self, token_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor, paged: AttentionCall
     ) -> torch.Tensor:
-        output = self._model(
+        output = self.module(
             input_ids=token_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows, paged=paged
         )
         logits: torch.Tensor = output.logits[0]

@@ -40,11 +40,28 @@ def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[SampledToken
     if not sequences:
         return []
     logits = logits.float()
-    token_ids = _choose(_shaped(logits, sequences), sequences)
+    token_ids = choose(logits, sequences, [sequence.num_tokens for sequence in sequences])
     # The host waits for the device here: the tokens are what the step is for.
     chosen: list[int] = token_ids.tolist()
-    logprobs = _logprobs(logits, token_ids, sequences)
+    logprobs = logprobs_of(logits, token_ids, sequences)
     return [SampledToken(token_id, logprobs[row]) for row, token_id in enumerate(chosen)]
+
+
+def needs_only_argmax(sequence: Sequence) -> bool:
+    """Return whether the token of the highest logit is all that a sequence asks for."""
+    plain = sequence.sampling.temperature == 0 and not sequence.sampling.logit_bias
+    return plain and not sequence.needs_history
+
+
+@torch.inference_mode()
+def choose(logits: torch.Tensor, sequences: Rows[Sequence], positions: Rows[int]) -> torch.Tensor:
+    """Return the next token of each sequence, [num_seqs] int64, without waiting for the device.
+
+    Args:
+        logits: [num_seqs, vocab_size] float32; not changed.
+        positions: Where in its sequence each token will stand.
+    """
+    return _choose(_shaped(logits, sequences), [sequence.sampling for sequence in sequences], positions)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -114,17 +131,15 @@ def _ids(token_ids: Iterable[int], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(list(token_ids), dtype=torch.int64, device=like.device)
 
 
-def _choose(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
+def _choose(logits: torch.Tensor, params: Rows[SamplingParams], positions: Rows[int]) -> torch.Tensor:
     """Return [num_seqs] token ids."""
     # The first of equal maxima, so the lowest id.
     greedy = logits.argmax(dim=-1)
-    params = [sequence.sampling for sequence in sequences]
     drawn = [row for row, sampling in enumerate(params) if sampling.temperature > 0]
-    if not drawn:
-        return greedy
-    rows = torch.tensor(drawn, device=logits.device)
-    uniforms = [uniform(params[row].seed, sequences[row].num_tokens) for row in drawn]
-    greedy[rows] = _draw(logits[rows], [params[row] for row in drawn], uniforms)
+    if drawn:
+        rows = torch.tensor(drawn, device=logits.device)
+        uniforms = [uniform(params[row].seed, positions[row]) for row in drawn]
+        greedy[rows] = _draw(logits[rows], [params[row] for row in drawn], uniforms)
     return greedy
 
 
@@ -171,7 +186,7 @@ def _truncate(probs: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor
     return probs.masked_fill(probs < highest.gather(-1, last), 0.0)
 
 
-def _logprobs(
+def logprobs_of(
     logits: torch.Tensor, token_ids: torch.Tensor, sequences: Rows[Sequence]
 ) -> dict[int, TokenLogprobs | None]:
     """Return each row's log probabilities, None where none are asked for."""

@@ -57,6 +57,11 @@ class Scheduler:
         """Tokens to compute before every sequence has caught up: the length of the queue."""
         return sum(sequence.num_remaining_tokens for sequence in (*self._waiting, *self._running))
 
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens of the running sequences whose KV is in the cache."""
+        return sum(sequence.num_computed_tokens for sequence in self._running)
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. If its block table is filled, those blocks become the scheduler's.
 
@@ -120,11 +125,42 @@ class Scheduler:
             budget -= _cost(sequence, num_tokens)
         return _plan(entries) if entries else None
 
+    def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """Return the step after `plan`, whose result is not known yet; None if that has to be.
+
+        Every sequence of `plan` that its length does not end goes one token further. So it
+        can be planned while none waits that could start, no sequence must have its tokens
+        known, and nobody has to lose blocks. A sequence that turns out to have ended is
+        computed once for nothing.
+        """
+        if self._waiting and len(self._running) < self.max_batch:
+            return None
+        if not all(entry.samples for entry in plan.entries):
+            return None
+        going_on = [entry for entry in plan.entries if not self._ends_by_length(entry)]
+        sequences = [entry.sequence for entry in going_on]
+        if any(sequence.needs_history for sequence in sequences):
+            return None
+        entries = []
+        for entry in going_on:
+            sequence = entry.sequence
+            missing = self._num_blocks(entry.context_len + 1) - len(sequence.block_table)
+            if missing > self._pool.num_available:
+                return None
+            if missing > 0:
+                sequence.block_table += self._pool.allocate(missing)
+            if sequence.finish_reason is None:
+                blocks = tuple(sequence.block_table)
+                entries.append(StepEntry(sequence, entry.context_len, 1, blocks, samples=True))
+        return _plan(entries) if entries else None
+
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Take in a step's result: count, append, publish full blocks, end what is done."""
         outputs = []
         for entry, sampled in zip(plan.entries, result.tokens, strict=True):
             sequence = entry.sequence
+            if sequence.finish_reason is not None:
+                continue  # it ended while this step was under way
             sequence.num_computed_tokens = entry.context_len
             reason = None
             if sampled is not None:
@@ -147,6 +183,12 @@ class Scheduler:
                 assert sequence.num_computed_tokens <= covered
         assert not {id(item) for item in self._waiting} & {id(item) for item in self._running}
         assert len(self._running) <= self.max_batch
+
+    def _ends_by_length(self, entry: StepEntry) -> bool:
+        """Return whether the token that `entry` samples is a sequence's last in any case."""
+        sequence, num_tokens = entry.sequence, entry.context_len + 1
+        generated = num_tokens - sequence.num_prompt_tokens
+        return generated >= sequence.stop.max_tokens or num_tokens >= self.max_model_len
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -216,6 +258,7 @@ class Scheduler:
         longest = (sequence.num_tokens - 1) // self.block_size
         sequence.block_table += self._pool.match(sequence.block_hashes[:longest])
         sequence.num_computed_tokens = len(sequence.block_table) * self.block_size
+        sequence.num_matched_tokens = sequence.num_computed_tokens
         sequence.num_published_blocks = len(sequence.block_table)
 
     def _lowest_holder(self) -> Sequence | None:

@@ -36,6 +36,10 @@ class Sequence:
     """Block ids in order; the sequence has one hold on each."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Of the leading full blocks of `token_ids`; see `extend_hashes`."""
+    num_matched_tokens: int = 0
+    """Tokens whose KV was found here when the sequence was last admitted."""
+    started_at_s: float | None = None
+    """When the first step with this sequence began; None before."""
     num_published_blocks: int = 0
     """Leading blocks that the pool can match."""
     finish_reason: FinishReason | None = None
@@ -57,6 +61,17 @@ class Sequence:
     def rank(self) -> tuple[int, float, str]:
         """Sorts sequences by who goes first; unique."""
         return (-self.priority, self.arrived_at_s, self.request_id)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether sampling has to know the tokens so far, or to report more than a token."""
+        sampling = self.sampling
+        penalties = (
+            sampling.repetition_penalty != 1.0,
+            sampling.presence_penalty != 0.0,
+            sampling.frequency_penalty != 0.0,
+        )
+        return any(penalties) or self.stop.min_tokens > 0 or self.num_logprobs is not None
 
     def extend_hashes(self, block_size: int) -> None:
         """Bring `block_hashes` up to every full block of `token_ids`."""

@@ -7,9 +7,10 @@ be made before the result of an earlier one is known.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from base.request import FinishReason, SampledToken
+from base.request import FinishReason, SampledToken, TokenLogprobs
 from engine.sequence import Sequence
 
 
@@ -50,6 +51,21 @@ class StepResult:
     """One item for each entry of the plan; None where nothing was sampled."""
 
     tokens: tuple[SampledToken | None, ...]
+
+
+def sampled_tokens(
+    plan: StepPlan, token_ids: list[int], logprobs: Mapping[int, TokenLogprobs | None] | None
+) -> StepResult:
+    """Return the result of `plan` from what its sampling entries sampled, in their order."""
+    rows = iter(range(len(token_ids)))
+    tokens: list[SampledToken | None] = []
+    for entry in plan.entries:
+        row = next(rows) if entry.samples else None
+        if row is None:
+            tokens.append(None)
+        else:
+            tokens.append(SampledToken(token_ids[row], logprobs[row] if logprobs else None))
+    return StepResult(tuple(tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ LAYERS: dict[str, set[str]] = {
         "prefill_node",
         "decode_node",
         "conductor",
+        "deploy",
     },
     "deploy": {
         "base",
@@ -35,7 +36,6 @@ LAYERS: dict[str, set[str]] = {
         "prefill_node",
         "decode_node",
         "conductor",
-        "bench",
     },
 }
 
@@ -50,11 +50,17 @@ DOORS: dict[str, tuple[str, ...]] = {
     "pyverbs": ("transfer/rdma.py",),
     "ray": ("deploy/launch.py",),
     "redis": ("kvstore/directory.py",),
-    "rich": ("deploy/",),
+    "rich": ("deploy/", "bench/"),
     "safetensors": ("engine/weights.py",),
     "tokenizers": ("conductor/tokenizer.py",),
     "torch": ("engine/", "transfer/cuda_ipc.py", "bench/"),
-    "transformers": ("engine/weights.py", "engine/model.py", "bench/"),
+    "transformers": (
+        "engine/weights.py",
+        "engine/model.py",
+        "engine/gpu_model.py",
+        "engine/gpu_attention.py",
+        "bench/",
+    ),
     "triton": ("engine/kernels/", "transfer/kernels/"),
     "typer": ("deploy/", "bench/"),
     "uvicorn": ("conductor/",),

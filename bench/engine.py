@@ -1,0 +1,312 @@
+"""`python -m bench.engine`: the engine on one GPU against vLLM's figures for the same work.
+
+Models have the shape of Llama-3.1-8B and Qwen3-0.6B and random weights, built on the GPU
+from a configuration; nothing is downloaded. Everything runs through the whole engine:
+scheduler, event loop, device thread, sampling. Each row is run once to warm up and then
+`--repeats` times; its median is printed beside vLLM 0.26.0's figure on the same kind of
+GPU, with the share of the GPU's arithmetic (MFU) and bandwidth that it used.
+
+    python -m bench.engine --model 8b --out bench/results/engine_gpu_8b.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+
+from base.clock import SystemClock, wall_clock_s
+from base.config import EngineConfig
+from bench.engine_work import Prompts, decode_step_s, prefill_s, throughput_s
+from engine.build import Engine, assemble_engine
+from engine.gpu_runner import GpuRunner
+from engine.model import PagedModel
+
+PEAK_FLOPS = 792e12
+"""bf16 matrix product of 8192^3 on an H200, measured."""
+
+PEAK_BYTES_PER_S = 4.22e12
+"""Copy within the memory of an H200, bytes read and written, measured."""
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "8b": LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=40_960,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+    ),
+    "0.6b": Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=True,
+    ),
+}
+
+ENGINE = EngineConfig(
+    device="cuda", dtype="bfloat16", block_size=64, kv_cache_gib=70, chunk_tokens=32_768, max_batch=256
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the bar."""
+
+    workload: str
+    unit: str
+    """"tok/s": more is better; "ms": less is."""
+    vllm: float
+    must: float
+    aim: float
+    measure: Callable[[Engine, Prompts], float]
+    """Seconds that the work took."""
+    tokens: int
+    """Output tokens if the unit is tok/s."""
+    flops: float
+    bytes_read: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A row as measured."""
+
+    workload: str
+    unit: str
+    value: float
+    all_values: list[float]
+    vllm: float
+    must: float
+    aim: float
+    times_vllm: float
+    """Above 1: better than vLLM."""
+    meets: bool
+    mfu: float
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a model of a shape costs."""
+
+    layer_params: int
+    head_params: int
+    num_layers: int
+    heads_dim: int
+    kv_token_bytes: int
+
+    def flops(self, new_tokens: int, sampled: int, seen: int) -> float:
+        """Arithmetic of new tokens, of sampled ones' logits, and of `seen` (query, key) pairs."""
+        return (
+            2.0 * self.layer_params * new_tokens
+            + 2.0 * self.head_params * sampled
+            + 4.0 * self.num_layers * self.heads_dim * seen
+        )
+
+    def bytes_read(self, steps: int, context_tokens: int) -> float:
+        """Weights once a step, and the KV of every token a query sees."""
+        weights = 2.0 * (self.layer_params + self.head_params) * steps
+        return weights + float(self.kv_token_bytes) * context_tokens
+
+
+def build_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a model with random weights, made on the GPU."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    torch.manual_seed(0)
+    try:
+        with torch.device("cuda"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            return model.eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def work_of(config: PreTrainedConfig, model: PreTrainedModel) -> Work:
+    layers = sum(item.numel() for name, item in model.named_parameters() if ".layers." in name)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Work(
+        layers,
+        config.vocab_size * config.hidden_size,
+        config.num_hidden_layers,
+        config.num_attention_heads * head_dim,
+        2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim,
+    )
+
+
+def decode_row(work: Work, batch: int, vllm_ms: float, aim_ms: float) -> Row:
+    seen = batch * (1024 + 64)
+    return Row(
+        f"decode step, batch {batch}, context 1,024..1,152",
+        "ms",
+        vllm_ms,
+        vllm_ms,
+        aim_ms,
+        lambda engine, prompts: decode_step_s(engine, prompts, batch, 1024, 128),
+        0,
+        work.flops(batch, batch, seen),
+        work.bytes_read(1, seen),
+    )
+
+
+def prefill_row(work: Work, length: int, count: int, vllm_ms: float) -> Row:
+    return Row(
+        f"prefill {length:,} x {count}",
+        "ms",
+        vllm_ms,
+        vllm_ms,
+        0.9 * vllm_ms,
+        lambda engine, prompts: prefill_s(engine, prompts, length, count),
+        0,
+        work.flops(length * count, count, count * length * length // 2),
+        work.bytes_read(1, length * count),
+    )
+
+
+def throughput_row(
+    work: Work, name: str, lens: list[tuple[int, int]], vllm: float, must: float, aim: float
+) -> Row:
+    new = sum(prompt + output for prompt, output in lens)
+    seen = sum((prompt + output) ** 2 // 2 for prompt, output in lens)
+    read = sum(output * prompt + output**2 // 2 for prompt, output in lens)
+    tokens = sum(output for _, output in lens)
+    return Row(
+        name,
+        "tok/s",
+        vllm,
+        must,
+        aim,
+        lambda engine, prompts: throughput_s(engine, prompts, lens),
+        tokens,
+        work.flops(new, tokens, seen),
+        work.bytes_read(max(output for _, output in lens), read),
+    )
+
+
+def rows_of(name: str, work: Work, prompts: Prompts) -> list[Row]:
+    if name == "8b":
+        return [
+            throughput_row(work, "256 x 512 in / 128 out, at once", [(512, 128)] * 256, 6779, 6800, 8000),
+            *(
+                decode_row(work, batch, vllm, aim)
+                for batch, vllm, aim in ((1, 4.98, 4.4), (8, 5.35, 4.8), (64, 7.72, 7.0), (256, 18.5, 15.0))
+            ),
+            *(
+                prefill_row(work, length, count, vllm)
+                for length, count, vllm in (
+                    (4096, 1, 104.0),
+                    (16_384, 1, 491.0),
+                    (32_768, 1, 1206.0),
+                    (8192, 8, 1722.0),
+                )
+            ),
+        ]
+    lens = prompts.uniform_lens(256, 100, 1024)
+    return [
+        throughput_row(work, "256 x 100..1,024 in and out, at once", lens, 24_434, 24_500, 30_000),
+        *(decode_row(work, batch, vllm, 0.85 * vllm) for batch, vllm in ((1, 1.64), (64, 3.77), (256, 10.4))),
+    ]
+
+
+def run_row(row: Row, engine: Engine, prompts: Prompts, repeats: int) -> Outcome:
+    row.measure(engine, prompts)
+    seconds = [row.measure(engine, prompts) for _ in range(repeats)]
+    values = [row.tokens / item if row.unit == "tok/s" else 1e3 * item for item in seconds]
+    value, middle_s = statistics.median(values), statistics.median(seconds)
+    ratio = value / row.vllm if row.unit == "tok/s" else row.vllm / value
+    meets = value >= row.must if row.unit == "tok/s" else value <= row.must
+    return Outcome(
+        row.workload,
+        row.unit,
+        value,
+        values,
+        row.vllm,
+        row.must,
+        row.aim,
+        ratio,
+        meets,
+        row.flops / middle_s / PEAK_FLOPS,
+        row.bytes_read / middle_s / PEAK_BYTES_PER_S,
+    )
+
+
+def print_table(outcomes: list[Outcome]) -> None:
+    print(f"{'workload':45} {'measured':>12} {'vLLM':>9} {'x vLLM':>7} {'must':>9} {'aim':>9}  MFU  bandw.")
+    for item in outcomes:
+        print(
+            f"{item.workload:45} {item.value:9,.2f} {item.unit:5}{item.vllm:7,.6g} {item.times_vllm:7.2f} "
+            f"{item.must:9,.6g} {item.aim:9,.6g} {item.mfu:4.0%} {item.bandwidth:6.0%} "
+            f"{'' if item.meets else '  SHORT'}"
+        )
+
+
+def commit() -> str:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=sorted(CONFIGS), default="8b")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--commit", default="", help="where the checkout has no .git")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    started_s = time.perf_counter()
+    config = CONFIGS[options.model]
+    model = build_model(config)
+    work = work_of(config, model)
+    engine = assemble_engine(ENGINE, PagedModel(model), "bfloat16", SystemClock())
+    torch.cuda.synchronize()
+    start_up_s = time.perf_counter() - started_s
+    print(f"{options.model}: start-up (build, check, compile, capture) {start_up_s:.1f} s", flush=True)
+    outcomes = []
+    prompts = Prompts(engine.vocab_size, 0)
+    for row in rows_of(options.model, work, prompts):
+        outcomes.append(run_row(row, engine, prompts, options.repeats))
+        print_table(outcomes[-1:])
+    assert isinstance(engine.runner, GpuRunner)
+    launch_s = engine.runner.launch_total_s / engine.runner.num_launches
+    print(f"\nCPU time of a launch: {1e3 * launch_s:.2f} ms (mean of {engine.runner.num_launches} steps)")
+    print_table(outcomes)
+    report = {
+        "model": options.model,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "transformers": version("transformers"),
+        "commit": options.commit or commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
+        "start_up_s": start_up_s,
+        "memory_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "launch_cpu_ms": 1e3 * launch_s,
+        "rows": [asdict(outcome) for outcome in outcomes],
+    }
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

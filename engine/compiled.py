@@ -1,0 +1,67 @@
+"""Regional compilation: one decoder layer is compiled and shared by all.
+
+The layers of a model differ in their weights alone, which the compiler takes as inputs, so
+the cost is one layer's: seconds instead of minutes for the whole model. Sizes are dynamic
+in the number of tokens; a step of one token is compiled by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from engine.fused_projections import thin_product_op
+
+aten = torch.ops.aten
+
+MAX_VARIANTS = 32
+"""Compiled variants of a layer: step of one token, of many, with chunks, times windows or none."""
+
+
+class SharedProducts(CustomGraphPass):
+    """Graph pass: leave one of matrix products that are equal in every argument.
+
+    `fused_projections.py` makes such products. Inductor removes common subexpressions
+    from training graphs and not from inference graphs.
+    """
+
+    PURE = frozenset(
+        {
+            aten.mm.default,
+            aten.addmm.default,
+            aten.permute.default,
+            aten.t.default,
+            aten.view.default,
+            aten.reshape.default,
+            aten._unsafe_view.default,
+            thin_product_op._opoverload,
+        }
+    )
+
+    def __call__(self, graph: fx.Graph) -> None:
+        first: dict[tuple[object, str, str], fx.Node] = {}
+        for node in list(graph.nodes):
+            if node.op == "call_function" and node.target in self.PURE:
+                key = (node.target, str(node.args), str(node.kwargs))
+                if key in first:
+                    node.replace_all_uses_with(first[key])
+                    graph.erase_node(node)
+                else:
+                    first[key] = node
+
+    def uuid(self) -> str:
+        """Names this pass in the compiler's cache, which lives longer than this process."""
+        return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def compile_layers(layers: nn.ModuleList) -> None:
+    """Compile the modules of `layers` in place, on their next call."""
+    # One for each kind of step and of layer; fullgraph makes a layer beyond that an error.
+    torch._dynamo.config.recompile_limit = MAX_VARIANTS
+    options = {"post_grad_custom_pre_pass": SharedProducts()}
+    for layer in layers:
+        layer.compile(dynamic=True, fullgraph=True, options=options)

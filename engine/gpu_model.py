@@ -1,0 +1,77 @@
+"""The model on a GPU: its projections fused, one layer compiled, its attention in kernels.
+
+The modules are those of `engine/model.py`; nothing of a family is written here. Once a
+model is here its weights have moved into fused products, and it runs in no other way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.compiled import compile_layers
+from engine.fused_projections import fuse_projections, use_thin_products
+from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, attach_cache
+from engine.paged_cache import PagedCache
+from engine.step_memory import StepShape, carve
+
+
+class GpuModel:
+    """Owns a causal language model on a GPU. Belongs to the device thread.
+
+    Args:
+        compiled: False: every module as it is, for comparison.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: PagedCache, compiled: bool = True) -> None:
+        self._model = model.eval()
+        attach_cache(model, cache.tensor)
+        model.set_attn_implementation(GPU_ATTENTION_NAME)
+        if model.dtype != torch.bfloat16:
+            # torch's grouped product is bfloat16's; its stand-in waits for the device at each layer.
+            model.set_experts_implementation("batched_mm")
+        if compiled:
+            layers = _decoder_layers(model)
+            fuse_projections(layers)
+            use_thin_products(model)
+            compile_layers(layers)
+        self.device: torch.device = model.device
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+
+    @torch.no_grad()
+    def forward(
+        self,
+        memory: torch.Tensor,
+        shape: StepShape,
+        header: torch.Tensor,
+        last_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute the step that lies in `memory`, write its KV, and return logits [num_rows, vocab_size].
+
+        Args:
+            memory: [>= shape.size] int32 on the device, as `StepWriter` lays it out.
+            header: `step_header` of the step.
+            last_tokens: [any] int64 on the device; what the last step sampled.
+        """
+        views = carve(memory, shape)
+        earlier = last_tokens[views.sources.clamp(min=0)]
+        token_ids = torch.where(views.sources < 0, views.token_ids, earlier)
+        output = self._model(
+            input_ids=token_ids.long()[None],
+            position_ids=views.positions.long()[None],
+            use_cache=False,
+            logits_to_keep=views.logit_rows.long(),
+            paged=StepCall(memory, header, shape.num_chunks > 0),
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of modules that is as long as the model is deep."""
+    depth = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return module
+    return nn.ModuleList()

@@ -1,0 +1,52 @@
+"""What the attention kernels have in common: checks of their arguments and their constants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from engine.attention_rule import AttentionRule
+
+
+def require_paged_layer(
+    kv_cache: torch.Tensor, query: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor
+) -> None:
+    """Raise ValueError unless a layer of the cache, queries and a batch's tables fit each other.
+
+    Args:
+        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_dim], any block stride.
+        query: [num_tokens, num_heads, head_dim]
+        block_tables: [num_seqs, max_blocks] int32
+        context_lens: [num_seqs] int32
+    """
+    if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
+        raise ValueError(f"kv_cache is {tuple(kv_cache.shape)}, not one layer of a paged cache")
+    if query.dim() != 3 or query.shape[2] != kv_cache.shape[4]:
+        raise ValueError(f"query {tuple(query.shape)} does not fit head_dim {kv_cache.shape[4]}")
+    if query.shape[1] % kv_cache.shape[3]:
+        raise ValueError(f"{query.shape[1]} heads do not share {kv_cache.shape[3]} KV heads evenly")
+    if query.dtype != kv_cache.dtype:
+        raise ValueError(f"query is {query.dtype}, the cache {kv_cache.dtype}")
+    if query.stride(2) != 1 or kv_cache.stride(4) != 1:
+        raise ValueError("head_dim must be contiguous in query and cache")
+    if block_tables.dtype != torch.int32 or block_tables.dim() != 2 or block_tables.stride(1) != 1:
+        raise ValueError("block_tables must be [num_seqs, max_blocks] int32 with contiguous rows")
+    if context_lens.shape != block_tables.shape[:1] or context_lens.dtype != torch.int32:
+        raise ValueError("context_lens must be [num_seqs] int32")
+
+
+def kernel_constants(
+    query: torch.Tensor, kv_cache: torch.Tensor, rule: AttentionRule, sinks: torch.Tensor | None
+) -> dict[str, Any]:
+    """Return the compile-time constants that both attention kernels take."""
+    return {
+        "WINDOW": rule.sliding_window,
+        "SOFT_CAP": rule.soft_cap > 0,
+        "SINKS": sinks is not None,
+        "GROUP": query.shape[1] // kv_cache.shape[3],
+        "DIM": kv_cache.shape[4],
+        "DIM_PAD": triton.next_power_of_2(kv_cache.shape[4]),
+        "BLOCK_SIZE": kv_cache.shape[2],
+    }

@@ -1,0 +1,106 @@
+"""Write the K and V of new tokens into the paged cache: definition, launcher, kernel.
+
+One program writes one token, K and V of all heads: a layer slice keeps both within one
+block, so the token's rows are two runs of contiguous bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def write_kv_definition(
+    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """The readable definition; arguments as `write_kv`."""
+    block_size = kv_cache.shape[2]
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            block, offset = divmod(slot, block_size)
+            kv_cache[block, 0, offset] = key[token]
+            kv_cache[block, 1, offset] = value[token]
+
+
+def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write each token's K and V to its slot of one layer.
+
+    Args:
+        key, value: [num_tokens, num_kv_heads, head_dim], head_dim contiguous.
+        kv_cache: One layer, [num_blocks, 2, block_size, num_kv_heads, head_dim]; heads and
+            head_dim contiguous, any block stride. Written in place.
+        slots: [num_tokens] int32 or int64, block_id * block_size + offset; negative: a token of
+            padding, which is not written. No two are equal.
+
+    Raises:
+        ValueError: a shape, stride or dtype that the kernel does not take.
+    """
+    num_tokens, num_kv_heads, head_dim = key.shape
+    if key.shape != value.shape or tuple(kv_cache.shape[3:]) != (num_kv_heads, head_dim):
+        raise ValueError(
+            f"key {tuple(key.shape)}, value {tuple(value.shape)}, cache {tuple(kv_cache.shape)} do not fit"
+        )
+    if not key.dtype == value.dtype == kv_cache.dtype:
+        raise ValueError(f"key is {key.dtype}, value {value.dtype}, the cache {kv_cache.dtype}")
+    if key.stride(2) != 1 or value.stride(2) != 1 or kv_cache.stride(4) != 1:
+        raise ValueError("head_dim must be contiguous in key, value and cache")
+    if kv_cache.stride(3) != head_dim:
+        raise ValueError("the heads of a cached token must be contiguous")
+    if slots.shape != (num_tokens,) or slots.dtype not in (torch.int32, torch.int64):
+        raise ValueError("slots must be [num_tokens] int32 or int64")
+    if num_tokens == 0:
+        return
+    _write_token[(num_tokens,)](
+        key,
+        value,
+        kv_cache,
+        slots,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        kv_cache.stride(2),
+        BLOCK_SIZE=kv_cache.shape[2],
+        HEADS=num_kv_heads,
+        HEADS_PAD=triton.next_power_of_2(num_kv_heads),
+        DIM=head_dim,
+        DIM_PAD=triton.next_power_of_2(head_dim),
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _write_token(
+    key,  # [num_tokens, HEADS, DIM]
+    value,  # [num_tokens, HEADS, DIM]
+    kv_cache,  # [num_blocks, 2, BLOCK_SIZE, HEADS, DIM]
+    slots,  # [num_tokens]
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    block_stride,
+    value_stride,
+    token_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot < 0:
+        return
+    heads = tl.arange(0, HEADS_PAD)[:, None]
+    dims = tl.arange(0, DIM_PAD)[None, :]
+    mask = (heads < HEADS) & (dims < DIM)
+    k = tl.load(key + token * key_token_stride + heads * key_head_stride + dims, mask=mask)
+    v = tl.load(value + token * value_token_stride + heads * value_head_stride + dims, mask=mask)
+    target = kv_cache + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * token_stride
+    target += heads * DIM + dims
+    tl.store(target, k, mask=mask)
+    tl.store(target + value_stride, v, mask=mask)

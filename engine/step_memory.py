@@ -1,0 +1,188 @@
+"""Step memory: a plan's numbers as one run of int32, on the host and at a fixed place on the device.
+
+A step needs a dozen small tensors. They lie one behind the other in one buffer, so that a
+step costs one copy to the device, and at addresses that follow from the step's shape
+alone, so that a CUDA graph finds them where it was captured. A shape is rounded up to a
+size of the ladder; what is padding says so in its values (slot -1, length 0).
+
+A token that an earlier step has sampled and the host does not know yet is named by the
+row of that step in which it was sampled (`sources`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.sequence import Sequence
+from engine.step import StepEntry, StepPlan
+
+Numbers = NDArray[np.int32]
+T = TypeVar("T")
+
+ALIGN = 4
+"""Regions start at multiples of 16 bytes, which kernels turn into wide loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What the addresses in a step's memory depend on."""
+
+    num_tokens: int
+    num_single: int
+    """Sequences of one token; their tokens come first. At most `num_tokens`."""
+    num_chunks: int
+    max_blocks: int
+    """Width of the block tables."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits: one for each sequence."""
+        return self.num_single + self.num_chunks
+
+    @property
+    def regions(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the regions, in the order of `StepViews`."""
+        tokens, chunks = (self.num_tokens,), (self.num_chunks,)
+        return (
+            tokens,
+            tokens,
+            tokens,
+            tokens,
+            (self.num_rows,),
+            (self.num_single,),
+            chunks,
+            (self.num_chunks + 1,),
+            (self.num_single, self.max_blocks),
+            (self.num_chunks, self.max_blocks),
+        )
+
+    @property
+    def size(self) -> int:
+        """int32 that the whole takes."""
+        return sum(_padded(region) for region in self.regions)
+
+
+class StepViews(NamedTuple, Generic[T]):
+    """The regions of a step's memory; int32, tensors or the host's arrays."""
+
+    token_ids: T
+    sources: T
+    """Row of the last step's samples that holds the token; -1: it is in `token_ids`."""
+    positions: T
+    slots: T
+    """block_id * block_size + offset; -1: padding."""
+    logit_rows: T
+    """Token whose logits are wanted, for each sequence; 0 where none are."""
+    single_lens: T
+    """Context of each sequence of one token; 0: padding."""
+    chunk_lens: T
+    chunk_starts: T
+    """Where each chunk's tokens start, and where the last one's end."""
+    single_tables: T
+    chunk_tables: T
+
+
+def carve(memory: torch.Tensor, shape: StepShape) -> StepViews[torch.Tensor]:
+    """Return the regions of a step of `shape` in `memory`, [>= shape.size] int32."""
+    views = []
+    start = 0
+    for region in shape.regions:
+        count = _count(region)
+        views.append(memory[start : start + count].view(region))
+        start += _padded(region)
+    return StepViews(*views)
+
+
+class StepWriter:
+    """Writes plans into one host buffer. The caller sees to it that no copy still reads it.
+
+    Block tables change little from step to step: a row is written only if it changed.
+    """
+
+    def __init__(self, capacity: int, block_size: int, pinned: bool) -> None:
+        self.memory = torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned)
+        self._block_size = block_size
+        self._shape: StepShape | None = None
+        self._rows: list[tuple[int, ...]] = []
+
+    def write(self, plan: StepPlan, shape: StepShape, rows_of: Mapping[Sequence, int]) -> torch.Tensor:
+        """Lay out `plan` and return the part of `memory` that holds it.
+
+        Args:
+            rows_of: Where the last step sampled each of its sequences' tokens.
+        """
+        views: StepViews[Numbers] = StepViews(*(view.numpy() for view in carve(self.memory, shape)))
+        if shape != self._shape:
+            self._shape, self._rows = shape, [()] * shape.num_rows
+        singles, chunks = plan.entries[: plan.num_single], plan.entries[plan.num_single :]
+        self._write_singles(views, singles, rows_of)
+        self._write_chunks(views, shape, chunks, plan.num_single)
+        return self.memory[: shape.size]
+
+    def _write_singles(
+        self, views: StepViews[Numbers], entries: tuple[StepEntry, ...], rows_of: Mapping[Sequence, int]
+    ) -> None:
+        count = len(entries)
+        known = [entry.start < len(entry.sequence.token_ids) for entry in entries]
+        views.token_ids[:count] = [
+            entry.sequence.token_ids[entry.start] if is_known else 0
+            for entry, is_known in zip(entries, known, strict=True)
+        ]
+        views.sources[:count] = [
+            -1 if is_known else rows_of[entry.sequence]
+            for entry, is_known in zip(entries, known, strict=True)
+        ]
+        views.positions[:count] = [entry.start for entry in entries]
+        views.single_lens[:count] = views.positions[:count] + 1
+        views.single_lens[count:] = 0
+        size = self._block_size
+        views.slots[:count] = [
+            entry.block_table[entry.start // size] * size + entry.start % size for entry in entries
+        ]
+        views.logit_rows[:count] = range(count)
+        for row, entry in enumerate(entries):
+            self._write_table(views.single_tables, row, row, entry)
+
+    def _write_chunks(
+        self, views: StepViews[Numbers], shape: StepShape, entries: tuple[StepEntry, ...], num_single: int
+    ) -> None:
+        start = num_single
+        views.logit_rows[num_single:] = 0
+        for index, entry in enumerate(entries):
+            stop = start + entry.num_tokens
+            positions = np.arange(entry.start, entry.context_len, dtype=np.int32)
+            table = np.array(entry.block_table, dtype=np.int32)
+            views.token_ids[start:stop] = entry.sequence.token_ids[entry.start : entry.context_len]
+            views.positions[start:stop] = positions
+            views.slots[start:stop] = table[positions // self._block_size] * self._block_size
+            views.slots[start:stop] += positions % self._block_size
+            views.chunk_starts[index] = start
+            views.chunk_lens[index] = entry.context_len
+            views.logit_rows[shape.num_single + index] = stop - 1
+            self._write_table(views.chunk_tables, index, shape.num_single + index, entry)
+            start = stop
+        views.chunk_starts[len(entries) :] = start
+        views.chunk_lens[len(entries) :] = 0
+        views.token_ids[start:] = 0
+        views.positions[start:] = 0
+        views.slots[start:] = -1
+        views.sources[num_single:] = -1
+
+    def _write_table(self, tables: Numbers, index: int, row: int, entry: StepEntry) -> None:
+        if self._rows[row] != entry.block_table:
+            tables[index, : len(entry.block_table)] = entry.block_table
+            self._rows[row] = entry.block_table
+
+
+def _count(region: tuple[int, ...]) -> int:
+    return region[0] * (region[1] if len(region) == 2 else 1)
+
+
+def _padded(region: tuple[int, ...]) -> int:
+    return -(-_count(region) // ALIGN) * ALIGN

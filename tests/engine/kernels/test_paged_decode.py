@@ -1,0 +1,136 @@
+"""The decode kernel computes what its plain-torch definition says."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention_rule import AttentionRule
+from engine.kernels.paged_decode import DecodeTiles, decode_tiles, paged_decode, paged_decode_definition
+from tests.engine.kernels.paged import DEVICE, MULTIPLIED, paged_layer, relative_error, tolerance
+
+
+def assert_agrees(
+    lens: list[int],
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    rule: AttentionRule | None = None,
+    sinks: bool = False,
+    tiles: DecodeTiles | None = None,
+    seed: int = 0,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, num_kv_heads = heads
+    kv_cache, tables = paged_layer(lens, num_kv_heads, head_dim, block_size, dtype, generator)
+    query = torch.randn(len(lens), num_heads, head_dim, generator=generator).to(DEVICE, dtype)
+    lens_tensor = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+    sink_logits = torch.randn(num_heads, generator=generator).to(DEVICE) if sinks else None
+    rule = rule or AttentionRule(scale=head_dim**-0.5)
+    arguments = (query, kv_cache, tables, lens_tensor, rule, sink_logits)
+    output = paged_decode(*arguments, tiles=tiles)
+    assert relative_error(output, paged_decode_definition(*arguments)) < tolerance(dtype)
+
+
+def test_lengths_around_the_edges_of_blocks_and_tiles_agree() -> None:
+    assert_agrees([1, 15, 16, 17, 63, 64, 65, 130])
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+def test_every_head_dim_agrees(head_dim: int) -> None:
+    assert_agrees([70, 3], head_dim=head_dim)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (6, 2), (7, 1), (32, 1)])
+def test_every_grouping_of_heads_agrees(heads: tuple[int, int]) -> None:
+    assert_agrees([40, 1], heads=heads)
+
+
+@pytest.mark.parametrize("dtype", MULTIPLIED)
+def test_every_dtype_agrees(dtype: torch.dtype) -> None:
+    assert_agrees([1, 33, 100], dtype=dtype, head_dim=80)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 64, 128])
+def test_every_block_size_agrees(block_size: int) -> None:
+    assert_agrees([1, 47, 129, 200], block_size=block_size)
+
+
+@pytest.mark.parametrize(
+    ("window", "cap", "sinks"), list(itertools.product([0, 1, 20, 64, 1000], [0.0, 5.0], [False, True]))
+)
+def test_windows_caps_and_sinks_agree_whether_split_or_not(window: int, cap: float, sinks: bool) -> None:
+    rule = AttentionRule(scale=0.3, sliding_window=window, soft_cap=cap)
+    for num_splits in (1, 4):
+        assert_agrees([1, 65, 90], rule=rule, sinks=sinks, tiles=DecodeTiles(32, 4, 2, num_splits))
+
+
+def test_a_row_of_padding_is_zeros() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kv_cache, tables = paged_layer([20], 1, 64, 16, torch.float32, generator)
+    tables = torch.cat([tables, torch.full_like(tables, 2**30)])
+    query = torch.randn(2, 2, 64, generator=generator).to(DEVICE)
+    lens = torch.tensor([20, 0], dtype=torch.int32, device=DEVICE)
+    for num_splits in (1, 4):
+        tiles = DecodeTiles(16, 4, 2, num_splits)
+        output = paged_decode(query, kv_cache, tables, lens, AttentionRule(0.1), tiles=tiles)
+        assert output[0].norm() > 0
+        assert output[1].norm() == 0
+
+
+def test_queries_may_be_a_transposed_view() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kv_cache, tables = paged_layer([20, 5], 2, 64, 16, torch.float32, generator)
+    query = torch.randn(4, 2, 64, generator=generator).to(DEVICE).transpose(0, 1)
+    lens = torch.tensor([20, 5], dtype=torch.int32, device=DEVICE)
+    output = paged_decode(query, kv_cache, tables, lens, AttentionRule(0.1))
+    expected = paged_decode(query.contiguous(), kv_cache, tables, lens, AttentionRule(0.1))
+    assert torch.equal(output, expected)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    lens=st.lists(st.integers(1, 150), min_size=1, max_size=3),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 1)]),
+    block_size=st.sampled_from([16, 32, 64]),
+    window=st.sampled_from([0, 7, 64]),
+    tile=st.sampled_from([16, 32, 64]),
+    num_splits=st.sampled_from([1, 2, 8]),
+    seed=st.integers(0, 2**20),
+)
+def test_random_batches_agree(lens, heads, block_size, window, tile, num_splits, seed) -> None:
+    rule = AttentionRule(scale=0.2, sliding_window=window)
+    tiles = DecodeTiles(tile, 4, 2, num_splits)
+    assert_agrees(lens, heads, 32, block_size, rule=rule, tiles=tiles, seed=seed)
+
+
+def test_the_launch_depends_on_shapes_alone_and_fills_the_device_at_batch_one() -> None:
+    assert decode_tiles(1, 8, 131_072, 256).num_splits == 32
+    assert decode_tiles(256, 8, 131_072, 256).num_splits == 1
+    assert decode_tiles(1, 8, 64, 256).num_splits == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a | {"query": a["query"].half()}, "query is"),
+        (lambda a: a | {"query": a["query"][..., :32]}, "head_dim"),
+        (lambda a: a | {"query": a["query"][:, :3]}, "evenly"),
+        (lambda a: a | {"context_lens": a["context_lens"].long()}, "context_lens"),
+        (lambda a: a | {"block_tables": a["block_tables"].long()}, "block_tables"),
+        (lambda a: a | {"kv_cache": a["kv_cache"][:, 0]}, "paged cache"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_refused_by_name(change, message: str) -> None:
+    kv_cache, tables = paged_layer([20], 2, 64, 16, torch.float32, torch.Generator().manual_seed(0))
+    arguments = {
+        "query": torch.zeros(1, 4, 64, device=DEVICE),
+        "kv_cache": kv_cache,
+        "block_tables": tables,
+        "context_lens": torch.tensor([20], dtype=torch.int32, device=DEVICE),
+    }
+    with pytest.raises(ValueError, match=message):
+        paged_decode(**change(arguments), rule=AttentionRule(1.0))

@@ -1,0 +1,154 @@
+"""The prefill kernel computes what its plain-torch definition says."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention_rule import AttentionRule
+from engine.kernels.paged_decode import paged_decode
+from engine.kernels.paged_prefill import PrefillTiles, paged_prefill, paged_prefill_definition
+from tests.engine.kernels.paged import DEVICE, MULTIPLIED, paged_layer, relative_error, tolerance
+
+SMALL = PrefillTiles(rows=16, tokens=16, num_warps=4, num_stages=1)
+
+
+def assert_agrees(
+    chunks: list[tuple[int, int]],
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    rule: AttentionRule | None = None,
+    sinks: bool = False,
+    tiles: PrefillTiles | None = SMALL,
+    seed: int = 0,
+) -> None:
+    """`chunks` are (prefix, new tokens) of each sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, num_kv_heads = heads
+    lens = [prefix + count for prefix, count in chunks]
+    kv_cache, tables = paged_layer(lens, num_kv_heads, head_dim, block_size, dtype, generator)
+    starts = torch.tensor([0] + [count for _, count in chunks]).cumsum(0).to(DEVICE, torch.int32)
+    query = torch.randn(int(starts[-1]), num_heads, head_dim, generator=generator).to(DEVICE, dtype)
+    lens_tensor = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+    sink_logits = torch.randn(num_heads, generator=generator).to(DEVICE) if sinks else None
+    rule = rule or AttentionRule(scale=head_dim**-0.5)
+    arguments = (query, kv_cache, tables, starts, lens_tensor, rule, sink_logits)
+    output = paged_prefill(*arguments, tiles=tiles)
+    assert relative_error(output, paged_prefill_definition(*arguments)) < tolerance(dtype)
+
+
+def test_chunks_of_many_lengths_with_and_without_prefix_agree_in_one_launch() -> None:
+    assert_agrees([(0, 1), (0, 17), (64, 16), (5, 30), (100, 1), (0, 64), (15, 2)])
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+def test_every_head_dim_agrees(head_dim: int) -> None:
+    assert_agrees([(3, 20), (0, 18)], head_dim=head_dim)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (6, 2), (7, 1), (16, 1)])
+def test_every_grouping_of_heads_agrees(heads: tuple[int, int]) -> None:
+    assert_agrees([(3, 20), (0, 9)], heads=heads)
+
+
+@pytest.mark.parametrize("dtype", MULTIPLIED)
+def test_every_dtype_agrees_with_the_launch_that_is_chosen(dtype: torch.dtype) -> None:
+    assert_agrees([(40, 33), (0, 70)], dtype=dtype, head_dim=128, tiles=None)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 64, 128])
+def test_every_block_size_agrees(block_size: int) -> None:
+    assert_agrees([(0, 30), (100, 20)], block_size=block_size, tiles=PrefillTiles(32, 32, 4, 1))
+
+
+@pytest.mark.parametrize("window", [0, 1, 10, 500])
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_windows_caps_and_sinks_agree(window: int, cap: float, sinks: bool) -> None:
+    rule = AttentionRule(scale=0.3, sliding_window=window, soft_cap=cap)
+    assert_agrees([(0, 20), (40, 12)], rule=rule, sinks=sinks)
+
+
+def test_a_chunk_of_one_token_is_a_decode_step() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kv_cache, tables = paged_layer([20, 33], 2, 64, 16, torch.float32, generator)
+    query = torch.randn(2, 4, 64, generator=generator).to(DEVICE)
+    lens = torch.tensor([20, 33], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
+    prefilled = paged_prefill(query, kv_cache, tables, starts, lens, AttentionRule(0.1))
+    decoded = paged_decode(query, kv_cache, tables, lens, AttentionRule(0.1))
+    assert relative_error(prefilled, decoded) < tolerance(torch.float32)
+
+
+def test_sequences_and_tokens_of_padding_harm_nothing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kv_cache, tables = paged_layer([20], 2, 64, 16, torch.float32, generator)
+    query = torch.randn(12, 4, 64, generator=generator).to(DEVICE)
+    lens = torch.tensor([20], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, 9], dtype=torch.int32, device=DEVICE)
+    expected = paged_prefill(query[:9], kv_cache, tables, starts, lens, AttentionRule(0.1), tiles=SMALL)
+    output = paged_prefill(
+        query,
+        kv_cache,
+        torch.cat([tables, tables]),
+        torch.tensor([0, 9, 9], dtype=torch.int32, device=DEVICE),
+        torch.tensor([20, 0], dtype=torch.int32, device=DEVICE),
+        AttentionRule(0.1),
+        tiles=SMALL,
+    )
+    assert torch.equal(output[:9], expected)
+
+
+def test_chunks_that_start_late_leave_the_tokens_before_them_as_they_are() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kv_cache, tables = paged_layer([20, 40], 2, 64, 16, torch.float32, generator)
+    query = torch.randn(120, 4, 64, generator=generator).to(DEVICE)
+    lens = torch.tensor([20, 40], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([70, 79, 119], dtype=torch.int32, device=DEVICE)
+    output = torch.full_like(query, 7.0)
+    paged_prefill(query, kv_cache, tables, starts, lens, AttentionRule(0.1), tiles=SMALL, output=output)
+    early = torch.tensor([0, 9, 49], dtype=torch.int32, device=DEVICE)
+    expected = paged_prefill(query[70:119], kv_cache, tables, early, lens, AttentionRule(0.1), tiles=SMALL)
+    assert torch.equal(output[70:119], expected)
+    assert bool((output[:70] == 7).all())
+    assert bool((output[119:] == 7).all())
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    chunks=st.lists(st.tuples(st.integers(0, 70), st.integers(1, 50)), min_size=1, max_size=4),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 1)]),
+    block_size=st.sampled_from([16, 32, 64]),
+    window=st.sampled_from([0, 7, 64]),
+    rows=st.sampled_from([16, 32, 64]),
+    tile=st.sampled_from([16, 32]),
+    seed=st.integers(0, 2**20),
+)
+def test_random_batches_agree(chunks, heads, block_size, window, rows, tile, seed) -> None:
+    rule = AttentionRule(scale=0.2, sliding_window=window)
+    tiles = PrefillTiles(rows, tile, 4, 1)
+    assert_agrees(chunks, heads, 32, block_size, rule=rule, tiles=tiles, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a | {"query": a["query"].half()}, "query is"),
+        (lambda a: a | {"query_starts": a["query_starts"][:1]}, "query_starts"),
+        (lambda a: a | {"context_lens": a["context_lens"].long()}, "context_lens"),
+        (lambda a: a | {"block_tables": a["block_tables"].long()}, "block_tables"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_refused_by_name(change, message: str) -> None:
+    kv_cache, tables = paged_layer([20], 2, 64, 16, torch.float32, torch.Generator().manual_seed(0))
+    arguments = {
+        "query": torch.zeros(5, 4, 64, device=DEVICE),
+        "kv_cache": kv_cache,
+        "block_tables": tables,
+        "query_starts": torch.tensor([0, 5], dtype=torch.int32, device=DEVICE),
+        "context_lens": torch.tensor([20], dtype=torch.int32, device=DEVICE),
+    }
+    with pytest.raises(ValueError, match=message):
+        paged_prefill(**change(arguments), rule=AttentionRule(1.0))

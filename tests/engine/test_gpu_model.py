@@ -1,0 +1,124 @@
+"""The GPU's way through a model, in Triton's interpreter: same logits as the family itself."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from base.kv_layout import KvLayout
+from engine.fused_projections import fuse_projections
+from engine.gpu_attention import step_header
+from engine.gpu_model import GpuModel
+from engine.model import PagedModel
+from engine.paged_cache import PagedCache
+from engine.sequence import Sequence
+from engine.step import StepEntry, StepPlan
+from engine.step_memory import StepShape, StepWriter
+from tests.engine.builders import make_sequence
+from tests.engine.test_families import FAMILIES, SMALL
+
+BLOCK_SIZE = 16
+NO_TOKENS = torch.zeros(64, dtype=torch.int64)
+
+
+def make_family(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    fields = {"model_type": name, **SMALL, **FAMILIES[name]}
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def make_gpu_model(model: PreTrainedModel, num_blocks: int = 32) -> GpuModel:
+    shape = PagedModel(model).shape
+    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK_SIZE, "float32")
+    return GpuModel(model, PagedCache(layout, num_blocks, torch.device("cpu")), compiled=False)
+
+
+def entry(sequence: Sequence, start: int, count: int, first_block: int) -> StepEntry:
+    table = tuple(range(first_block, first_block + 8))[::-1]
+    samples = start + count == sequence.num_tokens
+    return StepEntry(sequence, start, count, table, samples)
+
+
+def run(
+    model: GpuModel,
+    entries: list[StepEntry],
+    shape: StepShape,
+    rows_of: dict[Sequence, int] | None = None,
+    last_tokens: torch.Tensor = NO_TOKENS,
+) -> torch.Tensor:
+    singles = sum(item.num_tokens == 1 for item in entries)
+    plan = StepPlan(tuple(entries), singles)
+    memory = StepWriter(4096, BLOCK_SIZE, pinned=False).write(plan, shape, rows_of or {})
+    return model.forward(memory, shape, step_header(shape, None), last_tokens)
+
+
+def expected_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0, -1]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "phi", "gpt_oss", "gpt2"])
+def test_chunks_singles_and_padding_in_one_step_give_the_logits_of_the_family(family: str) -> None:
+    reference = make_family(family)
+    model = make_gpu_model(copy.deepcopy(reference))
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 211, (size,), generator=generator).tolist() for size in (40, 30, 33)]
+    first, second, third = (make_sequence(str(index), prompt) for index, prompt in enumerate(prompts))
+    prefilled = [entry(first, 0, 39, 0), entry(second, 0, 11, 8), entry(third, 0, 32, 16)]
+    run(model, prefilled, StepShape(96, 0, 3, 8))
+    last = [entry(first, 39, 1, 0), entry(third, 32, 1, 16), entry(second, 11, 19, 8)]
+    logits = run(model, last, StepShape(32, 4, 2, 8))
+    for row, prompt in ((0, prompts[0]), (1, prompts[2]), (4, prompts[1])):
+        torch.testing.assert_close(logits[row], expected_logits(reference, prompt), rtol=1e-3, atol=1e-4)
+
+
+def test_a_token_that_only_the_device_knows_is_taken_from_the_row_that_sampled_it() -> None:
+    reference = make_family("llama")
+    model = make_gpu_model(copy.deepcopy(reference))
+    sequence = make_sequence("a", range(20))
+    run(model, [entry(sequence, 0, 20, 0)], StepShape(32, 0, 1, 8))
+    last_tokens = NO_TOKENS.clone()
+    last_tokens[5] = 77
+    ahead = StepEntry(sequence, 20, 1, tuple(range(8))[::-1], samples=True)
+    logits = run(model, [ahead], StepShape(2, 2, 0, 8), {sequence: 5}, last_tokens)
+    expected = expected_logits(reference, [*range(20), 77])
+    torch.testing.assert_close(logits[0], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma"])
+def test_fused_projections_change_no_logit(family: str) -> None:
+    model = make_family(family)
+    token_ids = list(range(30))
+    before = expected_logits(model, token_ids)
+    assert fuse_projections(model) == 2 * model.config.num_hidden_layers
+    torch.testing.assert_close(expected_logits(model, token_ids), before, rtol=1e-5, atol=1e-6)
+
+
+def test_a_writer_that_is_used_again_leaves_nothing_of_the_step_before() -> None:
+    generator = torch.Generator().manual_seed(0)
+    used = StepWriter(4096, BLOCK_SIZE, pinned=False)
+    for _ in range(30):
+        sizes = torch.randint(
+            1, 40, (int(torch.randint(1, 4, (), generator=generator)),), generator=generator
+        )
+        entries = []
+        for size in sorted(sizes.tolist()):
+            table = torch.randint(0, 99, (size // BLOCK_SIZE + 1,), generator=generator).tolist()
+            entries.append(StepEntry(make_sequence("a", range(size)), 0, size, tuple(table), samples=True))
+        plan = StepPlan(tuple(entries), sum(item.num_tokens == 1 for item in entries))
+        shape = StepShape(128, 4, 4, 8)
+        fresh = StepWriter(4096, BLOCK_SIZE, pinned=False).write(plan, shape, {}).clone()
+        written = used.write(plan, shape, {}).clone()
+        # what lies beyond a table's last block is never read
+        tables = shape.size - 8 * shape.max_blocks
+        assert torch.equal(written[:tables], fresh[:tables])
+        for row in range(shape.num_rows):
+            index = row if row < 4 else row - 4
+            part = entries[: plan.num_single] if row < 4 else entries[plan.num_single :]
+            if index < len(part):
+                start = tables + row * shape.max_blocks
+                assert written[start : start + len(part[index].block_table)].tolist() == list(
+                    part[index].block_table
+                )

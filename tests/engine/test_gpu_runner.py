@@ -1,0 +1,99 @@
+"""On a GPU, compiled, captured and launched ahead, the engine says what transformers says."""
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from base.clock import SystemClock
+from base.config import EngineConfig
+from base.request import SamplingParams, StopParams
+from engine.build import Engine, assemble_engine
+from engine.cuda_graph import MIXED_TOKENS, decode_ladder, mixed_ladder
+from engine.model import PagedModel
+from tests.engine.builders import make_sequence, run_sequences
+from tests.engine.test_gpu_model import make_family
+
+
+def test_the_decode_ladder_holds_every_batch_and_wastes_at_most_a_quarter() -> None:
+    for max_batch in (1, 2, 7, 8, 64, 100, 256):
+        ladder = decode_ladder(max_batch)
+        assert ladder == sorted(set(ladder))
+        assert ladder[-1] == max_batch
+        assert len(ladder) <= 32
+        for batch in range(9, max_batch + 1):
+            size = next(size for size in ladder if size >= batch)
+            assert size - batch < max(8, batch / 4)
+
+
+def test_the_ladder_of_mixed_steps_ends_with_one_that_holds_the_largest() -> None:
+    assert mixed_ladder(100) == [128]
+    assert mixed_ladder(512 + 64) == [128, 256, 512, 768]
+    assert mixed_ladder(100_000) == list(MIXED_TOKENS)
+
+
+def make_engine(family: str, **fields) -> tuple[Engine, torch.nn.Module]:
+    reference = make_family(family).cuda()
+    config = EngineConfig(
+        device="cuda", dtype="float32", block_size=16, kv_cache_gib=0.02, chunk_tokens=48, max_batch=16
+    )
+    return assemble_engine(
+        config, PagedModel(make_family(family).cuda()), "float32", SystemClock()
+    ), reference
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(211) for _ in range(rng.randint(1, 150))] for _ in range(count)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "phi", "gpt_oss", "mixtral"])
+def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
+    engine, reference = make_engine(family)
+    texts = prompts(24, 1)
+    sequences = [make_sequence(f"{i:02}", text, 5 + i) for i, text in enumerate(texts)]
+    results = asyncio.run(run_sequences(engine.loop, sequences))
+    same = total = 0
+    for index, text in enumerate(texts):
+        expected = list(text)
+        for _ in range(5 + index):
+            with torch.no_grad():
+                logits = reference(input_ids=torch.tensor([expected], device="cuda"), use_cache=False).logits
+            expected.append(int(logits[0, -1].argmax()))
+        got = [token.token_id for token in results[f"{index:02}"]]
+        assert len(got) == 5 + index
+        same += got == expected[len(text) :]
+        total += 1
+    assert same == total
+
+
+@pytest.mark.gpu
+def test_sampling_stop_tokens_and_penalties_do_not_depend_on_who_else_runs() -> None:
+    engine, _ = make_engine("llama")
+    params = [
+        SamplingParams(temperature=0.8, seed=3),
+        SamplingParams(temperature=1.2, top_k=20, top_p=0.9, seed=4),
+        SamplingParams(temperature=0.7, repetition_penalty=1.3, seed=5),
+        SamplingParams(temperature=0.0),
+    ]
+    texts = prompts(len(params), 2)
+
+    def run(indices: list[int]) -> dict[str, list[int]]:
+        sequences = [
+            make_sequence(
+                str(i),
+                texts[i],
+                sampling=params[i],
+                stop=StopParams(40, stop_token_ids=(1, 2, 3, 4, 5, 6, 7)),
+            )
+            for i in indices
+        ]
+        results = asyncio.run(run_sequences(engine.loop, sequences))
+        return {name: [token.token_id for token in tokens] for name, tokens in results.items()}
+
+    alone = {}
+    for index in range(len(params)):
+        alone |= run([index])
+    assert run(list(range(len(params)))) == alone
