@@ -95,6 +95,17 @@ class ConfigError(Exception):
     """Configuration is wrong; the message names file, key and mend."""
 
 
+LOST_RETRY_S = 2.0
+"""About what a lost node takes to be back; nothing better is known."""
+
+
+def retry_after_s(error: ServeError) -> float | None:
+    """Return when the same request may succeed, or None if it is no matter of time."""
+    if isinstance(error, RejectedError):
+        return error.retry_after_s
+    return LOST_RETRY_S if isinstance(error, UnavailableError | LostError) else None
+
+
 STATUS_OF: tuple[tuple[type[ServeError], grpc.StatusCode], ...] = (
     (UnknownModelError, grpc.StatusCode.NOT_FOUND),
     (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),

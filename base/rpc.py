@@ -32,18 +32,14 @@ from grpc_reflection.v1alpha import reflection
 from base.errors import (
     ConfigError,
     InvalidRequestError,
-    LostError,
-    RejectedError,
     ServeError,
-    UnavailableError,
+    retry_after_s,
     status_of,
 )
 
 log = logging.getLogger(__name__)
 
 ERROR_DOMAIN = "conductor"
-RETRY_S = 2.0
-"""Of errors that know no better: about what a lost node takes to be back."""
 MAX_MESSAGE_CHARS = 1_000
 """Statuses travel in headers, which peers bound at 8 KiB."""
 
@@ -158,8 +154,7 @@ def error_details(error: ServeError) -> list[Message]:
             field=error.param, description=str(error)[:MAX_MESSAGE_CHARS]
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, RejectedError | UnavailableError | LostError):
-        retry_s = error.retry_after_s if isinstance(error, RejectedError) else RETRY_S
+    if (retry_s := retry_after_s(error)) is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(retry_s * 1e9))
         details.append(retry)

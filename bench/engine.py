@@ -282,8 +282,9 @@ def main() -> None:
     start_up_s = time.perf_counter() - started_s
     print(f"{options.model}: start-up (build, check, compile, capture) {start_up_s:.1f} s", flush=True)
     outcomes = []
-    for row in rows_of(options.model, work, Prompts(engine.vocab_size, 0)):
-        outcomes.append(run_row(row, engine, Prompts(engine.vocab_size, 0), options.repeats))
+    prompts = Prompts(engine.vocab_size, 0)
+    for row in rows_of(options.model, work, prompts):
+        outcomes.append(run_row(row, engine, prompts, options.repeats))
         print_table(outcomes[-1:])
     assert isinstance(engine.runner, GpuRunner)
     launch_s = engine.runner.launch_total_s / engine.runner.num_launches

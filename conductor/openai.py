@@ -36,10 +36,10 @@ from conductor.completion import Completions
 from conductor.http_reply import BodyError, ClientGoneError, Reply, read_body, while_connected
 from conductor.openai_errors import HttpError, http_error, internal_error
 from conductor.openai_format import to_json
-from conductor.openai_generation import Caller, Generation, require_model
+from conductor.openai_generation import Caller, Generation
 from conductor.openai_schema import DetokenizeBody, TokenizeBody, chat_messages
 from conductor.openai_schema import read_body as parse_body
-from conductor.options import check_request_id, check_token_ids
+from conductor.options import check_request_id, check_token_ids, require_model
 from conductor.prompt import chat_token_ids, text_token_ids
 
 log = logging.getLogger(__name__)

@@ -21,11 +21,9 @@ from base.errors import (
     SloUnreachableError,
     UnavailableError,
     UnknownModelError,
+    retry_after_s,
 )
 from conductor.options import ContextLengthError
-
-UNAVAILABLE_RETRY_S = 2.0
-"""A node that comes back attaches within about this; nothing better is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +70,10 @@ def http_error(error: ServeError) -> HttpError:
     for kind, status, type_name, code in _STATUS:
         if isinstance(error, kind):
             param = error.param if isinstance(error, InvalidRequestError) else None
-            return HttpError(status, type_name, code, str(error), param, _retry_after_s(error))
+            return HttpError(status, type_name, code, str(error), param, retry_after_s(error))
     return internal_error()
 
 
 def internal_error() -> HttpError:
     """Return what a client is told of a bug: nothing that would help an attacker."""
     return HttpError(500, "server_error", "internal_error", "the server failed; its log says how")
-
-
-def _retry_after_s(error: ServeError) -> float | None:
-    if isinstance(error, RejectedError):
-        return error.retry_after_s
-    return UNAVAILABLE_RETRY_S if isinstance(error, UnavailableError | LostError) else None

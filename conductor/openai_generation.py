@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from base.clock import wall_clock_s
-from base.errors import InvalidRequestError, UnknownModelError
+from base.errors import InvalidRequestError
 from base.request import RequestId, Slo
 from conductor.completion import Completions
 from conductor.http_reply import Reply, all_of
@@ -37,11 +37,10 @@ from conductor.options import (
     check_request_id,
     make_request,
     params_spelled,
+    require_model,
+    unique_id,
 )
 from conductor.prompt import chat_token_ids, text_token_ids
-from conductor.served_model import ServedModel
-
-MAX_SHOWN_CHARS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +55,6 @@ class Caller:
 class _Prompt:
     token_ids: tuple[int, ...]
     echo: str = ""
-
-
-def require_model(model: ServedModel, name: str | None) -> None:
-    """Raise UnknownModelError if a call names another model than the one that is served."""
-    if name is not None and name != model.name:
-        shown = name if len(name) <= MAX_SHOWN_CHARS else f"{name[:MAX_SHOWN_CHARS]}..."
-        raise UnknownModelError(f"the model {shown!r} does not exist; {model.name!r} does", "model")
 
 
 class Generation:
@@ -128,8 +120,7 @@ class Generation:
         reply: Reply,
         default_max_tokens: int | None,
     ) -> list[TextRequest]:
-        # A client's id need not be unique among clients; ours must be.
-        unique = f"{reply.request_id}-{self._rng.getrandbits(32):08x}"
+        unique = unique_id(reply.request_id, self._rng)
         return [
             make_request(
                 RequestId(f"{unique}-p{index}" if len(prompts) > 1 else unique),

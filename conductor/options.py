@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from base.errors import InvalidRequestError
+from base.errors import InvalidRequestError, UnknownModelError
 from base.request import MAX_TOP_LOGPROBS, Request, RequestId, SamplingParams, Slo, StopParams
 from conductor.served_model import ServedModel
 
@@ -24,6 +24,8 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_REQUEST_ID_CHARS = 128
+MAX_SHOWN_CHARS = 100
+"""Of a client's own words in an error."""
 SEED_RANGE = 1 << 64
 """Seeds are taken modulo this: a client's may be negative."""
 
@@ -126,6 +128,18 @@ def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) ->
         raise InvalidRequestError(
             f"{param}: token ids of this model are between 0 and {model.vocab_size - 1}", param
         )
+
+
+def require_model(model: ServedModel, name: str | None) -> None:
+    """Raise UnknownModelError if a client names another model than the one that is served."""
+    if name is not None and name != model.name:
+        shown = name if len(name) <= MAX_SHOWN_CHARS else f"{name[:MAX_SHOWN_CHARS]}..."
+        raise UnknownModelError(f"the model {shown!r} does not exist; {model.name!r} does", "model")
+
+
+def unique_id(request_id: str, rng: random.Random) -> RequestId:
+    """Return the cluster's name of a request: a client's id need not be unique among clients."""
+    return RequestId(f"{request_id}-{rng.getrandbits(32):08x}")
 
 
 def check_request_id(request_id: str) -> None:

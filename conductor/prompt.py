@@ -44,9 +44,11 @@ async def chat_token_ids(
     """Return the token ids of a conversation, in the form the model was trained on.
 
     Raises:
-        InvalidRequestError: the model has no such form, its template refuses the
-            messages, or they cannot fit the context window.
+        InvalidRequestError: there is no message, the model has no such form, its template
+            refuses the messages, or they cannot fit the context window.
     """
+    if not messages:
+        raise InvalidRequestError("messages: at least one is wanted", "messages")
     template = model.chat_template
     if template is None:
         raise InvalidRequestError(f"{model.name} has no chat template; it takes completions", "messages")

@@ -16,11 +16,10 @@ from typing import Any, get_args
 import grpc
 
 from base.errors import InvalidRequestError
-from base.request import RequestId, SampledToken, Slo
+from base.request import SampledToken, Slo
 from base.rpc import Service
 from conductor.chat_template import ChatMessage, ChatRole
 from conductor.completion import Completions, Piece
-from conductor.openai_generation import require_model
 from conductor.options import (
     Options,
     TextRequest,
@@ -28,6 +27,8 @@ from conductor.options import (
     check_request_id,
     make_request,
     params_spelled,
+    require_model,
+    unique_id,
 )
 from conductor.prompt import chat_token_ids, text_token_ids
 from protos import inference_pb2, inference_pb2_grpc
@@ -108,8 +109,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         check_options(options, self._model)
         token_ids = await self._token_ids(message)
         request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"
-        # A client's id need not be unique among clients; ours must be.
-        unique = RequestId(f"{request_id}-{self._rng.getrandbits(32):08x}")
+        unique = unique_id(request_id, self._rng)
         asked = make_request(unique, token_ids, options, self._model, self._rng, arrived_at_s)
         return asked, request_id
 

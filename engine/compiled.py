@@ -14,6 +14,8 @@ import torch
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from engine.fused_projections import thin_product_op
+
 aten = torch.ops.aten
 
 MAX_VARIANTS = 32
@@ -36,6 +38,7 @@ class SharedProducts(CustomGraphPass):
             aten.view.default,
             aten.reshape.default,
             aten._unsafe_view.default,
+            thin_product_op._opoverload,
         }
     )
 

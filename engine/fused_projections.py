@@ -1,4 +1,4 @@
-"""Fuse projections of the same input into one matrix product, from outside a finished model.
+"""The linear layers of a finished model, changed from outside: fused, and fast for few rows.
 
 q, k and v (and gate and up) read the same hidden states. One product over their stacked
 weights reads the input once and fills the device better than three: at batch 1 the k and
@@ -6,8 +6,8 @@ v projections of an 8B model are 8 MB each, too little for the memory to get up 
 
 The model's own forward still calls three projections. Each becomes a `Slice` that calls
 the shared product and keeps its columns; the calls are identical, so the compiler's
-elimination of common subexpressions leaves one. Uncompiled, the product would run three
-times: fuse only what is compiled.
+elimination of common subexpressions leaves one (`compiled.py`). Uncompiled, the product
+would run three times: fuse only what is compiled.
 """
 
 from __future__ import annotations
@@ -16,15 +16,48 @@ import itertools
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
+
+from engine.kernels.thin_product import MAX_ROWS, thin_product
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names that the families of transformers give to projections of one input."""
+
+thin_product_op = torch.library.custom_op("conductor::thin_product", thin_product, mutates_args=())
+
+
+@thin_product_op.register_fake
+def _(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty((rows.shape[0], weight.shape[0]))
+
+
+class Product(nn.Module):
+    """A linear layer that takes the kernel for few rows where that is faster.
+
+    Args:
+        max_rows: Rows that go to that kernel at most. 1 inside of a compiled layer, where
+            one row is a variant by itself and the number of others is not known.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self.max_rows = max_rows
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        num_rows = hidden.shape[:-1].numel()
+        if num_rows > self.max_rows:
+            return linear(hidden, self.weight, self.bias)
+        output: torch.Tensor = thin_product_op(hidden.reshape(num_rows, hidden.shape[-1]), self.weight)
+        output = output.view(*hidden.shape[:-1], self.weight.shape[0])
+        return output if self.bias is None else output + self.bias
 
 
 class Slice(nn.Module):
     """Columns `start` to `end` of a product that other slices share."""
 
-    def __init__(self, product: nn.Linear, start: int, end: int) -> None:
+    def __init__(self, product: Product, start: int, end: int) -> None:
         super().__init__()
         self.product = product
         self.start = start
@@ -35,35 +68,42 @@ class Slice(nn.Module):
         return columns
 
 
-def fuse_projections(model: nn.Module) -> int:
-    """Replace each group of plain `nn.Linear` siblings by slices of one product.
+def fuse_projections(layers: nn.Module) -> int:
+    """Replace the linear layers inside of `layers`: siblings of one input by slices of one product.
 
     Returns:
-        How many groups were fused. What is not plain, or does not fit, stays as it was.
+        How many groups were fused. What is no plain `nn.Linear` stays as it was.
     """
     fused = 0
-    for module in list(model.modules()):
+    for module in list(layers.modules()):
         for names in GROUPS:
-            parts = [module.get_submodule(name) for name in names if name in module._modules]
-            if len(parts) == len(names) and _can_fuse(parts):
-                _fuse(module, names, [part for part in parts if isinstance(part, nn.Linear)])
+            parts = [module._modules.get(name) for name in names]
+            linears = [part for part in parts if type(part) is nn.Linear]
+            if len(linears) == len(names) and _can_stack(linears):
+                _stack(module, names, linears)
                 fused += 1
+    use_thin_products(layers, max_rows=1)
     return fused
 
 
-def _can_fuse(parts: list[nn.Module]) -> bool:
-    linears = [part for part in parts if type(part) is nn.Linear]
-    same_kind = {(part.in_features, part.bias is None, part.weight.dtype) for part in linears}
-    return len(linears) == len(parts) and len(same_kind) == 1
+def use_thin_products(root: nn.Module, max_rows: int = MAX_ROWS) -> None:
+    """Replace every plain `nn.Linear` below `root` by a `Product` of the same parameters."""
+    for module in list(root.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                module._modules[name] = Product(child.weight, child.bias, max_rows)
+
+
+def _can_stack(parts: list[nn.Linear]) -> bool:
+    return len({(part.in_features, part.bias is None, part.weight.dtype) for part in parts}) == 1
 
 
 @torch.no_grad()
-def _fuse(module: nn.Module, names: tuple[str, ...], parts: list[nn.Linear]) -> None:
-    product = nn.Linear(1, 1, bias=parts[0].bias is not None, device="meta")
-    product.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
-    product.in_features, product.out_features = product.weight.shape[1], product.weight.shape[0]
-    if parts[0].bias is not None:
-        product.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
+def _stack(module: nn.Module, names: tuple[str, ...], parts: list[nn.Linear]) -> None:
+    weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
+    biases: list[torch.Tensor] = [part.bias for part in parts if part.bias is not None]
+    bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+    product = Product(weight, bias, max_rows=1)
     ends = itertools.accumulate(part.out_features for part in parts)
     for name, part, end in zip(names, parts, ends, strict=True):
         module._modules[name] = Slice(product, end - part.out_features, end)

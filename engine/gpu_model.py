@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.compiled import compile_layers
-from engine.fused_projections import fuse_projections
+from engine.fused_projections import fuse_projections, use_thin_products
 from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, attach_cache
 from engine.paged_cache import PagedCache
 from engine.step_memory import StepShape, carve
@@ -28,9 +28,14 @@ class GpuModel:
         self._model = model.eval()
         attach_cache(model, cache.tensor)
         model.set_attn_implementation(GPU_ATTENTION_NAME)
+        if model.dtype != torch.bfloat16:
+            # torch's grouped product is bfloat16's; its stand-in waits for the device at each layer.
+            model.set_experts_implementation("batched_mm")
         if compiled:
-            fuse_projections(model)
-            compile_layers(_decoder_layers(model))
+            layers = _decoder_layers(model)
+            fuse_projections(layers)
+            use_thin_products(model)
+            compile_layers(layers)
         self.device: torch.device = model.device
         self.vocab_size: int = model.config.get_text_config().vocab_size
 

@@ -172,6 +172,19 @@ class Eviction(Generic[Block]):
         """Return whether nothing follows or holds `block`: it may be removed."""
         return self._entries[block].children == 0
 
+    def subtree(self, block: Block) -> list[Block]:
+        """Return `block` and all after it, deepest first. Looks at every block: for repairs."""
+        top = self._entries[block]
+        found = []
+        for entry in self._entries.values():
+            at: Entry[Block] | None = entry
+            while at is not None and at is not top and at.depth > top.depth:
+                at = at.parent
+            if at is top:
+                found.append(entry)
+        found.sort(key=lambda entry: -entry.depth)
+        return [entry.block for entry in found]
+
     def uses(self, block: Block) -> int:
         """Return how many requests used `block` since it came in."""
         return self._entries[block].uses

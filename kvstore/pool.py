@@ -162,6 +162,14 @@ class HostPool:
                 return count
         return len(chain)
 
+    def checksum(self, block_hash: BlockHash) -> int:
+        """Return the checksum a committed block was stored with."""
+        return self._records[block_hash].checksum
+
+    def block_id(self, block_hash: BlockHash) -> int:
+        """Return where a committed block is."""
+        return self._records[block_hash].block_id
+
     def uses(self, block_hash: BlockHash) -> int:
         """Return how many requests used a committed block since it came in."""
         record = self._records[block_hash]
@@ -207,10 +215,11 @@ class HostPool:
             self._books.arriving[chain[index]] = put.put_id
         return put
 
-    def commit(self, put_id: int, checksums: Sequence[int]) -> list[BlockHash]:
-        """Name a put's blocks, whose bytes have all arrived; return the names stored.
+    def commit(self, put_id: int, checksums: Sequence[int | None]) -> list[BlockHash]:
+        """Name a put's blocks, whose bytes have arrived; return the names stored.
 
-        A block whose parent is gone meanwhile is not stored: nobody could find it.
+        A None among the checksums is a block whose bytes did not come. It is not stored,
+        nor is a block whose parent is not there: nobody could find it.
 
         Raises:
             LeaseExpiredError: no such put: it ended, or ran out.
@@ -224,7 +233,7 @@ class HostPool:
         stored = []
         for index, block_id, checksum in zip(put.missing, put.block_ids, checksums, strict=True):
             block_hash, parent = put.chain[index], put.chain[index - 1] if index else None
-            if parent is not None and parent not in account.tree:
+            if checksum is None or (parent is not None and parent not in account.tree):
                 self._give_back(put.tenant, block_id)
                 continue
             account.tree.insert(block_hash, parent)
@@ -297,13 +306,25 @@ class HostPool:
         gone: list[BlockHash] = []
         for block_hash in reversed(chain[: self.match(chain)]):
             record = self._records[block_hash]
-            tree = self._tenants[record.tenant].tree
-            if not tree.is_leaf(block_hash):
+            if not self._tenants[record.tenant].tree.is_leaf(block_hash):
                 break
-            tree.remove(block_hash)
-            self._unname(record)
-            self._give_back(record.tenant, record.block_id)
+            self._remove(record)
             gone.append(block_hash)
+        return gone
+
+    def discard(self, block_hash: BlockHash) -> list[BlockHash]:
+        """Forget a damaged block and all after it, deepest first; return the names.
+
+        What is held stays, with all before it: try again when it is not.
+        """
+        gone: list[BlockHash] = []
+        record = self._records.get(block_hash)
+        if record is not None:
+            tree = self._tenants[record.tenant].tree
+            for name in tree.subtree(block_hash):
+                if tree.is_leaf(name):
+                    self._remove(self._records[name])
+                    gone.append(name)
         return gone
 
     def leave(self, most: int) -> list[Record]:
@@ -404,6 +425,11 @@ class HostPool:
             self.evicted.append(record.block_hash)
             return record
         raise CapacityError("every block is held or on its way")
+
+    def _remove(self, record: Record) -> None:
+        self._tenants[record.tenant].tree.remove(record.block_hash)
+        self._unname(record)
+        self._give_back(record.tenant, record.block_id)
 
     def _unname(self, record: Record) -> None:
         del self._records[record.block_hash]

@@ -229,7 +229,8 @@ def _prefill_tile(
     chunk_start = tl.load(query_starts + seq)
     chunk_len = tl.load(query_starts + seq + 1) - chunk_start
     first = (tile - (chunk_start // TOKENS + seq)) * TOKENS
-    if first >= chunk_len:
+    # tiles before the first chunk, after a chunk's end, and of chunks of padding
+    if (first < 0) | (first >= chunk_len):
         return
     prefix_len = tl.load(context_lens + seq) - chunk_len
     rows = tl.arange(0, ROWS)

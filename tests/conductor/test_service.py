@@ -133,6 +133,7 @@ INVALID = [
     ({"token_ids": pb.TokenIds(ids=[10**6])}, "token_ids.ids"),
     ({"text": "x" * 300}, "text"),
     ({"chat": pb.ChatMessages(messages=[pb.ChatMessage(role="root")])}, "chat.messages"),
+    ({"chat": pb.ChatMessages()}, "chat.messages"),
     ({"text": "x", "sampling": pb.Sampling(temperature=float("nan"))}, "sampling.temperature"),
     ({"text": "x", "sampling": pb.Sampling(top_p=float("inf"))}, "sampling.top_p"),
     ({"text": "x", "stop": pb.Stop(max_tokens=0)}, "stop.max_tokens"),

@@ -20,7 +20,7 @@ CONVERSATIONS = [
 ]
 TEXTS = [
     "plain words, and some more of them.",
-    "naïve façade – “quotes” … £5 ½",
+    "naïve façade \N{EN DASH} “quotes” … £5 ½",
     "日本語とロシア語 Русский العربية हिन्दी",
     "🙂🙃👩‍👩‍👧‍👦 e\u0301 \u200b|",
     " leading, trailing  \n\n\t spaces ",

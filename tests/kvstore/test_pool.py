@@ -156,6 +156,28 @@ def test_delete_leaves_what_is_held():
     assert pool.delete(chain_of("abc")) == chain_of("abc")[2:]
 
 
+def test_a_damaged_block_goes_with_all_after_it():
+    pool = make_pool(6)
+    store(pool, "abcd")
+    store(pool, "abx")
+    assert pool.discard(chain_of("ab")[1]) == [
+        *chain_of("abcd")[:1:-1],
+        chain_of("abx")[2],
+        chain_of("ab")[1],
+    ]
+    assert pool.match(chain_of("abcd")) == 1
+    pool.check()
+
+
+def test_a_damaged_block_that_is_held_stays():
+    pool = make_pool(6)
+    store(pool, "abc")
+    lease = pool.lease(chain_of("ab"), 10.0)
+    assert pool.discard(chain_of("a")[0]) == chain_of("abc")[2:]
+    pool.end(lease.lease_id)
+    assert pool.discard(chain_of("a")[0]) == chain_of("ab")[::-1]
+
+
 def test_blocks_leave_only_above_the_high_watermark_and_down_to_the_low_one():
     pool = make_pool(10, high_watermark=0.8, low_watermark=0.5)
     store(pool, "abcdefgh")
@@ -168,6 +190,13 @@ def test_blocks_leave_only_above_the_high_watermark_and_down_to_the_low_one():
         pool.left(record)
         pool.left(record)
     assert pool.accounts().free == 5
+
+
+def test_bytes_that_did_not_come_are_not_stored_nor_what_follows_them():
+    pool = make_pool(4)
+    put = pool.reserve(chain_of("abc"), "", 30.0)
+    assert pool.commit(put.put_id, [1, None, 3]) == chain_of("a")
+    assert pool.accounts().free == 3
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -101,6 +101,21 @@ def test_sequences_and_tokens_of_padding_harm_nothing() -> None:
     assert torch.equal(output[:9], expected)
 
 
+def test_chunks_that_start_late_leave_the_tokens_before_them_as_they_are() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kv_cache, tables = paged_layer([20, 40], 2, 64, 16, torch.float32, generator)
+    query = torch.randn(120, 4, 64, generator=generator).to(DEVICE)
+    lens = torch.tensor([20, 40], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([70, 79, 119], dtype=torch.int32, device=DEVICE)
+    output = torch.full_like(query, 7.0)
+    paged_prefill(query, kv_cache, tables, starts, lens, AttentionRule(0.1), tiles=SMALL, output=output)
+    early = torch.tensor([0, 9, 49], dtype=torch.int32, device=DEVICE)
+    expected = paged_prefill(query[70:119], kv_cache, tables, early, lens, AttentionRule(0.1), tiles=SMALL)
+    assert torch.equal(output[70:119], expected)
+    assert bool((output[:70] == 7).all())
+    assert bool((output[119:] == 7).all())
+
+
 @settings(max_examples=8, deadline=None)
 @given(
     chunks=st.lists(st.tuples(st.integers(0, 70), st.integers(1, 50)), min_size=1, max_size=4),
