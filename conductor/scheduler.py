@@ -184,7 +184,7 @@ def fetching_candidate(
 ) -> PrefillChoice:
     """Return what it takes for the same node to fetch up to `best_blocks` first."""
     missing = matched_tokens(request, best_blocks, view) - matched_tokens(request, own.local_blocks, view)
-    fetch_s = cost.transfer_s(missing, 1.0 / (1 + source.num_outgoing))
+    fetch_s = cost.transfer_s(missing, cost.fetch_share(source.num_queued > 0, source.num_outgoing))
     prefill_s = _prefill_s(request, own.slot, best_blocks, view, cost)
     return PrefillChoice(
         own.slot, own.local_blocks, best_blocks, source.slot, own.queue_s, fetch_s, prefill_s

@@ -304,12 +304,11 @@ class Cluster:
         request.first_token_s = now_s
         decode_id = request.placement.decode_node
         options = self.options
-        if options.reject is not RejectPolicy.NONE:
-            state = self.view.node(decode_id)
-            if not admit_to_decode(state, self._cost, request.num_tokens, options.slo):
-                self.view.finished(request.request_id, now_s)
-                self.outcomes.rejected("tbt_late", request.prefill_s)
-                return
+        state = self.view.node(decode_id)
+        if not admit_to_decode(state, self._cost, request.num_tokens, options.slo, options.reject):
+            self.view.finished(request.request_id, now_s)
+            self.outcomes.rejected("tbt_late", request.prefill_s)
+            return
         self.view.prefill_done(request.request_id, now_s)
         sequence = Sequence(request, request.num_tokens, request.output_tokens - 1, now_s)
         if request.output_tokens <= 1:
