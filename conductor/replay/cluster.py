@@ -28,7 +28,7 @@ from conductor.admission import RejectPolicy, admit_to_decode
 from conductor.cluster_view import ClusterView, NodeInfo
 from conductor.cost_model import CostModel
 from conductor.placement import Placement, PlacementRequest, Rejection
-from conductor.replay.block_cache import BlockCache
+from conductor.replay.block_cache import Cache, make_cache
 from conductor.replay.decode_node import DecodeNode, Sequence
 from conductor.replay.links import Flow, Link, Links
 from conductor.replay.outcome import Outcomes
@@ -49,6 +49,8 @@ class ClusterOptions:
     reject: RejectPolicy = RejectPolicy.NONE
     slo: Slo = field(default_factory=Slo)
     kvcache_balancing_threshold: float | None = None
+    eviction: str = "lru"
+    """A policy of `kvstore/eviction.py`."""
     view_delay_s: float = 0.0
     output_limit: int | None = None
     """Cuts every output; 1 is prefill alone."""
@@ -102,9 +104,9 @@ class PrefillNode:
 
     __slots__ = ("busy_s", "cache", "next_event", "node_id", "queue", "receives", "running", "sends")
 
-    def __init__(self, node_id: NodeId, cache_blocks: int, link_rate: float) -> None:
+    def __init__(self, node_id: NodeId, cache: Cache, link_rate: float) -> None:
         self.node_id = node_id
-        self.cache = BlockCache(cache_blocks)
+        self.cache = cache
         self.queue: deque[SimRequest] = deque()
         self.running: SimRequest | None = None
         self.sends = Link(link_rate)
@@ -182,7 +184,8 @@ class Cluster:
         device_blocks = profile.device_kv_tokens // size
         for number in range(self.options.prefill_nodes):
             node_id = NodeId(f"p{number}")
-            self._prefill[node_id] = PrefillNode(node_id, profile.host_kv_tokens // size, rate)
+            cache = make_cache(self.options.eviction, profile.host_kv_tokens // size)
+            self._prefill[node_id] = PrefillNode(node_id, cache, rate)
             info = NodeInfo(node_id, 1, frozenset({Role.PREFILL}), device_blocks, size)
             self.view.add_node(info, 0.0)
         for number in range(self.options.decode_nodes):

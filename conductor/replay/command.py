@@ -26,6 +26,7 @@ from conductor.replay.policies import POLICIES
 from conductor.replay.report import Report, aligned, run_report, to_json, to_table, trace_report
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace, read_trace
+from kvstore.eviction import BY_NAME
 
 # The paper's real-trace bounds (arXiv 2407.00079, section 8.1.3).
 DEFAULT_SLO = Slo(ttft_slo_s=30.0, tbt_slo_s=0.1)
@@ -60,6 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--slo-ttft", type=_positive, default=DEFAULT_SLO.ttft_slo_s, metavar="S")
     add("--slo-tbt", type=_positive, default=DEFAULT_SLO.tbt_slo_s, metavar="S")
     add("--threshold", type=_positive, metavar="X", help="kvcache_balancing_threshold (cost model decides)")
+    add("--eviction", choices=list(BY_NAME), default="lru", help="policy of the nodes' caches")
     add("--view-delay", type=float, default=0.0, metavar="S", help="KV events reach the conductor late")
     add("--block-size", type=int, metavar="N", help="tokens per hash id (the header's, or 512)")
     add("--seed", type=int, default=0)
@@ -128,6 +130,7 @@ def _plan(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str, 
         reject=RejectPolicy(args.reject),
         slo=slo,
         kvcache_balancing_threshold=args.threshold,
+        eviction=args.eviction,
         view_delay_s=args.view_delay,
         seed=args.seed,
     )
