@@ -22,11 +22,14 @@ from conductor.admission import RejectPolicy
 from conductor.cost_model import CostModel, Profile, load_profile, preset_names
 from conductor.replay.cluster import ClusterOptions
 from conductor.replay.paper import EXPERIMENTS
+from conductor.replay.peers import RULES
 from conductor.replay.policies import POLICIES
 from conductor.replay.report import Report, aligned, run_report, to_json, to_table, trace_report
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace, read_trace
 from kvstore.eviction import BY_NAME
+
+POLICY_SETS: dict[str, tuple[str, ...]] = {"all": POLICIES, "peers": (*RULES, "global")}
 
 # The paper's real-trace bounds (arXiv 2407.00079, section 8.1.3).
 DEFAULT_SLO = Slo(ttft_slo_s=30.0, tbt_slo_s=0.1)
@@ -51,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("trace", type=Path, help="Mooncake JSON Lines, plain or .gz")
     add("--nodes", type=parse_nodes, default=(8, 8), metavar="8P8D", help="prefill and decode nodes")
-    add("--policy", choices=(*POLICIES, "all"), default="global")
+    add("--policy", choices=[*POLICIES, *RULES, "all", "peers"], default="global")
     add("--reject", choices=[policy.value for policy in RejectPolicy], default="none")
     add("--profile", default="a800-llama70b", help=f"file, or one of {', '.join(preset_names())}")
     add("--speed", type=_positive, default=1.0, help="arrivals so many times faster")
@@ -98,7 +101,7 @@ def _replay(args: argparse.Namespace, clock: Clock) -> int:
     slo = Slo(args.slo_ttft, args.slo_tbt)
     runs: list[Report] = []
     timed: list[Report] = []
-    for policy in POLICIES if args.policy == "all" else (args.policy,):
+    for policy in POLICY_SETS.get(args.policy, (args.policy,)):
         plan = _plan(args, trace, CostModel(profile), policy, slo)
         started_s = clock.now_s()
         cluster = simulate(plan)

@@ -8,6 +8,7 @@ from base.request import Slo
 from conductor.admission import RejectPolicy
 from conductor.cost_model import CostModel, load_profile
 from conductor.replay.cluster import Cluster, ClusterOptions
+from conductor.replay.peers import RULES
 from conductor.replay.policies import POLICIES
 from conductor.replay.trace import Trace, TraceRequest, arrivals, read_trace
 from tests.replay.builders import REJECTING, SHARED_TRACE, TIGHT, run, small_trace
@@ -44,8 +45,8 @@ def check_ends(cluster: Cluster, num_requests: int) -> None:
         assert (decode.batch, decode.num_waiting, decode.context_tokens) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("policy", [*POLICIES, *RULES])
+@pytest.mark.parametrize("seed", range(2))
 def test_every_request_ends_once_and_nothing_is_left(policy: str, seed: int) -> None:
     check_ends(run(small_trace(seed=seed), "3P2D", policy=policy), 300)
 
