@@ -21,18 +21,23 @@ from base.request import Slo
 from conductor.admission import RejectPolicy
 from conductor.cost_model import CostModel, Profile, load_profile, preset_names
 from conductor.replay.cluster import ClusterOptions
+from conductor.replay.faults import read_faults
 from conductor.replay.paper import EXPERIMENTS
 from conductor.replay.peers import RULES
 from conductor.replay.policies import POLICIES
 from conductor.replay.report import Report, aligned, run_report, to_json, to_table, trace_report
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace, read_trace
+from conductor.roles import RoleSettings
 from kvstore.eviction import BY_NAME
 
 POLICY_SETS: dict[str, tuple[str, ...]] = {"all": POLICIES, "peers": (*RULES, "global")}
 
 # The paper's real-trace bounds (arXiv 2407.00079, section 8.1.3).
 DEFAULT_SLO = Slo(ttft_slo_s=30.0, tbt_slo_s=0.1)
+
+# Roles change for a mean queue well inside the TTFT bound, which is for the tail.
+FLIP_TTFT_SHARE = 5.0
 
 
 def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
@@ -66,6 +71,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--threshold", type=_positive, metavar="X", help="kvcache_balancing_threshold (cost model decides)")
     add("--eviction", choices=list(BY_NAME), default="lru", help="policy of the nodes' caches")
     add("--view-delay", type=float, default=0.0, metavar="S", help="KV events reach the conductor late")
+    add(
+        "--fault",
+        type=Path,
+        metavar="FILE",
+        help='nodes that die: {"at_s": 600, "node": "p3", "for_s": 120} a line',
+    )
+    add("--flip-roles", action="store_true", help="nodes change roles with the load")
     add("--block-size", type=int, metavar="N", help="tokens per hash id (the header's, or 512)")
     add("--seed", type=int, default=0)
     add("--skip-bad", action="store_true", help="count bad rows instead of stopping")
@@ -134,6 +146,8 @@ def _plan(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str, 
         slo=slo,
         kvcache_balancing_threshold=args.threshold,
         eviction=args.eviction,
+        faults=read_faults(args.fault) if args.fault else (),
+        roles=RoleSettings(slo.ttft_slo_s / FLIP_TTFT_SHARE, slo.tbt_slo_s) if args.flip_roles else None,
         view_delay_s=args.view_delay,
         seed=args.seed,
     )

@@ -1,16 +1,20 @@
 """The event loop: every request ends once, the clock only rises, work is conserved."""
 
 import dataclasses
+import random
 
 import pytest
 
-from base.request import Slo
+from base.errors import ConfigError
+from base.request import NodeId, Slo
 from conductor.admission import RejectPolicy
 from conductor.cost_model import CostModel, load_profile
 from conductor.replay.cluster import Cluster, ClusterOptions
+from conductor.replay.faults import Fault
 from conductor.replay.peers import RULES
 from conductor.replay.policies import POLICIES
 from conductor.replay.trace import Trace, TraceRequest, arrivals, read_trace
+from conductor.roles import RoleSettings
 from tests.replay.builders import REJECTING, SHARED_TRACE, TIGHT, run, small_trace
 
 COST = CostModel(load_profile("a800-llama70b"))
@@ -36,12 +40,13 @@ def check_ends(cluster: Cluster, num_requests: int) -> None:
     assert cluster.view.num_in_flight == 0
     assert cluster.view.running_sequences == 0
     cluster.view.index.check()
-    for node in cluster.prefill_nodes:
+    for node in cluster.nodes:
         assert not node.queue
         assert node.running is None
         assert not node.sends.flows
-        assert cluster.view.index.num_blocks(cluster.view.node(node.node_id).slot) == len(node.cache)
-    for decode in cluster.decode_nodes:
+        if node.node_id in cluster.view.node_ids():
+            assert cluster.view.index.num_blocks(cluster.view.node(node.node_id).slot) == len(node.cache)
+        decode = node.decode
         assert (decode.batch, decode.num_waiting, decode.context_tokens) == (0, 0, 0)
 
 
@@ -68,16 +73,14 @@ def test_clock_never_goes_back_and_the_view_stays_sound() -> None:
 
 def test_busy_seconds_are_the_prefills_that_were_done() -> None:
     cluster = run(small_trace(), "3P3D")
-    assert sum(node.busy_s for node in cluster.prefill_nodes) == pytest.approx(
-        sum(cluster.outcomes.prefill_s)
-    )
+    assert sum(node.busy_s for node in cluster.nodes) == pytest.approx(sum(cluster.outcomes.prefill_s))
 
 
 def test_wasted_prefill_is_what_completed_requests_did_not_use() -> None:
     cluster = run(small_trace(), "6P1D", speed=4.0, reject=RejectPolicy.LATE, slo=TIGHT)
     outcomes = cluster.outcomes
     assert outcomes.wasted_prefill_s > 0
-    assert sum(node.busy_s for node in cluster.prefill_nodes) == pytest.approx(
+    assert sum(node.busy_s for node in cluster.nodes) == pytest.approx(
         sum(outcomes.prefill_s) + outcomes.wasted_prefill_s
     )
 
@@ -145,3 +148,41 @@ def test_global_beats_local_beats_load_beats_random_on_the_public_trace() -> Non
         outcomes = run(part, "6P10D", policy=policy).outcomes
         means.append(sum(outcomes.ttft_s) / outcomes.num_completed)
     assert means == sorted(means, reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_request_ends_once_whichever_nodes_die(seed: int) -> None:
+    rng = random.Random(seed)
+    names = [NodeId(name) for name in ("p0", "p1", "p2", "d0", "d1")]
+    faults = tuple(Fault(rng.random() * 80, rng.choice(names), rng.choice([5.0, 20.0])) for _ in range(8))
+    cluster = run(small_trace(seed=seed), "3P2D", faults=faults, reject=RejectPolicy.PREDICT, slo=TIGHT)
+    check_ends(cluster, 300)
+    assert cluster.outcomes.num_retried > 0
+
+
+def test_request_that_lost_its_decode_node_keeps_its_first_token_and_pays_in_gaps() -> None:
+    trace = Trace("one", 512, [TraceRequest(0.0, 5_000, 1_000, range(10))])
+    calm = run(trace, "1P2D").outcomes
+    hurt = run(trace, "1P2D", faults=(Fault(10.0, NodeId("d0")),)).outcomes
+    assert hurt.num_retried == 1
+    assert list(hurt.ttft_s) == list(calm.ttft_s)
+    assert hurt.tbt_s[0] > calm.tbt_s[0]
+
+
+def test_fault_of_an_unknown_node_is_refused() -> None:
+    with pytest.raises(ConfigError, match="p9"):
+        run(small_trace(10), "1P1D", faults=(Fault(1.0, NodeId("p9")),))
+
+
+def test_nodes_change_roles_where_one_pool_is_overloaded_and_no_request_is_lost() -> None:
+    trace = small_trace(900)
+    fixed = run(trace, "2P6D")
+    flexible = run(trace, "2P6D", roles=RoleSettings(ttft_target_s=5.0, tbt_target_s=0.1))
+    check_ends(flexible, 900)
+    assert flexible.outcomes.role_changes >= 1
+    assert sum(flexible.outcomes.ttft_s) < 0.7 * sum(fixed.outcomes.ttft_s)
+
+
+def test_roles_stay_where_load_is_even() -> None:
+    roles = RoleSettings(ttft_target_s=5.0, tbt_target_s=0.1)
+    assert run(small_trace(), "12P8D", roles=roles).outcomes.role_changes == 0

@@ -84,3 +84,15 @@ def test_published_experiment_prints_the_papers_row(trace_file, capsys) -> None:
     out = capsys.readouterr().out
     assert "1.66" in out
     assert "ours" in out
+
+
+def test_faults_and_role_changes_are_asked_for_on_the_command_line(trace_file, tmp_path, capsys) -> None:
+    faults = tmp_path / "faults.jsonl"
+    faults.write_text('{"at_s": 5, "node": "p0", "for_s": 10}\n')
+    command = [str(trace_file), "--nodes", "2P3D", "--fault", str(faults), "--flip-roles", "--json"]
+    assert main(command) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["retries"] > 0
+    faults.write_text('{"at": 5}\n')
+    assert main(command) == 2
+    assert "faults.jsonl:1" in capsys.readouterr().err
