@@ -78,12 +78,11 @@ class Store:
         agent: TransferAgent,
         pool: HostPool,
         block_bytes: int,
-        directory: Directory,
         disk: DiskTier | None = None,
     ) -> None:
         """Allocate the pool's memory as a segment of `agent`; raises OSError if there is none."""
         self.block_bytes = block_bytes
-        self.directory = directory
+        self._directory: Directory | None = None
         self._agent = agent
         self._pool = pool
         self._disk = disk
@@ -94,7 +93,13 @@ class Store:
         self._leaving: set[BlockHash] = set()
         self.num_damaged = 0
         """Blocks in memory that were found not to be what was stored."""
-        directory.publish(disk.hashes if disk is not None else ())
+
+    def join(self, directory: Directory) -> None:
+        """Tell `directory` from here on what is held, and what is held already."""
+        self._directory = directory
+        directory.publish(self._pool.hashes)
+        if self._disk is not None:
+            directory.publish(self._disk.hashes)
 
     @property
     def pool(self) -> HostPool:
@@ -242,7 +247,8 @@ class Store:
             await self.abort(ticket)
         for ticket in list(self._lease_grants):
             await self.release(ticket)
-        await self.directory.leave()
+        if self._directory is not None:
+            await self._directory.leave()
 
     def check(self) -> None:
         """Assert the accounts of both tiers, and that each grant has its blocks."""
@@ -263,7 +269,8 @@ class Store:
         except BaseException:
             self._pool.abort(ticket)
             raise
-        self.directory.publish(stored)
+        if self._directory is not None:
+            self._directory.publish(stored)
         return len(stored)
 
     async def _end_put(self, ticket: int, grant: Grant) -> None:
@@ -319,7 +326,9 @@ class Store:
         self._withdraw(gone)
 
     def _withdraw(self, hashes: Iterable[BlockHash]) -> None:
-        self.directory.withdraw(
+        if self._directory is None:
+            return
+        self._directory.withdraw(
             [
                 block_hash
                 for block_hash in hashes

@@ -70,21 +70,18 @@ class Cluster:
             disk = opened(folder, BLOCK_BYTES, num_slots)
             await disk.recover()
             self.stack.push_async_callback(disk.close)
-        address_of = {}
-        board = self.board
-        pool = HostPool(num_blocks, BY_NAME["lru"], clock, PoolLimits(**limits))
-        # The server's port is known only when it listens; the member is made after it.
-        directory = _Late()
-        store = Store(agent, pool, BLOCK_BYTES, directory, disk)
-        member = Member(NodeId(name), agent.descriptor.epoch, "", name, agent.descriptor, BLOCK_BYTES)
-        service = store_service(store, member)
+        store = Store(
+            agent, HostPool(num_blocks, BY_NAME["lru"], clock, PoolLimits(**limits)), BLOCK_BYTES, disk
+        )
+        members = []
+        service = store_service(store, lambda: members[0])
         server, port, _ = await start_server([service], lambda: True, "127.0.0.1:0", 16 << 20)
         self.stack.push_async_callback(server.stop, 0)
-        member = Member(
-            member.node_id, member.epoch, f"127.0.0.1:{port}", name, agent.descriptor, BLOCK_BYTES
-        )
-        directory.begin(MemoryDirectory(board, member))
-        address_of[name] = member.address
+        peer = agent.descriptor
+        member = Member(NodeId(name), peer.epoch, f"127.0.0.1:{port}", name, peer, BLOCK_BYTES)
+        members.append(member)
+        directory = MemoryDirectory(self.board, member)
+        store.join(directory)
         cache = BlockCache(agent, directory, clock, (member, store))
         self.stack.push_async_callback(cache.close)
         self.stack.push_async_callback(store.close)
@@ -97,39 +94,6 @@ class Cluster:
         cache = BlockCache(agent, MemoryDirectory(self.board), clock)
         self.stack.push_async_callback(cache.close)
         return cache, agent, clock
-
-
-class _Late:
-    """A directory whose member is known later."""
-
-    def __init__(self):
-        self.inner = None
-        self.waiting = []
-
-    def begin(self, inner):
-        self.inner = inner
-        inner.publish(self.waiting)
-
-    def publish(self, hashes):
-        if self.inner is None:
-            self.waiting += hashes
-        else:
-            self.inner.publish(hashes)
-
-    def withdraw(self, hashes):
-        self.inner.withdraw(hashes)
-
-    async def lookup(self, chain):
-        return await self.inner.lookup(chain)
-
-    async def members(self):
-        return await self.inner.members()
-
-    async def flush(self):
-        await self.inner.flush()
-
-    async def leave(self):
-        await self.inner.leave()
 
 
 @asynccontextmanager
