@@ -25,12 +25,14 @@ from base.lifetime import stop_requested
 from base.logs import configure, event
 from base.request import NodeId
 from base.rpc import start_server
+from kvstore.client import BlockCache
 from kvstore.directory import Directory, MemoryBoard, MemoryDirectory, RedisDirectory
 from kvstore.disk import DiskTier, opened
 from kvstore.eviction import BY_NAME
 from kvstore.member import Member
 from kvstore.pool import HostPool, PoolLimits
 from kvstore.record import HEADER_BYTES
+from kvstore.replication import Replicator
 from kvstore.service import store_service
 from kvstore.settings import StoreProcess
 from kvstore.store import Store
@@ -39,6 +41,8 @@ from transfer.agent import TransferAgent
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
+ROUND_S = 5.0
+"""Between two looks at what is hot."""
 DRAIN_S = 10.0
 """For calls under way when the process is told to end."""
 MAX_MESSAGE_BYTES = 16 << 20
@@ -77,6 +81,9 @@ async def serve(config: StoreProcess) -> None:
             background = [tasks.create_task(_tick(store))]
             if isinstance(directory, RedisDirectory):
                 background.append(tasks.create_task(directory.run()))
+                cache = BlockCache(agent, directory, clock, (members[0], store))
+                replicator = Replicator(store, cache, members[0])
+                background.append(tasks.create_task(_replicate(replicator, config.replicate_mib_per_s)))
             await asyncio.sleep(0)  # so that it listens for signals before it says that it is ready
             _print_ready(config, address)
             event(log, "stopping", reason=await stopping)
@@ -111,6 +118,12 @@ async def _tick(store: Store) -> None:
     while True:
         await store.tick()
         await asyncio.sleep(TICK_S)
+
+
+async def _replicate(replicator: Replicator, mib_per_s: float) -> None:
+    while mib_per_s:
+        await replicator.round(int(mib_per_s * ROUND_S * (1 << 20)))
+        await asyncio.sleep(ROUND_S)
 
 
 def _print_ready(config: StoreProcess, address: str) -> None:

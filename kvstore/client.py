@@ -73,6 +73,11 @@ class BlockCache:
         self.num_damaged = 0
         """Blocks that arrived with other bytes than were stored."""
 
+    @property
+    def directory(self) -> Directory:
+        """Where it looks for holders."""
+        return self._directory
+
     async def match(self, chain: Sequence[BlockHash]) -> int:
         """Return how many leading blocks of `chain` some live member is said to hold."""
         return len(await self._directory.lookup(chain))

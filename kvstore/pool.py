@@ -170,10 +170,10 @@ class HostPool:
         """Return where a committed block is."""
         return self._records[block_hash].block_id
 
-    def uses(self, block_hash: BlockHash) -> int:
-        """Return how many requests used a committed block since it came in."""
+    def path(self, block_hash: BlockHash) -> list[BlockHash]:
+        """Return the chain that ends with a committed block."""
         record = self._records[block_hash]
-        return self._tenants[record.tenant].tree.uses(block_hash)
+        return self._tenants[record.tenant].tree.path(block_hash)
 
     # --- writing ------------------------------------------------------------------------
 

@@ -41,6 +41,8 @@ class StoreProcess:
     """0: a free one, printed at start."""
     redis_url: str = ""
     """Empty: found by address alone."""
+    replicate_mib_per_s: float = 0.0
+    """Copying of hot blocks to other hosts, at most; 0: none. Needs Redis."""
 
     def __post_init__(self) -> None:
         _require(bool(self.node_id), "node_id", "a name")
@@ -51,6 +53,7 @@ class StoreProcess:
             0 < self.low_watermark <= self.high_watermark <= 1, "low_watermark", "at most high_watermark"
         )
         _require(0 < self.tenant_quota <= 1, "tenant_quota", "above 0 and at most 1")
+        _require(self.replicate_mib_per_s >= 0, "replicate_mib_per_s", "not negative")
         _require(0 <= self.port <= 65535, "port", "between 0 and 65535")
 
     @property

@@ -28,6 +28,7 @@ from base.logs import event
 from base.uninterrupted import uninterrupted
 from kvstore.directory import Directory
 from kvstore.disk import DiskTier
+from kvstore.heat import Heat
 from kvstore.pool import HostPool, Record
 from transfer.agent import TransferAgent
 from transfer.segment import Segment
@@ -91,6 +92,8 @@ class Store:
         self._lease_grants: dict[int, Grant] = {}
         self._lifting = asyncio.Lock()
         self._leaving: set[BlockHash] = set()
+        self.heat = Heat()
+        """Of the blocks that were leased here."""
         self.num_damaged = 0
         """Blocks in memory that were found not to be what was stored."""
 
@@ -170,6 +173,7 @@ class Store:
             async with self._lifting:
                 await self._lift(chain)
         lease = self._pool.lease(chain, LEASE_S)
+        self.heat.note(record.block_hash for record in lease.records)
         block_ids = lease.block_ids[first:]
         if not block_ids:
             self._pool.end(lease.lease_id)
