@@ -201,11 +201,11 @@ async def storage(
     transfer = TransferConfig(transports=(transport,))
     with storage_process(transport) as address:
         access = RemoteAccess(address)
-        directory = PeerDirectory([address])
+        directory = PeerDirectory([address], clock)
         async with TransferAgent("client", random.getrandbits(60), transfer, clock) as agent:
             cache = BlockCache(agent, directory, clock)
             try:
-                yield cache, agent, access, (await access.describe()).peer
+                yield cache, agent, access, (await access.match_as(()))[0].peer
             finally:
                 for connection in (cache, access, directory):
                     await connection.close()

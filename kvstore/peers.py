@@ -2,30 +2,36 @@
 
 For a handful of stores and no Redis. A lookup is one call to each member, all at once; its
 cost grows with their number, which is what `RedisDirectory` is for. Members know best what
-they hold, so there is nothing to publish and nothing that can be stale.
+they hold, so there is nothing to publish and nothing that can be stale. One that does not
+answer is left out, and rests.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterable, Sequence
 
 from base.block_hash import BlockHash
+from base.clock import Clock
 from base.errors import ServeError
-from base.logs import event
 from kvstore.access import RemoteAccess
 from kvstore.directory import Replicas
 from kvstore.member import Member
-
-log = logging.getLogger(__name__)
+from kvstore.resting import Resting
+from kvstore.store import Store
 
 
 class PeerDirectory:
-    """Asks the members at some addresses. `close` it."""
+    """Asks our own store, and the members at some addresses. `close` it."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self._accesses = {address: RemoteAccess(address) for address in addresses}
+    def __init__(
+        self, addresses: Sequence[str], clock: Clock, own: tuple[Member, Store] | None = None
+    ) -> None:
+        """Begin. Among `addresses` may be our own."""
+        self._own = own
+        mine = None if own is None else own[0].address
+        self._accesses = {address: RemoteAccess(address) for address in addresses if address != mine}
+        self._resting = Resting(clock)
 
     def publish(self, hashes: Iterable[BlockHash]) -> None:
         """Members are asked."""
@@ -34,16 +40,12 @@ class PeerDirectory:
         """Members are asked."""
 
     async def lookup(self, chain: Sequence[BlockHash]) -> list[Replicas]:
-        async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(self._match(address, chain)) for address in self._accesses]
-        answers = [answer for task in asked if (answer := task.result()) is not None]
+        answers = await self._ask(chain)
         longest = max((count for _, count in answers), default=0)
         return [tuple(member for member, count in answers if count > at) for at in range(longest)]
 
     async def members(self) -> list[Member]:
-        async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(self._match(address, ())) for address in self._accesses]
-        answers = [answer for task in asked if (answer := task.result()) is not None]
+        answers = await self._ask(())
         return sorted((member for member, _ in answers), key=lambda member: member.node_id)
 
     async def flush(self) -> None:
@@ -57,15 +59,30 @@ class PeerDirectory:
         for access in self._accesses.values():
             await access.close()
 
-    async def _match(self, address: str, chain: Sequence[BlockHash]) -> tuple[Member, int] | None:
+    async def _ask(self, chain: Sequence[BlockHash]) -> list[tuple[Member, int]]:
+        """Return each member that answers, with its match."""
+        async with asyncio.TaskGroup() as tasks:
+            asked = [
+                tasks.create_task(self._match(address, access, chain))
+                for address, access in self._accesses.items()
+                if address not in self._resting
+            ]
+        answers = [answer for task in asked if (answer := task.result()) is not None]
+        if self._own is not None:
+            answers.insert(0, (self._own[0], self._own[1].match(chain).num_blocks))
+        return answers
+
+    async def _match(
+        self, address: str, access: RemoteAccess, chain: Sequence[BlockHash]
+    ) -> tuple[Member, int] | None:
         """Return the member at `address` and its match; None: it does not answer.
 
-        It is asked who it is each time, because behind an address may be a new start.
+        It says who it is each time, because behind an address may be a new start.
         """
-        access = self._accesses[address]
         try:
-            member = await access.describe()
-            return member, (await access.match(chain)).num_blocks if chain else 0
+            answer = await access.match_as(chain)
         except ServeError as error:
-            event(log, "no answer", level=logging.WARNING, address=address, error=error)
+            self._resting.failed(address, error)
             return None
+        self._resting.answered(address)
+        return answer

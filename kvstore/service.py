@@ -33,12 +33,13 @@ class StoreService(KvStoreServicer):
         self._store = store
         self._describe = describe
 
-    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.StoreMember:  # noqa: N802
-        return member_to(self._describe())
-
     async def Match(self, request: pb.Chain, context: Context) -> pb.MatchResponse:  # noqa: N802
         found = self._store.match(chain_from(request.hashes))
-        return pb.MatchResponse(num_blocks=found.num_blocks, num_in_memory=found.num_in_memory)
+        return pb.MatchResponse(
+            num_blocks=found.num_blocks,
+            num_in_memory=found.num_in_memory,
+            member=member_to(self._describe()),
+        )
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
         reserved = self._store.reserve(chain_from(request.hashes), request.tenant)

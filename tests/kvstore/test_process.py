@@ -64,7 +64,7 @@ async def running(folder, **settings):
 
 @asynccontextmanager
 async def client_of(*addresses):
-    directory = PeerDirectory(addresses)
+    directory = PeerDirectory(addresses, SystemClock())
     async with TransferAgent("client", 5, TransferConfig(), SystemClock()) as agent:
         cache = BlockCache(agent, directory, SystemClock())
         yield cache, agent
