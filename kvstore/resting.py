@@ -31,7 +31,12 @@ class Resting:
         return self._clock.now_s() < self._until_s.get(peer, float("-inf"))
 
     def failed(self, peer: Hashable, error: ServeError) -> None:
-        """Let `peer` rest: a second, then twice as long each time, half a minute at most."""
+        """Let `peer` rest: a second, then twice as long each time, half a minute at most.
+
+        Calls that were under way together fail together: that is one failure.
+        """
+        if peer in self:
+            return
         length_s = min(2 * self._length_s.get(peer, MIN_REST_S / 2), MAX_REST_S)
         self._length_s[peer] = length_s
         self._until_s[peer] = self._clock.now_s() + length_s

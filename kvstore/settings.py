@@ -40,9 +40,11 @@ class StoreProcess:
     port: int = 0
     """0: a free one, printed at start."""
     redis_url: str = ""
-    """Empty: found by address alone."""
+    """Empty: found by `peers` alone."""
+    peers: tuple[str, ...] = ()
+    """Addresses of all stores, where there is no Redis; our own may be among them."""
     replicate_mib_per_s: float = 0.0
-    """Copying of hot blocks to other hosts, at most; 0: none. Needs Redis."""
+    """Copying of hot blocks to other hosts, at most; 0: none."""
 
     def __post_init__(self) -> None:
         _require(bool(self.node_id), "node_id", "a name")

@@ -18,13 +18,14 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from base.block_hash import BlockHash
 from base.checksum import checksum
 from base.errors import LeaseExpiredError
 from base.grants import Grant, Operation
 from base.logs import event
+from base.metrics import StoreMetrics
 from base.uninterrupted import uninterrupted
 from kvstore.directory import Directory
 from kvstore.disk import DiskTier
@@ -80,6 +81,7 @@ class Store:
         pool: HostPool,
         block_bytes: int,
         disk: DiskTier | None = None,
+        metrics: StoreMetrics | None = None,
     ) -> None:
         """Allocate the pool's memory as a segment of `agent`; raises OSError if there is none."""
         self.block_bytes = block_bytes
@@ -87,6 +89,7 @@ class Store:
         self._agent = agent
         self._pool = pool
         self._disk = disk
+        self._metrics = metrics
         self._segment: Segment = agent.allocate(pool.num_blocks * block_bytes)
         self._put_grants: dict[int, Grant] = {}
         self._lease_grants: dict[int, Grant] = {}
@@ -242,8 +245,9 @@ class Store:
             while records := self._pool.leave(LEAVE_BLOCKS):
                 await uninterrupted(self._write_down(self._disk, records))
         self._tell_evicted()
-        if not self._pool.is_balanced():
-            event(log, "blocks are unaccounted for", level=logging.ERROR, accounts=self._pool.accounts())
+        self._balance("host", asdict(self._pool.accounts()), self.num_damaged)
+        if self._disk is not None:
+            self._balance("disk", asdict(self._disk.accounts()), self._disk.damaged)
 
     async def close(self) -> None:
         """End every grant. What the disk holds stays."""
@@ -259,6 +263,17 @@ class Store:
         self._pool.check()
         if self._disk is not None:
             self._disk.check()
+
+    def _balance(self, tier: str, places: dict[str, int], num_damaged: int) -> None:
+        """The accounting invariant, in production: every block is in one place."""
+        total = places.pop("total")
+        if unaccounted := total - sum(places.values()):
+            event(log, "blocks are unaccounted for", level=logging.ERROR, tier=tier, total=total, **places)
+        if self._metrics is not None:
+            for place, count in places.items():
+                self._metrics.blocks.labels(tier, place).set(count)
+            self._metrics.unaccounted.labels(tier).set(unaccounted)
+            self._metrics.damaged.labels(tier).set(num_damaged)
 
     # --- below --------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from base.config import TransferConfig
 from base.request import NodeId
 from base.rpc import start_server
 from kvstore.client import BlockCache
+from kvstore.context import private_segment
 from kvstore.directory import MemoryBoard, MemoryDirectory
 from kvstore.disk import opened
 from kvstore.eviction import BY_NAME
@@ -56,10 +57,10 @@ class Cluster:
         self.stack = AsyncExitStack()
         self.last_epoch = 0
 
-    async def agent(self, name, transports=("tcp",)):
+    async def agent(self, name, transports=("tcp",), wrap=lambda transport: transport):
         self.last_epoch += 1
         config = TransferConfig(transports=transports, timeout_s=5.0)
-        agent = TransferAgent(name, self.last_epoch, config, SystemClock())
+        agent = TransferAgent(name, self.last_epoch, config, SystemClock(), wrap)
         return await self.stack.enter_async_context(agent)
 
     async def node(self, name, num_blocks=16, folder=None, transports=("tcp",), num_slots=64, **limits):
@@ -87,13 +88,13 @@ class Cluster:
         self.stack.push_async_callback(store.close)
         return Node(member, store, cache, agent, clock, server)
 
-    async def client(self, transports=("tcp",)):
+    async def client(self, transports=("tcp",), wrap=lambda transport: transport):
         """A program outside: an agent and a cache client without a store."""
-        agent = await self.agent("outside", transports)
+        agent = await self.agent("outside", transports, wrap)
         clock = ManualClock()
         cache = BlockCache(agent, MemoryDirectory(self.board), clock)
         self.stack.push_async_callback(cache.close)
-        return cache, agent, clock
+        return cache, clock
 
 
 @asynccontextmanager
@@ -103,10 +104,10 @@ async def running_cluster():
         yield cluster
 
 
-async def save(cache, agent, path, first=0, **options):
+async def save(cache, path, first=0, **options):
     """Save blocks `first` and on of the chain of `path`, with the bytes that follow from it."""
     chain = chain_of(path)
-    source = agent.allocate((len(chain) - first) * BLOCK_BYTES)
+    source = private_segment((len(chain) - first) * BLOCK_BYTES)
     for index, block_hash in enumerate(chain[first:]):
         source.memory[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES] = bytes_of(block_hash)
     sums = [checksum(bytes_of(block_hash)) for block_hash in chain[first:]]
@@ -114,10 +115,10 @@ async def save(cache, agent, path, first=0, **options):
     return await cache.save(chain, source, offsets, sums, first, **options)
 
 
-async def load(cache, agent, path, first=0):
+async def load(cache, path, first=0):
     """Load blocks `first` and on; return how many came, having looked at every byte."""
     chain = chain_of(path)
-    into = agent.allocate((len(chain) - first) * BLOCK_BYTES)
+    into = private_segment((len(chain) - first) * BLOCK_BYTES)
     offsets = [index * BLOCK_BYTES for index in range(len(chain) - first)]
     count = await cache.load(chain, into, offsets, first)
     for index in range(count):

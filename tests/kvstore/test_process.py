@@ -67,7 +67,7 @@ async def client_of(*addresses):
     directory = PeerDirectory(addresses, SystemClock())
     async with TransferAgent("client", 5, TransferConfig(), SystemClock()) as agent:
         cache = BlockCache(agent, directory, SystemClock())
-        yield cache, agent
+        yield cache
         await cache.close()
         await directory.close()
 
@@ -78,19 +78,51 @@ async def test_blocks_on_disk_outlive_a_killed_process(tmp_path):
         "high_watermark": 0.5,
         "low_watermark": 0.1,
     }
-    async with running(tmp_path, **settings) as process, client_of(process.address) as (cache, agent):
-        assert await save(cache, agent, "abcdef") == 6
-        assert await load(cache, agent, "abcdef") == 6
+    async with running(tmp_path, **settings) as process, client_of(process.address) as cache:
+        assert await save(cache, "abcdef") == 6
+        assert await load(cache, "abcdef") == 6
         file = tmp_path / "disk" / "blocks.slots"
         async with asyncio.timeout(20):
             while file.stat().st_size < 6 * BLOCK_BYTES:
                 await asyncio.sleep(0.05)
         os.kill(process.child.pid, signal.SIGKILL)
         await process.ended()
-        assert await load(cache, agent, "abcdef") == 0
-    async with running(tmp_path, **settings) as process, client_of(process.address) as (cache, agent):
+        assert await load(cache, "abcdef") == 0
+    async with running(tmp_path, **settings) as process, client_of(process.address) as cache:
         assert await cache.match(chain_of("abcdef")) == 6
-        assert await load(cache, agent, "abcdef") == 6
+        assert await load(cache, "abcdef") == 6
+
+
+@pytest.mark.parametrize("kill_after_s", [0.0, 0.01, 0.05])
+async def test_killing_a_store_within_puts_and_gets_raises_nothing_and_mixes_up_no_byte(
+    tmp_path, kill_after_s
+):
+    async with running(tmp_path) as process, client_of(process.address) as cache:
+        assert await save(cache, "abc") == 3
+        done = []
+
+        async def work(number):
+            while process.child.returncode is None:
+                stored = await save(cache, f"{number}bcd")
+                done.append((stored, await load(cache, f"{number}bcd")))
+
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            for number in range(4):
+                tasks.create_task(work(number))
+            await asyncio.sleep(kill_after_s)
+            process.child.kill()
+            await process.ended()
+        assert await load(cache, "abc") == 0
+
+
+async def test_stores_that_know_each_others_address_share_their_blocks(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    async with running(tmp_path / "a") as one, running(tmp_path / "b", peers=[one.address]) as two:
+        async with client_of(one.address) as cache:
+            assert await save(cache, "abc") == 3
+        async with client_of(one.address, two.address) as cache:
+            assert await load(cache, "abc") == 3
 
 
 @pytest.mark.parametrize("how", ["stdin", "sigterm"])

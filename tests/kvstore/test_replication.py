@@ -82,10 +82,10 @@ async def names(node, path):
 
 async def test_a_hot_chain_is_copied_and_a_cold_one_is_not(nodes):
     one, two, _ = nodes
-    await save(one.cache, one.agent, "abc")
-    await save(one.cache, one.agent, "xyz")
+    await save(one.cache, "abc")
+    await save(one.cache, "xyz")
     for _ in range(4):
-        await load(two.cache, two.agent, "abc")
+        await load(two.cache, "abc")
     copied = await replicator_of(one).round(1 << 30)
     assert copied == 3 * BLOCK_BYTES
     assert [len(holders) for holders in await names(one, "abc")] == [2, 2, 2]
@@ -94,7 +94,7 @@ async def test_a_hot_chain_is_copied_and_a_cold_one_is_not(nodes):
 
 async def test_a_round_copies_no_more_than_its_bytes_and_the_next_goes_on(nodes):
     one, _, _ = nodes
-    await save(one.cache, one.agent, "abcde")
+    await save(one.cache, "abcde")
     replicator = replicator_of(one)
     copied = []
     for _ in range(4):
@@ -107,9 +107,9 @@ async def test_a_round_copies_no_more_than_its_bytes_and_the_next_goes_on(nodes)
 
 async def test_when_a_replicas_node_goes_the_block_is_copied_again(nodes):
     one, two, three = nodes
-    await save(one.cache, one.agent, "abc")
+    await save(one.cache, "abc")
     for _ in range(5):
-        await load(two.cache, two.agent, "abc")
+        await load(two.cache, "abc")
     await replicator_of(one).round(1 << 30)
     second = next(name for name in (await names(one, "abc"))[0] if name != "one")
     gone = next(node for node in nodes if node.member.node_id == second)
@@ -117,9 +117,9 @@ async def test_when_a_replicas_node_goes_the_block_is_copied_again(nodes):
     await gone.die()
     await gone.cache.directory.leave()
     for _ in range(8):
-        await load(left.cache, left.agent, "abc")
+        await load(left.cache, "abc")
     await replicator_of(one).round(1 << 30)
     assert await names(one, "abc") == [sorted(["one", left.member.node_id])] * 3
     await one.die()
     await one.cache.directory.leave()
-    assert await load(left.cache, left.agent, "abc") == 3
+    assert await load(left.cache, "abc") == 3
