@@ -269,6 +269,30 @@ async def test_two_readers_of_one_chain_read_it_from_disk_once(cluster, tmp_path
     all_checked(one)
 
 
+@pytest.mark.parametrize("seed", range(4))
+async def test_random_histories_over_both_tiers_load_right_bytes_and_lose_no_block(cluster, tmp_path, seed):
+    rng = random.Random(seed)
+    one = await cluster.node("one", num_blocks=8, folder=tmp_path, high_watermark=0.6, low_watermark=0.3)
+    cache, _ = await cluster.client()
+    loaded, pins = 0, []
+    for _ in range(60):
+        path = "".join(rng.choice("ab") for _ in range(rng.randrange(1, 7)))
+        act = rng.random()
+        if act < 0.4:
+            await save(cache, path)
+        elif act < 0.7:
+            loaded += await load(cache, path)
+        elif act < 0.8:
+            pins.append((await cache.pin(chain_of(path), 0.0, one.member))[0])
+        elif act < 0.9 and pins:
+            await cache.unpin(pins.pop(), one.member)
+        elif act < 0.93:
+            await cache.delete(chain_of(path))
+        await one.store.tick()
+        one.store.check()
+    assert loaded > 10
+
+
 async def turns(count):
     for _ in range(count):
         await asyncio.sleep(0.0005)
