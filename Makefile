@@ -1,18 +1,27 @@
-# Every target sets up what it needs. People and CI use the same ones.
+# Every target sets up what it needs, on a machine that has Python and make. People and CI
+# use the same ones.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+PROMPT ?= In one sentence: what is the capital of France?
+INSTALL := $(BIN)/python -m pip install -qq -c constraints.txt
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+# Where `conductor up` looks; a test or a machine with a cache of its own may say otherwise.
+CACHE ?= $(HOME)/.cache/conductor-cluster
 
 .PHONY: run test test-full check protos lock clean
 
-run: $(VENV)/.installed
-	$(BIN)/conductor up --prompt "In one sentence: what is the capital of France?"
+run: $(VENV)/.model
+	$(BIN)/conductor up --prompt "$(PROMPT)"
 
-test: check
+test: check $(VENV)/.model
 	$(BIN)/python -m pytest -q
 
-test-full: check
-	$(BIN)/python -m pytest -q -m ""
+test-full: check $(VENV)/.model
+	$(BIN)/python -m pytest -q -m "not gpu and not rdma"
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
@@ -22,15 +31,24 @@ check: $(VENV)/.installed
 # torch first and by exact version: a plain `torch` draws gigabytes of CUDA packages on
 # a machine that has no GPU.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "$(PYTHON) is too old: Python 3.11 or later is needed (make PYTHON=python3.11)"; exit 1; }
+	@echo "installing into $(VENV): some minutes, once"
+	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) torch
+	@$(INSTALL) -e '.[dev]'
+	@touch $@
 
-PROTOS := $(wildcard protos/*.proto)
+# Fetched and converted once, so that no start and no test has to.
+$(VENV)/.model: $(VENV)/.installed
+	@$(BIN)/python -m engine.prepare smollm2 --cache-dir "$(CACHE)" > $@
+
+# Generated code is committed, and a test compares: who only runs needs no compiler.
 protos: $(VENV)/.installed
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. --mypy_grpc_out=. $(PROTOS)
+	$(BIN)/python -m grpc_tools.protoc -I. --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	  --python_out=. --pyi_out=. --grpc_python_out=. --mypy_grpc_out=. $(wildcard protos/*.proto)
 
+# What is installed now becomes what is installed everywhere.
 lock: $(VENV)/.installed
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//' > constraints.txt
 

@@ -82,6 +82,9 @@ class PoolConfig:
     nodes: int = 1
     gpus_per_node: int = 0
     cpus_per_node: float = 1.0
+    resource: str = ""
+    """A Ray custom resource of which each node takes one: keeps a pool on its own hosts.
+    Empty: any host with room."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
@@ -137,6 +140,8 @@ class TransferConfig:
     """Allowed ones; the fastest that reaches a peer is used."""
     timeout_s: float = 20.0
     """One transfer batch at most. Shorter than every lease that covers one."""
+    connections: int = 2
+    """Of tcp to each peer."""
 
     def __post_init__(self) -> None:
         known = ("shm", "tcp", "cuda_ipc", "rdma")
@@ -144,6 +149,7 @@ class TransferConfig:
         for transport in self.transports:
             _require(transport in known, "transports", f"{transport!r} is not one of {', '.join(known)}")
         _require(self.timeout_s > 0, "timeout_s", "more than 0")
+        _require(1 <= self.connections <= 64, "connections", "between 1 and 64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +173,8 @@ class ClusterConfig:
     served_model_name: str = ""
     """Empty: the last part of `model`."""
     cache_dir: str = "~/.cache/conductor-cluster"
+    profile: str = "cpu-smollm2"
+    """Costs that placement starts from: a preset or a file that `conductor profile` wrote."""
     server: ServerConfig = field(default_factory=ServerConfig)
     prefill: PoolConfig = field(default_factory=PoolConfig)
     decode: PoolConfig = field(default_factory=PoolConfig)
@@ -186,6 +194,8 @@ class ConductorProcess:
     model_path: str
     model_id: str
     served_model_name: str
+    block_size: int
+    profile: str
     server: ServerConfig
     slo: SloConfig
 

@@ -7,6 +7,7 @@
     . SloUnreachableError    predicted TTFT or TBT is past the request's SLO
     . CapacityError          no node has the blocks free
   - UnavailableError         no node can serve now; retry later
+  - DeadlineError            the request's time ran out
   - LostError                work was accepted and then lost; safe to retry
     . LeaseExpiredError      bytes may already be reused; never read them
     . StaleError             a message or grant of an older epoch or generation
@@ -62,6 +63,10 @@ class UnavailableError(ServeError):
     """No node can serve the request at present."""
 
 
+class DeadlineError(ServeError):
+    """The request's time ran out; what it held was released."""
+
+
 class LostError(ServeError):
     """Work was accepted and then lost; it is safe to run it again."""
 
@@ -90,11 +95,23 @@ class ConfigError(Exception):
     """Configuration is wrong; the message names file, key and mend."""
 
 
+LOST_RETRY_S = 2.0
+"""About what a lost node takes to be back; nothing better is known."""
+
+
+def retry_after_s(error: ServeError) -> float | None:
+    """Return when the same request may succeed, or None if it is no matter of time."""
+    if isinstance(error, RejectedError):
+        return error.retry_after_s
+    return LOST_RETRY_S if isinstance(error, UnavailableError | LostError) else None
+
+
 STATUS_OF: tuple[tuple[type[ServeError], grpc.StatusCode], ...] = (
     (UnknownModelError, grpc.StatusCode.NOT_FOUND),
     (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (RejectedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (UnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (StaleError, grpc.StatusCode.FAILED_PRECONDITION),
     (LostError, grpc.StatusCode.UNAVAILABLE),
     (ProtocolError, grpc.StatusCode.INTERNAL),
@@ -108,3 +125,26 @@ def status_of(error: ServeError) -> grpc.StatusCode:
         if isinstance(error, kind):
             return code
     return grpc.StatusCode.INTERNAL
+
+
+_BY_NAME = {
+    kind.__name__: kind
+    for kind in (
+        ServeError,
+        InvalidRequestError,
+        RejectedError,
+        CapacityError,
+        UnavailableError,
+        LostError,
+        LeaseExpiredError,
+        StaleError,
+        TransferFailedError,
+        ChecksumError,
+        ProtocolError,
+    )
+}
+
+
+def error_named(name: str, message: str) -> ServeError:
+    """Return the error that a peer named; a name not known here is a ServeError."""
+    return _BY_NAME.get(name, ServeError)(message)

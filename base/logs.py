@@ -21,7 +21,7 @@ def configure(process: str, level: str = "INFO") -> None:
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
-def event(log: logging.Logger, message: str, level: int = logging.INFO, **fields: object) -> None:
+def event(log: logging.Logger, message: str, /, *, level: int = logging.INFO, **fields: object) -> None:
     """Log one event with its values as fields."""
     if log.isEnabledFor(level):
         tail = " ".join(f"{key}={_quoted(value)}" for key, value in fields.items())

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
-from base.clock import wall_clock_s
+from base.clock import SystemClock, wall_clock_s
 from base.config import EngineConfig
 from bench.engine_work import Prompts, decode_step_s, prefill_s, throughput_s
 from engine.build import Engine, assemble_engine
@@ -277,7 +277,7 @@ def main() -> None:
     config = CONFIGS[options.model]
     model = build_model(config)
     work = work_of(config, model)
-    engine = assemble_engine(ENGINE, PagedModel(model), "bfloat16")
+    engine = assemble_engine(ENGINE, PagedModel(model), "bfloat16", SystemClock())
     torch.cuda.synchronize()
     start_up_s = time.perf_counter() - started_s
     print(f"{options.model}: start-up (build, check, compile, capture) {start_up_s:.1f} s", flush=True)

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from base.block_hash import chain_root
-from base.clock import wall_clock_s
+from base.clock import SystemClock, wall_clock_s
 from base.config import EngineConfig
 from base.request import RequestId, SamplingParams, StopParams
 from engine.build import Engine, build_engine
@@ -99,7 +99,9 @@ def run_theirs(model: AutoModelForCausalLM, workload: Workload, prompts: list[li
 
 def measure(workload: Workload, rounds: int, threads: int) -> dict[str, object]:
     prepared = prepare("smollm2", Path("~/.cache/conductor-cluster"), print)
-    engine = build_engine(EngineConfig(device="cpu", threads=threads, kv_cache_gib=0.5), prepared.path)
+    engine = build_engine(
+        EngineConfig(device="cpu", threads=threads, kv_cache_gib=0.5), prepared.path, SystemClock()
+    )
     theirs = AutoModelForCausalLM.from_pretrained(
         prepared.path, dtype=torch.float32, attn_implementation="sdpa"
     )

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import torch
 
-from base.clock import SystemClock
+from base.clock import Clock
 from base.config import GIB, EngineConfig
 from base.errors import ConfigError
 from base.kv_layout import KvLayout
 from engine.block_pool import BlockPool
 from engine.loop import EngineLoop, LaunchingRunner
 from engine.model import PagedModel
+from engine.packed_linear import pack_linears
 from engine.paged_cache import TORCH_DTYPES, PagedCache
 from engine.runner import Runner
 from engine.scheduler import Scheduler
@@ -53,6 +54,7 @@ class Engine:
 def build_engine(
     config: EngineConfig,
     model_path: str,
+    clock: Clock,
     allocate: Callable[[int], memoryview] | None = None,
     nodes_on_host: int = 1,
 ) -> Engine:
@@ -69,14 +71,17 @@ def build_engine(
     num_threads = config.threads or max(1, len(os.sched_getaffinity(0)) // nodes_on_host)
     torch.set_num_threads(num_threads)
     dtype = _dtype_name(config.dtype, device)
-    model = PagedModel(load_model(Path(model_path), TORCH_DTYPES[dtype], device))
-    return assemble_engine(config, model, dtype, allocate)
+    weights = load_model(Path(model_path), TORCH_DTYPES[dtype], device)
+    if device.type == "cpu" and dtype == "float32":
+        pack_linears(weights)
+    return assemble_engine(config, PagedModel(weights), dtype, clock, allocate)
 
 
 def assemble_engine(
     config: EngineConfig,
     model: PagedModel,
     dtype: str,
+    clock: Clock,
     allocate: Callable[[int], memoryview] | None = None,
 ) -> Engine:
     """Put an engine around a model that is loaded.
@@ -97,9 +102,9 @@ def assemble_engine(
     max_model_len = min(_max_model_len(config, model), cache.num_blocks * config.block_size)
     pool = BlockPool(cache.num_blocks)
     scheduler = Scheduler(pool, config.block_size, config.chunk_tokens, config.max_batch, max_model_len)
-    runner = _runner(config, model, cache, max_model_len)
+    runner = _runner(config, model, cache, max_model_len, clock)
     return Engine(
-        loop=EngineLoop(runner, scheduler, pool),
+        loop=EngineLoop(runner, scheduler, pool, clock),
         runner=runner,
         scheduler=scheduler,
         pool=pool,
@@ -113,7 +118,7 @@ def assemble_engine(
 
 
 def _runner(
-    config: EngineConfig, model: PagedModel, cache: PagedCache, max_model_len: int
+    config: EngineConfig, model: PagedModel, cache: PagedCache, max_model_len: int, clock: Clock
 ) -> Runner | LaunchingRunner:
     if model.device.type == "cpu":
         return Runner(model, cache)
@@ -127,7 +132,7 @@ def _runner(
         config.max_batch,
         max_model_len,
         config.chunk_tokens,
-        SystemClock(),
+        clock,
     )
 
 

@@ -26,9 +26,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from base.clock import Clock
 from base.errors import ServeError
 from base.logs import event
 from base.request import FinishReason
+from base.uninterrupted import uninterrupted
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -73,8 +75,11 @@ class _Flight:
 class EngineLoop:
     """Owns one engine's pool, scheduler and device thread. Belongs to the event loop."""
 
-    def __init__(self, runner: StepRunner | LaunchingRunner, scheduler: Scheduler, pool: BlockPool) -> None:
+    def __init__(
+        self, runner: StepRunner | LaunchingRunner, scheduler: Scheduler, pool: BlockPool, clock: Clock
+    ) -> None:
         self._runner = runner
+        self._clock = clock
         self.scheduler = scheduler
         self.pool = pool
         self._listeners: dict[Sequence, Listener] = {}
@@ -128,6 +133,10 @@ class EngineLoop:
                     flight = await self._step(thread, flight)
 
     def _launch(self, thread: ThreadPoolExecutor, plan: StepPlan) -> _Flight:
+        now_s = self._clock.now_s()
+        for entry in plan.entries:
+            if entry.sequence.started_at_s is None:
+                entry.sequence.started_at_s = now_s
         launched = None
         if isinstance(self._runner, LaunchingRunner):
             launched = thread.submit(self._runner.launch, plan)
@@ -152,7 +161,7 @@ class EngineLoop:
     async def _land(self, thread: ThreadPoolExecutor, flight: _Flight) -> None:
         done = asyncio.get_running_loop().run_in_executor(thread, self._wait_for, flight)
         try:
-            result = await _finished(done)
+            result = await uninterrupted(done)
         except Exception as error:
             outputs = self._failed(flight.plan, error)
         else:
@@ -180,7 +189,7 @@ class EngineLoop:
         self.num_failed_steps += 1
         level = logging.WARNING if isinstance(error, ServeError) else logging.ERROR
         names = ",".join(entry.sequence.request_id for entry in plan.entries)
-        event(log, "step failed", level, requests=names, error=f"{type(error).__name__}: {error}")
+        event(log, "step failed", level=level, requests=names, error=f"{type(error).__name__}: {error}")
         log.debug("step failed", exc_info=error)
         going_on = [entry.sequence for entry in plan.entries if entry.sequence.finish_reason is None]
         for sequence in going_on:
@@ -194,16 +203,3 @@ class EngineLoop:
             listener = self._listeners.pop(output.sequence, None)
         if listener is not None:
             listener(output)
-
-
-async def _finished(done: asyncio.Future[StepResult]) -> StepResult:
-    """Await a step that cannot be interrupted; a cancellation takes effect when it has ended."""
-    cancelled: asyncio.CancelledError | None = None
-    while not done.done():
-        try:
-            await asyncio.wait([done])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    return done.result()

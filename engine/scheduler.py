@@ -57,6 +57,11 @@ class Scheduler:
         """Tokens to compute before every sequence has caught up: the length of the queue."""
         return sum(sequence.num_remaining_tokens for sequence in (*self._waiting, *self._running))
 
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens of the running sequences whose KV is in the cache."""
+        return sum(sequence.num_computed_tokens for sequence in self._running)
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. If its block table is filled, those blocks become the scheduler's.
 
@@ -253,6 +258,7 @@ class Scheduler:
         longest = (sequence.num_tokens - 1) // self.block_size
         sequence.block_table += self._pool.match(sequence.block_hashes[:longest])
         sequence.num_computed_tokens = len(sequence.block_table) * self.block_size
+        sequence.num_matched_tokens = sequence.num_computed_tokens
         sequence.num_published_blocks = len(sequence.block_table)
 
     def _lowest_holder(self) -> Sequence | None:

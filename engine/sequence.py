@@ -36,6 +36,10 @@ class Sequence:
     """Block ids in order; the sequence has one hold on each."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Of the leading full blocks of `token_ids`; see `extend_hashes`."""
+    num_matched_tokens: int = 0
+    """Tokens whose KV was found here when the sequence was last admitted."""
+    started_at_s: float | None = None
+    """When the first step with this sequence began; None before."""
     num_published_blocks: int = 0
     """Leading blocks that the pool can match."""
     finish_reason: FinishReason | None = None

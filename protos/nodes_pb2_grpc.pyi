@@ -6,8 +6,8 @@ Between the conductor and its nodes: one stream for each node, opened by the nod
 The stream is the membership, the lease and the work channel in one. The node sends
 Register first; then heartbeats. Everything the node holds for this conductor is held
 on the life of the stream: when it ends, or stays silent for the lease, all of it is
-released. Within it each request has its own life, ended by Finished or Failed from the
-node or Release from the conductor.
+released. Within it each request has its own life, ended by its last Tokens or by Failed
+from the node, or by Release from the conductor.
 
 A message carries everything that waited since the last one (a Python gRPC stream moves
 some 13,000 messages a second whatever they hold), so the tokens of one step travel in

@@ -25,6 +25,7 @@ LAYERS: dict[str, set[str]] = {
         "prefill_node",
         "decode_node",
         "conductor",
+        "deploy",
     },
     "deploy": {
         "base",
@@ -35,7 +36,6 @@ LAYERS: dict[str, set[str]] = {
         "prefill_node",
         "decode_node",
         "conductor",
-        "bench",
     },
 }
 
@@ -50,7 +50,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "pyverbs": ("transfer/rdma.py",),
     "ray": ("deploy/launch.py",),
     "redis": ("kvstore/directory.py",),
-    "rich": ("deploy/",),
+    "rich": ("deploy/", "bench/"),
     "safetensors": ("engine/weights.py",),
     "tokenizers": ("conductor/tokenizer.py",),
     "torch": ("engine/", "transfer/cuda_ipc.py", "bench/"),

@@ -1,1 +1,4 @@
-"""The Messenger: moves byte ranges between registered segments of two processes."""
+"""The Messenger: bytes between the memories of two processes, as fast as the wire.
+
+It knows segments, offsets and grants, and nothing of tokens. `agent.py` is the entry.
+"""

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from base.block_hash import chain_root
+from base.clock import SystemClock
 from base.kv_layout import KvLayout
 from base.request import RequestId, SampledToken, SamplingParams, StopParams
 from engine.block_pool import BlockPool
@@ -41,7 +42,7 @@ def make_loop(
     cache = PagedCache(layout, num_blocks, model.device)
     pool = BlockPool(num_blocks)
     scheduler = Scheduler(pool, block_size, chunk_tokens, max_batch, model.max_model_len)
-    return EngineLoop(Runner(model, cache), scheduler, pool)
+    return EngineLoop(Runner(model, cache), scheduler, pool, SystemClock())
 
 
 def make_model(model: PreTrainedModel) -> PagedModel:
@@ -89,11 +90,15 @@ def greedy(loop: EngineLoop, prompts: Items[Items[int]], max_tokens: int, **fiel
 
 
 def reference(
-    model: PreTrainedModel, prompt: Items[int], max_tokens: int, eos: int | None = None
+    model: PreTrainedModel,
+    prompt: Items[int],
+    max_tokens: int,
+    eos: int | None = None,
+    attention: str = "eager",
 ) -> list[int]:
     """Return the tokens that transformers' `generate` makes, with its own attention."""
     before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation(attention)
     try:
         output = model.generate(
             torch.tensor([list(prompt)]),

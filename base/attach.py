@@ -1,0 +1,159 @@
+"""The node's side of the stream to its conductor. `conductor/attach.py` is the other.
+
+The client dials, registers, and serves until the stream ends or stays silent for the
+lease; then the node lets go of everything it held for that conductor and dials again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Protocol, TypeAlias
+
+import grpc
+
+from base.errors import ProtocolError
+from base.logs import event
+from base.messages import FromNode, Heartbeat, KvEvents, Lease, NodeInfo, ToNode
+from base.wire import from_node, lease_from, register, to_node_from
+from protos import nodes_pb2 as pb
+from protos.nodes_pb2_grpc import NodesStub
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+"""To open the stream and be registered. Loopback and a datacentre need milliseconds."""
+
+# A conductor that restarts is back in a second or two, so the wait between two dials
+# stays short; it is jittered so that a thousand nodes do not dial at once.
+MAX_BACKOFF_S = 2.0
+MIN_BACKOFF_S = 0.1
+
+CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    # Nothing else backs off for us: the library's own would wait up to two minutes.
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+
+Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.NodeMessage, pb.ConductorMessage]"
+
+
+class NodeWork(Protocol):
+    """What a node does with its conductor's messages, and what it has to say."""
+
+    def receive(self, items: list[ToNode]) -> None: ...
+
+    def heartbeat(self) -> Heartbeat: ...
+
+    def kv_events(self) -> KvEvents | None: ...
+
+    def kv_snapshot(self) -> KvEvents: ...
+
+    def lost(self) -> None:
+        """Let go of everything held for the conductor."""
+        ...
+
+
+class AttachClient:
+    """Keeps one node attached to one conductor."""
+
+    def __init__(self, info: NodeInfo, address: str, rng: random.Random) -> None:
+        self._info = info
+        self._address = address
+        self._rng = rng
+        self._outbox: list[FromNode] = []
+        self._outgoing = asyncio.Event()
+        self._is_attached = False
+
+    def send(self, item: FromNode) -> None:
+        """Queue `item` for the conductor; while there is none, it is dropped: all the
+        requests it could be about ended with the stream."""
+        if self._is_attached:
+            self._outbox.append(item)
+            self._outgoing.set()
+
+    async def run(self, work: NodeWork) -> None:
+        """Serve until cancelled."""
+        backoff_s = MIN_BACKOFF_S
+        while True:
+            try:
+                async with self._attached() as (call, lease):
+                    backoff_s = MIN_BACKOFF_S
+                    await self._serve(call, lease, work)
+            except (grpc.aio.AioRpcError, TimeoutError, ProtocolError) as error:
+                event(
+                    log, "conductor lost", level=logging.WARNING, address=self._address, reason=_reason(error)
+                )
+            finally:
+                self._is_attached = False
+                self._outbox.clear()
+                work.lost()
+            await _pause(backoff_s * self._rng.uniform(0.5, 1.0))
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    @asynccontextmanager
+    async def _attached(self) -> AsyncIterator[tuple[Call, Lease]]:
+        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
+            call: Call = NodesStub(channel).Attach()
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    await call.write(register(self._info))
+                    lease = lease_from(await _read(call))
+                event(log, "attached", address=self._address, conductor_epoch=lease.conductor_epoch)
+                self._is_attached = True
+                yield call, lease
+            finally:
+                call.cancel()
+
+    async def _serve(self, call: Call, lease: Lease, work: NodeWork) -> None:
+        await call.write(from_node((), work.heartbeat(), work.kv_snapshot()))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._receive(call, lease, work))
+                tasks.create_task(self._send(call, lease, work))
+        except* (grpc.aio.AioRpcError, TimeoutError, ProtocolError) as errors:
+            raise errors.exceptions[0] from None
+
+    async def _receive(self, call: Call, lease: Lease, work: NodeWork) -> None:
+        while True:
+            async with asyncio.timeout(lease.lease_s):
+                message = await _read(call)
+            work.receive(to_node_from(message))
+
+    async def _send(self, call: Call, lease: Lease, work: NodeWork) -> None:
+        """Send what waits, at once; and the node's load with it, at least every heartbeat."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(lease.heartbeat_s):
+                    await self._outgoing.wait()
+            self._outgoing.clear()
+            items, self._outbox = self._outbox, []
+            await call.write(from_node(items, work.heartbeat(), work.kv_events()))
+
+    def wake(self) -> None:
+        """Send a heartbeat now: the node's state changed."""
+        self._outgoing.set()
+
+
+async def _read(call: Call) -> pb.ConductorMessage:
+    message = await call.read()
+    if not isinstance(message, pb.ConductorMessage):
+        raise ProtocolError("the conductor closed the stream")
+    return message
+
+
+async def _pause(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

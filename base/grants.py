@@ -1,0 +1,61 @@
+"""What one process tells another about memory: where it is reached, and what is allowed.
+
+Values only. They stand in `base` because they travel in the messages of every layer;
+what they mean is enforced in `transfer`. Durations travel, moments do not: a grant says
+for how long it held when it was sent, and only its issuer's clock decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Operation(Enum):
+    """What a grant allows; the values are those of `protos/transfer.proto`."""
+
+    READ = 1
+    WRITE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where one transport reaches a process."""
+
+    transport: str
+    """tcp, shm, cuda_ipc or rdma."""
+    address: str
+    """The transport's own form."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDescriptor:
+    """Who a peer is and how it is reached. A restarted peer has another epoch."""
+
+    node_id: str
+    epoch: int
+    """64 bits, random at each start."""
+    endpoints: tuple[Endpoint, ...]
+
+    def address_or_none(self, transport: str) -> str | None:
+        """Return where `transport` reaches this peer; None: it does not."""
+        for endpoint in self.endpoints:
+            if endpoint.transport == transport:
+                return endpoint.address
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Leave to read or write some equal ranges of one segment, until revoked or expired."""
+
+    segment_id: int
+    generation: int
+    """64 bits; names this grant, unguessable, never reused in an epoch."""
+    operation: Operation
+    offsets: tuple[int, ...]
+    """Bytes from the start of the segment."""
+    length: int
+    """Bytes at each offset."""
+    expires_in_s: float
+    """When sent."""

@@ -1,0 +1,176 @@
+"""What the conductor and its nodes tell each other, as values.
+
+`protos/nodes.proto` is the same on the wire and says what follows what;
+`base/wire.py` converts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from base.block_hash import BlockHash
+from base.grants import Grant, PeerDescriptor
+from base.request import FinishReason, NodeId, RequestId, Role, SampledToken, SamplingParams, StopParams
+
+PROTOCOL_VERSION = 1
+"""Of protos/nodes.proto. A node of another version is refused, with both named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One sequence, as a node needs it.
+
+    `token_ids` after `num_prompt_tokens` were generated before, on a node since lost.
+    `stop.max_tokens` counts from `num_prompt_tokens`.
+    """
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    chain_root: BlockHash
+    sampling: SamplingParams
+    stop: StopParams
+    num_logprobs: int | None
+    priority: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    work: Work
+    target: PeerDescriptor
+    grant: Grant | None
+    """One offset for each block from `first_block` on; None: there is none to write."""
+    first_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    request_id: RequestId
+    first_token_id: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    request_id: RequestId
+
+
+ToNode = Reserve | Prefill | Start | Release
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    request_id: RequestId
+    num_matched_blocks: int
+    """Leading blocks whose KV the decode node has."""
+    grant: Grant | None
+    """One offset for each block after those; None: there is none to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTimes:
+    """Where the seconds between Prefill and Prefilled went."""
+
+    queue_s: float
+    compute_s: float
+    exposed_transfer_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    request_id: RequestId
+    first_token: SampledToken
+    finish_reason: FinishReason | None
+    num_cached_tokens: int
+    checksums: tuple[int, ...]
+    times: PrefillTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What one step made of one sequence; the last one has a finish reason."""
+
+    request_id: RequestId
+    tokens: tuple[SampledToken, ...]
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request is over on this node, and nothing of it is held there.
+
+    `reason` is the name of a class of base/errors.py.
+    """
+
+    request_id: RequestId
+    reason: str
+    message: str
+
+
+FromNode = Reserved | Prefilled | Tokens | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """What a node says of itself when it attaches. None of it changes in its epoch."""
+
+    node_id: NodeId
+    epoch: int
+    roles: frozenset[Role]
+    model_id: str
+    layout_id: str
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    peer: PeerDescriptor
+    host: str
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A node's load at one moment."""
+
+    sequence: int
+    num_free_blocks: int
+    """Free, or cached and evictable."""
+    num_held_blocks: int
+    num_waiting: int
+    num_running: int
+    num_queued_tokens: int
+    """Prompt tokens not yet computed."""
+    num_context_tokens: int
+    """Of running sequences."""
+    is_draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KvEvents:
+    """Blocks that became findable on a node, and blocks that it forgot.
+
+    Numbered from 1 in each epoch of the node; `is_snapshot` replaces all before.
+    """
+
+    first_number: int
+    is_snapshot: bool
+    stored: tuple[BlockHash, ...]
+    removed: tuple[BlockHash, ...]
+
+    @property
+    def next_number(self) -> int:
+        return self.first_number + len(self.stored) + len(self.removed)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What the conductor grants an attached node. Durations, never moments."""
+
+    lease_s: float
+    heartbeat_s: float
+    conductor_epoch: int

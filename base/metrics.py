@@ -1,0 +1,225 @@
+"""Every metric of the cluster: name, unit, labels, and vLLM's name for it.
+
+Seconds and bytes. Each process makes one registry and hands it in; nothing here is
+global. Buckets are vLLM's, so that a query written for it reads ours.
+
+vLLM's names are no second set of books: a collector copies our samples under those names
+when /metrics is read, so existing dashboards, autoscaling rules and gateways work and the
+two can never disagree.
+
+    conductor_ttft_seconds       arrival at the conductor to the first token out of it
+    conductor_ttft_part_seconds  the same seconds by where they went:
+        frontend           parsing and tokenising
+        queue              waiting on the prefill node
+        prefill            computing
+        exposed_transfer   writing KV after the last layer was computed
+        dispatch           the rest: placing, reserving, messages
+    conductor_tbt_seconds        between two tokens of one request; tokens that arrive
+                                 together are 0 apart
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from base.messages import PrefillTimes
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TBT_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+TOKEN_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))  # 1 to 500,000
+
+TTFT_PARTS = ("frontend", "queue", "prefill", "exposed_transfer", "dispatch")
+
+
+def process_registry() -> CollectorRegistry:
+    """Return a registry that holds this process's memory, CPU time and open files."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    return registry
+
+
+def exposition(registry: CollectorRegistry) -> bytes:
+    """Return all metrics in the text format of CONTENT_TYPE."""
+    return generate_latest(registry)
+
+
+class ConductorMetrics:
+    """What the conductor counts. Owned by its event loop."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self.registry = registry
+        self.ttft = Histogram(
+            "conductor_ttft_seconds", "Arrival to first token", buckets=TTFT_BUCKETS, registry=registry
+        )
+        part = Histogram(
+            "conductor_ttft_part_seconds",
+            "Where the seconds to the first token went",
+            ["part"],
+            buckets=TTFT_BUCKETS,
+            registry=registry,
+        )
+        self.ttft_part = {name: part.labels(name) for name in TTFT_PARTS}
+        self.tbt = Histogram(
+            "conductor_tbt_seconds", "Between two tokens", buckets=TBT_BUCKETS, registry=registry
+        )
+        self.request_seconds = Histogram(
+            "conductor_request_seconds", "Arrival to last token", buckets=REQUEST_BUCKETS, registry=registry
+        )
+        self.request_prompt_tokens = Histogram(
+            "conductor_request_prompt_tokens", "Of one sequence", buckets=TOKEN_BUCKETS, registry=registry
+        )
+        self.request_generation_tokens = Histogram(
+            "conductor_request_generation_tokens", "Of one sequence", buckets=TOKEN_BUCKETS, registry=registry
+        )
+        self.prompt_tokens = Counter(
+            "conductor_prompt_tokens", "Of sequences that got a token", registry=registry
+        )
+        self.cached_tokens = Counter(
+            "conductor_cached_tokens", "Prompt tokens matched, not computed", registry=registry
+        )
+        self.generation_tokens = Counter("conductor_generation_tokens", "Sent to clients", registry=registry)
+        self.sequences = Counter(
+            "conductor_sequences",
+            "Ended, by outcome: stop, length, cancelled or an error's name",
+            ["outcome"],
+            registry=registry,
+        )
+        self.rejections = Counter(
+            "conductor_rejections", "Sequences not taken, by reason", ["reason"], registry=registry
+        )
+        self.slo_misses = Counter(
+            "conductor_slo_misses",
+            "Sequences served past their bound on ttft, or on tbt in the mean",
+            ["cause"],
+            registry=registry,
+        )
+        self.running = Gauge("conductor_running_sequences", "Begun and not ended", registry=registry)
+        self.waiting = Gauge("conductor_waiting_sequences", "Waiting on a node", registry=registry)
+        self.kv_usage = Gauge("conductor_kv_usage_ratio", "Held share of all KV blocks", registry=registry)
+        registry.register(_VllmNames(self._own_metrics(part), model_name))
+
+    def _own_metrics(self, part: Histogram) -> tuple[_Alias, ...]:
+        return (
+            _Alias("vllm:time_to_first_token_seconds", self.ttft),
+            _Alias("vllm:inter_token_latency_seconds", self.tbt),
+            _Alias("vllm:e2e_request_latency_seconds", self.request_seconds),
+            _Alias("vllm:request_queue_time_seconds", part, {"part": "queue"}),
+            _Alias("vllm:request_prefill_time_seconds", part, {"part": "prefill"}),
+            _Alias("vllm:request_prompt_tokens", self.request_prompt_tokens),
+            _Alias("vllm:request_generation_tokens", self.request_generation_tokens),
+            _Alias("vllm:prompt_tokens", self.prompt_tokens),
+            _Alias("vllm:prompt_tokens_cached", self.cached_tokens),
+            _Alias("vllm:prefix_cache_queries", self.prompt_tokens),
+            _Alias("vllm:prefix_cache_hits", self.cached_tokens),
+            _Alias("vllm:generation_tokens", self.generation_tokens),
+            _Alias("vllm:request_success", self.sequences, rename={"outcome": "finished_reason"}),
+            _Alias("vllm:admission_rejections", self.rejections),
+            _Alias("vllm:num_requests_running", self.running),
+            _Alias("vllm:num_requests_waiting", self.waiting),
+            _Alias("vllm:kv_cache_usage_perc", self.kv_usage),
+        )
+
+    def first_token(self, ttft_s: float, times: PrefillTimes) -> None:
+        """Observe where the dispatcher's `ttft_s` went."""
+        known_s = times.queue_s + times.compute_s + times.exposed_transfer_s
+        self.ttft_part["queue"].observe(times.queue_s)
+        self.ttft_part["prefill"].observe(times.compute_s)
+        self.ttft_part["exposed_transfer"].observe(times.exposed_transfer_s)
+        self.ttft_part["dispatch"].observe(max(0.0, ttft_s - known_s))
+
+    def next_tokens(self, gap_s: float, num_tokens: int) -> None:
+        """Observe tokens that arrived together, `gap_s` after the one before them."""
+        self.tbt.observe(gap_s)
+        for _ in range(num_tokens - 1):
+            self.tbt.observe(0.0)
+
+
+class NodeMetrics:
+    """What a node counts. Owned by its event loop."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.prefill_tokens = Counter(
+            "prefill_tokens", "Prompt tokens by where their KV came from", ["source"], registry=registry
+        )
+        self.prefill_step = Histogram(
+            "prefill_step_seconds", "One step with a chunk in it", buckets=TBT_BUCKETS, registry=registry
+        )
+        self.decode_step = Histogram(
+            "decode_step_seconds", "One step of decode alone", buckets=TBT_BUCKETS, registry=registry
+        )
+        self.decode_tokens = Counter("decode_tokens", "Sampled", registry=registry)
+        self.decode_preemptions = Counter("decode_preemptions", "Sequences recomputed", registry=registry)
+        self.transfer_bytes = Counter("transfer_bytes", "Written to peers", ["transport"], registry=registry)
+        self.transfer_seconds = Histogram(
+            "transfer_seconds", "One transfer batch", ["transport"], buckets=TTFT_BUCKETS, registry=registry
+        )
+        self.transfer_failures = Counter(
+            "transfer_failures", "Transfer batches that failed", ["transport"], registry=registry
+        )
+        self.kvstore_blocks = Gauge(
+            "kvstore_blocks", "KV blocks by place: free, cached, held", ["place"], registry=registry
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Alias:
+    """One of our metrics under another name."""
+
+    name: str
+    source: Collector
+    only: Mapping[str, str] = field(default_factory=dict)
+    """Samples with these labels alone; the labels go."""
+    rename: Mapping[str, str] = field(default_factory=dict)
+
+    def copy(self, labels: Mapping[str, str]) -> Iterator[Metric]:
+        for metric in self.source.collect():
+            copied = Metric(self.name, metric.documentation, metric.type)
+            copied.samples = [
+                Sample(
+                    self.name + sample.name[len(metric.name) :],
+                    self._labels(sample) | dict(labels),
+                    sample.value,
+                )
+                for sample in metric.samples
+                if self.only.items() <= sample.labels.items() and not sample.name.endswith("_created")
+            ]
+            yield copied
+
+    def _labels(self, sample: Sample) -> dict[str, str]:
+        return {
+            self.rename.get(name, name): value
+            for name, value in sample.labels.items()
+            if name not in self.only
+        }
+
+
+class _VllmNames(Collector):
+    """Shows our samples under vLLM's names and with its labels."""
+
+    def __init__(self, aliases: tuple[_Alias, ...], model_name: str) -> None:
+        self._aliases = aliases
+        self._labels = {"model_name": model_name, "engine": "0"}
+
+    def collect(self) -> Iterable[Metric]:
+        for alias in self._aliases:
+            yield from alias.copy(self._labels)

@@ -1,0 +1,219 @@
+"""The gRPC server of a process, and the border where errors become statuses.
+
+Handlers raise the errors of `base/errors.py`; an interceptor around every handler turns
+them into a status with google.rpc details, by the table there. It is the only place that
+does, and the only one that catches everything: what is no ServeError is a bug, which is
+logged here and told to nobody. The interceptor also writes a handler's stream out by
+itself, because grpc leaves a generator half run when a client goes while it is written to.
+
+Health answers from a function, so it is right at the moment it is asked; who watches is
+told when `Health.refresh` is called.
+
+Pings: a peer may send one every 10 s with no call in progress. With grpc's defaults a long
+decode ends in GOAWAY "too_many_pings".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from base.errors import (
+    ConfigError,
+    InvalidRequestError,
+    ServeError,
+    retry_after_s,
+    status_of,
+)
+
+log = logging.getLogger(__name__)
+
+ERROR_DOMAIN = "conductor"
+MAX_MESSAGE_CHARS = 1_000
+"""Statuses travel in headers, which peers bound at 8 KiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A servicer to be served."""
+
+    full_name: str
+    """As in the proto file: conductor.v1.Inference."""
+    add: Callable[[grpc.aio.Server], None]
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """grpc.health.v1 for all services of a process together."""
+
+    def __init__(self, is_serving: Callable[[], bool], service_names: Sequence[str]) -> None:
+        """Begin.
+
+        Args:
+            is_serving: Whether a call that came now would be served.
+            service_names: What may be asked for, besides "" for the whole process.
+        """
+        self._is_serving = is_serving
+        self._service_names = {"", *service_names}
+        self._changed = asyncio.Event()
+
+    def refresh(self) -> None:
+        """Tell who watches: `is_serving` may have changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._service_names:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        return self._answer(request.service)
+
+    async def Watch(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
+        told = None
+        while True:
+            changed = self._changed
+            answer = self._answer(request.service)
+            if answer != told:
+                told = answer
+                yield answer
+            await changed.wait()
+
+    def _answer(self, service: str) -> health_pb2.HealthCheckResponse:
+        states = health_pb2.HealthCheckResponse
+        if service not in self._service_names:
+            return states(status=states.SERVICE_UNKNOWN)
+        return states(status=states.SERVING if self._is_serving() else states.NOT_SERVING)
+
+
+async def start_server(
+    services: Sequence[Service], is_serving: Callable[[], bool], address: str, max_message_bytes: int
+) -> tuple[grpc.aio.Server, int, Health]:
+    """Start a server with health and reflection; return it, its port, and its health.
+
+    Stop it with `await server.stop(grace_s)`.
+
+    Args:
+        services: What it serves.
+        is_serving: For health.
+        address: host:port; port 0 is a free one.
+        max_message_bytes: Longer messages are refused, with RESOURCE_EXHAUSTED.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    server = grpc.aio.server(interceptors=[_Border()], options=_options(max_message_bytes))
+    names = [service.full_name for service in services]
+    health = Health(is_serving, names)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    for service in services:
+        service.add(server)
+    reflection.enable_server_reflection(
+        [*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME], server
+    )
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}: {error}") from error
+    await server.start()
+    return server, port, health
+
+
+def _options(max_message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_metadata_size", 16 << 10),
+        # A second process on the same port is a mistake, not a share of the load.
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+def error_details(error: ServeError) -> list[Message]:
+    """Return what a program is told of `error`, as google.rpc messages."""
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=ERROR_DOMAIN)]
+    if isinstance(error, InvalidRequestError) and error.param:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.param, description=str(error)[:MAX_MESSAGE_CHARS]
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if (retry_s := retry_after_s(error)) is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(retry_s * 1e9))
+        details.append(retry)
+    return details
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: ServeError) -> NoReturn:
+    """End a call with `error`'s status; raises what grpc ends handlers with."""
+    code = status_of(error)
+    message = str(error)[:MAX_MESSAGE_CHARS]
+    status = status_pb2.Status(code=code.value[0], message=message)
+    for detail in error_details(error):
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    trailers = (("grpc-status-details-bin", status.SerializeToString()),)
+    await context.abort(code, message, trailers)
+
+
+class _Border(grpc.aio.ServerInterceptor):
+    """Stands around every handler of the server."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        kinds = {
+            (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
+            (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
+            (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
+            (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
+        }
+        make, behaviour = kinds[handler.request_streaming, handler.response_streaming]
+        return make(
+            _bordered(behaviour, handler_call_details.method),
+            handler.request_deserializer,
+            handler.response_serializer,
+        )
+
+
+def _bordered(behaviour: Callable[[Any, Any], Any], method: str) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def run(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            answer = behaviour(request, context)
+            if not isinstance(answer, AsyncGenerator):
+                return await answer
+            async with aclosing(answer) as responses:
+                async for response in responses:
+                    await context.write(response)
+        except ServeError as error:
+            await abort_with(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            log.exception("handler failed method=%s", method)
+            await context.abort(grpc.StatusCode.INTERNAL, "the server failed; its log says how")
+
+    return run

@@ -1,0 +1,26 @@
+"""Waiting for what must not be left half done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def uninterrupted(work: Awaitable[T]) -> T:
+    """Await `work` to its end, whoever cancels meanwhile; the cancellation then takes effect.
+
+    For clean-up that memory safety hangs on. `work` must be bounded by itself.
+    """
+    done = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not done.done():
+        try:
+            await asyncio.wait([done])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return done.result()

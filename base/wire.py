@@ -1,0 +1,447 @@
+"""Our values to protobuf messages and back: every conversion between processes.
+
+A message off the wire is not trusted: each `*_from` raises ProtocolError, naming the
+field, for what our own values could not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from base.block_hash import HASH_BYTES, BlockHash
+from base.errors import ProtocolError
+from base.grants import Endpoint, Grant, Operation, PeerDescriptor
+from base.messages import (
+    Failed,
+    FromNode,
+    Heartbeat,
+    KvEvents,
+    Lease,
+    NodeInfo,
+    Prefill,
+    Prefilled,
+    PrefillTimes,
+    Release,
+    Reserve,
+    Reserved,
+    Start,
+    Tokens,
+    ToNode,
+    Work,
+)
+from base.request import (
+    FinishReason,
+    NodeId,
+    RequestId,
+    Role,
+    SampledToken,
+    SamplingParams,
+    StopParams,
+    TokenLogprobs,
+)
+from protos import nodes_pb2 as pb
+from protos import transfer_pb2 as transfer_pb
+
+T = TypeVar("T")
+
+_OPERATIONS = {
+    Operation.READ: transfer_pb.OPERATION_READ,
+    Operation.WRITE: transfer_pb.OPERATION_WRITE,
+}
+
+
+def _enum(kind: Callable[[str], T], value: str, field: str) -> T:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ProtocolError(f"{field}: {value!r} is not known") from None
+
+
+# --- grants -----------------------------------------------------------------------------
+
+
+def peer_to(peer: PeerDescriptor) -> transfer_pb.PeerDescriptor:
+    return transfer_pb.PeerDescriptor(
+        node_id=peer.node_id,
+        epoch=peer.epoch,
+        endpoints=[
+            transfer_pb.Endpoint(transport=end.transport, address=end.address) for end in peer.endpoints
+        ],
+    )
+
+
+def peer_from(message: transfer_pb.PeerDescriptor) -> PeerDescriptor:
+    return PeerDescriptor(
+        message.node_id,
+        message.epoch,
+        tuple(Endpoint(end.transport, end.address) for end in message.endpoints),
+    )
+
+
+def grant_to(grant: Grant) -> transfer_pb.Grant:
+    return transfer_pb.Grant(
+        segment_id=grant.segment_id,
+        generation=grant.generation,
+        operation=_OPERATIONS[grant.operation],
+        offsets=grant.offsets,
+        length=grant.length,
+        expires_in_s=grant.expires_in_s,
+    )
+
+
+def grant_from(message: transfer_pb.Grant) -> Grant:
+    operations = {number: operation for operation, number in _OPERATIONS.items()}
+    if message.operation not in operations:
+        raise ProtocolError(f"grant.operation: {message.operation} is not known")
+    return Grant(
+        segment_id=message.segment_id,
+        generation=message.generation,
+        operation=operations[message.operation],
+        offsets=tuple(message.offsets),
+        length=message.length,
+        expires_in_s=message.expires_in_s,
+    )
+
+
+def _grant_or_none_to(grant: Grant | None) -> transfer_pb.Grant | None:
+    return grant_to(grant) if grant is not None else None
+
+
+# --- work -------------------------------------------------------------------------------
+
+
+def _work_to(work: Work) -> pb.Work:
+    sampling = work.sampling
+    return pb.Work(
+        request_id=work.request_id,
+        token_ids=work.token_ids,
+        num_prompt_tokens=work.num_prompt_tokens,
+        chain_root=work.chain_root,
+        sampling=pb.SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=sampling.seed,
+            logit_bias=[pb.LogitBias(token_id=token, bias=bias) for token, bias in sampling.logit_bias],
+        ),
+        stop=pb.StopParams(
+            max_tokens=work.stop.max_tokens,
+            min_tokens=work.stop.min_tokens,
+            stop_token_ids=work.stop.stop_token_ids,
+        ),
+        num_logprobs=work.num_logprobs,
+        priority=work.priority,
+        deadline_s=work.deadline_s,
+    )
+
+
+def _work_from(message: pb.Work) -> Work:
+    if len(message.chain_root) != HASH_BYTES:
+        raise ProtocolError(f"work.chain_root: {len(message.chain_root)} bytes, not {HASH_BYTES}")
+    if not 1 <= message.num_prompt_tokens <= len(message.token_ids):
+        raise ProtocolError(f"work.num_prompt_tokens: {message.num_prompt_tokens}")
+    if message.stop.max_tokens < 1:
+        raise ProtocolError("work.stop.max_tokens: less than 1")
+    sampling = message.sampling
+    return Work(
+        request_id=RequestId(message.request_id),
+        token_ids=tuple(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        chain_root=BlockHash(message.chain_root),
+        sampling=SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=sampling.seed,
+            logit_bias=tuple((item.token_id, item.bias) for item in sampling.logit_bias),
+        ),
+        stop=StopParams(
+            max_tokens=message.stop.max_tokens,
+            min_tokens=message.stop.min_tokens,
+            stop_token_ids=tuple(message.stop.stop_token_ids),
+        ),
+        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        priority=message.priority,
+        deadline_s=message.deadline_s,
+    )
+
+
+def to_node(items: Iterable[ToNode], heartbeat: bool = False) -> pb.ConductorMessage:
+    """Pack everything that waits for a node into one message."""
+    message = pb.ConductorMessage(heartbeat=heartbeat)
+    for item in items:
+        match item:
+            case Reserve():
+                message.reserve.add(work=_work_to(item.work))
+            case Prefill():
+                message.prefill.add(
+                    work=_work_to(item.work),
+                    target=peer_to(item.target),
+                    grant=_grant_or_none_to(item.grant),
+                    first_block=item.first_block,
+                )
+            case Start():
+                message.start.add(
+                    request_id=item.request_id,
+                    first_token_id=item.first_token_id,
+                    checksums=item.checksums,
+                )
+            case Release():
+                message.release.add(request_id=item.request_id)
+    return message
+
+
+def to_node_from(message: pb.ConductorMessage) -> list[ToNode]:
+    """Unpack a conductor's message. Releases come last: they end what came before."""
+    items: list[ToNode] = [Reserve(_work_from(item.work)) for item in message.reserve]
+    items += [
+        Prefill(
+            _work_from(item.work),
+            peer_from(item.target),
+            grant_from(item.grant) if item.HasField("grant") else None,
+            item.first_block,
+        )
+        for item in message.prefill
+    ]
+    items += [
+        Start(RequestId(item.request_id), item.first_token_id, tuple(item.checksums))
+        for item in message.start
+    ]
+    items += [Release(RequestId(item.request_id)) for item in message.release]
+    return items
+
+
+# --- results ----------------------------------------------------------------------------
+
+
+def _token_to(token: SampledToken) -> pb.SampledToken:
+    if token.logprobs is None:
+        return pb.SampledToken(token_id=token.token_id)
+    return pb.SampledToken(
+        token_id=token.token_id,
+        logprob=token.logprobs.logprob,
+        top=[pb.TopLogprob(token_id=other, logprob=logprob) for other, logprob in token.logprobs.top],
+    )
+
+
+def _token_from(message: pb.SampledToken) -> SampledToken:
+    if not message.HasField("logprob"):
+        return SampledToken(message.token_id)
+    top = tuple((item.token_id, item.logprob) for item in message.top)
+    return SampledToken(message.token_id, TokenLogprobs(message.logprob, top))
+
+
+def _finish_to(reason: FinishReason | None) -> str:
+    return reason.value if reason is not None else ""
+
+
+def _finish_from(value: str) -> FinishReason | None:
+    return _enum(FinishReason, value, "finish_reason") if value else None
+
+
+def from_node(
+    items: Iterable[FromNode], heartbeat: Heartbeat | None = None, kv_events: KvEvents | None = None
+) -> pb.NodeMessage:
+    """Pack everything that waits for the conductor into one message."""
+    message = pb.NodeMessage()
+    if heartbeat is not None:
+        message.heartbeat.CopyFrom(_heartbeat_to(heartbeat))
+    if kv_events is not None:
+        message.kv_events.CopyFrom(_kv_events_to(kv_events))
+    for item in items:
+        match item:
+            case Tokens():
+                message.tokens.add(
+                    request_id=item.request_id,
+                    tokens=[_token_to(token) for token in item.tokens],
+                    finish_reason=_finish_to(item.finish_reason),
+                )
+            case Reserved():
+                message.reserved.add(
+                    request_id=item.request_id,
+                    num_matched_blocks=item.num_matched_blocks,
+                    grant=_grant_or_none_to(item.grant),
+                )
+            case Prefilled():
+                message.prefilled.append(_prefilled_to(item))
+            case Failed():
+                message.failed.add(request_id=item.request_id, reason=item.reason, message=item.message)
+    return message
+
+
+def from_node_from(message: pb.NodeMessage) -> list[FromNode]:
+    """Unpack a node's message. Failures come last: tokens made before them count."""
+    items: list[FromNode] = [
+        Reserved(
+            RequestId(item.request_id),
+            item.num_matched_blocks,
+            grant_from(item.grant) if item.HasField("grant") else None,
+        )
+        for item in message.reserved
+    ]
+    items += [_prefilled_from(item) for item in message.prefilled]
+    items += [
+        Tokens(
+            RequestId(item.request_id),
+            tuple(_token_from(token) for token in item.tokens),
+            _finish_from(item.finish_reason),
+        )
+        for item in message.tokens
+    ]
+    items += [Failed(RequestId(item.request_id), item.reason, item.message) for item in message.failed]
+    return items
+
+
+def _prefilled_to(item: Prefilled) -> pb.Prefilled:
+    return pb.Prefilled(
+        request_id=item.request_id,
+        first_token=_token_to(item.first_token),
+        finish_reason=_finish_to(item.finish_reason),
+        num_cached_tokens=item.num_cached_tokens,
+        checksums=item.checksums,
+        times=pb.PrefillTimes(
+            queue_s=item.times.queue_s,
+            compute_s=item.times.compute_s,
+            exposed_transfer_s=item.times.exposed_transfer_s,
+        ),
+    )
+
+
+def _prefilled_from(message: pb.Prefilled) -> Prefilled:
+    times = message.times
+    return Prefilled(
+        RequestId(message.request_id),
+        _token_from(message.first_token),
+        _finish_from(message.finish_reason),
+        message.num_cached_tokens,
+        tuple(message.checksums),
+        PrefillTimes(times.queue_s, times.compute_s, times.exposed_transfer_s),
+    )
+
+
+# --- membership -------------------------------------------------------------------------
+
+
+def register(node: NodeInfo) -> pb.NodeMessage:
+    """Return the first message of a stream."""
+    return pb.NodeMessage(
+        register=pb.Register(
+            node_id=node.node_id,
+            epoch=node.epoch,
+            roles=sorted(role.value for role in node.roles),
+            model_id=node.model_id,
+            layout_id=node.layout_id,
+            max_model_len=node.max_model_len,
+            num_blocks=node.num_blocks,
+            block_size=node.block_size,
+            peer=peer_to(node.peer),
+            protocol_version=node.protocol_version,
+            host=node.host,
+        )
+    )
+
+
+def register_from(message: pb.NodeMessage) -> NodeInfo:
+    """Raises ProtocolError if the message is no registration."""
+    if not message.HasField("register"):
+        raise ProtocolError("the first message of a node is not Register")
+    told = message.register
+    if not told.node_id:
+        raise ProtocolError("register.node_id: empty")
+    return NodeInfo(
+        node_id=NodeId(told.node_id),
+        epoch=told.epoch,
+        roles=frozenset(_enum(Role, role, "register.roles") for role in told.roles),
+        model_id=told.model_id,
+        layout_id=told.layout_id,
+        max_model_len=told.max_model_len,
+        num_blocks=told.num_blocks,
+        block_size=told.block_size,
+        peer=peer_from(told.peer),
+        host=told.host,
+        protocol_version=told.protocol_version,
+    )
+
+
+def lease_to(lease: Lease) -> pb.ConductorMessage:
+    return pb.ConductorMessage(
+        registered=pb.Registered(
+            lease_s=lease.lease_s,
+            heartbeat_s=lease.heartbeat_s,
+            conductor_epoch=lease.conductor_epoch,
+        )
+    )
+
+
+def lease_from(message: pb.ConductorMessage) -> Lease:
+    """Raises ProtocolError if the message does not answer a registration."""
+    if not message.HasField("registered"):
+        raise ProtocolError("the first message of the conductor is not Registered")
+    told = message.registered
+    if not 0 < told.heartbeat_s < told.lease_s:
+        raise ProtocolError(f"registered: heartbeat {told.heartbeat_s} s, lease {told.lease_s} s")
+    return Lease(told.lease_s, told.heartbeat_s, told.conductor_epoch)
+
+
+def _heartbeat_to(heartbeat: Heartbeat) -> pb.Heartbeat:
+    return pb.Heartbeat(
+        sequence=heartbeat.sequence,
+        num_free_blocks=heartbeat.num_free_blocks,
+        num_held_blocks=heartbeat.num_held_blocks,
+        num_waiting=heartbeat.num_waiting,
+        num_running=heartbeat.num_running,
+        num_queued_tokens=heartbeat.num_queued_tokens,
+        num_context_tokens=heartbeat.num_context_tokens,
+        draining=heartbeat.is_draining,
+    )
+
+
+def heartbeat_from(message: pb.NodeMessage) -> Heartbeat | None:
+    """Return the heartbeat in a node's message, if one is."""
+    if not message.HasField("heartbeat"):
+        return None
+    told = message.heartbeat
+    return Heartbeat(
+        told.sequence,
+        told.num_free_blocks,
+        told.num_held_blocks,
+        told.num_waiting,
+        told.num_running,
+        told.num_queued_tokens,
+        told.num_context_tokens,
+        told.draining,
+    )
+
+
+def _kv_events_to(events: KvEvents) -> pb.KvEvents:
+    return pb.KvEvents(
+        first_number=events.first_number,
+        snapshot=events.is_snapshot,
+        stored=events.stored,
+        removed=events.removed,
+    )
+
+
+def kv_events_from(message: pb.NodeMessage) -> KvEvents | None:
+    """Return the KV events in a node's message, if any are."""
+    if not message.HasField("kv_events"):
+        return None
+    told = message.kv_events
+    hashes = [*told.stored, *told.removed]
+    if any(len(block_hash) != HASH_BYTES for block_hash in hashes):
+        raise ProtocolError(f"kv_events: a block hash is not {HASH_BYTES} bytes")
+    return KvEvents(
+        told.first_number,
+        told.snapshot,
+        tuple(BlockHash(block_hash) for block_hash in told.stored),
+        tuple(BlockHash(block_hash) for block_hash in told.removed),
+    )

@@ -1,0 +1,123 @@
+"""Seconds of one placement and of one index update, on clusters of 8 to 500 prefill nodes.
+
+    python -m bench.place TRACE [--sizes 8,64,500] [--out results.json]
+
+Every size runs the trace (copied as often as there are nodes for it) through replay with
+`scheduler.place` timed from outside: queues, caches and index are those of a serving
+cluster, not of an empty one. The sizes take turns over several rounds, because the
+machine's speed drifts: ratios between sizes mean more than the microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from conductor.cluster_view import ClusterView
+from conductor.cost_model import CostModel, load_profile
+from conductor.placement import Placement, PlacementRequest, Rejection
+from conductor.replay.cluster import Cluster, ClusterOptions
+from conductor.replay.trace import Trace, arrivals, read_trace
+from conductor.scheduler import PrefillPolicy, SchedulerSettings, place
+from kvstore.index import PrefixIndex
+
+NODES_PER_COPY = 8
+"""Prefill nodes that one copy of the conversation trace keeps busy."""
+
+
+class TimedPlace:
+    """`place`, with the seconds of each call."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def __call__(
+        self,
+        request: PlacementRequest,
+        view: ClusterView,
+        cost: CostModel,
+        now_s: float,
+        settings: SchedulerSettings,
+        choose: PrefillPolicy,
+    ) -> Placement | Rejection:
+        started_s = time.perf_counter()
+        result = place(request, view, cost, now_s, settings, choose)
+        self.seconds.append(time.perf_counter() - started_s)
+        return result
+
+
+def measure_place(trace: Trace, nodes: int, requests: int) -> dict[str, float]:
+    """Return mean and percentiles in microseconds, the first half being warm-up."""
+    timed = TimedPlace()
+    cost = CostModel(load_profile("a800-llama70b"))
+    scale = max(1, nodes // NODES_PER_COPY)
+    cluster = Cluster(cost, ClusterOptions(nodes, nodes, trace.block_size), timed)
+    cluster.run(arrivals(trace, 1.0, scale, 3.0, max(1, requests // scale), 0))
+    micros = sorted(second * 1e6 for second in timed.seconds[len(timed.seconds) // 2 :])
+    return {
+        "mean_us": sum(micros) / len(micros),
+        "p50_us": micros[len(micros) // 2],
+        "p99_us": micros[int(len(micros) * 0.99)],
+    }
+
+
+def measure_index(nodes: int, blocks: int = 24, chains: int = 20_000) -> float:
+    """Return block events a second: chains stored on nodes in turn, and removed again."""
+    index = PrefixIndex()
+    held = [(number % nodes, range(number * blocks, (number + 1) * blocks)) for number in range(chains)]
+    started_s = time.perf_counter()
+    for node, keys in held:
+        index.store(node, keys)
+    for node, keys in held:
+        index.remove(node, keys)
+    return 2 * blocks * chains / (time.perf_counter() - started_s)
+
+
+def main() -> None:
+    """Run and print; write the results where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--sizes", default="8,64,500")
+    parser.add_argument("--requests", type=int, default=12_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    trace = read_trace(args.trace)
+    sizes = [int(size) for size in args.sizes.split(",")]
+    gc.disable()
+    rounds: list[dict[str, Any]] = []
+    for _ in range(args.rounds):
+        row: dict[str, Any] = {str(size): measure_place(trace, size, args.requests) for size in sizes}
+        row["growth"] = row[str(sizes[-1])]["mean_us"] / row[str(sizes[0])]["mean_us"]
+        row["index_events_per_s"] = measure_index(sizes[-1])
+        rounds.append(row)
+        print(json.dumps(row))
+    result = {
+        "python": sys.version.split()[0],
+        "machine": platform.processor() or platform.machine(),
+        "median": {
+            **{
+                size: {
+                    key: median(row[size][key] for row in rounds) for key in ("mean_us", "p50_us", "p99_us")
+                }
+                for size in map(str, sizes)
+            },
+            "growth": median(row["growth"] for row in rounds),
+            "index_events_per_s": median(row["index_events_per_s"] for row in rounds),
+        },
+        "rounds": rounds,
+    }
+    print(json.dumps(result["median"], indent=1))
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What the Messenger is measured against: a bare socket, memcpy, Mooncake's wheel.
+
+Each is a `Rival`: `run(block, batch, count)` returns the seconds of each of `count`
+transfers of `batch` blocks. All of them write from memory to memory and wait for an
+acknowledgement, as our batches do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import socket
+import struct
+import subprocess
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+_DRIVER = Path(__file__).with_name("mooncake_driver.py")
+_LENGTH = struct.Struct("<Q")
+
+
+class Rival(Protocol):
+    """Something that moves bytes and is timed."""
+
+    def run(self, block: int, batch: int, count: int) -> list[float]: ...
+
+
+def filled_memory(num_bytes: int) -> mmap.mmap:
+    """Return memory whose pages are there."""
+    memory = mmap.mmap(-1, num_bytes)
+    memory.write(b"\1" * num_bytes)
+    return memory
+
+
+class Memcpy:
+    """One thread's memmove between two buffers of this process, block by block."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._source = filled_memory(num_bytes)
+        self._target = filled_memory(num_bytes)
+
+    def run(self, block: int, batch: int, count: int) -> list[float]:
+        source = ctypes.addressof(ctypes.c_char.from_buffer(self._source))
+        target = ctypes.addressof(ctypes.c_char.from_buffer(self._target))
+        elapsed_s = []
+        for _ in range(count):
+            begun_s = time.perf_counter()
+            for index in range(batch):
+                ctypes.memmove(target + index * block, source + index * block, block)
+            elapsed_s.append(time.perf_counter() - begun_s)
+        return elapsed_s
+
+
+def serve_bare_socket(listener: socket.socket, num_bytes: int) -> None:
+    """Receive into one buffer and acknowledge with a byte, until the peer leaves."""
+    memory = memoryview(filled_memory(num_bytes))
+    sock, _ = listener.accept()
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    head = bytearray(_LENGTH.size)
+    while sock.recv_into(head, _LENGTH.size, socket.MSG_WAITALL):
+        (left,) = _LENGTH.unpack(head)
+        at = 0
+        while at < left:
+            at += sock.recv_into(memory[at:left])
+        sock.sendall(b"\1")
+
+
+class BareSocket:
+    """One blocking connection: length, bytes, one byte back. No addressing, no checks."""
+
+    def __init__(self, port: int, num_bytes: int) -> None:
+        self._memory = memoryview(filled_memory(num_bytes))
+        self._sock = socket.create_connection(("127.0.0.1", port))
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def run(self, block: int, batch: int, count: int) -> list[float]:
+        elapsed_s = []
+        for _ in range(count):
+            begun_s = time.perf_counter()
+            self._sock.sendall(_LENGTH.pack(block * batch))
+            self._sock.sendall(self._memory[: block * batch])
+            self._sock.recv(1)
+            elapsed_s.append(time.perf_counter() - begun_s)
+        return elapsed_s
+
+
+class Mooncake:
+    """Two processes with Mooncake's transfer engine over tcp, defaults, P2P handshake."""
+
+    def __init__(self, python: str, num_bytes: int, stack: ExitStack) -> None:
+        target = stack.enter_context(_process([python, str(_DRIVER), "target", str(num_bytes)]))
+        about = _answer(target)
+        self._source = stack.enter_context(_process([python, str(_DRIVER), "source"]))
+        self._tell(f"{about['address']} {about['pointer']} {num_bytes}")
+        _answer(self._source)
+        stack.callback(self._source.terminate)
+        stack.callback(target.terminate)
+
+    def run(self, block: int, batch: int, count: int) -> list[float]:
+        self._tell(f"{block} {batch} {count}")
+        return [float(each) for each in _answer(self._source)["elapsed_s"]]
+
+    def _tell(self, line: str) -> None:
+        assert self._source.stdin is not None
+        self._source.stdin.write(line + "\n")
+        self._source.stdin.flush()
+
+
+def _process(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+
+
+def _answer(process: subprocess.Popen[str]) -> dict:  # type: ignore[type-arg]
+    """Return the next line of JSON; the engine prints lines of its own as well."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            answer: dict = json.loads(line)  # type: ignore[type-arg]
+            return answer
+    raise RuntimeError("mooncake's process ended")

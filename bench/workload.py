@@ -1,0 +1,87 @@
+"""What a load is made of: when each request comes, its prompt, and how long its answer shall be.
+
+Pure and seeded: the same arguments make the same load, to the token. Arrivals are drawn from a
+gamma distribution (shape 1 is Poisson; below 1 comes in bursts), or taken from a trace with its
+timestamps. A trace's prompts are rebuilt from its `hash_ids`: an id always becomes the same
+tokens, so that prompts share exactly the prefixes that they shared when the trace was taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+
+from conductor.replay.trace import Trace, arrivals
+
+TOKEN_IDS = range(1000, 20000)
+"""Ordinary tokens of every vocabulary in use: special ones have the lowest or highest ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """One request to send."""
+
+    at_s: float
+    """Seconds after the load's start."""
+    token_ids: Sequence[int]
+    output_tokens: int
+
+
+def gamma_arrivals(rate: float, burstiness: float, rng: Random) -> Iterator[float]:
+    """Yield arrival times of `rate` requests a second in the mean; all at 0 if that is infinite.
+
+    Args:
+        burstiness: The gamma distribution's shape: 1 is Poisson, less is burstier, more is
+            more even.
+    """
+    at_s = 0.0
+    while True:
+        yield at_s
+        if rate != float("inf"):
+            at_s += rng.gammavariate(burstiness, 1.0 / (rate * burstiness))
+
+
+def synthetic_load(
+    num_requests: int,
+    times_s: Iterator[float],
+    input_tokens: int,
+    output_tokens: int,
+    shared_prefix_tokens: int,
+    rng: Random,
+) -> Iterator[LoadRequest]:
+    """Yield requests of one length, which all begin with the same tokens.
+
+    Args:
+        input_tokens: Of one prompt, the shared prefix included.
+    """
+    prefix = rng.choices(TOKEN_IDS, k=shared_prefix_tokens)
+    for _ in range(num_requests):
+        own = rng.choices(TOKEN_IDS, k=input_tokens - shared_prefix_tokens)
+        yield LoadRequest(next(times_s), [*prefix, *own], output_tokens)
+
+
+def trace_load(
+    trace: Trace, speed: float, limit: int | None, block_tokens: int | None
+) -> Iterator[LoadRequest]:
+    """Yield a trace's requests, at their times, with their shared prefixes.
+
+    Args:
+        speed: Times are divided by it.
+        limit: Of the trace's first requests; None: all.
+        block_tokens: Tokens for each id, instead of the trace's: a small model on a small
+            machine can be given the same sharing at a fraction of the length.
+    """
+    stride = block_tokens or trace.block_size
+    for row in arrivals(trace, speed, scale=1, jitter_s=0.0, limit=limit, seed=0):
+        last = row.num_tokens - (len(row.chain) - 1) * trace.block_size
+        num_tokens = (len(row.chain) - 1) * stride + max(1, last * stride // trace.block_size)
+        token_ids = [token for block in row.chain for token in _block(block, stride)][:num_tokens]
+        output_tokens = max(1, row.output_tokens * stride // trace.block_size)
+        yield LoadRequest(row.arrival_s, token_ids, output_tokens)
+
+
+@lru_cache(maxsize=4096)
+def _block(block: int, num_tokens: int) -> tuple[int, ...]:
+    return tuple(Random(block).choices(TOKEN_IDS, k=num_tokens))

@@ -1,0 +1,80 @@
+"""The conductor process.
+
+    python -m conductor --config conductor.json
+
+Prints one JSON line on standard output when it is ready, then logs to standard error. It
+ends when its standard input closes (its supervisor is gone) and drains on SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import secrets
+import sys
+from functools import partial
+from pathlib import Path
+
+from base.clock import SystemClock
+from base.config import ConductorProcess, read_process_config
+from base.errors import ConfigError
+from base.lifetime import stop_requested
+from base.logs import configure
+from base.messages import Lease
+from base.metrics import ConductorMetrics, process_registry
+from base.rpc import Service
+from conductor.attach import AttachService
+from conductor.cluster_view import ClusterView
+from conductor.completion import Completions
+from conductor.cost_model import CostModel, load_profile
+from conductor.dispatch import Dispatcher
+from conductor.membership import Membership
+from conductor.observer import Observer
+from conductor.served_model import load_served_model
+from conductor.server import listening
+from conductor.status import status
+from protos.nodes_pb2_grpc import add_NodesServicer_to_server
+
+
+async def serve(config: ConductorProcess) -> None:
+    """Run the conductor until it is told to stop. The wiring diagram of the process."""
+    clock = SystemClock()
+    rng = random.Random(secrets.randbits(64))
+    model = load_served_model(Path(config.model_path), config.served_model_name)
+    cost = CostModel(load_profile(config.profile))
+    view = ClusterView(cost, config.block_size)
+    membership = Membership(config.model_id, view, clock)
+    metrics = ConductorMetrics(process_registry(), config.served_model_name)
+    observer = Observer(metrics, view, cost)
+    server = config.server
+    dispatcher = Dispatcher(membership, view, cost, server.request_timeout_s, observer, clock)
+    completions = Completions(model, dispatcher, metrics, clock, server.max_waiting)
+    nodes = AttachService(membership, Lease(server.lease_s, server.heartbeat_s, rng.getrandbits(63)), clock)
+    services = [Service("conductor.v1.Nodes", partial(add_NodesServicer_to_server, nodes))]
+    reports = {"/status": partial(status, dispatcher, membership)}
+    async with listening(completions, server, config.slo, rng, services, reports) as ports:
+        membership.on_change(ports.health.refresh)
+        ready = {"event": "ready", "http_port": ports.http_port, "grpc_port": ports.grpc_port}
+        sys.stdout.write(json.dumps(ready) + "\n")
+        sys.stdout.flush()
+        await stop_requested()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m conductor")
+    parser.add_argument("--config", type=Path, required=True, help="JSON of base.config.ConductorProcess")
+    arguments = parser.parse_args()
+    configure("conductor")
+    try:
+        config = read_process_config(arguments.config, ConductorProcess)
+        asyncio.run(serve(config))
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Admission: take a placement only if its predictions keep the request's SLO.
+
+Three rules for the decode side, after arXiv 2407.00079 section 7:
+
+* LATE: admission looks at TTFT alone; the decode node is asked again when prefill is
+  done (`admit_to_decode`), and what is refused then has wasted its prefill.
+* EARLY: admission looks at the decode pool's load of this moment. Cheap, but what counts
+  decides a prefill later, so load of both pools swings in anti-phase.
+* PREDICT: admission looks at the decode pool's load projected to the moment that this
+  request's prefill ends (`decode_projection.py`).
+
+NONE admits whatever can be placed. A request without an SLO is never rejected for time.
+Pure functions of the view.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from math import inf
+
+from base.request import Slo
+from conductor.cluster_view import ClusterView, NodeState
+from conductor.cost_model import CostModel
+from conductor.placement import Placement, PlacementRequest, RejectReason
+
+# Bounds of Retry-After: sooner is no relief, later and the client has given up.
+RETRY_AFTER_S = (0.5, 60.0)
+
+
+class RejectPolicy(Enum):
+    """When decode load is tested."""
+
+    NONE = "none"
+    LATE = "late"
+    EARLY = "early"
+    PREDICT = "predict"
+
+
+def refusal(
+    request: PlacementRequest,
+    placement: Placement,
+    view: ClusterView,
+    cost: CostModel,
+    policy: RejectPolicy,
+    now_s: float,
+) -> tuple[RejectReason, float] | None:
+    """Return why not to carry out `placement` and the seconds to wait; None to carry it out."""
+    if policy is RejectPolicy.NONE:
+        return None
+    slo = request.slo
+    if placement.predicted_ttft_s > slo.ttft_slo_s:
+        return RejectReason.TTFT, _bounded(placement.predicted_ttft_s - slo.ttft_slo_s)
+    if slo.tbt_slo_s == inf or policy is RejectPolicy.LATE:
+        return None
+    if decode_tbt_s(request, placement, view, cost, policy, now_s) > slo.tbt_slo_s:
+        # one sequence leaves the pool every t_d / n seconds
+        in_pool = max(1, view.running_sequences)
+        return RejectReason.TBT, _bounded(view.projection.decode_s / in_pool)
+    return None
+
+
+def decode_tbt_s(
+    request: PlacementRequest,
+    placement: Placement,
+    view: ClusterView,
+    cost: CostModel,
+    policy: RejectPolicy,
+    now_s: float,
+) -> float:
+    """Return the step time that this request would meet: on its node now, or in the mean node then."""
+    if policy is RejectPolicy.PREDICT:
+        num_nodes = view.decode_mask.bit_count()
+        in_pool, in_pool_tokens = view.projection.at(now_s + placement.predicted_ttft_s)
+        sequences, tokens = in_pool / num_nodes, in_pool_tokens / num_nodes
+    else:
+        node = view.node(placement.decode_node)
+        sequences, tokens = node.running_sequences, node.running_context_tokens
+    return cost.decode_step_s(sequences + 1, tokens + request.num_tokens)
+
+
+def admit_to_decode(node: NodeState, cost: CostModel, context_tokens: int, slo: Slo) -> bool:
+    """Return whether a prefilled sequence may join `node`: the second test of LATE."""
+    step_s = cost.decode_step_s(node.running_sequences + 1, node.running_context_tokens + context_tokens)
+    return step_s <= slo.tbt_slo_s
+
+
+def _bounded(seconds: float) -> float:
+    shortest, longest = RETRY_AFTER_S
+    return min(longest, max(shortest, seconds))

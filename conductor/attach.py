@@ -1,0 +1,123 @@
+"""The stream that a node opens: registration, heartbeats, work and results.
+
+    node                     conductor
+    Register      ------->
+                  <-------   Registered (lease, heartbeat), or an error status that says why
+    Heartbeat ... ------->   every heartbeat_s; results as they come
+                  <-------   work as it comes; a bare heartbeat when there is none
+
+Either side that hears nothing for the lease treats the other as lost. What a node held
+for the conductor ends with the stream, on both sides, with no message needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import TypeAlias
+
+import grpc
+
+from base.clock import Clock
+from base.errors import ServeError, status_of
+from base.logs import event
+from base.messages import Lease
+from base.wire import (
+    from_node_from,
+    heartbeat_from,
+    kv_events_from,
+    lease_to,
+    register_from,
+    to_node,
+)
+from conductor.membership import Membership
+from conductor.nodes import NodeSession
+from protos import nodes_pb2 as pb
+from protos.nodes_pb2_grpc import NodesServicer
+
+log = logging.getLogger(__name__)
+
+Context: TypeAlias = "grpc.aio.ServicerContext[pb.NodeMessage, pb.ConductorMessage]"
+
+
+class AttachService(NodesServicer):
+    """Serves `Nodes.Attach`."""
+
+    def __init__(self, membership: Membership, lease: Lease, clock: Clock) -> None:
+        self._membership = membership
+        self._lease = lease
+        self._clock = clock
+        self._closing = asyncio.Event()
+
+    def close(self) -> None:
+        """End every stream; to be called before the server is stopped."""
+        self._closing.set()
+
+    async def Attach(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.NodeMessage], context: Context
+    ) -> None:
+        try:
+            session = self._join(await self._read(context))
+        except ServeError as error:
+            event(log, "node refused", level=logging.WARNING, reason=error)
+            await context.abort(status_of(error), str(error))
+        node_id = session.info.node_id
+        reason = "the stream ended"
+        try:
+            await context.write(lease_to(self._lease))
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._receive(session, context))
+                tasks.create_task(self._send(session, context))
+                tasks.create_task(self._until_closed())
+        except* TimeoutError:
+            reason = f"silent for {self._lease.lease_s} s"
+        except* _StreamEnded:
+            pass
+        except* ServeError as errors:
+            reason = str(errors.exceptions[0])
+        finally:
+            self._membership.leave(session, reason)
+            event(log, "node left", node_id=node_id, epoch=session.info.epoch, reason=reason)
+
+    def _join(self, message: pb.NodeMessage) -> NodeSession:
+        session = NodeSession(register_from(message))
+        self._membership.join(session)
+        info = session.info
+        event(log, "node joined", node_id=info.node_id, epoch=info.epoch, roles=_roles(session))
+        return session
+
+    async def _read(self, context: Context) -> pb.NodeMessage:
+        async with asyncio.timeout(self._lease.lease_s):
+            message = await context.read()
+        if not isinstance(message, pb.NodeMessage):  # grpc.aio.EOF
+            raise _StreamEnded
+        return message
+
+    async def _receive(self, session: NodeSession, context: Context) -> None:
+        while True:
+            message = await self._read(context)
+            heartbeat = heartbeat_from(message)
+            if heartbeat is not None:
+                self._membership.heartbeat(session, heartbeat, self._clock.now_s())
+            kv_events = kv_events_from(message)
+            if kv_events is not None:
+                self._membership.kv_events(session, kv_events)
+            session.deliver(from_node_from(message))
+
+    async def _until_closed(self) -> None:
+        await self._closing.wait()
+        raise _StreamEnded
+
+    async def _send(self, session: NodeSession, context: Context) -> None:
+        while True:
+            items = await session.outgoing(at_most_s=self._lease.heartbeat_s)
+            await context.write(to_node(items, heartbeat=not items))
+
+
+class _StreamEnded(Exception):  # noqa: N818
+    """One side closed the stream: an end, not an error."""
+
+
+def _roles(session: NodeSession) -> str:
+    return "+".join(sorted(role.value for role in session.info.roles))

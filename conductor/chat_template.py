@@ -1,0 +1,189 @@
+"""A model's chat template: messages to the one text the model was trained to continue.
+
+Templates are Jinja programs that come with the weights. They run as transformers runs
+them (same block trimming, filters and functions; a test compares), in jinja2's immutable
+sandbox: a template can read what it is given and change nothing. The sandbox bounds
+`range`, and the output is bounded here; a template made to burn time or memory still
+can, so a model folder is to be trusted that far.
+
+`{% generation %}` blocks, which mark the assistant's turns for training, are rendered as
+if the marks were not there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from base.clock import wall_clock_s
+from base.errors import ConfigError, InvalidRequestError
+
+ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
+MAX_OUTPUT_CHARS = 64 << 20
+"""Above any request body; a template that multiplies its input stops here."""
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+# What a template raises on messages it was not written for, next to its own errors.
+_RENDER_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn."""
+
+    role: ChatRole
+    content: str
+
+
+class ChatTemplate:
+    """One compiled template. Reading only; any thread may use it."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        now: Callable[[], datetime] = lambda: datetime.fromtimestamp(wall_clock_s()),
+    ) -> None:
+        """Compile `source`.
+
+        Args:
+            source: Jinja.
+            special_tokens: Variables for the template, such as `bos_token`.
+            now: Local time, for templates that state the date.
+
+        Raises:
+            ConfigError: it does not parse.
+        """
+        try:
+            self._template = _environment(now).from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the model's chat template does not parse: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of a conversation.
+
+        Args:
+            messages: At least one. A developer's message is a system message to templates,
+                which mostly do not know the newer word.
+            add_generation_prompt: Whether to end with the opening of the assistant's turn.
+            variables: More of the template's own, such as `enable_thinking`.
+
+        Raises:
+            InvalidRequestError: the template refuses the messages, or multiplies them
+                beyond all bounds.
+        """
+        variables = variables or {}
+        if taken := RESERVED & variables.keys():
+            raise InvalidRequestError(f"{min(taken)} cannot be set here", "chat_template_kwargs")
+        given: dict[str, Any] = {
+            **self._special_tokens,
+            **variables,
+            "messages": [
+                {
+                    "role": "system" if message.role == "developer" else message.role,
+                    "content": message.content,
+                }
+                for message in messages
+            ],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._bounded(given)
+        except _RENDER_ERRORS as error:
+            message = f"the model's chat template refuses these messages: {error}"
+            raise InvalidRequestError(message, "messages") from error
+
+    def _bounded(self, given: Mapping[str, Any]) -> str:
+        pieces = []
+        room = MAX_OUTPUT_CHARS
+        for piece in self._template.generate(given):
+            room -= len(piece)
+            if room < 0:
+                raise ValueError(f"more than {MAX_OUTPUT_CHARS} characters")
+            pieces.append(piece)
+        return "".join(pieces)
+
+
+class _GenerationBlock(Extension):
+    """Renders what stands between `{% generation %}` and `{% endgeneration %}`."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        # A scope of its own, as in transformers, where the body is a macro.
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [nodes.Scope(body)]
+
+
+class _PlainNamespace(Namespace):
+    """A namespace without underscore names: they are ways out of the sandbox."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            _require_plain(name)
+        super().__init__(attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _require_plain(name)
+        super().__setitem__(name, value)
+
+
+def _require_plain(name: str) -> None:
+    if name.startswith("_"):
+        raise jinja2.TemplateError(f"a namespace cannot hold {name!r}")
+
+
+def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
+    environment.globals["namespace"] = _PlainNamespace
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as models saw it in training; jinja2's own filter escapes for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

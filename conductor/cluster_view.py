@@ -1,0 +1,378 @@
+"""Cluster view: what the conductor believes of its nodes, kept by events.
+
+Three sources, each for what it alone knows:
+
+* the conductor's own placements, at once: a burst is spread although no node has
+  reported yet. A placed request adds its predicted seconds to the prefill node's queue and
+  its tokens to the decode node, and takes them away again when it moves on;
+* heartbeats, every two seconds: blocks that are free, and load that is not ours (another
+  conductor's), which is what they report beyond our own account;
+* KV events: which blocks each node holds, in the prefix index.
+
+Nodes have small numbers (slots) so that sets of them are bit masks. A slot is reused
+after its node left; everything that outlives a node refers to its `NodeState`, never to
+its slot.
+
+Pure state: no I/O, no clock (`now_s` comes with each event). The live conductor and
+replay drive this very class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from base.errors import ProtocolError
+from base.request import NodeId, RequestId, Role
+from conductor.cost_model import Corrections, CostModel
+from conductor.decode_projection import DecodeProjection
+from conductor.load_order import LoadOrder
+from conductor.placement import Placement, PlacementRequest
+from kvstore.index import Key, NodeEvents, PrefixIndex
+
+# Of outputs seen so far; a new request is expected to be as long, up to its max_tokens.
+OUTPUT_GAIN = 0.02
+INITIAL_OUTPUT_TOKENS = 256.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """What a node says of itself when it registers."""
+
+    node_id: NodeId
+    epoch: int
+    roles: frozenset[Role]
+    num_blocks: int
+    """Of KV on the device."""
+    block_size: int
+    model_id: str = ""
+    layout_id: str = ""
+    max_model_len: int = 0
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What a node reports of its load; the fields of protos/nodes.proto."""
+
+    num_free_blocks: int
+    num_waiting: int = 0
+    num_running: int = 0
+    num_queued_tokens: int = 0
+    num_context_tokens: int = 0
+    draining: bool = False
+
+
+class NodeState:
+    """One node: its own words and our account of what we placed on it."""
+
+    __slots__ = (
+        "capacity_tokens",
+        "decode_context_tokens",
+        "decode_sequences",
+        "draining",
+        "events",
+        "foreign_context_tokens",
+        "foreign_queue_s",
+        "heard_at_s",
+        "info",
+        "is_member",
+        "num_outgoing",
+        "num_queued",
+        "peak_tokens",
+        "queued_s",
+        "queued_tokens",
+        "reported_free_tokens",
+        "running_context_tokens",
+        "running_sequences",
+        "slot",
+    )
+
+    def __init__(self, info: NodeInfo, slot: int, events: NodeEvents, now_s: float) -> None:
+        self.info = info
+        self.slot = slot
+        self.events = events
+        self.heard_at_s = now_s
+        self.is_member = True
+        self.draining = False
+        self.capacity_tokens = info.num_blocks * info.block_size
+        self.num_queued = 0
+        self.queued_s = 0.0
+        self.queued_tokens = 0
+        self.foreign_queue_s = 0.0
+        # placed here to decode, in prefill ones included
+        self.decode_sequences = 0
+        self.decode_context_tokens = 0.0
+        self.peak_tokens = 0.0
+        # of those, decoding already
+        self.running_sequences = 0
+        self.running_context_tokens = 0.0
+        self.foreign_context_tokens = 0.0
+        self.reported_free_tokens = float(self.capacity_tokens)
+        self.num_outgoing = 0
+
+    @property
+    def free_tokens(self) -> float:
+        """Tokens of KV that are free or evictable, as far as we know."""
+        return min(self.capacity_tokens - self.peak_tokens, self.reported_free_tokens)
+
+
+class InFlight:
+    """Our account of one placed request."""
+
+    __slots__ = (
+        "context_tokens",
+        "decode",
+        "decode_from_s",
+        "is_decoding",
+        "new_tokens",
+        "peak_tokens",
+        "prefill",
+        "prefill_s",
+        "source",
+    )
+
+    def __init__(self, prefill: NodeState, decode: NodeState, source: NodeState | None) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.source = source
+        self.is_decoding = False
+        self.prefill_s = 0.0
+        self.new_tokens = 0
+        self.context_tokens = 0
+        self.peak_tokens = 0.0
+        self.decode_from_s = 0.0
+
+
+class ClusterView:
+    """Membership, load and block locations of the whole cluster."""
+
+    def __init__(self, cost: CostModel, block_size: int, initial_decode_s: float = 30.0) -> None:
+        """`block_size` is that of the chains and of every node."""
+        self.block_size = block_size
+        self.index = PrefixIndex()
+        self.corrections = Corrections()
+        self.prefill_order = LoadOrder()
+        self.decode_order = LoadOrder()
+        self.prefill_mask = 0
+        self.decode_mask = 0
+        self.projection = DecodeProjection(initial_decode_s)
+        self.running_sequences = 0
+        self.running_context_tokens = 0.0
+        self._cost = cost
+        self._nodes: dict[NodeId, NodeState] = {}
+        self._slots: list[NodeState | None] = []
+        self._in_flight: dict[RequestId, InFlight] = {}
+        self._mean_output_tokens = INITIAL_OUTPUT_TOKENS
+
+    # Membership
+
+    def add_node(self, info: NodeInfo, now_s: float) -> NodeState:
+        """Admit a node; one of the same name and another epoch is replaced.
+
+        Raises:
+            ProtocolError: its KV does not fit the other nodes'; the message says how.
+                Nothing is changed.
+        """
+        if reason := self._why_incompatible(info):
+            raise ProtocolError(f"node {info.node_id}: {reason}")
+        if info.node_id in self._nodes:
+            self.remove_node(info.node_id)
+        slot = next((slot for slot, node in enumerate(self._slots) if node is None), len(self._slots))
+        if slot == len(self._slots):
+            self._slots.append(None)
+        node = NodeState(info, slot, NodeEvents(self.index, slot), now_s)
+        self._slots[slot] = self._nodes[info.node_id] = node
+        self._refresh_roles(node, now_s)
+        return node
+
+    def remove_node(self, node_id: NodeId) -> None:
+        """Forget a node; requests placed on it stay in the account until `finished`."""
+        node = self._nodes.pop(node_id, None)
+        if node is None:
+            return
+        node.is_member = False
+        self._refresh_roles(node, 0.0)
+        self._slots[node.slot] = None
+        self.index.remove_node(node.slot)
+        self.corrections.forget(node_id)
+
+    def set_draining(self, node_id: NodeId, now_s: float, draining: bool = True) -> None:
+        """Place nothing more on a node, or do again; an unknown node is passed over."""
+        if node := self._nodes.get(node_id):
+            node.draining = draining
+            self._refresh_roles(node, now_s)
+
+    def set_roles(self, node_id: NodeId, roles: frozenset[Role], now_s: float) -> None:
+        """Give a node other roles; what it holds and does goes on."""
+        node = self._nodes[node_id]
+        node.info = replace(node.info, roles=roles)
+        self._refresh_roles(node, now_s)
+
+    def node(self, node_id: NodeId) -> NodeState:
+        """Return a member; raises KeyError for any other."""
+        return self._nodes[node_id]
+
+    def node_at(self, slot: int) -> NodeState:
+        """Return the member in a slot; raises KeyError where there is none."""
+        node = self._slots[slot]
+        if node is None:
+            raise KeyError(f"slot {slot}")
+        return node
+
+    def node_ids(self) -> list[NodeId]:
+        """Return the members, in the order they came."""
+        return list(self._nodes)
+
+    def silent_nodes(self, now_s: float, lease_s: float) -> list[NodeId]:
+        """Return the nodes that were last heard of more than `lease_s` ago."""
+        return [node_id for node_id, node in self._nodes.items() if now_s - node.heard_at_s > lease_s]
+
+    # What nodes report
+
+    def heartbeat(self, node_id: NodeId, beat: Heartbeat, now_s: float) -> None:
+        """Take in a node's report; an unknown node is passed over."""
+        node = self._nodes.get(node_id)
+        if node is None:
+            return
+        node.heard_at_s = now_s
+        node.reported_free_tokens = float(beat.num_free_blocks * self.block_size)
+        foreign_tokens = max(0, beat.num_queued_tokens - node.queued_tokens)
+        node.foreign_queue_s = self._cost.prefill_s(foreign_tokens, 0) if foreign_tokens else 0.0
+        ours = node.running_context_tokens
+        node.foreign_context_tokens = max(0.0, beat.num_context_tokens - ours)
+        if beat.draining != node.draining:
+            self.set_draining(node_id, now_s, beat.draining)
+        self._requeue(node, now_s)
+        self._reorder(node)
+
+    def kv_events(
+        self,
+        node_id: NodeId,
+        first_number: int,
+        stored: Sequence[Key],
+        removed: Sequence[Key],
+        is_snapshot: bool = False,
+    ) -> bool:
+        """Apply a node's KV events; False where some were lost and a snapshot is awaited."""
+        node = self._nodes.get(node_id)
+        return node is not None and node.events.apply(first_number, stored, removed, is_snapshot)
+
+    # The life of a placed request
+
+    def placed(self, request: PlacementRequest, placement: Placement, now_s: float) -> None:
+        """Count a placement that is being carried out. Every one ends in `finished`."""
+        prefill = self._nodes[placement.prefill_node]
+        decode = self._nodes[placement.decode_node]
+        source = self._nodes.get(placement.source_node) if placement.source_node is not None else None
+        flight = InFlight(prefill, decode, source)
+        output_tokens = self.expected_output_tokens(request.max_tokens)
+        flight.prefill_s = placement.prefill_s
+        flight.new_tokens = request.num_tokens - placement.matched_tokens
+        flight.context_tokens = request.num_tokens + int(output_tokens / 2)
+        flight.peak_tokens = request.num_tokens + output_tokens
+        flight.decode_from_s = now_s + placement.predicted_ttft_s
+        self._in_flight[request.request_id] = flight
+
+        prefill.num_queued += 1
+        prefill.queued_s += flight.prefill_s
+        prefill.queued_tokens += flight.new_tokens
+        if self.prefill_mask >> prefill.slot & 1:
+            start_s = max(self.prefill_order.value(prefill.slot), now_s + placement.fetch_s)
+            self.prefill_order.set(prefill.slot, start_s + flight.prefill_s)
+        decode.decode_sequences += 1
+        decode.decode_context_tokens += flight.context_tokens
+        decode.peak_tokens += flight.peak_tokens
+        decode.reported_free_tokens -= flight.peak_tokens
+        self._reorder(decode)
+        if source is not None:
+            source.num_outgoing += 1
+        self.projection.add(flight.decode_from_s, flight.context_tokens)
+
+    def prefill_done(self, request_id: RequestId, now_s: float) -> None:
+        """The first token came: the prefill node is free of it, the decode node goes on."""
+        flight = self._in_flight[request_id]
+        self._leave_prefill(flight, now_s)
+        self.projection.discard(flight.decode_from_s, flight.context_tokens)
+        flight.decode_from_s = now_s
+        self.projection.add(now_s, flight.context_tokens)
+        flight.is_decoding = True
+        flight.decode.running_sequences += 1
+        flight.decode.running_context_tokens += flight.context_tokens
+        self.running_sequences += 1
+        self.running_context_tokens += flight.context_tokens
+
+    def finished(self, request_id: RequestId, now_s: float, output_tokens: int | None = None) -> None:
+        """The request is over, however it ended; `output_tokens` where it ended well."""
+        flight = self._in_flight.pop(request_id)
+        decode = flight.decode
+        if flight.is_decoding:
+            decode.running_sequences -= 1
+            decode.running_context_tokens -= flight.context_tokens
+            self.running_sequences -= 1
+            self.running_context_tokens -= flight.context_tokens
+        else:
+            self._leave_prefill(flight, now_s)
+        self.projection.discard(flight.decode_from_s, flight.context_tokens)
+        decode.decode_sequences -= 1
+        decode.decode_context_tokens -= flight.context_tokens
+        decode.peak_tokens -= flight.peak_tokens
+        decode.reported_free_tokens += flight.peak_tokens
+        self._reorder(decode)
+        if output_tokens is not None:
+            self.projection.observe(now_s - flight.decode_from_s)
+            self._mean_output_tokens += OUTPUT_GAIN * (output_tokens - self._mean_output_tokens)
+
+    def expected_output_tokens(self, max_tokens: int) -> float:
+        """Return how long an output is expected to be, by those seen so far."""
+        return min(float(max_tokens), self._mean_output_tokens)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests placed and not finished."""
+        return len(self._in_flight)
+
+    # Private
+
+    def _leave_prefill(self, flight: InFlight, now_s: float) -> None:
+        node = flight.prefill
+        node.num_queued -= 1
+        # an empty queue is exactly empty: sums of floats drift
+        node.queued_s = node.queued_s - flight.prefill_s if node.num_queued else 0.0
+        node.queued_tokens -= flight.new_tokens
+        if flight.source is not None:
+            flight.source.num_outgoing -= 1
+        self._requeue(node, now_s)
+
+    def _requeue(self, node: NodeState, now_s: float) -> None:
+        if self.prefill_mask >> node.slot & 1 and node.is_member:
+            self.prefill_order.set(node.slot, now_s + node.queued_s + node.foreign_queue_s)
+
+    def _reorder(self, node: NodeState) -> None:
+        if self.decode_mask >> node.slot & 1 and node.is_member:
+            tokens = node.decode_context_tokens + node.foreign_context_tokens
+            self.decode_order.set(node.slot, self._cost.decode_step_s(node.decode_sequences, tokens))
+
+    def _refresh_roles(self, node: NodeState, now_s: float) -> None:
+        """Let the masks and orders hold `node` where it may be chosen, and nowhere else."""
+        bit = 1 << node.slot
+        roles = node.info.roles if node.is_member and not node.draining else frozenset[Role]()
+        self.prefill_mask = self.prefill_mask | bit if Role.PREFILL in roles else self.prefill_mask & ~bit
+        self.decode_mask = self.decode_mask | bit if Role.DECODE in roles else self.decode_mask & ~bit
+        self.prefill_order.remove(node.slot)
+        self.decode_order.remove(node.slot)
+        self._requeue(node, now_s)
+        self._reorder(node)
+
+    def _why_incompatible(self, info: NodeInfo) -> str:
+        if info.block_size != self.block_size:
+            return f"block size {info.block_size}, the cluster's is {self.block_size}"
+        for other in self._nodes.values():
+            if other.info.node_id == info.node_id:
+                continue
+            if other.info.model_id != info.model_id:
+                return f"model {info.model_id!r}, the cluster serves {other.info.model_id!r}"
+            if other.info.layout_id != info.layout_id:
+                return f"KV layout {info.layout_id!r}, the cluster's is {other.info.layout_id!r}"
+            break
+        return ""

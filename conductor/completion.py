@@ -1,0 +1,196 @@
+"""From a request's tokens to the pieces of text that clients are sent.
+
+Every API for clients uses one `Completions`. It knows how many calls it is in the middle
+of, which is what a drain waits for, and it keeps the books that a client would keep:
+arrival to first token, to last token, how it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+
+from base.clock import Clock
+from base.errors import (
+    LostError,
+    ProtocolError,
+    RejectedError,
+    ServeError,
+    SloUnreachableError,
+    UnavailableError,
+)
+from base.metrics import ConductorMetrics
+from base.request import FinishReason, SampledToken, Slo
+from conductor.generated import Dispatcher, Generated
+from conductor.options import TextRequest
+from conductor.served_model import ServedModel
+from conductor.text_stream import TextStream
+from conductor.tokenizer import Detokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one event adds to an answer."""
+
+    text: str
+    """May be empty: held back, or no text."""
+    tokens: tuple[SampledToken, ...]
+    """Those that end the answer included, whose text is left out."""
+    finish_reason: FinishReason | None
+    """STOP or LENGTH in the last piece, and only there."""
+    num_cached_tokens: int
+
+
+class Completions:
+    """Runs text requests. Owned by the event loop."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        dispatcher: Dispatcher,
+        metrics: ConductorMetrics,
+        clock: Clock,
+        max_calls: int,
+    ) -> None:
+        """Begin with no call.
+
+        Args:
+            max_calls: Calls in progress at most, those that still send their prompt
+                included: what bounds the memory that unread prompts take.
+        """
+        self.model = model
+        self.metrics = metrics
+        self.clock = clock
+        self._dispatcher = dispatcher
+        self._max_calls = max_calls
+        self._num_calls = 0
+        self._is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a call that comes now would be served."""
+        return self._dispatcher.is_ready and not self._is_draining
+
+    @contextmanager
+    def call(self) -> Iterator[float]:
+        """Be in the middle of a client's call; gives the moment it arrived.
+
+        Raises:
+            UnavailableError: the conductor is draining.
+            RejectedError: too many calls are in progress.
+        """
+        if self._is_draining:
+            raise UnavailableError("the conductor is shutting down")
+        if self._num_calls >= self._max_calls:
+            raise RejectedError(f"{self._num_calls} calls are in progress, the limit of server.max_waiting")
+        self._num_calls += 1
+        self._idle.clear()
+        try:
+            yield self.clock.now_s()
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                self._idle.set()
+
+    def drain(self) -> None:
+        """Take no more calls; those in progress go on."""
+        self._is_draining = True
+
+    async def wait_idle(self) -> None:
+        """Return when no call is in progress."""
+        await self._idle.wait()
+
+    async def generate(self, asked: TextRequest) -> AsyncGenerator[Piece, None]:
+        """Yield the answer. Consume under `contextlib.aclosing`: closing cancels.
+
+        Raises:
+            ServeError: any of its kinds, before the first piece or between two.
+        """
+        book = _Book(asked, self.metrics, self.clock)
+        detokenizer = Detokenizer(self.model.tokenizer, asked.skip_special_tokens)
+        stream = TextStream(detokenizer, asked.stop, asked.include_stop, asked.request.stop.min_tokens)
+        try:
+            async with aclosing(self._dispatcher.generate(asked.request)) as generated:
+                async for part in generated:
+                    piece = _to_text(part, asked, stream)
+                    book.add(piece)
+                    yield piece
+                    if piece.finish_reason is not None:
+                        return
+            raise ProtocolError("the tokens ended without a finish reason")
+        except ServeError as error:
+            book.fail(error)
+            raise
+        finally:
+            book.close()
+
+
+def _to_text(part: Generated, asked: TextRequest, stream: TextStream) -> Piece:
+    """Return the text of `part`, cut where a stop string is complete."""
+    if part.finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR):
+        raise LostError(f"the sequence ended with {part.finish_reason.value}")
+    text = ""
+    for count, token in enumerate(part.tokens, start=1):
+        is_end = count == len(part.tokens) and part.finish_reason is FinishReason.STOP
+        # The token that stops the sequence is no part of its text.
+        if asked.include_stop or not (is_end and token.token_id in asked.request.stop.stop_token_ids):
+            text += stream.push(token.token_id)
+        if stream.is_stopped:
+            return Piece(text, part.tokens[:count], FinishReason.STOP, part.num_cached_tokens)
+    if part.finish_reason is not None:
+        text += stream.finish()
+        reason = FinishReason.STOP if stream.is_stopped else part.finish_reason
+        return Piece(text, part.tokens, reason, part.num_cached_tokens)
+    return Piece(text, part.tokens, None, part.num_cached_tokens)
+
+
+class _Book:
+    """The account of one sequence in the metrics."""
+
+    def __init__(self, asked: TextRequest, metrics: ConductorMetrics, clock: Clock) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._arrived_at_s = asked.arrived_at_s
+        self._first_at_s = 0.0
+        self._slo: Slo = asked.request.slo
+        self._num_tokens = 0
+        self._outcome = "cancelled"
+        self._num_prompt_tokens = len(asked.request.token_ids)
+        metrics.running.inc()
+        metrics.ttft_part["frontend"].observe(clock.now_s() - asked.arrived_at_s)
+
+    def add(self, piece: Piece) -> None:
+        if not self._num_tokens and piece.tokens:
+            self._first_at_s = self._clock.now_s()
+            self._metrics.ttft.observe(self._first_at_s - self._arrived_at_s)
+            self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
+            self._metrics.request_prompt_tokens.observe(self._num_prompt_tokens)
+            self._metrics.cached_tokens.inc(piece.num_cached_tokens)
+        self._num_tokens += len(piece.tokens)
+        self._metrics.generation_tokens.inc(len(piece.tokens))
+        if piece.finish_reason is not None:
+            self._outcome = piece.finish_reason.value
+            self._finish()
+
+    def fail(self, error: ServeError) -> None:
+        self._outcome = type(error).__name__
+        if isinstance(error, RejectedError):
+            reason = "slo" if isinstance(error, SloUnreachableError) else "capacity"
+            self._metrics.rejections.labels(reason).inc()
+
+    def close(self) -> None:
+        self._metrics.running.dec()
+        self._metrics.sequences.labels(self._outcome).inc()
+
+    def _finish(self) -> None:
+        now_s = self._clock.now_s()
+        self._metrics.request_seconds.observe(now_s - self._arrived_at_s)
+        self._metrics.request_generation_tokens.observe(self._num_tokens)
+        if self._first_at_s - self._arrived_at_s > self._slo.ttft_slo_s:
+            self._metrics.slo_misses.labels("ttft").inc()
+        if now_s - self._first_at_s > self._slo.tbt_slo_s * max(1, self._num_tokens - 1):
+            self._metrics.slo_misses.labels("tbt").inc()

@@ -1,0 +1,206 @@
+"""Cost model: seconds of prefill, decode, transfer and load, predicted from a profile.
+
+A profile is a dozen numbers of one kind of node running one model, read from a JSON file
+(`conductor profile` writes one; presets are in `conductor/profiles/`). The forms:
+
+    prefill(n new, p prefix) = fixed + a n + b ((p+n)^2 - p^2) + c h / (n + h) + d p
+    decode step(B, K)        = fixed + e B + f K
+    transfer(tokens)         = latency + tokens bytes / rate
+
+`a` is the linear layers, `b` attention, `c` what a small matrix multiplication wastes
+(half of it at `h` new tokens), `d` the load of the prefix from host memory. For the
+paper's cluster they are fitted to ten digitised points, five of them 95 % cached, within
+4 % (uncached: 1.5 %); for an H200 to our own measurements. FAST'25 equation 1 has the
+terms in a and b alone.
+
+A profile is never quite right on a live node (another processor, a noisy neighbour), so
+`Corrections` learns each node's measured/predicted ratio and the spread that is left.
+The ratio is kept apart from the profile: replay then starts from the same numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from base.config import read_process_config
+from base.errors import ConfigError
+
+PROFILE_DIR = Path(__file__).parent / "profiles"
+
+# One measurement moves the ratio by a tenth: twenty requests forget a cold start, and
+# one outlier (a page fault, a compile) does not send the next burst elsewhere.
+CORRECTION_GAIN = 0.1
+
+# A ratio outside means the profile is for another machine; the prediction then stays
+# within a factor that admission can live with until somebody profiles.
+RATIO_LIMITS = (0.05, 20.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Measured costs of one kind of node with one model. Seconds, bytes, tokens."""
+
+    name: str
+    source: str
+    """Where the numbers come from; "uncalibrated" where nobody measured."""
+    kv_token_bytes: int
+    num_layers: int
+    prefill_fixed_s: float
+    prefill_token_s: float
+    prefill_token2_s: float
+    """Times the difference of squares: attention."""
+    prefill_small_s: float
+    """Added to a prefill of few tokens, less the more they are: see `prefill_small_tokens`."""
+    prefill_small_tokens: int
+    """At so many new tokens half of `prefill_small_s` is left."""
+    prefix_token_s: float
+    """To bring a matched token's KV from host memory to where attention reads it."""
+    decode_fixed_s: float
+    decode_sequence_s: float
+    decode_context_token_s: float
+    transfer_bytes_per_s: float
+    """Of one node's link, each way."""
+    transfer_fixed_s: float
+    device_kv_tokens: int
+    """Tokens of KV that fit beside the weights."""
+    host_kv_tokens: int
+    """Tokens of KV in the node's share of host memory."""
+    disk_kv_tokens: int = 0
+    disk_bytes_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and (not math.isfinite(value) or value < 0):
+                raise ValueError(f"{field.name}: finite and not negative, not {value}")
+        for name in ("kv_token_bytes", "num_layers", "prefill_token_s", "decode_fixed_s"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}: more than 0")
+        if not self.transfer_bytes_per_s:
+            raise ValueError("transfer_bytes_per_s: more than 0")
+
+
+def preset_names() -> list[str]:
+    """Return the names of the profiles that come with the package."""
+    return sorted(path.stem for path in PROFILE_DIR.glob("*.json"))
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """Return a preset by name, or a profile from a JSON file.
+
+    Raises:
+        ConfigError: neither exists, or a key is unknown, missing or refused.
+    """
+    preset = PROFILE_DIR / f"{name_or_path}.json"
+    path = preset if preset.is_file() else Path(name_or_path)
+    if not path.is_file():
+        raise ConfigError(f"profile {name_or_path!r}: no such file, and no preset; presets: {preset_names()}")
+    return read_process_config(path, Profile)
+
+
+def profile_json(profile: Profile) -> str:
+    """Return what `load_profile` reads."""
+    return json.dumps(dataclasses.asdict(profile), indent=1) + "\n"
+
+
+class CostModel:
+    """Predictions from one profile. Pure: the same question has the same answer."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        # read once: these are evaluated several times for each placement
+        self._prefill = (profile.prefill_fixed_s, profile.prefill_token_s, profile.prefill_token2_s)
+        half = profile.prefill_small_tokens
+        self._small = (profile.prefill_small_s * half, half, profile.prefix_token_s)
+        self._decode = (profile.decode_fixed_s, profile.decode_sequence_s, profile.decode_context_token_s)
+
+    def prefill_s(self, new_tokens: int, prefix_tokens: int) -> float:
+        """Return the seconds to prefill `new_tokens` >= 1 after a prefix that is in host memory."""
+        fixed, linear, square = self._prefill
+        small, half, load = self._small
+        return (
+            fixed
+            + new_tokens * (linear + square * (new_tokens + 2 * prefix_tokens))
+            + small / (new_tokens + half)
+            + load * prefix_tokens
+        )
+
+    def decode_step_s(self, batch: float, context_tokens: float) -> float:
+        """Return the seconds of one step of `batch` sequences with `context_tokens` in all."""
+        fixed, sequence, token = self._decode
+        return fixed + sequence * batch + token * context_tokens
+
+    def transfer_s(self, tokens: int, share: float = 1.0) -> float:
+        """Return the seconds to move the KV of `tokens` at `share` of a link; 0 tokens cost nothing."""
+        if tokens <= 0:
+            return 0.0
+        profile = self.profile
+        return profile.transfer_fixed_s + tokens * profile.kv_token_bytes / (
+            profile.transfer_bytes_per_s * share
+        )
+
+    def handoff_s(self, tokens: int, compute_s: float, share: float = 1.0) -> float:
+        """Return the seconds that a hand-off streamed by layer adds after the last layer computed.
+
+        Each layer leaves while the next ones compute, so what shows is the last layer and
+        whatever the link could not move during the others.
+        """
+        layers = self.profile.num_layers
+        whole_s = self.transfer_s(tokens, share)
+        return max(0.0, whole_s - compute_s * (layers - 1) / layers) + whole_s / layers
+
+    def load_s(self, tokens: int, from_disk: bool = False) -> float:
+        """Return the seconds to bring the KV of `tokens` up from host memory or disk.
+
+        Loading from host memory is already inside `prefill_s`, where it overlaps.
+        """
+        if not from_disk:
+            return self.profile.prefix_token_s * tokens
+        if not self.profile.disk_bytes_per_s:
+            return math.inf if tokens else 0.0
+        return tokens * self.profile.kv_token_bytes / self.profile.disk_bytes_per_s
+
+
+class Corrections:
+    """Measured over predicted seconds, per node and term, learned while serving.
+
+    Ratios are averaged as logarithms: twice too slow and twice too fast cancel.
+    """
+
+    def __init__(self) -> None:
+        self._log_ratio: dict[tuple[str, str], float] = {}
+        self._error: dict[tuple[str, str], float] = {}
+
+    def observe(self, node_id: str, term: str, predicted_s: float, measured_s: float) -> None:
+        """Learn from one measurement. `predicted_s` is the profile's, not the corrected one."""
+        if predicted_s <= 0 or measured_s <= 0:
+            return
+        low, high = RATIO_LIMITS
+        log_ratio = math.log(min(high, max(low, measured_s / predicted_s)))
+        key = (node_id, term)
+        known = self._log_ratio.get(key)
+        if known is None:
+            self._log_ratio[key] = log_ratio
+            self._error[key] = 0.0
+            return
+        self._error[key] += CORRECTION_GAIN * (abs(log_ratio - known) - self._error[key])
+        self._log_ratio[key] = known + CORRECTION_GAIN * (log_ratio - known)
+
+    def ratio(self, node_id: str, term: str) -> float:
+        """Return what to multiply a prediction with; 1 before anything was measured."""
+        if not self._log_ratio:
+            return 1.0
+        return math.exp(self._log_ratio.get((node_id, term), 0.0))
+
+    def relative_error(self, node_id: str, term: str) -> float:
+        """Return the mean relative error left after correction; 0 before anything was measured."""
+        return math.expm1(self._error.get((node_id, term), 0.0))
+
+    def forget(self, node_id: str) -> None:
+        """Drop what was learned of a node that left."""
+        for key in [key for key in self._log_ratio if key[0] == node_id]:
+            del self._log_ratio[key], self._error[key]

@@ -1,0 +1,68 @@
+"""Decode projection: how many sequences will decode at a moment to come.
+
+The rule of the paper (arXiv 2407.00079, section 7.4), at the level of the whole system:
+every request decodes for one uniform time t_d, counted from the moment its prefill ends.
+At moment t, then, exactly those decode whose prefill ended within (t - t_d, t]: those
+still in prefill come in, those decoding now go out. The paper leaves t_d open; here it is
+the tail of the decode times seen, because a t_d below the tail lets the pool overfill
+and was measured to be worse than no prediction (simulation.md, E8).
+
+Moments are counted in buckets, so a question costs t_d / bucket additions and no more,
+whatever the number of nodes and requests.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import repeat
+
+BUCKET_S = 0.5
+
+# Enough for a 95th percentile that one request cannot move, few enough to follow a
+# change of traffic within minutes.
+DECODE_TIMES = 256
+TAIL = 0.95
+
+# Sorting the window at each finish would cost more than the answer changes.
+REFRESH_EVERY = 16
+
+
+class DecodeProjection:
+    """Counts prefills by the moment they end, and estimates t_d."""
+
+    def __init__(self, initial_decode_s: float) -> None:
+        """`initial_decode_s` is t_d until requests have finished."""
+        self.decode_s = initial_decode_s
+        self._sequences: dict[int, int] = {}
+        self._tokens: dict[int, int] = {}
+        self._recent: deque[float] = deque(maxlen=DECODE_TIMES)
+        self._until_refresh = REFRESH_EVERY
+
+    def add(self, moment_s: float, tokens: int) -> None:
+        """Expect a sequence of `tokens` context to start decoding at `moment_s`."""
+        bucket = int(moment_s / BUCKET_S)
+        self._sequences[bucket] = self._sequences.get(bucket, 0) + 1
+        self._tokens[bucket] = self._tokens.get(bucket, 0) + tokens
+
+    def discard(self, moment_s: float, tokens: int) -> None:
+        """Undo an `add` of the same values."""
+        bucket = int(moment_s / BUCKET_S)
+        self._tokens[bucket] -= tokens
+        self._sequences[bucket] -= 1
+        if not self._sequences[bucket]:
+            del self._sequences[bucket], self._tokens[bucket]
+
+    def at(self, moment_s: float) -> tuple[int, int]:
+        """Return (sequences, context tokens) expected to decode at `moment_s`, in all nodes."""
+        buckets = range(int((moment_s - self.decode_s) / BUCKET_S) + 1, int(moment_s / BUCKET_S) + 1)
+        sequences = sum(map(self._sequences.get, buckets, repeat(0)))
+        return sequences, sum(map(self._tokens.get, buckets, repeat(0)))
+
+    def observe(self, decode_s: float) -> None:
+        """Learn how long one request decoded."""
+        self._recent.append(decode_s)
+        self._until_refresh -= 1
+        if self._until_refresh <= 0:
+            self._until_refresh = REFRESH_EVERY
+            ordered = sorted(self._recent)
+            self.decode_s = ordered[int(TAIL * (len(ordered) - 1))]

@@ -1,0 +1,150 @@
+"""The two ends of one HTTP call: its body coming in, its answer going out.
+
+While a call is worked on, somebody always reads its connection, because ASGI tells of a
+client's leaving only to those who ask: `while_connected`. An answer is sent as soon as
+there is something to say, one write per event, and its status line waits until then, so
+that a request rejected after it was queued still is a 429.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Mapping
+from typing import Any
+
+from starlette.types import Receive, Send
+
+from conductor.openai_errors import HttpError
+
+BODY_TIMEOUT_S = 30.0
+"""From the call's first byte to its body's last. Calls in progress are bounded, so a body
+that trickles in takes a place from others."""
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection."""
+
+
+class Reply:
+    """What one client is sent. Owned by the event loop."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self.request_id = request_id
+        """Echoed in a header. May change until the first byte is sent."""
+        self._send = send
+        self._is_started = False
+        # Choices write as their tokens come; a write that waits for a slow client must
+        # not be overtaken.
+        self._turn = asyncio.Lock()
+
+    async def whole(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """Send an answer that does not stream."""
+        headers = {"content-type": "application/json", **(headers or {}), "content-length": str(len(body))}
+        await self._start(status, headers)
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def event(self, events: str) -> None:
+        """Send a part of an event stream, and before the first one its head."""
+        async with self._turn:
+            if not self._is_started:
+                headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+                await self._start(200, headers)
+            await self._send({"type": "http.response.body", "body": events.encode(), "more_body": True})
+
+    async def end(self) -> None:
+        """End an event stream."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def fail(self, error: HttpError) -> None:
+        """Send an error: as the answer, or as the event that ends a stream.
+
+        No [DONE] follows it: whoever looks for that knows that the answer is not whole.
+        """
+        if self._is_started:
+            await self.event(f"data: {error.body.decode()}\n\n")
+            await self.end()
+        else:
+            await self.whole(error.status, error.body, error.headers)
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        self._is_started = True
+        lines = {**headers, "x-request-id": self.request_id}
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in lines.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+async def read_body(receive: Receive, declared_bytes: int, max_bytes: int) -> bytes:
+    """Return the body of a call.
+
+    Args:
+        receive: The call's.
+        declared_bytes: Its content-length; 0 where it has none.
+        max_bytes: More is refused, without reading it.
+
+    Raises:
+        BodyError: it is too long or comes too slowly.
+        ClientGoneError: the client left while sending it.
+    """
+    too_long = BodyError(413, f"the body is longer than {max_bytes} bytes")
+    if declared_bytes > max_bytes:
+        raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                body += message.get("body", b"")
+                if len(body) > max_bytes:
+                    raise too_long
+                if not message.get("more_body"):
+                    return bytes(body)
+    except TimeoutError:
+        raise BodyError(408, f"the body took longer than {BODY_TIMEOUT_S:g} s") from None
+
+
+class BodyError(Exception):
+    """A body that is not read to its end."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do `work` until it is done or the client leaves. Call when the body was read.
+
+    Raises:
+        ClientGoneError: the client left; `work` was cancelled.
+        Exception: what `work` raised.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(_raise_when_gone(receive))
+            await work
+            watch.cancel()
+    except BaseExceptionGroup as failed:
+        raise first_failure(failed) from None
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Do all of `work` at once; the first that fails cancels the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for item in work:
+                group.create_task(item)
+    except BaseExceptionGroup as failed:
+        raise first_failure(failed) from None
+
+
+def first_failure(failed: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the exception that brought a task group down."""
+    first = failed.exceptions[0]
+    return first_failure(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+async def _raise_when_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise ClientGoneError

@@ -1,0 +1,132 @@
+"""Which nodes are attached, and which of them may serve together.
+
+Belongs to the event loop; no I/O. `conductor/attach.py` tells it what happened, and it
+keeps the scheduler's `ClusterView` true. One node id is attached once: a newer stream
+of it ends the older one, so a node that restarted is never two nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from base.block_hash import BlockHash, chain_root
+from base.clock import Clock
+from base.errors import StaleError, UnavailableError
+from base.messages import PROTOCOL_VERSION, Heartbeat, KvEvents, NodeInfo
+from base.request import NodeId, Request
+from conductor import cluster_view
+from conductor.cluster_view import ClusterView
+from conductor.nodes import NodeSession
+
+
+class Membership:
+    """The attached nodes of one conductor."""
+
+    def __init__(self, model_id: str, view: ClusterView, clock: Clock) -> None:
+        self._model_id = model_id
+        self._view = view
+        self._clock = clock
+        self._sessions: dict[NodeId, NodeSession] = {}
+        self._changed: Callable[[], None] = lambda: None
+
+    def on_change(self, changed: Callable[[], None]) -> None:
+        """Call `changed` whenever a node has come or gone."""
+        self._changed = changed
+
+    def join(self, session: NodeSession) -> None:
+        """Take a node in.
+
+        Raises:
+            StaleError: it cannot serve with this cluster; the message says why and what
+                to change. Nothing was changed.
+        """
+        info = session.info
+        self._require_compatible(info)
+        older = self._sessions.get(info.node_id)
+        if older is not None:
+            self.leave(older, "the node attached again")
+        self._sessions[info.node_id] = session
+        self._view.add_node(
+            cluster_view.NodeInfo(
+                node_id=info.node_id,
+                epoch=info.epoch,
+                roles=info.roles,
+                num_blocks=info.num_blocks,
+                block_size=info.block_size,
+                model_id=info.model_id,
+                layout_id=info.layout_id,
+                max_model_len=info.max_model_len,
+                host=info.host,
+            ),
+            self._clock.now_s(),
+        )
+        self._changed()
+
+    def leave(self, session: NodeSession, reason: str) -> None:
+        """Let a node go, and end what it worked on. Leaving twice is nothing."""
+        if self._sessions.get(session.info.node_id) is session:
+            del self._sessions[session.info.node_id]
+            self._view.remove_node(session.info.node_id)
+            self._changed()
+        session.lose(reason)
+
+    def heartbeat(self, session: NodeSession, heartbeat: Heartbeat, now_s: float) -> None:
+        if self._sessions.get(session.info.node_id) is session:
+            session.last_heartbeat = heartbeat
+            self._view.heartbeat(
+                session.info.node_id,
+                cluster_view.Heartbeat(
+                    num_free_blocks=heartbeat.num_free_blocks,
+                    num_waiting=heartbeat.num_waiting,
+                    num_running=heartbeat.num_running,
+                    num_queued_tokens=heartbeat.num_queued_tokens,
+                    num_context_tokens=heartbeat.num_context_tokens,
+                    draining=heartbeat.is_draining,
+                ),
+                now_s,
+            )
+
+    def kv_events(self, session: NodeSession, events: KvEvents) -> None:
+        if self._sessions.get(session.info.node_id) is session:
+            self._view.kv_events(
+                session.info.node_id, events.first_number, events.stored, events.removed, events.is_snapshot
+            )
+
+    def chain_root(self, request: Request) -> BlockHash:
+        """Return the root of the request's hash chain on the attached nodes.
+
+        Raises:
+            UnavailableError: no node is attached.
+        """
+        for session in self._sessions.values():
+            layout_id = session.info.layout_id
+            return chain_root(self._model_id, layout_id, request.tenant, request.cache_salt)
+        raise UnavailableError("no node is attached")
+
+    def session(self, node_id: NodeId) -> NodeSession:
+        """Raises StaleError if the node has left since it was placed on."""
+        try:
+            return self._sessions[node_id]
+        except KeyError:
+            raise StaleError(f"node {node_id} has left") from None
+
+    @property
+    def sessions(self) -> list[NodeSession]:
+        return list(self._sessions.values())
+
+    def _require_compatible(self, info: NodeInfo) -> None:
+        if info.protocol_version != PROTOCOL_VERSION:
+            raise StaleError(
+                f"node {info.node_id} speaks protocol {info.protocol_version}, this conductor "
+                f"{PROTOCOL_VERSION}: run the same release on both"
+            )
+        if info.model_id != self._model_id:
+            raise StaleError(
+                f"node {info.node_id} has model {info.model_id}, this conductor serves {self._model_id}"
+            )
+        for other in self._sessions.values():
+            if other.info.node_id != info.node_id and other.info.layout_id != info.layout_id:
+                raise StaleError(
+                    f"node {info.node_id} has KV layout {info.layout_id}, node {other.info.node_id} "
+                    f"{other.info.layout_id}: give both the same block_size and dtype"
+                )

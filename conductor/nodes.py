@@ -1,0 +1,117 @@
+"""The nodes attached to this conductor, and the requests that each one works on.
+
+A `NodeSession` is one `Attach` stream. It belongs to the event loop. Sending never
+waits: what is sent goes into the outbox, and the stream's writer takes all of it in one
+message. A request opens an exchange with each node it was placed on, and everything
+that either node says arrives in the request's one mailbox, so that the death of the
+decode node is noticed while the prefill node is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from base.errors import LostError, error_named
+from base.messages import Failed, FromNode, Heartbeat, NodeInfo, Release, ToNode
+from base.request import RequestId
+
+
+class Mailbox:
+    """What the nodes of one request tell it, in order of arrival.
+
+    Unbounded, and bounded all the same: a node sends at most one message for each token
+    of the request, and a request has at most `max_tokens`.
+    """
+
+    def __init__(self) -> None:
+        self._arrived: asyncio.Queue[FromNode] = asyncio.Queue()
+
+    def put(self, item: FromNode) -> None:
+        self._arrived.put_nowait(item)
+
+    async def next(self) -> FromNode:
+        """Return the next message.
+
+        Raises:
+            ServeError: the class that a node's `Failed` names; LostError when a node
+                left.
+        """
+        item = await self._arrived.get()
+        if isinstance(item, Failed):
+            raise error_named(item.reason, item.message)
+        return item
+
+
+class NodeSession:
+    """One attached node, for as long as its stream lives."""
+
+    def __init__(self, info: NodeInfo) -> None:
+        self.info = info
+        self.last_heartbeat: Heartbeat | None = None
+        self._outbox: list[ToNode] = []
+        self._outgoing = asyncio.Event()
+        self._mailboxes: dict[RequestId, Mailbox] = {}
+        self._is_lost = False
+
+    @contextmanager
+    def exchange(self, request_id: RequestId, mailbox: Mailbox) -> Iterator[None]:
+        """Deliver the node's messages on `request_id` to `mailbox` in the body.
+
+        Leaving the body, for whatever reason, releases what the node holds of the
+        request. That is the only clean-up there is.
+
+        Raises:
+            LostError: the node has left already.
+        """
+        if self._is_lost:
+            raise LostError(f"node {self.info.node_id} has left")
+        self._mailboxes[request_id] = mailbox
+        try:
+            yield
+        finally:
+            if self._mailboxes.pop(request_id, None) is not None:
+                self.send(Release(request_id))
+
+    def send(self, item: ToNode) -> None:
+        """Queue `item`; the stream's writer takes it. Nothing is sent to a lost node."""
+        if not self._is_lost:
+            self._outbox.append(item)
+            self._outgoing.set()
+
+    def deliver(self, items: Iterable[FromNode]) -> None:
+        """Hand each message to the request it is about; late ones go nowhere."""
+        for item in items:
+            mailbox = self._mailboxes.get(item.request_id)
+            if mailbox is None:
+                continue
+            if isinstance(item, Failed):
+                del self._mailboxes[item.request_id]
+            mailbox.put(item)
+
+    def lose(self, reason: str) -> None:
+        """End every exchange: the stream is gone, and the node lets go of everything."""
+        self._is_lost = True
+        self._outbox.clear()
+        self._outgoing.set()
+        mailboxes, self._mailboxes = self._mailboxes, {}
+        for request_id, mailbox in mailboxes.items():
+            mailbox.put(
+                Failed(request_id, LostError.__name__, f"node {self.info.node_id} was lost: {reason}")
+            )
+
+    async def outgoing(self, at_most_s: float) -> list[ToNode]:
+        """Return what waits to be sent; empty if nothing came in `at_most_s`."""
+        try:
+            async with asyncio.timeout(at_most_s):
+                await self._outgoing.wait()
+        except TimeoutError:
+            return []
+        self._outgoing.clear()
+        items, self._outbox = self._outbox, []
+        return items
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._mailboxes)

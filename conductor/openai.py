@@ -1,0 +1,252 @@
+"""The HTTP API: OpenAI's, with vLLM's extras, and what operators ask of a server.
+
+    POST /v1/chat/completions   POST /v1/completions     openai_generation.py
+    GET  /v1/models             GET  /v1/models/{id}
+    POST /tokenize              POST /detokenize
+    GET  /health                GET  /metrics            GET  /version
+
+A route that reads a body is answered by `_Call`, from its first byte to its last: it
+counts as in progress while its body is read and its answer streams, it is given up when
+its client leaves, and everything that goes wrong in it becomes OpenAI's error object
+there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from base.clock import wall_clock_s
+from base.errors import InvalidRequestError, ServeError
+from base.logs import event
+from base.metrics import CONTENT_TYPE, exposition
+from base.request import Slo
+from conductor.completion import Completions
+from conductor.http_reply import BodyError, ClientGoneError, Reply, read_body, while_connected
+from conductor.openai_errors import HttpError, http_error, internal_error
+from conductor.openai_format import to_json
+from conductor.openai_generation import Caller, Generation
+from conductor.openai_schema import DetokenizeBody, TokenizeBody, chat_messages
+from conductor.openai_schema import read_body as parse_body
+from conductor.options import check_request_id, check_token_ids, require_model
+from conductor.prompt import chat_token_ids, text_token_ids
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[bytes, Caller, Reply], Coroutine[Any, Any, None]]
+
+
+def openai_app(
+    completions: Completions,
+    default_slo: Slo,
+    max_body_bytes: int,
+    rng: random.Random,
+    reports: Mapping[str, Callable[[], object]] | None = None,
+) -> FastAPI:
+    """Return the ASGI application.
+
+    Args:
+        completions: Runs what clients ask.
+        default_slo: Of requests whose headers name none.
+        max_body_bytes: Longer bodies are refused.
+        rng: Draws request ids and seeds.
+        reports: What GET answers at other paths, to be written as JSON.
+    """
+    # Bodies are read by our own rules, so FastAPI's description of them would be empty.
+    app = FastAPI(openapi_url=None)
+    generation = Generation(completions, rng)
+    texts = _Texts(completions)
+    posts: tuple[tuple[str, Work], ...] = (
+        ("/v1/chat/completions", generation.chat),
+        ("/v1/completions", generation.completion),
+        ("/tokenize", texts.tokenize),
+        ("/detokenize", texts.detokenize),
+    )
+    for path, work in posts:
+        endpoint = _endpoint(work, completions, default_slo, max_body_bytes, rng)
+        app.add_api_route(path, endpoint, methods=["POST"])
+    _add_operator_routes(app, completions)
+    for path, report in (reports or {}).items():
+        app.add_api_route(path, _report(report), methods=["GET"], name=path.rpartition("/")[2])
+    app.add_exception_handler(HTTPException, _not_found)
+    return app
+
+
+def _endpoint(
+    work: Work, completions: Completions, default_slo: Slo, max_body_bytes: int, rng: random.Random
+) -> Callable[[HttpRequest], Awaitable[Response]]:
+    async def answer(request: HttpRequest) -> Response:
+        return _Call(work, completions, default_slo, max_body_bytes, f"{rng.getrandbits(64):016x}")
+
+    return answer
+
+
+def _report(report: Callable[[], object]) -> Callable[[], Awaitable[Response]]:
+    async def answer() -> Response:
+        return _json(200, report())
+
+    return answer
+
+
+class _Call(Response):
+    """One call, as the response that FastAPI runs."""
+
+    def __init__(
+        self, work: Work, completions: Completions, default_slo: Slo, max_body_bytes: int, request_id: str
+    ) -> None:
+        super().__init__()
+        self._work = work
+        self._completions = completions
+        self._default_slo = default_slo
+        self._max_body_bytes = max_body_bytes
+        self._request_id = request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = Reply(send, self._request_id)
+        try:
+            with self._completions.call() as arrived_at_s:
+                headers = Headers(scope=scope)
+                if given := headers.get("x-request-id"):
+                    check_request_id(given)
+                    reply.request_id = given
+                caller = Caller(arrived_at_s, _slo(headers, self._default_slo))
+                declared = headers.get("content-length", "0")
+                body = await read_body(receive, int(declared), self._max_body_bytes)
+                await while_connected(receive, self._work(body, caller, reply))
+        except ClientGoneError:
+            event(log, "client left", level=logging.DEBUG, request_id=reply.request_id)
+        except BodyError as error:
+            await reply.fail(HttpError(error.status, "invalid_request_error", None, str(error)))
+        except ServeError as error:
+            await reply.fail(http_error(error))
+        except Exception:
+            # The border: nobody above could tell the client.
+            log.exception("call failed request_id=%s", reply.request_id)
+            await reply.fail(internal_error())
+
+
+class _Texts:
+    """Answers the calls that only turn text to token ids and back."""
+
+    def __init__(self, completions: Completions) -> None:
+        self._model = completions.model
+
+    async def tokenize(self, raw: bytes, caller: Caller, reply: Reply) -> None:
+        body = parse_body(raw, TokenizeBody)
+        require_model(self._model, body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequestError("prompt, or messages: one of them is wanted", "prompt")
+        if body.messages is not None:
+            token_ids = await chat_token_ids(
+                self._model,
+                chat_messages(body.messages),
+                body.add_generation_prompt is not False,
+                body.chat_template_kwargs,
+            )
+        else:
+            token_ids = await text_token_ids(
+                self._model, body.prompt or "", body.add_special_tokens is not False
+            )
+        answer: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": self._model.max_model_len,
+            "tokens": token_ids,
+        }
+        await reply.whole(200, to_json(answer).encode())
+
+    async def detokenize(self, raw: bytes, caller: Caller, reply: Reply) -> None:
+        body = parse_body(raw, DetokenizeBody)
+        require_model(self._model, body.model)
+        check_token_ids(body.tokens, self._model, "tokens")
+        text = self._model.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        await reply.whole(200, to_json({"prompt": text}).encode())
+
+
+def _add_operator_routes(app: FastAPI, completions: Completions) -> None:
+    model = completions.model
+    card = {
+        "id": model.name,
+        "object": "model",
+        "created": int(wall_clock_s()),
+        "owned_by": "conductor",
+        "max_model_len": model.max_model_len,
+    }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json(200, {"object": "list", "data": [card]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        try:
+            require_model(model, name)
+        except ServeError as error:
+            return _error(http_error(error))
+        return _json(200, card)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _json(200, {"status": "ok"}) if completions.is_ready else _json(503, {"status": "unavailable"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(exposition(completions.metrics.registry), media_type=CONTENT_TYPE)
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        return _json(200, {"version": _version()})
+
+
+async def _not_found(request: HttpRequest, error: Exception) -> Response:
+    """Answer what FastAPI itself refuses: an unknown path, a wrong method."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return _error(HttpError(error.status_code, "invalid_request_error", None, message))
+
+
+def _slo(headers: Headers, default: Slo) -> Slo:
+    """Return the bounds that a call's headers name; they are llm-d's."""
+    return Slo(
+        _bound_s(headers, "x-slo-ttft-ms", default.ttft_slo_s),
+        _bound_s(headers, "x-slo-tpot-ms", default.tbt_slo_s),
+    )
+
+
+def _bound_s(headers: Headers, name: str, default_s: float) -> float:
+    text = headers.get(name)
+    if text is None:
+        return default_s
+    try:
+        bound_ms = float(text)
+    except ValueError:
+        bound_ms = math.nan
+    if not 0 < bound_ms < math.inf:
+        raise InvalidRequestError(f"{name}: a number of milliseconds above 0 is wanted", name)
+    return bound_ms / 1e3
+
+
+def _json(status: int, value: Any) -> Response:
+    return Response(to_json(value), status_code=status, media_type="application/json")
+
+
+def _error(error: HttpError) -> Response:
+    return Response(error.body, status_code=error.status, headers=dict(error.headers))
+
+
+def _version() -> str:
+    try:
+        return version("conductor-cluster")
+    except PackageNotFoundError:
+        # Run from a source tree that was not installed.
+        return "0+unknown"

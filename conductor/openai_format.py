@@ -1,0 +1,254 @@
+"""The bytes of OpenAI's answers: streamed events and whole bodies, for chats and completions.
+
+A streamed piece is put between two strings made once per choice. Building an object for
+each and serialising it costs ten times as much, and this is what the conductor's process
+does for every token of the cluster (`bench/frontend.py`).
+
+    data: {"id":..., "choices":[{"index":0,  delta or text  ,"logprobs":...}]}
+          '-------------- before ----------'                '---- after ----'
+
+A choice's first event carries its opening as well (the role of a chat, the prompt that a
+completion echoes) and its last one its finish reason, each in a chunk of its own as
+OpenAI sends them, but in one write.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from base.request import FinishReason, SampledToken
+from conductor.completion import Piece
+from conductor.tokenizer import Tokenizer
+
+# ASCII alone: some clients split events at Unicode's line separators.
+to_json = json.JSONEncoder(separators=(",", ":")).encode
+DONE = "data: [DONE]\n\n"
+MIN_LOGPROB = -9999.0
+"""OpenAI's word for "next to impossible"; JSON has no infinity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """In what chats and completions differ."""
+
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
+    text: str
+    """JSON around a piece of text, which goes where %s is."""
+    no_text: str
+    opening: str
+    """JSON of the first chunk; %s is the echoed prompt. Empty: only with an echo."""
+    logprobs: Callable[[Sequence[SampledToken], Tokenizer, int], dict[str, Any]]
+    whole: Callable[[str], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What all choices of one call share."""
+
+    shape: Shape
+    answer_id: str
+    created_s: int
+    model_name: str
+    tokenizer: Tokenizer
+    with_logprobs: bool = False
+    with_token_ids: bool = False
+    with_usage: bool = False
+    """Streams only: whether an event with the usage ends it."""
+
+    def usage_event(self, usage: Mapping[str, Any]) -> str:
+        head = self._head(self.shape.chunk_object_name)
+        return f"data: {to_json({**head, 'choices': [], 'usage': usage})}\n\n"
+
+    def chunk_ends(self, index: int) -> tuple[str, str]:
+        """Return what stands before and after the content of choice `index` in each chunk."""
+        head = to_json(self._head(self.shape.chunk_object_name))[:-1]
+        usage = ',"usage":null' if self.with_usage else ""
+        return f'data: {head},"choices":[{{"index":{index},', f"}}]{usage}}}\n\n"
+
+    def body(self, choices: Sequence[Choice], usage: Mapping[str, Any]) -> bytes:
+        """Return the whole answer of a call that does not stream."""
+        whole = {
+            **self._head(self.shape.object_name),
+            "choices": [choice.whole() for choice in choices],
+            "usage": usage,
+        }
+        return to_json(whole).encode()
+
+    def _head(self, object_name: str) -> dict[str, Any]:
+        return {
+            "id": f"{self.shape.id_prefix}{self.answer_id}",
+            "object": object_name,
+            "created": self.created_s,
+            "model": self.model_name,
+        }
+
+
+class Choice:
+    """One of the answer's choices: its events while it streams, and its whole."""
+
+    def __init__(self, answer: Answer, index: int, prompt_token_ids: Sequence[int], echo: str = "") -> None:
+        """Begin an empty choice.
+
+        Args:
+            answer: What it is part of.
+            index: Its number in it.
+            prompt_token_ids: Shown if token ids are.
+            echo: Text that stands before the generated text.
+        """
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self._answer = answer
+        self._index = index
+        self._echo = echo
+        self._prompt_token_ids = prompt_token_ids
+        self._before, self._after = answer.chunk_ends(index)
+        text_before, text_after = answer.shape.text.split("%s")
+        self._text_before = self._before + text_before
+        self._text_after = f'{text_after},"logprobs":null,"finish_reason":null{self._after}'
+        self._is_plain = not (answer.with_logprobs or answer.with_token_ids)
+        self._is_opened = False
+        self._offset = 0
+        self._texts: list[str] = []
+        self._tokens: list[SampledToken] = []
+        self._finish_reason: FinishReason | None = None
+
+    def keep(self, piece: Piece) -> None:
+        """Take a piece for `whole`."""
+        self._count(piece)
+        self._texts.append(piece.text)
+        if not self._is_plain:
+            self._tokens += piece.tokens
+        self._finish_reason = piece.finish_reason
+
+    def events(self, piece: Piece) -> str:
+        """Return the events that tell a streaming client of a piece; may be empty."""
+        self._count(piece)
+        if self._is_opened and self._is_plain and piece.finish_reason is None:
+            return self._text_before + to_json(piece.text) + self._text_after if piece.text else ""
+        return self._opening() + self._content(piece) + self._finish(piece.finish_reason)
+
+    def whole(self) -> dict[str, Any]:
+        """Return the choice of a call that does not stream."""
+        shape = self._answer.shape
+        assert self._finish_reason is not None
+        return {
+            "index": self._index,
+            **shape.whole(self._echo + "".join(self._texts)),
+            **self._details(self._tokens),
+            **({"prompt_token_ids": list(self._prompt_token_ids)} if self._answer.with_token_ids else {}),
+            "finish_reason": self._finish_reason.value,
+        }
+
+    def _count(self, piece: Piece) -> None:
+        self.num_tokens += len(piece.tokens)
+        self.num_cached_tokens = piece.num_cached_tokens
+
+    def _opening(self) -> str:
+        if self._is_opened:
+            return ""
+        self._is_opened = True
+        shape = self._answer.shape
+        opening = shape.opening or (shape.text % to_json(self._echo) if self._echo else "")
+        if self._answer.with_token_ids:
+            opening = f'{opening or shape.no_text},"prompt_token_ids":{to_json(self._prompt_token_ids)}'
+        return self._chunk(opening, {"logprobs": None}, None) if opening else ""
+
+    def _content(self, piece: Piece) -> str:
+        if not piece.text and (self._is_plain or not piece.tokens):
+            return ""
+        content = self._answer.shape.text % to_json(piece.text)
+        return self._chunk(content, self._details(piece.tokens), None)
+
+    def _finish(self, reason: FinishReason | None) -> str:
+        return "" if reason is None else self._chunk(self._answer.shape.no_text, {"logprobs": None}, reason)
+
+    def _chunk(self, content: str, details: Mapping[str, Any], reason: FinishReason | None) -> str:
+        more = to_json({**details, "finish_reason": reason.value if reason else None})[1:-1]
+        return f"{self._before}{content},{more}{self._after}"
+
+    def _details(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
+        """Return what is told of tokens besides their text."""
+        details: dict[str, Any] = {"logprobs": None}
+        if self._answer.with_logprobs:
+            details["logprobs"] = self._answer.shape.logprobs(tokens, self._answer.tokenizer, self._offset)
+            self._offset += sum(len(token_text(token.token_id, self._answer.tokenizer)) for token in tokens)
+        if self._answer.with_token_ids:
+            details["token_ids"] = [token.token_id for token in tokens]
+        return details
+
+
+def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
+    """Return OpenAI's usage object."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }
+
+
+def token_text(token_id: int, tokenizer: Tokenizer) -> str:
+    """Return a token as text: `bytes:` and hexadecimal where it is part of a character."""
+    spelled = tokenizer.token_bytes(token_id)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _chat_logprobs(tokens: Sequence[SampledToken], tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": token_text(token_id, tokenizer),
+            "logprob": max(logprob, MIN_LOGPROB),
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
+
+    content = []
+    for token in tokens:
+        if token.logprobs is not None:
+            top = [entry(token_id, logprob) for token_id, logprob in token.logprobs.top]
+            content.append({**entry(token.token_id, token.logprobs.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _completion_logprobs(tokens: Sequence[SampledToken], tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
+    texts, logprobs, top_logprobs, offsets = [], [], [], []
+    for token in tokens:
+        if token.logprobs is None:
+            continue
+        texts.append(token_text(token.token_id, tokenizer))
+        logprobs.append(max(token.logprobs.logprob, MIN_LOGPROB))
+        # The sampled token is always among them, also where it was none of the likeliest.
+        choices = (*token.logprobs.top, (token.token_id, token.logprobs.logprob))
+        top_logprobs.append({token_text(item, tokenizer): max(value, MIN_LOGPROB) for item, value in choices})
+        offsets.append(offset)
+        offset += len(texts[-1])
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top_logprobs, "text_offset": offsets}
+
+
+CHAT = Shape(
+    id_prefix="chatcmpl-",
+    object_name="chat.completion",
+    chunk_object_name="chat.completion.chunk",
+    text='"delta":{"content":%s}',
+    no_text='"delta":{}',
+    opening='"delta":{"role":"assistant","content":""}',
+    logprobs=_chat_logprobs,
+    whole=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+)
+COMPLETION = Shape(
+    id_prefix="cmpl-",
+    object_name="text_completion",
+    chunk_object_name="text_completion",
+    text='"text":%s',
+    no_text='"text":""',
+    opening="",
+    logprobs=_completion_logprobs,
+    whole=lambda text: {"text": text},
+)

@@ -1,0 +1,188 @@
+"""The two calls that generate: /v1/chat/completions and /v1/completions.
+
+    body -> requests, one for each prompt and choice -> pieces -> events or a whole answer
+
+All choices run at once and write as their tokens come. They share their prompt, which is
+counted once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from base.clock import wall_clock_s
+from base.errors import InvalidRequestError
+from base.request import RequestId, Slo
+from conductor.completion import Completions
+from conductor.http_reply import Reply, all_of
+from conductor.openai_format import CHAT, COMPLETION, DONE, Answer, Choice, Shape, usage
+from conductor.openai_schema import (
+    DEFAULT_COMPLETION_TOKENS,
+    MAX_CHOICES,
+    ChatBody,
+    CompletionBody,
+    chat_messages,
+    num_chat_logprobs,
+    read_body,
+    to_options,
+)
+from conductor.options import (
+    Options,
+    TextRequest,
+    check_options,
+    check_request_id,
+    make_request,
+    params_spelled,
+    require_model,
+    unique_id,
+)
+from conductor.prompt import chat_token_ids, text_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What a call's headers say."""
+
+    arrived_at_s: float
+    slo: Slo
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    token_ids: tuple[int, ...]
+    echo: str = ""
+
+
+class Generation:
+    """Answers calls that generate. Owned by the event loop."""
+
+    def __init__(self, completions: Completions, rng: random.Random) -> None:
+        self._completions = completions
+        self._model = completions.model
+        self._rng = rng
+
+    async def chat(self, raw: bytes, caller: Caller, reply: Reply) -> None:
+        """Answer a /v1/chat/completions call; raises ServeError."""
+        body = read_body(raw, ChatBody)
+        max_tokens_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        with params_spelled({"prompt": "messages", "max_tokens": max_tokens_name}):
+            self._check(body, reply)
+            max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+            options = to_options(body, max_tokens, num_chat_logprobs(body), caller.slo)
+            check_options(options, self._model)
+            token_ids = await chat_token_ids(
+                self._model,
+                chat_messages(body.messages),
+                body.add_generation_prompt is not False,
+                body.chat_template_kwargs,
+            )
+            requests = self._requests([_Prompt(token_ids)], options, caller, reply, None)
+        await self._answer(CHAT, body, [_Prompt(token_ids)], requests, reply)
+
+    async def completion(self, raw: bytes, caller: Caller, reply: Reply) -> None:
+        """Answer a /v1/completions call; raises ServeError."""
+        body = read_body(raw, CompletionBody)
+        self._check(body, reply)
+        if body.echo and body.logprobs is not None:
+            raise InvalidRequestError("echo: logprobs of the prompt are not computed", "echo")
+        options = to_options(body, body.max_tokens, body.logprobs, caller.slo)
+        check_options(options, self._model)
+        if len(body.prompt) * (body.n or 1) > MAX_CHOICES:
+            raise InvalidRequestError(f"n: at most {MAX_CHOICES} choices of all prompts together", "n")
+        prompts = [await self._prompt(body, given, options) for given in body.prompt]
+        requests = self._requests(prompts, options, caller, reply, DEFAULT_COMPLETION_TOKENS)
+        await self._answer(COMPLETION, body, prompts, requests, reply)
+
+    def _check(self, body: ChatBody | CompletionBody, reply: Reply) -> None:
+        if body.request_id:
+            check_request_id(body.request_id)
+            reply.request_id = body.request_id
+        require_model(self._model, body.model)
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequestError("stream_options: only with stream: true", "stream_options")
+
+    async def _prompt(self, body: CompletionBody, given: str | list[int], options: Options) -> _Prompt:
+        if isinstance(given, str):
+            token_ids = await text_token_ids(self._model, given, body.add_special_tokens is not False)
+            return _Prompt(token_ids, given if body.echo else "")
+        echo = self._model.tokenizer.decode(given, options.skip_special_tokens) if body.echo else ""
+        return _Prompt(tuple(given), echo)
+
+    def _requests(
+        self,
+        prompts: Sequence[_Prompt],
+        options: Options,
+        caller: Caller,
+        reply: Reply,
+        default_max_tokens: int | None,
+    ) -> list[TextRequest]:
+        unique = unique_id(reply.request_id, self._rng)
+        return [
+            make_request(
+                RequestId(f"{unique}-p{index}" if len(prompts) > 1 else unique),
+                prompt.token_ids,
+                options,
+                self._model,
+                self._rng,
+                caller.arrived_at_s,
+                default_max_tokens,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+    async def _answer(
+        self,
+        shape: Shape,
+        body: ChatBody | CompletionBody,
+        prompts: Sequence[_Prompt],
+        requests: Sequence[TextRequest],
+        reply: Reply,
+    ) -> None:
+        answer = Answer(
+            shape=shape,
+            answer_id=reply.request_id,
+            created_s=int(wall_clock_s()),
+            model_name=self._model.name,
+            tokenizer=self._model.tokenizer,
+            with_logprobs=requests[0].request.num_logprobs is not None,
+            with_token_ids=bool(body.return_token_ids),
+            with_usage=body.include_usage,
+        )
+        n = body.n or 1
+        choices = [
+            Choice(answer, at * n + offset, prompt.token_ids, prompt.echo)
+            for at, prompt in enumerate(prompts)
+            for offset in range(n)
+        ]
+        asked = [request.choice(offset) if n > 1 else request for request in requests for offset in range(n)]
+        run = self._stream if body.stream else self._keep
+        await all_of(run(choice, one, reply) for choice, one in zip(choices, asked, strict=True))
+        used = _usage(prompts, choices, n)
+        if body.stream:
+            await reply.event((answer.usage_event(used) if answer.with_usage else "") + DONE)
+            await reply.end()
+        else:
+            await reply.whole(200, answer.body(choices, used))
+
+    async def _stream(self, choice: Choice, asked: TextRequest, reply: Reply) -> None:
+        async with aclosing(self._completions.generate(asked)) as pieces:
+            async for piece in pieces:
+                if events := choice.events(piece):
+                    await reply.event(events)
+
+    async def _keep(self, choice: Choice, asked: TextRequest, reply: Reply) -> None:
+        async with aclosing(self._completions.generate(asked)) as pieces:
+            async for piece in pieces:
+                choice.keep(piece)
+
+
+def _usage(prompts: Sequence[_Prompt], choices: Sequence[Choice], n: int) -> Mapping[str, Any]:
+    return usage(
+        sum(len(prompt.token_ids) for prompt in prompts),
+        sum(choice.num_tokens for choice in choices),
+        sum(choice.num_cached_tokens for choice in choices[::n]),
+    )

@@ -1,0 +1,304 @@
+"""The bodies that OpenAI's API and vLLM's extras to it may send: names and types.
+
+Types alone. Bounds are in `options.py`, because gRPC has the same ones. JSON is read
+strictly (a number in quotes is no number), unknown fields are ignored, because clients
+send many, and fields that we know and cannot honour are refused by name: an answer that
+silently is not the JSON, the tool call or the choice that was asked for is worse than none.
+
+pydantic parses the bytes itself: 8 MiB in tens of milliseconds, nesting bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    PlainValidator,
+    Tag,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
+
+from base.errors import InvalidRequestError
+from base.request import MAX_TOP_LOGPROBS, Slo
+from conductor.chat_template import ChatMessage, ChatRole
+from conductor.options import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, Options
+
+MAX_CHOICES = 128
+"""OpenAI's limit on `n`; here on all choices of a call together."""
+MAX_MESSAGES = 2_048
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's, where a completion does not say; a chat goes on to the end of the window."""
+
+# Wanted values that change nothing are let through.
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "web_search_options": (None,),
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+    "prompt_logprobs": (None, 0),
+    "use_beam_search": (None, False),
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "prompt_embeds": (None,),
+}
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _empty_if_null(value: Any) -> Any:
+    return [] if value is None else value
+
+
+class _Body(BaseModel):
+    # Fields we do not know are kept for one look at whether we refuse them.
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+
+
+class _StreamOptions(_Body):
+    include_usage: bool | None = None
+
+
+class _Generation(_Body):
+    """What chats and completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: Annotated[
+        list[str],
+        Field(max_length=MAX_STOP_STRINGS),
+        BeforeValidator(_empty_if_null),
+        BeforeValidator(_listed),
+    ] = []
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
+    user: str | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class _ContentPart(_Body):
+    type: str
+    text: str | None = None
+
+
+def _content_kind(value: Any) -> str:
+    """Return the tag of a form. Tags have spaces, and so are told from fields in errors."""
+    return "a list of parts" if isinstance(value, list) else "a string"
+
+
+class Message(_Body):
+    role: ChatRole
+    content: (
+        Annotated[
+            Annotated[str, Tag("a string")] | Annotated[list[_ContentPart], Tag("a list of parts")],
+            Discriminator(_content_kind),
+        ]
+        | None
+    ) = None
+    tool_calls: list[Any] | None = None
+
+
+class ChatBody(_Generation):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def _prompt_list(value: Any) -> list[str | list[int]]:
+    """Return the prompts of a completion: texts and lists of token ids.
+
+    By hand, because pydantic would try one form after the other and report each of a
+    million elements that do not fit it.
+    """
+    prompts = value if isinstance(value, list) and not _is_token_ids(value) else [value]
+    if prompts and all(isinstance(item, str) or _is_token_ids(item) for item in prompts):
+        return prompts
+    raise PydanticCustomError("prompt", "Input should be a string, a list of token ids, or a list of these")
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+_PromptForms = str | list[str] | list[int] | list[list[int]]
+
+
+class CompletionBody(_Generation):
+    prompt: Annotated[
+        list[str | list[int]], PlainValidator(_prompt_list, json_schema_input_type=_PromptForms)
+    ]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+
+class TokenizeBody(_Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(_Body):
+    model: str | None = None
+    tokens: Annotated[list[int], FailFast()]
+
+
+Body = TypeVar("Body", bound=_Body)
+
+
+def read_body(raw: bytes, into: type[Body]) -> Body:
+    """Parse a call's body.
+
+    Raises:
+        InvalidRequestError: it is no JSON object, a field has the wrong type or is
+            missing, or it asks for what we do not do; `param` names the field.
+    """
+    try:
+        body = into.model_validate_json(raw)
+    except ValidationError as error:
+        raise _refusal(error) from None
+    for name, value in (body.model_extra or {}).items():
+        if name in _REFUSED and value not in _REFUSED[name]:
+            raise InvalidRequestError(f"{name} is not supported", name)
+    return body
+
+
+def _refusal(error: ValidationError) -> InvalidRequestError:
+    """Return the first fault as OpenAI would name it: messages[0].content."""
+    fault = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    if fault["type"] == "json_invalid":
+        return InvalidRequestError(f"the body is no JSON: {fault['msg'].removeprefix('Invalid JSON: ')}")
+    param = ""
+    for part in fault["loc"]:
+        if isinstance(part, int):
+            param += f"[{part}]"
+        elif " " not in part:
+            param += f".{part}" if param else part
+    return InvalidRequestError(f"{param or 'the body'}: {fault['msg']}", param or None)
+
+
+def chat_messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
+    """Return a conversation with plain contents; parts of a list are lines.
+
+    Raises:
+        InvalidRequestError: a message has tool calls, a part that is no text, or nothing.
+    """
+    return tuple(_chat_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+
+
+def _chat_message(message: Message, param: str) -> ChatMessage:
+    if message.tool_calls:
+        raise InvalidRequestError(f"{param}.tool_calls: tools are not supported", f"{param}.tool_calls")
+    content = message.content
+    if content is None:
+        raise InvalidRequestError(f"{param}.content is missing", f"{param}.content")
+    if isinstance(content, str):
+        return ChatMessage(message.role, content)
+    lines = []
+    for index, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            where = f"{param}.content[{index}]"
+            raise InvalidRequestError(f"{where}: {part.type!r} is not supported, text is", f"{where}.type")
+        lines.append(part.text)
+    return ChatMessage(message.role, "\n".join(lines))
+
+
+def to_options(
+    body: ChatBody | CompletionBody, max_tokens: int | None, num_logprobs: int | None, slo: Slo
+) -> Options:
+    """Return the body's choices by their common names.
+
+    Raises:
+        InvalidRequestError: a key of logit_bias is no token id.
+    """
+    return Options(
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        seed=body.seed,
+        logit_bias=_logit_bias(body.logit_bias or {}),
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        stop=tuple(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        logprobs=num_logprobs,
+        # vLLM's is the other way round: lower goes first.
+        priority=-(body.priority or 0),
+        cache_salt=body.cache_salt or "",
+        slo=slo,
+    )
+
+
+def _logit_bias(table: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token_id): bias for token_id, bias in table.items()}
+    except ValueError:
+        raise InvalidRequestError("logit_bias: keys are token ids", "logit_bias") from None
+
+
+def num_chat_logprobs(body: ChatBody) -> int | None:
+    """Return how many alternatives a chat asks for with each token; None: no logprobs.
+
+    Raises:
+        InvalidRequestError: alternatives without logprobs, or more than 20.
+    """
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError("top_logprobs: needs logprobs: true", "top_logprobs")
+    if not 0 <= (body.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
+        raise InvalidRequestError(f"top_logprobs: between 0 and {MAX_TOP_LOGPROBS}", "top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None

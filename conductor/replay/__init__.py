@@ -1,0 +1,1 @@
+"""`conductor replay`: a trace through the live scheduler, in virtual time."""

@@ -1,0 +1,146 @@
+"""`conductor replay TRACE`: arguments to runs, runs to a table and a report.
+
+Wall time comes from a clock that is handed in, and goes to the table alone: the report
+file holds nothing that two runs of the same trace and seed could differ in, unless
+`--timing` asks for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+
+from base.clock import Clock, SystemClock
+from base.errors import ConfigError
+from base.request import Slo
+from conductor.admission import RejectPolicy
+from conductor.cost_model import CostModel, Profile, load_profile, preset_names
+from conductor.replay.cluster import ClusterOptions
+from conductor.replay.paper import EXPERIMENTS
+from conductor.replay.policies import POLICIES
+from conductor.replay.report import Report, aligned, run_report, to_json, to_table, trace_report
+from conductor.replay.simulate import Plan, simulate
+from conductor.replay.trace import Trace, read_trace
+
+# The paper's real-trace bounds (arXiv 2407.00079, section 8.1.3).
+DEFAULT_SLO = Slo(ttft_slo_s=30.0, tbt_slo_s=0.1)
+
+
+def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
+    """Run the command; return its exit code."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    try:
+        return _replay(args, clock or SystemClock())
+    except ConfigError as error:
+        sys.stderr.write(f"conductor replay: {error}\n")
+        return 2
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog="conductor replay", description="Run a trace through the scheduler in virtual time."
+    )
+    add = parser.add_argument
+    add("trace", type=Path, help="Mooncake JSON Lines, plain or .gz")
+    add("--nodes", type=parse_nodes, default=(8, 8), metavar="8P8D", help="prefill and decode nodes")
+    add("--policy", choices=(*POLICIES, "all"), default="global")
+    add("--reject", choices=[policy.value for policy in RejectPolicy], default="none")
+    add("--profile", default="a800-llama70b", help=f"file, or one of {', '.join(preset_names())}")
+    add("--speed", type=_positive, default=1.0, help="arrivals so many times faster")
+    add("--scale", type=int, default=1, help="so many copies of the trace, each with its own blocks")
+    add("--jitter", type=float, default=0.0, metavar="S", help="spread each arrival over S seconds")
+    add("--until", type=int, metavar="N", help="the first N requests only")
+    add("--slo-ttft", type=_positive, default=DEFAULT_SLO.ttft_slo_s, metavar="S")
+    add("--slo-tbt", type=_positive, default=DEFAULT_SLO.tbt_slo_s, metavar="S")
+    add("--threshold", type=_positive, metavar="X", help="kvcache_balancing_threshold (cost model decides)")
+    add("--view-delay", type=float, default=0.0, metavar="S", help="KV events reach the conductor late")
+    add("--block-size", type=int, metavar="N", help="tokens per hash id (the header's, or 512)")
+    add("--seed", type=int, default=0)
+    add("--skip-bad", action="store_true", help="count bad rows instead of stopping")
+    add("--report", type=Path, metavar="OUT.json")
+    add("--timing", action="store_true", help="put wall times into the report too")
+    add("--paper", choices=[*EXPERIMENTS, "all"], help="a published experiment, the paper's row beside ours")
+    add("--json", action="store_true", help="print the report instead of the table")
+    return parser
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """Return (prefill, decode) of a text like 8P8D."""
+    match = re.fullmatch(r"(\d+)P(\d+)D", text, re.IGNORECASE)
+    if not match or "0" in match.groups():
+        raise argparse.ArgumentTypeError(f"{text!r}: like 8P8D, at least one of each")
+    return int(match[1]), int(match[2])
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < inf:
+        raise argparse.ArgumentTypeError(f"{text}: more than 0")
+    return value
+
+
+def _replay(args: argparse.Namespace, clock: Clock) -> int:
+    trace = read_trace(args.trace, args.block_size, args.skip_bad)
+    for reason in trace.bad_rows:
+        sys.stderr.write(f"passed over {reason}\n")
+    profile = load_profile(args.profile)
+    if args.paper:
+        return _paper(args.paper, trace, profile)
+    slo = Slo(args.slo_ttft, args.slo_tbt)
+    runs: list[Report] = []
+    timed: list[Report] = []
+    for policy in POLICIES if args.policy == "all" else (args.policy,):
+        plan = _plan(args, trace, CostModel(profile), policy, slo)
+        started_s = clock.now_s()
+        cluster = simulate(plan)
+        wall_s = clock.now_s() - started_s
+        runs.append(run_report(cluster, slo))
+        timed.append(run_report(cluster, slo, max(wall_s, 1e-9)))
+    about = trace_report(trace, args.speed, args.scale)
+    text = to_json(about, timed if args.timing else runs, dataclasses.asdict(profile))
+    if args.report:
+        args.report.write_text(text)
+    sys.stdout.write(text if args.json else f"{_heading(about, profile.source)}\n{to_table(timed)}\n")
+    return 0
+
+
+def _paper(name: str, trace: Trace, profile: Profile) -> int:
+    for experiment in EXPERIMENTS if name == "all" else (name,):
+        table = EXPERIMENTS[experiment](trace, profile)
+        sys.stdout.write(f"{table.heading}\n{aligned(table.rows)}\n\n")
+    return 0
+
+
+def _plan(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str, slo: Slo) -> Plan:
+    prefill_nodes, decode_nodes = args.nodes
+    options = ClusterOptions(
+        prefill_nodes=prefill_nodes,
+        decode_nodes=decode_nodes,
+        block_size=trace.block_size,
+        policy=policy,
+        reject=RejectPolicy(args.reject),
+        slo=slo,
+        kvcache_balancing_threshold=args.threshold,
+        view_delay_s=args.view_delay,
+        seed=args.seed,
+    )
+    return Plan(trace, cost, options, args.speed, args.scale, args.jitter, args.until)
+
+
+def _heading(about: Report, source: str) -> str:
+    return (
+        f"{about['name']}: {about['requests']} requests over {about['span_s']:.0f} s, "
+        f"blocks of {about['block_size']}, speed {about['speed']:g}, scale {about['scale']}\n"
+        f"profile: {source}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

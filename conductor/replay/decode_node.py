@@ -1,0 +1,265 @@
+"""A simulated decode node, in closed form between changes of its batch.
+
+While the same B sequences decode, the context K grows by B a step and the step time is
+linear in K, so k steps take
+
+    T(k) = k A + d k (k - 1) / 2,   A = step(B, K),   d = step(B, K + B) - A
+
+and nothing has to be simulated but the moments when the batch changes: a join (solve a
+quadratic for the step it must wait for), a finish (the top of a heap), and KV running
+out. About four events a request instead of one a token.
+
+A run of k such steps is a segment. A sequence's token gaps are exactly the
+segments between its join and its end, so the mean of its longest tenth comes out of a
+handful of triples.
+
+KV that does not fit: a sequence waits to join until it does; where growth overruns the
+capacity the newest sequence is preempted, keeps its KV in host memory, and waits first in
+line.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from math import ceil, sqrt
+from typing import Generic, TypeVar
+
+from conductor.cost_model import CostModel
+
+Segment = tuple[float, int, float]
+"""(seconds of its last and longest step, steps, growth from each step to the next)."""
+
+# The paper's TBT of a request: the mean of its longest tenth of token gaps.
+LONGEST_SHARE = 0.1
+
+# Segments kept for sequences that ended are dropped when so many have gathered.
+TRIM_AT = 4096
+
+S = TypeVar("S")
+
+
+class Sequence(Generic[S]):
+    """One request's decoding on one node."""
+
+    __slots__ = (
+        "context_tokens",
+        "finish_step",
+        "first_segment",
+        "gaps",
+        "joined_at_s",
+        "number",
+        "owner",
+        "started_at_s",
+        "steps_left",
+    )
+
+    def __init__(self, owner: S, context_tokens: int, steps_left: int, token_at_s: float) -> None:
+        """`steps_left` tokens are still to come after the one of `token_at_s`."""
+        self.owner = owner
+        self.context_tokens = context_tokens
+        self.steps_left = steps_left
+        self.started_at_s = token_at_s
+        self.gaps: list[Segment] = []
+        self.joined_at_s = 0.0
+        self.first_segment = 0
+        self.finish_step = 0
+        self.number = 0
+
+    def worst_gaps_s(self) -> float:
+        """Return the mean of the longest tenth of its token gaps."""
+        total = sum([segment[1] for segment in self.gaps])
+        if not total:
+            return 0.0
+        wanted = max(1, ceil(total * LONGEST_SHARE))
+        left, seconds = wanted, 0.0
+        for last_s, steps, growth_s in sorted(self.gaps, reverse=True):
+            taken = steps if steps < left else left
+            # the last `taken` of an arithmetic progression
+            seconds += taken * (last_s - growth_s * (taken - 1) / 2)
+            left -= taken
+            if not left:
+                break
+        return seconds / wanted
+
+
+Schedule = Callable[..., None]
+"""(moment, what to call, its arguments...)."""
+
+
+class DecodeNode(Generic[S]):
+    """Continuous batching on one node. `on_finish(sequence, now_s)` is told of each end."""
+
+    def __init__(
+        self,
+        cost: CostModel,
+        capacity_tokens: int,
+        schedule: Schedule,
+        on_finish: Callable[[Sequence[S], float], None],
+    ) -> None:
+        self.capacity_tokens = capacity_tokens
+        self.num_preemptions = 0
+        self.busy_s = 0.0
+        self._cost = cost
+        self._schedule = schedule
+        self._on_finish = on_finish
+        self._running: list[tuple[int, int, Sequence[S]]] = []
+        self._waiting: deque[Sequence[S]] = deque()
+        self._batch = 0
+        self._context_tokens = 0
+        # the present segment: when it began, its first step and growth in seconds
+        self._started_at_s = 0.0
+        self._first_s = 0.0
+        self._growth_s = 0.0
+        self._step = 0
+        self._number = 0
+        self._version = 0
+        self._segments: list[Segment] = []
+        self._dropped_segments = 0
+
+    @property
+    def batch(self) -> int:
+        """Sequences decoding."""
+        return self._batch
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of KV of the batch when its present segment began."""
+        return self._context_tokens
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for KV blocks."""
+        return len(self._waiting)
+
+    def join(self, sequence: Sequence[S], now_s: float) -> None:
+        """Let a sequence decode from the next step on, or wait until its KV fits."""
+        self._close_at(now_s)
+        self._waiting.append(sequence)
+        self._admit(now_s)
+        self._plan()
+
+    def evict_all(self, now_s: float) -> list[Sequence[S]]:
+        """Return and forget every sequence: the node died. Its last whole step counts."""
+        self._close_at(now_s)
+        everyone = [entry[2] for entry in sorted(self._running, key=lambda entry: entry[:2])]
+        for sequence in everyone:
+            self._leave(sequence)
+        everyone.extend(self._waiting)
+        self._waiting.clear()
+        self._running.clear()
+        self._version += 1
+        return everyone
+
+    def _close_at(self, now_s: float) -> None:
+        """End the segment at the first step boundary that is not before `now_s`."""
+        if not self._batch:
+            self._started_at_s = max(self._started_at_s, now_s)
+            return
+        elapsed_s = now_s - self._started_at_s
+        if elapsed_s <= 0:
+            return
+        growth_s = self._growth_s
+        linear = self._first_s - growth_s / 2
+        steps = 2 * elapsed_s / (linear + sqrt(linear * linear + 2 * growth_s * elapsed_s))
+        self._close(ceil(steps - 1e-9))
+
+    def _close(self, steps: int) -> None:
+        if steps:
+            first_s, growth_s = self._first_s, self._growth_s
+            seconds = steps * first_s + growth_s * steps * (steps - 1) / 2
+            self._segments.append((first_s + growth_s * (steps - 1), steps, growth_s))
+            self._step += steps
+            self._started_at_s += seconds
+            self.busy_s += seconds
+            self._context_tokens += steps * self._batch
+
+    def _admit(self, now_s: float) -> None:
+        """Let those waiting join, first come first served, as far as KV goes."""
+        while self._waiting:
+            sequence = self._waiting[0]
+            fits = self._context_tokens + sequence.context_tokens + self._batch < self.capacity_tokens
+            if not fits and self._batch:
+                return
+            self._waiting.popleft()
+            self._number += 1
+            sequence.number = self._number
+            sequence.finish_step = self._step + sequence.steps_left
+            sequence.joined_at_s = self._started_at_s
+            sequence.first_segment = self._dropped_segments + len(self._segments)
+            self._batch += 1
+            self._context_tokens += sequence.context_tokens
+            heappush(self._running, (sequence.finish_step, sequence.number, sequence))
+
+    def _plan(self) -> None:
+        """Schedule the next moment that the batch changes by itself."""
+        self._version += 1
+        if not self._running:
+            return
+        steps = self._running[0][0] - self._step
+        if self._batch > 1:
+            steps = min(steps, max(0, (self.capacity_tokens - self._context_tokens) // self._batch))
+        cost, batch, context = self._cost, self._batch, self._context_tokens
+        first_s = self._first_s = cost.decode_step_s(batch, context)
+        growth_s = self._growth_s = cost.decode_step_s(batch, context + batch) - first_s
+        at_s = self._started_at_s + steps * first_s + growth_s * steps * (steps - 1) / 2
+        self._schedule(at_s, self._reach, self._version, steps, at_s)
+
+    def _reach(self, version: int, steps: int, now_s: float) -> None:
+        if version != self._version:
+            return
+        self._close(steps)
+        self._started_at_s = now_s
+        finished: list[Sequence[S]] = []
+        running = self._running
+        while running and running[0][0] <= self._step:
+            sequence = heappop(running)[2]
+            self._leave(sequence)
+            finished.append(sequence)
+        if not finished and self._batch > 1 and self._context_tokens + self._batch > self.capacity_tokens:
+            self._preempt_newest()
+        else:
+            self._admit(now_s)
+        self._plan()
+        self._trim()
+        for sequence in finished:
+            self._on_finish(sequence, now_s)
+
+    def _leave(self, sequence: Sequence[S]) -> None:
+        """Take a sequence out of the batch and note its gaps so far."""
+        gaps = self._segments[sequence.first_segment - self._dropped_segments :]
+        steps_left = sequence.finish_step - self._step
+        steps = sequence.steps_left - steps_left
+        if gaps:
+            # its first gap began with its last token, before it could join
+            last_s, count, growth_s = gaps[0]
+            first_s = last_s - growth_s * (count - 1)
+            sequence.gaps.append((sequence.joined_at_s - sequence.started_at_s + first_s, 1, 0.0))
+            if count > 1:
+                sequence.gaps.append((last_s, count - 1, growth_s))
+            sequence.gaps.extend(gaps[1:])
+            sequence.started_at_s = self._started_at_s
+        sequence.steps_left = steps_left
+        self._context_tokens -= sequence.context_tokens + steps
+        sequence.context_tokens += steps
+        self._batch -= 1
+
+    def _preempt_newest(self) -> None:
+        newest = max(self._running, key=_joined)
+        self._running.remove(newest)
+        heapify(self._running)
+        self._leave(newest[2])
+        self._waiting.appendleft(newest[2])
+        self.num_preemptions += 1
+
+    def _trim(self) -> None:
+        if len(self._segments) >= TRIM_AT:
+            oldest = min((entry[2].first_segment for entry in self._running), default=None)
+            end = self._dropped_segments + len(self._segments) if oldest is None else oldest
+            del self._segments[: end - self._dropped_segments]
+            self._dropped_segments = end
+
+
+def _joined(entry: tuple[int, int, Sequence[S]]) -> int:
+    return entry[1]

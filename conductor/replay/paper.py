@@ -1,0 +1,234 @@
+"""The papers' experiments, each with the published row beside ours.
+
+F is FAST'25 ("Mooncake: Trading More Storage for Less Computation"), A is arXiv
+2407.00079. Figures marked ~ were read off plots. The paper's cluster is the profile
+`a800-llama70b`. Of its three traces the conversation trace is public and is given on the
+command line; the synthetic one is imitated (`generate.py`), which its heading says.
+
+What the papers do not state and what stands for it here: the split of the 16 nodes of
+F Fig. 5 (three splits are shown); what a "local" cache is in F Fig. 10 (both readings are
+shown); the trace of A Table 3 (the conversation trace, at a decode-bound split).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import sqrt
+from statistics import fmean
+
+from base.request import Slo
+from conductor.admission import RejectPolicy
+from conductor.cost_model import CostModel, Profile
+from conductor.replay.block_cache import BlockCache
+from conductor.replay.cluster import Cluster, ClusterOptions
+from conductor.replay.generate import generate
+from conductor.replay.outcome import distribution
+from conductor.replay.policies import POLICIES
+from conductor.replay.simulate import Plan, simulate
+from conductor.replay.trace import Trace
+
+Row = list[str]
+
+UNLIMITED_TOKENS = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """An experiment's result: a heading, and rows of which the first names the columns."""
+
+    heading: str
+    rows: list[Row]
+
+
+def fig5(trace: Trace, profile: Profile) -> Table:
+    """Mean TTFT of four policies."""
+    rows = [["split", *POLICIES, "", *(f"{name}/global" for name in POLICIES)]]
+    rows.append(_with_ratios("paper (not stated)", [19.65, 5.27, 3.58, 3.07]))
+    for prefill, decode in ((8, 8), (7, 9), (6, 10)):
+        means = []
+        for policy in POLICIES:
+            cluster = _run(trace, profile, prefill, decode, policy=policy)
+            means.append(_mean_ttft_s(cluster))
+        rows.append(_with_ratios(f"ours {prefill}P{decode}D", means))
+    return Table("F Fig. 5: mean TTFT (s), 16 nodes, conversation trace", rows)
+
+
+def fig8(trace: Trace, profile: Profile) -> Table:
+    """Mean seconds of prefill a request, without a cache and with one that holds everything."""
+    rows = [["", "no cache", "unlimited cache", "saved"]]
+    rows.append(["paper ~", "1.66", "1.07", "36 %"])
+    none_s = mean_prefill_s(trace, profile, 0)
+    all_s = mean_prefill_s(trace, profile, UNLIMITED_TOKENS)
+    rows.append(["ours", f"{none_s:.3f}", f"{all_s:.3f}", f"{1 - all_s / none_s:.0%}"])
+    rows.append(["error", f"{none_s / 1.66 - 1:+.1%}", f"{all_s / 1.07 - 1:+.1%}", ""])
+    return Table("F Fig. 8: prefill seconds a request, conversation trace", rows)
+
+
+def fig9(trace: Trace, profile: Profile) -> Table:
+    """Hit rate of one global cache by its capacity."""
+    published = {1: 0.087, 3: 0.17, 5: 0.247, 15: 0.34, 50: 0.398}
+    rows = [["million tokens", *map(str, published)]]
+    rows.append(["paper ~", *(f"{value:.3f}" for value in published.values())])
+    ours = [hit_rate(trace, millions * 1_000_000) for millions in published]
+    rows.append(["ours", *(f"{value:.3f}" for value in ours)])
+    errors = [value - paper for value, paper in zip(ours, published.values(), strict=True)]
+    rows.append(["difference", *(f"{error:+.3f}" for error in errors)])
+    return Table("F Fig. 9: token hit rate of one LRU cache, conversation trace", rows)
+
+
+def fig10(trace: Trace, profile: Profile) -> Table:
+    """Local against global cache: 10 prefill nodes of 3M tokens, outputs of one token."""
+    rows = [["", "hit rate", "to global", "prefill s"]]
+    rows.append(["paper local", "17.0 %", "2.22x", "1.38"])
+    rows.append(["paper global", "37.6 %", "", "1.05"])
+    sized = dataclasses.replace(profile, host_kv_tokens=3_000_000)
+    runs = [
+        _run(trace, sized, 10, 1, policy=policy, output_limit=1) for policy in ("load", "local", "global")
+    ]
+    names = ("local, placed by load", "local, cache-aware", "global")
+    best = runs[-1].outcomes.hit_rate_tokens()
+    for name, cluster in zip(names, runs, strict=True):
+        hit = cluster.outcomes.hit_rate_tokens()
+        rows.append([name, f"{hit:.1%}", f"{best / hit:.2f}x", f"{fmean(cluster.outcomes.prefill_s):.3f}"])
+    alone = hit_rate(trace, 3_000_000)
+    rows.append(["one node's cache, whole trace", f"{alone:.1%}", f"{best / alone:.2f}x", ""])
+    return Table("F Fig. 10: local and global cache, conversation trace", rows)
+
+
+def fig13(trace: Trace, profile: Profile) -> Table:
+    """Mean TTFT by network bandwidth."""
+    synthetic = generate("synthetic", 3_993, 3.91, 0)
+    published = {24: 5.09, 40: 2.40, 80: 1.73, 100: 1.60, 160: 1.41, 320: 1.25}
+    rows = [["Gbps", *map(str, published), "recompute"]]
+    rows.append(["paper ~", *(f"{value:.2f}" for value in published.values()), "2.62"])
+    for speed in (1.0, 1.2):
+        ours = []
+        for gbps in published:
+            slow = dataclasses.replace(profile, transfer_bytes_per_s=gbps * 0.87 * 1e9 / 8)
+            ours.append(_mean_ttft_s(_run(synthetic, slow, 8, 8, speed=speed)))
+        without = _mean_ttft_s(
+            _run(synthetic, dataclasses.replace(profile, host_kv_tokens=0), 8, 8, speed=speed)
+        )
+        rows.append([f"ours, speed {speed:g}", *(f"{value:.2f}" for value in ours), f"{without:.2f}"])
+    return Table("F Fig. 13: mean TTFT (s) by bandwidth, 8P8D, synthetic trace (imitated)", rows)
+
+
+def fig15(trace: Trace, profile: Profile) -> Table:
+    """TTFT, TBT and effective capacity by the split of 16 nodes."""
+    synthetic = generate("synthetic", 3_993, 3.91, 0)
+    slo = Slo(10.0, 0.1)
+    splits = range(5, 12)
+    rows = [["16 nodes", *(f"{prefill}P{16 - prefill}D" for prefill in splits)]]
+    rows.append(["paper TTFT s", *["5.74", "1.71", "1.30", "1.19", "1.12", "1.11", "1.14"]])
+    rows.append(["paper TBT ms", *["31.6", "31.9", "33.0", "35.2", "38.4", "44.3", "58.4"]])
+    rows.append(["paper capacity %", *["77.7", "97.2", "99.1", "99.0", "99.2", "98.4", "86.1"]])
+    for speed in (1.0, 1.5):
+        runs = [_run(synthetic, profile, prefill, 16 - prefill, speed=speed) for prefill in splits]
+        name = f"ours, speed {speed:g},"
+        rows.append([f"{name} TTFT s", *(f"{_mean_ttft_s(run):.2f}" for run in runs)])
+        rows.append([f"{name} TBT ms", *(f"{1e3 * fmean(run.outcomes.tbt_s):.1f}" for run in runs)])
+        shares = [run.outcomes.share_within(slo.ttft_slo_s, slo.tbt_slo_s) for run in runs]
+        rows.append([f"{name} capacity %", *(f"{100 * share:.1f}" for share in shares)])
+    return Table("F Fig. 15: prefill/decode splits, TTFT 10 s, TBT 100 ms, synthetic trace (imitated)", rows)
+
+
+def table3(trace: Trace, profile: Profile) -> Table:
+    """Rejections by when decode load is tested."""
+    rows = [["", "rejected", "to late", "wasted prefill s", "goodput", "TTFT s"]]
+    rows.append(["paper late", "4183", "", "", "", ""])
+    rows.append(["paper early", "3771", "-9.8%", "", "", ""])
+    rows.append(["paper predict", "3589", "-14.2%", "", "", ""])
+    slo = Slo(30.0, 0.06)
+    late = 0
+    for reject in (RejectPolicy.LATE, RejectPolicy.EARLY, RejectPolicy.PREDICT):
+        cluster = _run(trace, profile, 10, 2, speed=2.0, reject=reject, slo=slo)
+        outcomes = cluster.outcomes
+        late = late or outcomes.num_rejected
+        good = outcomes.share_within(slo.ttft_slo_s, slo.tbt_slo_s)
+        row = [f"ours {reject.value}", str(outcomes.num_rejected), f"{outcomes.num_rejected / late - 1:+.1%}"]
+        rows.append([*row, f"{outcomes.wasted_prefill_s:.0f}", f"{good:.1%}", f"{_mean_ttft_s(cluster):.2f}"])
+    return Table("A Table 3: rejections at 2x, decode-bound (conversation trace, 10P2D, TBT 60 ms)", rows)
+
+
+def anti_phase(trace: Trace, profile: Profile) -> Table:
+    """A Fig. 9 and 10: load of both pools over time, under each way of rejecting."""
+    rows = [["", "correlation of prefill and decode load", "deviation of decode step (ms)"]]
+    slo = Slo(30.0, 0.06)
+    for reject in (RejectPolicy.EARLY, RejectPolicy.PREDICT):
+        cluster = _run(trace, profile, 10, 2, speed=2.0, reject=reject, slo=slo, sample_every_s=2.0)
+        # the middle, without the filling and the emptying of the cluster
+        samples = cluster.samples[len(cluster.samples) // 10 : -len(cluster.samples) // 5]
+        queue_s, step_s = [sample[1] for sample in samples], [sample[2] for sample in samples]
+        rows.append([reject.value, f"{correlation(queue_s, step_s):+.2f}", f"{1e3 * deviation(step_s):.2f}"])
+    return Table("A Fig. 9 and 10: prefill and decode load swing against each other", rows)
+
+
+EXPERIMENTS: dict[str, Callable[[Trace, Profile], Table]] = {
+    "fig5": fig5,
+    "fig8": fig8,
+    "fig9": fig9,
+    "fig10": fig10,
+    "fig13": fig13,
+    "fig15": fig15,
+    "table3": table3,
+    "fig9-arxiv": anti_phase,
+}
+
+
+def mean_prefill_s(trace: Trace, profile: Profile, cache_tokens: int) -> float:
+    """Return the mean seconds of prefill with one cache of so many tokens for all nodes."""
+    cost = CostModel(profile)
+    return fmean(
+        cost.prefill_s(num_tokens - prefix, prefix) for num_tokens, prefix in _prefixes(trace, cache_tokens)
+    )
+
+
+def hit_rate(trace: Trace, cache_tokens: int) -> float:
+    """Return matched over all prompt tokens with one cache of so many tokens."""
+    pairs = _prefixes(trace, cache_tokens)
+    return sum(prefix for _, prefix in pairs) / sum(num_tokens for num_tokens, _ in pairs)
+
+
+def correlation(first: list[float], second: list[float]) -> float:
+    """Return Pearson's correlation; 0 where one of them is constant."""
+    spread = deviation(first) * deviation(second)
+    first_mean, second_mean = fmean(first), fmean(second)
+    together = fmean(
+        (one - first_mean) * (other - second_mean) for one, other in zip(first, second, strict=True)
+    )
+    return together / spread if spread else 0.0
+
+
+def deviation(values: list[float]) -> float:
+    """Return the standard deviation."""
+    mean = fmean(values)
+    return sqrt(fmean((value - mean) ** 2 for value in values))
+
+
+def _prefixes(trace: Trace, cache_tokens: int) -> list[tuple[int, int]]:
+    """Return (prompt tokens, matched tokens) of each request against one LRU cache."""
+    cache = BlockCache(cache_tokens // trace.block_size)
+    pairs = []
+    for request in trace.requests:
+        matched = cache.match(request.chain) * trace.block_size
+        pairs.append((request.num_tokens, min(matched, request.num_tokens - 1)))
+        cache.store(request.chain)
+    return pairs
+
+
+def _run(
+    trace: Trace, profile: Profile, prefill: int, decode: int, *, speed: float = 1.0, **options: object
+) -> Cluster:
+    chosen = ClusterOptions(prefill, decode, trace.block_size, **options)  # type: ignore[arg-type]
+    return simulate(Plan(trace, CostModel(profile), chosen, speed))
+
+
+def _mean_ttft_s(cluster: Cluster) -> float:
+    return distribution(cluster.outcomes.ttft_s)["mean"]
+
+
+def _with_ratios(name: str, means: list[float]) -> Row:
+    ratios = [mean / means[-1] for mean in means]
+    return [name, *(f"{mean:.2f}" for mean in means), "", *(f"{ratio:.2f}" for ratio in ratios)]

@@ -1,0 +1,134 @@
+"""Reports of replay: one JSON object a run, and a table for people.
+
+Times of the simulation are exact and repeatable: the same trace and seed give the same
+bytes. What the run itself cost (`wall_s`, `requests_per_s`) is not, so it is written only
+where the caller measured it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from base.request import Slo
+from conductor.replay.cluster import Cluster
+from conductor.replay.outcome import distribution
+from conductor.replay.trace import Trace
+
+Report = dict[str, Any]
+
+DIGITS = 6
+"""Microseconds; more would show how the machine adds, not what was simulated."""
+
+
+def trace_report(trace: Trace, speed: float, scale: int) -> Report:
+    """Describe the trace."""
+    return {
+        "name": trace.name,
+        "block_size": trace.block_size,
+        "requests": len(trace.requests),
+        "span_s": round(trace.span_s, DIGITS),
+        "speed": speed,
+        "scale": scale,
+        "bad_rows": trace.num_bad,
+    }
+
+
+def run_report(cluster: Cluster, slo: Slo, wall_s: float | None = None) -> Report:
+    """Describe a finished run.
+
+    Args:
+        cluster: After `run`.
+        slo: The bounds that effective capacity is judged by.
+        wall_s: Seconds that the run took here; None leaves it out.
+    """
+    outcomes, options = cluster.outcomes, cluster.options
+    report: Report = {
+        "policy": options.policy,
+        "reject": options.reject.value,
+        "prefill_nodes": options.prefill_nodes,
+        "decode_nodes": options.decode_nodes,
+        "requests": outcomes.num_arrived,
+        "completed": outcomes.num_completed,
+        "rejected": outcomes.num_rejected,
+        "rejected_by_reason": dict(sorted(outcomes.rejections.items())),
+        "ttft_s": _rounded(distribution(outcomes.ttft_s)),
+        "tbt_s": _rounded(distribution(outcomes.tbt_s)),
+        "queue_s": _rounded(distribution(outcomes.queue_s)),
+        "effective_capacity": round(outcomes.share_within(slo.ttft_slo_s, slo.tbt_slo_s), DIGITS),
+        "hit_rate_blocks": round(outcomes.hit_rate_blocks(), DIGITS),
+        "hit_rate_tokens": round(outcomes.hit_rate_tokens(), DIGITS),
+        "prefill_gpu_s_per_request": round(sum(outcomes.prefill_s) / max(1, outcomes.num_completed), DIGITS),
+        "wasted_prefill_s": round(outcomes.wasted_prefill_s, DIGITS),
+        "bytes_moved": round(cluster.links.bytes_moved),
+        "replicas_created": outcomes.replicas_created,
+        "preemptions": sum(node.num_preemptions for node in cluster.decode_nodes),
+        "simulated_s": round(cluster.now_s, DIGITS),
+        "events": cluster.num_events,
+    }
+    if wall_s is not None:
+        report["wall_s"] = round(wall_s, 3)
+        report["requests_per_s"] = round(outcomes.num_arrived / wall_s)
+    return report
+
+
+def to_json(trace: Report, runs: Sequence[Report], profile: Report) -> str:
+    """Return the report file."""
+    return json.dumps({"trace": trace, "profile": profile, "runs": list(runs)}, indent=1) + "\n"
+
+
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("policy", "policy", "{}"),
+    ("reject", "reject", "{}"),
+    ("P", "prefill_nodes", "{}"),
+    ("D", "decode_nodes", "{}"),
+    ("done", "completed", "{}"),
+    ("rejected", "rejected", "{}"),
+    ("TTFT mean", "ttft_s.mean", "{:.2f}"),
+    ("p50", "ttft_s.p50", "{:.2f}"),
+    ("p90", "ttft_s.p90", "{:.2f}"),
+    ("p99", "ttft_s.p99", "{:.2f}"),
+    ("TBT ms", "tbt_s.mean", "{:.1f}"),
+    ("p99 ms", "tbt_s.p99", "{:.1f}"),
+    ("capacity", "effective_capacity", "{:.1%}"),
+    ("hit", "hit_rate_tokens", "{:.1%}"),
+    ("prefill s", "prefill_gpu_s_per_request", "{:.3f}"),
+    ("wasted s", "wasted_prefill_s", "{:.0f}"),
+    ("moved TB", "bytes_moved", "{:.2f}"),
+    ("req/s", "requests_per_s", "{}"),
+)
+"""(head, path in a run's report, format)."""
+
+# shown in another unit than stored
+SCALES = {"tbt_s.mean": 1e3, "tbt_s.p99": 1e3, "bytes_moved": 1e-12}
+
+
+def to_table(runs: Sequence[Report]) -> str:
+    """Return an aligned table, one line a run."""
+    return aligned([[head for head, _, _ in COLUMNS], *([_cell(run, c) for c in COLUMNS] for run in runs)])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows with their columns aligned, the first to the left, the others to the right."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _cell(run: Report, column: tuple[str, str, str]) -> str:
+    _, path, pattern = column
+    value: Any = run
+    for key in path.split("."):
+        value = value.get(key, "")
+    if value == "":
+        return "-"
+    return pattern.format(value * SCALES[path] if path in SCALES else value)
+
+
+def _rounded(values: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, DIGITS) for name, value in values.items()}

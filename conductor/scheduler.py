@@ -1,0 +1,291 @@
+"""Placement: which nodes serve a request. Algorithm 1 of arXiv 2407.00079, and past it.
+
+    for each group of prefill nodes with the same matched depth, deepest first:
+        take the node of the group whose queue ends first
+        TTFT = queue + prefill(prompt, own prefix)                  or, where it pays,
+               max(queue, fetch of the missing blocks) + prefill(prompt, best prefix)
+    keep the smallest; choose the decode node; test admission
+
+Nodes of one group differ in nothing but their queue, so one stands for all: the work is
+O(depth + groups), not O(nodes). A group whose prefill alone is no better than the best
+candidate so far is passed over, and so are all shallower ones.
+
+What the paper leaves open, and what is chosen here:
+
+* whether to fetch: `kvcache_balancing_threshold` is "adjusted manually" there. Here the
+  cost model decides, candidate by candidate, whether fetching or computing is sooner. A
+  threshold in `SchedulerSettings` brings the paper's rule back.
+* fetch and queue overlap, because a node fetches what its queue will need;
+* the source is the holder with the fewest fetches from it, and a busy link is shared;
+* the decode node is the one with the shortest predicted step, unless one that holds a
+  part of the prompt has a step that is hardly longer: then fewer bytes travel;
+* ties go to the smaller slot.
+
+`place` is pure: no I/O, no clock, no randomness; it changes nothing. The live conductor
+and replay call this very function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from conductor.admission import RETRY_AFTER_S, RejectPolicy, refusal
+from conductor.cluster_view import ClusterView, NodeState
+from conductor.cost_model import CostModel
+from conductor.load_order import bits_of
+from conductor.placement import Placement, PlacementRequest, Rejection, RejectReason
+from kvstore.index import Group
+
+# A decode node that saves bytes may cost this much of TBT against the least loaded one.
+DECODE_AFFINITY = 1.05
+
+# Holders to compare as a source: enough to spread over, few enough not to be a scan.
+MAX_SOURCES = 8
+
+# If the least loaded decode nodes cannot hold a prompt, others can only where nodes differ.
+DECODE_TRIES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """What an operator may set."""
+
+    reject: RejectPolicy = RejectPolicy.PREDICT
+    fetches: bool = True
+    """Whether a prefix may be fetched from another node; False is local cache-awareness."""
+    kvcache_balancing_threshold: float | None = None
+    """Fetch where best match / own match is at least this; None: the cost model decides."""
+
+
+DEFAULT_SETTINGS = SchedulerSettings()
+
+
+class PrefillChoice(NamedTuple):
+    """One candidate for the prefill of a request; a tuple because several are made for each."""
+
+    slot: int
+    local_blocks: int
+    matched_blocks: int
+    source_slot: int | None
+    queue_s: float
+    fetch_s: float
+    prefill_s: float
+
+    @property
+    def ready_s(self) -> float:
+        """Seconds until its last layer is computed."""
+        return max(self.queue_s, self.fetch_s) + self.prefill_s
+
+
+PrefillPolicy = Callable[
+    [PlacementRequest, list[Group], ClusterView, CostModel, SchedulerSettings, float], PrefillChoice
+]
+"""Chooses among `view.prefill_mask`, which is not empty; the groups are of all holders."""
+
+
+def place(
+    request: PlacementRequest,
+    view: ClusterView,
+    cost: CostModel,
+    now_s: float,
+    settings: SchedulerSettings | None = None,
+    choose_prefill: PrefillPolicy | None = None,
+) -> Placement | Rejection:
+    """Choose the nodes that serve `request`, or refuse it.
+
+    Args:
+        request: What is asked.
+        view: The cluster as it is believed to be; not changed. The caller tells it of a
+            placement it carries out with `view.placed`.
+        cost: Predicts seconds.
+        now_s: On the clock of the view's events.
+        settings: An operator's; by default the cost model decides and PREDICT rejects.
+        choose_prefill: Another rule for the prefill node, for comparison.
+    """
+    settings = settings or DEFAULT_SETTINGS
+    if not view.prefill_mask:
+        return Rejection(request.request_id, RejectReason.NO_PREFILL_NODE, RETRY_AFTER_S[0])
+    view.prefill_order.settle(now_s)
+    groups = view.index.match(request.chain)
+    choose = choose_prefill or least_ttft
+    prefill = choose(request, groups, view, cost, settings, now_s)
+    decode = choose_decode(request, groups, view)
+    if isinstance(decode, RejectReason):
+        return Rejection(request.request_id, decode, _until_a_finish(view))
+    placement = _combine(request, prefill, decode, view, cost)
+    refused = refusal(request, placement, view, cost, settings.reject, now_s)
+    if refused is None:
+        return placement
+    reason, retry_after_s = refused
+    return Rejection(
+        request.request_id,
+        reason,
+        retry_after_s,
+        placement.predicted_ttft_s,
+        placement.predicted_tbt_s,
+    )
+
+
+def least_ttft(
+    request: PlacementRequest,
+    groups: list[Group],
+    view: ClusterView,
+    cost: CostModel,
+    settings: SchedulerSettings,
+    now_s: float,
+) -> PrefillChoice:
+    """Return the prefill node with the smallest predicted seconds to the last layer."""
+    best_blocks = groups[0][0] if groups and settings.fetches else 0
+    source = best_source(groups[0][1], view) if best_blocks else None
+    best: PrefillChoice | None = None
+    rest = view.prefill_mask
+    for depth, mask in (*groups, (0, rest)):
+        members = mask & rest
+        rest &= ~mask
+        slot = view.prefill_order.least(members)
+        if slot is None:
+            continue
+        choice = candidate(request, slot, depth, view, cost, now_s)
+        if source is not None and depth < best_blocks:
+            fetching = fetching_candidate(request, choice, best_blocks, source, view, cost)
+            if _prefers_fetch(choice, fetching, settings):
+                choice = fetching
+        if best is None or choice.ready_s < best.ready_s:
+            best = choice
+        if best.ready_s <= best.prefill_s:
+            break  # idle already: a shallower group can only compute or fetch more
+    assert best is not None, "prefill_mask is not empty, so some node is in some group"
+    return best
+
+
+def candidate(
+    request: PlacementRequest,
+    slot: int,
+    depth: int,
+    view: ClusterView,
+    cost: CostModel,
+    now_s: float,
+) -> PrefillChoice:
+    """Return what it takes for the node in `slot` to compute all after its own `depth` blocks."""
+    queue_s = max(0.0, view.prefill_order.value(slot) - now_s)
+    prefill_s = _prefill_s(request, slot, depth, view, cost)
+    return PrefillChoice(slot, depth, depth, None, queue_s, 0.0, prefill_s)
+
+
+def fetching_candidate(
+    request: PlacementRequest,
+    own: PrefillChoice,
+    best_blocks: int,
+    source: NodeState,
+    view: ClusterView,
+    cost: CostModel,
+) -> PrefillChoice:
+    """Return what it takes for the same node to fetch up to `best_blocks` first."""
+    missing = matched_tokens(request, best_blocks, view) - matched_tokens(request, own.local_blocks, view)
+    fetch_s = cost.transfer_s(missing, 1.0 / (1 + source.num_outgoing))
+    prefill_s = _prefill_s(request, own.slot, best_blocks, view, cost)
+    return PrefillChoice(
+        own.slot, own.local_blocks, best_blocks, source.slot, own.queue_s, fetch_s, prefill_s
+    )
+
+
+def choose_decode(
+    request: PlacementRequest, groups: list[Group], view: ClusterView
+) -> tuple[NodeState, int] | RejectReason:
+    """Return the decode node and how many leading blocks it holds already."""
+    candidates = view.decode_mask
+    if not candidates:
+        return RejectReason.NO_DECODE_NODE
+    peak_tokens = request.num_tokens + view.expected_output_tokens(request.max_tokens)
+    for _ in range(DECODE_TRIES):
+        slot = view.decode_order.least(candidates)
+        if slot is None:
+            break
+        if view.node_at(slot).free_tokens >= peak_tokens:
+            return _nearer_decode(slot, groups, view, peak_tokens)
+        candidates ^= 1 << slot
+    return RejectReason.NO_FREE_BLOCKS
+
+
+def matched_tokens(request: PlacementRequest, blocks: int, view: ClusterView) -> int:
+    """Return the prompt tokens in `blocks` leading blocks; the last token is always computed."""
+    return min(blocks * view.block_size, request.num_tokens - 1)
+
+
+def best_source(mask: int, view: ClusterView) -> NodeState:
+    """Return the holder with the fewest fetches from it, among the first few."""
+    return min(
+        (view.node_at(slot) for slot in bits_of(mask, MAX_SOURCES)), key=lambda node: node.num_outgoing
+    )
+
+
+def _outgoing(node: NodeState) -> int:
+    return node.num_outgoing
+
+
+def _prefers_fetch(own: PrefillChoice, fetching: PrefillChoice, settings: SchedulerSettings) -> bool:
+    threshold = settings.kvcache_balancing_threshold
+    if threshold is None:
+        return fetching.ready_s < own.ready_s
+    return fetching.matched_blocks >= threshold * own.local_blocks
+
+
+def _prefill_s(request: PlacementRequest, slot: int, depth: int, view: ClusterView, cost: CostModel) -> float:
+    prefix = matched_tokens(request, depth, view)
+    ratio = view.corrections.ratio(view.node_at(slot).info.node_id, "prefill")
+    return cost.prefill_s(request.num_tokens - prefix, prefix) * ratio
+
+
+def _nearer_decode(
+    least: int, groups: list[Group], view: ClusterView, peak_tokens: float
+) -> tuple[NodeState, int]:
+    """Return the least loaded node, or one hardly more loaded that holds more of the prompt."""
+    order = view.decode_order
+    limit_s = order.value(least) * DECODE_AFFINITY
+    for depth, mask in groups:
+        slot = order.least(mask & view.decode_mask)
+        if slot is not None and order.value(slot) <= limit_s:
+            node = view.node_at(slot)
+            if node.free_tokens >= peak_tokens:
+                return node, depth
+    return view.node_at(least), 0
+
+
+def _combine(
+    request: PlacementRequest,
+    prefill: PrefillChoice,
+    decode: tuple[NodeState, int],
+    view: ClusterView,
+    cost: CostModel,
+) -> Placement:
+    decode_node, decode_blocks = decode
+    prefill_node = view.node_at(prefill.slot)
+    handoff_s = 0.0
+    if decode_node is not prefill_node:
+        tokens = request.num_tokens - decode_blocks * view.block_size
+        handoff_s = cost.handoff_s(tokens, prefill.prefill_s)
+    context_tokens = decode_node.decode_context_tokens + request.num_tokens
+    source = None if prefill.source_slot is None else view.node_at(prefill.source_slot).info.node_id
+    return Placement(
+        request_id=request.request_id,
+        prefill_node=prefill_node.info.node_id,
+        decode_node=decode_node.info.node_id,
+        matched_tokens=matched_tokens(request, prefill.matched_blocks, view),
+        local_blocks=prefill.local_blocks,
+        matched_blocks=prefill.matched_blocks,
+        source_node=source,
+        decode_matched_blocks=decode_blocks,
+        queue_s=prefill.queue_s,
+        fetch_s=prefill.fetch_s,
+        prefill_s=prefill.prefill_s,
+        handoff_s=handoff_s,
+        predicted_ttft_s=prefill.ready_s + handoff_s,
+        predicted_tbt_s=cost.decode_step_s(decode_node.decode_sequences + 1, context_tokens),
+    )
+
+
+def _until_a_finish(view: ClusterView) -> float:
+    shortest, longest = RETRY_AFTER_S
+    return min(longest, max(shortest, view.projection.decode_s / max(1, view.num_in_flight)))

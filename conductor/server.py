@@ -1,0 +1,151 @@
+"""Both listeners of the conductor, from their start to the end of a drain.
+
+    start   bind both ports, serve
+    drain   refuse new calls (health says so), wait for those in progress, at most drain_s
+    stop    close the listeners; what is still in progress is cancelled
+
+Nodes dial the same gRPC listener as clients. It stays open through the drain, because
+without the nodes' streams no call in progress could end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+
+from base.config import ServerConfig, SloConfig
+from base.errors import ConfigError
+from base.logs import event
+from base.request import Slo
+from base.rpc import Health, Service, start_server
+from conductor.completion import Completions
+from conductor.http_reply import first_failure
+from conductor.openai import openai_app
+from conductor.service import InferenceService
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 30.0
+STOP_S = 1.0
+"""For connections to close after the last call was answered or given up."""
+BACKLOG = 1024
+KEEP_ALIVE_S = 65
+"""Longer than clients keep idle connections, so that it is they who close them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where a running conductor listens."""
+
+    http_port: int
+    grpc_port: int
+    health: Health
+    """To be refreshed when `Dispatcher.is_ready` changes."""
+
+
+@asynccontextmanager
+async def listening(
+    completions: Completions,
+    config: ServerConfig,
+    slo: SloConfig,
+    rng: random.Random,
+    services: Sequence[Service] = (),
+    reports: Mapping[str, Callable[[], object]] | None = None,
+    drain_s: float = DRAIN_S,
+) -> AsyncIterator[Listening]:
+    """Serve clients for the length of the body, then drain and stop.
+
+    Args:
+        completions: Runs what clients ask.
+        config: Addresses and limits; port 0 is a free one.
+        slo: Bounds of requests that name none.
+        rng: Draws request ids and seeds.
+        services: More for the gRPC listener: the nodes'.
+        reports: More for the HTTP listener: GET paths and what they answer, as JSON.
+        drain_s: Calls in progress after so long are cancelled.
+
+    Raises:
+        ConfigError: an address cannot be bound.
+    """
+    default_slo = Slo(slo.ttft_s or float("inf"), slo.tbt_s or float("inf"))
+    max_bytes = int(config.max_body_mib * (1 << 20))
+    inference = InferenceService(completions, default_slo, rng)
+    with tcp_listener(config.host, config.http_port) as http_socket:
+        grpc_server, grpc_port, health = await start_server(
+            [inference.service(), *services],
+            lambda: completions.is_ready,
+            _address(config.host, config.grpc_port),
+            max_bytes,
+        )
+        http_server = _HttpServer(_http_config(openai_app(completions, default_slo, max_bytes, rng, reports)))
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(http_server.serve(sockets=[http_socket]))
+                try:
+                    yield Listening(http_socket.getsockname()[1], grpc_port, health)
+                finally:
+                    await _drain(completions, health, drain_s)
+                    http_server.should_exit = True
+        except BaseExceptionGroup as failed:
+            raise first_failure(failed) from None
+        finally:
+            await grpc_server.stop(STOP_S)
+
+
+async def _drain(completions: Completions, health: Health, drain_s: float) -> None:
+    completions.drain()
+    health.refresh()
+    try:
+        async with asyncio.timeout(drain_s):
+            await completions.wait_idle()
+    except TimeoutError:
+        event(log, "drain cut short", level=logging.WARNING, drain_s=drain_s)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: when to stop is for `__main__` to say."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _http_config(app: object) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        ws="none",
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(STOP_S),
+    )
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def tcp_listener(host: str, port: int) -> socket.socket:
+    """Return a socket that queues connections before uvicorn runs; raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns Nagle's algorithm off only where the protocol is named. With it, each
+    # answer's body waits 40 ms for the acknowledgement of its head.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"server.http_port: cannot listen on {_address(host, port)}: {error}") from error
+    return listener

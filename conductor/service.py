@@ -1,0 +1,182 @@
+"""gRPC for clients: `Inference` of protos/inference.proto.
+
+A message becomes a request by the same rules as an HTTP body (`options.py`, `prompt.py`);
+here are only the names. The call's deadline becomes the request's, and its cancellation
+closes the generator, which cancels the request on the nodes. Errors are raised:
+`base/rpc.py` tells the client.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, get_args
+
+import grpc
+
+from base.errors import InvalidRequestError
+from base.request import SampledToken, Slo
+from base.rpc import Service
+from conductor.chat_template import ChatMessage, ChatRole
+from conductor.completion import Completions, Piece
+from conductor.options import (
+    Options,
+    TextRequest,
+    check_options,
+    check_request_id,
+    make_request,
+    params_spelled,
+    require_model,
+    unique_id,
+)
+from conductor.prompt import chat_token_ids, text_token_ids
+from protos import inference_pb2, inference_pb2_grpc
+
+NAME = "conductor.v1.Inference"
+
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_FIELD_OF = {
+    **{name: f"sampling.{name}" for name in (*_SAMPLING, "seed", "logit_bias")},
+    "max_tokens": "stop.max_tokens",
+    "min_tokens": "stop.min_tokens",
+    "stop": "stop.strings",
+    "stop_token_ids": "stop.token_ids",
+    "logprobs": "num_logprobs",
+    "messages": "chat.messages",
+}
+_PROMPT_FIELD_OF = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """Answers clients. Owned by the event loop."""
+
+    def __init__(self, completions: Completions, default_slo: Slo, rng: random.Random) -> None:
+        self._completions = completions
+        self._model = completions.model
+        self._default_slo = default_slo
+        self._rng = rng
+
+    def service(self) -> Service:
+        return Service(NAME, lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(self, server))
+
+    async def Generate(  # noqa: N802
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        with self._completions.call() as arrived_at_s:
+            spelling = {
+                **_FIELD_OF,
+                "prompt": _PROMPT_FIELD_OF.get(request.WhichOneof("input") or "", "input"),
+            }
+            with params_spelled(spelling):
+                asked, request_id = await self._asked(request, arrived_at_s, context.time_remaining())
+            num_tokens = 0
+            async with aclosing(self._completions.generate(asked)) as pieces:
+                async for piece in pieces:
+                    num_tokens += len(piece.tokens)
+                    response = _response(request_id, piece)
+                    if piece.finish_reason is not None:
+                        response.finish_reason = piece.finish_reason.value
+                        response.usage.prompt_tokens = len(asked.request.token_ids)
+                        response.usage.completion_tokens = num_tokens
+                        response.usage.cached_tokens = piece.num_cached_tokens
+                    yield response
+
+    async def ListModels(  # noqa: N802
+        self,
+        request: inference_pb2.ListModelsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> inference_pb2.ListModelsResponse:
+        model = inference_pb2.Model(id=self._model.name, max_model_len=self._model.max_model_len)
+        return inference_pb2.ListModelsResponse(models=[model])
+
+    async def _asked(
+        self, message: inference_pb2.GenerateRequest, arrived_at_s: float, deadline_s: float | None
+    ) -> tuple[TextRequest, str]:
+        check_request_id(message.request_id)
+        require_model(self._model, message.model or None)
+        options = _options(message, self._default_slo, deadline_s)
+        check_options(options, self._model)
+        token_ids = await self._token_ids(message)
+        request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"
+        unique = unique_id(request_id, self._rng)
+        asked = make_request(unique, token_ids, options, self._model, self._rng, arrived_at_s)
+        return asked, request_id
+
+    async def _token_ids(self, message: inference_pb2.GenerateRequest) -> tuple[int, ...]:
+        match message.WhichOneof("input"):
+            case "text":
+                return await text_token_ids(self._model, message.text)
+            case "token_ids":
+                return tuple(message.token_ids.ids)
+            case "chat":
+                messages = [_chat_message(turn) for turn in message.chat.messages]
+                return await chat_token_ids(self._model, messages)
+            case _:
+                raise InvalidRequestError("one of text, token_ids and chat is wanted", "input")
+
+
+def _chat_message(turn: inference_pb2.ChatMessage) -> ChatMessage:
+    for role in get_args(ChatRole):
+        if turn.role == role:
+            return ChatMessage(role, turn.content)
+    raise InvalidRequestError(f"role: one of {', '.join(get_args(ChatRole))} is wanted", "messages")
+
+
+def _options(message: inference_pb2.GenerateRequest, default_slo: Slo, deadline_s: float | None) -> Options:
+    sampling, stop = message.sampling, message.stop
+    given = {name: getattr(sampling, name) for name in (*_SAMPLING, "seed") if sampling.HasField(name)}
+    return Options(
+        **given,
+        logit_bias=dict(sampling.logit_bias),
+        max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
+        min_tokens=stop.min_tokens,
+        stop=tuple(stop.strings),
+        stop_token_ids=tuple(stop.token_ids),
+        ignore_eos=stop.ignore_eos,
+        logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        slo=_slo(message.slo, default_slo),
+        deadline_s=deadline_s,
+    )
+
+
+def _slo(asked: inference_pb2.Slo, default: Slo) -> Slo:
+    slo = Slo(
+        asked.ttft_s if asked.HasField("ttft_s") else default.ttft_slo_s,
+        asked.tbt_s if asked.HasField("tbt_s") else default.tbt_slo_s,
+    )
+    if not slo.ttft_slo_s > 0:
+        raise InvalidRequestError("slo.ttft_s: seconds above 0 are wanted", "slo.ttft_s")
+    if not slo.tbt_slo_s > 0:
+        raise InvalidRequestError("slo.tbt_s: seconds above 0 are wanted", "slo.tbt_s")
+    return slo
+
+
+def _response(request_id: str, piece: Piece) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        request_id=request_id,
+        text=piece.text,
+        token_ids=[token.token_id for token in piece.tokens],
+        logprobs=[_logprobs(token) for token in piece.tokens if token.logprobs is not None],
+    )
+
+
+def _logprobs(token: SampledToken) -> inference_pb2.TokenLogprobs:
+    logprobs = token.logprobs
+    assert logprobs is not None
+    return inference_pb2.TokenLogprobs(
+        sampled=inference_pb2.TokenLogprob(token_id=token.token_id, logprob=logprobs.logprob),
+        top=[inference_pb2.TokenLogprob(token_id=item, logprob=value) for item, value in logprobs.top],
+    )

@@ -1,0 +1,171 @@
+"""Text to token ids and back, by the `tokenizers` library: the conductor imports no torch.
+
+Generated text is put together from the *bytes* of tokens, by one incremental UTF-8
+decoder per sequence, and not by the library's `DecodeStream`. A character may be spread
+over several tokens, so text is only whole where bytes are; and `DecodeStream` decodes
+everything since its last whole character once more for each token, and raises when a run
+of byte tokens turns out to be no UTF-8 ("Invalid prefix encountered"), which any model
+can be made to sample. Bytes are exact, cost a table look-up, and are what the `bytes`
+field of OpenAI's logprobs wants as well.
+
+What a token's bytes are depends on the tokenizer's decoder. Three families cover the
+decoder-only models: byte-level (GPT-2, Llama 3, Qwen, ...), SentencePiece with byte
+fallback (Llama 2, Gemma, ...) and Metaspace. Any other is refused at start.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from base.errors import ConfigError
+
+SENTENCEPIECE_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PLAIN_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+
+
+class Tokenizer:
+    """A model's tokenizer.json. Reading only; any thread may use it."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        """Take over `tokenizer`.
+
+        Raises:
+            ConfigError: its decoder belongs to none of the known families.
+        """
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._is_byte_level = _is_byte_level(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._bytes_of: dict[int, bytes] = {}
+        self._max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read `folder`/tokenizer.json; raises ConfigError if there is none or it is unusable."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"{path} is missing: a model folder needs one")
+        return cls(tokenizers.Tokenizer.from_file(str(path)))
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._tokenizer.get_vocab_size())
+
+    def token_id_or_none(self, token: str) -> int | None:
+        """Return the id of a token of the vocabulary, or None if there is no such token."""
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
+
+    def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        """Return the token ids of `text`.
+
+        Args:
+            text: Names of special tokens in it become those tokens.
+            add_special_tokens: Whether the model's own (a begin-of-sequence token, mostly) go
+                around it. Chat templates write them out, so not for their output.
+        """
+        # The batch call lets other threads run meanwhile; `encode` does not.
+        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        return tuple(encoding.ids)
+
+    def min_tokens(self, text: str) -> int:
+        """Return about how many tokens `text` has at least, without encoding it.
+
+        It errs only for text that the tokenizer drops (spaces about some added tokens).
+        """
+        return len(text) // self._max_token_chars
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Return the text of a whole sequence of token ids."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what a token adds to a text, as UTF-8 that may begin or end inside a character.
+
+        An id without a token adds nothing: models pad their vocabulary.
+        """
+        found = self._bytes_of.get(token_id)
+        if found is None:
+            token = self._tokenizer.id_to_token(token_id)
+            found = b"" if token is None else self._spelled(token)
+            self._bytes_of[token_id] = found
+        return found
+
+    def _spelled(self, token: str) -> bytes:
+        if self._is_byte_level:
+            try:
+                return bytes(_BYTE_OF[char] for char in token)
+            except KeyError:
+                # An added token is spelled as it is.
+                return token.encode()
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        return token.replace(SENTENCEPIECE_SPACE, " ").encode()
+
+
+class Detokenizer:
+    """The text of one sequence, token by token. Owned by the event loop."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """Return the text that is whole now; an unfinished character waits for its rest."""
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+            return ""
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def finish(self) -> str:
+        """Return what waited in vain: U+FFFD for an unfinished character, or nothing."""
+        return self._decoder.decode(b"", final=True)
+
+
+def _is_byte_level(tokenizer: tokenizers.Tokenizer) -> bool:
+    """Say to which family the decoder belongs; raises ConfigError if to none."""
+    decoder: Any = json.loads(tokenizer.to_str())["decoder"]
+    steps = _step_names(decoder)
+    if steps == {"ByteLevel"}:
+        return True
+    if steps and steps <= _PLAIN_STEPS:
+        return False
+    raise ConfigError(
+        f"tokenizer.json: decoder {sorted(steps) or None} is not supported; "
+        f"known: ByteLevel, or a sequence of {sorted(_PLAIN_STEPS)}"
+    )
+
+
+def _step_names(decoder: Any) -> set[str]:
+    if decoder is None:
+        return set()
+    if decoder["type"] == "Sequence":
+        return {name for step in decoder["decoders"] for name in _step_names(step)}
+    return {decoder["type"]}
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return GPT-2's characters for bytes: printable ones stand for themselves, the others
+    for U+0100 and up in their order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTE_OF = _byte_level_alphabet()

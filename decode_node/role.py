@@ -1,0 +1,139 @@
+"""The decode role of a node: reserve, receive, generate.
+
+    Reserve --> blocks held, grant out --> Reserved
+    Start   --> grant revoked, checksums verified, prompt blocks published
+            --> the sequence joins the batch --> Tokens, Tokens, ... the last with a reason
+
+One task for each request runs through this from top to bottom and owns what the request
+holds; a `Release`, a deadline or the end of the conductor's stream cancels it wherever
+it stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from base.clock import Clock
+from base.errors import DeadlineError, LostError
+from base.messages import FromNode, Reserve, Reserved, Start, Tokens, Work
+from base.request import FinishReason, RequestId
+from base.request_tasks import RequestTasks
+from decode_node.reservation import Reservation, require_intact, reserved
+from engine.loop import EngineLoop
+from engine.paged_cache import PagedCache
+from engine.sequence import Sequence
+from engine.step import SequenceOutput
+from transfer.agent import TransferAgent
+from transfer.segment import Segment
+
+
+class DecodeRole:
+    """Answers `Reserve` and `Start` messages. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        engine: EngineLoop,
+        cache: PagedCache,
+        segment: Segment,
+        agent: TransferAgent,
+        group: asyncio.TaskGroup,
+        send: Callable[[FromNode], None],
+        clock: Clock,
+    ) -> None:
+        self._engine = engine
+        self._cache = cache
+        self._segment = segment
+        self._agent = agent
+        self._send = send
+        self._clock = clock
+        self._tasks = RequestTasks(group, send)
+        self._starts: dict[RequestId, asyncio.Future[Start]] = {}
+
+    def reserve(self, message: Reserve) -> None:
+        self._tasks.start(message.work.request_id, self._serve(message.work))
+
+    def start(self, message: Start) -> None:
+        """Let a reserved request begin; a start that comes too late is nothing."""
+        started = self._starts.get(message.request_id)
+        if started is not None and not started.done():
+            started.set_result(message)
+
+    def release(self, request_id: RequestId) -> None:
+        self._tasks.end(request_id)
+
+    def release_all(self) -> None:
+        self._tasks.end_all()
+
+    async def idle(self) -> None:
+        """Return when no request is at work."""
+        await self._tasks.idle()
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._tasks)
+
+    async def _serve(self, work: Work) -> None:
+        held: list[Sequence] = []
+        try:
+            async with asyncio.timeout(work.deadline_s):
+                await self._receive(work, held)
+                await self._generate(held[0])
+        except TimeoutError:
+            raise DeadlineError("the request did not end in time") from None
+        finally:
+            for sequence in held:
+                self._engine.release(sequence)
+
+    async def _receive(self, work: Work, held: list[Sequence]) -> None:
+        """Put into `held` the sequence, its KV in place. It owns its blocks from then on,
+        though this coroutine may still be cancelled on its way out."""
+        started: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
+        self._starts[work.request_id] = started
+        pool = self._engine.pool
+        try:
+            async with reserved(pool, self._cache, self._segment, self._agent, work) as reservation:
+                self._send(Reserved(work.request_id, reservation.num_matched, reservation.grant))
+                start = await started
+                await reservation.close(self._agent)
+                await asyncio.to_thread(require_intact, self._cache, reservation, start.checksums)
+                for block_id, block_hash in zip(reservation.block_ids, reservation.chain, strict=False):
+                    pool.publish(block_id, block_hash)
+                held.append(self._sequence(work, reservation, start.first_token_id))
+        finally:
+            del self._starts[work.request_id]
+
+    def _sequence(self, work: Work, reservation: Reservation, first_token_id: int) -> Sequence:
+        return Sequence(
+            request_id=work.request_id,
+            token_ids=[*work.token_ids, first_token_id],
+            num_prompt_tokens=work.num_prompt_tokens,
+            chain_root=work.chain_root,
+            sampling=work.sampling,
+            stop=work.stop,
+            num_logprobs=work.num_logprobs,
+            priority=work.priority,
+            arrived_at_s=self._clock.now_s(),
+            num_computed_tokens=len(work.token_ids),
+            block_table=reservation.take(),
+            block_hashes=list(reservation.chain),
+            num_published_blocks=len(reservation.chain),
+        )
+
+    async def _generate(self, sequence: Sequence) -> None:
+        finished = asyncio.Event()
+        broken = False
+
+        def on_output(output: SequenceOutput) -> None:
+            nonlocal broken
+            if output.finish_reason is FinishReason.ERROR:
+                broken = True
+            elif output.tokens or output.finish_reason is not None:
+                self._send(Tokens(sequence.request_id, output.tokens, output.finish_reason))
+            if output.finish_reason is not None:
+                finished.set()
+
+        self._engine.add(sequence, on_output)
+        await finished.wait()
+        if broken:
+            raise LostError("the step that this sequence was in failed; see the node's log")

@@ -1,0 +1,72 @@
+"""The `conductor` command: a table of sub-commands, each loaded only when it is run.
+
+torch takes 1.7 s to import, transformers 1.3 and ray 0.5; `conductor --help` needs none
+of them. So a sub-command is a line of text here, `module:function`, and the function is
+imported when its name is the one that was typed. A sub-command's function has typed
+parameters as typer reads them, or takes `argv: list[str]` and parses that itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "up": ("deploy.up:main", "Start a cluster, serve, drain on Ctrl-C."),
+    "chat": ("deploy.chat:main", "Talk to a running cluster."),
+    "status": ("deploy.status:main", "Show nodes, blocks and queues of a running cluster."),
+    "replay": ("conductor.replay.command:main", "Run a trace through the scheduler in virtual time."),
+    "bench": ("bench.load_command:main", "Open-loop load on a running cluster or any OpenAI server."),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line; ends by SystemExit."""
+    arguments = sys.argv[1:] if argv is None else argv
+    wanted = next((argument for argument in arguments if not argument.startswith("-")), "")
+    app(wanted)(arguments, prog_name="conductor")
+
+
+def app(wanted: str = "") -> typer.Typer:
+    """Return the whole command line, of which `wanted` alone can be run."""
+    told = "A disaggregated prefill/decode LLM inference cluster."
+    cluster = typer.Typer(
+        help=told, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    )
+
+    @cluster.callback()
+    def group() -> None:
+        """Without a callback typer would make a single command into the whole app."""
+
+    for name, (place, summary) in COMMANDS.items():
+        command = _load(place) if name == wanted else _not_loaded
+        if "argv" in inspect.signature(command).parameters:
+            settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+            cluster.command(name, help=summary, context_settings=settings, add_help_option=False)(
+                _parsing_itself(command)
+            )
+        else:
+            cluster.command(name, help=summary)(command)
+    return cluster
+
+
+def _load(place: str) -> Callable[..., Any]:
+    module, _, function = place.partition(":")
+    command: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return command
+
+
+def _not_loaded() -> None:
+    """Stands in for the commands that were not typed: the help lists them."""
+
+
+def _parsing_itself(command: Callable[..., Any]) -> Callable[[typer.Context], None]:
+    def run(context: typer.Context) -> None:
+        raise typer.Exit(command(context.args) or 0)
+
+    return run

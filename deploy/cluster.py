@@ -1,0 +1,281 @@
+"""A whole cluster, from a configuration to nothing left running.
+
+    prepare the model  ─┐
+                        ├─> conductor ready ─> all nodes ready ─> serving ─> drained
+    start or join Ray  ─┘
+
+The conductor is first, because nodes are told its port. Draining goes the other way for
+work: the conductor finishes what it admitted, for which it needs the nodes; then they go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import ipaddress
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from base.config import ClusterConfig
+from base.errors import ConfigError
+from deploy import plan
+from deploy.api_client import is_healthy
+from deploy.launch import Launched, RayCluster, package_path
+from deploy.progress import Progress
+from deploy.supervisor import LOG_TAIL_LINES, ProcessSpec
+
+ATTACH_TIMEOUT_S = 30.0
+HEALTH_PERIOD_S = 0.1
+
+MAX_KEPT_RUNS = 10
+"""Folders of logs, one for each start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """The commands of each kind of process; tests put others here."""
+
+    prepare: tuple[str, ...] = (sys.executable, "-m", "engine.prepare")
+    conductor: tuple[str, ...] = (sys.executable, "-m", "conductor")
+    node: tuple[str, ...] = (sys.executable, "-m", "deploy.node")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where a started cluster is reached."""
+
+    http_address: str
+    grpc_address: str
+    model: str
+
+
+class Cluster:
+    """Owns every process of one cluster, and Ray if it started that."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        programs: Programs,
+        progress: Progress,
+        run_name: str,
+        watch_signals: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._watch_signals = watch_signals
+        self._programs = programs
+        self._progress = progress
+        self._cache_dir = Path(config.cache_dir).expanduser()
+        self.log_folder = self._cache_dir / "runs" / run_name
+        self._ray = RayCluster()
+        self._ray_start: asyncio.Future[None] | None = None
+        self._nodes: list[Launched] = []
+
+    async def start(self) -> Endpoints:
+        """Start everything; return when every process is ready.
+
+        Raises:
+            ConfigError: the model cannot be prepared, or there is no room for the nodes.
+            RuntimeError: a process did not become ready; the message holds its log's end.
+        """
+        if self._config.prefill.nodes + self._config.decode.nodes == 0:
+            raise ConfigError("prefill.nodes and decode.nodes are both 0: there is nothing to start")
+        _forget_old_runs(self.log_folder.parent)
+        async with asyncio.TaskGroup() as group:
+            model_task = group.create_task(self._prepare_model())
+            group.create_task(self._start_ray())
+        model = model_task.result()
+        conductor = plan.conductor_process(self._config, model)
+        with self._progress.stage("conductor") as note:
+            launched = await self._launch(
+                "conductor", self._programs.conductor, conductor, {}, plan.Room(on_head=True)
+            )
+            host = _reachable(conductor.server.host, launched.host)
+            endpoints = Endpoints(
+                http_address=f"{host}:{launched.ready['http_port']}",
+                grpc_address=f"{host}:{launched.ready['grpc_port']}",
+                model=conductor.served_model_name,
+            )
+            note(f"http {endpoints.http_address}, grpc {endpoints.grpc_address}")
+        await self._start_nodes(model, endpoints.grpc_address)
+        await self._wait_healthy(endpoints.http_address)
+        self._write_targets(endpoints.http_address)
+        return endpoints
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield what happens to processes after their start: ready, exited."""
+        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=100)
+
+        async def watch(name: str) -> None:
+            seen = 1  # the first event is the ready that `start` waited for
+            while True:
+                seen, event = await self._ray.next_event(name, seen)
+                await queue.put(event)
+
+        names = ["conductor", *(node.name for node in self._nodes)]
+        watchers = [asyncio.create_task(watch(name)) for name in names]
+        try:
+            while True:
+                taken = asyncio.create_task(queue.get())
+                done, _ = await asyncio.wait([taken, *watchers], return_when=asyncio.FIRST_COMPLETED)
+                if taken not in done:
+                    taken.cancel()
+                    for watcher in done:
+                        watcher.result()  # raises: Ray has lost the actor for good
+                yield taken.result()
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+
+    async def drain(self, grace_s: float) -> None:
+        """Finish admitted requests, then end every process; `grace_s` for each half."""
+        if self._ray_start is None or not self._ray_start.done():
+            return
+        await self._ray.drain({"conductor"}, grace_s)
+        await self._ray.drain(self._ray.names - {"conductor"}, grace_s)
+
+    async def stop(self) -> None:
+        """End whatever is left, at once. Idempotent."""
+        if self._ray_start is not None:
+            # Ray half started is nothing that can be ended: first let it start.
+            with contextlib.suppress(ConfigError):
+                await self._ray_start
+            self._ray.stop()
+
+    async def _prepare_model(self) -> plan.PreparedModel:
+        with self._progress.stage("model") as note:
+            command = (*self._programs.prepare, self._config.model, "--cache-dir", str(self._cache_dir))
+            said = await _run(command, note)
+            model = plan.PreparedModel(**json.loads(said))
+            note(model.name)
+            return model
+
+    async def _start_ray(self) -> None:
+        needed = plan.needed_resources(self._config)
+        with self._progress.stage("ray") as note:
+            self._ray_start = asyncio.ensure_future(asyncio.to_thread(self._ray.start, needed))
+            await asyncio.shield(self._ray_start)
+            # Ray has put its own handler of SIGTERM over ours: a stack trace, then, when 3 s
+            # have passed, abort().
+            self._watch_signals()
+            note(
+                "a local one, on loopback" if self._ray.is_local else f"joined, {self._ray.num_hosts()} hosts"
+            )
+
+    async def _start_nodes(self, model: plan.PreparedModel, conductor_address: str) -> None:
+        planned = plan.planned_nodes(self._config, model, conductor_address, os.cpu_count() or 1)
+        with self._progress.stage("nodes") as note:
+            note(", ".join(node.process.node_id for node in planned))
+
+            async def start(node: plan.PlannedNode) -> Launched:
+                process = node.process
+                environment = plan.node_environment(process.engine.threads)
+                return await self._launch(
+                    process.node_id, self._programs.node, process, environment, node.room
+                )
+
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(start(node)) for node in planned]
+            self._nodes = [task.result() for task in tasks]
+
+    def _write_targets(self, http_address: str) -> None:
+        """Tell Prometheus where the metrics are, in the form its file_sd reads."""
+        targets = [{"targets": [http_address], "labels": {"process": "conductor"}}]
+        for node in self._nodes:
+            if port := node.ready.get("metrics_port"):
+                # A node's metrics are on its own loopback.
+                targets.append({"targets": [f"127.0.0.1:{port}"], "labels": {"process": node.name}})
+        draft = self._cache_dir / "targets.draft"
+        draft.write_text(json.dumps(targets, indent=1))
+        draft.replace(self._cache_dir / "targets.json")
+
+    async def _wait_healthy(self, http_address: str) -> None:
+        """Wait until the conductor has a node for each role.
+
+        A node is ready when it can serve; it attaches to the conductor a moment later. The
+        conductor's health, which a load balancer asks too, is what says so.
+        """
+        try:
+            async with asyncio.timeout(ATTACH_TIMEOUT_S):
+                # The event would have to come from another process: a probe is what there is.
+                while not await asyncio.to_thread(is_healthy, http_address):  # noqa: ASYNC110
+                    await asyncio.sleep(HEALTH_PERIOD_S)
+        except TimeoutError as error:
+            problem = (
+                f"not healthy {ATTACH_TIMEOUT_S:g} s after its nodes were ready; logs: {self.log_folder}"
+            )
+            raise RuntimeError(f"http://{http_address}/health: {problem}") from error
+
+    async def _launch(
+        self,
+        name: str,
+        command: tuple[str, ...],
+        config: Any,
+        environment: dict[str, str],
+        room: plan.Room,
+    ) -> Launched:
+        python_path = os.pathsep.join(filter(None, (package_path(), os.environ.get("PYTHONPATH"))))
+        spec = ProcessSpec(
+            name=name,
+            command=command,
+            config=dataclasses.asdict(config),
+            environment={"PYTHONPATH": python_path, **environment},
+            folder=str(self.log_folder),
+        )
+        return await self._ray.launch(spec, room)
+
+
+def _reachable(bound: str, host: str) -> str:
+    """Return the address to dial for a server bound to `bound` on `host`."""
+    return host if bound in plan.ANY_ADDRESSES else _bracketed(bound)
+
+
+def _bracketed(host: str) -> str:
+    try:
+        return f"[{host}]" if ipaddress.ip_address(host).version == 6 else host
+    except ValueError:
+        return host
+
+
+async def _run(command: tuple[str, ...], note: Callable[[str], None]) -> str:
+    """Run a program to its end; return its last line of standard output.
+
+    Raises:
+        ConfigError: it failed; the message is the end of what it said.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    answer = asyncio.create_task(process.stdout.read())
+    told: deque[str] = deque(maxlen=LOG_TAIL_LINES)
+    try:
+        async for line in process.stderr:
+            told.append(line.decode(errors="replace").rstrip())
+            note(told[-1][:60])
+        status = await process.wait()
+        lines = (await answer).decode().strip().splitlines()
+    finally:
+        answer.cancel()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if status != 0 or not lines:
+        raise ConfigError("\n".join(told) or f"{' '.join(command)} ended with status {status}")
+    return lines[-1]
+
+
+def _forget_old_runs(folder: Path) -> None:
+    """Delete the logs of all but the latest starts."""
+    runs = sorted(folder.iterdir()) if folder.is_dir() else []
+    for run in runs[: -MAX_KEPT_RUNS + 1]:
+        for file in run.iterdir():
+            file.unlink(missing_ok=True)
+        run.rmdir()

@@ -1,0 +1,188 @@
+"""Ray: hosts, placement, and an actor for each process. The one door to Ray.
+
+Ray starts processes where there is room, and starts an actor again when its worker dies.
+It carries no tensor, no token and no request, and it does not decide who is alive: the
+conductor's own leases do, an order of magnitude sooner.
+
+A Ray that is running is joined when `RAY_ADDRESS` names it. Otherwise one is started for
+this process alone, as its children, on loopback, with no dashboard, and ends with it.
+`ray stop` is called nowhere: it ends every Ray process on the machine, whosever it is.
+
+Token authentication stays on (Ray's default since 2.54 for clusters it starts).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from base.clock import SystemClock
+from base.errors import ConfigError
+from deploy.plan import HOST_ADDRESS, Room
+from deploy.supervisor import ProcessSpec, Supervisor
+
+OBJECT_STORE_BYTES = 80 * 1024 * 1024
+"""Ray's least: nothing of ours goes there, and the default takes 30 % of the memory."""
+
+PLACEMENT_TIMEOUT_S = 60.0
+"""For a local Ray to start an actor."""
+
+JOINED_PLACEMENT_TIMEOUT_S = 1800.0
+"""The same in a cluster, whose autoscaler may first have to start hosts for it."""
+
+DRAIN_CALL_S = 5.0
+"""What a drain may take beyond its grace, to kill what did not end."""
+
+HEAD = {"node:__internal_head__": 0.001}
+"""Ray's mark of its head node. The conductor is there, where clients are sent."""
+
+
+class ActorProcess(Supervisor):
+    """A `Supervisor` that Ray can construct: from plain values alone."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        config = _with_host(spec["config"], self.host_address())
+        super().__init__(ProcessSpec(**{**spec, "config": config}), SystemClock())
+
+    def host_address(self) -> str:
+        """Return the address by which other hosts reach this one."""
+        return str(ray.util.get_node_ip_address())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launched:
+    """One process: its actor, and what it said when it was ready."""
+
+    name: str
+    actor: Any
+    ready: dict[str, Any]
+    host: str
+
+
+class RayCluster:
+    """The Ray we started or joined, and the actors that are ours in it."""
+
+    def __init__(self) -> None:
+        self._actors: dict[str, Any] = {}
+        self.is_local = "RAY_ADDRESS" not in os.environ
+
+    def start(self, needed: dict[str, float]) -> None:
+        """Start a local Ray, or join the one of `RAY_ADDRESS`. Blocks some seconds.
+
+        Args:
+            needed: What all processes together take, by Ray's names of resources.
+
+        Raises:
+            ConfigError: no Ray answers at `RAY_ADDRESS`, or this host has too few GPUs. A
+                cluster may have too little of anything: its autoscaler sees what waits.
+        """
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if not self.is_local:
+            try:
+                ray.init(address="auto", **quiet)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ConfigError(f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {error}") from error
+        else:
+            self._start_local(needed, quiet)
+
+    def _start_local(self, needed: dict[str, float], quiet: dict[str, Any]) -> None:
+        # More CPUs than there are is no harm on one host: they are Ray's unit of account,
+        # and a laptop with two cores may well run four nodes. So it is with custom
+        # resources, which only keep hosts apart; GPUs are counted.
+        cpus = max(os.cpu_count() or 1, int(-(-needed.get("CPU", 0.0) // 1)))
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            resources={name: amount for name, amount in needed.items() if name not in ("CPU", "GPU")},
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            **quiet,
+        )
+        gpus = ray.cluster_resources().get("GPU", 0.0)
+        if gpus < needed.get("GPU", 0.0):
+            raise ConfigError(f"the nodes take {needed['GPU']:g} GPUs and this host has {gpus:g}")
+
+    def num_hosts(self) -> int:
+        return sum(1 for node in ray.nodes() if node["Alive"])
+
+    async def launch(self, spec: ProcessSpec, room: Room) -> Launched:
+        """Start a process on some host with that much room; return when it is ready.
+
+        Raises:
+            RuntimeError: it ended or hung before it was ready; the message says why.
+        """
+        # Restarted without end, and calls to it repeated: an actor's worker may be killed
+        # (by the kernel for memory, by hand) without the cluster's end being meant.
+        options = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 4}
+        taken = {"num_cpus": room.cpus, "num_gpus": room.gpus}
+        custom = {**({room.resource: 1.0} if room.resource else {}), **(HEAD if room.on_head else {})}
+        actor = (
+            ray.remote(ActorProcess)
+            .options(**options, **taken, resources=custom)
+            .remote(dataclasses.asdict(spec))
+        )
+        self._actors[spec.name] = actor
+        timeout_s = PLACEMENT_TIMEOUT_S if self.is_local else JOINED_PLACEMENT_TIMEOUT_S
+        try:
+            host = await asyncio.wait_for(_result(actor.host_address.remote()), timeout_s)
+        except TimeoutError as error:
+            raise RuntimeError(f"{spec.name}: Ray found no place for it in {timeout_s:g} s") from error
+        ready = await _result(actor.wait_ready.remote())
+        return Launched(spec.name, actor, ready, host)
+
+    async def next_event(self, name: str, seen: int) -> tuple[int, dict[str, Any]]:
+        """Return the next event of a process after its first `seen` ones."""
+        number, event = await _result(self._actors[name].wait_event.remote(seen))
+        return number, event
+
+    @property
+    def names(self) -> set[str]:
+        """The processes that were launched, ready or not."""
+        return set(self._actors)
+
+    async def drain(self, names: set[str], grace_s: float) -> None:
+        """Let processes finish what they have, all at once; end them after `grace_s`."""
+        calls = [
+            asyncio.wait_for(_result(self._actors[name].drain.remote(grace_s)), grace_s + DRAIN_CALL_S)
+            for name in names & self.names
+        ]
+        # An actor that is gone has drained: its process ended with it. One that has no place
+        # yet does not answer: it has nothing to drain.
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    def stop(self) -> None:
+        """End our actors, and the Ray that we started. Idempotent."""
+        for actor in self._actors.values():
+            ray.kill(actor)
+        self._actors.clear()
+        ray.shutdown()
+
+
+def _with_host(value: Any, address: str) -> Any:
+    """Return a configuration with `address` wherever it says `HOST_ADDRESS`."""
+    if isinstance(value, dict):
+        return {key: _with_host(inner, address) for key, inner in value.items()}
+    return address if value == HOST_ADDRESS else value
+
+
+async def _result(ref: Any) -> Any:
+    """Return what an actor's call returned; Ray's own errors become RuntimeErrors."""
+    try:
+        return await asyncio.wrap_future(ref.future())
+    except ray.exceptions.RayTaskError as error:
+        raise RuntimeError(str(error.cause)) from error
+    except ray.exceptions.RayError as error:
+        raise RuntimeError(f"Ray: {error}") from error
+
+
+def package_path() -> str:
+    """Return the folder that our packages are imported from."""
+    return str(Path(__file__).resolve().parent.parent)

@@ -1,0 +1,85 @@
+"""A cluster on this host without Ray: the same processes, under the same supervisors.
+
+For tests, and for benches on machines that have no Ray. `cluster.py` is what operators use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from base.clock import SystemClock
+from base.config import ClusterConfig
+from deploy.api_client import read_json
+from deploy.plan import PreparedModel, conductor_process, node_environment, planned_nodes
+from deploy.supervisor import ProcessSpec, Supervisor
+
+GRACE_S = 10.0
+"""For a process to drain when the cluster ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCluster:
+    """A running cluster."""
+
+    http_port: int
+    grpc_port: int
+    processes: dict[str, Supervisor]
+    """By name: conductor, prefill-0, decode-0."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    def status(self) -> dict[str, Any]:
+        """Return what GET /status answers; raises ApiError."""
+        told: dict[str, Any] = read_json(f"127.0.0.1:{self.http_port}", "/status")
+        return told
+
+
+@contextmanager
+def local_cluster(config: ClusterConfig, model: PreparedModel, folder: Path) -> Iterator[LocalCluster]:
+    """Run a cluster in the body; nothing of it is left when the body is left.
+
+    Args:
+        folder: For configuration files and logs.
+
+    Raises:
+        RuntimeError: a process did not become ready; the message holds its log's end.
+    """
+    with ExitStack() as running:
+
+        def start(name: str, module: str, process: Any, environment: dict[str, str]) -> Supervisor:
+            spec = ProcessSpec(
+                name=name,
+                command=(sys.executable, "-m", module),
+                config=dataclasses.asdict(process),
+                environment=environment,
+                folder=str(folder),
+            )
+            supervisor = Supervisor(spec, SystemClock())
+            running.callback(supervisor.drain, GRACE_S)
+            return supervisor
+
+        conductor = start("conductor", "conductor", conductor_process(config, model), {})
+        ready = conductor.wait_ready()
+        address = f"127.0.0.1:{ready['grpc_port']}"
+        processes = {"conductor": conductor}
+        for node in planned_nodes(config, model, address, os.cpu_count() or 1):
+            environment = node_environment(node.process.engine.threads)
+            processes[node.process.node_id] = start(
+                node.process.node_id, "deploy.node", node.process, environment
+            )
+        for supervisor in processes.values():
+            supervisor.wait_ready()
+        yield LocalCluster(ready["http_port"], ready["grpc_port"], processes)

@@ -1,0 +1,182 @@
+"""A node process: one engine, one transfer agent, and the roles it was given.
+
+    python -m deploy.node --config node.json
+
+Prints one JSON line on standard output when it is ready to serve, then logs to standard
+error. It ends when its standard input closes (its supervisor is gone) and drains on
+SIGTERM: no new work, what runs is finished, for `DRAIN_S` at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import random
+import secrets
+import socket
+import sys
+from pathlib import Path
+
+from base.attach import AttachClient
+from base.clock import SystemClock
+from base.config import NodeProcess, read_process_config
+from base.errors import ConfigError
+from base.lifetime import stop_requested
+from base.logs import configure, event
+from base.messages import Heartbeat, KvEvents, NodeInfo, Prefill, Release, Reserve, Start, ToNode
+from base.request import NodeId, Role
+from decode_node.role import DecodeRole
+from engine.build import Engine, build_engine
+from prefill_node.role import PrefillRole
+from transfer.agent import TransferAgent
+from transfer.segment import Segment
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 30.0
+"""Of a node that was told to stop; Kubernetes' own default grace period."""
+
+
+class Node:
+    """Routes the conductor's messages to the roles and answers for the whole node."""
+
+    def __init__(self, engine: Engine, prefill: PrefillRole, decode: DecodeRole) -> None:
+        self._engine = engine
+        self._prefill = prefill
+        self._decode = decode
+        self._num_heartbeats = 0
+        self._next_event = 1
+        self.is_draining = False
+
+    def receive(self, items: list[ToNode]) -> None:
+        for item in items:
+            match item:
+                case Reserve():
+                    self._decode.reserve(item)
+                case Prefill():
+                    self._prefill.prefill(item)
+                case Start():
+                    self._decode.start(item)
+                case Release():
+                    self._prefill.release(item.request_id)
+                    self._decode.release(item.request_id)
+
+    def heartbeat(self) -> Heartbeat:
+        self._num_heartbeats += 1
+        pool, scheduler = self._engine.loop.pool, self._engine.loop.scheduler
+        return Heartbeat(
+            sequence=self._num_heartbeats,
+            num_free_blocks=pool.num_available,
+            num_held_blocks=pool.num_held,
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_queued_tokens=scheduler.num_remaining_tokens,
+            num_context_tokens=scheduler.num_context_tokens,
+            is_draining=self.is_draining,
+        )
+
+    def kv_events(self) -> KvEvents | None:
+        stored, removed = self._engine.loop.pool.take_events()
+        if not stored and not removed:
+            return None
+        return self._numbered(KvEvents(self._next_event, False, tuple(stored), tuple(removed)))
+
+    def kv_snapshot(self) -> KvEvents:
+        self._engine.loop.pool.take_events()  # the snapshot says it all
+        stored = tuple(self._engine.loop.pool.snapshot())
+        return self._numbered(KvEvents(self._next_event, True, stored, ()))
+
+    def _numbered(self, events: KvEvents) -> KvEvents:
+        self._next_event = events.next_number
+        return events
+
+    def lost(self) -> None:
+        self._prefill.release_all()
+        self._decode.release_all()
+
+    async def idle(self) -> None:
+        """Return when no request is at work."""
+        await self._decode.idle()
+        await self._prefill.idle()
+
+    @property
+    def num_requests(self) -> int:
+        return self._prefill.num_requests + self._decode.num_requests
+
+
+async def serve(config: NodeProcess) -> None:
+    """Run the node until it is told to stop. The wiring diagram of the process."""
+    clock = SystemClock()
+    epoch = secrets.randbits(63)
+    async with TransferAgent(config.node_id, epoch, config.transfer, clock) as agent:
+        segments: list[Segment] = []
+
+        def allocate(num_bytes: int) -> memoryview:
+            segments.append(agent.allocate(num_bytes))
+            return segments[-1].memory
+
+        engine = await asyncio.to_thread(build_engine, config.engine, config.model_path, clock, allocate)
+        info = _info(config, epoch, engine, agent)
+        client = AttachClient(info, config.conductor_address, random.Random(epoch))
+        # The conductor counts on free blocks, so it is told at once.
+        engine.pool.on_release(client.wake)
+        async with asyncio.TaskGroup() as tasks:
+            shared = (engine.loop, engine.cache, segments[0], agent, tasks, client.send, clock)
+            node = Node(engine, PrefillRole(*shared), DecodeRole(*shared))
+            background = [tasks.create_task(engine.loop.run()), tasks.create_task(client.run(node))]
+            _print_ready(config)
+            await stop_requested()
+            await _drain(node)
+            for task in background:
+                task.cancel()
+            node.lost()
+
+
+async def _drain(node: Node) -> None:
+    node.is_draining = True
+    event(log, "draining", requests=node.num_requests)
+    try:
+        async with asyncio.timeout(DRAIN_S):
+            await node.idle()
+    except TimeoutError:
+        event(log, "drain cut short", level=logging.WARNING, requests=node.num_requests)
+
+
+def _info(config: NodeProcess, epoch: int, engine: Engine, agent: TransferAgent) -> NodeInfo:
+    return NodeInfo(
+        node_id=NodeId(config.node_id),
+        epoch=epoch,
+        roles=frozenset(Role(role) for role in config.roles),
+        model_id=config.model_id,
+        layout_id=engine.cache.layout.layout_id,
+        max_model_len=engine.max_model_len,
+        num_blocks=engine.loop.pool.num_blocks,
+        block_size=engine.cache.layout.block_size,
+        peer=agent.descriptor,
+        host=socket.gethostname(),
+    )
+
+
+def _print_ready(config: NodeProcess) -> None:
+    sys.stdout.write(json.dumps({"event": "ready", "node_id": config.node_id}) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m deploy.node")
+    parser.add_argument("--config", type=Path, required=True, help="JSON of base.config.NodeProcess")
+    arguments = parser.parse_args()
+    try:
+        config = read_process_config(arguments.config, NodeProcess)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    configure(config.node_id)
+    asyncio.run(serve(config))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

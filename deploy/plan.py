@@ -1,0 +1,130 @@
+"""Which processes a cluster consists of: a `ClusterConfig` to what each is started with.
+
+Pure. `launch.py` carries it out; it adds what only it can know, the hosts' addresses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from base.config import ClusterConfig, ConductorProcess, NodeProcess, PoolConfig
+from base.request import Role
+
+ANY_ADDRESSES = ("0.0.0.0", "::")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+HOST_ADDRESS = "{host address}"
+"""In a configuration: what the host that the process lands on calls itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model on this host's disk, ready to be loaded."""
+
+    path: str
+    model_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a process takes of the host it lands on, in Ray's units of account."""
+
+    cpus: float = 0.0
+    gpus: int = 0
+    resource: str = ""
+    """A custom resource, of which it takes one."""
+    on_head: bool = False
+    """On the cluster's head node and no other."""
+
+    def resources(self) -> dict[str, float]:
+        """Return what is taken, by Ray's names."""
+        taken = {"CPU": self.cpus, "GPU": float(self.gpus), **({self.resource: 1.0} if self.resource else {})}
+        return {name: amount for name, amount in taken.items() if amount}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedNode:
+    """One node process and what it takes of a host."""
+
+    process: NodeProcess
+    room: Room
+
+
+def conductor_process(config: ClusterConfig, model: PreparedModel) -> ConductorProcess:
+    """Return what the conductor is started with."""
+    return ConductorProcess(
+        model_path=model.path,
+        model_id=model.model_id,
+        served_model_name=config.served_model_name or model.name,
+        block_size=config.prefill.engine.block_size,
+        profile=config.profile,
+        server=config.server,
+        slo=config.slo,
+    )
+
+
+def planned_nodes(
+    config: ClusterConfig, model: PreparedModel, conductor_address: str, host_cores: int
+) -> list[PlannedNode]:
+    """Return the nodes of both pools, prefill first.
+
+    A pool of no nodes leaves its role to the other: its nodes then have both.
+
+    Args:
+        conductor_address: `host:port` of the conductor's gRPC.
+        host_cores: Of one host, shared by the nodes that leave `threads` open.
+    """
+    num_nodes = max(config.prefill.nodes + config.decode.nodes, 1)
+    pools = ((Role.PREFILL, config.prefill, config.decode), (Role.DECODE, config.decode, config.prefill))
+    planned = []
+    for role, pool, other in pools:
+        roles = (role.value,) if other.nodes else (Role.PREFILL.value, Role.DECODE.value)
+        threads = pool.engine.threads or max(int(pool.cpus_per_node), host_cores // num_nodes, 1)
+        for number in range(pool.nodes):
+            process = NodeProcess(
+                node_id=f"{role.value}-{number}",
+                roles=roles,
+                model_path=model.path,
+                model_id=model.model_id,
+                conductor_address=conductor_address,
+                engine=dataclasses.replace(pool.engine, threads=threads),
+                transfer=dataclasses.replace(config.transfer, host=_transfer_host(config)),
+            )
+            planned.append(PlannedNode(process, _room(pool)))
+    return planned
+
+
+def _transfer_host(config: ClusterConfig) -> str:
+    if config.transfer.host != "auto":
+        return config.transfer.host
+    return "127.0.0.1" if config.server.host in LOOPBACK else HOST_ADDRESS
+
+
+def needed_resources(config: ClusterConfig) -> dict[str, float]:
+    """Return what all nodes together take, by Ray's names."""
+    needed: dict[str, float] = {}
+    for pool in (config.prefill, config.decode):
+        for name, amount in _room(pool).resources().items():
+            needed[name] = needed.get(name, 0.0) + amount * pool.nodes
+    return {name: amount for name, amount in needed.items() if amount}
+
+
+def _room(pool: PoolConfig) -> Room:
+    return Room(pool.cpus_per_node, pool.gpus_per_node, pool.resource)
+
+
+def node_environment(threads: int) -> dict[str, str]:
+    """Return what a node's environment must hold before torch is imported.
+
+    OMP_WAIT_POLICY: two processes whose idle OpenMP threads spin on the same cores run 10
+    to 20 times slower than two that sleep (measured, 2 cores, 2026-11-21). HF_HUB_OFFLINE:
+    the model was prepared; a node that asks the network for one has a bug.
+    """
+    return {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }

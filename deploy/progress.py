@@ -1,0 +1,63 @@
+"""What a person sees while a cluster starts: one line a stage, with its seconds.
+
+On a terminal the stages under way are shown too, with the latest thing each said.
+Everything goes to standard error: standard output is the answer's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.status import Status
+
+from base.clock import Clock
+
+
+class Progress:
+    """Stages of a start, which may overlap."""
+
+    def __init__(self, clock: Clock, console: Console | None = None) -> None:
+        self._clock = clock
+        self._console = console or Console(stderr=True, highlight=False)
+        self._running: dict[str, str] = {}
+        self._status: Status | None = None
+
+    @contextmanager
+    def stage(self, title: str) -> Iterator[Callable[[str], None]]:
+        """Show `title` while the block runs, and a line with its seconds when it is done.
+
+        Yields a function that takes what the stage has to say; the last thing said
+        stands in the line. A stage that raises leaves no line: the error tells.
+        """
+        started_at_s = self._clock.now_s()
+        self._running[title] = ""
+
+        def note(text: str) -> None:
+            self._running[title] = text
+            self._show()
+
+        self._show()
+        try:
+            yield note
+            seconds = self._clock.now_s() - started_at_s
+            self.say(f"[green]✓[/green] {title:<12} {self._running[title]:<52} {seconds:5.1f} s")
+        finally:
+            del self._running[title]
+            self._show()
+
+    def say(self, text: str) -> None:
+        """Print one line of rich markup."""
+        self._console.print(text, soft_wrap=True)
+
+    def _show(self) -> None:
+        if not self._console.is_terminal:
+            return
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+        if self._running:
+            under_way = " · ".join(f"{title} {note}".strip() for title, note in self._running.items())
+            self._status = self._console.status(under_way)
+            self._status.start()

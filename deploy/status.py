@@ -1,0 +1,53 @@
+"""`conductor status`: what a running conductor says of its nodes and queues."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deploy.api_client import ApiError, read_json
+from deploy.chat import ADDRESS
+
+COLUMNS = ("node", "host", "roles", "epoch", "free", "held", "blocks", "running", "waiting", "transports", "")
+
+
+def main(
+    address: Annotated[str, typer.Option(help="host:port of the conductor's HTTP API")] = ADDRESS,
+    json_: Annotated[bool, typer.Option("--json", help="Print the conductor's answer as it is")] = False,
+) -> None:
+    """Show nodes, blocks and queues."""
+    try:
+        status = read_json(address, "/status")
+    except ApiError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from error
+    if json_:
+        print(json.dumps(status))
+        return
+    # What is piped has no width to keep to.
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=160)
+    console.print(_nodes_table(status.get("nodes", [])))
+    totals = (f"{key.replace('_', ' ')}: {value}" for key, value in status.items() if key != "nodes")
+    console.print(", ".join(totals))
+
+
+def _nodes_table(nodes: list[dict[str, Any]]) -> Table:
+    table = Table(*COLUMNS, box=None, pad_edge=False)
+    for node in nodes:
+        told = (
+            *(node["id"], node["host"], "+".join(node["roles"]), node["epoch"][:8]),
+            # A node that has sent no heartbeat yet tells nothing of these.
+            *(
+                str(node.get(key, ""))
+                for key in ("free_blocks", "held_blocks", "blocks", "running", "waiting")
+            ),
+            *("+".join(node["transports"]), "draining" if node.get("draining") else ""),
+        )
+        table.add_row(*told)
+    return table

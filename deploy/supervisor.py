@@ -1,0 +1,252 @@
+"""One process of the cluster: started, watched, restarted, drained.
+
+    STARTING --ready--> RUNNING --exit--> (backoff) --> STARTING
+        |                  |
+        +-exit, never once ready--> FAILED
+        +------------------+--drain--> STOPPED
+
+The protocol with the process is small, so that any program can stand in for it:
+
+* It is started as `COMMAND... --config FILE`, FILE being its configuration as JSON.
+* It prints one JSON line on standard output when it is ready: `{"event": "ready", ...}`.
+* It logs to standard error, which goes to a file.
+* SIGTERM drains it.
+* Its standard input is a pipe that nothing is written to. End of file there means that
+  this supervisor is gone, and the process ends: so nothing outlives a killed launcher.
+
+What a process found out (the ports that were free) is written into FILE, under the same
+keys, before a restart: clients and nodes find it where it was. FILE outlives this object,
+so a supervisor that is itself restarted on its host, by Ray, finds the ports there.
+
+A process that was never ready is not restarted: what is wrong then is its configuration
+or the machine, and the last lines of its log say what. This file knows nothing of Ray:
+`launch.py` wraps the class into an actor. Hence threads and blocking calls: an actor's
+calls each have a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from base.clock import Clock
+
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 10.0
+STEADY_S = 30.0
+"""A process that ran this long had not failed at once: its next backoff is the first."""
+
+KILL_GRACE_S = 3.0
+"""From SIGTERM's deadline on: what SIGKILL and the kernel may take."""
+
+LOG_TAIL_LINES = 30
+MAX_EVENTS = 1000
+"""Of one supervisor; the oldest are forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """What to start. Plain values: it travels to the host that starts it."""
+
+    name: str
+    """Of the process, its configuration file and its log: conductor, prefill-0."""
+    command: tuple[str, ...]
+    config: dict[str, Any]
+    environment: dict[str, str]
+    folder: str
+    """Absolute; made on the host that needs it."""
+    ready_timeout_s: float = 300.0
+
+
+class Supervisor:
+    """Holds one process from its start to its end."""
+
+    def __init__(self, spec: ProcessSpec, clock: Clock) -> None:
+        self._spec = spec
+        self._clock = clock
+        self._folder = Path(spec.folder)
+        self._changed = threading.Condition()
+        self._stopping = threading.Event()
+        self._process: subprocess.Popen[str] | None = None
+        self._ready: dict[str, Any] | None = None
+        self._failed = ""
+        self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self._num_events = 0
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # A file that is there already was written by this process's supervisor before
+        # Ray restarted it: its process was ready once.
+        self._was_ready = self._config_path.exists()
+        if not self._was_ready:
+            self._write_config(spec.config)
+        self._thread = threading.Thread(target=self._supervise, name=spec.name, daemon=True)
+        self._thread.start()
+
+    @property
+    def _config_path(self) -> Path:
+        return self._folder / f"{self._spec.name}.json"
+
+    @property
+    def log_path(self) -> Path:
+        return self._folder / f"{self._spec.name}.log"
+
+    def wait_ready(self) -> dict[str, Any]:
+        """Block until the process is ready; return what it said.
+
+        Raises:
+            RuntimeError: it ended, or was not ready in time; the message holds the last
+                lines of its log. The process is not restarted.
+        """
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: self._ready is not None or self._failed or self._stopping.is_set(),
+                self._spec.ready_timeout_s,
+            )
+            if self._ready is not None:
+                return self._ready
+            problem = self._failed or ("it was stopped" if done else "it is not ready in time")
+        raise RuntimeError(f"{self._spec.name}: {problem}; the end of {self.log_path}:\n{self.log_tail()}")
+
+    def wait_event(self, seen: int) -> tuple[int, dict[str, Any]]:
+        """Block until something happens after the first `seen` events; return (its number, it).
+
+        An event has `event` (ready, exited, failed, stopped), `name` and details. After a restart of
+        this supervisor, numbers start anew.
+        """
+        with self._changed:
+            if seen > self._num_events:
+                seen = 0
+            self._changed.wait_for(lambda: self._num_events > seen)
+            oldest = self._num_events - len(self._events)
+            index = max(seen - oldest, 0)
+            return oldest + index + 1, self._events[index]
+
+    def pid(self) -> int | None:
+        """Return the process's id on its host, None between two of them."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
+
+    def drain(self, grace_s: float) -> None:
+        """Ask the process to finish what it has, and end it after `grace_s`. Idempotent."""
+        with self._changed:
+            self._stopping.set()
+            self._changed.notify_all()
+            process = self._process
+        if process is not None:
+            _end(process, grace_s)
+        self._thread.join(grace_s + KILL_GRACE_S)
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        """Return the last lines that the process logged."""
+        try:
+            with self.log_path.open(errors="replace") as log:
+                return "".join(deque(log, maxlen=lines)).rstrip()
+        except FileNotFoundError:
+            return ""
+
+    def _supervise(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            started_at_s = self._clock.now_s()
+            try:
+                status = self._run_once()
+            except OSError as error:  # there is no such program, or no memory for it
+                self._fail(str(error))
+                return
+            if self._stopping.is_set():
+                self._tell("stopped", status=status)
+                return
+            if not self._was_ready:
+                self._fail(f"it ended with status {status} before it was ready")
+                return
+            if self._clock.now_s() - started_at_s >= STEADY_S:
+                backoff_s = FIRST_BACKOFF_S
+            self._tell("exited", status=status, restart_in_s=backoff_s)
+            self._stopping.wait(backoff_s)
+            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+
+    def _fail(self, problem: str) -> None:
+        with self._changed:
+            self._failed = problem
+        self._tell("failed", problem=problem)
+
+    def _run_once(self) -> int:
+        """Start the process, pass on what it says, return its exit status."""
+        with self.log_path.open("a") as log:
+            with self._changed:
+                if self._stopping.is_set():
+                    return 0
+                self._process = process = self._start(log.fileno())
+            assert process.stdout is not None
+            assert process.stdin is not None
+            for line in process.stdout:
+                if not self._take_ready_line(line):
+                    log.write(line)
+                    log.flush()
+            status = process.wait()
+            process.stdin.close()
+            process.stdout.close()
+        with self._changed:
+            self._ready = None
+        return status
+
+    def _start(self, log: int) -> subprocess.Popen[str]:
+        command = [*self._spec.command, "--config", str(self._config_path)]
+        # Its own session: a terminal's Ctrl-C is the launcher's to answer, by a drain.
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, **self._spec.environment},
+            start_new_session=True,
+        )
+
+    def _take_ready_line(self, line: str) -> bool:
+        try:
+            said = json.loads(line)
+        except ValueError:
+            return False
+        if not isinstance(said, dict) or said.get("event") != "ready":
+            return False
+        self._write_config(_pinned(self._spec.config, said))
+        self._was_ready = True
+        with self._changed:
+            self._ready = said
+        self._tell("ready", **{key: value for key, value in said.items() if key != "event"})
+        return True
+
+    def _write_config(self, config: dict[str, Any]) -> None:
+        # Renamed into place: a supervisor killed half-way leaves the file whole.
+        draft = self._config_path.with_suffix(".draft")
+        draft.write_text(json.dumps(config, indent=1))
+        draft.replace(self._config_path)
+
+    def _tell(self, what: str, **details: Any) -> None:
+        with self._changed:
+            self._events.append({"event": what, "name": self._spec.name, **details})
+            self._num_events += 1
+            self._changed.notify_all()
+
+
+def _pinned(config: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+    """Return `config` with the values the process announced, wherever it has those keys."""
+    return {
+        key: _pinned(value, said) if isinstance(value, dict) else said.get(key, value)
+        for key, value in config.items()
+    }
+
+
+def _end(process: subprocess.Popen[str], grace_s: float) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()

@@ -1,0 +1,221 @@
+"""`conductor up`: start a cluster, show an answer, serve until told to stop.
+
+The first Ctrl-C or SIGTERM drains; the second ends everything at once. Either way nothing
+is left running: every process hangs on its actor, every actor on Ray, and the Ray we
+started on this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TextIO, TypeVar
+
+import typer
+from rich.markup import escape
+
+from base.clock import Clock, SystemClock, wall_clock_s
+from base.config import ClusterConfig
+from base.errors import ConfigError
+from deploy.api_client import ApiError, ChatStream
+from deploy.cluster import Cluster, Endpoints, Programs
+from deploy.config_file import read_cluster_config
+from deploy.progress import Progress
+
+DRAIN_S = 40.0
+"""For the conductor to drain, and again for the nodes: longer than each takes itself."""
+
+ANSWER_TOKENS = 256
+"""Of the answer to `--prompt` at most."""
+
+T = TypeVar("T")
+
+INTERRUPTED = 130
+"""Exit status of a command that a signal ended before it had done its work."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """What `conductor up` was asked to do besides serving."""
+
+    prompt: str = ""
+    leave: bool = False
+    """End after the start, and after the answer if there is a prompt."""
+    machine: bool = False
+    """Print JSON."""
+
+
+def main(
+    config: Annotated[
+        Path | None, typer.Option("-c", "--config", help="cluster.yaml; default: all defaults")
+    ] = None,
+    prompt: Annotated[str, typer.Option(help="Ask this once the cluster is up; print the answer")] = "",
+    exit_: Annotated[bool, typer.Option("--exit", help="End after the start (and the answer)")] = False,
+    http_port: Annotated[int | None, typer.Option(help="Instead of server.http_port; 0: a free one")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object a line")] = False,
+) -> None:
+    """Start a cluster, serve, drain on Ctrl-C."""
+    clock = SystemClock()
+    try:
+        cluster_config = read_cluster_config(config) if config else ClusterConfig()
+        if http_port is not None:
+            server = dataclasses.replace(cluster_config.server, http_port=http_port)
+            cluster_config = dataclasses.replace(cluster_config, server=server)
+    except (ConfigError, ValueError) as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from error
+    raise typer.Exit(run(cluster_config, UpOptions(prompt, exit_, json_), Programs(), clock))
+
+
+def run(config: ClusterConfig, options: UpOptions, programs: Programs, clock: Clock) -> int:
+    """Run a cluster to its end; return the exit status."""
+    progress = Progress(clock)
+    started = time.strftime("%Y%m%d-%H%M%S", time.gmtime(wall_clock_s()))
+    up = _Up(options, progress, clock, _own_stdout())
+    cluster = Cluster(config, programs, progress, f"{started}-{os.getpid()}", up.watch_signals)
+    return asyncio.run(up.run(cluster))
+
+
+def _own_stdout() -> TextIO:
+    """Return standard output, and send whatever else is written there to standard error.
+
+    Standard output is the answer's alone, and Ray, its libraries included, prints there.
+    """
+    sys.stdout.flush()
+    own = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return own
+
+
+class _Up:
+    """One run of the command, from its start to its exit status."""
+
+    def __init__(self, options: UpOptions, progress: Progress, clock: Clock, stdout: TextIO) -> None:
+        self._stdout = stdout
+        self._options = options
+        self._progress = progress
+        self._clock = clock
+        self._started_at_s = clock.now_s()
+        self._signalled = asyncio.Event()
+        self._signalled_again = asyncio.Event()
+        self._is_serving = False
+
+    def watch_signals(self) -> None:
+        """Take SIGINT and SIGTERM, from whoever has them."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+
+    async def run(self, cluster: Cluster) -> int:
+        self.watch_signals()
+        try:
+            status = await _unless(self._signalled, self._serve(cluster))
+        except* (ConfigError, RuntimeError, ApiError) as group:
+            for error in _leaves(group):
+                print(error, file=sys.stderr)
+            status = 1
+        finally:
+            await self._stop(cluster)
+        # A signal is the ordinary end of serving, but not of anything that was asked for.
+        return status if status is not None else 0 if self._is_serving else INTERRUPTED
+
+    def _on_signal(self) -> None:
+        (self._signalled_again if self._signalled.is_set() else self._signalled).set()
+
+    async def _stop(self, cluster: Cluster) -> None:
+        with self._progress.stage("stop") as note:
+            note("draining; Ctrl-C again to stop at once")
+            await _unless(self._signalled_again, cluster.drain(DRAIN_S))
+            if self._signalled_again.is_set():
+                await cluster.drain(0.0)
+            await cluster.stop()
+            note("nothing is left running")
+
+    async def _serve(self, cluster: Cluster) -> int:
+        endpoints = await cluster.start()
+        startup_s = self._clock.now_s() - self._started_at_s
+        if self._options.prompt:
+            await self._answer(endpoints)
+        elif self._options.machine:
+            self._print(
+                json.dumps({**dataclasses.asdict(endpoints), "startup_s": round(startup_s, 2)}) + "\n"
+            )
+        if self._options.leave:
+            return 0
+        self._is_serving = True
+        self._progress.say(
+            f"{endpoints.model} is served at http://{endpoints.http_address}/v1 and, by gRPC, at "
+            f"{endpoints.grpc_address}\nlogs are in {cluster.log_folder}; Ctrl-C drains and ends"
+        )
+        async for event in cluster.events():
+            details = " ".join(
+                f"{key}={value}" for key, value in event.items() if key not in ("event", "name")
+            )
+            self._progress.say(escape(f"{event['name']}: {event['event']} {details}"))
+        return 1
+
+    def _print(self, text: str) -> None:
+        self._stdout.write(text)
+        self._stdout.flush()
+
+    async def _answer(self, endpoints: Endpoints) -> None:
+        """Ask the prompt over HTTP; show the answer as it comes."""
+        messages = [{"role": "user", "content": self._options.prompt}]
+        stream = ChatStream(
+            endpoints.http_address, endpoints.model, messages, max_tokens=ANSWER_TOKENS, temperature=0
+        )
+        try:
+            first_token_s, text = await asyncio.to_thread(self._print_pieces, stream)
+        finally:
+            stream.close()
+        if self._options.machine:
+            answer = {
+                "answer": text,
+                "first_token_s": round(first_token_s, 2),
+                **dataclasses.asdict(endpoints),
+            }
+            self._print(json.dumps(answer) + "\n")
+        self._progress.say(f"[green]✓[/green] the first token came {first_token_s:.1f} s after the command")
+
+    def _print_pieces(self, stream: ChatStream) -> tuple[float, str]:
+        pieces, first_token_s = [], None
+        for piece in stream.pieces():
+            if first_token_s is None and piece:
+                first_token_s = self._clock.now_s() - self._started_at_s
+            pieces.append(piece)
+            if not self._options.machine:
+                self._print(piece)
+        if not self._options.machine:
+            self._print("\n")
+        if first_token_s is None:
+            raise ApiError("the answer is empty")
+        return first_token_s, "".join(pieces)
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return what `work` returns; or, if `stop` is set sooner, cancel it and return None."""
+    task = asyncio.create_task(work)
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])
+        return None
+    return task.result()
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error

@@ -1,0 +1,151 @@
+"""How a client reaches one member's store: by call within a process, or over gRPC.
+
+Both give the same answers and raise the same errors, so a client does not know which it
+has. Every call over gRPC has a deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import Protocol, TypeVar
+
+import grpc
+
+from base.block_hash import BlockHash
+from base.errors import CapacityError, LeaseExpiredError, UnavailableError
+from base.wire import grant_from
+from kvstore.member import Member
+from kvstore.store import Found, Leased, Reserved, Store
+from kvstore.wire import chain_to, member_from
+from protos import kvstore_pb2 as pb
+from protos.kvstore_pb2_grpc import KvStoreStub
+
+T = TypeVar("T")
+
+CALL_TIMEOUT_S = 2.0
+"""Of a call that decides; loopback and a datacentre need milliseconds."""
+LEASE_TIMEOUT_S = 10.0
+"""Of one that may wait for the disk."""
+
+CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_send_message_length", 16 << 20),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+
+
+class Access(Protocol):
+    """What a client asks of one member."""
+
+    async def match(self, chain: Sequence[BlockHash]) -> Found: ...
+
+    async def reserve(self, chain: Sequence[BlockHash], tenant: str) -> Reserved: ...
+
+    async def commit(self, ticket: int, checksums: Sequence[int]) -> int: ...
+
+    async def abort(self, ticket: int) -> None: ...
+
+    async def lease(self, chain: Sequence[BlockHash], first: int) -> Leased: ...
+
+    async def release(self, ticket: int) -> None: ...
+
+    async def pin(self, chain: Sequence[BlockHash], seconds: float) -> Leased: ...
+
+    async def delete(self, chain: Sequence[BlockHash]) -> int: ...
+
+    async def report(self, block_hash: BlockHash) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class LocalAccess:
+    """A store of this process."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.commit = store.commit
+        self.abort = store.abort
+        self.lease = store.lease
+        self.release = store.release
+        self.pin = store.pin
+
+    async def match(self, chain: Sequence[BlockHash]) -> Found:
+        return self._store.match(chain)
+
+    async def reserve(self, chain: Sequence[BlockHash], tenant: str) -> Reserved:
+        return self._store.reserve(chain, tenant)
+
+    async def delete(self, chain: Sequence[BlockHash]) -> int:
+        return self._store.delete(chain)
+
+    async def report(self, block_hash: BlockHash) -> None:
+        await self._store.report(block_hash)
+
+    async def close(self) -> None:
+        """The store is its owner's."""
+
+
+class RemoteAccess:
+    """A store of another process. Raises UnavailableError when it does not answer."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = KvStoreStub(self._channel)
+
+    async def describe(self) -> Member:
+        return member_from(await _answer(self._stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT_S)))
+
+    async def match(self, chain: Sequence[BlockHash]) -> Found:
+        call = self._stub.Match(pb.Chain(hashes=chain_to(chain)), timeout=CALL_TIMEOUT_S)
+        answer = await _answer(call)
+        return Found(answer.num_blocks, answer.num_in_memory)
+
+    async def reserve(self, chain: Sequence[BlockHash], tenant: str) -> Reserved:
+        request = pb.ReserveRequest(hashes=chain_to(chain), tenant=tenant)
+        answer = await _answer(self._stub.Reserve(request, timeout=CALL_TIMEOUT_S))
+        grant = grant_from(answer.grant) if answer.HasField("grant") else None
+        return Reserved(answer.ticket, tuple(answer.missing), grant)
+
+    async def commit(self, ticket: int, checksums: Sequence[int]) -> int:
+        request = pb.CommitRequest(ticket=ticket, checksums=checksums)
+        return (await _answer(self._stub.Commit(request, timeout=CALL_TIMEOUT_S))).num_stored
+
+    async def abort(self, ticket: int) -> None:
+        await _answer(self._stub.Abort(pb.Ticket(ticket=ticket), timeout=CALL_TIMEOUT_S))
+
+    async def lease(self, chain: Sequence[BlockHash], first: int) -> Leased:
+        request = pb.LeaseRequest(hashes=chain_to(chain), first=first)
+        answer = await _answer(self._stub.Lease(request, timeout=LEASE_TIMEOUT_S))
+        grant = grant_from(answer.grant) if answer.HasField("grant") else None
+        return Leased(answer.ticket, answer.num_blocks, grant, tuple(answer.checksums))
+
+    async def release(self, ticket: int) -> None:
+        await _answer(self._stub.Release(pb.Ticket(ticket=ticket), timeout=CALL_TIMEOUT_S))
+
+    async def pin(self, chain: Sequence[BlockHash], seconds: float) -> Leased:
+        request = pb.PinRequest(hashes=chain_to(chain), seconds=seconds)
+        answer = await _answer(self._stub.Pin(request, timeout=LEASE_TIMEOUT_S))
+        return Leased(answer.ticket, answer.num_blocks, None, ())
+
+    async def delete(self, chain: Sequence[BlockHash]) -> int:
+        call = self._stub.Delete(pb.Chain(hashes=chain_to(chain)), timeout=CALL_TIMEOUT_S)
+        return (await _answer(call)).num_blocks
+
+    async def report(self, block_hash: BlockHash) -> None:
+        await _answer(self._stub.Report(pb.ReportRequest(hash=block_hash), timeout=CALL_TIMEOUT_S))
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+async def _answer(call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            raise CapacityError(error.details() or "no room") from error
+        if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+            raise LeaseExpiredError(error.details() or "ended") from error
+        raise UnavailableError(f"{error.code().name}: {error.details()}") from error

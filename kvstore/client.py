@@ -1,0 +1,349 @@
+"""The block cache as its users see it: match, load and save chains, wherever blocks are.
+
+    num_here = await cache.match(chain)
+    num_loaded = await cache.load(chain, segment, offsets)      # into the caller's memory
+    num_stored = await cache.save(chain, segment, offsets, checksums)
+
+Losing KV is never an error. `load` goes from holder to holder: one that is gone, has
+forgotten a block or sends bytes that are not those of their checksum is left for the next;
+when no holder is left, fewer blocks are loaded, and the caller computes the others.
+`save` that cannot is the same: fewer blocks are stored.
+
+Bytes move between segments by the transfer agent, straight from and into the caller's.
+Checksums are compared here, where the bytes are used first, group by group while the next
+group is on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from base.block_hash import BlockHash
+from base.checksum import checksum
+from base.clock import Clock
+from base.errors import ProtocolError, ServeError
+from base.logs import event
+from base.uninterrupted import uninterrupted
+from kvstore.access import Access, LocalAccess, RemoteAccess
+from kvstore.directory import Directory, Replicas
+from kvstore.member import Member
+from kvstore.store import Leased, Reserved, Store
+from transfer.agent import TransferAgent
+from transfer.batch import Priority, TransferRequest
+from transfer.segment import Segment
+
+log = logging.getLogger(__name__)
+
+GROUP_BYTES = 32 << 20
+"""Moved while the group before it is compared with its checksums."""
+MIN_REST_S = 1.0
+MAX_REST_S = 30.0
+"""How long a member that failed is not asked; doubles with each failure in a row."""
+
+
+@dataclass(slots=True)
+class _Rest:
+    until_s: float
+    length_s: float
+
+
+class BlockCache:
+    """One process's way into the cluster's cache. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        agent: TransferAgent,
+        directory: Directory,
+        clock: Clock,
+        own: tuple[Member, Store] | None = None,
+    ) -> None:
+        """Begin. `own` is this process's store, where it saves and looks first; None: it has none."""
+        self._agent = agent
+        self._directory = directory
+        self._clock = clock
+        self._own = None if own is None else own[0]
+        self._accesses: dict[int, Access] = {}
+        if own is not None:
+            self._accesses[own[0].epoch] = LocalAccess(own[1])
+        self._resting: dict[int, _Rest] = {}
+        self.num_damaged = 0
+        """Blocks that arrived with other bytes than were stored."""
+
+    async def match(self, chain: Sequence[BlockHash]) -> int:
+        """Return how many leading blocks of `chain` some live member is said to hold."""
+        return len(await self._directory.lookup(chain))
+
+    async def load(
+        self,
+        chain: Sequence[BlockHash],
+        into: Segment,
+        offsets: Sequence[int],
+        first: int = 0,
+        priority: Priority = Priority.FOREGROUND,
+    ) -> int:
+        """Load blocks `first`, `first + 1`, ... of `chain` to `offsets` of `into`.
+
+        Returns how many came, from `first` on; their bytes are right. What lies at the
+        other offsets is undefined.
+        """
+        end = min(first + len(offsets), len(chain))
+        replicas = await self._directory.lookup(chain[:end])
+        failed: set[int] = set()
+        at = first
+        while at < len(replicas):
+            member = self._choose(replicas, at, failed)
+            if member is None:
+                break
+            run_end = _run_end(replicas, at, member)
+            wanted = offsets[at - first : run_end - first]
+            num_loaded = await self._load_from(member, chain[:run_end], at, into, wanted, priority)
+            if num_loaded < run_end - at:
+                failed.add(member.epoch)
+            at += num_loaded
+        return max(at - first, 0)
+
+    async def save(
+        self,
+        chain: Sequence[BlockHash],
+        source: Segment,
+        offsets: Sequence[int],
+        checksums: Sequence[int],
+        first: int = 0,
+        tenant: str = "",
+        to: Member | None = None,
+        priority: Priority = Priority.FOREGROUND,
+    ) -> int:
+        """Store blocks `first`, `first + 1`, ... of `chain`, which lie at `offsets` of `source`.
+
+        What is there already moves no bytes. A member stores whole chains only: where it
+        lacks a block before `first`, it stores nothing.
+
+        Args:
+            chain: From the prompt's first block to the last one given.
+            source: Not changed until this returns.
+            offsets: One for each block from `first` on.
+            checksums: Made where the KV was made; one for each offset.
+            first: Index in `chain` of the first block given.
+            tenant: Who pays, where there are quotas.
+            to: Which member; None: our own, else the one that holds most of the chain.
+            priority: Who goes first on a link.
+
+        Returns how many blocks were newly stored.
+        """
+        member = to or await self._home(chain)
+        if member is None:
+            return 0
+        try:
+            access = self._access(member)
+            reserved = await access.reserve(chain[: first + len(offsets)], tenant)
+        except ServeError as error:
+            self._failed(member, error)
+            return 0
+        if reserved.grant is None or not reserved.missing:
+            return 0
+        if min(reserved.missing) < first:
+            await self._quietly(access.abort(reserved.ticket))
+            return 0
+        try:
+            await self._write(member, reserved, source, offsets, first, priority)
+            sums = [checksums[index - first] for index in reserved.missing]
+            return await access.commit(reserved.ticket, sums)
+        except ServeError as error:
+            self._failed(member, error)
+            await self._quietly(access.abort(reserved.ticket))
+            return 0
+        except asyncio.CancelledError:
+            await uninterrupted(self._quietly(access.abort(reserved.ticket)))
+            raise
+
+    async def pin(self, chain: Sequence[BlockHash], seconds: float, member: Member) -> tuple[int, int]:
+        """Keep leading blocks in a member's memory; return (ticket, blocks). 0 seconds: until `unpin`.
+
+        Raises:
+            UnavailableError: the member does not answer.
+        """
+        pinned = await self._access(member).pin(chain, seconds)
+        return pinned.ticket, pinned.num_blocks
+
+    async def unpin(self, ticket: int, member: Member) -> None:
+        """End a pin."""
+        await self._access(member).release(ticket)
+
+    async def delete(self, chain: Sequence[BlockHash]) -> int:
+        """Forget `chain` wherever it is, as far as nothing else needs it; return replicas gone."""
+        replicas = await self._directory.lookup(chain)
+        holders = {member.epoch: member for members in replicas for member in members}
+        gone = 0
+        for member in holders.values():
+            try:
+                gone += await self._access(member).delete(chain)
+            except ServeError as error:
+                self._failed(member, error)
+        return gone
+
+    async def close(self) -> None:
+        """Close the connections to other members."""
+        for access in self._accesses.values():
+            await access.close()
+
+    # --- whom to ask --------------------------------------------------------------------
+
+    def _choose(self, replicas: Sequence[Replicas], at: int, failed: set[int]) -> Member | None:
+        """Return the holder of block `at` to ask: our own, else who holds the longest run on."""
+        able = [
+            member for member in replicas[at] if member.epoch not in failed and not self._is_resting(member)
+        ]
+        return max(
+            able,
+            key=lambda member: (
+                self._own is not None and member.epoch == self._own.epoch,
+                _run_end(replicas, at, member),
+                self._own is not None and member.host == self._own.host,
+            ),
+            default=None,
+        )
+
+    async def _home(self, chain: Sequence[BlockHash]) -> Member | None:
+        if self._own is not None:
+            return self._own
+        members = [member for member in await self._directory.members() if not self._is_resting(member)]
+        replicas = await self._directory.lookup(chain)
+        # Where the chain is new, its last block's hash spreads chains over the members.
+        spread = int.from_bytes(chain[-1][:8], "little")
+        return max(
+            members,
+            key=lambda member: (
+                _run_end(replicas, 0, member),
+                (spread ^ member.epoch) * 0x9E3779B1 % (1 << 32),
+            ),
+            default=None,
+        )
+
+    def _access(self, member: Member) -> Access:
+        if member.epoch not in self._accesses:
+            self._accesses[member.epoch] = RemoteAccess(member.address)
+        return self._accesses[member.epoch]
+
+    def _is_resting(self, member: Member) -> bool:
+        rest = self._resting.get(member.epoch)
+        return rest is not None and self._clock.now_s() < rest.until_s
+
+    def _failed(self, member: Member, error: ServeError) -> None:
+        before = self._resting.get(member.epoch)
+        length_s = MIN_REST_S if before is None else min(2 * before.length_s, MAX_REST_S)
+        self._resting[member.epoch] = _Rest(self._clock.now_s() + length_s, length_s)
+        event(log, "member failed", level=logging.WARNING, node=member.node_id, rest_s=length_s, error=error)
+
+    async def _quietly(self, call: Awaitable[None]) -> None:
+        """What cannot be given back ends by its lease."""
+        with suppress(ServeError):
+            await call
+
+    # --- moving -------------------------------------------------------------------------
+
+    async def _load_from(
+        self,
+        member: Member,
+        chain: Sequence[BlockHash],
+        first: int,
+        into: Segment,
+        offsets: Sequence[int],
+        priority: Priority,
+    ) -> int:
+        """Return how many blocks from `first` on came from this member, and are right."""
+        try:
+            access = self._access(member)
+            leased = await access.lease(chain, first)
+        except ServeError as error:
+            self._failed(member, error)
+            return 0
+        if leased.grant is None:
+            return 0
+        try:
+            num_right = await self._read(member, leased, into, offsets, priority)
+            self._resting.pop(member.epoch, None)
+        except ServeError as error:
+            self._failed(member, error)
+            return 0
+        finally:
+            await uninterrupted(self._quietly(access.release(leased.ticket)))
+        if num_right < len(leased.checksums):
+            self.num_damaged += 1
+            await self._quietly(access.report(chain[first + num_right]))
+        return num_right
+
+    async def _read(
+        self,
+        member: Member,
+        leased: Leased,
+        into: Segment,
+        offsets: Sequence[int],
+        priority: Priority,
+    ) -> int:
+        """Return how many leading blocks of the lease are right, all having come."""
+        grant = leased.grant
+        if grant is None or not len(leased.checksums) == len(grant.offsets) <= len(offsets):
+            raise ProtocolError("a lease has an offset and a checksum for each block asked for")
+        offsets = offsets[: len(grant.offsets)]
+        group = max(1, GROUP_BYTES // grant.length)
+        failure: ServeError | None = None
+        checks: list[asyncio.Task[int]] = []
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                for at in range(0, len(grant.offsets), group):
+                    here = offsets[at : at + group]
+                    requests = [
+                        TransferRequest(into, source, target, grant.length)
+                        for source, target in zip(grant.offsets[at : at + group], here, strict=True)
+                    ]
+                    await self._agent.read(member.peer, grant, requests, priority=priority)
+                    sums = leased.checksums[at : at + group]
+                    work = asyncio.to_thread(_num_right, into.memory, here, grant.length, sums)
+                    checks.append(tasks.create_task(work))
+            except ServeError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        num_right = 0
+        for check in checks:
+            num_right += check.result()
+            if check.result() < group:
+                break
+        return num_right
+
+    async def _write(
+        self,
+        member: Member,
+        reserved: Reserved,
+        source: Segment,
+        offsets: Sequence[int],
+        first: int,
+        priority: Priority,
+    ) -> None:
+        grant, missing = reserved.grant, reserved.missing
+        if grant is None or len(missing) != len(grant.offsets) or max(missing) >= first + len(offsets):
+            raise ProtocolError("a reservation has an offset for each block that is missing")
+        requests = [
+            TransferRequest(source, offsets[index - first], target, grant.length)
+            for index, target in zip(missing, grant.offsets, strict=True)
+        ]
+        await self._agent.write(member.peer, grant, requests, priority=priority)
+
+
+def _run_end(replicas: Sequence[Replicas], first: int, member: Member) -> int:
+    """Return the index after the last block of the run from `first` on that `member` holds."""
+    end = first
+    while end < len(replicas) and member in replicas[end]:
+        end += 1
+    return end
+
+
+def _num_right(memory: memoryview, offsets: Sequence[int], length: int, sums: Sequence[int]) -> int:
+    for count, (offset, expected) in enumerate(zip(offsets, sums, strict=True)):
+        if checksum(memory[offset : offset + length]) != expected:
+            return count
+    return len(sums)

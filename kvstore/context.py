@@ -1,0 +1,83 @@
+"""Context caching for other programs: KV blocks put and got by token ids.
+
+The paper's context-caching API. A program that is no node of the cluster names a prompt by
+its token ids; the tenant's salt is in the root of the hash chain, so no tenant finds, reads
+or deletes what another stored, and none can tell whether it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from base.block_hash import BlockHash, chain_root, hash_chain
+from base.checksum import checksum
+from base.kv_layout import KvLayout
+from kvstore.client import BlockCache
+from transfer.agent import TransferAgent
+from transfer.segment import Segment
+
+
+class ContextCache:
+    """One tenant's view of the cluster's block cache."""
+
+    def __init__(
+        self,
+        cache: BlockCache,
+        agent: TransferAgent,
+        model_id: str,
+        layout: KvLayout,
+        tenant: str,
+        tenant_salt: str,
+    ) -> None:
+        """Begin.
+
+        Args:
+            cache: How blocks are reached.
+            agent: The same as the cache's; it allocates the segments.
+            model_id: As the nodes'; other weights have other blocks.
+            layout: As the nodes'.
+            tenant: Whose quota pays.
+            tenant_salt: A secret of the tenant.
+        """
+        self._cache = cache
+        self._agent = agent
+        self._layout = layout
+        self._tenant = tenant
+        self._root = chain_root(model_id, layout.layout_id, tenant_salt)
+
+    def chain(self, token_ids: Sequence[int]) -> list[BlockHash]:
+        """Return the names of the full blocks of `token_ids`."""
+        return hash_chain(token_ids, self._layout.block_size, self._root)
+
+    def segment(self, num_tokens: int) -> Segment:
+        """Return memory for the full blocks of so many tokens: block i at i * block_bytes."""
+        return self._agent.allocate(max(1, num_tokens // self._layout.block_size) * self._layout.block_bytes)
+
+    async def match(self, token_ids: Sequence[int]) -> int:
+        """Return for how many leading tokens KV is stored; a multiple of the block size."""
+        return await self._cache.match(self.chain(token_ids)) * self._layout.block_size
+
+    async def get(self, token_ids: Sequence[int], into: Segment) -> int:
+        """Load the KV of the longest stored prefix; return its tokens, as `match` does."""
+        chain = self.chain(token_ids)
+        return await self._cache.load(chain, into, self._offsets(len(chain))) * self._layout.block_size
+
+    async def put(self, token_ids: Sequence[int], source: Segment) -> int:
+        """Store the KV of the full blocks of `token_ids`; return the tokens newly stored.
+
+        `source` holds block i at i * block_bytes, `[num_layers, 2, block_size,
+        num_kv_heads, head_dim]`. What is stored already costs no bytes.
+        """
+        chain = self.chain(token_ids)
+        offsets = self._offsets(len(chain))
+        size = self._layout.block_bytes
+        sums = [checksum(source.memory[offset : offset + size]) for offset in offsets]
+        num_stored = await self._cache.save(chain, source, offsets, sums, tenant=self._tenant)
+        return num_stored * self._layout.block_size
+
+    async def delete(self, token_ids: Sequence[int]) -> int:
+        """Forget the prompt wherever nothing else of this tenant needs its blocks."""
+        return await self._cache.delete(self.chain(token_ids))
+
+    def _offsets(self, num_blocks: int) -> list[int]:
+        return [index * self._layout.block_bytes for index in range(num_blocks)]

@@ -1,0 +1,450 @@
+"""Which members hold which block: in memory, or shared through Redis.
+
+Both pass `tests/contract/test_directory.py`. A directory is a hint, never the truth: a
+member that is asked for a block it has evicted says so, and the asker goes on.
+
+**Publishing never waits and never fails.** It changes this process's own view and an
+outbox; `RedisDirectory.run` carries the outbox to Redis. `lookup` asks Redis within a
+short bound; when Redis does not answer, or answers without what we know to be so, the last
+view is used. So Redis may restart, be flushed, refuse writes, be slow or be gone: lookups
+go on, with what was known. When it is back, the member joins and publishes all it holds.
+
+In Redis (keys under one prefix; values are bytes):
+
+    b:<hash>     epochs of the holders, 8 bytes each; lives BLOCK_LIFE_S unless published again
+    m:<epoch>    the member, as a StoreMember message; lives LEASE_S unless renewed
+    members      set of epochs            nodes    hash of node id to epoch
+
+A chain is looked up by one script (`lua/lookup.lua`), one string in and one out. An MGET
+from here takes twice the processor time, a pipeline of single commands ten times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import struct
+from collections import OrderedDict
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from base.block_hash import BlockHash
+from base.clock import Clock
+from base.errors import ProtocolError
+from base.logs import event
+from kvstore.member import Member
+from kvstore.wire import member_from_bytes, member_to
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 10.0
+HEARTBEAT_S = 2.0
+LOOKUP_TIMEOUT_S = 0.05
+"""A lookup saves a prefill of some 100 ms; waiting longer for it is no gain."""
+WRITE_TIMEOUT_S = 1.0
+MIN_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+BLOCK_LIFE_S = 3600.0
+"""Then a block that nobody published again is forgotten; all is published again in half."""
+MAX_OUTBOX = 65_536
+"""Changes that wait for Redis; beyond, all that is held is published again instead."""
+MAX_VIEW = 1 << 18
+"""Blocks whose holders are remembered from lookups."""
+MAX_REPLICAS = 16
+WRITE_BATCH = 1_024
+LOOKUP_BATCH = 2_048
+"""Blocks in one script; Lua unpacks some 8,000 values at most."""
+_EPOCH = struct.Struct("<Q")
+_LUA = Path(__file__).parent / "lua"
+
+Replicas = tuple[Member, ...]
+
+
+class Directory(Protocol):
+    """What a store and its clients ask and tell."""
+
+    def publish(self, hashes: Iterable[BlockHash]) -> None:
+        """This process's member holds these blocks."""
+        ...
+
+    def withdraw(self, hashes: Iterable[BlockHash]) -> None:
+        """It holds them no more."""
+        ...
+
+    async def lookup(self, chain: Sequence[BlockHash]) -> list[Replicas]:
+        """Return the live holders of each leading block, up to the first that has none."""
+        ...
+
+    async def members(self) -> list[Member]:
+        """Return the members that live, by node id."""
+        ...
+
+    async def flush(self) -> None:
+        """Return when what was told before is known to all, or cannot be for now."""
+        ...
+
+    async def leave(self) -> None:
+        """End this process's membership: its replicas are nobody's."""
+        ...
+
+
+class MemoryBoard:
+    """What the directories of one process share."""
+
+    def __init__(self) -> None:
+        self.members: dict[int, Member] = {}
+        self.holders: dict[BlockHash, dict[int, None]] = {}
+
+
+class MemoryDirectory:
+    """The embedded directory: no server, for stores of one process and for tests."""
+
+    def __init__(self, board: MemoryBoard, member: Member | None = None) -> None:
+        """Join `board` as `member`; None only looks up."""
+        self._board = board
+        self._member = member
+        if member is not None:
+            for epoch, other in list(board.members.items()):
+                if other.node_id == member.node_id:
+                    del board.members[epoch]
+            board.members[member.epoch] = member
+
+    def publish(self, hashes: Iterable[BlockHash]) -> None:
+        if self._member is not None:
+            for block_hash in hashes:
+                self._board.holders.setdefault(block_hash, {})[self._member.epoch] = None
+
+    def withdraw(self, hashes: Iterable[BlockHash]) -> None:
+        for block_hash in hashes:
+            holders = self._board.holders.get(block_hash, {})
+            if self._member is not None:
+                holders.pop(self._member.epoch, None)
+            if not holders:
+                self._board.holders.pop(block_hash, None)
+
+    async def lookup(self, chain: Sequence[BlockHash]) -> list[Replicas]:
+        found: list[Replicas] = []
+        for block_hash in chain:
+            replicas = _living(self._board.holders.get(block_hash, ()), self._board.members)
+            if not replicas:
+                break
+            found.append(replicas)
+        return found
+
+    async def members(self) -> list[Member]:
+        return sorted(self._board.members.values(), key=lambda member: member.node_id)
+
+    async def flush(self) -> None:
+        """Nothing waits."""
+
+    async def leave(self) -> None:
+        if self._member is not None:
+            self._board.members.pop(self._member.epoch, None)
+
+
+@dataclass(frozen=True, slots=True)
+class RedisHealth:
+    """How the directory does; for metrics and the doctor."""
+
+    is_readable: bool
+    is_writable: bool
+    num_waiting: int
+    """Changes in the outbox."""
+
+
+class RedisDirectory:
+    """The shared directory. `run` must be running; everything else works without Redis."""
+
+    def __init__(
+        self,
+        url: str,
+        clock: Clock,
+        rng: random.Random,
+        member: Member | None = None,
+        prefix: str = "conductor:",
+    ) -> None:
+        """Begin; connects later.
+
+        Args:
+            url: redis://, rediss:// or unix://.
+            clock: For the waits between two attempts.
+            rng: Spreads the attempts of many processes.
+            member: Ours; None only looks up.
+            prefix: Of every key.
+        """
+        self._reader = _connect(url, LOOKUP_TIMEOUT_S)
+        self._writer = _connect(url, WRITE_TIMEOUT_S)
+        self._clock = clock
+        self._rng = rng
+        self._member = member
+        self._prefix = prefix.encode()
+        self._scripts = {
+            path.stem: self._writer.register_script(path.read_text()) for path in sorted(_LUA.glob("*.lua"))
+        }
+        self._own: dict[BlockHash, None] = {}
+        self._view: dict[BlockHash, bytes] = {}
+        self._members: dict[int, Member] = {} if member is None else {member.epoch: member}
+        self._outbox: OrderedDict[BlockHash, bool] = OrderedDict()
+        self._has_news = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._is_joined = False
+        self._is_readable = True
+        self._is_writable = True
+        self._backoff_s = MIN_BACKOFF_S
+        self._republish_at_s = clock.now_s() + BLOCK_LIFE_S / 2
+
+    @property
+    def health(self) -> RedisHealth:
+        return RedisHealth(self._is_readable, self._is_writable, len(self._outbox))
+
+    def publish(self, hashes: Iterable[BlockHash]) -> None:
+        self._tell(hashes, is_held=True)
+
+    def withdraw(self, hashes: Iterable[BlockHash]) -> None:
+        self._tell(hashes, is_held=False)
+
+    async def lookup(self, chain: Sequence[BlockHash]) -> list[Replicas]:
+        if not chain:
+            return []
+        holders = await self._holders(chain)
+        kinds = {packed: _unpacked(packed) for packed in set(holders)}
+        if any(epoch not in self._members for epochs in kinds.values() for epoch in epochs):
+            try:
+                await self._refresh_members(self._reader)
+            except (RedisError, OSError) as error:
+                self._lost_reading(error)
+        living = {packed: _living(epochs, self._members) for packed, epochs in kinds.items()}
+        found = [living[packed] for packed in holders]
+        return found[: found.index(())] if () in found else found
+
+    async def members(self) -> list[Member]:
+        if self._is_readable:
+            try:
+                await self._refresh_members(self._reader)
+            except (RedisError, OSError) as error:
+                self._lost_reading(error)
+        return sorted(self._members.values(), key=lambda member: member.node_id)
+
+    async def flush(self) -> None:
+        self._settled.clear()
+        self._has_news.set()
+        await self._settled.wait()
+
+    async def leave(self) -> None:
+        if self._member is not None:
+            with suppress(RedisError, OSError):
+                await _answer(self._writer.delete(self._prefix + b"m:" + _EPOCH.pack(self._member.epoch)))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._reader.aclose()
+        await self._writer.aclose()
+
+    async def run(self) -> None:
+        """Keep Redis told, until cancelled."""
+        while True:
+            try:
+                await self._carry()
+                self._is_readable = self._is_writable = True
+                self._backoff_s = MIN_BACKOFF_S
+                wait_s = HEARTBEAT_S
+            except (RedisError, OSError) as error:
+                if self._is_writable:
+                    event(log, "redis refuses", level=logging.WARNING, error=error)
+                self._is_writable = False
+                wait_s = self._backoff_s * (0.5 + self._rng.random())
+                self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+            self._settled.set()
+            await self._wait_for_news(wait_s)
+
+    # --- the view -----------------------------------------------------------------------
+
+    def _tell(self, hashes: Iterable[BlockHash], is_held: bool) -> None:
+        if self._member is None:
+            return
+        for block_hash in hashes:
+            if is_held:
+                self._own[block_hash] = None
+            else:
+                self._own.pop(block_hash, None)
+            self._outbox[block_hash] = is_held
+            self._outbox.move_to_end(block_hash)
+        if len(self._outbox) > MAX_OUTBOX:
+            # Withdrawals are lost with it: those replicas are refused when asked for.
+            self._outbox.clear()
+            self._is_joined = False
+        if self._is_writable:
+            self._has_news.set()
+
+    async def _holders(self, chain: Sequence[BlockHash]) -> list[bytes]:
+        """Return the packed epochs for each leading block that somebody is known to hold."""
+        found: list[bytes] = []
+        if self._is_readable:
+            try:
+                while len(found) < len(chain):
+                    part = await self._found(chain[len(found) : len(found) + LOOKUP_BATCH])
+                    found += part
+                    if len(part) < LOOKUP_BATCH:
+                        break
+            except (RedisError, OSError) as error:
+                self._lost_reading(error)
+        # Without our own join in it, what is missing from Redis may have been lost there.
+        if not self._is_readable or (self._member is not None and not self._is_joined):
+            found = [
+                _union(found[at] if at < len(found) else b"", self._view.get(block_hash, b""))
+                for at, block_hash in enumerate(chain)
+            ]
+        self._view.update(zip(chain, found, strict=False))
+        while len(self._view) > MAX_VIEW:
+            del self._view[next(iter(self._view))]
+        return self._with_our_own(chain, found)
+
+    def _with_our_own(self, chain: Sequence[BlockHash], found: list[bytes]) -> list[bytes]:
+        if self._member is None or chain[0] not in self._own:
+            return found
+        ours = _EPOCH.pack(self._member.epoch)
+        found += [b""] * (len(chain) - len(found))
+        return [
+            _union(epochs, ours) if block_hash in self._own else epochs
+            for block_hash, epochs in zip(chain, found, strict=True)
+        ]
+
+    async def _found(self, chain: Sequence[BlockHash]) -> list[bytes]:
+        args: list[bytes] = [self._prefix + b"b:", b"".join(chain)]
+        answer: bytes = await _answer(self._scripts["lookup"](args=args, client=self._reader))
+        found = []
+        at = 0
+        while at < len(answer):
+            end = at + 1 + answer[at] * _EPOCH.size
+            found.append(answer[at + 1 : end])
+            at = end
+        return found
+
+    def _lost_reading(self, error: Exception) -> None:
+        if self._is_readable:
+            event(log, "redis does not answer", level=logging.WARNING, error=error)
+        self._is_readable = False
+        self._has_news.set()  # `run` finds out when it is back
+
+    # --- carrying -----------------------------------------------------------------------
+
+    async def _carry(self) -> None:
+        """Bring Redis up to date; raises what Redis raises, and loses nothing then."""
+        if self._member is None:
+            await self._refresh_members(self._writer)
+            return
+        key = self._prefix + b"m:" + _EPOCH.pack(self._member.epoch)
+        is_due = self._clock.now_s() >= self._republish_at_s
+        if not self._is_joined or is_due or not await _answer(self._writer.pexpire(key, int(LEASE_S * 1000))):
+            await self._join(self._member, key)
+        while self._outbox:
+            await self._carry_batch(self._member)
+        await self._refresh_members(self._writer)
+
+    async def _join(self, member: Member, key: bytes) -> None:
+        self._is_joined = False
+        epoch = _EPOCH.pack(member.epoch)
+        description = member_to(member).SerializeToString()
+        await _answer(
+            self._scripts["join"](
+                keys=[self._prefix + b"members", self._prefix + b"nodes", key],
+                args=[
+                    member.node_id.encode(),
+                    epoch,
+                    description,
+                    int(LEASE_S * 1000),
+                    self._prefix + b"m:",
+                ],
+            )
+        )
+        for block_hash in self._own:
+            self._outbox.setdefault(block_hash, True)
+        self._republish_at_s = self._clock.now_s() + BLOCK_LIFE_S / 2
+        while self._outbox:
+            await self._carry_batch(member)
+        self._is_joined = True
+        event(log, "joined the directory", blocks=len(self._own))
+
+    async def _carry_batch(self, member: Member) -> None:
+        batch = dict(list(self._outbox.items())[:WRITE_BATCH])
+        epoch, prefix = _EPOCH.pack(member.epoch), self._prefix + b"b:"
+        stored = [prefix + block_hash for block_hash, is_held in batch.items() if is_held]
+        gone = [prefix + block_hash for block_hash, is_held in batch.items() if not is_held]
+        if stored:
+            life = int(BLOCK_LIFE_S * 1000)
+            args: list[bytes | int] = [epoch, life, MAX_REPLICAS * _EPOCH.size]
+            await _answer(self._scripts["publish"](keys=stored, args=args))
+        if gone:
+            await _answer(self._scripts["withdraw"](keys=gone, args=[epoch]))
+        for block_hash, is_held in batch.items():
+            if self._outbox.get(block_hash) is is_held:
+                del self._outbox[block_hash]
+
+    async def _refresh_members(self, client: redis.asyncio.Redis) -> None:
+        answer = await _answer(
+            self._scripts["members"](
+                keys=[self._prefix + b"members"], args=[self._prefix + b"m:"], client=client
+            )
+        )
+        found: dict[int, Member] = {}
+        for epoch, description in zip(answer[::2], answer[1::2], strict=True):
+            with suppress(ProtocolError, struct.error):
+                found[_EPOCH.unpack(epoch)[0]] = member_from_bytes(description)
+        if self._member is None or self._member.epoch in found:
+            self._members = found
+        else:
+            # A list that lacks us, who live, has lost writes: what it lacks may live too.
+            self._members = {**self._members, **found}
+
+    async def _wait_for_news(self, wait_s: float) -> None:
+        if self._is_writable and self._is_readable:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._has_news.wait()
+        else:
+            # News must not shorten the wait: they are what Redis could not take.
+            await asyncio.sleep(wait_s)
+        self._has_news.clear()
+
+
+def _living(epochs: Iterable[int], members: Mapping[int, Member]) -> Replicas:
+    return tuple(members[epoch] for epoch in epochs if epoch in members)
+
+
+def _unpacked(packed: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(packed) // _EPOCH.size}Q", packed)
+
+
+def _union(packed: bytes, more: bytes) -> bytes:
+    epochs = dict.fromkeys((*_unpacked(packed), *_unpacked(more)))
+    return struct.pack(f"<{len(epochs)}Q", *epochs)
+
+
+async def _answer(call: Awaitable[T]) -> T:
+    """Await a call of the client, which at some moments loses a cancellation: it takes it
+    for a lost connection, and then asks again or raises something else."""
+    try:
+        return await call
+    finally:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
+
+
+def _connect(url: str, timeout_s: float) -> redis.asyncio.Redis:
+    return redis.asyncio.Redis.from_url(
+        url,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        decode_responses=False,
+        max_connections=8,
+    )

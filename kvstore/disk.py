@@ -1,0 +1,318 @@
+"""The disk tier: blocks that left host memory, in equal slots of one file.
+
+Owns one file and the map from block hash to slot. All blocks of a store have one size, so
+a slot is a header and a payload, and an evicted block's slot is the next block's: no
+compaction as with a log, no name, rename and directory flush per block as with a file
+for each. Nothing a client sent is ever part of a name: there is one, `blocks.slots`.
+
+A read or write is one system call past the page cache (the pool above *is* the cache),
+on threads of its own, straight from and into the pool's memory. Nothing is flushed: after
+a crash each record proves itself (`record.py`), and one that cannot is a miss.
+
+Failure is a miss. A write that fails at the end of the file, as on a full disk, ends its
+growth, and blocks are overwritten where they are; one that fails elsewhere ends the use of
+its slot. No OSError leaves
+this file after it has been opened.
+
+The event loop owns all maps; threads are given a slot that nobody else touches meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import stat
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from base.block_hash import BlockHash
+from base.checksum import checksum
+from base.errors import ConfigError
+from base.logs import event
+from base.uninterrupted import uninterrupted
+from kvstore.record import HEADER_BYTES, RecordHeader, encode_header, header_or_none
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "blocks.slots"
+NUM_THREADS = 16
+"""As many requests as a disk likes to have queued."""
+MAX_PENDING_WRITES = 64
+"""More would let memory wait for the disk; a block beyond it is dropped instead."""
+PAGE_BYTES = 4096
+
+
+@dataclass(slots=True)
+class _Slot:
+    index: int
+    checksum: int
+    readers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DiskAccounts:
+    """How many slots are in each place; the first four and `bad` add up to `total`."""
+
+    free: int
+    in_transfer: int
+    cached: int
+    held: int
+    bad: int
+    total: int
+
+
+class DiskTier:
+    """Blocks on one disk, found by hash. Use `opened`, then `close`."""
+
+    def __init__(self, fd: int, direct_fd: int, block_bytes: int, num_slots: int) -> None:
+        self._fd = fd
+        self._direct_fd = direct_fd
+        self._block_bytes = block_bytes
+        self._slot_bytes = HEADER_BYTES + -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._num_slots = num_slots
+        self._slots: OrderedDict[BlockHash, _Slot] = OrderedDict()
+        self._free: deque[int] = deque()
+        self._num_used = 0
+        """Slots the file has ever had; the next new one."""
+        self._num_bad = 0
+        self._writing: set[BlockHash] = set()
+        self._sequence = 0
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="disk")
+        self.damaged = 0
+        """Records that were found not to be what was written."""
+        self.evicted: list[BlockHash] = []
+        """Names forgotten since the owner last emptied this list."""
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def hashes(self) -> list[BlockHash]:
+        """Return what is stored, the next to be evicted first."""
+        return list(self._slots)
+
+    def match(self, chain: Sequence[BlockHash]) -> int:
+        """Return how many leading blocks of `chain` are here."""
+        for count, block_hash in enumerate(chain):
+            if block_hash not in self._slots:
+                return count
+        return len(chain)
+
+    async def recover(self) -> int:
+        """Read the headers that a process before us wrote; return the blocks found."""
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._threads, self._scan)
+        self._num_used = len(found)
+        for index, header in found:
+            if header is None:
+                self._free.append(index)
+            else:
+                old = self._slots.pop(header.block_hash, None)
+                if old is not None:
+                    self._free.append(old.index)
+                self._slots[header.block_hash] = _Slot(index, header.checksum)
+                self._sequence = max(self._sequence, header.sequence)
+        return len(self._slots)
+
+    async def write(self, block_hash: BlockHash, payload: memoryview, payload_checksum: int) -> bool:
+        """Store a block; return whether it is stored. `payload` must not change meanwhile."""
+        if payload.nbytes != self._block_bytes:
+            raise ValueError(f"a block has {self._block_bytes} bytes, not {payload.nbytes}")
+        if block_hash in self._slots:
+            self._slots.move_to_end(block_hash)
+            return True
+        if block_hash in self._writing or len(self._writing) >= MAX_PENDING_WRITES:
+            return False
+        index = self._take_slot()
+        if index is None:
+            return False
+        self._writing.add(block_hash)
+        self._sequence += 1
+        header = RecordHeader(block_hash, self._block_bytes, self._sequence, payload_checksum)
+        # The thread uses the slot and the payload to its end, cancelled or not.
+        return await uninterrupted(self._write(index, header, payload))
+
+    async def read(self, block_hash: BlockHash, into: memoryview) -> int | None:
+        """Read a block into memory and return its checksum, which has been compared.
+
+        None: a miss, and `into` holds anything. A damaged record is forgotten.
+        """
+        slot = self._slots.get(block_hash)
+        if slot is None:
+            return None
+        self._slots.move_to_end(block_hash)
+        slot.readers += 1
+        return await uninterrupted(self._read(slot, block_hash, into))
+
+    def forget(self, block_hash: BlockHash) -> bool:
+        """Forget a block that nobody reads; return whether it is gone."""
+        slot = self._slots.get(block_hash)
+        if slot is not None and slot.readers == 0:
+            del self._slots[block_hash]
+            self._free.append(slot.index)
+            self.evicted.append(block_hash)
+        return block_hash not in self._slots
+
+    def accounts(self) -> DiskAccounts:
+        """Return where all slots are."""
+        held = sum(slot.readers > 0 for slot in self._slots.values())
+        return DiskAccounts(
+            free=len(self._free) + self._num_slots - self._num_used,
+            in_transfer=len(self._writing),
+            cached=len(self._slots) - held,
+            held=held,
+            bad=self._num_bad,
+            total=self._num_slots,
+        )
+
+    def check(self) -> None:
+        """Assert that every slot is in one place."""
+        used = [*self._free, *(slot.index for slot in self._slots.values())]
+        assert len(used) == len(set(used)), "a slot is in two places"
+        books = self.accounts()
+        parts = books.free + books.in_transfer + books.cached + books.held + books.bad
+        assert parts == books.total, f"a slot is lost: {books}"
+
+    async def close(self) -> None:
+        """Wait for what is under way and close the file."""
+        await asyncio.to_thread(self._threads.shutdown)
+        os.close(self._fd)
+        if self._direct_fd != self._fd:
+            os.close(self._direct_fd)
+
+    async def _write(self, index: int, header: RecordHeader, payload: memoryview) -> bool:
+        loop = asyncio.get_running_loop()
+        error_number = await loop.run_in_executor(self._threads, self._write_slot, index, header, payload)
+        self._writing.discard(header.block_hash)
+        if error_number:
+            self._give_up(index, error_number)
+            return False
+        self._slots[header.block_hash] = _Slot(index, header.checksum)
+        return True
+
+    async def _read(self, slot: _Slot, block_hash: BlockHash, into: memoryview) -> int | None:
+        loop = asyncio.get_running_loop()
+        is_whole = await loop.run_in_executor(self._threads, self._read_slot, slot.index, block_hash, into)
+        slot.readers -= 1
+        if is_whole:
+            return slot.checksum
+        self.damaged += 1
+        event(log, "damaged record", level=logging.WARNING, slot=slot.index)
+        self.forget(block_hash)
+        return None
+
+    # --- slots --------------------------------------------------------------------------
+
+    def _take_slot(self) -> int | None:
+        if self._free:
+            return self._free.popleft()
+        if self._num_used < self._num_slots:
+            self._num_used += 1
+            return self._num_used - 1
+        for block_hash, slot in self._slots.items():
+            if slot.readers == 0:
+                del self._slots[block_hash]
+                self.evicted.append(block_hash)
+                return slot.index
+        return None
+
+    def _give_up(self, index: int, error_number: int) -> None:
+        event(log, "disk write failed", level=logging.WARNING, slot=index, error=os.strerror(error_number))
+        if index == self._num_used - 1:
+            self._num_used = self._num_slots = index  # the file grows no more
+        else:
+            self._num_bad += 1
+
+    def _scan(self) -> list[tuple[int, RecordHeader | None]]:
+        """Return each slot of the file with its header, the oldest record first."""
+        try:
+            size = os.fstat(self._fd).st_size
+        except OSError:
+            return []
+        count = min(-(-size // self._slot_bytes), self._num_slots)
+        found = [(index, self._header_of(index)) for index in range(count)]
+        return sorted(found, key=lambda item: item[1].sequence if item[1] else 0)
+
+    def _header_of(self, index: int) -> RecordHeader | None:
+        try:
+            header = header_or_none(os.pread(self._fd, HEADER_BYTES, index * self._slot_bytes))
+        except OSError:
+            return None
+        return header if header is not None and header.length == self._block_bytes else None
+
+    # --- on threads ---------------------------------------------------------------------
+
+    def _write_slot(self, index: int, header: RecordHeader, payload: memoryview) -> int:
+        """Return 0, or the number of the error."""
+        page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+        page[:] = encode_header(header)
+        try:
+            written = os.pwritev(self._fd_for(payload), [page, payload], index * self._slot_bytes)
+        except OSError as error:
+            return error.errno or errno.EIO
+        return 0 if written == HEADER_BYTES + self._block_bytes else errno.ENOSPC
+
+    def _read_slot(self, index: int, block_hash: BlockHash, into: memoryview) -> bool:
+        page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+        try:
+            count = os.preadv(self._fd_for(into), [page, into], index * self._slot_bytes)
+        except OSError:
+            return False
+        header = header_or_none(page)
+        return (
+            count == HEADER_BYTES + self._block_bytes
+            and header is not None
+            and header.block_hash == block_hash
+            and header.checksum == checksum(into)
+        )
+
+    def _fd_for(self, memory: memoryview) -> int:
+        """Only whole pages at page boundaries may go past the page cache."""
+        if self._block_bytes % PAGE_BYTES or memory.readonly:
+            return self._fd
+        aligned = ctypes.addressof(ctypes.c_char.from_buffer(memory)) % PAGE_BYTES == 0
+        return self._direct_fd if aligned else self._fd
+
+
+def opened(folder: Path, block_bytes: int, num_slots: int) -> DiskTier:
+    """Open or make the slots in `folder`, which is ours alone while they are open.
+
+    Raises:
+        ConfigError: it cannot be opened, is no plain file of ours, or is in use.
+    """
+    fds: list[int] = []
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fds.append(_open_file(folder_fd, 0))
+            with contextlib.suppress(OSError):  # some file systems have a page cache only
+                fds.append(_open_file(folder_fd, os.O_DIRECT))
+        finally:
+            os.close(folder_fd)
+        fcntl.flock(fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        state = os.fstat(fds[0])
+        if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid() or state.st_nlink != 1:
+            raise OSError(errno.EPERM, "not a plain file of this user alone")
+    except OSError as error:
+        for fd in fds:
+            os.close(fd)
+        raise ConfigError(f"disk.folder: {folder / FILE_NAME}: {error.strerror}") from error
+    return DiskTier(fds[0], fds[-1], block_bytes, num_slots)
+
+
+def _open_file(folder_fd: int, flag: int) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flag
+    return os.open(FILE_NAME, flags, 0o600, dir_fd=folder_fd)

@@ -1,0 +1,291 @@
+"""Which cached block is forgotten when room is needed. Pure: no I/O, no clock, no chance.
+
+Owns one tree of blocks: each block's parent is the block before it in a prompt. A block
+without its parent can never be matched, so only leaves are evicted, and a held block
+counts as one more child of itself: **a block that is kept implies all blocks before it**.
+
+How: a block's rank says how soon it goes, lowest first. Using a block may only raise its
+rank. So `touch` writes three fields and leaves the heap alone; `victim` pops the leaf that
+the heap believes lowest, and pushes it back when it has risen since. A touch costs some
+0.1 us whatever the policy, and a policy is one function from an entry to its rank. Lists
+in order of use (one linked list for LRU, one for each count for LFU) were weighed: they
+need a structure for each policy, and a parent that becomes a leaf again belongs in the
+middle of a list, which a list cannot find.
+
+The rank may also look at whether the block's conversation was admitted (`admission.py`):
+blocks that were not go before all others. `BY_NAME` makes each policy; `python -m
+bench.hit_rate` compares them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from base.errors import CapacityError
+from kvstore.admission import Admission
+
+BRANCHES_OF_A_SHARED_HEAD = 3
+"""A block that this many others follow ends a shared system prompt: what comes after it
+is another conversation. Fewer are one conversation's edits."""
+
+Block = TypeVar("Block", bound=Hashable)
+"""What names a block: a `BlockHash` in a store, an integer in a trace."""
+
+
+class Entry(Generic[Block]):
+    """What a rank is computed from."""
+
+    __slots__ = (
+        "block",
+        "children",
+        "depth",
+        "floor",
+        "is_admitted",
+        "is_queued",
+        "is_sampled",
+        "parent",
+        "tick",
+        "uses",
+    )
+
+    def __init__(self, block: Block, parent: Entry[Block] | None, tick: int, floor: float) -> None:
+        self.block = block
+        self.parent = parent
+        self.depth: int = parent.depth + 1 if parent else 0
+        self.uses = 1
+        """Requests that used the block since it came in, the first included."""
+        self.tick = tick
+        """When it was last used; moments are numbered by requests."""
+        self.floor = floor
+        """Rank of the last victim when this block was last used."""
+        self.children = 0
+        """Blocks of the tree that follow it, and holds on it."""
+        self.is_queued = False
+        self.is_admitted = True
+        self.is_sampled = False
+
+
+Rank = Callable[[Entry[Block]], tuple[float, ...]]
+
+
+def lru(entry: Entry[Block]) -> tuple[float, ...]:
+    """Least recently used first."""
+    return (entry.tick, -entry.depth)
+
+
+def lfu(entry: Entry[Block]) -> tuple[float, ...]:
+    """Least often used first, among equals the least recently used."""
+    return (entry.uses, entry.tick)
+
+
+def length_aware(entry: Entry[Block]) -> tuple[float, ...]:
+    """As LFU, but among equals the block that stands later in its request goes first.
+
+    The Mooncake report says no more than that; which way its tie-break goes is our reading.
+    """
+    return (entry.uses, -entry.depth, entry.tick)
+
+
+def greedy_dual(entry: Entry[Block]) -> tuple[float, ...]:
+    """Uses, counted from the rank of the last victim when the block was last used.
+
+    A block used n times outlives n - 1 generations of blocks used once, and then its past
+    counts no more. Source: Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-
+    Size-Frequency Caching Policy", HP Labs 1998, with equal sizes and costs.
+    """
+    return (entry.floor + entry.uses, entry.tick)
+
+
+def admitted_first(entry: Entry[Block]) -> tuple[float, ...]:
+    """Greedy dual among admitted conversations; all others go before them, oldest first."""
+    if entry.is_admitted:
+        return (entry.floor + entry.uses, entry.tick)
+    return (0.0, entry.tick)
+
+
+class Eviction(Generic[Block]):
+    """The order in which cached blocks go. Owned by one thread.
+
+    Use: `touch` what a request matched, then `insert` what it adds, parents first; when
+    there is no room, `victim`.
+    """
+
+    def __init__(self, rank: Rank[Block], admission: Admission[Block] | None = None) -> None:
+        self._rank = rank
+        self._admission = admission
+        self._entries: dict[Block, Entry[Block]] = {}
+        self._heap: list[tuple[tuple[float, ...], int, Entry[Block]]] = []
+        self._tick = 0
+        self._pushes = 0
+        self._floor = 0.0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, block: Block) -> bool:
+        return block in self._entries
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._entries)
+
+    def touch(self, chain: Sequence[Block]) -> None:
+        """Note that a new request uses `chain`, all of them present.
+
+        Call it once for a request, before its inserts, even if nothing matched.
+        """
+        self._tick += 1
+        tick, floor, entries = self._tick, self._floor, self._entries
+        if self._admission is not None:
+            self._admit(chain, self._admission)
+        for block in chain:
+            entry = entries[block]
+            entry.uses += 1
+            entry.tick = tick
+            entry.floor = floor
+
+    def insert(self, block: Block, parent: Block | None) -> None:
+        """Add `block`, absent so far, after `parent`, which is present or None.
+
+        Raises:
+            KeyError: the parent is absent. Nothing has changed.
+        """
+        above = None if parent is None else self._entries[parent]
+        entry = Entry(block, above, self._tick, self._floor)
+        self._entries[block] = entry
+        if self._admission is not None:
+            self._draw(entry, self._admission)
+        if above is not None:
+            above.children += 1
+        self._queue(entry)
+
+    def hold(self, block: Block) -> None:
+        """Keep `block`, and with it all before it, until `release`. Counts."""
+        self._entries[block].children += 1
+
+    def release(self, block: Block) -> None:
+        """Undo one `hold`."""
+        self._drop_child(self._entries[block])
+
+    def is_leaf(self, block: Block) -> bool:
+        """Return whether nothing follows or holds `block`: it may be removed."""
+        return self._entries[block].children == 0
+
+    def subtree(self, block: Block) -> list[Block]:
+        """Return `block` and all after it, deepest first. Looks at every block: for repairs."""
+        top = self._entries[block]
+        found = []
+        for entry in self._entries.values():
+            at: Entry[Block] | None = entry
+            while at is not None and at is not top and at.depth > top.depth:
+                at = at.parent
+            if at is top:
+                found.append(entry)
+        found.sort(key=lambda entry: -entry.depth)
+        return [entry.block for entry in found]
+
+    def uses(self, block: Block) -> int:
+        """Return how many requests used `block` since it came in."""
+        return self._entries[block].uses
+
+    def remove(self, block: Block) -> None:
+        """Forget a leaf.
+
+        Raises:
+            ValueError: a block follows or holds it. Nothing has changed.
+        """
+        entry = self._entries[block]
+        if entry.children:
+            raise ValueError("only a leaf can be removed")
+        self._forget(entry)
+
+    def victim(self) -> Block:
+        """Forget the leaf of the lowest rank and return it.
+
+        Raises:
+            CapacityError: every block is held, itself or by one after it.
+        """
+        heap = self._heap
+        while heap:
+            rank, _, entry = heap[0]
+            if entry.children or self._entries.get(entry.block) is not entry:
+                heapq.heappop(heap)
+                entry.is_queued = False
+            elif (risen := self._rank(entry)) != rank:
+                self._pushes += 1
+                heapq.heapreplace(heap, (risen, self._pushes, entry))
+            else:
+                heapq.heappop(heap)
+                # Ranks of blocks never admitted lie below the floor and do not move it.
+                self._floor = max(self._floor, rank[0])
+                if entry.is_sampled and self._admission is not None:
+                    self._admission.remember(entry.block, entry.tick, len(self._entries))
+                self._forget(entry)
+                return entry.block
+        raise CapacityError("every block is held")
+
+    def check(self) -> None:
+        """Assert that kept blocks imply those before them, and that every leaf is queued."""
+        children = dict.fromkeys(self._entries, 0)
+        for entry in self._entries.values():
+            if entry.parent is not None:
+                assert self._entries[entry.parent.block] is entry.parent, "a block outlived its parent"
+                children[entry.parent.block] += 1
+        queued = {id(entry) for _, _, entry in self._heap}
+        assert len(queued) == len(self._heap), "a block is queued twice"
+        for block, entry in self._entries.items():
+            assert entry.children >= children[block], "a child is not counted"
+            assert entry.children or id(entry) in queued, "a leaf cannot be evicted"
+
+    def _admit(self, chain: Sequence[Block], admission: Admission[Block]) -> None:
+        """A conversation that came back is kept, whatever was drawn for it."""
+        admission.request(len(self._entries))
+        admission.count(len(chain))
+        for block in chain:
+            entry = self._entries[block]
+            entry.is_admitted = True
+            if entry.is_sampled:
+                admission.returned(self._tick - entry.tick)
+
+    def _draw(self, entry: Entry[Block], admission: Admission[Block]) -> None:
+        admission.count(1)
+        above = entry.parent
+        if above is None or above.children >= BRANCHES_OF_A_SHARED_HEAD:
+            entry.is_admitted, entry.is_sampled = admission.draw()
+        else:
+            entry.is_admitted, entry.is_sampled = above.is_admitted, above.is_sampled
+        if admission.recall(entry.block, self._tick):
+            entry.is_sampled = True
+
+    def _queue(self, entry: Entry[Block]) -> None:
+        if not entry.is_queued:
+            entry.is_queued = True
+            self._pushes += 1
+            heapq.heappush(self._heap, (self._rank(entry), self._pushes, entry))
+            if len(self._heap) > 2 * len(self._entries) + 64:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Drop what `remove` left in the heap, so that it stays as small as the tree."""
+        self._heap = [item for item in self._heap if self._entries.get(item[2].block) is item[2]]
+        heapq.heapify(self._heap)
+
+    def _drop_child(self, entry: Entry[Block]) -> None:
+        entry.children -= 1
+        if not entry.children:
+            self._queue(entry)
+
+    def _forget(self, entry: Entry[Block]) -> None:
+        del self._entries[entry.block]
+        if entry.parent is not None:
+            self._drop_child(entry.parent)
+
+
+BY_NAME: dict[str, Callable[[], Eviction[Any]]] = {
+    "lru": lambda: Eviction(lru),
+    "lfu": lambda: Eviction(lfu),
+    "length_aware": lambda: Eviction(length_aware),
+    "greedy_dual": lambda: Eviction(greedy_dual),
+    "admission": lambda: Eviction(admitted_first, Admission()),
+}

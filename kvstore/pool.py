@@ -1,0 +1,450 @@
+"""Host memory as a pool of equal blocks: who may touch which bytes, and until when.
+
+Pure: no I/O; the clock is handed in. Every block of memory is in exactly one place:
+
+    free        no content                              -> the next put takes it
+    in transfer bytes are on their way in (put), or on their way down to disk (leaving)
+    cached      content named by a hash, nobody reads it -> may be evicted, leaves first
+    held        content named by a hash, leased or pinned -> is not touched
+
+`check()` asserts this partition; `accounts()` is the same as four numbers.
+
+A put has two phases. `reserve` sets blocks aside for what is missing of a chain, the
+bytes arrive, `commit` names them with their checksums. Nothing uncommitted is ever found.
+A block that is here, or on its way in, is not reserved again: it costs no bytes.
+
+Leases and puts run out by our clock, but the pool frees nothing by itself: `expired` says
+what is due, and whoever let a peer touch the bytes revokes that first, then calls `end`.
+
+Tenants have chains of their own, because a tenant's salt is in the root of its hashes. So
+each tenant has its own tree of blocks, a tenant at its quota evicts its own blocks, and
+room for others is taken from the tenant that fills most of its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from base.block_hash import BlockHash
+from base.clock import Clock
+from base.errors import CapacityError, LeaseExpiredError, ProtocolError
+from kvstore.eviction import Eviction
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """When a pool makes room, and for whom."""
+
+    high_watermark: float = 0.95
+    """Of blocks in use; above it, `leave` makes room before a put has to."""
+    low_watermark: float = 0.90
+    tenant_quota: float = 1.0
+    """Of all blocks, for each tenant."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.low_watermark <= self.high_watermark <= 1.0:
+            raise ValueError("low_watermark: above 0 and not above high_watermark, which is at most 1")
+        if not 0.0 < self.tenant_quota <= 1.0:
+            raise ValueError("tenant_quota: above 0 and at most 1")
+
+
+@dataclass(slots=True)
+class Record:
+    """A committed block. Only the pool changes it."""
+
+    block_hash: BlockHash
+    block_id: int
+    checksum: int
+    tenant: str
+    holders: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Blocks set aside for a chain; `missing` are indexes in it, in order."""
+
+    put_id: int
+    chain: tuple[BlockHash, ...]
+    missing: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    tenant: str
+    expires_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A promise not to evict a chain's leading blocks before a moment, or until `end`."""
+
+    lease_id: int
+    records: tuple[Record, ...]
+    expires_at_s: float
+    """Infinity: a hard pin."""
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        return tuple(record.block_id for record in self.records)
+
+    @property
+    def checksums(self) -> tuple[int, ...]:
+        return tuple(record.checksum for record in self.records)
+
+
+@dataclass(frozen=True, slots=True)
+class Accounts:
+    """How many blocks are in each place; the first four add up to `total`."""
+
+    free: int
+    in_transfer: int
+    cached: int
+    held: int
+    total: int
+
+
+@dataclass(slots=True)
+class _Tenant:
+    tree: Eviction[BlockHash]
+    num_blocks: int = 0
+    """Committed and reserved ones."""
+
+
+@dataclass(slots=True)
+class _Books:
+    """What is lent out, by id."""
+
+    puts: dict[int, Put] = field(default_factory=dict)
+    leases: dict[int, Lease] = field(default_factory=dict)
+    arriving: dict[BlockHash, int] = field(default_factory=dict)
+    leaving: dict[int, Record] = field(default_factory=dict)
+    last_id: int = 0
+
+    def draw(self) -> int:
+        self.last_id += 1
+        return self.last_id
+
+
+class HostPool:
+    """Owns the block ids of one host's memory. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        make_eviction: Callable[[], Eviction[BlockHash]],
+        clock: Clock,
+        limits: PoolLimits | None = None,
+    ) -> None:
+        if num_blocks < 1:
+            raise ValueError("a pool has at least one block")
+        self.num_blocks = num_blocks
+        self._limits = limits or PoolLimits()
+        self._clock = clock
+        self._make_eviction = make_eviction
+        self._free = list(range(num_blocks))[::-1]
+        self._records: dict[BlockHash, Record] = {}
+        self._tenants: dict[str, _Tenant] = {}
+        self._books = _Books()
+        self._num_held = 0
+        self.evicted: list[BlockHash] = []
+        """Names forgotten to make room since the owner last emptied this list."""
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._records
+
+    @property
+    def hashes(self) -> list[BlockHash]:
+        """Return what is committed, parents before children."""
+        return list(self._records)
+
+    def match(self, chain: Sequence[BlockHash]) -> int:
+        """Return how many leading blocks of `chain` are committed."""
+        for count, block_hash in enumerate(chain):
+            if block_hash not in self._records:
+                return count
+        return len(chain)
+
+    def checksum(self, block_hash: BlockHash) -> int:
+        """Return the checksum a committed block was stored with."""
+        return self._records[block_hash].checksum
+
+    def block_id(self, block_hash: BlockHash) -> int:
+        """Return where a committed block is."""
+        return self._records[block_hash].block_id
+
+    def uses(self, block_hash: BlockHash) -> int:
+        """Return how many requests used a committed block since it came in."""
+        record = self._records[block_hash]
+        return self._tenants[record.tenant].tree.uses(block_hash)
+
+    # --- writing ------------------------------------------------------------------------
+
+    def reserve(self, chain: Sequence[BlockHash], tenant: str, lease_s: float) -> Put:
+        """Set blocks aside for what is missing of `chain`, as far as there is room.
+
+        What does not fit is left out from the tail, because a tail without its head is
+        useless. An empty `missing` means there is nothing to write.
+        """
+        payer = self._payer(chain, tenant)
+        matched = self.match(chain)
+        account = self._account(payer)
+        account.tree.touch(chain[:matched])
+        hold = chain[matched - 1] if matched else None
+        if hold is not None:
+            account.tree.hold(hold)
+        missing: list[int] = []
+        block_ids: list[int] = []
+        try:
+            for index in range(matched, len(chain)):
+                if chain[index] not in self._books.arriving:
+                    block_ids.append(self._take(payer))
+                    missing.append(index)
+        except CapacityError:
+            pass  # the head that fits is worth having
+        finally:
+            if hold is not None:
+                account.tree.release(hold)
+        put = Put(
+            self._books.draw(),
+            tuple(chain),
+            tuple(missing),
+            tuple(block_ids),
+            payer,
+            self._clock.now_s() + lease_s,
+        )
+        self._books.puts[put.put_id] = put
+        for index in missing:
+            self._books.arriving[chain[index]] = put.put_id
+        return put
+
+    def commit(self, put_id: int, checksums: Sequence[int | None]) -> list[BlockHash]:
+        """Name a put's blocks, whose bytes have arrived; return the names stored.
+
+        A None among the checksums is a block whose bytes did not come. It is not stored,
+        nor is a block whose parent is not there: nobody could find it.
+
+        Raises:
+            LeaseExpiredError: no such put: it ended, or ran out.
+            ProtocolError: not one checksum for each block. The put stays.
+        """
+        put = self._require_put(put_id)
+        if len(checksums) != len(put.missing):
+            raise ProtocolError(f"{len(checksums)} checksums for {len(put.missing)} blocks")
+        self._forget_put(put)
+        account = self._tenants[put.tenant]
+        stored = []
+        for index, block_id, checksum in zip(put.missing, put.block_ids, checksums, strict=True):
+            block_hash, parent = put.chain[index], put.chain[index - 1] if index else None
+            if checksum is None or (parent is not None and parent not in account.tree):
+                self._give_back(put.tenant, block_id)
+                continue
+            account.tree.insert(block_hash, parent)
+            self._records[block_hash] = Record(block_hash, block_id, checksum, put.tenant)
+            stored.append(block_hash)
+        return stored
+
+    def abort(self, put_id: int) -> None:
+        """End a put that will not be committed; its blocks are free. Twice is once."""
+        if (put := self._books.puts.get(put_id)) is not None:
+            self._forget_put(put)
+            for block_id in put.block_ids:
+                self._give_back(put.tenant, block_id)
+
+    # --- reading ------------------------------------------------------------------------
+
+    def lease(self, chain: Sequence[BlockHash], lease_s: float) -> Lease:
+        """Hold the leading blocks of `chain` that are here, for `lease_s` at most.
+
+        `math.inf` is a hard pin, any other time a soft one; a lease of nothing is empty.
+        """
+        records = tuple(self._records[block_hash] for block_hash in chain[: self.match(chain)])
+        if records:
+            tree = self._tenants[records[0].tenant].tree
+            tree.touch([record.block_hash for record in records])
+            tree.hold(records[-1].block_hash)
+        for record in records:
+            record.holders += 1
+            self._num_held += record.holders == 1
+        lease = Lease(self._books.draw(), records, self._clock.now_s() + lease_s)
+        self._books.leases[lease.lease_id] = lease
+        return lease
+
+    def renew(self, lease_id: int, lease_s: float) -> None:
+        """Let a lease run anew from this moment.
+
+        Raises:
+            LeaseExpiredError: it ended.
+        """
+        old = self._books.leases.get(lease_id)
+        if old is None:
+            raise LeaseExpiredError(f"lease {lease_id} has ended")
+        self._books.leases[lease_id] = Lease(lease_id, old.records, self._clock.now_s() + lease_s)
+
+    def end(self, lease_id: int) -> None:
+        """End a lease. Twice is once."""
+        lease = self._books.leases.pop(lease_id, None)
+        if lease is None or not lease.records:
+            return
+        for record in lease.records:
+            record.holders -= 1
+            self._num_held -= record.holders == 0
+        last = lease.records[-1]
+        self._tenants[last.tenant].tree.release(last.block_hash)
+
+    def expired(self) -> tuple[list[int], list[int]]:
+        """Return the ids of (puts, leases) that ran out. They hold until ended."""
+        now_s = self._clock.now_s()
+        puts = [put.put_id for put in self._books.puts.values() if put.expires_at_s <= now_s]
+        leases = [lease.lease_id for lease in self._books.leases.values() if lease.expires_at_s <= now_s]
+        return puts, leases
+
+    # --- making room --------------------------------------------------------------------
+
+    def delete(self, chain: Sequence[BlockHash]) -> list[BlockHash]:
+        """Forget `chain` from its tail, as far as nothing else needs it; return the names.
+
+        A block that is held, or that another chain goes through, ends the walk.
+        """
+        gone: list[BlockHash] = []
+        for block_hash in reversed(chain[: self.match(chain)]):
+            record = self._records[block_hash]
+            if not self._tenants[record.tenant].tree.is_leaf(block_hash):
+                break
+            self._remove(record)
+            gone.append(block_hash)
+        return gone
+
+    def discard(self, block_hash: BlockHash) -> list[BlockHash]:
+        """Forget a damaged block and all after it, deepest first; return the names.
+
+        What is held stays, with all before it: try again when it is not.
+        """
+        gone: list[BlockHash] = []
+        record = self._records.get(block_hash)
+        if record is not None:
+            tree = self._tenants[record.tenant].tree
+            for name in tree.subtree(block_hash):
+                if tree.is_leaf(name):
+                    self._remove(self._records[name])
+                    gone.append(name)
+        return gone
+
+    def leave(self, most: int) -> list[Record]:
+        """Above the high watermark, take up to `most` blocks out until the low one.
+
+        They are found no more; their bytes stay until `left`, so that they can be written
+        to disk first.
+        """
+        in_use = self.num_blocks - len(self._free) - len(self._books.leaving)
+        if in_use <= self._limits.high_watermark * self.num_blocks:
+            return []
+        surplus = in_use - int(self._limits.low_watermark * self.num_blocks)
+        records: list[Record] = []
+        try:
+            while len(records) < min(most, surplus):
+                records.append(self._evict(self._fullest_first()))
+                self._books.leaving[records[-1].block_id] = records[-1]
+        except CapacityError:
+            pass  # all that is left is held
+        return records
+
+    def left(self, record: Record) -> None:
+        """Free the bytes of a block that `leave` took out. Twice is once."""
+        if self._books.leaving.pop(record.block_id, None) is not None:
+            self._give_back(record.tenant, record.block_id)
+
+    # --- accounting ---------------------------------------------------------------------
+
+    def accounts(self) -> Accounts:
+        """Return where all blocks are."""
+        return Accounts(
+            free=len(self._free),
+            in_transfer=len(self._books.arriving) + len(self._books.leaving),
+            cached=len(self._records) - self._num_held,
+            held=self._num_held,
+            total=self.num_blocks,
+        )
+
+    def is_balanced(self) -> bool:
+        """Return whether every block is accounted for; cheap enough for every second."""
+        books = self.accounts()
+        return books.free + books.in_transfer + books.cached + books.held == books.total
+
+    def check(self) -> None:
+        """Assert the partition of the docstring, and that each hold has an owner."""
+        places = list(self._free) + [record.block_id for record in self._records.values()]
+        for put in self._books.puts.values():
+            places += put.block_ids
+        places += self._books.leaving
+        assert sorted(places) == list(range(self.num_blocks)), "a block is lost or in two places"
+        assert self.is_balanced()
+        holders = dict.fromkeys(self._records, 0)
+        for lease in self._books.leases.values():
+            for record in lease.records:
+                assert self._records[record.block_hash] is record, "a held block was evicted"
+                holders[record.block_hash] += 1
+        assert all(record.holders == holders[name] for name, record in self._records.items())
+        for account in self._tenants.values():
+            account.tree.check()
+        assert sum(account.num_blocks for account in self._tenants.values()) == len(places) - len(self._free)
+
+    # --- below --------------------------------------------------------------------------
+
+    def _payer(self, chain: Sequence[BlockHash], tenant: str) -> str:
+        """A chain has one payer, whoever put its first block: its tree must be whole."""
+        first = self._records.get(chain[0]) if chain else None
+        return first.tenant if first is not None else tenant
+
+    def _account(self, tenant: str) -> _Tenant:
+        if tenant not in self._tenants:
+            self._tenants[tenant] = _Tenant(self._make_eviction())
+        return self._tenants[tenant]
+
+    def _take(self, tenant: str) -> int:
+        account = self._account(tenant)
+        if account.num_blocks >= self._limits.tenant_quota * self.num_blocks:
+            self._drop([account])
+        elif not self._free:
+            self._drop(self._fullest_first())
+        account.num_blocks += 1
+        return self._free.pop()
+
+    def _drop(self, accounts: Sequence[_Tenant]) -> None:
+        record = self._evict(accounts)
+        self._give_back(record.tenant, record.block_id)
+
+    def _fullest_first(self) -> list[_Tenant]:
+        return sorted(self._tenants.values(), key=lambda account: len(account.tree), reverse=True)
+
+    def _evict(self, accounts: Sequence[_Tenant]) -> Record:
+        """Forget the first of the accounts' victims; CapacityError: all of theirs is held."""
+        for account in accounts:
+            try:
+                record = self._records[account.tree.victim()]
+            except CapacityError:
+                continue
+            self._unname(record)
+            self.evicted.append(record.block_hash)
+            return record
+        raise CapacityError("every block is held or on its way")
+
+    def _remove(self, record: Record) -> None:
+        self._tenants[record.tenant].tree.remove(record.block_hash)
+        self._unname(record)
+        self._give_back(record.tenant, record.block_id)
+
+    def _unname(self, record: Record) -> None:
+        del self._records[record.block_hash]
+
+    def _give_back(self, tenant: str, block_id: int) -> None:
+        self._free.append(block_id)
+        self._tenants[tenant].num_blocks -= 1
+
+    def _require_put(self, put_id: int) -> Put:
+        put = self._books.puts.get(put_id)
+        if put is None or put.expires_at_s <= self._clock.now_s():
+            raise LeaseExpiredError(f"put {put_id} has ended")
+        return put
+
+    def _forget_put(self, put: Put) -> None:
+        del self._books.puts[put.put_id]
+        for index in put.missing:
+            del self._books.arriving[put.chain[index]]

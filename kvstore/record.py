@@ -1,0 +1,63 @@
+"""The bytes in front of a block on disk: what it is, and how to tell that it is whole.
+
+    magic 8 | version 4 | header length 4 | block hash 16 | payload length 8 |
+    sequence 8 | xxh3-64 of the payload 8 | crc32 of all before 4 | zeros to 4096
+
+Pure. A header is believed only if every field is right; its payload only if the checksum
+is, and that is the checksum made where the KV was made. So a record needs no commit
+protocol on disk: whatever a crash, a full disk or a stray write leaves is either a whole
+record or no record.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+from base.block_hash import HASH_BYTES, BlockHash
+
+HEADER_BYTES = 4096
+"""One page: a payload after it can be read and written past the page cache."""
+MAGIC = b"CNDKVBLK"
+VERSION = 1
+_FIELDS = struct.Struct(f"<8sII{HASH_BYTES}sQQQ")
+_CRC = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """What a record says of itself."""
+
+    block_hash: BlockHash
+    length: int
+    """Bytes of payload."""
+    sequence: int
+    """Grows with each record written; of two with one hash the higher is the newer."""
+    checksum: int
+
+
+def encode_header(header: RecordHeader) -> bytes:
+    """Return the `HEADER_BYTES` in front of a payload."""
+    fields = _FIELDS.pack(
+        MAGIC,
+        VERSION,
+        HEADER_BYTES,
+        header.block_hash,
+        header.length,
+        header.sequence,
+        header.checksum,
+    )
+    return (fields + _CRC.pack(zlib.crc32(fields))).ljust(HEADER_BYTES, b"\0")
+
+
+def header_or_none(data: bytes | memoryview) -> RecordHeader | None:
+    """Return what `data` begins with; None: no record of ours, or a damaged one."""
+    fields = bytes(data[: _FIELDS.size])
+    tail = bytes(data[_FIELDS.size : _FIELDS.size + _CRC.size])
+    if len(tail) < _CRC.size or _CRC.unpack(tail)[0] != zlib.crc32(fields):
+        return None
+    magic, version, header_bytes, block_hash, length, sequence, checksum = _FIELDS.unpack(fields)
+    if magic != MAGIC or version != VERSION or header_bytes != HEADER_BYTES:
+        return None
+    return RecordHeader(BlockHash(block_hash), length, sequence, checksum)

@@ -1,0 +1,330 @@
+"""One host's part of the block cache: memory, disk below it, and who may touch the bytes.
+
+Owns the pool's segment, the disk tier and every grant on them. The pool decides; this file
+does what it decided: grants before bytes move, revokes before bytes are reused, reads and
+writes the disk, and tells the directory.
+
+A read of blocks that are on disk brings them up into memory first, one lift at a time:
+two readers of one chain read it from disk once. Above the pool's high watermark blocks
+are written to disk before they leave; a put that finds no room does not wait for that.
+
+`tick` is called once a second: it ends what ran out, makes room, and checks that every
+block is accounted for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from base.block_hash import BlockHash
+from base.checksum import checksum
+from base.errors import LeaseExpiredError
+from base.grants import Grant, Operation
+from base.logs import event
+from base.uninterrupted import uninterrupted
+from kvstore.directory import Directory
+from kvstore.disk import DiskTier
+from kvstore.pool import HostPool, Record
+from transfer.agent import TransferAgent
+from transfer.segment import Segment
+
+log = logging.getLogger(__name__)
+
+PUT_S = 30.0
+"""From reserve to commit. Longer than a transfer may take (20 s)."""
+LEASE_S = 30.0
+"""Of a read; the same reason. Mooncake's 10 s fail slow reads."""
+LEAVE_BLOCKS = 64
+"""Written to disk in one tick step at most, so that one step is short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Where the missing blocks of a chain may be written; `grant` has an offset for each."""
+
+    ticket: int
+    missing: tuple[int, ...]
+    grant: Grant | None
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """Where blocks of a chain may be read: an offset and a checksum for each from `first`."""
+
+    ticket: int
+    num_blocks: int
+    """Leading ones that are held, those before `first` included."""
+    grant: Grant | None
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """How many leading blocks of a chain are here, and how many of them in memory."""
+
+    num_blocks: int
+    num_in_memory: int
+
+
+class Store:
+    """Belongs to the event loop. `close` it before its agent."""
+
+    def __init__(
+        self,
+        agent: TransferAgent,
+        pool: HostPool,
+        block_bytes: int,
+        directory: Directory,
+        disk: DiskTier | None = None,
+    ) -> None:
+        """Allocate the pool's memory as a segment of `agent`; raises OSError if there is none."""
+        self.block_bytes = block_bytes
+        self.directory = directory
+        self._agent = agent
+        self._pool = pool
+        self._disk = disk
+        self._segment: Segment = agent.allocate(pool.num_blocks * block_bytes)
+        self._put_grants: dict[int, Grant] = {}
+        self._lease_grants: dict[int, Grant] = {}
+        self._lifting = asyncio.Lock()
+        self._leaving: set[BlockHash] = set()
+        self.num_damaged = 0
+        """Blocks in memory that were found not to be what was stored."""
+        directory.publish(disk.hashes if disk is not None else ())
+
+    @property
+    def pool(self) -> HostPool:
+        return self._pool
+
+    @property
+    def segment(self) -> Segment:
+        """The pool's memory: block i begins at i * block_bytes."""
+        return self._segment
+
+    @property
+    def disk(self) -> DiskTier | None:
+        return self._disk
+
+    def match(self, chain: Sequence[BlockHash]) -> Found:
+        """Return how much of `chain` is here; nothing is held or counted as used."""
+        in_memory = self._pool.match(chain)
+        on_disk = self._disk.match(chain[in_memory:]) if self._disk is not None else 0
+        return Found(in_memory + on_disk, in_memory)
+
+    # --- writing ------------------------------------------------------------------------
+
+    def reserve(self, chain: Sequence[BlockHash], tenant: str) -> Reserved:
+        """Set aside what is missing of `chain`, as far as there is room, for PUT_S.
+
+        Raises:
+            CapacityError: too many grants are live. Nothing was taken.
+        """
+        put = self._pool.reserve(chain, tenant, PUT_S)
+        self._tell_evicted()
+        if not put.missing:
+            self._pool.abort(put.put_id)
+            return Reserved(put.put_id, (), None)
+        try:
+            offsets = [block_id * self.block_bytes for block_id in put.block_ids]
+            grant = self._agent.grant(self._segment, offsets, self.block_bytes, Operation.WRITE, PUT_S)
+        except BaseException:
+            self._pool.abort(put.put_id)
+            raise
+        self._put_grants[put.put_id] = grant
+        return Reserved(put.put_id, put.missing, grant)
+
+    async def commit(self, ticket: int, checksums: Sequence[int]) -> int:
+        """End a put whose bytes have arrived; return how many blocks are stored.
+
+        Raises:
+            LeaseExpiredError, ProtocolError: as the pool's `commit`.
+        """
+        grant = self._put_grants.pop(ticket, None)
+        if grant is None:
+            raise LeaseExpiredError(f"put {ticket} has ended")
+        return await uninterrupted(self._commit(ticket, grant, checksums))
+
+    async def abort(self, ticket: int) -> None:
+        """End a put that will not be committed. Twice is once."""
+        if (grant := self._put_grants.pop(ticket, None)) is not None:
+            await uninterrupted(self._end_put(ticket, grant))
+
+    # --- reading ------------------------------------------------------------------------
+
+    async def lease(self, chain: Sequence[BlockHash], first: int) -> Leased:
+        """Hold the leading blocks of `chain` that are here, for LEASE_S, and let them be read.
+
+        Raises:
+            CapacityError: too many grants are live. Nothing is held.
+        """
+        if self.match(chain).num_blocks > self._pool.match(chain):
+            async with self._lifting:
+                await self._lift(chain)
+        lease = self._pool.lease(chain, LEASE_S)
+        block_ids = lease.block_ids[first:]
+        if not block_ids:
+            self._pool.end(lease.lease_id)
+            return Leased(lease.lease_id, len(lease.records), None, ())
+        try:
+            offsets = [block_id * self.block_bytes for block_id in block_ids]
+            grant = self._agent.grant(self._segment, offsets, self.block_bytes, Operation.READ, LEASE_S)
+        except BaseException:
+            self._pool.end(lease.lease_id)
+            raise
+        self._lease_grants[lease.lease_id] = grant
+        return Leased(lease.lease_id, len(lease.records), grant, lease.checksums[first:])
+
+    async def pin(self, chain: Sequence[BlockHash], seconds: float) -> Leased:
+        """Keep the leading blocks of `chain` in memory: for `seconds`, or (0) until `release`."""
+        async with self._lifting:
+            await self._lift(chain)
+        lease = self._pool.lease(chain, seconds if seconds > 0 else math.inf)
+        return Leased(lease.lease_id, len(lease.records), None, ())
+
+    async def release(self, ticket: int) -> None:
+        """End a lease or a pin. Twice is once."""
+        await uninterrupted(self._end_lease(ticket))
+
+    # --- forgetting ---------------------------------------------------------------------
+
+    def delete(self, chain: Sequence[BlockHash]) -> int:
+        """Forget `chain` from its tail, as far as nothing needs it; return the blocks gone."""
+        gone = self._pool.delete(chain)
+        if self._disk is not None:
+            for block_hash in reversed(chain):
+                if block_hash in self._pool:
+                    break
+                if block_hash in self._disk and self._disk.forget(block_hash):
+                    gone.append(block_hash)
+        self._withdraw(gone)
+        self._tell_evicted()
+        return len(set(gone))
+
+    async def report(self, block_hash: BlockHash) -> bool:
+        """Look at a block that a reader found damaged; return whether it was, and is gone."""
+        if block_hash not in self._pool:
+            return False
+        expected = self._pool.checksum(block_hash)
+        lease_view = self._view(self._pool.block_id(block_hash))
+        if checksum(lease_view) == expected:
+            return False
+        self.num_damaged += 1
+        gone = self._pool.discard(block_hash)
+        if self._disk is not None:
+            self._disk.forget(block_hash)
+        self._withdraw(gone)
+        event(log, "damaged block", level=logging.WARNING, forgotten=len(gone))
+        return True
+
+    # --- upkeep -------------------------------------------------------------------------
+
+    async def tick(self) -> None:
+        """End what ran out, make room, and check the accounts. Called once a second."""
+        puts, leases = self._pool.expired()
+        for put_id in puts:
+            await self.abort(put_id)
+        for lease_id in leases:
+            await self.release(lease_id)
+        if self._disk is not None:
+            while records := self._pool.leave(LEAVE_BLOCKS):
+                await uninterrupted(self._write_down(self._disk, records))
+        self._tell_evicted()
+        if not self._pool.is_balanced():
+            event(log, "blocks are unaccounted for", level=logging.ERROR, accounts=self._pool.accounts())
+
+    async def close(self) -> None:
+        """End every grant. What the disk holds stays."""
+        for ticket in list(self._put_grants):
+            await self.abort(ticket)
+        for ticket in list(self._lease_grants):
+            await self.release(ticket)
+        await self.directory.leave()
+
+    def check(self) -> None:
+        """Assert the accounts of both tiers, and that each grant has its blocks."""
+        self._pool.check()
+        if self._disk is not None:
+            self._disk.check()
+
+    # --- below --------------------------------------------------------------------------
+
+    def _view(self, block_id: int) -> memoryview:
+        return self._segment.memory[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]
+
+    async def _commit(self, ticket: int, grant: Grant, checksums: Sequence[int]) -> int:
+        # No byte may arrive after a block has a name.
+        await self._agent.revoke(grant)
+        try:
+            stored = self._pool.commit(ticket, checksums)
+        except BaseException:
+            self._pool.abort(ticket)
+            raise
+        self.directory.publish(stored)
+        return len(stored)
+
+    async def _end_put(self, ticket: int, grant: Grant) -> None:
+        await self._agent.revoke(grant)
+        self._pool.abort(ticket)
+
+    async def _end_lease(self, ticket: int) -> None:
+        if (grant := self._lease_grants.pop(ticket, None)) is not None:
+            await self._agent.revoke(grant)
+        self._pool.end(ticket)
+
+    async def _lift(self, chain: Sequence[BlockHash]) -> None:
+        """Bring the blocks of `chain` that are on disk into memory, as far as there is room."""
+        found = self.match(chain)
+        if self._disk is None or found.num_blocks == found.num_in_memory:
+            return
+        # Who paid for blocks that only the disk remembers is not known.
+        put = self._pool.reserve(chain[: found.num_blocks], "", PUT_S)
+        try:
+            sums = await uninterrupted(self._read_all(self._disk, put.chain, put.missing, put.block_ids))
+        except BaseException:
+            self._pool.abort(put.put_id)
+            raise
+        self._pool.commit(put.put_id, sums)
+        self._tell_evicted()
+
+    async def _read_all(
+        self, disk: DiskTier, chain: Sequence[BlockHash], indexes: Sequence[int], block_ids: Sequence[int]
+    ) -> list[int | None]:
+        async with asyncio.TaskGroup() as tasks:
+            reads = [
+                tasks.create_task(disk.read(chain[index], self._view(block_id)))
+                for index, block_id in zip(indexes, block_ids, strict=True)
+            ]
+        return [read.result() for read in reads]
+
+    async def _write_down(self, disk: DiskTier, records: Sequence[Record]) -> None:
+        self._leaving.update(record.block_hash for record in records)
+        async with asyncio.TaskGroup() as tasks:
+            for record in records:
+                tasks.create_task(disk.write(record.block_hash, self._view(record.block_id), record.checksum))
+        for record in records:
+            self._leaving.discard(record.block_hash)
+            self._pool.left(record)
+        self._withdraw(record.block_hash for record in records)
+
+    def _tell_evicted(self) -> None:
+        gone = self._pool.evicted
+        self._pool.evicted = []
+        if self._disk is not None:
+            gone += self._disk.evicted
+            self._disk.evicted = []
+        self._withdraw(gone)
+
+    def _withdraw(self, hashes: Iterable[BlockHash]) -> None:
+        self.directory.withdraw(
+            [
+                block_hash
+                for block_hash in hashes
+                if block_hash not in self._pool
+                and block_hash not in self._leaving
+                and (self._disk is None or block_hash not in self._disk)
+            ]
+        )

@@ -1,0 +1,130 @@
+"""The prefill role of a node: a prompt in, its KV in the reservation and a token out.
+
+For each `Prefill` the engine computes the sequence up to its first new token, matching
+what the node holds already, while the sender writes finished blocks. `Prefilled` is sent
+when the last write is acknowledged: from then on the decode node has all of it, and this
+node holds nothing but cached blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from base.clock import Clock
+from base.errors import DeadlineError, LostError
+from base.messages import FromNode, Prefill, Prefilled, PrefillTimes, Work
+from base.request import FinishReason, RequestId
+from base.request_tasks import RequestTasks
+from engine.loop import EngineLoop
+from engine.paged_cache import PagedCache
+from engine.sequence import Sequence
+from engine.step import SequenceOutput
+from prefill_node.sender import KvSender
+from transfer.agent import TransferAgent
+from transfer.segment import Segment
+
+
+class PrefillRole:
+    """Answers `Prefill` messages. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        engine: EngineLoop,
+        cache: PagedCache,
+        segment: Segment,
+        agent: TransferAgent,
+        group: asyncio.TaskGroup,
+        send: Callable[[FromNode], None],
+        clock: Clock,
+    ) -> None:
+        self._engine = engine
+        self._cache = cache
+        self._segment = segment
+        self._agent = agent
+        self._send = send
+        self._clock = clock
+        self._tasks = RequestTasks(group, send)
+
+    def prefill(self, message: Prefill) -> None:
+        self._tasks.start(message.work.request_id, self._prefill(message))
+
+    def release(self, request_id: RequestId) -> None:
+        self._tasks.end(request_id)
+
+    def release_all(self) -> None:
+        self._tasks.end_all()
+
+    async def idle(self) -> None:
+        """Return when no request is at work."""
+        await self._tasks.idle()
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._tasks)
+
+    async def _prefill(self, message: Prefill) -> None:
+        arrived_at_s = self._clock.now_s()
+        outputs: asyncio.Queue[SequenceOutput] = asyncio.Queue()
+        sequence = one_token_sequence(message.work, arrived_at_s)
+        sender = KvSender(self._agent, self._engine.pool, self._cache, self._segment, message)
+        try:
+            async with asyncio.timeout(message.work.deadline_s):
+                self._engine.add(sequence, outputs.put_nowait)
+                async with asyncio.TaskGroup() as writes:
+                    last = await self._compute(sequence, sender, outputs, writes)
+                    computed_at_s = self._clock.now_s()
+        except TimeoutError:
+            raise DeadlineError("the prefill did not end in time") from None
+        finally:
+            self._engine.release(sequence)
+        started_at_s = sequence.started_at_s or arrived_at_s
+        times = PrefillTimes(
+            queue_s=started_at_s - arrived_at_s,
+            compute_s=computed_at_s - started_at_s,
+            exposed_transfer_s=self._clock.now_s() - computed_at_s,
+        )
+        is_over = last.finish_reason is FinishReason.STOP
+        self._send(
+            Prefilled(
+                message.work.request_id,
+                last.tokens[0],
+                FinishReason.STOP if is_over else None,
+                sequence.num_matched_tokens,
+                sender.checksums,
+                times,
+            )
+        )
+
+    async def _compute(
+        self,
+        sequence: Sequence,
+        sender: KvSender,
+        outputs: asyncio.Queue[SequenceOutput],
+        writes: asyncio.TaskGroup,
+    ) -> SequenceOutput:
+        """Return the output with the first token; what each step finished is being written."""
+        while True:
+            output = await outputs.get()
+            if output.finish_reason is FinishReason.ERROR:
+                raise LostError("the step that computed this prompt failed; see the node's log")
+            sender.send_finished(writes, sequence, sequence.num_computed_tokens)
+            if output.tokens:
+                return output
+
+
+def one_token_sequence(work: Work, arrived_at_s: float) -> Sequence:
+    """Return the sequence that ends with the first new token of `work`."""
+    num_generated = len(work.token_ids) - work.num_prompt_tokens
+    return Sequence(
+        request_id=work.request_id,
+        token_ids=list(work.token_ids),
+        num_prompt_tokens=work.num_prompt_tokens,
+        chain_root=work.chain_root,
+        sampling=work.sampling,
+        stop=replace(work.stop, max_tokens=num_generated + 1),
+        num_logprobs=work.num_logprobs,
+        priority=work.priority,
+        arrived_at_s=arrived_at_s,
+    )

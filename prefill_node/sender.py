@@ -1,0 +1,83 @@
+"""Writes a sequence's finished blocks into the reservation on its decode node.
+
+A block is written as soon as its last token is computed, while later chunks compute;
+the last, partial block when the prompt is done. Its checksum is made here, where its KV
+was made. A block is held while it is read: preemption may take it from the sequence, and
+must not hand it to another before the write is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from base.checksum import checksum
+from base.errors import ProtocolError
+from base.messages import Prefill
+from engine.block_pool import BlockPool
+from engine.paged_cache import PagedCache
+from engine.sequence import Sequence
+from transfer.agent import TransferAgent
+from transfer.batch import TransferRequest
+from transfer.segment import Segment
+
+
+class KvSender:
+    """The hand-off of one sequence. Belongs to the event loop."""
+
+    def __init__(
+        self, agent: TransferAgent, pool: BlockPool, cache: PagedCache, segment: Segment, message: Prefill
+    ) -> None:
+        self._agent = agent
+        self._pool = pool
+        self._cache = cache
+        self._segment = segment
+        self._message = message
+        self._num_sent = message.first_block
+        self._checksums: dict[int, int] = {}
+
+    @property
+    def checksums(self) -> tuple[int, ...]:
+        """One for each block written, in the order of the sequence."""
+        return tuple(self._checksums[block] for block in sorted(self._checksums))
+
+    def send_finished(self, writes: asyncio.TaskGroup, sequence: Sequence, num_tokens: int) -> None:
+        """Start writing the blocks that `num_tokens` computed tokens have finished.
+
+        The last block counts as finished when all tokens of the work are computed.
+        """
+        layout = self._cache.layout
+        is_done = num_tokens >= len(self._message.work.token_ids)
+        num_finished = layout.num_blocks(num_tokens) if is_done else num_tokens // layout.block_size
+        if num_finished > self._num_sent:
+            first, self._num_sent = self._num_sent, num_finished
+            block_ids = sequence.block_table[first:num_finished]
+            self._pool.hold(block_ids)
+            writes.create_task(self._write(first, block_ids))
+
+    async def _write(self, first: int, block_ids: list[int]) -> None:
+        layout = self._cache.layout
+        try:
+            sums = await asyncio.to_thread(self._sums, block_ids)
+            self._checksums.update(enumerate(sums, first))
+            grant = self._message.grant
+            if grant is None:
+                raise ProtocolError("blocks are to be written, and no grant was given")
+            await self._agent.write(
+                self._message.target,
+                grant,
+                [
+                    TransferRequest(
+                        segment=self._segment,
+                        source_offset=layout.offset(block_id),
+                        target_offset=grant.offsets[block - self._message.first_block],
+                        length=layout.block_bytes,
+                    )
+                    for block, block_id in enumerate(block_ids, first)
+                ],
+                deadline_s=self._message.work.deadline_s,
+            )
+        finally:
+            self._pool.release(block_ids)
+
+    def _sums(self, block_ids: list[int]) -> list[int]:
+        return [checksum(self._cache.block_bytes_view(block_id)) for block_id in block_ids]

@@ -1,0 +1,84 @@
+"""Process configuration: read back as it was written, and refused by file and key."""
+
+import json
+
+import pytest
+
+from base.config import (
+    ClusterConfig,
+    ConductorProcess,
+    EngineConfig,
+    NodeProcess,
+    PoolConfig,
+    ServerConfig,
+    SloConfig,
+    TransferConfig,
+    process_config_json,
+    read_process_config,
+)
+from base.errors import ConfigError
+
+NODE = NodeProcess(
+    node_id="p0",
+    roles=("prefill", "decode"),
+    model_path="/models/m",
+    model_id="m",
+    conductor_address="127.0.0.1:50051",
+    engine=EngineConfig(chunk_tokens=256),
+    transfer=TransferConfig(transports=("tcp",)),
+)
+CONDUCTOR = ConductorProcess("/models/m", "m", "m", 64, "cpu-smollm2", ServerConfig(http_port=0), SloConfig())
+
+
+@pytest.mark.parametrize("config", [NODE, CONDUCTOR])
+def test_a_process_reads_what_it_was_given(tmp_path, config):
+    file = tmp_path / "process.json"
+    file.write_text(process_config_json(config))
+    assert read_process_config(file, type(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"epoch": 1}, "epoch: unknown key"),
+        ({"engine": {"chunks": 1}}, "engine.chunks: unknown key"),
+        ({"engine": {"chunk_tokens": 1}}, "chunk_tokens: at least 16"),
+        ({"engine": {"chunk_tokens": "many"}}, "engine.chunk_tokens: int is wanted, not str"),
+        ({"engine": []}, "engine.: a table is wanted"),
+        ({"roles": "prefill"}, "roles: a list is wanted"),
+        ({"transfer": {"transports": ["pigeon"]}}, "'pigeon' is not one of shm"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_file_and_key(tmp_path, change, complaint):
+    file = tmp_path / "node.json"
+    file.write_text(json.dumps(json.loads(process_config_json(NODE)) | change))
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        read_process_config(file, NodeProcess)
+    assert str(file) in str(caught.value)
+
+
+def test_a_missing_key_is_named(tmp_path):
+    file = tmp_path / "node.json"
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="node_id"):
+        read_process_config(file, NodeProcess)
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]"])
+def test_a_file_that_is_missing_or_no_table_is_refused(tmp_path, content):
+    file = tmp_path / "node.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=r"node\.json"):
+        read_process_config(file, NodeProcess)
+
+
+def test_binding_beyond_loopback_must_be_asked_for():
+    with pytest.raises(ValueError, match="insecure"):
+        ServerConfig(host="0.0.0.0")
+    assert ServerConfig(host="0.0.0.0", insecure=True).host == "0.0.0.0"
+
+
+def test_pools_must_agree_on_the_block_size():
+    with pytest.raises(ValueError, match=r"decode\.engine\.block_size"):
+        ClusterConfig(decode=PoolConfig(engine=EngineConfig(block_size=32)))

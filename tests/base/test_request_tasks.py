@@ -1,0 +1,96 @@
+"""Every request that a node takes on ends with an answer or with its own cancellation."""
+
+import asyncio
+
+import pytest
+
+from base.errors import CapacityError, ChecksumError
+from base.messages import Failed
+from base.request_tasks import RequestTasks, first_serve_error
+
+
+class Held:
+    """Something a request holds; `free` says whether it was given back."""
+
+    def __init__(self):
+        self.free = False
+
+    async def until(self, event):
+        try:
+            await event.wait()
+        finally:
+            self.free = True
+
+
+async def test_an_expected_failure_is_answered_by_its_name():
+    sent = []
+
+    async def fail():
+        raise CapacityError("no blocks")
+
+    async with asyncio.TaskGroup() as group:
+        RequestTasks(group, sent.append).start("r", fail())
+    assert sent == [Failed("r", "CapacityError", "no blocks")]
+
+
+async def test_a_bug_is_answered_and_does_not_end_the_node():
+    sent = []
+
+    async def break_():
+        raise KeyError("oops")
+
+    async with asyncio.TaskGroup() as group:
+        tasks = RequestTasks(group, sent.append)
+        tasks.start("r", break_())
+        await tasks.idle()
+    assert [(item.request_id, item.reason) for item in sent] == [("r", "LostError")]
+    assert "oops" not in sent[0].message
+
+
+async def test_ending_a_request_gives_back_what_it_holds_and_answers_nothing():
+    sent, held = [], Held()
+    async with asyncio.TaskGroup() as group:
+        tasks = RequestTasks(group, sent.append)
+        tasks.start("r", held.until(asyncio.Event()))
+        await asyncio.sleep(0)
+        tasks.end("r")
+        tasks.end("r")
+        await tasks.idle()
+        assert len(tasks) == 0
+    assert held.free
+    assert sent == []
+
+
+async def test_ending_all_requests_leaves_none():
+    held = [Held() for _ in range(5)]
+    async with asyncio.TaskGroup() as group:
+        tasks = RequestTasks(group, lambda item: None)
+        for number, item in enumerate(held):
+            tasks.start(str(number), item.until(asyncio.Event()))
+        await asyncio.sleep(0)
+        tasks.end_all()
+        await tasks.idle()
+    assert all(item.free for item in held)
+
+
+async def test_a_request_id_at_work_is_refused_and_the_first_goes_on():
+    sent, held, go = [], Held(), asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        tasks = RequestTasks(group, sent.append)
+        tasks.start("r", held.until(go))
+        tasks.start("r", held.until(go))
+        assert [item.reason for item in sent] == ["ProtocolError"]
+        await asyncio.sleep(0)
+        assert not held.free
+        go.set()
+
+
+def test_the_expected_error_is_found_inside_groups():
+    error = ChecksumError("x")
+    assert first_serve_error(ExceptionGroup("", [ValueError(), ExceptionGroup("", [error])])) is error
+    assert first_serve_error(ExceptionGroup("", [ValueError()])) is None
+
+
+@pytest.mark.parametrize("error", [ValueError(), ExceptionGroup("", [OSError()])])
+def test_other_errors_are_not_expected(error):
+    assert first_serve_error(error) is None

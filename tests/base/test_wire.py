@@ -1,0 +1,164 @@
+"""Every value survives the wire, and what no value could hold is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from base.block_hash import BlockHash
+from base.errors import ProtocolError
+from base.grants import Endpoint, Grant, Operation, PeerDescriptor
+from base.messages import (
+    Failed,
+    Heartbeat,
+    KvEvents,
+    Lease,
+    NodeInfo,
+    Prefill,
+    Prefilled,
+    PrefillTimes,
+    Release,
+    Reserve,
+    Reserved,
+    Start,
+    Tokens,
+    Work,
+)
+from base.request import FinishReason, Role, SampledToken, SamplingParams, StopParams, TokenLogprobs
+from base.wire import (
+    from_node,
+    from_node_from,
+    heartbeat_from,
+    kv_events_from,
+    lease_from,
+    lease_to,
+    register,
+    register_from,
+    to_node,
+    to_node_from,
+)
+from protos import nodes_pb2 as pb
+
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+REALS = st.floats(allow_nan=False, allow_infinity=False)
+HASHES = st.binary(min_size=16, max_size=16).map(BlockHash)
+PEERS = st.builds(
+    PeerDescriptor, st.text(), U64, st.lists(st.builds(Endpoint, st.text(), st.text())).map(tuple)
+)
+GRANTS = st.builds(
+    Grant, U64, U64, st.sampled_from(Operation), st.lists(U64, max_size=5).map(tuple), U64, REALS
+)
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=REALS,
+    top_k=U32,
+    top_p=REALS,
+    min_p=REALS,
+    repetition_penalty=REALS,
+    presence_penalty=REALS,
+    frequency_penalty=REALS,
+    seed=U64,
+    logit_bias=st.lists(st.tuples(U32, REALS), max_size=3).map(tuple),
+)
+STOPS = st.builds(StopParams, st.integers(1, 2**31), U32, st.lists(U32, max_size=3).map(tuple))
+TOKEN_IDS = st.lists(U32, min_size=3, max_size=20).map(tuple)
+WORK = st.builds(
+    Work,
+    request_id=st.text(),
+    token_ids=TOKEN_IDS,
+    num_prompt_tokens=st.integers(1, 3),
+    chain_root=HASHES,
+    sampling=SAMPLING,
+    stop=STOPS,
+    num_logprobs=st.none() | st.integers(0, 20),
+    priority=st.integers(-5, 5),
+    deadline_s=REALS,
+)
+LOGPROBS = st.builds(TokenLogprobs, REALS, st.lists(st.tuples(U32, REALS), max_size=3).map(tuple))
+TOKENS = st.builds(SampledToken, U32, st.none() | LOGPROBS)
+REASONS = st.none() | st.sampled_from(FinishReason)
+SUMS = st.lists(U64, max_size=4).map(tuple)
+
+
+@given(
+    st.one_of(
+        st.builds(Reserve, WORK),
+        st.builds(Prefill, WORK, PEERS, st.none() | GRANTS, U32),
+        st.builds(Start, st.text(), U32, SUMS),
+        st.builds(Release, st.text()),
+    )
+)
+def test_a_message_to_a_node_arrives_as_it_was_sent(item):
+    packed = to_node([item]).SerializeToString()
+    assert to_node_from(pb.ConductorMessage.FromString(packed)) == [item]
+
+
+@given(
+    st.one_of(
+        st.builds(Reserved, st.text(), U32, st.none() | GRANTS),
+        st.builds(
+            Prefilled, st.text(), TOKENS, REASONS, U32, SUMS, st.builds(PrefillTimes, REALS, REALS, REALS)
+        ),
+        st.builds(Tokens, st.text(), st.lists(TOKENS, max_size=4).map(tuple), REASONS),
+        st.builds(Failed, st.text(), st.text(), st.text()),
+    ),
+    st.builds(Heartbeat, U64, U32, U32, U32, U32, U64, U64, st.booleans()),
+    st.builds(KvEvents, U64, st.booleans(), st.lists(HASHES).map(tuple), st.lists(HASHES).map(tuple)),
+)
+def test_a_message_from_a_node_arrives_as_it_was_sent(item, heartbeat, events):
+    message = pb.NodeMessage.FromString(from_node([item], heartbeat, events).SerializeToString())
+    assert from_node_from(message) == [item]
+    assert heartbeat_from(message) == heartbeat
+    assert kv_events_from(message) == events
+
+
+@given(PEERS, st.sets(st.sampled_from(Role)))
+def test_a_registration_arrives_as_it_was_sent(peer, roles):
+    node = NodeInfo("n0", 7, frozenset(roles), "model", "layout", 4096, 100, 64, peer, "host")
+    assert register_from(pb.NodeMessage.FromString(register(node).SerializeToString())) == node
+
+
+def test_a_lease_arrives_as_it_was_sent():
+    assert lease_from(lease_to(Lease(10.0, 2.0, 3))) == Lease(10.0, 2.0, 3)
+
+
+def test_failures_come_after_the_tokens_of_the_same_message():
+    items = [Failed("r", "LostError", "x"), Tokens("r", (SampledToken(1),), None)]
+    assert from_node_from(from_node(items)) == items[::-1]
+
+
+def work_message(**change):
+    work = {
+        "token_ids": [1, 2],
+        "num_prompt_tokens": 2,
+        "chain_root": bytes(16),
+        "stop": pb.StopParams(max_tokens=1),
+    }
+    return pb.ConductorMessage(reserve=[pb.Reserve(work=pb.Work(**work | change))])
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (work_message(chain_root=bytes(15)), "chain_root"),
+        (work_message(num_prompt_tokens=3), "num_prompt_tokens"),
+        (work_message(num_prompt_tokens=0), "num_prompt_tokens"),
+        (work_message(stop=pb.StopParams()), "max_tokens"),
+    ],
+)
+def test_work_that_cannot_be_is_refused_by_field(message, field):
+    with pytest.raises(ProtocolError, match=field):
+        to_node_from(message)
+
+
+def test_what_a_node_cannot_say_is_refused_by_field():
+    with pytest.raises(ProtocolError, match="Register"):
+        register_from(pb.NodeMessage())
+    with pytest.raises(ProtocolError, match=r"register\.roles"):
+        register_from(pb.NodeMessage(register=pb.Register(node_id="n", roles=["cook"])))
+    with pytest.raises(ProtocolError, match="finish_reason"):
+        from_node_from(pb.NodeMessage(tokens=[pb.Tokens(finish_reason="bored")]))
+    with pytest.raises(ProtocolError, match="kv_events"):
+        kv_events_from(pb.NodeMessage(kv_events=pb.KvEvents(stored=[b"short"])))
+    with pytest.raises(ProtocolError, match="Registered"):
+        lease_from(pb.ConductorMessage())

@@ -1,0 +1,234 @@
+"""The load generator, against a server of known behaviour."""
+
+import asyncio
+import gzip
+import json
+import random
+import statistics
+from contextlib import asynccontextmanager
+from itertools import islice, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.load import LoadRun, run_load
+from bench.load_command import main
+from bench.load_report import Goodput, parse_goodput, report, table
+from bench.sse_client import Outcome, Server, complete
+from bench.workload import LoadRequest, gamma_arrivals, synthetic_load, trace_load
+from conductor.replay.trace import read_trace
+
+# --- workloads ---
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_arrivals_have_the_rate_and_the_burstiness_asked_for(burstiness):
+    times = list(islice(gamma_arrivals(5.0, burstiness, random.Random(1)), 20_001))
+    gaps = [later - sooner for sooner, later in pairwise(times)]
+    assert statistics.fmean(gaps) == pytest.approx(0.2, rel=0.05)
+    # of a gamma distribution the squared deviation over the squared mean is 1 / shape
+    assert statistics.variance(gaps) / statistics.fmean(gaps) ** 2 == pytest.approx(1 / burstiness, rel=0.15)
+
+
+def test_an_infinite_rate_sends_everything_at_once():
+    assert set(islice(gamma_arrivals(float("inf"), 1.0, random.Random(1)), 10)) == {0.0}
+
+
+def test_synthetic_prompts_share_exactly_the_prefix():
+    rng = random.Random(3)
+    first, second = synthetic_load(2, gamma_arrivals(1.0, 1.0, rng), 100, 7, 40, rng)
+    assert len(first.token_ids) == len(second.token_ids) == 100
+    assert first.token_ids[:40] == second.token_ids[:40]
+    assert first.token_ids[40:] != second.token_ids[40:]
+
+
+rows = st.lists(
+    st.tuples(st.integers(0, 10_000), st.integers(1, 200), st.integers(1, 50), st.integers(0, 3)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(rows=rows, block_tokens=st.sampled_from([None, 1, 4, 64]))
+def test_a_traces_prompts_share_what_their_ids_share(tmp_path_factory, rows, block_tokens):
+    block_size = 16
+    file = tmp_path_factory.mktemp("trace") / "t.jsonl"
+    written = []
+    for at_ms, length, output, family in rows:
+        chain = [family * 1000 + n for n in range(-(-length // block_size))]
+        written.append(
+            {"timestamp": at_ms, "input_length": length, "output_length": output, "hash_ids": chain}
+        )
+    file.write_text("\n".join(map(json.dumps, [{"block_size": block_size}, *written])))
+    trace = read_trace(file)
+    load = list(trace_load(trace, 2.0, None, block_tokens))
+    stride = block_tokens or block_size
+    for row, request in zip(trace.requests, load, strict=True):
+        assert request.at_s == row.arrival_s / 2
+        assert -(-len(request.token_ids) // stride) == len(row.chain)
+        if block_tokens is None:
+            assert (len(request.token_ids), request.output_tokens) == (row.num_tokens, row.output_tokens)
+    for (a, load_a), (b, load_b) in pairwise(zip(trace.requests, load, strict=True)):
+        shared = sum(x == y for x, y in zip(a.chain, b.chain, strict=False))
+        whole = min(shared * stride, len(load_a.token_ids), len(load_b.token_ids))
+        assert load_a.token_ids[:whole] == load_b.token_ids[:whole]
+        if not shared:
+            assert load_a.token_ids[:1] != load_b.token_ids[:1] or stride == 1
+
+
+# --- a server of known behaviour ---
+
+
+@asynccontextmanager
+async def server_that(answer):
+    """An HTTP server on loopback; `answer(body)` yields bytes, or floats: seconds to wait."""
+    now = []
+
+    async def serve(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        now.append(1)
+        async for piece in answer(json.loads(await reader.readexactly(length)), len(now)):
+            writer.write(piece)
+            await writer.drain()
+        now.pop()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        yield Server(f"http://127.0.0.1:{port}", "m", "key")
+
+
+def event(body):
+    data = f"data: {json.dumps(body)}\r\n\r\n".encode()
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+
+
+async def echo(body, now):
+    yield HEAD
+    for _ in range(body["max_tokens"]):
+        yield event({"choices": [{"text": "x"}]})
+    usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
+    yield event({"choices": [], "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 3}}})
+    yield DONE
+
+
+async def test_an_answer_is_counted_by_the_servers_usage():
+    async with server_that(echo) as server:
+        outcome = await complete(server, [1, 2, 3, 4], 5)
+    assert not outcome.error
+    assert (outcome.prompt_tokens, outcome.output_tokens, outcome.cached_tokens) == (4, 5, 3)
+    assert len(outcome.arrived_at_s) == 5
+    assert 0 < outcome.ttft_s <= outcome.latency_s
+
+
+async def refuse(body, now):
+    yield b'HTTP/1.1 429 Too Many\r\nContent-Length: 40\r\n\r\n{"error": {"message": "no room for you"}}'
+
+
+async def cut_short(body, now):
+    yield HEAD
+    yield event({"choices": [{"text": "x"}]})
+
+
+async def fail_late(body, now):
+    yield HEAD
+    yield event({"choices": [{"text": "x"}]})
+    yield event({"error": {"message": "the node was lost"}})
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [(refuse, "HTTP 429: no room for you"), (cut_short, "0 bytes read"), (fail_late, "the node was lost")],
+)
+async def test_a_failure_is_told_and_not_counted_as_served(answer, told):
+    async with server_that(answer) as server:
+        run = await run_load(server, [LoadRequest(0.0, [1], 2)], None, lambda _: None)
+    figures = report(run, Goodput(), {})
+    assert (figures["completed"], figures["failed"]) == (0, 1)
+    assert told in figures["errors"][0]
+    assert "failed:" in table(figures)
+
+
+async def test_nobody_waits_for_the_answers_of_others():
+    everyone_is_here = asyncio.Event()
+
+    async def answer(body, now):
+        # the first is answered when the eighth has been sent: a closed loop would hang here
+        if now == 8:
+            everyone_is_here.set()
+        await everyone_is_here.wait()
+        async for piece in echo(body, now):
+            yield piece
+
+    async with server_that(answer) as server:
+        run = await run_load(server, [LoadRequest(0.0, [1], 1)] * 8, None, lambda _: None)
+    assert [outcome.error for outcome in run.outcomes] == [""] * 8
+
+
+async def test_the_bound_on_concurrency_is_kept():
+    most = 0
+
+    async def answer(body, now):
+        nonlocal most
+        most = max(most, now)
+        async for piece in echo(body, now):
+            yield piece
+
+    async with server_that(answer) as server:
+        run = await run_load(server, [LoadRequest(0.0, [1], 1)] * 12, 3, lambda _: None)
+    assert len(run.outcomes) == 12
+    assert most <= 3
+
+
+# --- figures ---
+
+
+def served(sent, *arrived, prompt=10):
+    return Outcome(sent, list(arrived), arrived[-1], prompt, 0, len(arrived))
+
+
+def test_figures_are_those_of_their_definitions():
+    run = LoadRun([served(0.0, 0.1, 0.2, 0.4), served(1.0, 1.3)], [0.0, 0.002], duration_s=2.0)
+    figures = report(run, Goodput(ttft_s=0.2, tbt_s=0.2), {"seed": 1})
+    assert figures["completed"] == 2
+    assert figures["total_output_tokens"] == 4
+    assert figures["output_throughput"] == 2.0
+    assert figures["request_goodput"] == 0.5
+    assert figures["mean_ttft_ms"] == pytest.approx(200)
+    assert figures["mean_tpot_ms"] == pytest.approx(150)
+    assert figures["median_itl_ms"] == pytest.approx(150)
+    assert figures["p99_e2el_ms"] == pytest.approx(399)
+    assert figures["max_send_delay_ms"] == 2.0
+
+
+def test_goodput_bounds_are_read_and_wrong_ones_refused():
+    assert parse_goodput("ttft:0.5,tbt:0.05") == Goodput(0.5, 0.05)
+    assert parse_goodput("tpot:1") == Goodput(tbt_s=1.0)
+    for wrong in ("ttft", "tfft:1", "ttft:x"):
+        with pytest.raises(ValueError, match=r"tfft|float|ttft"):
+            parse_goodput(wrong)
+
+
+def test_a_server_that_is_not_there_ends_the_command_with_a_reason(capsys):
+    assert main(["--url", "http://127.0.0.1:1", "--requests", "1"]) == 2
+    assert "warm-up" in capsys.readouterr().err
+
+
+def test_a_trace_that_is_not_there_is_told(tmp_path, capsys):
+    assert main(["--trace", str(tmp_path / "none.jsonl")]) == 2
+    assert "none.jsonl" in capsys.readouterr().err
+
+
+def test_gzipped_traces_are_read(tmp_path):
+    file = tmp_path / "t.jsonl.gz"
+    row = {"timestamp": 5, "input_length": 3, "output_length": 2, "hash_ids": [9]}
+    file.write_bytes(gzip.compress(json.dumps(row).encode()))
+    [request] = trace_load(read_trace(file), 1.0, None, None)
+    assert (request.at_s, len(request.token_ids), request.output_tokens) == (0.005, 3, 2)

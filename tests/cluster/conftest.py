@@ -1,0 +1,45 @@
+"""A whole cluster as processes on this machine, with the real small model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig, TransferConfig
+from deploy.local import LocalCluster, local_cluster
+from deploy.plan import PreparedModel
+from engine.model_store import prepare
+from tests.cluster.asking import until
+
+CACHE_DIR = Path("~/.cache/conductor-cluster")
+BLOCK_SIZE = 32
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> PreparedModel:
+    found = prepare("smollm2", CACHE_DIR, print)
+    return PreparedModel(str(found.path), found.model_id, found.name)
+
+
+@contextmanager
+def running(
+    model: PreparedModel, folder: Path, prefill: int = 1, decode: int = 1, transports=("shm", "tcp")
+) -> Iterator[LocalCluster]:
+    """Run a cluster whose chunks (50 tokens) divide neither the prompts nor the blocks."""
+    engine = EngineConfig(block_size=BLOCK_SIZE, kv_cache_gib=0.75, chunk_tokens=50, threads=1)
+    config = ClusterConfig(
+        server=ServerConfig(http_port=0, grpc_port=0),
+        prefill=PoolConfig(nodes=prefill, engine=engine),
+        decode=PoolConfig(nodes=decode, engine=engine),
+        transfer=TransferConfig(transports=transports),
+    )
+    with local_cluster(config, model, folder) as cluster:
+        until(lambda: len(cluster.status()["nodes"]) == prefill + decode)
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def cluster(smollm2, tmp_path_factory) -> Iterator[LocalCluster]:
+    with running(smollm2, tmp_path_factory.mktemp("cluster")) as started:
+        yield started

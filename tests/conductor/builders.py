@@ -1,0 +1,41 @@
+"""Small clusters for the conductor's tests."""
+
+from base.request import NodeId, RequestId, Role, Slo
+from conductor.cluster_view import ClusterView, NodeInfo
+from conductor.cost_model import CostModel, load_profile
+from conductor.placement import Placement, PlacementRequest, Rejection
+
+BLOCK_SIZE = 512
+
+
+def make_cost() -> CostModel:
+    return CostModel(load_profile("a800-llama70b"))
+
+
+def make_info(node_id: str, *roles: Role, num_blocks: int = 2_700, **fields) -> NodeInfo:
+    return NodeInfo(NodeId(node_id), 1, frozenset(roles), num_blocks, BLOCK_SIZE, **fields)
+
+
+def make_view(num_prefill: int = 2, num_decode: int = 2, cost: CostModel | None = None) -> ClusterView:
+    view = ClusterView(cost or make_cost(), BLOCK_SIZE)
+    for number in range(num_prefill):
+        view.add_node(make_info(f"p{number}", Role.PREFILL), 0.0)
+    for number in range(num_decode):
+        view.add_node(make_info(f"d{number}", Role.DECODE), 0.0)
+    return view
+
+
+def make_request(
+    request_id: str = "r",
+    blocks: int = 10,
+    first_block: int = 0,
+    max_tokens: int = 300,
+    slo: Slo | None = None,
+) -> PlacementRequest:
+    chain = range(first_block, first_block + blocks)
+    return PlacementRequest(RequestId(request_id), chain, blocks * BLOCK_SIZE, max_tokens, slo or Slo())
+
+
+def require_placement(result: Placement | Rejection) -> Placement:
+    assert isinstance(result, Placement), result
+    return result

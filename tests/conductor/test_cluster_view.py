@@ -1,0 +1,93 @@
+"""The conductor's account of its cluster: what is taken is given back."""
+
+import random
+
+import pytest
+
+from base.errors import ProtocolError
+from base.request import NodeId, Role
+from conductor.cluster_view import Heartbeat
+from conductor.scheduler import place
+from tests.conductor.builders import make_cost, make_info, make_request, make_view, require_placement
+
+COST = make_cost()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_account_is_empty_when_every_request_ended(seed: int) -> None:
+    rng = random.Random(seed)
+    view, now_s, waiting, decoding = make_view(3, 3), 0.0, [], []
+    for number in range(120):
+        now_s += rng.random()
+        request = make_request(f"r{number}", blocks=rng.randrange(1, 30), first_block=rng.randrange(3))
+        placement = require_placement(place(request, view, COST, now_s))
+        view.placed(request, placement, now_s)
+        waiting.append(request.request_id)
+        if rng.random() < 0.8:
+            done = waiting.pop(rng.randrange(len(waiting)))
+            view.prefill_done(done, now_s)
+            decoding.append(done)
+        if decoding and rng.random() < 0.7:
+            view.finished(decoding.pop(rng.randrange(len(decoding))), now_s, 100)
+    for request_id in waiting + decoding:
+        view.finished(request_id, now_s)
+    assert view.num_in_flight == 0
+    assert view.running_sequences == 0
+    assert view.projection.at(now_s) == (0, 0)
+    for node_id in view.node_ids():
+        node = view.node(node_id)
+        assert (node.num_queued, node.queued_s, node.queued_tokens) == (0, 0.0, 0)
+        assert (node.decode_sequences, node.running_sequences, node.num_outgoing) == (0, 0, 0)
+        assert node.decode_context_tokens == pytest.approx(0.0, abs=1e-6)
+        assert node_id.startswith("d") or view.prefill_order.value(node.slot) <= now_s
+    view.prefill_order.check()
+    view.decode_order.check()
+
+
+def test_node_that_left_with_requests_leaves_no_trace_in_its_slot() -> None:
+    view = make_view(1, 1)
+    request = make_request()
+    view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
+    view.remove_node(NodeId("d0"))
+    node = view.add_node(make_info("d9", Role.DECODE), 1.0)
+    view.prefill_done(request.request_id, 1.0)
+    view.finished(request.request_id, 2.0, 5)
+    assert node.slot == 1
+    assert (node.decode_sequences, node.peak_tokens) == (0, 0.0)
+
+
+def test_restarted_node_begins_with_nothing() -> None:
+    view = make_view(1, 1)
+    view.kv_events(NodeId("p0"), 1, ["a"], [])
+    view.add_node(make_info("p0", Role.PREFILL), 1.0)
+    assert view.index.match(["a"]) == []
+    assert view.kv_events(NodeId("p0"), 1, ["b"], [])
+
+
+@pytest.mark.parametrize("fields", [{"model_id": "other"}, {"layout_id": "other"}])
+def test_incompatible_node_is_refused_with_the_reason(fields: dict[str, str]) -> None:
+    view = make_view(1, 1)
+    with pytest.raises(ProtocolError, match="other"):
+        view.add_node(make_info("p9", Role.PREFILL, **fields), 0.0)
+    assert view.node_ids() == ["p0", "d0"]
+
+
+def test_load_of_another_conductor_is_seen_in_the_heartbeat() -> None:
+    view = make_view(2, 1)
+    view.heartbeat(NodeId("p0"), Heartbeat(num_free_blocks=2_700, num_queued_tokens=50_000), 0.0)
+    assert require_placement(place(make_request(), view, COST, 0.0)).prefill_node == "p1"
+
+
+def test_own_load_in_the_heartbeat_is_not_counted_twice() -> None:
+    view = make_view(1, 1)
+    request = make_request(blocks=20)
+    view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
+    queue_ends_s = view.prefill_order.value(0)
+    view.heartbeat(NodeId("p0"), Heartbeat(num_free_blocks=2_700, num_queued_tokens=20 * 512), 0.0)
+    assert view.prefill_order.value(0) == pytest.approx(queue_ends_s)
+
+
+def test_silent_nodes_are_named() -> None:
+    view = make_view(1, 1)
+    view.heartbeat(NodeId("p0"), Heartbeat(num_free_blocks=1), 9.0)
+    assert view.silent_nodes(10.5, lease_s=10.0) == ["d0"]

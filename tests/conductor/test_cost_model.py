@@ -1,0 +1,77 @@
+"""The cost model against the figures its presets were fitted to."""
+
+import pytest
+
+from base.errors import ConfigError
+from conductor.cost_model import Corrections, CostModel, load_profile, preset_names, profile_json
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds"), [(8, 1.002), (16, 2.055), (32, 4.478), (64, 10.586), (128, 27.512)]
+)
+def test_paper_prefill_without_a_prefix_is_within_two_percent(tokens: int, seconds: float) -> None:
+    cost = CostModel(load_profile("a800-llama70b"))
+    assert cost.prefill_s(tokens * 1024, 0) == pytest.approx(seconds, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds"), [(8, 0.135), (16, 0.226), (32, 0.407), (64, 0.881), (128, 2.329)]
+)
+def test_paper_prefill_with_95_percent_cached_is_within_five_percent(tokens: int, seconds: float) -> None:
+    cost = CostModel(load_profile("a800-llama70b"))
+    new = tokens * 1024 // 20
+    assert cost.prefill_s(new, tokens * 1024 - new) == pytest.approx(seconds, rel=0.05)
+
+
+@pytest.mark.parametrize(("batch", "ms"), [(1, 5.33), (8, 5.63), (64, 7.75), (256, 16.0)])
+def test_h200_decode_step_is_within_three_percent(batch: int, ms: float) -> None:
+    cost = CostModel(load_profile("h200-llama8b"))
+    assert cost.decode_step_s(batch, batch * 1088) == pytest.approx(ms / 1e3, rel=0.03)
+
+
+@pytest.mark.parametrize(("tokens", "ms"), [(4096, 98.3), (8192, 213.0), (16384, 494.0), (32768, 1225.0)])
+def test_h200_prefill_is_within_two_percent(tokens: int, ms: float) -> None:
+    cost = CostModel(load_profile("h200-llama8b"))
+    assert cost.prefill_s(tokens, 0) == pytest.approx(ms / 1e3, rel=0.02)
+
+
+def test_every_preset_loads_and_says_where_it_comes_from() -> None:
+    assert {"a800-llama70b", "h200-llama8b", "cpu-smollm2"} <= set(preset_names())
+    for name in preset_names():
+        profile = load_profile(name)
+        assert profile.name == name
+        assert profile.source
+
+
+def test_profile_is_read_back_as_it_was_written(tmp_path) -> None:
+    profile = load_profile("a800-llama70b")
+    file = tmp_path / "mine.json"
+    file.write_text(profile_json(profile))
+    assert load_profile(str(file)) == profile
+
+
+def test_unknown_profile_names_the_presets(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="h200-llama8b"):
+        load_profile("nothing")
+    file = tmp_path / "broken.json"
+    file.write_text('{"name": "x", "sped": 1}')
+    with pytest.raises(ConfigError, match="sped"):
+        load_profile(str(file))
+
+
+def test_hand_off_of_a_long_computation_shows_one_layer() -> None:
+    cost = CostModel(load_profile("a800-llama70b"))
+    whole_s = cost.transfer_s(10_000)
+    assert cost.handoff_s(10_000, compute_s=60.0) == pytest.approx(whole_s / 80)
+    assert cost.handoff_s(10_000, compute_s=0.0) == pytest.approx(whole_s * (1 + 1 / 80))
+
+
+def test_correction_converges_to_a_steady_ratio() -> None:
+    corrections = Corrections()
+    assert corrections.ratio("n", "prefill") == 1.0
+    for number in range(100):
+        corrections.observe("n", "prefill", 1.0, 3.0 if number % 2 else 2.0)
+    assert 2.0 < corrections.ratio("n", "prefill") < 3.0
+    assert 0.1 < corrections.relative_error("n", "prefill") < 0.4
+    corrections.forget("n")
+    assert corrections.ratio("n", "prefill") == 1.0

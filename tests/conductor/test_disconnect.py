@@ -1,0 +1,126 @@
+"""A client that leaves takes its request with it, at once, wherever it was."""
+
+import asyncio
+import json
+
+import grpc
+import httpx
+import pytest
+
+from protos import inference_pb2, inference_pb2_grpc
+from tests.conductor.fakes import WAIT, serving, spoken
+
+CHAT = "/v1/chat/completions"
+
+
+def body(**fields) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "hello"}], **fields}).encode()
+
+
+async def open_call(api, payload: bytes, declared: int | None = None):
+    """Send a call by hand, so that the connection can be cut at any byte."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.ports.http_port)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {declared or len(payload)}\r\n\r\n"
+    writer.write(head.encode() + payload)
+    await writer.drain()
+    return reader, writer
+
+
+def stops_after(model, num_tokens: int):
+    """A model that says so many tokens and then nothing more."""
+    return lambda request: [*spoken(model, "hello there")[:num_tokens], WAIT]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("num_tokens", [0, 1, 4])
+async def test_leaving_while_no_token_flows_cancels(model, stream, n, num_tokens):
+    async with serving(model, stops_after(model, num_tokens)) as api:
+        reader, writer = await open_call(api, body(stream=stream, n=n))
+        await api.dispatcher.until(lambda dispatcher: dispatcher.num_open == n)
+        if stream and num_tokens:
+            await reader.readuntil(b'"role":"assistant"')
+        writer.close()
+        await api.dispatcher.until(lambda dispatcher: dispatcher.num_open == 0)
+        assert api.dispatcher.num_cancelled == n
+        await api.completions.wait_idle()
+
+
+async def test_leaving_in_the_middle_of_a_flood_cancels(model):
+    """More than any socket buffer holds: the server is stuck writing when the client goes."""
+
+    def endless(request):
+        part = spoken(model, "x" * 200, per_step=200)[0]
+        while True:
+            yield part
+
+    async with serving(model, endless) as api:
+        reader, writer = await open_call(api, body(stream=True))
+        await reader.readuntil(b'"role":"assistant"')
+        writer.transport.abort()
+        await api.dispatcher.until(lambda dispatcher: dispatcher.num_open == 0)
+        assert api.dispatcher.num_cancelled == 1
+
+
+async def test_leaving_before_the_body_is_sent_ends_the_call(model):
+    async with serving(model, lambda request: []) as api:
+        _, writer = await open_call(api, body()[:-1], declared=len(body()))
+        writer.close()
+        async with asyncio.timeout(1.0):
+            await api.completions.wait_idle()
+        assert api.dispatcher.requests == []
+
+
+async def test_cancelled_sequences_are_counted_and_none_stays_running(model):
+    async with serving(model, stops_after(model, 1)) as api, httpx.AsyncClient(base_url=api.url) as client:
+        _, writer = await open_call(api, body(stream=True))
+        await api.dispatcher.until(lambda dispatcher: dispatcher.num_open == 1)
+        writer.close()
+        await api.completions.wait_idle()
+        metrics = (await client.get("/metrics")).text
+    assert 'conductor_sequences_total{outcome="cancelled"} 1.0' in metrics
+    assert "conductor_running_sequences 0.0" in metrics
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 4])
+async def test_grpc_call_that_is_cancelled_cancels(model, num_tokens):
+    async with serving(model, stops_after(model, num_tokens)) as api:
+        async with grpc.aio.insecure_channel(api.grpc_address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            call = stub.Generate(inference_pb2.GenerateRequest(text="hello"))
+            await api.dispatcher.until(lambda dispatcher: dispatcher.num_open == 1)
+            for _ in range(num_tokens):
+                await call.read()
+            call.cancel()
+            await api.dispatcher.until(lambda dispatcher: dispatcher.num_open == 0)
+        assert api.dispatcher.num_cancelled == 1
+        await api.completions.wait_idle()
+
+
+async def test_grpc_client_that_stops_reading_and_goes_cancels(model):
+    """Its stream's window is full, so the server is stuck writing when the client goes."""
+
+    def endless(request):
+        part = spoken(model, "x" * 200, per_step=200)[0]
+        while True:
+            yield part
+
+    async with serving(model, endless) as api:
+        async with grpc.aio.insecure_channel(api.grpc_address) as channel:
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(
+                inference_pb2.GenerateRequest(text="hello")
+            )
+            await call.read()
+        await api.dispatcher.until(lambda dispatcher: dispatcher.num_open == 0)
+        assert api.dispatcher.num_cancelled == 1
+
+
+async def test_grpc_deadline_is_the_requests_and_ends_it(model):
+    async with serving(model, lambda request: [WAIT]) as api:
+        async with grpc.aio.insecure_channel(api.grpc_address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Generate(inference_pb2.GenerateRequest(text="hello"), timeout=0.3).read()
+        await api.dispatcher.until(lambda dispatcher: dispatcher.num_open == 0)
+    assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert 0 < api.dispatcher.requests[0].deadline_s <= 0.3

@@ -1,0 +1,253 @@
+"""The life of one request over real streams and scripted nodes, and every way it can end."""
+
+import asyncio
+import random
+from contextlib import aclosing, asynccontextmanager
+
+import grpc
+import pytest
+
+from base.attach import AttachClient
+from base.clock import SystemClock
+from base.errors import DeadlineError, LostError, UnavailableError
+from base.messages import Failed, Lease, Prefill, Release, Reserve, Start, Tokens
+from base.request import FinishReason, Request, Role, SamplingParams, StopParams
+from conductor.attach import AttachService
+from conductor.cluster_view import ClusterView
+from conductor.cost_model import CostModel, load_profile
+from conductor.dispatch import Dispatcher
+from conductor.membership import Membership
+from protos.nodes_pb2_grpc import add_NodesServicer_to_server
+from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, ScriptedWork, node_info
+
+LEASE = Lease(lease_s=1.0, heartbeat_s=0.2, conductor_epoch=1)
+
+
+class NoObserver:
+    def first_token(self, ttft_s, times, asked, placement):
+        pass
+
+    def next_tokens(self, gap_s, num_tokens):
+        pass
+
+
+class Conductor:
+    """A conductor's node side on a real port, and the scripted nodes attached to it."""
+
+    def __init__(self, request_timeout_s):
+        clock = SystemClock()
+        cost = CostModel(load_profile("cpu-smollm2"))
+        self.view = ClusterView(cost, BLOCK_SIZE)
+        self.membership = Membership(MODEL_ID, self.view, clock)
+        self.dispatcher = Dispatcher(self.membership, self.view, cost, request_timeout_s, NoObserver(), clock)
+        self.service = AttachService(self.membership, LEASE, clock)
+        self.address = ""
+        self.clients = {}
+        self._group = None
+
+    async def attach(self, work, **info):
+        """Attach a node and wait until it is a member; return its task."""
+        told = node_info(**info)
+        client = AttachClient(told, self.address, random.Random(0))
+        work.send = client.send
+        task = self._group.create_task(client.run(work))
+        self.clients[told.node_id] = task
+        await until(lambda: told.node_id in {session.info.node_id for session in self.membership.sessions})
+        return task
+
+    @asynccontextmanager
+    async def serving(self):
+        server = grpc.aio.server()
+        add_NodesServicer_to_server(self.service, server)
+        self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        async with asyncio.TaskGroup() as self._group:
+            try:
+                yield self
+            finally:
+                for task in self.clients.values():
+                    task.cancel()
+                self.service.close()
+                await server.stop(1.0)
+
+
+@asynccontextmanager
+async def conductor(request_timeout_s=5.0):
+    async with Conductor(request_timeout_s).serving() as running:
+        yield running
+
+
+async def until(condition):
+    """Let the loop run until `condition` holds."""
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def request(max_tokens=10, **fields):
+    return Request(
+        "r", tuple(range(20)), SamplingParams(temperature=0), StopParams(max_tokens=max_tokens), **fields
+    )
+
+
+async def answer(dispatcher, asked):
+    tokens, reason = [], None
+    async with aclosing(dispatcher.generate(asked)) as pieces:
+        async for piece in pieces:
+            tokens += [token.token_id for token in piece.tokens]
+            reason = piece.finish_reason
+    return tokens, reason
+
+
+async def test_tokens_come_from_prefill_and_decode_in_order():
+    async with conductor() as running:
+        prefill, decode = ScriptedWork(), ScriptedWork()
+        await running.attach(prefill, node_id="p", roles=[Role.PREFILL])
+        await running.attach(decode, node_id="d", roles=[Role.DECODE])
+        assert await answer(running.dispatcher, request()) == ([11, 12, 13], FinishReason.LENGTH)
+        await until(lambda: not prefill.held() and not decode.held())
+        assert [type(item) for item in prefill.received] == [Prefill, Release]
+        assert [type(item) for item in decode.received] == [Reserve, Start, Release]
+        assert running.view.num_in_flight == 0
+
+
+async def test_the_reservation_is_what_the_prefill_node_is_told_to_write():
+    async with conductor() as running:
+        work = ScriptedWork()
+        await running.attach(work)
+        await answer(running.dispatcher, request())
+        told = next(item for item in work.received if isinstance(item, Prefill))
+        assert (told.grant.generation, told.target.node_id, told.first_block) == (2, "n0", 0)
+        started = next(item for item in work.received if isinstance(item, Start))
+        assert (started.first_token_id, started.checksums) == (11, (1, 2))
+
+
+async def test_one_token_asked_is_one_token_and_no_decode():
+    async with conductor() as running:
+        work = ScriptedWork()
+        await running.attach(work)
+        assert await answer(running.dispatcher, request(max_tokens=1)) == ([11], FinishReason.LENGTH)
+        await until(lambda: not work.held())
+        assert Start not in {type(item) for item in work.received}
+
+
+@pytest.mark.parametrize("stage", [Reserve, Prefill, Start])
+async def test_a_client_that_leaves_at_any_await_leaves_nothing_held(stage):
+    async with conductor() as running:
+        work = ScriptedWork(silent_on=stage)
+        await running.attach(work)
+        asking = asyncio.ensure_future(answer(running.dispatcher, request()))
+        await until(lambda: stage in {type(item) for item in work.received})
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await until(lambda: not work.held())
+        assert running.view.num_in_flight == 0
+
+
+@pytest.mark.parametrize("stage", [Reserve, Prefill, Start])
+async def test_a_request_whose_time_runs_out_at_any_await_is_told_so_and_leaves_nothing_held(stage):
+    async with conductor(request_timeout_s=0.05) as running:
+        work = ScriptedWork(silent_on=stage)
+        await running.attach(work)
+        with pytest.raises(DeadlineError):
+            await answer(running.dispatcher, request())
+        await until(lambda: not work.held())
+
+
+@pytest.mark.parametrize("stage", [Reserve, Prefill, Start])
+async def test_a_node_lost_at_any_await_is_replaced_and_no_token_is_lost_or_repeated(stage):
+    async with conductor() as running:
+        work = ScriptedWork(silent_on=stage)
+        await running.attach(work, node_id="a")
+        asking = asyncio.ensure_future(answer(running.dispatcher, request()))
+        await until(lambda: stage in {type(item) for item in work.received})
+        await running.attach(ScriptedWork(), node_id="b")
+        running.clients["a"].cancel()
+        tokens, reason = await asking
+        # Where the first token was out already, the second node is given it in its prompt,
+        # and its own first token is the next.
+        expected = [11, 12, 12, 13] if stage is Start else [11, 12, 13]
+        assert (tokens, reason) == (expected, FinishReason.LENGTH)
+
+
+async def test_a_request_that_loses_every_node_it_meets_is_given_up():
+    async with conductor() as running:
+
+        class Poisoned(ScriptedWork):
+            def _answers(self, item):
+                return [Failed(item.work.request_id, "LostError", "x")] if isinstance(item, Reserve) else []
+
+        work = Poisoned()
+        await running.attach(work)
+        with pytest.raises(LostError):
+            await answer(running.dispatcher, request())
+        assert len([item for item in work.received if isinstance(item, Reserve)]) == 4
+
+
+async def test_a_late_message_of_a_lost_attempt_is_not_taken_for_the_next_ones():
+    async with conductor() as running:
+
+        class Late(ScriptedWork):
+            def _answers(self, item):
+                if isinstance(item, Reserve) and item.work.request_id == "r.1":
+                    return [Failed("r.1", "ChecksumError", "x")]
+                if isinstance(item, Start):
+                    return [Tokens("r.1", (), FinishReason.STOP), *super()._answers(item)]
+                return super()._answers(item)
+
+        await running.attach(Late())
+        assert await answer(running.dispatcher, request()) == ([11, 12, 13], FinishReason.LENGTH)
+
+
+async def test_without_a_node_of_each_role_a_request_is_refused_as_unavailable():
+    async with conductor() as running:
+        with pytest.raises(UnavailableError, match="no node"):
+            await answer(running.dispatcher, request())
+        await running.attach(ScriptedWork(), roles=[Role.PREFILL])
+        assert not running.dispatcher.is_ready
+        with pytest.raises(UnavailableError, match="decode"):
+            await answer(running.dispatcher, request())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_id": "other"}, "serves model"),
+        ({"protocol_version": 99}, "same release"),
+        ({"layout_id": "other"}, "block_size and dtype"),
+    ],
+)
+async def test_a_node_that_cannot_serve_with_the_others_is_refused_with_the_reason(change, reason, caplog):
+    async with conductor() as running:
+        await running.attach(ScriptedWork())
+        stranger = AttachClient(node_info(node_id="s", **change), running.address, random.Random(0))
+        work = ScriptedWork()
+        work.send = stranger.send
+        task = asyncio.ensure_future(stranger.run(work))
+        await until(lambda: "conductor lost" in caplog.text)
+        task.cancel()
+        assert reason in caplog.text
+        assert len(running.membership.sessions) == 1
+
+
+async def test_a_node_that_attaches_again_replaces_itself():
+    async with conductor() as running:
+        first = await running.attach(ScriptedWork(), epoch=1)
+        session = running.membership.sessions[0]
+        client = AttachClient(node_info(epoch=2), running.address, random.Random(0))
+        work = ScriptedWork()
+        work.send = client.send
+        running.clients["again"] = asyncio.ensure_future(client.run(work))
+        await until(lambda: running.membership.sessions != [session])
+        first.cancel()
+        assert [session.info.epoch for session in running.membership.sessions] == [2]
+
+
+async def test_a_conductor_that_goes_makes_the_node_let_go_and_dial_again():
+    async with conductor() as running:
+        work = ScriptedWork()
+        await running.attach(work)
+        running.service.close()
+        await until(lambda: work.num_lost >= 1)
+        assert running.membership.sessions == []

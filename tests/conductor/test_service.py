@@ -1,0 +1,221 @@
+"""gRPC for clients, by the generated stub against a real server."""
+
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from base.errors import LostError, ProtocolError, RejectedError, UnavailableError
+from base.request import FinishReason
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
+from tests.conductor.fakes import MODEL, serving, spoken
+
+
+@asynccontextmanager
+async def calling(model, script):
+    async with serving(model, script) as api, grpc.aio.insecure_channel(api.grpc_address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel), api
+
+
+async def answer(stub, **fields):
+    return [response async for response in stub.Generate(pb.GenerateRequest(**fields))]
+
+
+async def refusal(stub, **fields):
+    """The status that a call ends with, and its details by type."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await answer(stub, **fields)
+    trailers = dict(caught.value.trailing_metadata())
+    status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
+    kinds = {
+        kind.DESCRIPTOR.full_name: kind
+        for kind in (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo)
+    }
+    details = {}
+    for packed in status.details:
+        kind = kinds[packed.TypeName()]
+        details[kind.__name__] = kind.FromString(packed.value)
+    assert status.code == caught.value.code().value[0]
+    return caught.value, details
+
+
+def ids(model, text):
+    return list(model.tokenizer.encode(text, add_special_tokens=False))
+
+
+async def test_text_token_ids_and_chat_are_answered_alike(model):
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="x")])
+    async with calling(model, lambda request: spoken(model, "hé🎉")) as (stub, api):
+        for fields in ({"text": "say"}, {"token_ids": pb.TokenIds(ids=ids(model, "say"))}, {"chat": chat}):
+            responses = await answer(stub, **fields)
+            assert "".join(response.text for response in responses) == "hé🎉"
+            assert [token for response in responses for token in response.token_ids] == [
+                *ids(model, "hé🎉"),
+                0,
+            ]
+    seen = [list(request.token_ids) for request in api.dispatcher.requests]
+    assert seen == [
+        ids(model, "say"),
+        ids(model, "say"),
+        ids(model, "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"),
+    ]
+
+
+async def test_last_response_alone_has_finish_reason_and_usage(model):
+    script = spoken(model, "hi", finish=FinishReason.LENGTH, num_cached_tokens=2)
+    async with calling(model, lambda request: script) as (stub, _):
+        responses = await answer(stub, text="say", request_id="mine")
+    assert [response.finish_reason for response in responses] == ["", "length"]
+    assert [response.request_id for response in responses] == ["mine", "mine"]
+    assert not responses[0].HasField("usage")
+    assert responses[1].usage == pb.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=2)
+
+
+async def test_every_option_reaches_the_request(model):
+    async with calling(model, lambda request: spoken(model, "hi")) as (stub, api):
+        await answer(
+            stub,
+            model=MODEL,
+            text="say",
+            sampling=pb.Sampling(
+                temperature=0.0,
+                top_k=3,
+                top_p=0.5,
+                min_p=0.25,
+                repetition_penalty=1.5,
+                presence_penalty=0.5,
+                frequency_penalty=-0.5,
+                seed=-1,
+                logit_bias={7: -100.0},
+            ),
+            stop=pb.Stop(max_tokens=9, min_tokens=2, strings=["zz"], token_ids=[5], ignore_eos=True),
+            num_logprobs=4,
+            slo=pb.Slo(ttft_s=0.25, tbt_s=0.05),
+            priority=3,
+            cache_salt="mine",
+        )
+        await answer(stub, text="say")
+    request, plain = api.dispatcher.requests
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.0, 3, 0.5, 0.25)
+    assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.5, 0.5)
+    assert (sampling.frequency_penalty, sampling.seed) == (-0.5, 2**64 - 1)
+    assert sampling.logit_bias == ((7, -100.0),)
+    assert (request.stop.max_tokens, request.stop.min_tokens, request.stop.stop_token_ids) == (9, 2, (5,))
+    assert (request.num_logprobs, request.priority, request.cache_salt) == (4, 3, "mine")
+    assert (request.slo.ttft_slo_s, request.slo.tbt_slo_s) == (0.25, 0.05)
+    assert (plain.sampling.temperature, plain.stop.stop_token_ids, plain.deadline_s) == (0.5, (0, 2), None)
+    assert plain.stop.max_tokens == model.max_model_len - 3
+
+
+async def test_stop_string_ends_text_and_request(model):
+    async with calling(model, lambda request: spoken(model, "hi there")) as (stub, api):
+        responses = await answer(stub, text="say", stop=pb.Stop(strings=["th"]))
+    assert "".join(response.text for response in responses) == "hi "
+    assert responses[-1].finish_reason == "stop"
+    assert api.dispatcher.num_cancelled == 1
+
+
+async def test_logprobs_come_with_their_tokens(model):
+    async with calling(model, lambda request: spoken(model, "h", with_logprobs=True)) as (stub, _):
+        responses = await answer(stub, text="say", num_logprobs=1)
+    first = responses[0].logprobs[0]
+    assert (first.sampled.token_id, first.sampled.logprob) == (responses[0].token_ids[0], -0.5)
+    assert [top.token_id for top in first.top] == [100, 101]
+
+
+INVALID = [
+    ({}, "input"),
+    ({"text": ""}, "text"),
+    ({"token_ids": pb.TokenIds(ids=[10**6])}, "token_ids.ids"),
+    ({"text": "x" * 300}, "text"),
+    ({"chat": pb.ChatMessages(messages=[pb.ChatMessage(role="root")])}, "chat.messages"),
+    ({"chat": pb.ChatMessages()}, "chat.messages"),
+    ({"text": "x", "sampling": pb.Sampling(temperature=float("nan"))}, "sampling.temperature"),
+    ({"text": "x", "sampling": pb.Sampling(top_p=float("inf"))}, "sampling.top_p"),
+    ({"text": "x", "stop": pb.Stop(max_tokens=0)}, "stop.max_tokens"),
+    ({"text": "x", "stop": pb.Stop(max_tokens=2**32 - 1)}, "stop.max_tokens"),
+    ({"text": "x", "stop": pb.Stop(strings=[""])}, "stop.strings"),
+    ({"text": "x", "stop": pb.Stop(token_ids=[10**6])}, "stop.token_ids"),
+    ({"text": "x", "num_logprobs": 21}, "num_logprobs"),
+    ({"text": "x", "slo": pb.Slo(ttft_s=-1.0)}, "slo.ttft_s"),
+    ({"text": "x", "request_id": "a\nb"}, "request_id"),
+]
+
+
+async def test_mistakes_are_refused_by_field(model):
+    async with calling(model, lambda request: []) as (stub, api):
+        for fields, field in INVALID:
+            error, details = await refusal(stub, **fields)
+            assert error.code() == grpc.StatusCode.INVALID_ARGUMENT, fields
+            assert [item.field for item in details["BadRequest"].field_violations] == [field]
+        assert api.dispatcher.requests == []
+
+
+async def test_unknown_model_is_not_found(model):
+    async with calling(model, lambda request: []) as (stub, _):
+        error, details = await refusal(stub, text="x", model="gpt-5")
+    assert error.code() == grpc.StatusCode.NOT_FOUND
+    assert details["ErrorInfo"].reason == "UnknownModelError"
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "retry_s"),
+    [
+        (RejectedError("full", 1.5), grpc.StatusCode.RESOURCE_EXHAUSTED, 1.5),
+        (UnavailableError("no node"), grpc.StatusCode.UNAVAILABLE, 2.0),
+        (LostError("node died"), grpc.StatusCode.UNAVAILABLE, 2.0),
+    ],
+)
+async def test_failure_says_when_to_come_back(model, failure, code, retry_s):
+    async with calling(model, lambda request: [*spoken(model, "hi")[:1], failure]) as (stub, _):
+        error, details = await refusal(stub, text="x")
+    assert (error.code(), error.details()) == (code, str(failure))
+    assert details["RetryInfo"].retry_delay.ToTimedelta().total_seconds() == retry_s
+    assert details["ErrorInfo"].reason == type(failure).__name__
+
+
+async def test_protocol_error_has_no_retry(model):
+    async with calling(model, lambda request: [ProtocolError("odd")]) as (stub, _):
+        error, details = await refusal(stub, text="x")
+    assert error.code() == grpc.StatusCode.INTERNAL
+    assert "RetryInfo" not in details
+
+
+async def test_bug_is_told_as_nothing_but_a_bug(model):
+    def broken(request):
+        raise KeyError("secret detail")
+
+    async with calling(model, broken) as (stub, _):
+        with pytest.raises(grpc.aio.AioRpcError, match="the server failed") as caught:
+            await answer(stub, text="x")
+    assert caught.value.code() == grpc.StatusCode.INTERNAL
+    assert "secret" not in str(caught.value)
+
+
+async def test_long_message_is_refused(model):
+    async with calling(model, lambda request: []) as (stub, _):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await answer(stub, text="x" * (2 << 20))
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_models_are_listed(model):
+    async with calling(model, lambda request: []) as (stub, _):
+        models = await stub.ListModels(pb.ListModelsRequest())
+    assert models.models == [pb.Model(id=MODEL, max_model_len=model.max_model_len)]
+
+
+async def test_services_can_be_discovered(model):
+    async with (
+        serving(model, lambda request: []) as api,
+        grpc.aio.insecure_channel(api.grpc_address) as channel,
+    ):
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        found = (await call.read()).list_services_response.service
+        call.cancel()
+    assert {"conductor.v1.Inference", "grpc.health.v1.Health"} <= {service.name for service in found}

@@ -1,0 +1,278 @@
+"""One suite for every transport: the contract in `transfer/transport.py`, between two processes."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+
+import pytest
+
+from base.checksum import checksum
+from base.clock import SystemClock
+from base.config import TransferConfig
+from base.errors import LeaseExpiredError, ProtocolError, StaleError, TransferFailedError
+from base.grants import Grant, Operation
+from tests.transfer.remote_peer import RemotePeer
+from transfer.agent import TransferAgent
+from transfer.batch import Priority, TransferRequest
+from transfer.segment import Segment
+
+TRANSPORTS = ("tcp", "shm")
+BLOCK = 64 << 10
+NUM_BLOCKS = 64
+OFFSETS = tuple(range(0, NUM_BLOCKS * BLOCK, BLOCK))
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def peer(transport: str) -> Iterator[RemotePeer]:
+    with RemotePeer((transport,)) as started:
+        yield started
+
+
+@pytest.fixture
+async def agent(transport: str) -> AsyncIterator[TransferAgent]:
+    async with TransferAgent("us", 1, TransferConfig(transports=(transport,)), SystemClock()) as started:
+        yield started
+
+
+@pytest.fixture
+def target(peer: RemotePeer) -> int:
+    return peer.allocate(NUM_BLOCKS * BLOCK)
+
+
+@pytest.fixture
+def source(agent: TransferAgent) -> Segment:
+    segment = agent.allocate(NUM_BLOCKS * BLOCK)
+    segment.memory[:] = os.urandom(segment.num_bytes)
+    return segment
+
+
+def same_place(segment: Segment, offsets: tuple[int, ...], length: int = BLOCK) -> list[TransferRequest]:
+    return [TransferRequest(segment, offset, offset, length) for offset in offsets]
+
+
+async def test_written_bytes_are_in_the_peers_memory_on_return(
+    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int
+) -> None:
+    grant = peer.grant(target, OFFSETS, BLOCK)
+    await agent.write(peer.descriptor, grant, same_place(source, OFFSETS))
+    assert peer.checksum(target, 0, NUM_BLOCKS * BLOCK) == checksum(source.memory)
+
+
+async def test_scattered_blocks_land_where_they_were_sent_and_nowhere_else(
+    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int
+) -> None:
+    peer.ask(do="fill", segment_id=target, value=7)
+    places = OFFSETS[1::3]
+    grant = peer.grant(target, places, BLOCK)
+    requests = [
+        TransferRequest(source, OFFSETS[index], place, BLOCK) for index, place in enumerate(reversed(places))
+    ]
+    await agent.write(peer.descriptor, grant, requests)
+    expected = bytearray(b"\7" * NUM_BLOCKS * BLOCK)
+    for request in requests:
+        expected[request.target_offset : request.target_offset + BLOCK] = source.memory[
+            request.source_offset : request.source_offset + BLOCK
+        ]
+    assert peer.checksum(target, 0, NUM_BLOCKS * BLOCK) == checksum(expected)
+
+
+async def test_a_read_fetches_what_the_peer_has(
+    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int
+) -> None:
+    peer.ask(do="fill", segment_id=target, value=9)
+    grant = peer.grant(target, OFFSETS[:8], BLOCK, Operation.READ)
+    before = bytes(source.memory[8 * BLOCK :])
+    await agent.read(peer.descriptor, grant, same_place(source, OFFSETS[:8]), priority=Priority.BACKGROUND)
+    assert source.memory[: 8 * BLOCK] == b"\x09" * 8 * BLOCK
+    assert source.memory[8 * BLOCK :] == before
+
+
+@pytest.mark.parametrize("length", [1, 7, 4096, BLOCK - 1])
+async def test_odd_lengths_and_places_arrive_whole(
+    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int, length: int
+) -> None:
+    grant = peer.grant(target, (3 * BLOCK + 1,), BLOCK)
+    await agent.write(peer.descriptor, grant, [TransferRequest(source, 5, 3 * BLOCK + 1, length)])
+    assert peer.checksum(target, 3 * BLOCK + 1, length) == checksum(source.memory[5 : 5 + length])
+
+
+async def test_two_thousand_pieces_end_as_one_batch(
+    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int
+) -> None:
+    places = tuple(range(0, 2000 * 1024, 1024))
+    grant = peer.grant(target, places, 512)
+    await agent.write(peer.descriptor, grant, same_place(source, places, 512))
+    for place in (0, 1024 * 999, 1024 * 1999):
+        assert peer.checksum(target, place, 512) == checksum(source.memory[place : place + 512])
+
+
+async def test_twenty_batches_at_once_all_end(
+    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int
+) -> None:
+    grant = peer.grant(target, OFFSETS, BLOCK)
+    async with asyncio.TaskGroup() as group:
+        for offset in OFFSETS[:20]:
+            group.create_task(agent.write(peer.descriptor, grant, same_place(source, (offset,))))
+    assert peer.checksum(target, 0, 20 * BLOCK) == checksum(source.memory[: 20 * BLOCK])
+
+
+async def test_a_revoked_grant_is_stale_and_no_byte_is_touched(
+    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int
+) -> None:
+    before = peer.checksum(target, 0, NUM_BLOCKS * BLOCK)
+    grant = peer.grant(target, OFFSETS, BLOCK)
+    peer.ask(do="revoke", generation=grant.generation)
+    with pytest.raises(StaleError):
+        await agent.write(peer.descriptor, grant, same_place(source, OFFSETS))
+    assert peer.checksum(target, 0, NUM_BLOCKS * BLOCK) == before
+
+
+async def test_a_lease_that_ran_out_is_told_and_no_byte_is_touched(
+    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int
+) -> None:
+    before = peer.checksum(target, 0, NUM_BLOCKS * BLOCK)
+    live = peer.num_grants()
+    grant = peer.grant(target, OFFSETS, BLOCK, lease_s=0.001)
+    # The peer drains it by itself when its lease ends.
+    while peer.num_grants() > live:
+        await asyncio.to_thread(peer.num_grants)
+    with pytest.raises(LeaseExpiredError):
+        await agent.write(peer.descriptor, grant, same_place(source, OFFSETS))
+    assert peer.checksum(target, 0, NUM_BLOCKS * BLOCK) == before
+
+
+async def test_a_guessed_generation_is_stale(
+    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int
+) -> None:
+    grant = replace(peer.grant(target, OFFSETS, BLOCK), generation=0x1234_0000)
+    with pytest.raises(StaleError):
+        await agent.write(peer.descriptor, grant, same_place(source, OFFSETS))
+
+
+@pytest.mark.parametrize(
+    "widened",
+    [
+        lambda grant: replace(grant, offsets=OFFSETS),
+        lambda grant: replace(grant, length=2 * BLOCK),
+        lambda grant: replace(grant, segment_id=grant.segment_id ^ 1),
+    ],
+)
+async def test_a_grant_that_was_widened_by_its_holder_is_refused_whole(
+    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int, widened
+) -> None:
+    before = peer.checksum(target, 0, NUM_BLOCKS * BLOCK)
+    grant: Grant = widened(peer.grant(target, (BLOCK,), BLOCK))
+    requests = same_place(source, grant.offsets[-1:], grant.length)
+    with pytest.raises((ProtocolError, StaleError, TransferFailedError)):
+        await agent.write(peer.descriptor, grant, requests)
+    assert peer.checksum(target, 0, NUM_BLOCKS * BLOCK) == before
+
+
+async def test_a_grant_to_write_cannot_be_read_by(
+    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int
+) -> None:
+    grant = replace(peer.grant(target, OFFSETS, BLOCK), operation=Operation.READ)
+    before = bytes(source.memory)
+    with pytest.raises(ProtocolError):
+        await agent.read(peer.descriptor, grant, same_place(source, OFFSETS))
+    assert source.memory == before
+
+
+async def test_another_epoch_of_the_peer_is_not_written_to(
+    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int
+) -> None:
+    grant = peer.grant(target, OFFSETS, BLOCK)
+    older = replace(peer.descriptor, epoch=peer.descriptor.epoch ^ 1)
+    with pytest.raises((StaleError, TransferFailedError)):
+        await agent.write(older, grant, same_place(source, OFFSETS))
+    await agent.write(peer.descriptor, grant, same_place(source, OFFSETS))
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 8])
+async def test_a_cancelled_write_leaves_our_memory_alone(
+    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int, turns: int
+) -> None:
+    """What the peer got of it is what was there before the cancellation returned."""
+    grant = peer.grant(target, OFFSETS, BLOCK)
+    peer.ask(do="fill", segment_id=target, value=0)
+    source.memory[:] = b"\x01" * source.num_bytes
+    writing = asyncio.ensure_future(agent.write(peer.descriptor, grant, same_place(source, OFFSETS)))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    writing.cancel()
+    await asyncio.wait([writing])
+    source.memory[:] = b"\x02" * source.num_bytes
+    peer.ask(do="revoke", generation=grant.generation)
+    check = peer.grant(target, OFFSETS, BLOCK, Operation.READ)
+    await agent.read(peer.descriptor, check, same_place(source, OFFSETS))
+    assert set(source.memory) <= {0, 1}
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 8])
+async def test_a_cancelled_read_writes_nothing_into_our_memory_afterwards(
+    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int, turns: int
+) -> None:
+    grant = peer.grant(target, OFFSETS, BLOCK, Operation.READ)
+    peer.ask(do="fill", segment_id=target, value=5)
+    reading = asyncio.ensure_future(agent.read(peer.descriptor, grant, same_place(source, OFFSETS)))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.wait([reading])
+    source.memory[:] = b"\x02" * source.num_bytes
+    peer.ask(do="revoke", generation=grant.generation)
+    # A batch behind it on every link has ended, so has whatever was on its way before.
+    other = peer.grant(target, OFFSETS[:1], BLOCK, Operation.READ)
+    spare = agent.allocate(BLOCK)
+    for _ in range(4):
+        await agent.read(peer.descriptor, other, [TransferRequest(spare, 0, 0, BLOCK)])
+    assert set(source.memory) == {2}
+
+
+async def test_after_a_revocation_returned_nothing_lands_any_more(
+    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int
+) -> None:
+    source.memory[:] = b"\x01" * source.num_bytes
+    for _ in range(20):
+        grant = peer.grant(target, OFFSETS, BLOCK)
+        writing = asyncio.ensure_future(agent.write(peer.descriptor, grant, same_place(source, OFFSETS)))
+        await asyncio.sleep(0)
+        await peer.begin(do="revoke", generation=grant.generation).get()
+        peer.ask(do="fill", segment_id=target, value=3)
+        await asyncio.wait([writing])
+        assert isinstance(writing.exception(), StaleError | None)
+        expected = checksum(b"\x03" * NUM_BLOCKS * BLOCK)
+        assert peer.checksum(target, 0, NUM_BLOCKS * BLOCK) == expected
+
+
+async def test_no_grant_is_left_when_all_were_revoked(peer: RemotePeer, agent: TransferAgent) -> None:
+    segment_id = peer.allocate(BLOCK)
+    before = peer.num_grants()
+    grants = [peer.grant(segment_id, (0,), BLOCK) for _ in range(50)]
+    assert peer.num_grants() == before + 50
+    for grant in grants:
+        peer.ask(do="revoke", generation=grant.generation)
+    assert peer.num_grants() == before
+
+
+async def test_a_killed_peer_fails_the_batch_and_its_successor_is_reached(
+    agent: TransferAgent, transport: str, source: Segment
+) -> None:
+    with RemotePeer((transport,)) as first:
+        grant = first.grant(first.allocate(NUM_BLOCKS * BLOCK), OFFSETS, BLOCK)
+        await agent.write(first.descriptor, grant, same_place(source, OFFSETS))
+        first.kill()
+        with pytest.raises(TransferFailedError):
+            async with asyncio.timeout(2):
+                await agent.write(first.descriptor, grant, same_place(source, OFFSETS))
+    with RemotePeer((transport,)) as second:
+        segment_id = second.allocate(NUM_BLOCKS * BLOCK)
+        grant = second.grant(segment_id, OFFSETS, BLOCK)
+        await agent.write(second.descriptor, grant, same_place(source, OFFSETS))
+        assert second.checksum(segment_id, 0, NUM_BLOCKS * BLOCK) == checksum(source.memory)

@@ -1,0 +1,29 @@
+"""`conductor up` with stub programs for the processes: run by tests, in a process of its own.
+
+run_stub_cluster.py CLUSTER_YAML [--prompt TEXT] [--exit] [--json]
+"""
+
+import sys
+from pathlib import Path
+
+from base.clock import SystemClock
+from deploy.cluster import Programs
+from deploy.config_file import read_cluster_config
+from deploy.up import UpOptions, run
+
+STUB = (sys.executable, str(Path(__file__).parent / "stub_process.py"))
+
+
+def main():
+    arguments = sys.argv[2:]
+    options = UpOptions(
+        prompt=arguments[arguments.index("--prompt") + 1] if "--prompt" in arguments else "",
+        leave="--exit" in arguments,
+        machine="--json" in arguments,
+    )
+    programs = Programs((*STUB, "prepare"), (*STUB, "conductor"), (*STUB, "node"))
+    sys.exit(run(read_cluster_config(Path(sys.argv[1])), options, programs, SystemClock()))
+
+
+if __name__ == "__main__":
+    main()

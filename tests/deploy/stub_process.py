@@ -1,0 +1,117 @@
+"""A program that speaks the process protocol of `deploy/supervisor.py`, and nothing more.
+
+As `conductor` it answers chat completions over HTTP by streaming the prompt back in
+capitals. As `node` it does nothing. As `prepare` it names a model. Its first argument says
+which it is; `FAULT` in the environment makes one of them fail.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+STATUS = {
+    "ready": True,
+    "running_requests": 0,
+    "nodes": [
+        {
+            "id": "decode-0",
+            "host": "h",
+            "roles": ["decode"],
+            "epoch": "00ffee1122334455",
+            "transports": ["shm", "tcp"],
+            "blocks": 40,
+            "block_size": 64,
+            "requests": 0,
+            "free_blocks": 37,
+            "held_blocks": 3,
+            "running": 1,
+            "waiting": 0,
+            "draining": True,
+        },
+        {
+            "id": "new",
+            "host": "h",
+            "roles": ["prefill", "decode"],
+            "epoch": "1",
+            "transports": [],
+            "blocks": 4,
+        },
+    ],
+}
+
+
+class Api(BaseHTTPRequestHandler):
+    def log_message(self, format, *args):
+        pass
+
+    def do_GET(self):
+        answers = {"/status": STATUS, "/health": {"status": "ok"}, "/v1/models": {"data": [{"id": "m"}]}}
+        table = answers[self.path]
+        self._answer(200, json.dumps(table))
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = body["messages"][-1]["content"].upper()
+        if text == "REFUSE":
+            self._answer(400, json.dumps({"error": {"message": "refused, as asked"}}))
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        deltas = [{"role": "assistant", "content": ""}, *({"content": letter} for letter in text), {}]
+        for delta in deltas:
+            chunk = {"choices": [{"index": 0, "delta": delta, "finish_reason": None if delta else "stop"}]}
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            if text == "CUT":
+                return
+            if text == "WAIT":
+                self.rfile.read(1)  # until the client hangs up
+                return
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _answer(self, status, text):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+def end_on_eof():
+    # os.read: a daemon thread inside sys.stdin's lock aborts the interpreter at its exit
+    os.read(0, 1)
+    os._exit(3)
+
+
+def main():
+    role, fault = sys.argv[1], os.environ.get("FAULT", "")
+    if role == "prepare":
+        print("preparing", file=sys.stderr, flush=True)
+        if fault == "prepare":
+            sys.exit("there is no such model")
+        print(json.dumps({"path": "/nowhere", "model_id": "stub@1", "name": sys.argv[2]}))
+        return
+    if fault == role:
+        sys.exit(f"this {role} fails, as it was told to")
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: None if fault == "deaf" else stop.set())
+    threading.Thread(target=end_on_eof, daemon=True).start()
+    config = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
+    if role == "conductor":
+        server = ThreadingHTTPServer(("127.0.0.1", config["server"]["http_port"]), Api)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        grpc = socket.create_server(("127.0.0.1", config["server"]["grpc_port"]))
+        said = {"http_port": server.server_address[1], "grpc_port": grpc.getsockname()[1]}
+    else:
+        said = {"node_id": config["node_id"], "metrics_port": 1}
+    print(json.dumps({"event": "ready", **said}), flush=True)
+    print(f"{role} is up", file=sys.stderr, flush=True)
+    stop.wait()
+
+
+if __name__ == "__main__":
+    main()

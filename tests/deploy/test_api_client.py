@@ -1,0 +1,105 @@
+import io
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from deploy import cli
+from deploy.api_client import ApiError, ChatStream, read_json
+
+STUB = (sys.executable, str(Path(__file__).parent / "stub_process.py"), "conductor")
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    config = tmp_path_factory.mktemp("api") / "conductor.json"
+    config.write_text(json.dumps({"server": {"http_port": 0, "grpc_port": 0}}))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([*STUB, "--config", str(config)], **pipes) as process:
+        yield f"127.0.0.1:{json.loads(process.stdout.readline())['http_port']}"
+        process.terminate()
+
+
+def ask(address, text):
+    return ChatStream(address, "m", [{"role": "user", "content": text}])
+
+
+def test_an_answer_comes_in_pieces(address):
+    assert list(ask(address, "abc").pieces()) == ["", "A", "B", "C", ""]
+
+
+def test_a_refusal_is_told_in_the_servers_words(address):
+    with pytest.raises(ApiError, match="answered 400: refused, as asked"):
+        list(ask(address, "refuse").pieces())
+
+
+def test_an_answer_cut_short_is_an_error(address):
+    stream = ask(address, "cut")
+    with pytest.raises(ApiError, match="cut short"):
+        list(stream.pieces())
+
+
+def test_hanging_up_ends_a_call_that_waits(address):
+    stream = ask(address, "wait")
+    pieces = stream.pieces()
+    assert next(pieces) == ""
+    threading.Timer(0.05, stream.close).start()
+    with pytest.raises(ApiError):
+        list(pieces)
+
+
+def test_a_server_that_is_not_there_is_told():
+    with pytest.raises(ApiError, match="refused"):
+        read_json("127.0.0.1:1", "/status")
+    with pytest.raises(ApiError, match="refused"):
+        list(ask("127.0.0.1:1", "x").pieces())
+
+
+def test_json_is_read(address):
+    assert read_json(address, "/status")["running_requests"] == 0
+
+
+def test_status_shows_each_node_in_a_line(address, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["status", "--address", address])
+    assert caught.value.code == 0
+    head, first, second, totals = capsys.readouterr().out.splitlines()
+    assert first.split() == [
+        "decode-0",
+        "h",
+        "decode",
+        "00ffee11",
+        "37",
+        "3",
+        "40",
+        "1",
+        "0",
+        "shm+tcp",
+        "draining",
+    ]
+    assert second.split() == ["new", "h", "prefill+decode", "1", "4"]
+    assert len(head.rstrip()) < 100
+    assert totals == "ready: True, running requests: 0"
+
+
+def test_status_for_machines_is_the_conductors_own(address, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["status", "--json", "--address", address])
+    assert json.loads(capsys.readouterr().out) == read_json(address, "/status")
+
+
+def test_a_chat_of_one_message_prints_the_answer(address, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["chat", "hello", "--address", address])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == "HELLO\n"
+
+
+def test_a_conversation_is_read_line_by_line_and_ends_with_the_input(address, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n"))
+    with pytest.raises(SystemExit):
+        cli.main(["chat", "--address", address])
+    assert capsys.readouterr().out == "ONE\nTWO\n"

@@ -1,0 +1,83 @@
+import subprocess
+import sys
+
+import pytest
+
+from deploy import cli
+from tests.deploy.processes import ROOT, marked_environment
+
+SLOW_TO_IMPORT = {"torch", "ray", "transformers", "fastapi", "pydantic", "yaml", "grpc"}
+
+
+def run(code):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=marked_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_imports_nothing_slow():
+    code = f"""
+import sys
+from deploy.cli import main
+try:
+    main(["--help"])
+except SystemExit:
+    print("slow:", {SLOW_TO_IMPORT} & set(sys.modules))
+"""
+    done = run(code)
+    assert "slow: set()" in done.stdout, done.stdout + done.stderr
+    for name in cli.COMMANDS:
+        assert name in done.stdout
+
+
+def test_a_command_imports_only_what_it_needs():
+    code = """
+import sys
+from deploy.cli import main
+try:
+    main(["status", "--help"])
+except SystemExit:
+    print("slow:", {"torch", "ray", "transformers"} & set(sys.modules))
+"""
+    done = run(code)
+    assert "slow: set()" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_mistyped_command_is_answered_with_the_nearest():
+    done = run("from deploy.cli import main; main(['statsu'])")
+    assert done.returncode == 2
+    assert "status" in done.stderr
+
+
+def test_a_command_that_parses_its_own_arguments_gets_them_all(monkeypatch, capsys):
+    monkeypatch.setitem(cli.COMMANDS, "own", ("tests.deploy.test_cli:own_parser", "Parses itself."))
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["own", "trace.jsonl", "--nodes", "8P8D", "--help"])
+    assert caught.value.code == 7
+    assert capsys.readouterr().out == "trace.jsonl --nodes 8P8D --help\n"
+
+
+def own_parser(argv: list[str]) -> int:
+    print(*argv)
+    return 7
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_of_the_table_is_there(name):
+    done = run(f"from deploy.cli import main; main([{name!r}, '--help'])")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_wrong_configuration_ends_up_with_status_2(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("modle: x\n")
+    done = run(f"from deploy.cli import main; main(['up', '-c', {str(path)!r}])")
+    assert done.returncode == 2
+    assert done.stderr == f"{path}:1: modle: unknown key; did you mean model?\n"
+    assert done.stdout == ""

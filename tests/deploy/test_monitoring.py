@@ -1,0 +1,114 @@
+"""Rules and dashboards: every query parses, every metric exists, and a real Prometheus takes them."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import promql_parser
+import pytest
+import yaml
+
+from base.metrics import ConductorMetrics, NodeMetrics, process_registry
+from deploy import dashboards
+
+ROOT = Path(__file__).parent.parent.parent
+PROMETHEUS = ROOT / "deploy" / "prometheus"
+RULES = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())["groups"]
+PANEL_QUERIES = [
+    (f"{board.uid}: {panel.title}", query)
+    for board in dashboards.DASHBOARDS
+    for panel in board.panels
+    for query, _ in panel.queries
+]
+RULE_QUERIES = [
+    (rule.get("record") or rule["alert"], rule["expr"]) for group in RULES for rule in group["rules"]
+]
+FROM_PROMETHEUS = {"up"}
+
+
+def exposed_names():
+    """Every sample name a process of ours can expose."""
+    registry = process_registry()
+    ConductorMetrics(registry, "m")
+    NodeMetrics(registry)
+    suffixes = {
+        "counter": ("_total",),
+        "histogram": ("_bucket", "_sum", "_count"),
+        "gauge": ("",),
+    }
+    return {
+        metric.name + suffix for metric in registry.collect() for suffix in suffixes.get(metric.type, ("",))
+    }
+
+
+def selectors(query):
+    found = []
+    promql_parser.walk(promql_parser.parse(query.replace("$__rate_interval", "5m")), found.append)
+    return [node.name for node in found if isinstance(node, promql_parser.VectorSelector)]
+
+
+@pytest.mark.parametrize(("where", "query"), PANEL_QUERIES + RULE_QUERIES, ids=lambda value: value[:40])
+def test_a_query_parses_and_names_metrics_that_there_are(where, query):
+    recorded = {rule["record"] for group in RULES for rule in group["rules"] if "record" in rule}
+    names = set(selectors(query))
+    assert names, where
+    assert names <= exposed_names() | recorded | FROM_PROMETHEUS, where
+
+
+@pytest.mark.parametrize("board", dashboards.DASHBOARDS, ids=lambda board: board.uid)
+def test_the_dashboards_committed_are_those_of_the_table(board):
+    assert (dashboards.FOLDER / f"{board.uid}.json").read_text() == dashboards.as_text(board)
+
+
+def test_no_other_dashboards_are_committed():
+    assert {path.stem for path in dashboards.FOLDER.iterdir()} == {
+        board.uid for board in dashboards.DASHBOARDS
+    }
+
+
+@pytest.mark.parametrize("board", dashboards.DASHBOARDS, ids=lambda board: board.uid)
+def test_panels_do_not_overlap(board):
+    cells = set()
+    for panel in json.loads(dashboards.as_text(board))["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= dashboards.COLUMNS
+        mine = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not mine & cells
+        cells |= mine
+
+
+def test_every_alert_has_a_test_and_a_page_that_says_what_to_do():
+    alerts = {rule["alert"] for group in RULES for rule in group["rules"] if "alert" in rule}
+    fired = set()
+    for case in yaml.safe_load((PROMETHEUS / "rules_test.yml").read_text())["tests"]:
+        fired |= {item["alertname"] for item in case["alert_rule_test"] if item["exp_alerts"]}
+    assert fired == alerts
+    runbook = (ROOT / "docs" / "operations.md").read_text()
+    headings = set(re.findall(r"^### (\w+)$", runbook, re.MULTILINE))
+    assert headings == alerts
+
+
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed here")
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "rules", "rules.yml"),
+        ("check", "config", "prometheus.yml"),
+        ("test", "rules", "rules_test.yml"),
+    ],
+    ids=" ".join,
+)
+def test_promtool_takes(arguments):
+    done = subprocess.run(
+        ["promtool", *arguments], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,57 @@
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig, TransferConfig
+from deploy.plan import HOST_ADDRESS, PreparedModel, conductor_process, needed_resources, planned_nodes
+
+MODEL = PreparedModel("/models/m", "m@1", "m")
+
+
+def plan(config, cores=8):
+    return planned_nodes(config, MODEL, "127.0.0.1:50051", cores)
+
+
+@given(prefill=st.integers(0, 5), decode=st.integers(0, 5))
+def test_every_role_is_served_by_some_node_and_every_node_has_a_name(prefill, decode):
+    nodes = plan(ClusterConfig(prefill=PoolConfig(nodes=prefill), decode=PoolConfig(nodes=decode)))
+    assert len({node.process.node_id for node in nodes}) == len(nodes) == prefill + decode
+    if nodes:
+        assert {role for node in nodes for role in node.process.roles} == {"prefill", "decode"}
+
+
+def test_two_pools_keep_their_roles_apart():
+    roles = {node.process.node_id: node.process.roles for node in plan(ClusterConfig())}
+    assert roles == {"prefill-0": ("prefill",), "decode-0": ("decode",)}
+
+
+def test_a_pool_of_none_leaves_its_role_to_the_other():
+    [node] = plan(ClusterConfig(prefill=PoolConfig(nodes=0)))
+    assert node.process.roles == ("prefill", "decode")
+
+
+def test_open_threads_share_the_cores_and_set_ones_are_kept():
+    set_threads = PoolConfig(engine=EngineConfig(threads=3))
+    nodes = plan(ClusterConfig(decode=set_threads), cores=8)
+    assert [node.process.engine.threads for node in nodes] == [4, 3]
+    assert [node.process.engine.threads for node in plan(ClusterConfig(), cores=1)] == [1, 1]
+
+
+def test_the_served_name_is_the_models_unless_one_is_given():
+    assert conductor_process(ClusterConfig(), MODEL).served_model_name == "m"
+    assert conductor_process(ClusterConfig(served_model_name="x"), MODEL).served_model_name == "x"
+
+
+def test_transfer_stays_on_loopback_exactly_when_the_conductor_does():
+    here = ClusterConfig(transfer=TransferConfig(host="auto"))
+    assert {node.process.transfer.host for node in plan(here)} == {"127.0.0.1"}
+    everywhere = dataclasses.replace(here, server=ServerConfig(host="0.0.0.0", insecure=True))
+    assert {node.process.transfer.host for node in plan(everywhere)} == {HOST_ADDRESS}
+
+
+def test_what_is_needed_is_the_sum_over_all_nodes():
+    prefill = PoolConfig(nodes=3, cpus_per_node=0.5, gpus_per_node=2, resource="prefill")
+    config = ClusterConfig(prefill=prefill, decode=PoolConfig(nodes=2, resource="decode"))
+    assert needed_resources(config) == {"CPU": 3.5, "GPU": 6.0, "prefill": 3.0, "decode": 2.0}
+    assert needed_resources(ClusterConfig(prefill=PoolConfig(nodes=0))) == {"CPU": 1.0}

@@ -1,0 +1,138 @@
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from base.clock import ManualClock
+from deploy.supervisor import ProcessSpec, Supervisor
+from tests.deploy.processes import wait_gone
+
+STUB = (sys.executable, str(Path(__file__).parent / "stub_process.py"))
+CONDUCTOR_CONFIG = {"model_path": "m", "server": {"http_port": 0, "grpc_port": 0}}
+
+
+def spec_of(folder, role="conductor", **more):
+    config = CONDUCTOR_CONFIG if role == "conductor" else {"node_id": "n", "metrics_port": 0}
+    return ProcessSpec(role, (*STUB, role), config, more.pop("environment", {}), str(folder), **more)
+
+
+@pytest.fixture
+def supervise():
+    started = []
+
+    def start(spec):
+        started.append(Supervisor(spec, ManualClock()))
+        return started[-1]
+
+    yield start
+    for supervisor in started:
+        supervisor.drain(0.0)
+
+
+def next_event(supervisor, what, seen=0):
+    while True:
+        seen, event = supervisor.wait_event(seen)
+        if event["event"] == what:
+            return seen, event
+
+
+def test_what_a_process_says_when_ready_is_returned(supervise, tmp_path):
+    ready = supervise(spec_of(tmp_path, "node")).wait_ready()
+    assert ready == {"event": "ready", "node_id": "n", "metrics_port": 1}
+
+
+def test_a_killed_process_is_restarted_on_the_ports_it_had(supervise, tmp_path):
+    supervisor = supervise(spec_of(tmp_path))
+    before = supervisor.wait_ready()
+    assert before["http_port"] > 0
+    os.kill(supervisor.pid(), signal.SIGKILL)
+    seen, event = next_event(supervisor, "exited")
+    assert event == {"event": "exited", "name": "conductor", "status": -9, "restart_in_s": 0.5}
+    next_event(supervisor, "ready", seen)
+    assert supervisor.wait_ready() == before
+
+
+def test_a_restarted_supervisor_finds_the_ports_of_its_process(supervise, tmp_path):
+    first = supervise(spec_of(tmp_path))
+    before = first.wait_ready()
+    first.drain(5.0)
+    assert supervise(spec_of(tmp_path)).wait_ready() == before
+
+
+def test_restarts_wait_longer_each_time(supervise, tmp_path):
+    supervisor = supervise(spec_of(tmp_path, "node"))
+    supervisor.wait_ready()
+    waits, seen = [], 0
+    for _ in range(2):
+        seen, _ = next_event(supervisor, "ready", seen)
+        os.kill(supervisor.pid(), signal.SIGKILL)
+        seen, event = next_event(supervisor, "exited", seen)
+        waits.append(event["restart_in_s"])
+    assert waits == [0.5, 1.0]
+
+
+def test_a_process_that_never_was_ready_is_not_restarted_and_its_log_is_told(supervise, tmp_path):
+    supervisor = supervise(spec_of(tmp_path, environment={"FAULT": "conductor"}))
+    with pytest.raises(RuntimeError, match=r"(?s)status 1 before it was ready.*fails, as it was told to"):
+        supervisor.wait_ready()
+    assert supervisor.wait_event(0)[1]["event"] == "failed"
+
+
+def test_a_program_that_is_not_there_is_told(supervise, tmp_path):
+    spec = ProcessSpec("node", ("/no/such/program",), {}, {}, str(tmp_path))
+    with pytest.raises(RuntimeError, match="No such file"):
+        supervise(spec).wait_ready()
+
+
+def test_a_process_that_is_never_ready_is_given_up(supervise, tmp_path):
+    spec = ProcessSpec("node", ("sleep", "60", "#"), {}, {}, str(tmp_path), ready_timeout_s=0.1)
+    mute = ProcessSpec("mute", (sys.executable, "-c", "input()"), {}, {}, str(tmp_path), ready_timeout_s=0.1)
+    assert spec.ready_timeout_s == mute.ready_timeout_s
+    with pytest.raises(RuntimeError, match="not ready in time"):
+        supervise(mute).wait_ready()
+
+
+def test_a_drain_ends_a_process_by_sigterm(supervise, tmp_path):
+    supervisor = supervise(spec_of(tmp_path))
+    supervisor.wait_ready()
+    pid = supervisor.pid()
+    supervisor.drain(30.0)
+    assert supervisor.pid() is None
+    assert not Path(f"/proc/{pid}").exists()
+    assert next_event(supervisor, "stopped")[1]["status"] == 0
+
+
+def test_a_drain_kills_what_does_not_listen(supervise, tmp_path):
+    supervisor = supervise(spec_of(tmp_path, environment={"FAULT": "deaf"}))
+    supervisor.wait_ready()
+    supervisor.drain(0.05)
+    assert next_event(supervisor, "stopped")[1]["status"] == -9
+
+
+def test_a_process_logs_into_its_own_file(supervise, tmp_path):
+    supervisor = supervise(spec_of(tmp_path, "node"))
+    supervisor.wait_ready()
+    supervisor.drain(30.0)
+    assert (tmp_path / "node.log").read_text() == "node is up\n"
+    assert supervisor.log_tail() == "node is up"
+
+
+def test_a_process_ends_when_its_supervisor_is_killed(tmp_path):
+    # the supervisor lives in a child of ours, which is killed without warning
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        supervisor = Supervisor(spec_of(tmp_path), ManualClock())
+        supervisor.wait_ready()
+        os.write(write_end, json.dumps(supervisor.pid()).encode())
+        os.close(write_end)
+        signal.pause()
+    os.close(write_end)
+    pid = json.loads(os.read(read_end, 20))
+    os.close(read_end)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert wait_gone(pid, timeout_s=10.0)

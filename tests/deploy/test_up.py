@@ -1,0 +1,146 @@
+"""`conductor up` on a real local Ray, with stub programs for our own processes."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.processes import ROOT, marked_environment, marked_pids, wait_all_gone, wait_gone
+
+PROGRAM = (sys.executable, str(Path(__file__).parent / "run_stub_cluster.py"))
+STOP_S = 30.0
+"""For everything to end, Ray included, on a busy machine."""
+
+
+@pytest.fixture
+def cluster_yaml(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"cache_dir: {tmp_path}/cache\nserver: {{http_port: 0, grpc_port: 0}}\n")
+    return path
+
+
+@pytest.fixture
+def start(cluster_yaml):
+    started = []
+
+    def begin(*arguments, **environment):
+        environment = marked_environment(**environment)
+        process = subprocess.Popen(
+            [*PROGRAM, str(cluster_yaml), *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append((process, environment))
+        return process, environment
+
+    yield begin
+    for process, environment in started:
+        process.kill()
+        process.communicate()
+        for pid in marked_pids(environment):
+            os.kill(pid, signal.SIGKILL)
+
+
+def until(stream, words):
+    """Read lines until one holds all of `words`; return it."""
+    for line in stream:
+        if all(word in line for word in words):
+            return line
+    raise AssertionError(f"the end, and no {words}")
+
+
+def pid_of(environment, *words):
+    [pid] = [pid for pid, line in marked_pids(environment).items() if all(word in line for word in words)]
+    return pid
+
+
+def test_an_answer_goes_to_stdout_and_nothing_is_left(start):
+    process, environment = start("--prompt", "hello there", "--exit")
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert out == "HELLO THERE\n"
+    stages = [line.split()[1] for line in err.splitlines() if line.startswith("✓")]
+    assert sorted(stages[:2]) == ["model", "ray"]
+    assert stages[2:] == ["conductor", "nodes", "the", "stop"]
+    assert wait_all_gone(environment, STOP_S) == {}
+
+
+def test_what_dies_is_restarted_and_ctrl_c_leaves_nothing(start):
+    process, environment = start("--json")
+    ready = json.loads(process.stdout.readline())
+    assert ready["model"] == "smollm2"
+
+    os.kill(pid_of(environment, "decode-0.json"), signal.SIGKILL)
+    until(process.stderr, ["decode-0: exited", "status=-9"])
+    until(process.stderr, ["decode-0: ready"])
+
+    os.kill(pid_of(environment, "conductor.json"), signal.SIGKILL)
+    line = until(process.stderr, ["conductor: ready"])
+    assert f"http_port={ready['http_address'].partition(':')[2]}" in line
+
+    # the actor's own process: Ray starts another, which finds the ports in the run's folder
+    first_conductor = pid_of(environment, "conductor.json")
+    os.kill(os_parent(first_conductor), signal.SIGKILL)
+    line = until(process.stderr, ["conductor: ready"])
+    assert f"http_port={ready['http_address'].partition(':')[2]}" in line
+    assert wait_gone(first_conductor, STOP_S)
+    connection = http.client.HTTPConnection(ready["http_address"], timeout=10)
+    connection.request("GET", "/health")
+    assert connection.getresponse().status == 200
+    connection.close()
+
+    # as a terminal does it: to every process of the foreground group
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert "nothing is left running" in err
+    assert wait_all_gone(environment, STOP_S) == {}
+
+
+def os_parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_drain(start):
+    process, environment = start("--json", FAULT="deaf")
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=25)  # less than the drain of 40 s that a deaf process would take
+    assert process.returncode == 0
+    assert "SIGTERM received" not in err, "Ray's handler of SIGTERM is in force: it aborts a longer drain"
+    assert wait_all_gone(environment, STOP_S) == {}
+
+
+def test_a_killed_launcher_leaves_nothing(start):
+    process, environment = start("--json")
+    process.stdout.readline()
+    assert len(marked_pids(environment)) > 5
+    process.kill()
+    assert wait_all_gone(environment, STOP_S) == {}
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        pytest.param("prepare", "there is no such model", marks=pytest.mark.full),
+        ("node", "ended with status 1 before it was ready"),
+    ],
+)
+def test_a_start_that_fails_says_why_and_leaves_nothing(start, fault, told):
+    process, environment = start("--exit", FAULT=fault)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert out == ""
+    assert told in err
+    assert "Traceback" not in err
+    assert wait_all_gone(environment, STOP_S) == {}

@@ -1,0 +1,50 @@
+"""A device without a model: it keeps in each slot what a model's KV would depend on."""
+
+from collections.abc import Sequence as Items
+
+from base.request import SampledToken
+from engine.step import StepPlan, StepResult
+
+
+def prefix_digest(token_ids: Items[int]) -> int:
+    digest = 0
+    for token_id in token_ids:
+        digest = (digest * 1_000_003 + token_id + 1) % (1 << 61)
+    return digest
+
+
+def next_token(token_ids: Items[int], vocab_size: int = 50) -> int:
+    """What the fake model continues a text with."""
+    return prefix_digest(token_ids) % vocab_size
+
+
+def continuation(token_ids: Items[int], count: int) -> list[int]:
+    tokens = list(token_ids)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(token_ids) :]
+
+
+class FakeDevice:
+    """Writes the digest of each token's prefix to its slot, and refuses to read a wrong one."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._slots = [[0] * block_size for _ in range(num_blocks)]
+        self._block_size = block_size
+        self.plans: list[StepPlan] = []
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        return StepResult(tuple(self._run(entry) for entry in plan.entries))
+
+    def _run(self, entry) -> SampledToken | None:
+        token_ids = entry.sequence.token_ids[: entry.context_len]
+        digest = 0
+        for position, token_id in enumerate(token_ids):
+            digest = (digest * 1_000_003 + token_id + 1) % (1 << 61)
+            index, offset = divmod(position, self._block_size)
+            block = self._slots[entry.block_table[index]]
+            if position >= entry.start:
+                block[offset] = digest
+            assert block[offset] == digest, f"{entry.sequence.request_id} reads a foreign token at {position}"
+        return SampledToken(next_token(token_ids)) if entry.samples else None

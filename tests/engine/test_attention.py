@@ -1,0 +1,89 @@
+"""The two attention functions and the KV write, against the plain definition."""
+
+import pytest
+import torch
+
+from engine.attention import paged_decode_attention, paged_prefill_attention, write_kv
+from engine.attention_rule import AttentionRule, attend, gathered
+
+BLOCK_SIZE = 16
+RULES = {
+    "plain": AttentionRule(0.25),
+    "window": AttentionRule(0.25, sliding_window=9),
+    "soft cap": AttentionRule(0.5, soft_cap=2.0),
+    "window and soft cap": AttentionRule(0.25, sliding_window=20, soft_cap=3.0),
+}
+HEADS = [(4, 4), (6, 2), (3, 1)]
+
+
+def layer_of_cache(num_kv_heads: int, head_dim: int = 8, num_blocks: int = 40) -> torch.Tensor:
+    """One layer of a block-major cache of three, so its blocks are not adjacent."""
+    return torch.randn(num_blocks, 3, 2, BLOCK_SIZE, num_kv_heads, head_dim)[:, 1]
+
+
+def tables_for(context_lens: list[int]) -> torch.Tensor:
+    width = max(-(-length // BLOCK_SIZE) for length in context_lens)
+    return torch.randperm(40)[: width * len(context_lens)].view(len(context_lens), width).int()
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_decode_equals_its_definition(rule, num_heads, num_kv_heads, with_sinks) -> None:
+    context_lens = [1, 16, 17, 40, 64, 5]
+    kv_cache, tables = layer_of_cache(num_kv_heads), tables_for(context_lens)
+    query = torch.randn(len(context_lens), num_heads, 8)
+    sinks = torch.randn(num_heads) if with_sinks else None
+    result = paged_decode_attention(query, kv_cache, tables, torch.tensor(context_lens).int(), rule, sinks)
+    for seq, length in enumerate(context_lens):
+        key, value = gathered(kv_cache, tables[seq], length)
+        torch.testing.assert_close(result[seq, None], attend(query[seq, None], key, value, rule, sinks))
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_prefill_equals_its_definition(rule, num_heads, num_kv_heads, with_sinks) -> None:
+    chunks = [(7, 7), (16, 40), (33, 33), (2, 64)]
+    context_lens = [context for _, context in chunks]
+    kv_cache, tables = layer_of_cache(num_kv_heads), tables_for(context_lens)
+    starts = torch.tensor([0, 7, 23, 56, 58]).int()
+    query = torch.randn(58, num_heads, 8)
+    sinks = torch.randn(num_heads) if with_sinks else None
+    lens = torch.tensor(context_lens).int()
+    result = paged_prefill_attention(query, kv_cache, tables, starts, lens, rule, sinks)
+    for seq, length in enumerate(context_lens):
+        part = slice(int(starts[seq]), int(starts[seq + 1]))
+        key, value = gathered(kv_cache, tables[seq], length)
+        torch.testing.assert_close(result[part], attend(query[part], key, value, rule, sinks))
+
+
+def test_entries_past_the_last_block_do_not_matter() -> None:
+    kv_cache = layer_of_cache(2)
+    query, lens = torch.randn(2, 4, 8), torch.tensor([20, 60]).int()
+    tables = torch.tensor([[3, 9, 0, 0], [1, 2, 4, 5]]).int()
+    other = torch.tensor([[3, 9, 8, 7], [1, 2, 4, 5]]).int()
+    rule = RULES["plain"]
+    torch.testing.assert_close(
+        paged_decode_attention(query, kv_cache, tables, lens, rule),
+        paged_decode_attention(query, kv_cache, other, lens, rule),
+    )
+
+
+def test_kv_is_written_to_its_slots_and_nowhere_else() -> None:
+    kv_cache = layer_of_cache(2)
+    before = kv_cache.clone()
+    key, value = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    write_kv(key, value, kv_cache, torch.tensor([5 * 16 + 3, 0, 39 * 16 + 15]))
+    for row, (block, offset) in enumerate([(5, 3), (0, 0), (39, 15)]):
+        assert torch.equal(kv_cache[block, 0, offset], key[row])
+        assert torch.equal(kv_cache[block, 1, offset], value[row])
+        before[block, :, offset] = kv_cache[block, :, offset]
+    assert torch.equal(kv_cache, before)
+
+
+def test_a_value_smaller_than_the_slot_leaves_the_rest_alone() -> None:
+    kv_cache = layer_of_cache(2)
+    before = kv_cache.clone()
+    write_kv(torch.randn(1, 2, 8), torch.randn(1, 2, 5), kv_cache, torch.tensor([17]))
+    assert torch.equal(kv_cache[1, 1, 1, :, 5:], before[1, 1, 1, :, 5:])

@@ -1,0 +1,196 @@
+"""The engine loop: steps on one thread, listeners on the event loop, nothing lost."""
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+
+import pytest
+
+from base.errors import CapacityError
+from base.request import FinishReason
+from engine.block_pool import BlockPool
+from engine.loop import EngineLoop
+from engine.scheduler import Scheduler
+from engine.step import SequenceOutput, StepPlan, StepResult
+from tests.engine.builders import make_sequence
+from tests.engine.fakes import FakeDevice, continuation
+
+NUM_BLOCKS = 16
+BLOCK_SIZE = 4
+
+
+class GatedDevice:
+    """Runs a step only when the test lets it; fails steps that hold a poisoned sequence."""
+
+    def __init__(self, poison: str = "") -> None:
+        self._device = FakeDevice(NUM_BLOCKS, BLOCK_SIZE)
+        self._poison = poison
+        self.open = threading.Event()
+        self.open.set()
+        self.entered = threading.Semaphore(0)
+        self.threads: set[int] = set()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.threads.add(threading.get_ident())
+        self.entered.release()
+        assert self.open.wait(timeout=30)
+        if any(entry.sequence.request_id == self._poison for entry in plan.entries):
+            raise ValueError("poison")
+        return self._device.execute(plan)
+
+
+def make_loop(device: GatedDevice, max_batch: int = 4) -> EngineLoop:
+    pool = BlockPool(NUM_BLOCKS)
+    return EngineLoop(device, Scheduler(pool, BLOCK_SIZE, 8, max_batch, max_model_len=200), pool)
+
+
+@asynccontextmanager
+async def running(loop: EngineLoop):
+    task = asyncio.create_task(loop.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        loop.pool.check()
+
+
+async def entered(device: GatedDevice) -> None:
+    await asyncio.to_thread(device.entered.acquire, timeout=30)
+
+
+class Collected:
+    """A listener that can be waited for."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._reason: asyncio.Future[FinishReason] = asyncio.get_running_loop().create_future()
+
+    def __call__(self, output: SequenceOutput) -> None:
+        self.tokens += [token.token_id for token in output.tokens]
+        if output.finish_reason is not None:
+            self._reason.set_result(output.finish_reason)
+
+    async def ended(self) -> FinishReason:
+        return await asyncio.wait_for(self._reason, 30)
+
+
+async def test_tokens_reach_the_listener_in_order() -> None:
+    device = GatedDevice()
+    loop = make_loop(device)
+    async with running(loop):
+        sequences = [make_sequence(name, range(start, start + 7), 5) for name, start in (("a", 0), ("b", 30))]
+        heard = [Collected() for _ in sequences]
+        for sequence, listener in zip(sequences, heard, strict=True):
+            loop.add(sequence, listener)
+        for sequence, listener in zip(sequences, heard, strict=True):
+            assert await listener.ended() is FinishReason.LENGTH
+            assert listener.tokens == continuation(sequence.token_ids[:7], 5)
+            loop.release(sequence)
+    assert loop.pool.num_held == 0
+    assert device.threads != {threading.get_ident()}
+    assert len(device.threads) == 1
+
+
+async def test_a_sequence_added_while_idle_wakes_the_loop() -> None:
+    loop = make_loop(GatedDevice())
+    async with running(loop):
+        for name in "ab":
+            heard = Collected()
+            sequence = make_sequence(name, range(3), 2)
+            loop.add(sequence, heard)
+            await heard.ended()
+            loop.release(sequence)
+
+
+async def test_blocks_released_by_somebody_else_wake_the_loop() -> None:
+    loop = make_loop(GatedDevice())
+    reserved = loop.pool.allocate(NUM_BLOCKS)
+    async with running(loop):
+        heard = Collected()
+        sequence = make_sequence("a", range(3), 1)
+        loop.add(sequence, heard)
+        await asyncio.sleep(0)
+        loop.pool.release(reserved)
+        assert await heard.ended() is FinishReason.LENGTH
+        loop.release(sequence)
+
+
+async def test_a_refused_sequence_takes_nothing() -> None:
+    loop = make_loop(GatedDevice())
+    with pytest.raises(CapacityError):
+        loop.add(make_sequence("a", range(60), 60), Collected())
+    assert loop.scheduler.schedule() is None
+
+
+async def test_release_in_a_step_gives_the_blocks_back_when_the_step_ends() -> None:
+    device = GatedDevice()
+    loop = make_loop(device)
+    device.open.clear()
+    async with running(loop):
+        gone, stays = make_sequence("gone", range(4), 9), make_sequence("stays", range(9, 12), 2)
+        heard_gone, heard_stays = Collected(), Collected()
+        loop.add(gone, heard_gone)
+        loop.add(stays, heard_stays)
+        await entered(device)
+        loop.release(gone)
+        loop.release(gone)
+        assert loop.pool.num_held == 2, "the device still writes to them"
+        device.open.set()
+        await heard_stays.ended()
+        assert heard_gone.tokens == []
+        assert loop.pool.num_held == 1
+        loop.release(stays)
+        assert loop.pool.num_held == 0
+
+
+async def test_release_outside_a_step_gives_the_blocks_back_at_once() -> None:
+    loop = make_loop(GatedDevice())
+    async with running(loop):
+        heard = Collected()
+        sequence = make_sequence("a", range(4), 1)
+        loop.add(sequence, heard)
+        await heard.ended()
+        assert loop.pool.num_held == 1
+        loop.release(sequence)
+        loop.release(sequence)
+        assert loop.pool.num_held == 0
+
+
+async def test_a_step_that_raises_ends_its_sequences_and_nobody_elses() -> None:
+    device = GatedDevice(poison="bad")
+    loop = make_loop(device, max_batch=1)
+    async with running(loop):
+        sequences = {name: make_sequence(name, range(4), 3) for name in ("a", "bad", "z")}
+        heard = {name: Collected() for name in sequences}
+        for name, sequence in sequences.items():
+            loop.add(sequence, heard[name])
+        assert await heard["bad"].ended() is FinishReason.ERROR
+        assert loop.num_failed_steps == 1
+        for name in ("a", "z"):
+            assert await heard[name].ended() is FinishReason.LENGTH
+            assert heard[name].tokens == continuation(range(4), 3)
+        for sequence in sequences.values():
+            loop.release(sequence)
+    assert loop.pool.num_held == 0
+
+
+async def test_cancelling_waits_for_the_step_in_flight() -> None:
+    device = GatedDevice()
+    loop = make_loop(device)
+    device.open.clear()
+    sequence = make_sequence("a", range(4), 3)
+    loop.add(sequence, Collected())
+    task = asyncio.create_task(loop.run())
+    await entered(device)
+    loop.release(sequence)
+    task.cancel()
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    assert loop.pool.num_held == 1
+    device.open.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert loop.pool.num_held == 0

@@ -1,0 +1,233 @@
+"""The disk tier: what was written is read, and whatever else lies there is a miss."""
+
+import asyncio
+import errno
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from base.checksum import checksum
+from base.errors import ConfigError
+from kvstore.disk import FILE_NAME, opened
+from kvstore.record import HEADER_BYTES, RecordHeader, encode_header, header_or_none
+from tests.kvstore.disk_writer import BLOCK_BYTES, name_of, page_aligned, payload_of, read_back
+
+ROOT = Path(__file__).parent.parent.parent
+SLOT_BYTES = HEADER_BYTES + BLOCK_BYTES
+
+
+async def open_tier(folder, num_slots=16):
+    tier = opened(folder, BLOCK_BYTES, num_slots)
+    await tier.recover()
+    return tier
+
+
+async def write(tier, number):
+    block_hash = name_of(number)
+    buffer = page_aligned(BLOCK_BYTES)
+    buffer[:] = payload_of(block_hash)
+    return await tier.write(block_hash, buffer, checksum(buffer))
+
+
+async def reads(tier, number):
+    into = page_aligned(BLOCK_BYTES)
+    found = await tier.read(name_of(number), into)
+    tier.check()
+    if found is None:
+        return False
+    assert found == checksum(into)
+    assert bytes(into) == payload_of(name_of(number))
+    return True
+
+
+async def test_blocks_survive_a_restart(tmp_path):
+    tier = await open_tier(tmp_path)
+    for number in range(5):
+        assert await write(tier, number)
+    await tier.close()
+    tier = await open_tier(tmp_path)
+    assert tier.match([name_of(number) for number in range(9)]) == 5
+    assert [await reads(tier, number) for number in range(6)] == [True] * 5 + [False]
+    await tier.close()
+
+
+async def test_memory_that_is_not_page_aligned_is_read_and_written_too(tmp_path):
+    tier = await open_tier(tmp_path)
+    odd = page_aligned(BLOCK_BYTES + 4096)[7 : 7 + BLOCK_BYTES]
+    odd[:] = payload_of(name_of(1))
+    assert await tier.write(name_of(1), odd, checksum(odd))
+    odd[:] = bytes(BLOCK_BYTES)
+    assert await tier.read(name_of(1), odd) == checksum(payload_of(name_of(1)))
+    assert await reads(tier, 1)
+    await tier.close()
+
+
+async def test_a_full_tier_overwrites_what_was_not_read_for_longest(tmp_path):
+    tier = await open_tier(tmp_path, num_slots=3)
+    for number in range(3):
+        await write(tier, number)
+    assert await reads(tier, 0)
+    await write(tier, 3)
+    assert tier.hashes == [name_of(2), name_of(0), name_of(3)]
+    assert tier.evicted == [name_of(1)]
+    await tier.close()
+
+
+async def test_the_newer_of_two_records_of_a_block_counts(tmp_path):
+    tier = await open_tier(tmp_path)
+    await write(tier, 1)
+    tier.forget(name_of(1))
+    await write(tier, 2)
+    await write(tier, 1)
+    await tier.close()
+    tier = await open_tier(tmp_path)
+    assert sorted(tier.hashes) == [name_of(1), name_of(2)]
+    assert await reads(tier, 1)
+    await tier.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_every_one_of_a_tenth_of_records_corrupted_is_caught(tmp_path, seed):
+    rng = random.Random(seed)
+    tier = await open_tier(tmp_path, num_slots=100)
+    for number in range(100):
+        await write(tier, number)
+    await tier.close()
+    corrupted = set(rng.sample(range(100), 10))
+    data = bytearray((tmp_path / FILE_NAME).read_bytes())
+    for number in corrupted:
+        inside = rng.choice([rng.randrange(60), HEADER_BYTES + rng.randrange(BLOCK_BYTES)])
+        data[number * SLOT_BYTES + inside] ^= 1 << rng.randrange(8)
+    (tmp_path / FILE_NAME).write_bytes(data)
+    tier = await open_tier(tmp_path, num_slots=100)
+    missed = {number for number in range(100) if not await reads(tier, number)}
+    assert missed == corrupted
+    await tier.close()
+
+
+async def test_a_record_under_another_blocks_name_is_a_miss(tmp_path):
+    tier = await open_tier(tmp_path)
+    await write(tier, 1)
+    payload = payload_of(name_of(2))
+    header = RecordHeader(name_of(2), BLOCK_BYTES, 9, checksum(payload))
+    (tmp_path / FILE_NAME).write_bytes(encode_header(header) + payload)
+    assert not await reads(tier, 1)
+    assert tier.damaged == 1
+    assert name_of(1) not in tier
+    await tier.close()
+
+
+@pytest.mark.parametrize("keep", [0, 10, HEADER_BYTES, HEADER_BYTES + 1, SLOT_BYTES - 1])
+async def test_a_file_cut_off_anywhere_loses_the_cut_records_alone(tmp_path, keep):
+    tier = await open_tier(tmp_path)
+    for number in range(3):
+        await write(tier, number)
+    await tier.close()
+    os.truncate(tmp_path / FILE_NAME, SLOT_BYTES + keep)
+    tier = await open_tier(tmp_path)
+    assert [await reads(tier, number) for number in range(3)] == [True, False, False]
+    assert await write(tier, 7)
+    await tier.close()
+
+
+async def test_bytes_of_somebody_else_are_free_slots(tmp_path):
+    (tmp_path / FILE_NAME).write_bytes(random.Random(0).randbytes(3 * SLOT_BYTES + 5))
+    tier = await open_tier(tmp_path)
+    assert len(tier) == 0
+    assert await write(tier, 1)
+    assert await reads(tier, 1)
+    await tier.close()
+
+
+async def test_a_tier_of_another_block_size_starts_empty(tmp_path):
+    tier = await open_tier(tmp_path)
+    await write(tier, 1)
+    await tier.close()
+    other = opened(tmp_path, 2 * BLOCK_BYTES, 8)
+    assert await other.recover() == 0
+    await other.close()
+
+
+async def test_a_full_disk_keeps_what_it_has_and_goes_on_in_place(tmp_path):
+    tier = await open_tier(tmp_path, num_slots=8)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 * SLOT_BYTES, unlimited[1]))
+    try:
+        stored = [await write(tier, number) for number in range(6)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert stored[:3] == [True] * 3
+    assert stored[3] is False
+    assert stored[4:] == [True] * 2
+    assert [await reads(tier, number) for number in (2, 4, 5)] == [True] * 3
+    tier.check()
+    await tier.close()
+
+
+async def test_a_cancelled_read_leaves_the_slot_free_to_be_used(tmp_path):
+    tier = await open_tier(tmp_path, num_slots=1)
+    await write(tier, 1)
+    task = asyncio.ensure_future(tier.read(name_of(1), page_aligned(BLOCK_BYTES)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert tier.accounts().held == 0
+    assert await write(tier, 2)
+    await tier.close()
+
+
+async def test_two_processes_cannot_share_a_folder(tmp_path):
+    tier = await open_tier(tmp_path)
+    with pytest.raises(ConfigError, match=r"disk\.folder"):
+        opened(tmp_path, BLOCK_BYTES, 8)
+    await tier.close()
+
+
+def test_a_link_is_not_followed(tmp_path):
+    target = tmp_path / "precious"
+    target.write_text("do not touch")
+    (tmp_path / "tier").mkdir()
+    (tmp_path / "tier" / FILE_NAME).symlink_to(target)
+    with pytest.raises(ConfigError, match=os.strerror(errno.ELOOP)):
+        opened(tmp_path / "tier", BLOCK_BYTES, 8)
+    assert target.read_text() == "do not touch"
+
+
+def test_no_damaged_header_is_believed():
+    header = RecordHeader(name_of(1), BLOCK_BYTES, 3, 4)
+    data = bytearray(encode_header(header))
+    assert header_or_none(data) == header
+    for bit in range(60 * 8):
+        data[bit // 8] ^= 1 << bit % 8
+        assert header_or_none(data) is None
+        data[bit // 8] ^= 1 << bit % 8
+    for length in range(60):
+        assert header_or_none(data[:length]) is None
+
+
+def killed_writers(folder, kills, seed):
+    command = [sys.executable, "-m", "tests.kvstore.disk_writer", str(folder), str(kills), str(seed)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=True)
+    return [tuple(map(int, line.split())) for line in run.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("kills", [12, pytest.param(200, marks=pytest.mark.full)])
+async def test_a_writer_killed_at_random_points_leaves_no_wrong_byte(tmp_path, kills):
+    rounds = killed_writers(tmp_path, kills, seed=kills)
+    assert len(rounds) == kills
+    assert not any(wrong for _, wrong, _ in rounds)
+    assert sum(right for right, _, _ in rounds) > 10 * kills
+    tier = opened(tmp_path, BLOCK_BYTES, 64)
+    await tier.recover()
+    right, wrong, _ = await read_back(tier)
+    assert (right > 0, wrong) == (True, 0)
+    await tier.close()

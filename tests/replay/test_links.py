@@ -1,0 +1,102 @@
+"""Flows share links max-min fairly, use them fully, and lose no byte."""
+
+import random
+from heapq import heappop, heappush
+from math import inf
+
+import pytest
+
+from conductor.replay.links import Flow, Link, Links
+
+
+class Events:
+    """A heap of calls by moment: the simulator's, without the simulator."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._heap = []
+        self._count = 0
+
+    def at(self, moment_s, call, *arguments) -> None:
+        assert moment_s >= self.now_s - 1e-9, "the clock went back"
+        self._count += 1
+        heappush(self._heap, (moment_s, self._count, call, arguments))
+
+    def step(self) -> bool:
+        if not self._heap:
+            return False
+        self.now_s, _, call, arguments = heappop(self._heap)
+        call(*arguments)
+        return True
+
+
+def check_max_min(flows: list[Flow]) -> None:
+    """Each flow has its limit, or a full link on which nobody is faster."""
+    for flow in flows:
+        if flow.rate >= flow.limit * (1 - 1e-9):
+            continue
+        bottlenecks = [
+            link
+            for link in (flow.sender, flow.receiver)
+            if sum(other.rate for other in link.flows) >= link.capacity * (1 - 1e-6)
+            and all(other.rate <= flow.rate * (1 + 1e-6) for other in link.flows)
+        ]
+        assert bottlenecks, "a flow could be faster without harm to a slower one"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_flows_are_max_min_fair_at_every_moment_and_all_arrive(seed: int) -> None:
+    rng = random.Random(seed)
+    events = Events()
+    links = Links(events.at)
+    sends = [Link(rng.choice([1.0, 2.0, 10.0])) for _ in range(4)]
+    receives = [Link(rng.choice([1.0, 3.0, 10.0])) for _ in range(4)]
+    alive: list[Flow] = []
+    arrived = []
+
+    def start(number: int) -> None:
+        limit = rng.choice([inf, 0.2, 1.0])
+        flow = Flow(rng.choice(sends), rng.choice(receives), rng.random() * 20, limit, lambda now_s: None)
+
+        def done(now_s: float) -> None:
+            alive.remove(flow)
+            arrived.append(number)
+
+        flow.done = done
+        alive.append(flow)
+        links.start(flow, events.now_s)
+
+    for number in range(30):
+        events.at(rng.random() * 20, start, number)
+    while events.step():
+        check_max_min(alive)
+        for link in (*sends, *receives):
+            used = sum(flow.rate for flow in link.flows)
+            assert used <= link.capacity * (1 + 1e-6)
+            assert link.left == pytest.approx(link.capacity - used, abs=1e-6)
+    assert sorted(arrived) == list(range(30))
+
+
+def test_two_flows_from_one_sender_take_twice_as_long() -> None:
+    events, done = Events(), []
+    links = Links(events.at)
+    sender = Link(10.0)
+    for _ in range(2):
+        links.start(Flow(sender, Link(10.0), 50.0, inf, done.append), 0.0)
+    while events.step():
+        pass
+    assert done == [pytest.approx(10.0), pytest.approx(10.0)]
+
+
+def test_cancelled_flow_frees_the_link_and_is_not_done() -> None:
+    events, done = Events(), []
+    links = Links(events.at)
+    sender = Link(10.0)
+    gone = Flow(sender, Link(10.0), 1000.0, inf, done.append)
+    links.start(gone, 0.0)
+    links.start(Flow(sender, Link(10.0), 50.0, inf, done.append), 0.0)
+    events.at(2.0, links.cancel, gone, 2.0)
+    while events.step():
+        pass
+    assert done == [pytest.approx(6.0)]
+    assert links.bytes_moved == pytest.approx(60.0)

@@ -1,0 +1,30 @@
+"""The generated code that is committed is what the protos and the pinned compiler make."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("protos")
+    plugin = Path(sys.executable).parent / "protoc-gen-mypy_grpc"
+    outs = (f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python", "mypy_grpc"))
+    protos = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "protos").glob("*.proto"))
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", f"--plugin=protoc-gen-mypy_grpc={plugin}"]
+    subprocess.run([*command, *outs, *protos], cwd=ROOT, check=True, timeout=60)
+    return folder / "protos"
+
+
+def test_the_same_files_are_generated(generated):
+    names = {path.name for path in generated.iterdir()}
+    assert names == {path.name for path in (ROOT / "protos").glob("*_pb2*")}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "protos").glob("*_pb2*")))
+def test_a_generated_file_is_current(generated, name):
+    assert (ROOT / "protos" / name).read_text() == (generated / name).read_text(), "run `make protos`"

@@ -1,0 +1,86 @@
+"""A peer in a process of its own: owns a segment, gives grants, tells what its bytes are.
+
+Run as a module. Reads one command in JSON a line on standard input and answers one line.
+A command that waits (a revocation) does not keep the next one from being read.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+
+from base.checksum import checksum
+from base.clock import SystemClock
+from base.config import TransferConfig
+from base.grants import Operation
+from transfer.agent import TransferAgent
+from transfer.segment import Segment
+
+
+class Peer:
+    def __init__(self, agent: TransferAgent) -> None:
+        self.agent = agent
+        self.segments: dict[int, Segment] = {}
+        self.grants = {}
+
+    async def answer(self, command: dict) -> dict:
+        name = command["do"]
+        if name == "describe":
+            peer = self.agent.descriptor
+            endpoints = [[each.transport, each.address] for each in peer.endpoints]
+            return {"node_id": peer.node_id, "epoch": peer.epoch, "endpoints": endpoints, "pid": os.getpid()}
+        if name == "allocate":
+            segment = self.agent.allocate(command["num_bytes"])
+            self.segments[segment.segment_id] = segment
+            return {"segment_id": segment.segment_id}
+        if name == "fill":
+            segment = self.segments[command["segment_id"]]
+            segment.memory[:] = bytes([command["value"]]) * segment.num_bytes
+            return {}
+        if name == "checksum":
+            memory = self.segments[command["segment_id"]].memory
+            return {"checksum": checksum(memory[command["offset"] :][: command["length"]])}
+        if name == "grant":
+            return self.grant(command)
+        if name == "revoke":
+            await self.agent.revoke(self.grants[command["generation"]])
+            return {}
+        if name == "count":
+            return {"num_grants": self.agent.num_grants}
+        if name == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return {}
+        raise ValueError(name)
+
+    def grant(self, command: dict) -> dict:
+        segment = self.segments[command["segment_id"]]
+        operation = Operation[command["operation"]]
+        grant = self.agent.grant(
+            segment, command["offsets"], command["length"], operation, command["lease_s"]
+        )
+        self.grants[grant.generation] = grant
+        return {"generation": grant.generation}
+
+
+async def serve(transports: tuple[str, ...], epoch: int) -> None:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    async with (
+        TransferAgent("peer", epoch, TransferConfig(transports=transports), SystemClock()) as agent,
+        asyncio.TaskGroup() as group,
+    ):
+        peer = Peer(agent)
+        while line := await reader.readline():
+            group.create_task(reply(peer, json.loads(line)))
+
+
+async def reply(peer: Peer, command: dict) -> None:
+    answer = await peer.answer(command)
+    sys.stdout.write(json.dumps({"id": command["id"], **answer}) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(tuple(sys.argv[1].split(",")), int(sys.argv[2])))

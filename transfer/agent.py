@@ -1,0 +1,294 @@
+"""The transfer agent: one for each process, and all that the rest of the program uses.
+
+Owner's side: segments, and grants on them for peers. Asker's side: batches under a
+grant that a peer gave. Memory is safe to reuse when `revoke` has returned (ours, that
+peers wrote or read) and when `write` or `read` has returned or raised (ours, that we
+sent from or received into).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from base.clock import Clock
+from base.config import TransferConfig
+from base.errors import ProtocolError, TransferFailedError
+from base.grants import Endpoint, Grant, Operation, PeerDescriptor
+from transfer.batch import Priority, TransferRequest, plan_pieces
+from transfer.board import Board
+from transfer.holdings import Holdings
+from transfer.ranges import ranges_of
+from transfer.reactor import Reactor
+from transfer.router import Router
+from transfer.segment import Segment
+from transfer.shm import ShmTransport
+from transfer.tcp import TcpTransport
+from transfer.tcp_server import TcpServer
+from transfer.transport import Route, Transport
+
+MAX_BATCHES = 256
+"""Under way at once; more wait their turn, within their deadlines."""
+
+KNOWN_GRANTS = 256
+
+
+class TransferAgent:
+    """Owns this process's segments, grants and links. One event loop calls it.
+
+    `wrap` is put around each transport: `transfer/faults.py`, or an observer.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        epoch: int,
+        config: TransferConfig,
+        clock: Clock,
+        wrap: Callable[[Transport], Transport] = lambda transport: transport,
+    ) -> None:
+        self._wrap = wrap
+        self._node_id = node_id
+        self._epoch = epoch
+        self._config = config
+        self._clock = clock
+        self._board = Board(epoch) if "shm" in config.transports else None
+        self._holdings = Holdings(clock, self._board)
+        self._reactors: list[Reactor] = []
+        self._server: TcpServer | None = None
+        self._router: Router | None = None
+        # Batches of one grant follow each other, and a grant may have thousands of ranges.
+        self._ranges_of = functools.lru_cache(KNOWN_GRANTS)(
+            lambda grant: ranges_of(grant.offsets, grant.length)
+        )
+        self._slots = asyncio.Semaphore(MAX_BATCHES)
+        self._draining: dict[int, asyncio.Future[None]] = {}
+        self._sweep_timer: asyncio.TimerHandle | None = None
+        self._sweep_at_s = float("inf")
+
+    async def start(self) -> None:
+        """Listen, and be ready to reach peers. Raises OSError if the port is taken."""
+        self._reactors = [Reactor("transfer")]
+        transports: list[Transport] = []
+        for name in self._config.transports:
+            if name == "tcp":
+                self._server = TcpServer(
+                    self._config.host, self._config.port, self._epoch, self._holdings, self._reactors[0]
+                )
+                transports.append(TcpTransport(self._reactors, self._config.connections))
+            elif name == "shm":
+                transports.append(ShmTransport())
+        self._router = Router([self._wrap(transport) for transport in transports], self._clock)
+
+    async def close(self) -> None:
+        """End every batch and grant, and release every segment."""
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
+        if self._router is not None:
+            await self._router.close()
+        for reactor in self._reactors:
+            if self._server is not None:
+                reactor.post(self._server.close)
+            await asyncio.to_thread(reactor.stop)
+        self._reactors.clear()
+        self._holdings.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def descriptor(self) -> PeerDescriptor:
+        """How peers reach this process."""
+        endpoints = []
+        if self._board is not None:
+            endpoints.append(Endpoint("shm", self._board.address))
+        if self._server is not None:
+            endpoints.append(Endpoint("tcp", self._server.address))
+        return PeerDescriptor(self._node_id, self._epoch, tuple(endpoints))
+
+    @property
+    def num_grants(self) -> int:
+        """Grants whose memory may still be touched: live, or ended and not drained."""
+        return self._holdings.grants.num_live + self._holdings.grants.num_ended
+
+    def allocate(self, num_bytes: int) -> Segment:
+        """Return a new zeroed segment that every transport reaches.
+
+        Raises:
+            ValueError: no bytes, or too many segments.
+            OSError: no memory or no descriptor is left.
+        """
+        return self._holdings.allocate(num_bytes)
+
+    def register(self, memory: memoryview | bytearray) -> Segment:
+        """Return a segment over existing memory, which must not move; shm does not reach it.
+
+        Raises:
+            ValueError: it is read-only, empty or not contiguous.
+        """
+        return self._holdings.register(memory)
+
+    def grant(
+        self, segment: Segment, offsets: Sequence[int], length: int, operation: Operation, lease_s: float
+    ) -> Grant:
+        """Allow peers to read or write `length` bytes at each offset until revoked or expired.
+
+        Raises:
+            ValueError: a range lies outside the segment, or there is none.
+            CapacityError: too many grants are live. Nothing changes.
+        """
+        grant = self._holdings.grant(segment, offsets, length, operation, lease_s)
+        self._schedule_sweep()
+        return grant
+
+    def renew(self, grant: Grant, lease_s: float) -> Grant:
+        """Let the lease run anew from this moment; raises StaleError or LeaseExpiredError."""
+        renewed = self._holdings.grants.renew(grant.generation, lease_s)
+        self._schedule_sweep()
+        return renewed
+
+    async def revoke(self, grant: Grant) -> None:
+        """Refuse the grant at once; return when nothing done under it is in flight.
+
+        Then its memory may be reused. An expired grant needs this too, and a second
+        call does no harm. Cancelled, the grant stays refused: call again before reuse.
+        """
+        self._holdings.revoke(grant.generation)
+        if not self._holdings.grants.is_retired(grant.generation):
+            await asyncio.shield(self._drain(grant.generation))
+
+    async def write(
+        self,
+        peer: PeerDescriptor,
+        grant: Grant,
+        requests: Sequence[TransferRequest],
+        deadline_s: float | None = None,
+        priority: Priority = Priority.FOREGROUND,
+    ) -> None:
+        """Put ranges of our segments into the peer's, all of them, within `deadline_s` seconds.
+
+        When it returns, the bytes are in the peer's memory. When it raises, any part of
+        them may be. Either way our memory is no longer read. `deadline_s`: from now;
+        None is the configuration's `timeout_s`, which is also the most.
+
+        Raises:
+            LeaseExpiredError: the grant's lease ran out.
+            StaleError: the grant was revoked, or the peer restarted.
+            TransferFailedError: the peer cannot be reached, or the deadline passed.
+            ProtocolError: a range lies outside our segment or the grant.
+        """
+        await self._move(Operation.WRITE, peer, grant, requests, deadline_s, priority)
+
+    async def read(
+        self,
+        peer: PeerDescriptor,
+        grant: Grant,
+        requests: Sequence[TransferRequest],
+        deadline_s: float | None = None,
+        priority: Priority = Priority.FOREGROUND,
+    ) -> None:
+        """Fetch ranges of the peer's segment into ours; otherwise as `write`.
+
+        When it has returned or raised, our memory is no longer written.
+        """
+        await self._move(Operation.READ, peer, grant, requests, deadline_s, priority)
+
+    def route(self, peer: PeerDescriptor, grant: Grant) -> Route:
+        """Return how a batch to this peer would travel; raises TransferFailedError if it cannot."""
+        return self._started().choose(peer, grant.segment_id)
+
+    async def _move(
+        self,
+        operation: Operation,
+        peer: PeerDescriptor,
+        grant: Grant,
+        requests: Sequence[TransferRequest],
+        deadline_s: float | None,
+        priority: Priority,
+    ) -> None:
+        if grant.operation is not operation:
+            raise ProtocolError(f"the grant is to {grant.operation.name}, not to {operation.name}")
+        pieces = plan_pieces(operation, self._ranges_of(grant), requests)
+        if not pieces:
+            return
+        timeout_s = self._config.timeout_s if deadline_s is None else min(deadline_s, self._config.timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s), self._slots:
+                await self._started().move(peer, grant, pieces, priority)
+        except TimeoutError as error:
+            raise TransferFailedError(f"no end within {timeout_s:.3g} s") from error
+
+    def _started(self) -> Router:
+        if self._router is None:
+            raise RuntimeError("the agent is not started")
+        return self._router
+
+    def _drain(self, generation: int) -> asyncio.Future[None]:
+        """Return what is done once nothing in flight can touch an ended grant's memory."""
+        draining = self._draining.get(generation)
+        if draining is None:
+            draining = self._draining[generation] = asyncio.get_running_loop().create_future()
+            latch = _Latch(len(self._reactors) + 1, lambda: self._drained(generation))
+            for reactor in self._reactors:
+                reactor.post(lambda: self._detach(generation, latch))
+            self._holdings.drain_board(generation, latch.count_down)
+        return draining
+
+    def _detach(self, generation: int, latch: _Latch) -> None:
+        if self._server is not None:
+            self._server.detach(generation)
+        latch.count_down()
+
+    def _drained(self, generation: int) -> None:
+        self._holdings.grants.retire(generation)
+        draining = self._draining.pop(generation)
+        if not draining.done():
+            draining.set_result(None)
+
+    def _schedule_sweep(self) -> None:
+        """See that expired grants are closed when they expire, shm having nobody else to ask."""
+        in_s = self._holdings.grants.next_expiry_in_s()
+        if in_s is None:
+            return
+        loop = asyncio.get_running_loop()
+        if self._sweep_timer is None or self._sweep_at_s > loop.time() + in_s:
+            if self._sweep_timer is not None:
+                self._sweep_timer.cancel()
+            self._sweep_at_s = loop.time() + in_s
+            self._sweep_timer = loop.call_later(in_s, self.sweep)
+
+    def sweep(self) -> None:
+        """Close the grants whose lease ran out. Called by a timer; a test may call it too."""
+        self._sweep_timer = None
+        for generation in self._holdings.expire():
+            self._drain(generation)
+        self._schedule_sweep()
+
+
+class _Latch:
+    """Calls `done` on the loop after `count_down` was called so many times, on any thread."""
+
+    def __init__(self, count: int, done: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._count = count
+        self._done = done
+
+    def count_down(self) -> None:
+        with self._lock:
+            self._count -= 1
+            is_last = self._count == 0
+        if is_last:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._done)

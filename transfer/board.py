@@ -1,0 +1,284 @@
+"""The board: shared memory on which a process shows peers of its host what they may touch.
+
+A writer over shared memory copies into the owner's pages itself, so nobody stands
+between it and them. What keeps it honest is this:
+
+    owner   post      digest, then the generation          (slot was free)
+            close     generation := 0, then ended, reason
+            drain     exclusive lock on the slot's byte    (waits for copies under way)
+    writer  hold      shared lock on the slot's byte; the generation must be the grant's
+
+The locks are the kernel's open-file-description locks. They order the two stores and
+loads between processors, which Python cannot, and the kernel drops those of a writer
+that died, so that the dead delay nobody. A counter in shared memory was weighed: it
+needs atomic instructions, and a writer that dies holding it blocks the owner until the
+lease ends. A lock and its release cost 1.7 us together (2.5 GHz Xeon, 2026-11-21).
+
+A writer that is frozen in the middle of a copy keeps `drain` waiting for as long as it
+may still wake up and go on: that memory cannot be given to anybody else.
+
+Layout, in 8-byte words: header {magic, epoch}; MAX_SEGMENTS x {segment id, fd, bytes};
+NUM_SLOTS x {generation, digest, ended generation, reason}.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import functools
+import mmap
+import os
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from base.checksum import checksum
+from base.errors import LeaseExpiredError, ProtocolError, StaleError, TransferFailedError
+from base.grants import Grant
+from transfer.grant import NUM_SLOTS, SLOT_BITS, GrantState
+from transfer.segment import Segment
+
+MAX_SEGMENTS = 64
+_MAGIC = 0x436F6E6475637431
+_SEGMENTS_AT = 2
+_SLOTS_AT = _SEGMENTS_AT + 3 * MAX_SEGMENTS
+_NUM_WORDS = _SLOTS_AT + 4 * NUM_SLOTS
+_SLOT_MASK = (1 << SLOT_BITS) - 1
+_MEMFD_NAME = "conductor-board"
+
+
+def digest_of(grant: Grant) -> int:
+    """Return a checksum over all that a grant allows: a peer cannot widen it by mistake."""
+    words = [grant.segment_id, grant.operation.value, grant.length, *grant.offsets]
+    return checksum(array.array("Q", words).tobytes())
+
+
+class Board:
+    """Owner's side. The event loop calls everything."""
+
+    def __init__(self, epoch: int) -> None:
+        self._fd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, 8 * _NUM_WORDS)
+        self._words = memoryview(mmap.mmap(self._fd, 8 * _NUM_WORDS)).cast("Q")
+        self._words[1] = epoch
+        self._words[0] = _MAGIC
+        self._num_shown = 0
+
+    @property
+    def address(self) -> str:
+        """Where peers of this host find the board."""
+        return f"{_boot_id()}:{os.getpid()}:{self._fd}"
+
+    def show(self, segment: Segment) -> None:
+        """Let peers map a shared segment.
+
+        Raises:
+            ValueError: the segment is private, or MAX_SEGMENTS are shown.
+        """
+        if self._num_shown == MAX_SEGMENTS or segment.shared_fd is None:
+            raise ValueError(f"only shared segments can be shown, and at most {MAX_SEGMENTS}")
+        at = _SEGMENTS_AT + 3 * self._num_shown
+        self._num_shown += 1
+        self._words[at + 1] = segment.shared_fd
+        self._words[at + 2] = segment.num_bytes
+        self._words[at] = segment.segment_id
+
+    def post(self, grant: Grant) -> None:
+        """Open a grant to the peers of this host."""
+        at = _SLOTS_AT + 4 * (grant.generation & _SLOT_MASK)
+        self._words[at + 1] = digest_of(grant)
+        self._words[at] = grant.generation
+
+    def close_slot(self, generation: int, state: GrantState) -> None:
+        """Refuse this grant to whoever asks from now on, with the reason."""
+        at = _SLOTS_AT + 4 * (generation & _SLOT_MASK)
+        if self._words[at] == generation:
+            self._words[at] = 0
+            self._words[at + 2] = generation
+            self._words[at + 3] = state.value
+
+    def drain(self, generation: int, done: Callable[[], None]) -> None:
+        """Call `done` when no copy under this closed grant is under way.
+
+        At once if there is none; otherwise from a thread of its own, because the kernel
+        offers no other way to wait for a lock.
+        """
+        slot = generation & _SLOT_MASK
+        if self._try_drain(slot):
+            done()
+            return
+        waiter = threading.Thread(
+            target=_wait_for_lock, args=(os.dup(self._fd), slot, done), name="board-drain", daemon=True
+        )
+        waiter.start()
+
+    def close(self) -> None:
+        """Refuse everything, for ever."""
+        for slot in range(NUM_SLOTS):
+            self._words[_SLOTS_AT + 4 * slot] = 0
+        self._words[0] = 0
+        os.close(self._fd)
+
+    def _try_drain(self, slot: int) -> bool:
+        try:
+            _lock(self._fd, slot, fcntl.F_WRLCK, wait=False)
+        except BlockingIOError:
+            return False
+        _lock(self._fd, slot, fcntl.F_UNLCK, wait=False)
+        return True
+
+
+class PeerBoard:
+    """A peer's board and its segments, mapped. Any thread may call anything but `close`."""
+
+    def __init__(self, address: str, epoch: int) -> None:
+        """Map the board at `address`.
+
+        Raises:
+            TransferFailedError: no board of that epoch is there: another host, another
+                user, or the process ended.
+        """
+        self._pid = _pid_on_this_host(address)
+        self._fd = _open_memfd(self._pid, int(address.rsplit(":", 1)[1]), os.O_RDONLY, _MEMFD_NAME)
+        try:
+            if os.fstat(self._fd).st_size != 8 * _NUM_WORDS:
+                raise TransferFailedError("the peer's board is of another version")
+            board = mmap.mmap(self._fd, 8 * _NUM_WORDS, prot=mmap.PROT_READ)
+            self._words = memoryview(board).cast("Q")
+            if self._words[0] != _MAGIC or self._words[1] != epoch:
+                raise TransferFailedError("the peer of that epoch is gone from this host")
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._segments: dict[int, memoryview] = {}
+        self._digest_of = functools.lru_cache(256)(digest_of)
+        self._holds: dict[int, int] = {}
+        self._holds_lock = threading.Lock()
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    def is_shown(self, segment_id: int) -> bool:
+        """Return whether the peer shows this segment."""
+        if segment_id in self._segments:
+            return True
+        return any(self._words[_SEGMENTS_AT + 3 * row] == segment_id for row in range(MAX_SEGMENTS))
+
+    def memory_of(self, segment_id: int) -> memoryview:
+        """Return the peer's segment, mapped; raises StaleError if it shows none of that id."""
+        memory = self._segments.get(segment_id)
+        if memory is None:
+            memory = self._segments[segment_id] = self._map(segment_id)
+        return memory
+
+    @contextmanager
+    def held(self, grant: Grant) -> Iterator[None]:
+        """Keep the ranges of a live grant from being reused for the length of the body.
+
+        Raises:
+            LeaseExpiredError, StaleError: the grant has ended or was never given.
+            ProtocolError: the grant is live and says something else.
+        """
+        slot = grant.generation & _SLOT_MASK
+        if slot >= NUM_SLOTS or not self._hold(slot):
+            raise StaleError(f"grant {grant.generation:#x} is being revoked")
+        try:
+            self._require_posted(grant, _SLOTS_AT + 4 * slot)
+            yield
+        finally:
+            self._let_go(slot)
+
+    def require_live(self, grant: Grant) -> None:
+        """Raise as `held` does if a grant that is held has ended meanwhile."""
+        at = _SLOTS_AT + 4 * (grant.generation & _SLOT_MASK)
+        if self._words[at] != grant.generation:
+            self._require_posted(grant, at)
+
+    def close(self) -> None:
+        """Unmap everything. Nothing may be held."""
+        self._segments.clear()
+        os.close(self._fd)
+
+    def _hold(self, slot: int) -> bool:
+        # One lock for the whole process, so threads of it are counted here.
+        with self._holds_lock:
+            if self._holds.get(slot, 0) == 0:
+                try:
+                    _lock(self._fd, slot, fcntl.F_RDLCK, wait=False)
+                except BlockingIOError:
+                    return False
+            self._holds[slot] = self._holds.get(slot, 0) + 1
+            return True
+
+    def _let_go(self, slot: int) -> None:
+        with self._holds_lock:
+            self._holds[slot] -= 1
+            if self._holds[slot] == 0:
+                del self._holds[slot]
+                _lock(self._fd, slot, fcntl.F_UNLCK, wait=False)
+
+    def _require_posted(self, grant: Grant, at: int) -> None:
+        if self._words[at] == grant.generation:
+            if self._words[at + 1] != self._digest_of(grant):
+                raise ProtocolError(f"grant {grant.generation:#x} says something else")
+            return
+        if self._words[at + 2] == grant.generation and self._words[at + 3] == GrantState.EXPIRED.value:
+            raise LeaseExpiredError(f"the lease of grant {grant.generation:#x} ran out")
+        raise StaleError(f"grant {grant.generation:#x} is not live")
+
+    def _map(self, segment_id: int) -> memoryview:
+        for row in range(MAX_SEGMENTS):
+            at = _SEGMENTS_AT + 3 * row
+            if self._words[at] == segment_id:
+                fd = _open_memfd(self._pid, self._words[at + 1], os.O_RDWR, "conductor-segment")
+                try:
+                    return memoryview(mmap.mmap(fd, self._words[at + 2]))
+                except (OSError, ValueError) as error:
+                    raise TransferFailedError(f"the peer's segment cannot be mapped: {error}") from error
+                finally:
+                    os.close(fd)
+        raise StaleError(f"the peer shows no segment {segment_id:#x}")
+
+
+def _wait_for_lock(fd: int, slot: int, done: Callable[[], None]) -> None:
+    try:
+        _lock(fd, slot, fcntl.F_WRLCK, wait=True)
+        _lock(fd, slot, fcntl.F_UNLCK, wait=False)
+    finally:
+        os.close(fd)
+    done()
+
+
+def _lock(fd: int, slot: int, kind: int, wait: bool) -> None:
+    # struct flock of 64-bit Linux; l_pid must be 0 for locks of this sort.
+    command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
+    fcntl.fcntl(fd, command, struct.pack("hhqqi4x", kind, os.SEEK_SET, slot, 1, 0))
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _pid_on_this_host(address: str) -> int:
+    try:
+        boot_id, pid, _ = address.split(":")
+        if boot_id == _boot_id() and sys.platform == "linux":
+            return int(pid)
+    except ValueError as error:
+        raise TransferFailedError(f"{address!r} is no address of shared memory") from error
+    raise TransferFailedError("the peer is on another host")
+
+
+def _open_memfd(pid: int, fd: int, flags: int, name: str) -> int:
+    path = f"/proc/{pid}/fd/{fd}"
+    try:
+        # Opening whatever else has that number by now (a pipe, a terminal) has effects.
+        if not os.readlink(path).startswith(f"/memfd:{name}"):
+            raise TransferFailedError(f"{path} is not shared memory of ours")
+        return os.open(path, flags | os.O_CLOEXEC)
+    except OSError as error:
+        raise TransferFailedError(f"the peer's shared memory cannot be opened: {error}") from error

@@ -1,0 +1,159 @@
+"""Frames of the tcp transport: a fixed header, sometimes a table of ranges, a payload.
+
+    header   magic, version, kind, refusal, number of ranges, frame id, payload bytes,
+             segment, generation, offset (of the first range)
+    table    offset and length of each range; only if there are two or more
+    payload  the ranges' bytes, one after the other
+
+    HELLO    -> epochs of both sides, as `segment` and `generation`
+    WELCOME  <- the same back; or REFUSED
+    WRITE    -> payload            ACK  <- done; or REFUSED
+    READ     -> no payload         DATA <- payload; or REFUSED
+    PING     -> nothing            ACK  <- alive
+
+Little-endian. What a peer sends is checked here against bounds before a byte of memory
+is set aside for it; every fault is a ProtocolError, after which the connection ends.
+Pure.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from base.errors import (
+    LeaseExpiredError,
+    LostError,
+    ProtocolError,
+    ServeError,
+    StaleError,
+    TransferFailedError,
+)
+
+MAX_FRAME_BYTES = 4 << 20
+"""Payload of one frame: 1 to 2 ms on a fast loopback, the longest anything urgent waits."""
+MAX_RANGES = 1024
+_MAX_REASON_BYTES = 512
+_MAGIC = 0x4D534721
+_VERSION = 1
+_HEADER = struct.Struct("<IHBBIIQQQQQ")
+_RANGE = struct.Struct("<QQ")
+HEADER_BYTES = _HEADER.size
+RANGE_BYTES = _RANGE.size
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1
+    WELCOME = 2
+    WRITE = 3
+    READ = 4
+    DATA = 5
+    ACK = 6
+    REFUSED = 7
+    PING = 8
+
+
+WITH_PAYLOAD = frozenset({Kind.WRITE, Kind.DATA, Kind.REFUSED})
+
+_REFUSALS: tuple[type[ServeError], ...] = (
+    ServeError,
+    StaleError,
+    LeaseExpiredError,
+    ProtocolError,
+    TransferFailedError,
+)
+"""An error's number on the wire is its place here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The fixed part of a frame."""
+
+    kind: Kind
+    frame_id: int = 0
+    num_bytes: int = 0
+    """Of payload; of a READ, how many are asked for."""
+    segment_id: int = 0
+    generation: int = 0
+    offset: int = 0
+    num_ranges: int = 1
+    refusal: int = 0
+
+    @property
+    def table_bytes(self) -> int:
+        return self.num_ranges * RANGE_BYTES if self.num_ranges > 1 else 0
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.num_bytes if self.kind in WITH_PAYLOAD else 0
+
+
+def pack(header: Header, ranges: Sequence[tuple[int, int]] = ()) -> bytes:
+    """Return a frame without its payload. `ranges`: (offset, length), all of them or none."""
+    offset = ranges[0][0] if ranges else header.offset
+    num_ranges = max(1, len(ranges))
+    head = _HEADER.pack(
+        _MAGIC,
+        _VERSION,
+        header.kind,
+        header.refusal,
+        num_ranges,
+        0,
+        header.frame_id,
+        header.num_bytes,
+        header.segment_id,
+        header.generation,
+        offset,
+    )
+    if num_ranges == 1:
+        return head
+    return head + b"".join(_RANGE.pack(*each) for each in ranges)
+
+
+def unpack_header(data: bytes | bytearray | memoryview) -> Header:
+    """Return the header in HEADER_BYTES bytes; raises ProtocolError."""
+    magic, version, kind, refusal, num_ranges, _, frame_id, num_bytes, segment, generation, offset = (
+        _HEADER.unpack(data)
+    )
+    if magic != _MAGIC or version != _VERSION:
+        raise ProtocolError(f"not our protocol: magic {magic:#x}, version {version}")
+    if kind not in _KINDS:
+        raise ProtocolError(f"no frame is of kind {kind}")
+    limit = _MAX_REASON_BYTES if kind == Kind.REFUSED else MAX_FRAME_BYTES
+    if num_bytes > limit or not 1 <= num_ranges <= MAX_RANGES:
+        raise ProtocolError(f"a frame of {num_bytes} bytes in {num_ranges} ranges")
+    return Header(_KINDS[kind], frame_id, num_bytes, segment, generation, offset, num_ranges, refusal)
+
+
+def unpack_ranges(header: Header, table: bytes | bytearray | memoryview) -> list[tuple[int, int]]:
+    """Return (offset, length) of every range of a WRITE or READ; raises ProtocolError."""
+    if header.num_ranges == 1:
+        ranges = [(header.offset, header.num_bytes)]
+    else:
+        ranges = list(_RANGE.iter_unpack(table))
+    if any(length == 0 for _, length in ranges) or sum(length for _, length in ranges) != header.num_bytes:
+        raise ProtocolError(f"the ranges do not add up to {header.num_bytes} bytes")
+    return ranges
+
+
+def pack_refusal(frame_id: int, error: ServeError) -> bytes:
+    """Return a REFUSED frame, reason included."""
+    reason = str(error).encode()[:_MAX_REASON_BYTES]
+    number = next(
+        (place for place in range(1, len(_REFUSALS)) if isinstance(error, _REFUSALS[place])),
+        _REFUSALS.index(TransferFailedError) if isinstance(error, LostError) else 0,
+    )
+    return pack(Header(Kind.REFUSED, frame_id, len(reason), refusal=number)) + reason
+
+
+def refusal_error(header: Header, reason: bytes) -> ServeError:
+    """Return the error that a REFUSED frame carries."""
+    kind = _REFUSALS[header.refusal] if header.refusal < len(_REFUSALS) else ProtocolError
+    return kind(reason.decode(errors="replace"))
+
+
+_KINDS = {kind.value: kind for kind in Kind}

@@ -1,0 +1,102 @@
+"""What this process holds: its segments, the grants on them, and the board that shows both.
+
+The event loop changes it; transports look into it from their threads through `views`,
+which is the one gate that bytes from a wire pass.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+
+from base.clock import Clock
+from base.errors import StaleError
+from base.grants import Grant, Operation
+from transfer import segment as segments
+from transfer.board import Board
+from transfer.grant import GrantState, GrantTable
+from transfer.segment import Segment
+
+
+class Holdings:
+    """Owns segments and grants. With `board`, shared ones are open to peers of this host."""
+
+    def __init__(self, clock: Clock, board: Board | None) -> None:
+        self.grants = GrantTable(clock)
+        self._board = board
+        self._segments: dict[int, Segment] = {}
+
+    def allocate(self, num_bytes: int) -> Segment:
+        """Return a new zeroed shared segment; raises ValueError or OSError."""
+        segment = segments.allocate_shared(self._draw_id(), num_bytes)
+        self._segments[segment.segment_id] = segment
+        if self._board is not None:
+            self._board.show(segment)
+        return segment
+
+    def register(self, memory: memoryview | bytearray) -> Segment:
+        """Return a segment over existing memory; raises ValueError."""
+        segment = segments.over(self._draw_id(), memory)
+        self._segments[segment.segment_id] = segment
+        return segment
+
+    def grant(
+        self, segment: Segment, offsets: Sequence[int], length: int, operation: Operation, lease_s: float
+    ) -> Grant:
+        """Return a grant; raises ValueError for ranges outside, CapacityError if there are too many."""
+        if self._segments.get(segment.segment_id) is not segment:
+            raise ValueError("the segment is not registered here")
+        if any(not 0 <= offset <= segment.num_bytes - length for offset in offsets):
+            raise ValueError("a granted range lies outside the segment")
+        grant = self.grants.issue(segment.segment_id, operation, offsets, length, lease_s)
+        if self._board is not None:
+            self._board.post(grant)
+        return grant
+
+    def revoke(self, generation: int) -> None:
+        """Refuse the grant from this moment; what is under way goes on until drained."""
+        if self.grants.revoke(generation) and self._board is not None:
+            self._board.close_slot(generation, GrantState.REVOKED)
+
+    def expire(self) -> list[int]:
+        """Refuse every grant whose lease ran out; return their generations."""
+        due = self.grants.expire()
+        if self._board is not None:
+            for generation in due:
+                self._board.close_slot(generation, GrantState.EXPIRED)
+        return due
+
+    def drain_board(self, generation: int, done: Callable[[], None]) -> None:
+        """Call `done`, from any thread, when no peer of this host copies under an ended grant."""
+        if self._board is None:
+            done()
+        else:
+            self._board.drain(generation, done)
+
+    def views(
+        self, segment_id: int, generation: int, operation: Operation, ranges: Sequence[tuple[int, int]]
+    ) -> list[memoryview]:
+        """Return the memory of (offset, length) ranges if the grant allows all of them now.
+
+        Any thread. Raises as `GrantTable.check` does.
+        """
+        for offset, length in ranges:
+            self.grants.check(segment_id, generation, operation, offset, length)
+        segment = self._segments.get(segment_id)
+        if segment is None:
+            raise StaleError(f"no segment {segment_id:#x}")
+        return [segment.memory[offset : offset + length] for offset, length in ranges]
+
+    def close(self) -> None:
+        """Close every segment and the board. Memory lives on while somebody maps it."""
+        if self._board is not None:
+            self._board.close()
+        for segment in self._segments.values():
+            segments.release(segment)
+        self._segments.clear()
+
+    def _draw_id(self) -> int:
+        while True:
+            segment_id = secrets.randbits(64)
+            if segment_id and segment_id not in self._segments:
+                return segment_id

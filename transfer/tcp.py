@@ -1,0 +1,155 @@
+"""The tcp transport, from the asking side: batches over several connections to each peer.
+
+A batch is cut into frames, the frames go to the links in turn, and the batch ends when
+each of them has. The first error takes back the rest. Large batches travel on links
+that reactors run; a small one on a link of the event loop itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from base.errors import ServeError, TransferFailedError
+from base.grants import Grant, PeerDescriptor
+from transfer.batch import Piece, Priority, split_pieces
+from transfer.completion import Completion
+from transfer.frame import MAX_FRAME_BYTES, MAX_RANGES
+from transfer.reactor import LoopPoller, Poller, Reactor
+from transfer.tcp_link import Frame, LinkState, TcpLink
+
+EXPRESS_BYTES = 256 << 10
+"""A batch up to this size is sent by the event loop: 60 us at most."""
+
+
+class TcpTransport:
+    """Owns the connections to peers. The event loop calls it."""
+
+    name = "tcp"
+
+    def __init__(self, reactors: Sequence[Reactor], connections: int) -> None:
+        self._reactors = reactors
+        self._connections = connections
+        self._peers: dict[str, _Peer] = {}
+
+    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int) -> str | None:
+        return None if peer.address_or_none(self.name) else "the peer does not offer it"
+
+    async def move(
+        self, peer: PeerDescriptor, grant: Grant, pieces: Sequence[Piece], priority: Priority
+    ) -> None:
+        groups = split_pieces(pieces, MAX_FRAME_BYTES, MAX_RANGES)
+        batch = _Batch(len(groups))
+        frames = [
+            Frame(batch, grant, group, priority, sum(piece.length for piece in group)) for group in groups
+        ]
+        connected = self._connected(peer)
+        is_small = len(frames) == 1 and frames[0].num_bytes <= EXPRESS_BYTES
+        links = [connected.express()] if is_small else connected.bulk()[: len(frames)]
+        for index, link in enumerate(links):
+            batch.links.append(link)
+            link.submit(frames[index :: len(links)])
+        await batch.completion.wait(batch.cancel)
+
+    async def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+
+    def _connected(self, peer: PeerDescriptor) -> _Peer:
+        known = self._peers.get(peer.node_id)
+        if known is not None and known.epoch == peer.epoch:
+            return known
+        if known is not None:
+            known.close()
+        address = peer.address_or_none(self.name)
+        if address is None:
+            raise TransferFailedError(f"{peer.node_id} has no tcp endpoint")
+        fresh = self._peers[peer.node_id] = _Peer(address, peer.epoch, self._reactors, self._connections)
+        return fresh
+
+
+class _Peer:
+    """The links to one epoch of one peer, opened when they are first used. The event loop's."""
+
+    def __init__(self, address: str, epoch: int, reactors: Sequence[Reactor], connections: int) -> None:
+        self.epoch = epoch
+        self._address = address
+        self._express: _RemoteLink | None = None
+        self._pollers = [reactors[index % len(reactors)] for index in range(connections)]
+        self._bulk: list[_RemoteLink] = []
+        self._turn = 0
+
+    def express(self) -> _RemoteLink:
+        """Return the link of the event loop."""
+        if self._express is None or self._express.is_closed:
+            self._express = _RemoteLink(self._address, self.epoch, LoopPoller())
+        return self._express
+
+    def bulk(self) -> list[_RemoteLink]:
+        """Return the links of the reactors, beginning with the one whose turn it is."""
+        self._bulk = [
+            link if not link.is_closed else self._open(poller)
+            for link, poller in zip(self._bulk, self._pollers, strict=False)
+        ] or [self._open(poller) for poller in self._pollers]
+        self._turn = (self._turn + 1) % len(self._bulk)
+        return self._bulk[self._turn :] + self._bulk[: self._turn]
+
+    def close(self) -> None:
+        for link in self._bulk:
+            link.close()
+        if self._express is not None:
+            self._express.close()
+
+    def _open(self, poller: Poller) -> _RemoteLink:
+        return _RemoteLink(self._address, self.epoch, poller)
+
+
+class _RemoteLink:
+    """A link, called from the event loop, whichever thread it belongs to."""
+
+    def __init__(self, address: str, epoch: int, poller: Poller) -> None:
+        self._poller = poller
+        self._link = TcpLink(address, epoch, poller)
+        poller.post(self._link.connect)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._link.state is LinkState.CLOSED
+
+    def submit(self, frames: Sequence[Frame]) -> None:
+        self._poller.post(lambda: self._link.submit(frames))
+
+    def detach(self, batch: _Batch) -> None:
+        self._poller.post(lambda: self._link.detach(batch))
+
+    def close(self) -> None:
+        self._poller.post(self._link.close)
+
+
+class _Batch:
+    """Counts the frames of one batch down, from the threads of several links."""
+
+    def __init__(self, num_frames: int) -> None:
+        self.completion = Completion()
+        self.links: list[_RemoteLink] = []
+        self._lock = threading.Lock()
+        self._left = num_frames
+        self._error: ServeError | None = None
+
+    def frame_ended(self, error: ServeError | None) -> None:
+        with self._lock:
+            self._left -= 1
+            is_first = error is not None and self._error is None
+            if is_first:
+                self._error = error
+            is_last = self._left == 0
+        if is_last:
+            self.completion.end(self._error)
+        elif is_first:
+            self.completion.on_loop(self.cancel)
+
+    def cancel(self) -> None:
+        """Take the memory of every frame back."""
+        for link in self.links:
+            link.detach(self)

@@ -1,0 +1,62 @@
+"""What every transport offers, and which one carries a batch.
+
+A transport moves the pieces of one batch under one grant. Its contract, which
+`tests/contract/test_transport.py` holds every one of them to:
+
+* Nothing is touched that the grant does not allow at that moment, on the owner's word.
+* `move` returns when every byte is where it belongs, or raises; there is no third way.
+* When it has returned or raised, cancellation included, our memory is left alone.
+* A peer that is gone, or has another epoch, fails every batch under way to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from base.grants import Grant, PeerDescriptor
+from transfer.batch import Piece, Priority
+
+
+class Transport(Protocol):
+    """One way to reach a peer's memory. The event loop calls it."""
+
+    @property
+    def name(self) -> str:
+        """The `transport` of its endpoints."""
+        ...
+
+    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int) -> str | None:
+        """Return why it cannot reach this segment of the peer; None: it can."""
+        ...
+
+    async def move(
+        self, peer: PeerDescriptor, grant: Grant, pieces: Sequence[Piece], priority: Priority
+    ) -> None:
+        """Carry out the grant's operation on every piece.
+
+        Raises:
+            LeaseExpiredError: the lease ran out.
+            StaleError: the grant was revoked, or the peer was restarted.
+            ProtocolError: the peer says that the grant does not allow it.
+            TransferFailedError: the peer cannot be reached or went away.
+            Whatever is raised, any part of the target may have been written.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Fail what is under way and give everything back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Which transport a batch takes, and why: for metrics and the doctor."""
+
+    transport: str
+    reason: str
+    bytes_per_s: float
+    """Measured to this peer by this transport; its prior before the first batch."""
+    refused: tuple[tuple[str, str], ...]
+    """(transport, why not) for each that was not taken."""
