@@ -139,7 +139,9 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
     """Write K and V, attend; [num_tokens, heads, head_dim] in and out."""
     shape, views, whole_lens = _read(memory, header)
     rule = AttentionRule(scale, sliding_window, soft_cap)
-    write_kv(key, value, kv_layer, views.slots)
+    # singles that are decoded with no chunk beside them are written by the decode kernel
+    if has_chunks:
+        write_kv(key, value, kv_layer, views.slots)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if shape.num_single:
         singles = slice(0, shape.num_single)
@@ -151,6 +153,7 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
             rule,
             sinks,
             output=output[singles],
+            added=None if has_chunks else (key[singles], value[singles]),
         )
     if not has_chunks:
         return output

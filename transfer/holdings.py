@@ -82,10 +82,15 @@ class Holdings:
         """
         for offset, length in ranges:
             self.grants.check(segment_id, generation, operation, offset, length)
+        segment = self.segment(segment_id)
+        return [segment.memory[offset : offset + length] for offset, length in ranges]
+
+    def segment(self, segment_id: int) -> Segment:
+        """Return a segment of ours; raises StaleError if there is none of that id. Any thread."""
         segment = self._segments.get(segment_id)
         if segment is None:
             raise StaleError(f"no segment {segment_id:#x}")
-        return [segment.memory[offset : offset + length] for offset, length in ranges]
+        return segment
 
     def close(self) -> None:
         """Close every segment and the board. Memory lives on while somebody maps it."""

@@ -16,7 +16,7 @@ from transfer.batch import Piece, Priority, split_pieces
 from transfer.completion import Completion
 from transfer.frame import MAX_FRAME_BYTES, MAX_RANGES
 from transfer.reactor import LoopPoller, Poller, Reactor
-from transfer.tcp_link import Frame, LinkState, TcpLink
+from transfer.tcp_link import Frame, LinkState, TcpLink, frame_of
 
 EXPRESS_BYTES = 256 << 10
 """A batch up to this size is sent by the event loop: 60 us at most."""
@@ -40,9 +40,7 @@ class TcpTransport:
     ) -> None:
         groups = split_pieces(pieces, MAX_FRAME_BYTES, MAX_RANGES)
         batch = _Batch(len(groups))
-        frames = [
-            Frame(batch, grant, group, priority, sum(piece.length for piece in group)) for group in groups
-        ]
+        frames = [frame_of(batch, grant, group, priority) for group in groups]
         connected = self._connected(peer)
         is_small = len(frames) == 1 and frames[0].num_bytes <= EXPRESS_BYTES
         links = [connected.express()] if is_small else connected.bulk()[: len(frames)]

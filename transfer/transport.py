@@ -60,3 +60,13 @@ class Route:
     """Measured to this peer by this transport; its prior before the first batch."""
     refused: tuple[tuple[str, str], ...]
     """(transport, why not) for each that was not taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What one transport has carried since the start, as the asking side."""
+
+    transport: str
+    batches: int
+    num_bytes: int
+    failures: int

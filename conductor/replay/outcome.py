@@ -18,6 +18,8 @@ class Outcomes:
         self.rejections: Counter[str] = Counter()
         self.wasted_prefill_s = 0.0
         self.replicas_created = 0
+        self.num_retried = 0
+        self.role_changes = 0
         self.ttft_s = array("d")
         self.tbt_s = array("d")
         self.num_tokens = array("q")

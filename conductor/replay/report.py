@@ -63,7 +63,9 @@ def run_report(cluster: Cluster, slo: Slo, wall_s: float | None = None) -> Repor
         "wasted_prefill_s": round(outcomes.wasted_prefill_s, DIGITS),
         "bytes_moved": round(cluster.links.bytes_moved),
         "replicas_created": outcomes.replicas_created,
-        "preemptions": sum(node.num_preemptions for node in cluster.decode_nodes),
+        "preemptions": sum(node.decode.num_preemptions for node in cluster.nodes),
+        "retries": outcomes.num_retried,
+        "role_changes": outcomes.role_changes,
         "simulated_s": round(cluster.now_s, DIGITS),
         "events": cluster.num_events,
     }
