@@ -25,8 +25,16 @@ from conductor.replay.faults import read_faults
 from conductor.replay.paper import EXPERIMENTS
 from conductor.replay.peers import RULES
 from conductor.replay.policies import POLICIES
-from conductor.replay.report import Report, aligned, run_report, to_json, to_table, trace_report
-from conductor.replay.simulate import Plan, simulate
+from conductor.replay.report import (
+    Report,
+    aligned,
+    colocated_report,
+    run_report,
+    to_json,
+    to_table,
+    trace_report,
+)
+from conductor.replay.simulate import Plan, simulate, simulate_colocated
 from conductor.replay.trace import Trace, read_trace
 from conductor.roles import RoleSettings
 from kvstore.eviction import BY_NAME
@@ -58,7 +66,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("trace", type=Path, help="Mooncake JSON Lines, plain or .gz")
-    add("--nodes", type=parse_nodes, default=(8, 8), metavar="8P8D", help="prefill and decode nodes")
+    add(
+        "--nodes",
+        type=parse_nodes,
+        default=(8, 8),
+        metavar="8P8D|16C",
+        help="prefill and decode, or colocated nodes",
+    )
     add("--policy", choices=[*POLICIES, *RULES, "all", "peers"], default="global")
     add("--reject", choices=[policy.value for policy in RejectPolicy], default="none")
     add("--profile", default="a800-llama70b", help=f"file, or one of {', '.join(preset_names())}")
@@ -89,11 +103,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """Return (prefill, decode) of a text like 8P8D."""
-    match = re.fullmatch(r"(\d+)P(\d+)D", text, re.IGNORECASE)
-    if not match or "0" in match.groups():
-        raise argparse.ArgumentTypeError(f"{text!r}: like 8P8D, at least one of each")
-    return int(match[1]), int(match[2])
+    """Return (prefill, decode) of a text like 8P8D; (colocated, 0) of one like 16C."""
+    match = re.fullmatch(r"([1-9]\d*)(?:P([1-9]\d*)D|C)", text, re.IGNORECASE)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r}: like 8P8D, at least one of each, or 16C")
+    return int(match[1]), int(match[2] or 0)
 
 
 def _positive(text: str) -> float:
@@ -113,19 +127,26 @@ def _replay(args: argparse.Namespace, clock: Clock) -> int:
     slo = Slo(args.slo_ttft, args.slo_tbt)
     runs: list[Report] = []
     timed: list[Report] = []
-    for policy in POLICY_SETS.get(args.policy, (args.policy,)):
+    is_colocated = args.nodes[1] == 0
+    policies = ("colocated",) if is_colocated else POLICY_SETS.get(args.policy, (args.policy,))
+    for policy in policies:
         plan = _plan(args, trace, CostModel(profile), policy, slo)
         started_s = clock.now_s()
-        cluster = simulate(plan)
-        wall_s = clock.now_s() - started_s
-        runs.append(run_report(cluster, slo))
-        timed.append(run_report(cluster, slo, max(wall_s, 1e-9)))
+        report = _report_colocated(plan, slo) if is_colocated else run_report(simulate(plan), slo)
+        wall_s = max(clock.now_s() - started_s, 1e-9)
+        runs.append(report)
+        timing = {"wall_s": round(wall_s, 3), "requests_per_s": round(report["requests"] / wall_s)}
+        timed.append({**report, **timing})
     about = trace_report(trace, args.speed, args.scale)
     text = to_json(about, timed if args.timing else runs, dataclasses.asdict(profile))
     if args.report:
         args.report.write_text(text)
     sys.stdout.write(text if args.json else f"{_heading(about, profile.source)}\n{to_table(timed)}\n")
     return 0
+
+
+def _report_colocated(plan: Plan, slo: Slo) -> Report:
+    return colocated_report(simulate_colocated(plan), slo)
 
 
 def _paper(name: str, trace: Trace, profile: Profile) -> int:
