@@ -355,6 +355,7 @@ class Cluster:
         self.view.finished(request.request_id, now_s, request.tokens_left)
         del self._in_flight[request.name]
         self.outcomes.completed(
+            arrival_s=request.arrival_s,
             ttft_s=request.first_token_s - request.arrival_s,
             tbt_s=worst_gaps_s(sequence.gaps),
             num_tokens=request.prompt_tokens,

@@ -187,6 +187,7 @@ class ColocatedCluster:
     def _finish(self, node: _Node, sequence: _Sequence) -> None:
         node.context_tokens -= sequence.context_tokens
         self.outcomes.completed(
+            arrival_s=sequence.row.arrival_s,
             ttft_s=sequence.ttft_s,
             tbt_s=worst_gaps_s(sequence.gaps),
             num_tokens=sequence.row.num_tokens,

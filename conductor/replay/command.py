@@ -22,6 +22,7 @@ from conductor.admission import RejectPolicy
 from conductor.cost_model import CostModel, Profile, load_profile, preset_names
 from conductor.replay.cluster import ClusterOptions
 from conductor.replay.faults import read_faults
+from conductor.replay.page import POINTS, RunLines, page, run_lines
 from conductor.replay.paper import EXPERIMENTS
 from conductor.replay.peers import RULES
 from conductor.replay.policies import POLICIES
@@ -96,6 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--skip-bad", action="store_true", help="count bad rows instead of stopping")
     add("--report", type=Path, metavar="OUT.json")
+    add("--html", type=Path, metavar="OUT.html", help="a page with charts")
     add("--timing", action="store_true", help="put wall times into the report too")
     add("--paper", choices=[*EXPERIMENTS, "all"], help="a published experiment, the paper's row beside ours")
     add("--json", action="store_true", help="print the report instead of the table")
@@ -127,12 +129,19 @@ def _replay(args: argparse.Namespace, clock: Clock) -> int:
     slo = Slo(args.slo_ttft, args.slo_tbt)
     runs: list[Report] = []
     timed: list[Report] = []
+    lines: list[RunLines] = []
     is_colocated = args.nodes[1] == 0
     policies = ("colocated",) if is_colocated else POLICY_SETS.get(args.policy, (args.policy,))
     for policy in policies:
         plan = _plan(args, trace, CostModel(profile), policy, slo)
         started_s = clock.now_s()
-        report = _report_colocated(plan, slo) if is_colocated else run_report(simulate(plan), slo)
+        if is_colocated:
+            report = colocated_report(simulate_colocated(plan), slo)
+        else:
+            cluster = simulate(plan)
+            report = run_report(cluster, slo)
+            if args.html:
+                lines.append(run_lines(cluster))
         wall_s = max(clock.now_s() - started_s, 1e-9)
         runs.append(report)
         timing = {"wall_s": round(wall_s, 3), "requests_per_s": round(report["requests"] / wall_s)}
@@ -141,12 +150,10 @@ def _replay(args: argparse.Namespace, clock: Clock) -> int:
     text = to_json(about, timed if args.timing else runs, dataclasses.asdict(profile))
     if args.report:
         args.report.write_text(text)
+    if args.html:
+        args.html.write_text(page(f"conductor replay {trace.name}", runs, lines))
     sys.stdout.write(text if args.json else f"{_heading(about, profile.source)}\n{to_table(timed)}\n")
     return 0
-
-
-def _report_colocated(plan: Plan, slo: Slo) -> Report:
-    return colocated_report(simulate_colocated(plan), slo)
 
 
 def _paper(name: str, trace: Trace, profile: Profile) -> int:
@@ -170,6 +177,7 @@ def _plan(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str, 
         faults=read_faults(args.fault) if args.fault else (),
         roles=RoleSettings(slo.ttft_slo_s / FLIP_TTFT_SHARE, slo.tbt_slo_s) if args.flip_roles else None,
         view_delay_s=args.view_delay,
+        sample_every_s=max(1.0, trace.span_s / args.speed / POINTS) if args.html else 0.0,
         seed=args.seed,
     )
     return Plan(trace, cost, options, args.speed, args.scale, args.jitter, args.until)

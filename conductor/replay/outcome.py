@@ -27,6 +27,7 @@ class Outcomes:
         self.replicas_created = 0
         self.num_retried = 0
         self.role_changes = 0
+        self.arrival_s = array("d")
         self.ttft_s = array("d")
         self.tbt_s = array("d")
         self.num_tokens = array("q")
@@ -46,6 +47,7 @@ class Outcomes:
     def completed(
         self,
         *,
+        arrival_s: float,
         ttft_s: float,
         tbt_s: float,
         num_tokens: int,
@@ -54,6 +56,7 @@ class Outcomes:
         queue_s: float,
     ) -> None:
         """A request had its last token."""
+        self.arrival_s.append(arrival_s)
         self.ttft_s.append(ttft_s)
         self.tbt_s.append(tbt_s)
         self.num_tokens.append(num_tokens)

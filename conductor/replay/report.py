@@ -122,10 +122,15 @@ SCALES = {"tbt_s.mean": 1e3, "tbt_s.p99": 1e3, "bytes_moved": 1e-12}
 
 
 def to_table(runs: Sequence[Report]) -> str:
-    """Return an aligned table, one line a run, without columns that say nothing."""
+    """Return an aligned table, one line a run."""
+    return aligned(table_rows(runs))
+
+
+def table_rows(runs: Sequence[Report]) -> list[list[str]]:
+    """Return the heads and one row a run, without columns that say nothing."""
     rows = [[head for head, _, _ in COLUMNS], *([_cell(run, column) for column in COLUMNS] for run in runs)]
     told = [at for at in range(len(COLUMNS)) if any(row[at] != "-" for row in rows[1:])]
-    return aligned([[row[at] for at in told] for row in rows])
+    return [[row[at] for at in told] for row in rows]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
