@@ -22,6 +22,7 @@ from conductor.admission import RejectPolicy
 from conductor.cost_model import CostModel, Profile, load_profile, preset_names
 from conductor.replay.cluster import ClusterOptions
 from conductor.replay.faults import read_faults
+from conductor.replay.generate import WORKLOADS, generate
 from conductor.replay.page import POINTS, RunLines, page, run_lines
 from conductor.replay.paper import EXPERIMENTS
 from conductor.replay.peers import RULES
@@ -45,6 +46,10 @@ POLICY_SETS: dict[str, tuple[str, ...]] = {"all": POLICIES, "peers": (*RULES, "g
 # The paper's real-trace bounds (arXiv 2407.00079, section 8.1.3).
 DEFAULT_SLO = Slo(ttft_slo_s=30.0, tbt_slo_s=0.1)
 
+# Of a trace that is asked for by the name of a workload: a quarter of an hour.
+GENERATED_REQUESTS = 4_000
+GENERATED_RATE = 3.9
+
 # Roles change for a mean queue well inside the TTFT bound, which is for the tail.
 FLIP_TTFT_SHARE = 5.0
 
@@ -66,7 +71,8 @@ def make_parser() -> argparse.ArgumentParser:
         prog="conductor replay", description="Run a trace through the scheduler in virtual time."
     )
     add = parser.add_argument
-    add("trace", type=Path, help="Mooncake JSON Lines, plain or .gz")
+    workloads = ", ".join(WORKLOADS)
+    add("trace", type=Path, help=f"Mooncake JSON Lines, plain or .gz; or a generated one: {workloads}")
     add(
         "--nodes",
         type=parse_nodes,
@@ -120,7 +126,7 @@ def _positive(text: str) -> float:
 
 
 def _replay(args: argparse.Namespace, clock: Clock) -> int:
-    trace = read_trace(args.trace, args.block_size, args.skip_bad)
+    trace = _trace(args)
     for reason in trace.bad_rows:
         sys.stderr.write(f"passed over {reason}\n")
     profile = load_profile(args.profile)
@@ -154,6 +160,13 @@ def _replay(args: argparse.Namespace, clock: Clock) -> int:
         args.html.write_text(page(f"conductor replay {trace.name}", runs, lines))
     sys.stdout.write(text if args.json else f"{_heading(about, profile.source)}\n{to_table(timed)}\n")
     return 0
+
+
+def _trace(args: argparse.Namespace) -> Trace:
+    name = str(args.trace)
+    if name in WORKLOADS and not args.trace.exists():
+        return generate(name, args.until or GENERATED_REQUESTS, GENERATED_RATE, args.seed)
+    return read_trace(args.trace, args.block_size, args.skip_bad)
 
 
 def _paper(name: str, trace: Trace, profile: Profile) -> int:

@@ -105,9 +105,8 @@ def _chart(heading: str, unit: str, runs: Sequence[tuple[str, Line]]) -> str:
         path = " ".join(map(place, line))
         drawn.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{path}"/>')
         column, row = number % 4, number // 4
-        drawn.append(
-            f'<text x="{MARGIN + 4 + 120 * column}" y="{14 + 13 * row}" fill="{colour}" font-size="11">{escape(name)}</text>'
-        )
+        at = f'x="{MARGIN + 4 + 120 * column}" y="{14 + 13 * row}"'
+        drawn.append(f'<text {at} fill="{colour}" font-size="11">{escape(name)}</text>')
     for share in (0.0, 0.5, 1.0):
         x, y = MARGIN + wide * share, HEIGHT - MARGIN - high * share
         drawn.append(f'<text x="{x:.0f}" y="{HEIGHT - 28}" font-size="10">{most_x * share:.4g}</text>')

@@ -109,3 +109,14 @@ def test_page_is_well_formed_and_needs_nothing_from_elsewhere(trace_file, tmp_pa
     assert all(line.get("points") for line in root.findall(".//polyline"))
     assert "http" not in text
     assert "<script" not in text
+
+
+def test_workload_can_be_named_instead_of_a_file(capsys) -> None:
+    assert main(["toolagent", "--until", "100", "--nodes", "2P1D", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["trace"]["name"] == "toolagent (generated)"
+    assert report["runs"][0]["completed"] == 100
+
+
+def test_shipped_trace_replays() -> None:
+    assert main([str(ROOT / "bench" / "traces" / "sample.jsonl"), "--nodes", "2P2D"]) == 0
