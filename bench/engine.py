@@ -127,6 +127,42 @@ class Work:
         return weights + float(self.kv_token_bytes) * context_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What the card at hand does: cards of one kind differ by several percent under load."""
+
+    gemm_tflops: float
+    """bf16 8192^3, ten products from idle."""
+    sustained_gemm_tflops: float
+    """The same after two seconds of them: the power limit holds by then."""
+    copy_tb_per_s: float
+    """Within memory, bytes read and written."""
+
+
+def measure_card() -> Card:
+    left, right = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    flops = 2 * 8192**3
+    for _ in range(3):
+        left @ right
+        target.copy_(source)
+    cold = flops * 10 / _seconds(lambda: left @ right, 10)
+    _seconds(lambda: left @ right, 1400)
+    warm = flops * 100 / _seconds(lambda: left @ right, 100)
+    copied = 2 * 2 * source.numel() * 10 / _seconds(lambda: target.copy_(source), 10)
+    return Card(cold / 1e12, warm / 1e12, copied / 1e12)
+
+
+def _seconds(run: Callable[[], object], times: int) -> float:
+    torch.cuda.synchronize()
+    started_s = time.perf_counter()
+    for _ in range(times):
+        run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started_s
+
+
 def build_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Return a model with random weights, made on the GPU."""
     before = torch.get_default_dtype()
@@ -297,6 +333,12 @@ def main() -> None:
     start_up_s = time.perf_counter() - started_s
     print(f"{options.model}: start-up (build, check, compile, capture) {start_up_s:.1f} s", flush=True)
     outcomes = asyncio.run(run_rows(options.model, work, engine, options.repeats))
+    card = measure_card()
+    print(
+        f"this card: {card.gemm_tflops:.0f} TFLOP/s, {card.sustained_gemm_tflops:.0f} sustained, "
+        f"{card.copy_tb_per_s:.2f} TB/s",
+        flush=True,
+    )
     assert isinstance(engine.runner, GpuRunner)
     launch_s = engine.runner.launch_total_s / engine.runner.num_launches
     print(f"\nCPU time of a launch: {1e3 * launch_s:.2f} ms (mean of {engine.runner.num_launches} steps)")
@@ -309,6 +351,7 @@ def main() -> None:
         "transformers": version("transformers"),
         "commit": options.commit or commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
+        "card": asdict(card),
         "start_up_s": start_up_s,
         "memory_gib": torch.cuda.max_memory_reserved() / 2**30,
         "launch_cpu_ms": 1e3 * launch_s,

@@ -296,4 +296,6 @@ def _cost(sequence: Sequence, num_tokens: int) -> int:
 def _plan(entries: list[StepEntry]) -> StepPlan:
     single = [entry for entry in entries if entry.num_tokens == 1]
     longer = [entry for entry in entries if entry.num_tokens > 1]
+    # The longest context first: whatever works them off in parallel then ends together.
+    single.sort(key=lambda entry: -entry.start)
     return StepPlan((*single, *longer), len(single))
