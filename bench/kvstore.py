@@ -117,7 +117,7 @@ async def measure_transfer(transport: str, rounds: int, mooncake_python: Path | 
         segment.memory[:] = random.Random(1).randbytes(1 << 20) * (total >> 20)
         offsets = [index * BLOCK_BYTES for index in range(NUM_BLOCKS)]
         sums = [checksum(segment.memory[at : at + BLOCK_BYTES]) for at in offsets]
-        chains = [new_chain(NUM_BLOCKS) for _ in range(rounds + 2)]
+        chains = [fresh_chain(NUM_BLOCKS) for _ in range(rounds + 2)]
         times: dict[str, list[float]] = {
             "write": [],
             "save": [],
@@ -169,7 +169,7 @@ class Round:
 
 async def one_round(it: Round) -> None:
     """Bare write under a grant of its own, then save, bare read, load."""
-    bare = await it.access.reserve(new_chain(NUM_BLOCKS), "")
+    bare = await it.access.reserve(fresh_chain(NUM_BLOCKS), "")
     assert bare.grant is not None
     requests = [
         TransferRequest(it.segment, ours, theirs, BLOCK_BYTES)
@@ -294,7 +294,7 @@ def is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def new_chain(num_blocks: int) -> list[BlockHash]:
+def fresh_chain(num_blocks: int) -> list[BlockHash]:
     """Return names that nobody used before."""
     return [BlockHash(random.randbytes(16)) for _ in range(num_blocks)]
 
@@ -307,7 +307,7 @@ async def measure_disk(rounds: int) -> list[Figure]:
     folder = Path(tempfile.mkdtemp(prefix="bench-disk-", dir=ROOT))
     try:
         disk = opened(folder, BLOCK_BYTES, DISK_BLOCKS)
-        chain = new_chain(DISK_BLOCKS)
+        chain = fresh_chain(DISK_BLOCKS)
         page = memoryview(mmap.mmap(-1, BLOCK_BYTES))
         page[:] = random.randbytes(BLOCK_BYTES)
         for block_hash in chain:
@@ -370,7 +370,7 @@ def redis_server() -> Iterator[str]:
 async def measure_directory() -> list[Figure]:
     """A chain of 256 blocks looked up, all held by one member."""
     member = Member(NodeId("one"), 1, "127.0.0.1:1", "host", PeerDescriptor("one", 1, ()), BLOCK_BYTES)
-    chain = new_chain(CHAIN_BLOCKS)
+    chain = fresh_chain(CHAIN_BLOCKS)
     times: list[float] = []
     pings: list[float] = []
     with redis_server() as url:
