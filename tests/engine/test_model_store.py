@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from base.errors import ConfigError
@@ -94,6 +95,23 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path, missing: str) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"pickled")
     with pytest.raises(ConfigError, match=missing.replace("model.", r"\*.")):
         prepare(str(folder), tmp_path / "cache", heard)
+
+
+def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
+    folder = folder_with_model(tmp_path / "tiny")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"missing, the first is model\.layers\.0\.mlp\.up_proj\.weight"):
+        load_model(folder, torch.float32, torch.device("cpu"))
+
+
+def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
+    folder = folder_with_model(tmp_path / "tiny")
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(700)
+    with pytest.raises(ConfigError, match="tiny: the model cannot be loaded"):
+        load_model(folder, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("reference", ["./nowhere", "/no/such", "nowhere.gguf", "unknown"])
