@@ -1,15 +1,19 @@
 """What the block cache adds to the transports, the disk and Redis below it.
 
     python -m bench.kvstore [transfer] [disk] [directory] [--rounds N] [--json FILE]
+                            [--mooncake-python VENV/bin/python]
 
 Every comparison is between two things measured in turn, within one run, on one machine:
 
 * transfer: `BlockCache.save` and `load` of 2 MiB blocks to and from a storage process,
   against the bare `TransferAgent.write` and `read` of the same bytes between the same two
   memories, over shm and over tcp. Loads compare every block with its checksum, which
-  the bare ones do not.
+  the bare ones do not. With --mooncake-python, which names the Python of an environment
+  that has the `mooncake-transfer-engine` wheel, its store puts and gets as much over tcp
+  between two processes in every round, without checksums.
 * disk: `DiskTier.read` with 16 under way, against `fio --iodepth=16` on the same file.
-* directory: a chain of 256 blocks looked up in Redis (a Valkey server on a unix socket).
+* directory: a chain of 256 blocks looked up in Redis (a Valkey server on a unix socket),
+  against a bare PING by the same client.
 """
 
 from __future__ import annotations
@@ -22,13 +26,14 @@ import os
 import platform
 import random
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -77,18 +82,22 @@ async def main() -> None:
     parser.add_argument("parts", nargs="*", default=parts, help=", ".join(parts))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--mooncake-python", type=Path)
     options = parser.parse_args()
     figures: list[Figure] = []
     if "transfer" in options.parts:
         for transport in ("shm", "tcp"):
-            figures += await measure_transfer(transport, options.rounds)
+            python = options.mooncake_python if transport == "tcp" else None
+            figures += await measure_transfer(transport, options.rounds, python)
     if "disk" in options.parts:
         figures += await measure_disk(options.rounds)
     if "directory" in options.parts:
         figures += await measure_directory()
     for figure in figures:
-        against = f"  against {figure.against:8.3f}  ratio {figure.ratio:.2f}" if figure.against else ""
-        print(f"{figure.name:34} {figure.value:8.3f} {figure.unit}{against}")
+        print(
+            f"{figure.name:34} {figure.value:8.3f} {figure.unit:5}"
+            f" against {figure.against:8.3f}  ratio {figure.ratio:.2f}"
+        )
     if options.json:
         machine = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
         result = {"machine": machine, "figures": [asdict(figure) for figure in figures]}
@@ -98,26 +107,45 @@ async def main() -> None:
 # --- between two processes ---------------------------------------------------------------
 
 
-async def measure_transfer(transport: str, rounds: int) -> list[Figure]:
+async def measure_transfer(transport: str, rounds: int, mooncake_python: Path | None) -> list[Figure]:
     """Save and load against bare write and read, in turn."""
     total = NUM_BLOCKS * BLOCK_BYTES
-    async with storage(transport) as (cache, agent, access, peer):
+    async with AsyncExitStack() as stack:
+        cache, agent, access, peer = await stack.enter_async_context(storage(transport))
+        rival = stack.enter_context(mooncake_store(mooncake_python)) if mooncake_python else None
         segment = agent.allocate(total)
         segment.memory[:] = random.Random(1).randbytes(1 << 20) * (total >> 20)
         offsets = [index * BLOCK_BYTES for index in range(NUM_BLOCKS)]
         sums = [checksum(segment.memory[at : at + BLOCK_BYTES]) for at in offsets]
-        chains = [new_chain(NUM_BLOCKS) for _ in range(rounds + 2)]
-        times: dict[str, list[float]] = {"write": [], "save": [], "read": [], "load": []}
+        chains = [fresh_chain(NUM_BLOCKS) for _ in range(rounds + 2)]
+        times: dict[str, list[float]] = {
+            "write": [],
+            "save": [],
+            "read": [],
+            "load": [],
+            "put": [],
+            "get": [],
+        }
         for chain in chains:
             await one_round(Round(cache, agent, access, peer, segment, offsets, sums, chain, times))
-        gb = {name: total / 1e9 / statistics.median(taken[2:]) for name, taken in times.items()}
+            if rival is not None:
+                rival(times["put"], times["get"])
+        gb = {name: total / 1e9 / statistics.median(taken[2:]) for name, taken in times.items() if taken}
         both = 2 * total / 1e9
         pairs = {
             kind: [a + b for a, b in zip(times[kind[0]][2:], times[kind[1]][2:], strict=True)]
             for kind in (("save", "load"), ("write", "read"))
         }
         ours, bare = (both / statistics.median(taken) for taken in pairs.values())
+        against_rival = [
+            Figure(
+                f"tcp {ours} against Mooncake's {its}", gb[ours], "GB/s", gb[its], gb[ours] / gb[its], rounds
+            )
+            for ours, its in (("save", "put"), ("load", "get"))
+            if rival is not None
+        ]
         return [
+            *against_rival,
             Figure(f"{transport} save", gb["save"], "GB/s", gb["write"], gb["save"] / gb["write"], rounds),
             Figure(f"{transport} load", gb["load"], "GB/s", gb["read"], gb["load"] / gb["read"], rounds),
             Figure(f"{transport} save + load", ours, "GB/s", bare, ours / bare, rounds),
@@ -141,7 +169,7 @@ class Round:
 
 async def one_round(it: Round) -> None:
     """Bare write under a grant of its own, then save, bare read, load."""
-    bare = await it.access.reserve(new_chain(NUM_BLOCKS), "")
+    bare = await it.access.reserve(fresh_chain(NUM_BLOCKS), "")
     assert bare.grant is not None
     requests = [
         TransferRequest(it.segment, ours, theirs, BLOCK_BYTES)
@@ -211,7 +239,62 @@ async def storage(
                     await connection.close()
 
 
-def new_chain(num_blocks: int) -> list[BlockHash]:
+@contextmanager
+def mooncake_store(python: Path) -> Iterator[Callable[[list[float], list[float]], None]]:
+    """Mooncake's master, a process that offers memory, and one that puts and gets when called."""
+    port = free_port()
+    driver = [str(python), str(ROOT / "bench" / "mooncake_store_driver.py")]
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    with ExitStack() as stack:
+
+        def started(*command: str) -> subprocess.Popen[str]:
+            child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True)
+            stack.callback(child.wait)
+            stack.callback(child.terminate)
+            return child
+
+        started(
+            str(python.parent / "mooncake_master"), f"--port={port}", "--enable_http_metadata_server=false"
+        )
+        while not is_open(port):
+            pass
+        children = [
+            started(*driver, role, f"127.0.0.1:{port}", str(num_bytes), str(free_port()))
+            for role, num_bytes in (("storage", 4 << 30), ("client", NUM_BLOCKS * BLOCK_BYTES))
+        ]
+        for child in children:
+            assert child.stdout is not None
+            child.stdout.readline()
+        client = children[1]
+
+        def put_and_get(puts: list[float], gets: list[float]) -> None:
+            assert client.stdin is not None
+            assert client.stdout is not None
+            client.stdin.write(f"{BLOCK_BYTES} {NUM_BLOCKS}\n")
+            client.stdin.flush()
+            while not (line := client.stdout.readline()).startswith('{"put_s"'):
+                assert line, "mooncake's client ended"
+            answer = json.loads(line)
+            assert answer["put"] == answer["got"] == NUM_BLOCKS
+            puts.append(answer["put_s"])
+            gets.append(answer["get_s"])
+
+        yield put_and_get
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def is_open(port: int) -> bool:
+    """Return whether somebody listens there."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def fresh_chain(num_blocks: int) -> list[BlockHash]:
     """Return names that nobody used before."""
     return [BlockHash(random.randbytes(16)) for _ in range(num_blocks)]
 
@@ -224,7 +307,7 @@ async def measure_disk(rounds: int) -> list[Figure]:
     folder = Path(tempfile.mkdtemp(prefix="bench-disk-", dir=ROOT))
     try:
         disk = opened(folder, BLOCK_BYTES, DISK_BLOCKS)
-        chain = new_chain(DISK_BLOCKS)
+        chain = fresh_chain(DISK_BLOCKS)
         page = memoryview(mmap.mmap(-1, BLOCK_BYTES))
         page[:] = random.randbytes(BLOCK_BYTES)
         for block_hash in chain:
@@ -287,8 +370,9 @@ def redis_server() -> Iterator[str]:
 async def measure_directory() -> list[Figure]:
     """A chain of 256 blocks looked up, all held by one member."""
     member = Member(NodeId("one"), 1, "127.0.0.1:1", "host", PeerDescriptor("one", 1, ()), BLOCK_BYTES)
-    chain = new_chain(CHAIN_BLOCKS)
+    chain = fresh_chain(CHAIN_BLOCKS)
     times: list[float] = []
+    pings: list[float] = []
     with redis_server() as url:
         holder = RedisDirectory(url, SystemClock(), random.Random(1), member)
         asker = RedisDirectory(url, SystemClock(), random.Random(2))
@@ -298,16 +382,27 @@ async def measure_directory() -> list[Figure]:
         for _ in range(1_000):
             began_at_s = time.perf_counter()
             assert len(await asker.lookup(chain)) == CHAIN_BLOCKS
-            times.append(time.perf_counter() - began_at_s)
+            middle_at_s = time.perf_counter()
+            await asker.ping()
+            times.append(middle_at_s - began_at_s)
+            pings.append(time.perf_counter() - middle_at_s)
         for task in running:
             task.cancel()
         await asyncio.wait(running)
         await holder.close()
         await asker.close()
     times.sort()
+    pings.sort()
     return [
-        Figure("directory, 256 blocks, median", statistics.median(times) * 1e3, "ms", 0.0, 0.0, len(times)),
-        Figure("directory, 256 blocks, p99", times[int(0.99 * len(times))] * 1e3, "ms", 0.0, 0.0, len(times)),
+        Figure(
+            f"directory, 256 blocks, p{percent}",
+            times[percent * 10] * 1e3,
+            "ms",
+            pings[percent * 10] * 1e3,
+            times[percent * 10] / pings[percent * 10],
+            len(times),
+        )
+        for percent in (10, 50, 99)
     ]
 
 

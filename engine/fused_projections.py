@@ -1,4 +1,4 @@
-"""The linear layers of a finished model, changed from outside: fused, and fast for any number of rows.
+"""The linear layers of a finished model, changed from outside: fused, and fast for few rows.
 
 q, k and v (and gate and up) read the same hidden states. One product over their stacked
 weights reads the input once and fills the device better than three: at batch 1 the k and
@@ -25,10 +25,6 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 WIDE = 100_000
 """Columns from which the kernel for few rows beats cuBLAS with more than one: output heads."""
 
-TALL = 4096
-"""Rows that cuBLAS multiplies best: 746 TFLOP/s over an 8B model's layers, 721 with 8,192 rows and 683
-with 16,384 (H200, 2026-11-21)."""
-
 
 class Product(nn.Module):
     """A linear layer that computes its product in the way that is fastest for its number of rows."""
@@ -51,13 +47,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     num_rows, num_columns = rows.shape[0], weight.shape[0]
     if num_rows == 1 or (num_rows <= MAX_ROWS and num_columns >= WIDE):
         return thin_product(rows, weight)
-    output = rows.new_empty((num_rows, num_columns))
-    starts = range(0, max(1, num_rows - TALL // 2), TALL)
-    for start in starts:
-        # the last part takes a remainder that is too small to be one
-        part = slice(start, start + TALL if start != starts[-1] else num_rows)
-        torch.mm(rows[part], weight.t(), out=output[part])
-    return output
+    return torch.mm(rows, weight.t())
 
 
 @product.register_fake

@@ -78,14 +78,14 @@ class Replicator:
 
     async def round(self, budget_bytes: int) -> int:
         """Copy what is hot and has too few replicas; let heat fade. Returns bytes copied."""
-        members = await self._cache.directory.members()
-        left = budget_bytes // self._store.block_bytes
-        for chain, score in self._chains(self._store.heat):
-            if left == 0:
-                break
-            left -= await self._copy(chain, score, members, left)
+        most = left = budget_bytes // self._store.block_bytes
+        chains = self._chains(self._store.heat) if most else []
+        members = await self._cache.directory.members() if chains else []
+        for chain, score in chains:
+            if left > 0:
+                left -= await self._copy(chain, score, members, left)
         self._store.heat.fade()
-        return (budget_bytes // self._store.block_bytes - left) * self._store.block_bytes
+        return (most - left) * self._store.block_bytes
 
     def _chains(self, heat: Heat) -> list[tuple[list[BlockHash], float]]:
         """Return hot chains with the score of their tails, the hottest first.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from transfer.rdma import Rail, open_rails
 from transfer.rdma_transport import RdmaTarget, RdmaTransport
 from transfer.reactor import Reactor
 from transfer.router import Router
-from transfer.segment import Segment
+from transfer.segment import DeviceMemory, Segment
 from transfer.shm import ShmTransport
 from transfer.tcp import TcpTransport
 from transfer.tcp_server import TcpServer
@@ -65,7 +66,8 @@ class TransferAgent:
         self._epoch = epoch
         self._config = config
         self._clock = clock
-        self._board = Board(epoch) if "shm" in config.transports else None
+        on_host = {"shm", "cuda_ipc"} & set(config.transports)
+        self._board = Board(epoch) if on_host else None
         self._holdings = Holdings(clock, self._board)
         self._reactor: Reactor | None = None
         self._rails: list[Rail] = []
@@ -88,6 +90,10 @@ class TransferAgent:
         transports: list[Transport] = []
         if "shm" in names:
             transports.append(ShmTransport())
+        if "cuda_ipc" in names:
+            # By name, because it imports torch: seconds that a process without a GPU
+            # need not spend.
+            transports.append(importlib.import_module("transfer.cuda_ipc").CudaTransport())
         if "rdma" in names:
             self._rails, absent["rdma"] = open_rails()
         if self._rails:
@@ -100,7 +106,7 @@ class TransferAgent:
         if "tcp" in names:
             transports.append(TcpTransport([reactor], self._config.connections))
         for name, reason in absent.items():
-            event(log, "transport absent", logging.WARNING, transport=name, reason=reason)
+            event(log, "transport absent", level=logging.WARNING, transport=name, reason=reason)
         self._router = Router([self._wrap(transport) for transport in transports], self._clock, absent)
 
     async def close(self) -> None:
@@ -131,7 +137,8 @@ class TransferAgent:
         """How peers reach this process."""
         endpoints = []
         if self._board is not None:
-            endpoints.append(Endpoint("shm", self._board.address))
+            on_host = [name for name in ("shm", "cuda_ipc") if name in self._config.transports]
+            endpoints += [Endpoint(name, self._board.address) for name in on_host]
         if self._server is not None and self._one_sided is not None:
             endpoints.append(Endpoint("rdma", self._server.address))
         if self._server is not None and "tcp" in self._config.transports:
@@ -159,6 +166,14 @@ class TransferAgent:
             ValueError: it is read-only, empty or not contiguous.
         """
         return self._holdings.register(memory)
+
+    def register_device(self, memory: DeviceMemory) -> Segment:
+        """Return a segment over memory of a GPU, described by `transfer/cuda_ipc.py`.
+
+        Raises:
+            ValueError: the configuration allows no transport that reaches it.
+        """
+        return self._holdings.register_device(memory)
 
     def grant(
         self, segment: Segment, offsets: Sequence[int], length: int, operation: Operation, lease_s: float

@@ -82,7 +82,9 @@ class RdmaTransport:
         for rail in rails:
             self._loop.add_reader(rail.channel_fd, self._on_completions, rail)
 
-    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int) -> str | None:
+    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
+        if device is not None:
+            return "our memory is a GPU's"
         if peer.address_or_none(self.name) is None:
             return "the peer does not offer it"
         if not any(self._health.is_usable(rail.name) for rail in self._rails):

@@ -57,9 +57,9 @@ class Router:
         self._totals = {name: _Totals() for name in self._transports}
         self._records: dict[tuple[str, str], _Record] = {}
 
-    def choose(self, peer: PeerDescriptor, segment_id: int) -> Route:
+    def choose(self, peer: PeerDescriptor, segment_id: int, device: int | None = None) -> Route:
         """Return the route; raises TransferFailedError if nothing reaches the segment."""
-        names, refused = self._ranked(peer, segment_id)
+        names, refused = self._ranked(peer, segment_id, device)
         if not names:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
             raise TransferFailedError(f"nothing reaches {peer.node_id}: {reasons or 'no transport'}")
@@ -78,13 +78,15 @@ class Router:
         Where a transport fails, the next takes the batch from its beginning: it puts the
         same bytes in the same places, and the grant is checked again.
         """
-        self.choose(peer, grant.segment_id)
-        names, _ = self._ranked(peer, grant.segment_id)
+        device = pieces[0].segment.device
+        names, _ = self._ranked(peer, grant.segment_id, device)
+        if not names:
+            self.choose(peer, grant.segment_id, device)
         for name in names[:-1]:
             try:
                 await self._try(name, peer, grant, pieces, priority)
             except TransferFailedError as error:
-                event(log, "transport failed", logging.WARNING, transport=name, reason=error)
+                event(log, "transport failed", level=logging.WARNING, transport=name, reason=error)
             else:
                 return
         await self._try(names[-1], peer, grant, pieces, priority)
@@ -121,12 +123,14 @@ class Router:
         if num_bytes >= MEASURED_FROM_BYTES and elapsed_s > 0:
             record.bytes_per_s += _WEIGHT * (num_bytes / elapsed_s - record.bytes_per_s)
 
-    def _ranked(self, peer: PeerDescriptor, segment_id: int) -> tuple[list[str], list[tuple[str, str]]]:
+    def _ranked(
+        self, peer: PeerDescriptor, segment_id: int, device: int | None
+    ) -> tuple[list[str], list[tuple[str, str]]]:
         """Return the transports that reach the segment, best first, and why the others do not."""
         usable: list[tuple[bool, float, str]] = []
         refused = list(self._absent.items())
         for name, transport in self._transports.items():
-            refusal = transport.refusal_or_none(peer, segment_id)
+            refusal = transport.refusal_or_none(peer, segment_id, device)
             if refusal is None:
                 record = self._record(peer, name)
                 usable.append((self._is_rested(record), record.bytes_per_s, name))

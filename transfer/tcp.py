@@ -18,7 +18,7 @@ from transfer.frame import MAX_FRAME_BYTES, MAX_RANGES
 from transfer.reactor import LoopPoller, Poller, Reactor
 from transfer.tcp_link import Frame, LinkState, TcpLink, frame_of
 
-EXPRESS_BYTES = 256 << 10
+EXPRESS_BYTES = 1 << 20
 """A batch up to this size is sent by the event loop: 60 us at most."""
 
 
@@ -32,7 +32,9 @@ class TcpTransport:
         self._connections = connections
         self._peers: dict[str, _Peer] = {}
 
-    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int) -> str | None:
+    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
+        if device is not None:
+            return "our memory is a GPU's"
         return None if peer.address_or_none(self.name) else "the peer does not offer it"
 
     async def move(

@@ -27,8 +27,11 @@ class Transport(Protocol):
         """The `transport` of its endpoints."""
         ...
 
-    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int) -> str | None:
-        """Return why it cannot reach this segment of the peer; None: it can."""
+    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
+        """Return why it cannot reach this segment of the peer from our memory; None: it can.
+
+        `device`: the CUDA device that ours is on; None: the host.
+        """
         ...
 
     async def move(

@@ -33,7 +33,7 @@ from conductor.replay.block_cache import make_cache
 from conductor.replay.decode_node import DecodeNode, Sequence
 from conductor.replay.faults import Fault
 from conductor.replay.links import Flow, Links
-from conductor.replay.outcome import Outcomes
+from conductor.replay.outcome import Outcomes, worst_gaps_s
 from conductor.replay.policies import prefill_policy
 from conductor.replay.sim_node import SimNode, SimRequest
 from conductor.replay.trace import TraceRequest
@@ -355,8 +355,9 @@ class Cluster:
         self.view.finished(request.request_id, now_s, request.tokens_left)
         del self._in_flight[request.name]
         self.outcomes.completed(
+            arrival_s=request.arrival_s,
             ttft_s=request.first_token_s - request.arrival_s,
-            tbt_s=sequence.worst_gaps_s(),
+            tbt_s=worst_gaps_s(sequence.gaps),
             num_tokens=request.prompt_tokens,
             prefix_tokens=min(request.prefix_tokens, request.prompt_tokens),
             prefill_s=request.prefill_s,

@@ -11,8 +11,9 @@ from collections import deque
 from base.request import NodeId, RequestId
 from conductor.placement import Placement
 from conductor.replay.block_cache import Cache
-from conductor.replay.decode_node import DecodeNode, Segment
+from conductor.replay.decode_node import DecodeNode
 from conductor.replay.links import Flow, Link
+from conductor.replay.outcome import Segment
 from conductor.replay.trace import TraceRequest
 
 

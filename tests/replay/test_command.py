@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -96,3 +97,26 @@ def test_faults_and_role_changes_are_asked_for_on_the_command_line(trace_file, t
     faults.write_text('{"at": 5}\n')
     assert main(command) == 2
     assert "faults.jsonl:1" in capsys.readouterr().err
+
+
+def test_page_is_well_formed_and_needs_nothing_from_elsewhere(trace_file, tmp_path) -> None:
+    out = tmp_path / "report.html"
+    assert main([str(trace_file), "--nodes", "2P2D", "--policy", "all", "--html", str(out)]) == 0
+    text = out.read_text()
+    root = ElementTree.fromstring(text.partition("\n")[2])
+    assert len(root.findall(".//svg")) == 5
+    assert len(root.findall(".//tbody/tr")) == 4
+    assert all(line.get("points") for line in root.findall(".//polyline"))
+    assert "http" not in text
+    assert "<script" not in text
+
+
+def test_workload_can_be_named_instead_of_a_file(capsys) -> None:
+    assert main(["toolagent", "--until", "100", "--nodes", "2P1D", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["trace"]["name"] == "toolagent (generated)"
+    assert report["runs"][0]["completed"] == 100
+
+
+def test_shipped_trace_replays() -> None:
+    assert main([str(ROOT / "bench" / "traces" / "sample.jsonl"), "--nodes", "2P2D"]) == 0

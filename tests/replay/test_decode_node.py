@@ -7,6 +7,7 @@ import pytest
 
 from conductor.cost_model import CostModel, load_profile
 from conductor.replay.decode_node import DecodeNode, Sequence
+from conductor.replay.outcome import worst_gaps_s
 
 COST = CostModel(load_profile("a800-llama70b"))
 
@@ -33,7 +34,7 @@ def simulate(jobs, capacity: int = 10**9):
     loop, ends = Loop(), {}
 
     def finished(sequence, now_s) -> None:
-        ends[sequence.owner] = (now_s, sequence.worst_gaps_s())
+        ends[sequence.owner] = (now_s, worst_gaps_s(sequence.gaps))
 
     node = DecodeNode(COST, capacity, loop.at, finished)
     for owner, (at_s, context, steps) in enumerate(jobs):

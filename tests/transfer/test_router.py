@@ -27,7 +27,7 @@ class Stub:
         self.error: Exception | None = None
         self.moves = 0
 
-    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int) -> str | None:
+    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         return self.refusal
 
     async def move(
