@@ -207,12 +207,12 @@ class BlockCache:
     async def _home(self, chain: Sequence[BlockHash]) -> Member | None:
         if self._own is not None:
             return self._own
-        members = [member for member in await self._directory.members() if member.epoch not in self._resting]
         replicas = await self._directory.lookup(chain)
+        known = replicas[0] if replicas else await self._directory.members()
         # Where the chain is new, its last block's hash spreads chains over the members.
         spread = int.from_bytes(chain[-1][:8], "little")
         return max(
-            members,
+            (member for member in known if member.epoch not in self._resting),
             key=lambda member: (
                 _run_end(replicas, 0, member),
                 (spread ^ member.epoch) * 0x9E3779B1 % (1 << 32),
