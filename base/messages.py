@@ -41,12 +41,33 @@ class Reserve:
 
 
 @dataclass(frozen=True, slots=True)
+class Lend:
+    """Lets another node read blocks, until `Release`."""
+
+    request_id: RequestId
+    chain: tuple[BlockHash, ...]
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Blocks to load from another node: lent ones."""
+
+    peer: PeerDescriptor
+    grant: Grant
+    checksums: tuple[int, ...]
+    first_block: int
+    """Index in the sequence of the block that the first offset is."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prefill:
     work: Work
     target: PeerDescriptor
     grant: Grant | None
     """One offset for each block from `first_block` on; None: there is none to write."""
     first_block: int
+    source: Source | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +82,7 @@ class Release:
     request_id: RequestId
 
 
-ToNode = Reserve | Prefill | Start | Release
+ToNode = Reserve | Lend | Prefill | Start | Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +92,15 @@ class Reserved:
     """Leading blocks whose KV the decode node has."""
     grant: Grant | None
     """One offset for each block after those; None: there is none to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Where the leading blocks of a chain may be read; one checksum for each offset."""
+
+    request_id: RequestId
+    grant: Grant
+    checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +143,7 @@ class Failed:
     message: str
 
 
-FromNode = Reserved | Prefilled | Tokens | Failed
+FromNode = Reserved | Lent | Prefilled | Tokens | Failed
 
 
 @dataclass(frozen=True, slots=True)

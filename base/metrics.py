@@ -181,6 +181,31 @@ class NodeMetrics:
         )
 
 
+class StoreMetrics:
+    """What a store of the block cache counts. Owned by its event loop."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.blocks = Gauge(
+            "kvstore_tier_blocks",
+            "Blocks by tier (host, disk) and place: free, in_transfer, cached, held, bad",
+            ["tier", "place"],
+            registry=registry,
+        )
+        self.unaccounted = Gauge(
+            "kvstore_unaccounted_blocks",
+            "Total less all places; anything but 0 is a bug",
+            ["tier"],
+            registry=registry,
+        )
+        self.damaged = Gauge(
+            "kvstore_damaged_blocks",
+            "Blocks found to be other bytes than were stored",
+            ["tier"],
+            registry=registry,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _Alias:
     """One of our metrics under another name."""

@@ -18,6 +18,8 @@ from base.messages import (
     Heartbeat,
     KvEvents,
     Lease,
+    Lend,
+    Lent,
     NodeInfo,
     Prefill,
     Prefilled,
@@ -25,6 +27,7 @@ from base.messages import (
     Release,
     Reserve,
     Reserved,
+    Source,
     Start,
     Tokens,
     ToNode,
@@ -108,6 +111,30 @@ def _grant_or_none_to(grant: Grant | None) -> transfer_pb.Grant | None:
     return grant_to(grant) if grant is not None else None
 
 
+def _source_to(source: Source | None) -> pb.Source | None:
+    if source is None:
+        return None
+    return pb.Source(
+        peer=peer_to(source.peer),
+        grant=grant_to(source.grant),
+        checksums=source.checksums,
+        first_block=source.first_block,
+    )
+
+
+def _source_from(message: pb.Source) -> Source:
+    return Source(
+        peer_from(message.peer), grant_from(message.grant), tuple(message.checksums), message.first_block
+    )
+
+
+def _hashes(hashes: Iterable[bytes], field: str) -> tuple[BlockHash, ...]:
+    found = tuple(BlockHash(block_hash) for block_hash in hashes)
+    if any(len(block_hash) != HASH_BYTES for block_hash in found):
+        raise ProtocolError(f"{field}: a block hash is not {HASH_BYTES} bytes")
+    return found
+
+
 # --- work -------------------------------------------------------------------------------
 
 
@@ -188,7 +215,10 @@ def to_node(items: Iterable[ToNode], heartbeat: bool = False) -> pb.ConductorMes
                     target=peer_to(item.target),
                     grant=_grant_or_none_to(item.grant),
                     first_block=item.first_block,
+                    source=_source_to(item.source),
                 )
+            case Lend():
+                message.lend.add(request_id=item.request_id, chain=item.chain, lease_s=item.lease_s)
             case Start():
                 message.start.add(
                     request_id=item.request_id,
@@ -209,8 +239,13 @@ def to_node_from(message: pb.ConductorMessage) -> list[ToNode]:
             peer_from(item.target),
             grant_from(item.grant) if item.HasField("grant") else None,
             item.first_block,
+            _source_from(item.source) if item.HasField("source") else None,
         )
         for item in message.prefill
+    ]
+    items += [
+        Lend(RequestId(item.request_id), _hashes(item.chain, "lend.chain"), item.lease_s)
+        for item in message.lend
     ]
     items += [
         Start(RequestId(item.request_id), item.first_token_id, tuple(item.checksums))
@@ -271,6 +306,10 @@ def from_node(
                     num_matched_blocks=item.num_matched_blocks,
                     grant=_grant_or_none_to(item.grant),
                 )
+            case Lent():
+                message.lent.add(
+                    request_id=item.request_id, grant=grant_to(item.grant), checksums=item.checksums
+                )
             case Prefilled():
                 message.prefilled.append(_prefilled_to(item))
             case Failed():
@@ -287,6 +326,10 @@ def from_node_from(message: pb.NodeMessage) -> list[FromNode]:
             grant_from(item.grant) if item.HasField("grant") else None,
         )
         for item in message.reserved
+    ]
+    items += [
+        Lent(RequestId(item.request_id), grant_from(item.grant), tuple(item.checksums))
+        for item in message.lent
     ]
     items += [_prefilled_from(item) for item in message.prefilled]
     items += [
@@ -436,12 +479,9 @@ def kv_events_from(message: pb.NodeMessage) -> KvEvents | None:
     if not message.HasField("kv_events"):
         return None
     told = message.kv_events
-    hashes = [*told.stored, *told.removed]
-    if any(len(block_hash) != HASH_BYTES for block_hash in hashes):
-        raise ProtocolError(f"kv_events: a block hash is not {HASH_BYTES} bytes")
     return KvEvents(
         told.first_number,
         told.snapshot,
-        tuple(BlockHash(block_hash) for block_hash in told.stored),
-        tuple(BlockHash(block_hash) for block_hash in told.removed),
+        _hashes(told.stored, "kv_events.stored"),
+        _hashes(told.removed, "kv_events.removed"),
     )

@@ -64,8 +64,9 @@ async def generate(engine: Engine, prompts: list[list[int]]) -> list[list[Sample
 @torch.inference_mode()
 def read(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
     """Return float32 log probabilities [NEW_TOKENS, vocab_size] of each generated token's place."""
-    logits: torch.Tensor = model(input_ids=torch.tensor([token_ids], device="cuda"), use_cache=False).logits[0]
-    return logits[-NEW_TOKENS - 1 : -1].float().log_softmax(-1)
+    logits = model(input_ids=torch.tensor([token_ids], device="cuda"), use_cache=False).logits[0]
+    logprobs: torch.Tensor = logits[-NEW_TOKENS - 1 : -1].float().log_softmax(-1)
+    return logprobs
 
 
 def main() -> None:

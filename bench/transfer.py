@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import os
 import platform
@@ -265,11 +266,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mooncake-python", default="", help="a Python that has Mooncake's wheel")
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--cuda", action="store_true", help="measure GPUs instead: bench/transfer_cuda.py")
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     transports = tuple(options.transports.split(","))
     if options.serve:
         asyncio.run(serve(options.serve, transports))
+        return
+    if options.cuda:
+        # By name, because it imports torch, which nothing else here needs.
+        measured = asyncio.run(importlib.import_module("bench.transfer_cuda").run())
+        write_report({**about_this_run(), **measured}, options.json)
         return
     results = []
     for transport in transports:
@@ -281,11 +288,15 @@ def main() -> None:
             if block * batch <= 1 << 30
         ]
         results += asyncio.run(measure_transport(transport, cases, options.rounds, options.mooncake_python))
-    report = json.dumps({**about_this_run(), "results": results}, indent=1)
-    if options.json:
-        options.json.write_text(report + "\n")
+    write_report({**about_this_run(), "results": results}, options.json)
+
+
+def write_report(report: dict[str, Any], path: Path | None) -> None:
+    text = json.dumps(report, indent=1)
+    if path is None:
+        print(text)
     else:
-        print(report)
+        path.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,20 @@ from base.errors import (
     UnavailableError,
 )
 from base.logs import event
-from base.messages import FromNode, Prefill, Prefilled, PrefillTimes, Reserve, Reserved, Start, Tokens, Work
+from base.messages import (
+    FromNode,
+    Lend,
+    Lent,
+    Prefill,
+    Prefilled,
+    PrefillTimes,
+    Reserve,
+    Reserved,
+    Source,
+    Start,
+    Tokens,
+    Work,
+)
 from base.request import FinishReason, Request, RequestId
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
@@ -50,8 +63,8 @@ log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 4
 
 
-# A prefill node cannot load blocks from another yet, so placement must not count on it.
-SETTINGS = SchedulerSettings(fetches=False)
+LEND_TIMEOUT_S = 1.0
+"""For a node to lend blocks. One that needs longer would not have saved any time."""
 
 
 class TimesObserver(Protocol):
@@ -75,13 +88,16 @@ class Dispatcher:
         request_timeout_s: float,
         observer: TimesObserver,
         clock: Clock,
+        settings: SchedulerSettings | None = None,
     ) -> None:
+        """Begin. `settings`: an operator's; by default the cost model decides."""
         self._membership = membership
         self._view = view
         self._cost = cost
         self._request_timeout_s = request_timeout_s
         self._observer = observer
         self._clock = clock
+        self._settings = settings
         self._num_running = 0
 
     @property
@@ -137,15 +153,16 @@ class Dispatcher:
     async def _attempt(self, run: _Run) -> AsyncGenerator[Generated, None]:
         run.begin_attempt()
         root = self._membership.chain_root(run.request)
+        chain = hash_chain(run.token_ids, self._view.block_size, root)
         asked = PlacementRequest(
             request_id=run.attempt_id,
-            chain=hash_chain(run.token_ids, self._view.block_size, root),
+            chain=chain,
             num_tokens=len(run.token_ids),
             max_tokens=run.request.stop.max_tokens - len(run.generated),
             slo=run.request.slo,
             priority=run.request.priority,
         )
-        placement = place(asked, self._view, self._cost, self._clock.now_s(), SETTINGS)
+        placement = place(asked, self._view, self._cost, self._clock.now_s(), self._settings)
         if isinstance(placement, Rejection):
             raise refusal(placement)
         decode = self._membership.session(placement.decode_node)
@@ -154,7 +171,9 @@ class Dispatcher:
             self._view.placed(asked, placement, self._clock.now_s())
             held.callback(self._finished, run)
             held.enter_context(decode.exchange(run.attempt_id, run.mailbox))
-            prefilled = await self._prefill(run, run.work(root), decode, prefill)
+            decode.send(Reserve(run.work(root)))
+            source = await self._lent(chain, placement, held)
+            prefilled = await self._prefill(run, run.work(root), decode, prefill, source)
             self._was_prefilled(run, asked, placement, prefilled)
             finish = run.finish_of_first(prefilled)
             yield Generated((prefilled.first_token,), finish, run.num_cached_tokens(prefilled))
@@ -178,8 +197,39 @@ class Dispatcher:
         output_tokens = len(run.generated) if run.is_complete else None
         self._view.finished(run.attempt_id, self._clock.now_s(), output_tokens)
 
-    async def _prefill(self, run: _Run, work: Work, decode: NodeSession, prefill: NodeSession) -> Prefilled:
-        decode.send(Reserve(work))
+    async def _lent(self, chain: list[BlockHash], placement: Placement, held: ExitStack) -> Source | None:
+        """Return blocks that the prefill node may load, lent for as long as `held`.
+
+        None if placement wants none, or if they cannot be had: they are computed then.
+        """
+        if placement.source_node is None:
+            return None
+        name = RequestId(f"{placement.request_id}.lend")
+        first, end = placement.local_blocks, placement.matched_blocks
+        mailbox = Mailbox()
+        try:
+            session = self._membership.session(placement.source_node)
+            held.enter_context(session.exchange(name, mailbox))
+            session.send(Lend(name, tuple(chain[first:end]), self._request_timeout_s))
+            async with asyncio.timeout(LEND_TIMEOUT_S):
+                lent = await mailbox.next()
+        except (ServeError, TimeoutError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            event(
+                log,
+                "blocks not lent",
+                request_id=placement.request_id,
+                node=placement.source_node,
+                reason=reason,
+            )
+            return None
+        if not isinstance(lent, Lent):
+            raise ProtocolError(f"{type(lent).__name__} where Lent was expected")
+        return Source(session.info.peer, lent.grant, lent.checksums, first)
+
+    async def _prefill(
+        self, run: _Run, work: Work, decode: NodeSession, prefill: NodeSession, source: Source | None
+    ) -> Prefilled:
         reserved = await run.next_message()
         if not isinstance(reserved, Reserved):
             raise ProtocolError(f"{type(reserved).__name__} where Reserved was expected")
@@ -187,7 +237,8 @@ class Dispatcher:
         # with the answer: the prefill node keeps nothing then.
         work = replace(work, request_id=RequestId(f"{run.attempt_id}.prefill"))
         with prefill.exchange(work.request_id, run.mailbox):
-            prefill.send(Prefill(work, decode.info.peer, reserved.grant, reserved.num_matched_blocks))
+            target = decode.info.peer
+            prefill.send(Prefill(work, target, reserved.grant, reserved.num_matched_blocks, source))
             prefilled = await run.next_message()
         if not isinstance(prefilled, Prefilled):
             raise ProtocolError(f"{type(prefilled).__name__} where Prefilled was expected")

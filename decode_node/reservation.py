@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from base.block_hash import BlockHash, hash_chain
-from base.checksum import checksum
 from base.errors import ChecksumError
 from base.grants import Grant, Operation
 from base.messages import Work
 from base.uninterrupted import uninterrupted
 from engine.block_pool import BlockPool
+from engine.block_sums import block_sums
 from engine.paged_cache import PagedCache
 from transfer.agent import TransferAgent
 from transfer.segment import Segment
@@ -88,10 +88,8 @@ async def reserved(
             pool.release(block_ids)
 
 
-def require_intact(cache: PagedCache, reservation: Reservation, checksums: tuple[int, ...]) -> None:
+async def require_intact(cache: PagedCache, reservation: Reservation, checksums: tuple[int, ...]) -> None:
     """Compare the written blocks with what their writer computed.
-
-    Runs beside the event loop: a long prompt is hundreds of megabytes.
 
     Raises:
         ChecksumError: a block is not what was sent. The blocks must not be read.
@@ -99,6 +97,7 @@ def require_intact(cache: PagedCache, reservation: Reservation, checksums: tuple
     written = reservation.written
     if len(written) != len(checksums):
         raise ChecksumError(f"{len(checksums)} checksums for {len(written)} blocks")
-    for index, (block_id, expected) in enumerate(zip(written, checksums, strict=True)):
-        if checksum(cache.block_bytes_view(block_id)) != expected:
+    arrived = await block_sums(cache, written)
+    for index, (found, expected) in enumerate(zip(arrived, checksums, strict=True)):
+        if found != expected:
             raise ChecksumError(f"block {reservation.num_matched + index} of the prompt arrived damaged")

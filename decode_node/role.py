@@ -96,7 +96,7 @@ class DecodeRole:
                 self._send(Reserved(work.request_id, reservation.num_matched, reservation.grant))
                 start = await started
                 await reservation.close(self._agent)
-                await asyncio.to_thread(require_intact, self._cache, reservation, start.checksums)
+                await require_intact(self._cache, reservation, start.checksums)
                 for block_id, block_hash in zip(reservation.block_ids, reservation.chain, strict=False):
                     pool.publish(block_id, block_hash)
                 held.append(self._sequence(work, reservation, start.first_token_id))

@@ -25,10 +25,11 @@ from base.config import NodeProcess, read_process_config
 from base.errors import ConfigError
 from base.lifetime import stop_requested
 from base.logs import configure, event
-from base.messages import Heartbeat, KvEvents, NodeInfo, Prefill, Release, Reserve, Start, ToNode
+from base.messages import Heartbeat, KvEvents, Lend, NodeInfo, Prefill, Release, Reserve, Start, ToNode
 from base.request import NodeId, Role
 from decode_node.role import DecodeRole
 from engine.build import Engine, build_engine
+from prefill_node.lender import Lender
 from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
 from transfer.segment import Segment
@@ -42,10 +43,11 @@ DRAIN_S = 30.0
 class Node:
     """Routes the conductor's messages to the roles and answers for the whole node."""
 
-    def __init__(self, engine: Engine, prefill: PrefillRole, decode: DecodeRole) -> None:
+    def __init__(self, engine: Engine, prefill: PrefillRole, decode: DecodeRole, lender: Lender) -> None:
         self._engine = engine
         self._prefill = prefill
         self._decode = decode
+        self._lender = lender
         self._num_heartbeats = 0
         self._next_event = 1
         self.is_draining = False
@@ -59,7 +61,10 @@ class Node:
                     self._prefill.prefill(item)
                 case Start():
                     self._decode.start(item)
+                case Lend():
+                    self._lender.lend(item)
                 case Release():
+                    self._lender.release(item.request_id)
                     self._prefill.release(item.request_id)
                     self._decode.release(item.request_id)
 
@@ -93,6 +98,7 @@ class Node:
         return events
 
     def lost(self) -> None:
+        self._lender.release_all()
         self._prefill.release_all()
         self._decode.release_all()
 
@@ -124,7 +130,8 @@ async def serve(config: NodeProcess) -> None:
         engine.pool.on_release(client.wake)
         async with asyncio.TaskGroup() as tasks:
             shared = (engine.loop, engine.cache, segments[0], agent, tasks, client.send, clock)
-            node = Node(engine, PrefillRole(*shared), DecodeRole(*shared))
+            lender = Lender(engine.pool, engine.cache, segments[0], agent, tasks, client.send)
+            node = Node(engine, PrefillRole(*shared), DecodeRole(*shared), lender)
             background = [tasks.create_task(engine.loop.run()), tasks.create_task(client.run(node))]
             _print_ready(config)
             await stop_requested()

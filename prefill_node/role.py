@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 from base.clock import Clock
@@ -21,6 +22,7 @@ from engine.loop import EngineLoop
 from engine.paged_cache import PagedCache
 from engine.sequence import Sequence
 from engine.step import SequenceOutput
+from prefill_node.prefix_loader import loaded_prefix
 from prefill_node.sender import KvSender
 from transfer.agent import TransferAgent
 from transfer.segment import Segment
@@ -70,7 +72,7 @@ class PrefillRole:
         sequence = one_token_sequence(message.work, arrived_at_s)
         sender = KvSender(self._agent, self._engine.pool, self._cache, self._segment, message)
         try:
-            async with asyncio.timeout(message.work.deadline_s):
+            async with asyncio.timeout(message.work.deadline_s), self._loaded_prefix(message):
                 self._engine.add(sequence, outputs.put_nowait)
                 async with asyncio.TaskGroup() as writes:
                     last = await self._compute(sequence, sender, outputs, writes)
@@ -95,6 +97,11 @@ class PrefillRole:
                 sender.checksums,
                 times,
             )
+        )
+
+    def _loaded_prefix(self, message: Prefill) -> AbstractAsyncContextManager[None]:
+        return loaded_prefix(
+            self._engine.pool, self._cache, self._segment, self._agent, message.work, message.source
         )
 
     async def _compute(

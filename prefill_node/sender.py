@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 
-from base.checksum import checksum
 from base.errors import ProtocolError
 from base.messages import Prefill
 from engine.block_pool import BlockPool
+from engine.block_sums import block_sums
 from engine.paged_cache import PagedCache
 from engine.sequence import Sequence
 from transfer.agent import TransferAgent
@@ -57,7 +57,7 @@ class KvSender:
     async def _write(self, first: int, block_ids: list[int]) -> None:
         layout = self._cache.layout
         try:
-            sums = await asyncio.to_thread(self._sums, block_ids)
+            sums = await block_sums(self._cache, block_ids)
             self._checksums.update(enumerate(sums, first))
             grant = self._message.grant
             if grant is None:
@@ -78,6 +78,3 @@ class KvSender:
             )
         finally:
             self._pool.release(block_ids)
-
-    def _sums(self, block_ids: list[int]) -> list[int]:
-        return [checksum(self._cache.block_bytes_view(block_id)) for block_id in block_ids]

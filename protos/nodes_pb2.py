@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import transfer_pb2 as protos_dot_transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/nodes.proto\x12\x0c\x63onductor.v1\x1a\x15protos/transfer.proto\"\xb0\x02\n\x0bNodeMessage\x12(\n\x08register\x18\x01 \x01(\x0b\x32\x16.conductor.v1.Register\x12*\n\theartbeat\x18\x02 \x01(\x0b\x32\x17.conductor.v1.Heartbeat\x12(\n\x08reserved\x18\x03 \x03(\x0b\x32\x16.conductor.v1.Reserved\x12*\n\tprefilled\x18\x04 \x03(\x0b\x32\x17.conductor.v1.Prefilled\x12$\n\x06tokens\x18\x05 \x03(\x0b\x32\x14.conductor.v1.Tokens\x12$\n\x06\x66\x61iled\x18\x06 \x03(\x0b\x32\x14.conductor.v1.Failed\x12)\n\tkv_events\x18\x07 \x01(\x0b\x32\x16.conductor.v1.KvEvents\"\xfe\x01\n\x10\x43onductorMessage\x12,\n\nregistered\x18\x01 \x01(\x0b\x32\x18.conductor.v1.Registered\x12&\n\x07reserve\x18\x02 \x03(\x0b\x32\x15.conductor.v1.Reserve\x12&\n\x07prefill\x18\x03 \x03(\x0b\x32\x15.conductor.v1.Prefill\x12\"\n\x05start\x18\x04 \x03(\x0b\x32\x13.conductor.v1.Start\x12&\n\x07release\x18\x05 \x03(\x0b\x32\x15.conductor.v1.Release\x12\x11\n\theartbeat\x18\x06 \x01(\x08\x12\r\n\x05\x64rain\x18\x07 \x01(\x08\"\xf1\x01\n\x08Register\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\r\n\x05roles\x18\x03 \x03(\t\x12\x10\n\x08model_id\x18\x04 \x01(\t\x12\x11\n\tlayout_id\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12*\n\x04peer\x18\t \x01(\x0b\x32\x1c.conductor.v1.PeerDescriptor\x12\x18\n\x10protocol_version\x18\n \x01(\r\x12\x0c\n\x04host\x18\x0b \x01(\t\"K\n\nRegistered\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\x12\x17\n\x0f\x63onductor_epoch\x18\x03 \x01(\x06\"\xc2\x01\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x02 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x06 \x01(\x04\x12\x1a\n\x12num_context_tokens\x18\x07 \x01(\x04\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\"S\n\x08KvEvents\x12\x14\n\x0c\x66irst_number\x18\x01 \x01(\x04\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x03(\x0c\x12\x0f\n\x07removed\x18\x04 \x03(\x0c\"\xde\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12+\n\nlogit_bias\x18\t \x03(\x0b\x32\x17.conductor.v1.LogitBias\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"L\n\nStopParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\"\x86\x02\n\x04Work\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x12\n\nchain_root\x18\x04 \x01(\x0c\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.conductor.v1.SamplingParams\x12&\n\x04stop\x18\x06 \x01(\x0b\x32\x18.conductor.v1.StopParams\x12\x19\n\x0cnum_logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ndeadline_s\x18\t \x01(\x01\x42\x0f\n\r_num_logprobs\"+\n\x07Reserve\x12 \n\x04work\x18\x01 \x01(\x0b\x32\x12.conductor.v1.Work\"^\n\x08Reserved\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1a\n\x12num_matched_blocks\x18\x02 \x01(\r\x12\"\n\x05grant\x18\x03 \x01(\x0b\x32\x13.conductor.v1.Grant\"\x92\x01\n\x07Prefill\x12 \n\x04work\x18\x01 \x01(\x0b\x32\x12.conductor.v1.Work\x12,\n\x06target\x18\x02 \x01(\x0b\x32\x1c.conductor.v1.PeerDescriptor\x12\"\n\x05grant\x18\x03 \x01(\x0b\x32\x13.conductor.v1.Grant\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\"\xc0\x01\n\tPrefilled\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x1a.conductor.v1.SampledToken\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x11\n\tchecksums\x18\x05 \x03(\x06\x12)\n\x05times\x18\x06 \x01(\x0b\x32\x1a.conductor.v1.PrefillTimes\"N\n\x0cPrefillTimes\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tcompute_s\x18\x02 \x01(\x01\x12\x1a\n\x12\x65xposed_transfer_s\x18\x03 \x01(\x01\"F\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0e\x66irst_token_id\x18\x02 \x01(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"\x1d\n\x07Release\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"i\n\x0cSampledToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12%\n\x03top\x18\x03 \x03(\x0b\x32\x18.conductor.v1.TopLogprobB\n\n\x08_logprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"_\n\x06Tokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\x06tokens\x18\x02 \x03(\x0b\x32\x1a.conductor.v1.SampledToken\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\"=\n\x06\x46\x61iled\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t2P\n\x05Nodes\x12G\n\x06\x41ttach\x12\x19.conductor.v1.NodeMessage\x1a\x1e.conductor.v1.ConductorMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/nodes.proto\x12\x0c\x63onductor.v1\x1a\x15protos/transfer.proto\"\xd2\x02\n\x0bNodeMessage\x12(\n\x08register\x18\x01 \x01(\x0b\x32\x16.conductor.v1.Register\x12*\n\theartbeat\x18\x02 \x01(\x0b\x32\x17.conductor.v1.Heartbeat\x12(\n\x08reserved\x18\x03 \x03(\x0b\x32\x16.conductor.v1.Reserved\x12*\n\tprefilled\x18\x04 \x03(\x0b\x32\x17.conductor.v1.Prefilled\x12$\n\x06tokens\x18\x05 \x03(\x0b\x32\x14.conductor.v1.Tokens\x12$\n\x06\x66\x61iled\x18\x06 \x03(\x0b\x32\x14.conductor.v1.Failed\x12)\n\tkv_events\x18\x07 \x01(\x0b\x32\x16.conductor.v1.KvEvents\x12 \n\x04lent\x18\x08 \x03(\x0b\x32\x12.conductor.v1.Lent\"\xa0\x02\n\x10\x43onductorMessage\x12,\n\nregistered\x18\x01 \x01(\x0b\x32\x18.conductor.v1.Registered\x12&\n\x07reserve\x18\x02 \x03(\x0b\x32\x15.conductor.v1.Reserve\x12&\n\x07prefill\x18\x03 \x03(\x0b\x32\x15.conductor.v1.Prefill\x12\"\n\x05start\x18\x04 \x03(\x0b\x32\x13.conductor.v1.Start\x12&\n\x07release\x18\x05 \x03(\x0b\x32\x15.conductor.v1.Release\x12\x11\n\theartbeat\x18\x06 \x01(\x08\x12\r\n\x05\x64rain\x18\x07 \x01(\x08\x12 \n\x04lend\x18\x08 \x03(\x0b\x32\x12.conductor.v1.Lend\"\xf1\x01\n\x08Register\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\r\n\x05roles\x18\x03 \x03(\t\x12\x10\n\x08model_id\x18\x04 \x01(\t\x12\x11\n\tlayout_id\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12*\n\x04peer\x18\t \x01(\x0b\x32\x1c.conductor.v1.PeerDescriptor\x12\x18\n\x10protocol_version\x18\n \x01(\r\x12\x0c\n\x04host\x18\x0b \x01(\t\"K\n\nRegistered\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\x12\x17\n\x0f\x63onductor_epoch\x18\x03 \x01(\x06\"\xc2\x01\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x02 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x19\n\x11num_queued_tokens\x18\x06 \x01(\x04\x12\x1a\n\x12num_context_tokens\x18\x07 \x01(\x04\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\"S\n\x08KvEvents\x12\x14\n\x0c\x66irst_number\x18\x01 \x01(\x04\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x03(\x0c\x12\x0f\n\x07removed\x18\x04 \x03(\x0c\"\xde\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12+\n\nlogit_bias\x18\t \x03(\x0b\x32\x17.conductor.v1.LogitBias\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"L\n\nStopParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\"\x86\x02\n\x04Work\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x12\n\nchain_root\x18\x04 \x01(\x0c\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.conductor.v1.SamplingParams\x12&\n\x04stop\x18\x06 \x01(\x0b\x32\x18.conductor.v1.StopParams\x12\x19\n\x0cnum_logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ndeadline_s\x18\t \x01(\x01\x42\x0f\n\r_num_logprobs\"+\n\x07Reserve\x12 \n\x04work\x18\x01 \x01(\x0b\x32\x12.conductor.v1.Work\"^\n\x08Reserved\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1a\n\x12num_matched_blocks\x18\x02 \x01(\r\x12\"\n\x05grant\x18\x03 \x01(\x0b\x32\x13.conductor.v1.Grant\":\n\x04Lend\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x63hain\x18\x02 \x03(\x0c\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"Q\n\x04Lent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x05grant\x18\x02 \x01(\x0b\x32\x13.conductor.v1.Grant\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"\x80\x01\n\x06Source\x12*\n\x04peer\x18\x01 \x01(\x0b\x32\x1c.conductor.v1.PeerDescriptor\x12\"\n\x05grant\x18\x02 \x01(\x0b\x32\x13.conductor.v1.Grant\x12\x11\n\tchecksums\x18\x03 \x03(\x06\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\"\xb8\x01\n\x07Prefill\x12 \n\x04work\x18\x01 \x01(\x0b\x32\x12.conductor.v1.Work\x12,\n\x06target\x18\x02 \x01(\x0b\x32\x1c.conductor.v1.PeerDescriptor\x12\"\n\x05grant\x18\x03 \x01(\x0b\x32\x13.conductor.v1.Grant\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12$\n\x06source\x18\x05 \x01(\x0b\x32\x14.conductor.v1.Source\"\xc0\x01\n\tPrefilled\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x1a.conductor.v1.SampledToken\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x11\n\tchecksums\x18\x05 \x03(\x06\x12)\n\x05times\x18\x06 \x01(\x0b\x32\x1a.conductor.v1.PrefillTimes\"N\n\x0cPrefillTimes\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tcompute_s\x18\x02 \x01(\x01\x12\x1a\n\x12\x65xposed_transfer_s\x18\x03 \x01(\x01\"F\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0e\x66irst_token_id\x18\x02 \x01(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"\x1d\n\x07Release\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"i\n\x0cSampledToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12%\n\x03top\x18\x03 \x03(\x0b\x32\x18.conductor.v1.TopLogprobB\n\n\x08_logprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"_\n\x06Tokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\x06tokens\x18\x02 \x03(\x0b\x32\x1a.conductor.v1.SampledToken\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\"=\n\x06\x46\x61iled\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t2P\n\x05Nodes\x12G\n\x06\x41ttach\x12\x19.conductor.v1.NodeMessage\x1a\x1e.conductor.v1.ConductorMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,47 +33,53 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.nodes_pb2', _globals
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_NODEMESSAGE']._serialized_start=60
-  _globals['_NODEMESSAGE']._serialized_end=364
-  _globals['_CONDUCTORMESSAGE']._serialized_start=367
-  _globals['_CONDUCTORMESSAGE']._serialized_end=621
-  _globals['_REGISTER']._serialized_start=624
-  _globals['_REGISTER']._serialized_end=865
-  _globals['_REGISTERED']._serialized_start=867
-  _globals['_REGISTERED']._serialized_end=942
-  _globals['_HEARTBEAT']._serialized_start=945
-  _globals['_HEARTBEAT']._serialized_end=1139
-  _globals['_KVEVENTS']._serialized_start=1141
-  _globals['_KVEVENTS']._serialized_end=1224
-  _globals['_SAMPLINGPARAMS']._serialized_start=1227
-  _globals['_SAMPLINGPARAMS']._serialized_end=1449
-  _globals['_LOGITBIAS']._serialized_start=1451
-  _globals['_LOGITBIAS']._serialized_end=1494
-  _globals['_STOPPARAMS']._serialized_start=1496
-  _globals['_STOPPARAMS']._serialized_end=1572
-  _globals['_WORK']._serialized_start=1575
-  _globals['_WORK']._serialized_end=1837
-  _globals['_RESERVE']._serialized_start=1839
-  _globals['_RESERVE']._serialized_end=1882
-  _globals['_RESERVED']._serialized_start=1884
-  _globals['_RESERVED']._serialized_end=1978
-  _globals['_PREFILL']._serialized_start=1981
-  _globals['_PREFILL']._serialized_end=2127
-  _globals['_PREFILLED']._serialized_start=2130
-  _globals['_PREFILLED']._serialized_end=2322
-  _globals['_PREFILLTIMES']._serialized_start=2324
-  _globals['_PREFILLTIMES']._serialized_end=2402
-  _globals['_START']._serialized_start=2404
-  _globals['_START']._serialized_end=2474
-  _globals['_RELEASE']._serialized_start=2476
-  _globals['_RELEASE']._serialized_end=2505
-  _globals['_SAMPLEDTOKEN']._serialized_start=2507
-  _globals['_SAMPLEDTOKEN']._serialized_end=2612
-  _globals['_TOPLOGPROB']._serialized_start=2614
-  _globals['_TOPLOGPROB']._serialized_end=2661
-  _globals['_TOKENS']._serialized_start=2663
-  _globals['_TOKENS']._serialized_end=2758
-  _globals['_FAILED']._serialized_start=2760
-  _globals['_FAILED']._serialized_end=2821
-  _globals['_NODES']._serialized_start=2823
-  _globals['_NODES']._serialized_end=2903
+  _globals['_NODEMESSAGE']._serialized_end=398
+  _globals['_CONDUCTORMESSAGE']._serialized_start=401
+  _globals['_CONDUCTORMESSAGE']._serialized_end=689
+  _globals['_REGISTER']._serialized_start=692
+  _globals['_REGISTER']._serialized_end=933
+  _globals['_REGISTERED']._serialized_start=935
+  _globals['_REGISTERED']._serialized_end=1010
+  _globals['_HEARTBEAT']._serialized_start=1013
+  _globals['_HEARTBEAT']._serialized_end=1207
+  _globals['_KVEVENTS']._serialized_start=1209
+  _globals['_KVEVENTS']._serialized_end=1292
+  _globals['_SAMPLINGPARAMS']._serialized_start=1295
+  _globals['_SAMPLINGPARAMS']._serialized_end=1517
+  _globals['_LOGITBIAS']._serialized_start=1519
+  _globals['_LOGITBIAS']._serialized_end=1562
+  _globals['_STOPPARAMS']._serialized_start=1564
+  _globals['_STOPPARAMS']._serialized_end=1640
+  _globals['_WORK']._serialized_start=1643
+  _globals['_WORK']._serialized_end=1905
+  _globals['_RESERVE']._serialized_start=1907
+  _globals['_RESERVE']._serialized_end=1950
+  _globals['_RESERVED']._serialized_start=1952
+  _globals['_RESERVED']._serialized_end=2046
+  _globals['_LEND']._serialized_start=2048
+  _globals['_LEND']._serialized_end=2106
+  _globals['_LENT']._serialized_start=2108
+  _globals['_LENT']._serialized_end=2189
+  _globals['_SOURCE']._serialized_start=2192
+  _globals['_SOURCE']._serialized_end=2320
+  _globals['_PREFILL']._serialized_start=2323
+  _globals['_PREFILL']._serialized_end=2507
+  _globals['_PREFILLED']._serialized_start=2510
+  _globals['_PREFILLED']._serialized_end=2702
+  _globals['_PREFILLTIMES']._serialized_start=2704
+  _globals['_PREFILLTIMES']._serialized_end=2782
+  _globals['_START']._serialized_start=2784
+  _globals['_START']._serialized_end=2854
+  _globals['_RELEASE']._serialized_start=2856
+  _globals['_RELEASE']._serialized_end=2885
+  _globals['_SAMPLEDTOKEN']._serialized_start=2887
+  _globals['_SAMPLEDTOKEN']._serialized_end=2992
+  _globals['_TOPLOGPROB']._serialized_start=2994
+  _globals['_TOPLOGPROB']._serialized_end=3041
+  _globals['_TOKENS']._serialized_start=3043
+  _globals['_TOKENS']._serialized_end=3138
+  _globals['_FAILED']._serialized_start=3140
+  _globals['_FAILED']._serialized_end=3201
+  _globals['_NODES']._serialized_start=3203
+  _globals['_NODES']._serialized_end=3283
 # @@protoc_insertion_point(module_scope)

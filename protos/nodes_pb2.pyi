@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class NodeMessage(_message.Message):
-    __slots__ = ("register", "heartbeat", "reserved", "prefilled", "tokens", "failed", "kv_events")
+    __slots__ = ("register", "heartbeat", "reserved", "prefilled", "tokens", "failed", "kv_events", "lent")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class NodeMessage(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    LENT_FIELD_NUMBER: _ClassVar[int]
     register: Register
     heartbeat: Heartbeat
     reserved: _containers.RepeatedCompositeFieldContainer[Reserved]
@@ -23,10 +24,11 @@ class NodeMessage(_message.Message):
     tokens: _containers.RepeatedCompositeFieldContainer[Tokens]
     failed: _containers.RepeatedCompositeFieldContainer[Failed]
     kv_events: KvEvents
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., reserved: _Optional[_Iterable[_Union[Reserved, _Mapping]]] = ..., prefilled: _Optional[_Iterable[_Union[Prefilled, _Mapping]]] = ..., tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[Failed, _Mapping]]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ...) -> None: ...
+    lent: _containers.RepeatedCompositeFieldContainer[Lent]
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., reserved: _Optional[_Iterable[_Union[Reserved, _Mapping]]] = ..., prefilled: _Optional[_Iterable[_Union[Prefilled, _Mapping]]] = ..., tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[Failed, _Mapping]]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., lent: _Optional[_Iterable[_Union[Lent, _Mapping]]] = ...) -> None: ...
 
 class ConductorMessage(_message.Message):
-    __slots__ = ("registered", "reserve", "prefill", "start", "release", "heartbeat", "drain")
+    __slots__ = ("registered", "reserve", "prefill", "start", "release", "heartbeat", "drain", "lend")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +36,7 @@ class ConductorMessage(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    LEND_FIELD_NUMBER: _ClassVar[int]
     registered: Registered
     reserve: _containers.RepeatedCompositeFieldContainer[Reserve]
     prefill: _containers.RepeatedCompositeFieldContainer[Prefill]
@@ -41,7 +44,8 @@ class ConductorMessage(_message.Message):
     release: _containers.RepeatedCompositeFieldContainer[Release]
     heartbeat: bool
     drain: bool
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., reserve: _Optional[_Iterable[_Union[Reserve, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., start: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., release: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., heartbeat: _Optional[bool] = ..., drain: _Optional[bool] = ...) -> None: ...
+    lend: _containers.RepeatedCompositeFieldContainer[Lend]
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., reserve: _Optional[_Iterable[_Union[Reserve, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., start: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., release: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., heartbeat: _Optional[bool] = ..., drain: _Optional[bool] = ..., lend: _Optional[_Iterable[_Union[Lend, _Mapping]]] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("node_id", "epoch", "roles", "model_id", "layout_id", "max_model_len", "num_blocks", "block_size", "peer", "protocol_version", "host")
@@ -189,17 +193,51 @@ class Reserved(_message.Message):
     grant: _transfer_pb2.Grant
     def __init__(self, request_id: _Optional[str] = ..., num_matched_blocks: _Optional[int] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ...) -> None: ...
 
+class Lend(_message.Message):
+    __slots__ = ("request_id", "chain", "lease_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    chain: _containers.RepeatedScalarFieldContainer[bytes]
+    lease_s: float
+    def __init__(self, request_id: _Optional[str] = ..., chain: _Optional[_Iterable[bytes]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class Lent(_message.Message):
+    __slots__ = ("request_id", "grant", "checksums")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    grant: _transfer_pb2.Grant
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Source(_message.Message):
+    __slots__ = ("peer", "grant", "checksums", "first_block")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    peer: _transfer_pb2.PeerDescriptor
+    grant: _transfer_pb2.Grant
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    first_block: int
+    def __init__(self, peer: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., checksums: _Optional[_Iterable[int]] = ..., first_block: _Optional[int] = ...) -> None: ...
+
 class Prefill(_message.Message):
-    __slots__ = ("work", "target", "grant", "first_block")
+    __slots__ = ("work", "target", "grant", "first_block", "source")
     WORK_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     work: Work
     target: _transfer_pb2.PeerDescriptor
     grant: _transfer_pb2.Grant
     first_block: int
-    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., target: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., first_block: _Optional[int] = ...) -> None: ...
+    source: Source
+    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., target: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., first_block: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ...) -> None: ...
 
 class Prefilled(_message.Message):
     __slots__ = ("request_id", "first_token", "finish_reason", "num_cached_tokens", "checksums", "times")

@@ -63,7 +63,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     ),
     "triton": ("engine/kernels/", "transfer/kernels/"),
     "typer": ("deploy/", "bench/"),
-    "uvicorn": ("conductor/",),
+    "uvicorn": ("conductor/", "bench/"),
     "xxhash": ("base/checksum.py",),
     "yaml": ("deploy/config_file.py",),
 }

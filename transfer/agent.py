@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -20,22 +22,29 @@ from base.clock import Clock
 from base.config import TransferConfig
 from base.errors import ProtocolError, TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
+from base.logs import event
 from transfer.batch import Priority, TransferRequest, plan_pieces
 from transfer.board import Board
 from transfer.holdings import Holdings
 from transfer.ranges import ranges_of
+from transfer.rdma import Rail, open_rails
+from transfer.rdma_transport import RdmaTarget, RdmaTransport
 from transfer.reactor import Reactor
 from transfer.router import Router
-from transfer.segment import Segment
+from transfer.segment import DeviceMemory, Segment
 from transfer.shm import ShmTransport
 from transfer.tcp import TcpTransport
 from transfer.tcp_server import TcpServer
-from transfer.transport import Route, Transport
+from transfer.transport import Route, Totals, Transport
 
 MAX_BATCHES = 256
 """Under way at once; more wait their turn, within their deadlines."""
 
 KNOWN_GRANTS = 256
+CUT_AFTER_S = 1.0
+"""A peer that reaches into a grant this long after its end is disconnected."""
+
+log = logging.getLogger(__name__)
 
 
 class TransferAgent:
@@ -57,9 +66,12 @@ class TransferAgent:
         self._epoch = epoch
         self._config = config
         self._clock = clock
-        self._board = Board(epoch) if "shm" in config.transports else None
+        on_host = {"shm", "cuda_ipc"} & set(config.transports)
+        self._board = Board(epoch) if on_host else None
         self._holdings = Holdings(clock, self._board)
-        self._reactors: list[Reactor] = []
+        self._reactor: Reactor | None = None
+        self._rails: list[Rail] = []
+        self._one_sided: RdmaTarget | None = None
         self._server: TcpServer | None = None
         self._router: Router | None = None
         # Batches of one grant follow each other, and a grant may have thousands of ranges.
@@ -73,17 +85,29 @@ class TransferAgent:
 
     async def start(self) -> None:
         """Listen, and be ready to reach peers. Raises OSError if the port is taken."""
-        self._reactors = [Reactor("transfer")]
+        reactor = self._reactor = Reactor("transfer")
+        names, absent = self._config.transports, {}
         transports: list[Transport] = []
-        for name in self._config.transports:
-            if name == "tcp":
-                self._server = TcpServer(
-                    self._config.host, self._config.port, self._epoch, self._holdings, self._reactors[0]
-                )
-                transports.append(TcpTransport(self._reactors, self._config.connections))
-            elif name == "shm":
-                transports.append(ShmTransport())
-        self._router = Router([self._wrap(transport) for transport in transports], self._clock)
+        if "shm" in names:
+            transports.append(ShmTransport())
+        if "cuda_ipc" in names:
+            # By name, because it imports torch: seconds that a process without a GPU
+            # need not spend.
+            transports.append(importlib.import_module("transfer.cuda_ipc").CudaTransport())
+        if "rdma" in names:
+            self._rails, absent["rdma"] = open_rails()
+        if self._rails:
+            del absent["rdma"]
+            self._one_sided = RdmaTarget(self._rails, self._holdings)
+            transports.append(RdmaTransport(self._rails, self._clock))
+        if "tcp" in names or self._one_sided is not None:
+            host, port = self._config.host, self._config.port
+            self._server = TcpServer(host, port, self._epoch, self._holdings, reactor, self._one_sided)
+        if "tcp" in names:
+            transports.append(TcpTransport([reactor], self._config.connections))
+        for name, reason in absent.items():
+            event(log, "transport absent", level=logging.WARNING, transport=name, reason=reason)
+        self._router = Router([self._wrap(transport) for transport in transports], self._clock, absent)
 
     async def close(self) -> None:
         """End every batch and grant, and release every segment."""
@@ -91,11 +115,12 @@ class TransferAgent:
             self._sweep_timer.cancel()
         if self._router is not None:
             await self._router.close()
-        for reactor in self._reactors:
+        if self._reactor is not None:
             if self._server is not None:
-                reactor.post(self._server.close)
-            await asyncio.to_thread(reactor.stop)
-        self._reactors.clear()
+                self._reactor.post(self._server.close)
+            await asyncio.to_thread(self._reactor.stop)
+        for rail in self._rails:
+            rail.close()
         self._holdings.close()
 
     async def __aenter__(self) -> Self:
@@ -112,8 +137,11 @@ class TransferAgent:
         """How peers reach this process."""
         endpoints = []
         if self._board is not None:
-            endpoints.append(Endpoint("shm", self._board.address))
-        if self._server is not None:
+            on_host = [name for name in ("shm", "cuda_ipc") if name in self._config.transports]
+            endpoints += [Endpoint(name, self._board.address) for name in on_host]
+        if self._server is not None and self._one_sided is not None:
+            endpoints.append(Endpoint("rdma", self._server.address))
+        if self._server is not None and "tcp" in self._config.transports:
             endpoints.append(Endpoint("tcp", self._server.address))
         return PeerDescriptor(self._node_id, self._epoch, tuple(endpoints))
 
@@ -138,6 +166,14 @@ class TransferAgent:
             ValueError: it is read-only, empty or not contiguous.
         """
         return self._holdings.register(memory)
+
+    def register_device(self, memory: DeviceMemory) -> Segment:
+        """Return a segment over memory of a GPU, described by `transfer/cuda_ipc.py`.
+
+        Raises:
+            ValueError: the configuration allows no transport that reaches it.
+        """
+        return self._holdings.register_device(memory)
 
     def grant(
         self, segment: Segment, offsets: Sequence[int], length: int, operation: Operation, lease_s: float
@@ -208,6 +244,10 @@ class TransferAgent:
         """Return how a batch to this peer would travel; raises TransferFailedError if it cannot."""
         return self._started().choose(peer, grant.segment_id)
 
+    def totals(self) -> tuple[Totals, ...]:
+        """Return what each transport has carried since the start, for metrics."""
+        return self._started().totals()
+
     async def _move(
         self,
         operation: Operation,
@@ -239,16 +279,24 @@ class TransferAgent:
         draining = self._draining.get(generation)
         if draining is None:
             draining = self._draining[generation] = asyncio.get_running_loop().create_future()
-            latch = _Latch(len(self._reactors) + 1, lambda: self._drained(generation))
-            for reactor in self._reactors:
-                reactor.post(lambda: self._detach(generation, latch))
+            latch = _Latch(2, lambda: self._drained(generation))
+            self._detach(generation, latch.count_down)
             self._holdings.drain_board(generation, latch.count_down)
         return draining
 
-    def _detach(self, generation: int, latch: _Latch) -> None:
-        if self._server is not None:
-            self._server.detach(generation)
-        latch.count_down()
+    def _detach(self, generation: int, done: Callable[[], None]) -> None:
+        server, reactor = self._server, self._reactor
+        if server is None or reactor is None:
+            done()
+            return
+        reactor.post(lambda: server.detach(generation, done))
+        if self._one_sided is not None:
+            asyncio.get_running_loop().call_later(CUT_AFTER_S, self._cut, generation)
+
+    def _cut(self, generation: int) -> None:
+        server, reactor = self._server, self._reactor
+        if generation in self._draining and server is not None and reactor is not None:
+            reactor.post(lambda: server.cut(generation))
 
     def _drained(self, generation: int) -> None:
         self._holdings.grants.retire(generation)

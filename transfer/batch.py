@@ -110,7 +110,7 @@ def split_pieces(pieces: Sequence[Piece], max_bytes: int, max_pieces: int) -> li
 
 def _require_inside(request: TransferRequest, ours: int, theirs: int, allowed: Ranges) -> None:
     length = request.length
-    if length <= 0 or ours < 0 or ours + length > request.segment.memory.nbytes:
+    if length <= 0 or ours < 0 or ours + length > request.segment.num_bytes:
         raise ProtocolError(f"bytes {ours} to {ours + length} are not in our segment")
     if not allowed.covers(theirs, length):
         raise ProtocolError(f"peer bytes from {theirs} are not in the grant")

@@ -65,8 +65,8 @@ class FaultyTransport:
     def name(self) -> str:
         return self._inner.name
 
-    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int) -> str | None:
-        return self._inner.refusal_or_none(peer, segment_id)
+    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
+        return self._inner.refusal_or_none(peer, segment_id, device)
 
     async def move(
         self, peer: PeerDescriptor, grant: Grant, pieces: Sequence[Piece], priority: Priority

@@ -9,7 +9,9 @@
     WELCOME  <- the same back; or REFUSED
     WRITE    -> payload            ACK  <- done; or REFUSED
     READ     -> no payload         DATA <- payload; or REFUSED
-    PING     -> nothing            ACK  <- alive
+    PAIR     -> payload            DATA <- payload; or REFUSED    (one-sided transports:
+    HOLD     -> no payload         DATA <- payload; or REFUSED     queue pairs, leave to touch
+    LET_GO   -> of a HOLD's frame id, as `offset`; no answer       ranges, the end of that)
 
 Little-endian. What a peer sends is checked here against bounds before a byte of memory
 is set aside for it; every fault is a ProtocolError, after which the connection ends.
@@ -54,10 +56,15 @@ class Kind(IntEnum):
     DATA = 5
     ACK = 6
     REFUSED = 7
-    PING = 8
+    PAIR = 8
+    HOLD_READ = 9
+    HOLD_WRITE = 10
+    LET_GO = 11
 
 
-WITH_PAYLOAD = frozenset({Kind.WRITE, Kind.DATA, Kind.REFUSED})
+WITH_PAYLOAD = frozenset({Kind.WRITE, Kind.DATA, Kind.REFUSED, Kind.PAIR})
+_UNBOUNDED = frozenset({Kind.HOLD_READ, Kind.HOLD_WRITE})
+"""Their bytes do not travel on this connection."""
 
 _REFUSALS: tuple[type[ServeError], ...] = (
     ServeError,
@@ -123,8 +130,8 @@ def unpack_header(data: bytes | bytearray | memoryview) -> Header:
         raise ProtocolError(f"not our protocol: magic {magic:#x}, version {version}")
     if kind not in _KINDS:
         raise ProtocolError(f"no frame is of kind {kind}")
-    limit = _MAX_REASON_BYTES if kind == Kind.REFUSED else MAX_FRAME_BYTES
-    if num_bytes > limit or not 1 <= num_ranges <= MAX_RANGES:
+    limit = _MAX_REASON_BYTES if kind in (Kind.REFUSED, Kind.PAIR) else MAX_FRAME_BYTES
+    if (num_bytes > limit and kind not in _UNBOUNDED) or not 1 <= num_ranges <= MAX_RANGES:
         raise ProtocolError(f"a frame of {num_bytes} bytes in {num_ranges} ranges")
     return Header(_KINDS[kind], frame_id, num_bytes, segment, generation, offset, num_ranges, refusal)
 

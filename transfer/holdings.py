@@ -10,12 +10,12 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from base.clock import Clock
-from base.errors import StaleError
+from base.errors import ProtocolError, StaleError
 from base.grants import Grant, Operation
 from transfer import segment as segments
 from transfer.board import Board
 from transfer.grant import GrantState, GrantTable
-from transfer.segment import Segment
+from transfer.segment import DeviceMemory, Segment
 
 
 class Holdings:
@@ -38,6 +38,15 @@ class Holdings:
         """Return a segment over existing memory; raises ValueError."""
         segment = segments.over(self._draw_id(), memory)
         self._segments[segment.segment_id] = segment
+        return segment
+
+    def register_device(self, memory: DeviceMemory) -> Segment:
+        """Return a segment over memory of a GPU; raises ValueError without a board."""
+        segment = segments.on_device(self._draw_id(), memory)
+        self._segments[segment.segment_id] = segment
+        if self._board is None:
+            raise ValueError("a GPU's memory is reached by peers of this host: allow shm or cuda_ipc")
+        self._board.show(segment)
         return segment
 
     def grant(
@@ -82,10 +91,17 @@ class Holdings:
         """
         for offset, length in ranges:
             self.grants.check(segment_id, generation, operation, offset, length)
+        segment = self.segment(segment_id)
+        if segment.device is not None:
+            raise ProtocolError("the segment is a GPU's memory")
+        return [segment.memory[offset : offset + length] for offset, length in ranges]
+
+    def segment(self, segment_id: int) -> Segment:
+        """Return a segment of ours; raises StaleError if there is none of that id. Any thread."""
         segment = self._segments.get(segment_id)
         if segment is None:
             raise StaleError(f"no segment {segment_id:#x}")
-        return [segment.memory[offset : offset + length] for offset, length in ranges]
+        return segment
 
     def close(self) -> None:
         """Close every segment and the board. Memory lives on while somebody maps it."""

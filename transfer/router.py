@@ -2,19 +2,22 @@
 
 "Fastest" is what was measured to this peer, or a prior until then. A transport that
 failed a batch is passed over for COOLDOWN_S, twice as long after each further failure,
-so that a broken rail costs one batch its time and not every one.
+so that a broken path costs one batch its time and not every one; that batch goes on by
+the next transport.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from base.clock import Clock
 from base.errors import TransferFailedError
 from base.grants import Grant, PeerDescriptor
+from base.logs import event
 from transfer.batch import Piece, Priority
-from transfer.transport import Route, Transport
+from transfer.transport import Route, Totals, Transport
 
 PRIOR_BYTES_PER_S = {"cuda_ipc": 300e9, "rdma": 20e9, "shm": 4e9, "tcp": 2e9}
 COOLDOWN_S = 1.0
@@ -22,6 +25,8 @@ MAX_COOLDOWN_S = 60.0
 MEASURED_FROM_BYTES = 1 << 20
 """A smaller batch measures latency and not bandwidth."""
 _WEIGHT = 0.2
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -32,40 +37,75 @@ class _Record:
     rests_until_s: float = 0.0
 
 
+@dataclass(slots=True)
+class _Totals:
+    batches: int = 0
+    num_bytes: int = 0
+    failures: int = 0
+
+
 class Router:
     """Owns the transports and what is known of each path. One event loop calls it."""
 
-    def __init__(self, transports: Sequence[Transport], clock: Clock) -> None:
+    def __init__(
+        self, transports: Sequence[Transport], clock: Clock, absent: Mapping[str, str] | None = None
+    ) -> None:
+        """`absent`: why each configured transport that cannot work here cannot."""
+        self._absent = dict(absent or {})
         self._transports = {transport.name: transport for transport in transports}
         self._clock = clock
+        self._totals = {name: _Totals() for name in self._transports}
         self._records: dict[tuple[str, str], _Record] = {}
 
-    def choose(self, peer: PeerDescriptor, segment_id: int) -> Route:
+    def choose(self, peer: PeerDescriptor, segment_id: int, device: int | None = None) -> Route:
         """Return the route; raises TransferFailedError if nothing reaches the segment."""
-        usable: list[tuple[bool, float, str]] = []
-        refused: list[tuple[str, str]] = []
-        for name, transport in self._transports.items():
-            refusal = transport.refusal_or_none(peer, segment_id)
-            if refusal is not None:
-                refused.append((name, refusal))
-                continue
-            record = self._record(peer, name)
-            usable.append((record.rests_until_s <= self._clock.now_s(), record.bytes_per_s, name))
-        if not usable:
+        names, refused = self._ranked(peer, segment_id, device)
+        if not names:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
             raise TransferFailedError(f"nothing reaches {peer.node_id}: {reasons or 'no transport'}")
-        usable.sort(reverse=True)
-        is_rested, bytes_per_s, name = usable[0]
-        refused += [(other, "failed lately" if not ok else "slower") for ok, _, other in usable[1:]]
-        reason = "the fastest that reaches it" if is_rested else "all failed lately"
-        return Route(name, reason, bytes_per_s, tuple(refused))
+        record = self._record(peer, names[0])
+        reason = "the fastest that reaches it" if self._is_rested(record) else "all failed lately"
+        for other in names[1:]:
+            is_rested = self._is_rested(self._record(peer, other))
+            refused.append((other, "slower" if is_rested else "failed lately"))
+        return Route(names[0], reason, record.bytes_per_s, tuple(refused))
 
     async def move(
         self, peer: PeerDescriptor, grant: Grant, pieces: Sequence[Piece], priority: Priority
     ) -> None:
-        """Carry out one batch; raises as `Transport.move`."""
-        name = self.choose(peer, grant.segment_id).transport
-        record = self._record(peer, name)
+        """Carry out one batch; raises as `Transport.move`.
+
+        Where a transport fails, the next takes the batch from its beginning: it puts the
+        same bytes in the same places, and the grant is checked again.
+        """
+        device = pieces[0].segment.device
+        names, _ = self._ranked(peer, grant.segment_id, device)
+        if not names:
+            self.choose(peer, grant.segment_id, device)
+        for name in names[:-1]:
+            try:
+                await self._try(name, peer, grant, pieces, priority)
+            except TransferFailedError as error:
+                event(log, "transport failed", level=logging.WARNING, transport=name, reason=error)
+            else:
+                return
+        await self._try(names[-1], peer, grant, pieces, priority)
+
+    def totals(self) -> tuple[Totals, ...]:
+        """Return what each transport has carried since the start."""
+        return tuple(
+            Totals(name, each.batches, each.num_bytes, each.failures) for name, each in self._totals.items()
+        )
+
+    async def close(self) -> None:
+        """Close every transport."""
+        for transport in self._transports.values():
+            await transport.close()
+
+    async def _try(
+        self, name: str, peer: PeerDescriptor, grant: Grant, pieces: Sequence[Piece], priority: Priority
+    ) -> None:
+        record, totals = self._record(peer, name), self._totals[name]
         begun_s = self._clock.now_s()
         try:
             await self._transports[name].move(peer, grant, pieces, priority)
@@ -73,17 +113,34 @@ class Router:
             cooldown_s = min(MAX_COOLDOWN_S, COOLDOWN_S * 2**record.failures)
             record.failures += 1
             record.rests_until_s = self._clock.now_s() + cooldown_s
+            totals.failures += 1
             raise
         record.failures = 0
         num_bytes = sum(piece.length for piece in pieces)
+        totals.batches += 1
+        totals.num_bytes += num_bytes
         elapsed_s = self._clock.now_s() - begun_s
         if num_bytes >= MEASURED_FROM_BYTES and elapsed_s > 0:
             record.bytes_per_s += _WEIGHT * (num_bytes / elapsed_s - record.bytes_per_s)
 
-    async def close(self) -> None:
-        """Close every transport."""
-        for transport in self._transports.values():
-            await transport.close()
+    def _ranked(
+        self, peer: PeerDescriptor, segment_id: int, device: int | None
+    ) -> tuple[list[str], list[tuple[str, str]]]:
+        """Return the transports that reach the segment, best first, and why the others do not."""
+        usable: list[tuple[bool, float, str]] = []
+        refused = list(self._absent.items())
+        for name, transport in self._transports.items():
+            refusal = transport.refusal_or_none(peer, segment_id, device)
+            if refusal is None:
+                record = self._record(peer, name)
+                usable.append((self._is_rested(record), record.bytes_per_s, name))
+            else:
+                refused.append((name, refusal))
+        usable.sort(reverse=True)
+        return [name for _, _, name in usable], refused
+
+    def _is_rested(self, record: _Record) -> bool:
+        return record.rests_until_s <= self._clock.now_s()
 
     def _record(self, peer: PeerDescriptor, name: str) -> _Record:
         key = (peer.node_id, name)

@@ -25,10 +25,21 @@ class Segment:
     """Of the first byte, in this process."""
     shared_fd: int | None
     """The memfd behind it; None: private memory, which only copies over a wire reach."""
+    num_bytes: int
+    device: int | None = None
+    """The CUDA device that the memory is on; None: host memory. `memory` is empty then, and
+    the memfd holds what peers import it by."""
 
-    @property
-    def num_bytes(self) -> int:
-        return self.memory.nbytes
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of a GPU, as `transfer/cuda_ipc.py` describes it to the rest."""
+
+    address: int
+    num_bytes: int
+    device: int
+    handle: bytes
+    """What a process of the same host imports it by."""
 
 
 def allocate_shared(segment_id: int, num_bytes: int) -> Segment:
@@ -44,7 +55,7 @@ def allocate_shared(segment_id: int, num_bytes: int) -> Segment:
     try:
         os.ftruncate(fd, num_bytes)
         memory = memoryview(mmap.mmap(fd, num_bytes))
-        return Segment(segment_id, memory, address_of(memory), fd)
+        return Segment(segment_id, memory, address_of(memory), fd, num_bytes)
     except BaseException:
         os.close(fd)
         raise
@@ -60,7 +71,14 @@ def over(segment_id: int, memory: memoryview | bytearray) -> Segment:
     if view.readonly or not view.c_contiguous or view.nbytes == 0:
         raise ValueError("a segment is writable, contiguous and not empty")
     flat = view.cast("B")
-    return Segment(segment_id, flat, address_of(flat), None)
+    return Segment(segment_id, flat, address_of(flat), None, flat.nbytes)
+
+
+def on_device(segment_id: int, memory: DeviceMemory) -> Segment:
+    """Return a segment over memory of a GPU, which its owner keeps allocated."""
+    fd = os.memfd_create("conductor-segment", os.MFD_CLOEXEC)
+    os.write(fd, memory.handle)
+    return Segment(segment_id, memoryview(b""), memory.address, fd, memory.num_bytes, memory.device)
 
 
 def release(segment: Segment) -> None:

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import os
-import select
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from base.errors import StaleError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
 from transfer.batch import Piece, Priority
-from transfer.board import PeerBoard
 from transfer.completion import Completion
+from transfer.mapped import MappedPeer, MappedPeers
 
 INLINE_BYTES = 256 << 10
 """A batch up to this size is copied on the event loop."""
@@ -34,22 +32,25 @@ class ShmTransport:
     name = "shm"
 
     def __init__(self, num_threads: int = 1) -> None:
-        self._peers: dict[str, _Peer] = {}
+        self._peers = MappedPeers()
         self._copiers = ThreadPoolExecutor(num_threads, thread_name_prefix="shm-copy")
 
-    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int) -> str | None:
+    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
+        if device is not None:
+            return "our memory is a GPU's"
         if peer.address_or_none(self.name) is None:
             return "the peer does not offer it"
         try:
-            mapped = self._mapped(peer)
+            mapped = self._peers.mapped(peer)
         except TransferFailedError as error:
             return str(error)
-        return None if mapped.board.is_shown(segment_id) else "the segment is private memory"
+        is_shown = mapped.board.shows(segment_id, on_device=False)
+        return None if is_shown else "the peer's segment is not shared host memory"
 
     async def move(
         self, peer: PeerDescriptor, grant: Grant, pieces: Sequence[Piece], priority: Priority
     ) -> None:
-        mapped = self._mapped(peer)
+        mapped = self._peers.mapped(peer)
         copy = _Copy(mapped, grant, pieces)
         if copy.num_bytes <= INLINE_BYTES:
             copy.run()
@@ -64,54 +65,13 @@ class ShmTransport:
 
     async def close(self) -> None:
         await asyncio.to_thread(self._copiers.shutdown)
-        for mapped in self._peers.values():
-            mapped.close()
-        self._peers.clear()
-
-    def _mapped(self, peer: PeerDescriptor) -> _Peer:
-        """Return the peer's memory, mapped; an earlier epoch of it is dropped."""
-        mapped = self._peers.get(peer.node_id)
-        if mapped is not None and mapped.epoch == peer.epoch and not mapped.is_dead():
-            return mapped
-        if mapped is not None and mapped.num_copies == 0:
-            del self._peers[peer.node_id]
-            mapped.close()
-        address = peer.address_or_none(self.name)
-        if address is None:
-            raise TransferFailedError(f"{peer.node_id} has no shared memory")
-        fresh = self._peers[peer.node_id] = _Peer(address, peer.epoch)
-        return fresh
-
-
-class _Peer:
-    """One process whose memory is mapped here, and the means to notice its end."""
-
-    def __init__(self, address: str, epoch: int) -> None:
-        self.epoch = epoch
-        self.num_copies = 0
-        self.board = PeerBoard(address, epoch)
-        try:
-            self._pidfd = os.pidfd_open(self.board.pid)
-        except OSError as error:
-            self.board.close()
-            raise TransferFailedError(f"the peer's process is gone: {error}") from error
-
-    def is_dead(self) -> bool:
-        # Readable once the process has ended. A poll object for each call: two threads ask
-        # at a time, and one object refuses that.
-        end = select.poll()
-        end.register(self._pidfd, select.POLLIN)
-        return bool(end.poll(0))
-
-    def close(self) -> None:
-        os.close(self._pidfd)
-        self.board.close()
+        self._peers.close()
 
 
 class _Copy:
     """One batch. `run` on the copying thread, `cancel` from the event loop."""
 
-    def __init__(self, peer: _Peer, grant: Grant, pieces: Sequence[Piece]) -> None:
+    def __init__(self, peer: MappedPeer, grant: Grant, pieces: Sequence[Piece]) -> None:
         self._peer = peer
         self._grant = grant
         self._pieces = pieces

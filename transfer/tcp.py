@@ -16,9 +16,9 @@ from transfer.batch import Piece, Priority, split_pieces
 from transfer.completion import Completion
 from transfer.frame import MAX_FRAME_BYTES, MAX_RANGES
 from transfer.reactor import LoopPoller, Poller, Reactor
-from transfer.tcp_link import Frame, LinkState, TcpLink
+from transfer.tcp_link import Frame, LinkState, TcpLink, frame_of
 
-EXPRESS_BYTES = 256 << 10
+EXPRESS_BYTES = 1 << 20
 """A batch up to this size is sent by the event loop: 60 us at most."""
 
 
@@ -32,7 +32,9 @@ class TcpTransport:
         self._connections = connections
         self._peers: dict[str, _Peer] = {}
 
-    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int) -> str | None:
+    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
+        if device is not None:
+            return "our memory is a GPU's"
         return None if peer.address_or_none(self.name) else "the peer does not offer it"
 
     async def move(
@@ -40,9 +42,7 @@ class TcpTransport:
     ) -> None:
         groups = split_pieces(pieces, MAX_FRAME_BYTES, MAX_RANGES)
         batch = _Batch(len(groups))
-        frames = [
-            Frame(batch, grant, group, priority, sum(piece.length for piece in group)) for group in groups
-        ]
+        frames = [frame_of(batch, grant, group, priority) for group in groups]
         connected = self._connected(peer)
         is_small = len(frames) == 1 and frames[0].num_bytes <= EXPRESS_BYTES
         links = [connected.express()] if is_small else connected.bulk()[: len(frames)]

@@ -13,7 +13,7 @@ import errno
 import os
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -45,32 +45,53 @@ class FrameOwner(Protocol):
     def frame_ended(self, error: ServeError | None) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Frame:
-    """Some pieces of one batch, small enough for one frame on the wire."""
+    """What is sent as one frame, and where the answer's payload goes."""
 
     owner: FrameOwner
-    grant: Grant
-    pieces: Sequence[Piece]
-    priority: Priority
-    num_bytes: int
+    kind: Kind
+    segment_id: int = 0
+    generation: int = 0
+    ranges: Sequence[tuple[int, int]] = ()
+    num_bytes: int = 0
+    outgoing: Sequence[memoryview] = ()
+    incoming: Sequence[memoryview] = ()
+    is_urgent: bool = True
+    frame_id: int = 0
+    """Set when it is sent."""
 
-    @property
-    def views(self) -> list[memoryview]:
-        return [piece.memory for piece in self.pieces]
-
-    def head(self, frame_id: int) -> bytes:
+    def head(self) -> bytes:
         """Return its header and table."""
-        kind = Kind.WRITE if self.grant.operation is Operation.WRITE else Kind.READ
-        header = Header(kind, frame_id, self.num_bytes, self.grant.segment_id, self.grant.generation)
-        return pack(header, [(piece.peer_offset, piece.length) for piece in self.pieces])
+        header = Header(self.kind, self.frame_id, self.num_bytes, self.segment_id, self.generation)
+        return pack(header, self.ranges)
+
+
+def frame_of(owner: FrameOwner, grant: Grant, pieces: Sequence[Piece], priority: Priority) -> Frame:
+    """Return the frame that moves these pieces."""
+    is_write = grant.operation is Operation.WRITE
+    views = [piece.memory for piece in pieces]
+    return Frame(
+        owner,
+        Kind.WRITE if is_write else Kind.READ,
+        grant.segment_id,
+        grant.generation,
+        [(piece.peer_offset, piece.length) for piece in pieces],
+        sum(piece.length for piece in pieces),
+        outgoing=views if is_write else (),
+        incoming=() if is_write else views,
+        is_urgent=priority is Priority.FOREGROUND,
+    )
 
 
 class TcpLink:
     """Owns one outgoing connection. Everything but `state` is the poller's thread's."""
 
-    def __init__(self, address: str, epoch: int, poller: Poller) -> None:
+    def __init__(
+        self, address: str, epoch: int, poller: Poller, on_closed: Callable[[], None] = lambda: None
+    ) -> None:
         self.state = LinkState.CONNECTING
+        self._when_closed = on_closed
         self._address = address
         self._epoch = epoch
         self._poller = poller
@@ -100,7 +121,7 @@ class TcpLink:
     def submit(self, frames: Sequence[Frame]) -> None:
         """Take frames over. Each ends through its owner."""
         for frame in frames:
-            (self._urgent if frame.priority is Priority.FOREGROUND else self._background).append(frame)
+            (self._urgent if frame.is_urgent else self._background).append(frame)
         if self.state is LinkState.CLOSED:
             self._fail(self._error)
         elif self.state is LinkState.OPEN:
@@ -122,6 +143,11 @@ class TcpLink:
         if self.state is LinkState.OPEN:
             self._fill()
 
+    def let_go(self, hold: Frame) -> None:
+        """Tell the peer that what was held is touched no more."""
+        if self._stream is not None and hold.frame_id:
+            self._stream.send(pack(Header(Kind.LET_GO, offset=hold.frame_id)))
+
     def close(self) -> None:
         """End the connection and every frame."""
         self._fail(TransferFailedError("this process is stopping"))
@@ -131,10 +157,10 @@ class TcpLink:
             return Incoming([memoryview(bytearray(header.num_bytes))] if header.num_bytes else [])
         if header.kind is Kind.DATA:
             frame = self._in_flight.get(header.frame_id)
-            if frame is None or frame.grant.operation is not Operation.READ:
+            if frame is None:
                 # The answer to a read that was cancelled.
                 return Incoming(detached=True)
-            return Incoming(frame.views, frame.owner)
+            return Incoming(list(frame.incoming), frame.owner)
         if header.kind is (Kind.WELCOME if self.state is LinkState.GREETING else Kind.ACK):
             return Incoming()
         raise ProtocolError(f"{header.kind.name} does not follow")
@@ -182,15 +208,15 @@ class TcpLink:
             if self._stream is None:
                 return
             frame = (self._urgent or self._background).popleft()
-            frame_id = self._next_id
+            frame.frame_id = self._next_id
             self._next_id += 1
-            self._in_flight[frame_id] = frame
-            is_write = frame.grant.operation is Operation.WRITE
-            self._stream.send(frame.head(frame_id), frame.views if is_write else (), frame.owner, frame_id)
+            self._in_flight[frame.frame_id] = frame
+            self._stream.send(frame.head(), frame.outgoing, frame.owner, frame.frame_id)
 
     def _fail(self, error: ServeError) -> None:
         # The first reason is the true one; closing the stream brings another.
-        if self.state is not LinkState.CLOSED:
+        is_first = self.state is not LinkState.CLOSED
+        if is_first:
             self.state = LinkState.CLOSED
             self._error = error
         stream, self._stream = self._stream, None
@@ -205,3 +231,5 @@ class TcpLink:
             sock.close()
         for frame in frames:
             frame.owner.frame_ended(self._error)
+        if is_first:
+            self._when_closed()

@@ -11,6 +11,8 @@ import errno
 import logging
 import os
 import socket
+from collections.abc import Callable
+from typing import Protocol
 
 from base.errors import ProtocolError, ServeError, StaleError
 from base.grants import Operation
@@ -29,12 +31,38 @@ MAX_READS = 64
 log = logging.getLogger(__name__)
 
 
+class OneSided(Protocol):
+    """The asked side of a transport whose peers reach into memory themselves."""
+
+    def pair(self, link: object, offer: bytes) -> bytes:
+        """Connect to the peer on `link`; return our half. Raises ServeError."""
+        ...
+
+    def admit(self, segment_id: int) -> bytes:
+        """Return what a peer needs to reach a segment. Raises ServeError."""
+        ...
+
+    def cut(self, link: object) -> None:
+        """See that the peer on `link` reaches nothing any more, at once."""
+        ...
+
+
 class TcpServer:
     """Owns the listening socket and the connections of peers. Runs on the reactor's thread."""
 
-    def __init__(self, host: str, port: int, epoch: int, holdings: Holdings, reactor: Reactor) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        epoch: int,
+        holdings: Holdings,
+        reactor: Reactor,
+        one_sided: OneSided | None = None,
+    ) -> None:
         self._epoch = epoch
         self._holdings = holdings
+        self._one_sided = one_sided
+        self._waiting: dict[int, Callable[[], None]] = {}
         self._reactor = reactor
         self._links: set[_ServerLink] = set()
         self._listener = socket.create_server((host, port), backlog=128)
@@ -46,10 +74,25 @@ class TcpServer:
         self.address = f"{host_there}:{port_there}"
         reactor.post(lambda: reactor.watch(self._listener.fileno(), READABLE, self._on_ready))
 
-    def detach(self, generation: int) -> None:
-        """Leave the memory of an ended grant alone."""
+    def detach(self, generation: int, done: Callable[[], None]) -> None:
+        """Leave the memory of an ended grant alone; call `done` when peers do so too."""
         for link in list(self._links):
             link.detach(generation)
+        self._waiting[generation] = done
+        self.let_go(generation)
+
+    def let_go(self, generation: int) -> None:
+        """Call whoever waits for the end of a grant, if no peer reaches into it any more."""
+        if not any(link.holds(generation) for link in self._links):
+            done = self._waiting.pop(generation, None)
+            if done is not None:
+                done()
+
+    def cut(self, generation: int) -> None:
+        """Disconnect every peer that still reaches into an ended grant."""
+        for link in list(self._links):
+            if link.holds(generation):
+                link.close("it holds on to a grant that ended")
 
     def close(self) -> None:
         """End every connection."""
@@ -60,7 +103,12 @@ class TcpServer:
             link.close("this process is stopping")
 
     def forget(self, link: _ServerLink) -> None:
+        """The connection is gone, and with it what its peer held."""
+        if self._one_sided is not None:
+            self._one_sided.cut(link)
         self._links.discard(link)
+        for generation in list(self._waiting):
+            self.let_go(generation)
 
     def _on_ready(self, events: int) -> None:
         try:
@@ -74,7 +122,7 @@ class TcpServer:
             sock.close()
             return
         tune(sock)
-        self._links.add(_ServerLink(sock, self._epoch, self._holdings, self._reactor, self))
+        self._links.add(_ServerLink(sock, self._epoch, self._holdings, self._reactor, self, self._one_sided))
 
     def _turn_away(self) -> None:
         event(log, "tcp connection refused", level=logging.ERROR, reason="no file descriptor is left")
@@ -91,22 +139,35 @@ class _ServerLink:
     """One connection of a peer. Owns its stream; nothing is served before its HELLO."""
 
     def __init__(
-        self, sock: socket.socket, epoch: int, holdings: Holdings, reactor: Reactor, server: TcpServer
+        self,
+        sock: socket.socket,
+        epoch: int,
+        holdings: Holdings,
+        reactor: Reactor,
+        server: TcpServer,
+        one_sided: OneSided | None,
     ) -> None:
         self._epoch = epoch
         self._holdings = holdings
         self._server = server
+        self._one_sided = one_sided
         self._greeted = False
+        self._held: dict[int, int] = {}
         self._stream = FrameStream(sock, reactor, self)
+
+    def holds(self, generation: int) -> bool:
+        """Return whether the peer may be reaching into the ranges of this grant."""
+        return generation in self._held.values()
 
     def on_header(self, header: Header, table: memoryview) -> Incoming:
         if self._greeted == (header.kind is Kind.HELLO):
             raise ProtocolError(f"a connection does not go on with {header.kind.name}")
-        if header.kind is Kind.WRITE:
-            return self._begin_write(header, table)
-        if header.kind is Kind.READ:
-            return self._begin_read(header, table)
-        if header.kind in (Kind.HELLO, Kind.PING):
+        operation = _OPERATIONS.get(header.kind)
+        if operation is not None:
+            return self._checked(header, table, operation)
+        if header.kind is Kind.PAIR:
+            return Incoming([memoryview(bytearray(header.num_bytes))] if header.num_bytes else [])
+        if header.kind in (Kind.HELLO, Kind.LET_GO):
             return Incoming()
         raise ProtocolError(f"only a server sends {header.kind.name}")
 
@@ -116,13 +177,16 @@ class _ServerLink:
         elif incoming.detached:
             error = incoming.error or self._why_ended(header)
             self._stream.send(pack_refusal(header.frame_id, error))
+        elif header.kind is Kind.WRITE:
+            self._stream.send(pack(Header(Kind.ACK, header.frame_id)))
         elif header.kind is Kind.READ:
             head = pack(Header(Kind.DATA, header.frame_id, header.num_bytes))
             self._stream.send(head, incoming.answer, header.generation, header.frame_id)
         else:
-            self._stream.send(pack(Header(Kind.ACK, header.frame_id)))
+            self._serve_one_sided(header, b"".join(incoming.views))
 
     def on_closed(self, reason: str) -> None:
+        self._held.clear()
         self._server.forget(self)
 
     def detach(self, generation: int) -> None:
@@ -139,23 +203,37 @@ class _ServerLink:
         self._greeted = True
         self._stream.send(pack(Header(Kind.WELCOME, generation=self._epoch)))
 
-    def _begin_write(self, header: Header, table: memoryview) -> Incoming:
-        ranges = unpack_ranges(header, table)
-        try:
-            views = self._holdings.views(header.segment_id, header.generation, Operation.WRITE, ranges)
-        except ServeError as error:
-            return Incoming(detached=True, error=error)
-        return Incoming(views, header.generation)
-
-    def _begin_read(self, header: Header, table: memoryview) -> Incoming:
+    def _checked(self, header: Header, table: memoryview, operation: Operation) -> Incoming:
         ranges = unpack_ranges(header, table)
         if self._stream.num_outgoing > MAX_READS:
-            raise ProtocolError("too many reads at once")
+            raise ProtocolError("too many answers are waiting")
         try:
-            views = self._holdings.views(header.segment_id, header.generation, Operation.READ, ranges)
+            views = self._holdings.views(header.segment_id, header.generation, operation, ranges)
         except ServeError as error:
             return Incoming(detached=True, error=error)
+        if header.kind is Kind.WRITE:
+            return Incoming(views, header.generation)
         return Incoming(answer=views)
+
+    def _serve_one_sided(self, header: Header, offer: bytes) -> None:
+        if self._one_sided is None:
+            raise ProtocolError("nothing but tcp is offered here")
+        if header.kind is Kind.LET_GO:
+            generation = self._held.pop(header.offset, None)
+            if generation is not None:
+                self._server.let_go(generation)
+            return
+        try:
+            if header.kind is Kind.PAIR:
+                answer = self._one_sided.pair(self, offer)
+            else:
+                answer = self._one_sided.admit(header.segment_id)
+                self._held[header.frame_id] = header.generation
+        except ServeError as error:
+            self._stream.send(pack_refusal(header.frame_id, error))
+        else:
+            head = pack(Header(Kind.DATA, header.frame_id, len(answer)))
+            self._stream.send(head, [memoryview(answer)])
 
     def _why_ended(self, header: Header) -> ServeError:
         try:
@@ -163,3 +241,11 @@ class _ServerLink:
         except ServeError as error:
             return error
         return StaleError("the grant was revoked")
+
+
+_OPERATIONS = {
+    Kind.WRITE: Operation.WRITE,
+    Kind.HOLD_WRITE: Operation.WRITE,
+    Kind.READ: Operation.READ,
+    Kind.HOLD_READ: Operation.READ,
+}

@@ -27,8 +27,11 @@ class Transport(Protocol):
         """The `transport` of its endpoints."""
         ...
 
-    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int) -> str | None:
-        """Return why it cannot reach this segment of the peer; None: it can."""
+    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
+        """Return why it cannot reach this segment of the peer from our memory; None: it can.
+
+        `device`: the CUDA device that ours is on; None: the host.
+        """
         ...
 
     async def move(
@@ -60,3 +63,13 @@ class Route:
     """Measured to this peer by this transport; its prior before the first batch."""
     refused: tuple[tuple[str, str], ...]
     """(transport, why not) for each that was not taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What one transport has carried since the start, as the asking side."""
+
+    transport: str
+    batches: int
+    num_bytes: int
+    failures: int

@@ -27,12 +27,7 @@ from math import ceil, sqrt
 from typing import Generic, TypeVar
 
 from conductor.cost_model import CostModel
-
-Segment = tuple[float, int, float]
-"""(seconds of its last and longest step, steps, growth from each step to the next)."""
-
-# The paper's TBT of a request: the mean of its longest tenth of token gaps.
-LONGEST_SHARE = 0.1
+from conductor.replay.outcome import Segment
 
 # Segments kept for sequences that ended are dropped when so many have gathered.
 TRIM_AT = 4096
@@ -66,22 +61,6 @@ class Sequence(Generic[S]):
         self.first_segment = 0
         self.finish_step = 0
         self.number = 0
-
-    def worst_gaps_s(self) -> float:
-        """Return the mean of the longest tenth of its token gaps."""
-        total = sum([segment[1] for segment in self.gaps])
-        if not total:
-            return 0.0
-        wanted = max(1, ceil(total * LONGEST_SHARE))
-        left, seconds = wanted, 0.0
-        for last_s, steps, growth_s in sorted(self.gaps, reverse=True):
-            taken = steps if steps < left else left
-            # the last `taken` of an arithmetic progression
-            seconds += taken * (last_s - growth_s * (taken - 1) / 2)
-            left -= taken
-            if not left:
-                break
-        return seconds / wanted
 
 
 Schedule = Callable[..., None]

@@ -123,11 +123,7 @@ def paged_decode(
     row_bytes = constants["DIM_PAD"] * query.element_size()
     tiles = tiles or decode_tiles(num_seqs, num_kv_heads, max_tokens, row_bytes)
     output = query.new_empty(query.shape) if output is None else output
-    partial, log_sums = output, output
-    if tiles.num_splits > 1:
-        split_shape = (num_seqs, num_heads, tiles.num_splits)
-        partial = output.new_empty((*split_shape, head_dim), dtype=torch.float32)
-        log_sums = output.new_empty(split_shape, dtype=torch.float32)
+    partial, log_sums = _partial_results(output, tiles.num_splits)
     sinks = query if sinks is None else sinks  # a pointer that is not read
     key, value = (query, query) if added is None else added
     if added is not None:
@@ -146,6 +142,18 @@ def paged_decode(
             DIM=head_dim, DIM_PAD=constants["DIM_PAD"], TILE=tiles.tokens,
         )  # fmt: skip
     return output
+
+
+def _partial_results(output: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where the splits put their outputs and log sums; one split writes the output itself."""
+    if num_splits == 1:
+        return output, output
+    num_seqs, num_heads, head_dim = output.shape
+    shape = (num_seqs, num_heads, num_splits)
+    return (
+        output.new_empty((*shape, head_dim), dtype=torch.float32),
+        output.new_empty(shape, dtype=torch.float32),
+    )
 
 
 @triton.jit

@@ -12,6 +12,8 @@ from base.messages import (
     Heartbeat,
     KvEvents,
     Lease,
+    Lend,
+    Lent,
     NodeInfo,
     Prefill,
     Prefilled,
@@ -19,6 +21,7 @@ from base.messages import (
     Release,
     Reserve,
     Reserved,
+    Source,
     Start,
     Tokens,
     Work,
@@ -76,6 +79,7 @@ WORK = st.builds(
 )
 LOGPROBS = st.builds(TokenLogprobs, REALS, st.lists(st.tuples(U32, REALS), max_size=3).map(tuple))
 TOKENS = st.builds(SampledToken, U32, st.none() | LOGPROBS)
+SOURCES = st.builds(Source, PEERS, GRANTS, st.lists(U64, max_size=4).map(tuple), U32)
 REASONS = st.none() | st.sampled_from(FinishReason)
 SUMS = st.lists(U64, max_size=4).map(tuple)
 
@@ -83,7 +87,8 @@ SUMS = st.lists(U64, max_size=4).map(tuple)
 @given(
     st.one_of(
         st.builds(Reserve, WORK),
-        st.builds(Prefill, WORK, PEERS, st.none() | GRANTS, U32),
+        st.builds(Prefill, WORK, PEERS, st.none() | GRANTS, U32, st.none() | SOURCES),
+        st.builds(Lend, st.text(), st.lists(HASHES).map(tuple), REALS),
         st.builds(Start, st.text(), U32, SUMS),
         st.builds(Release, st.text()),
     )
@@ -99,6 +104,7 @@ def test_a_message_to_a_node_arrives_as_it_was_sent(item):
         st.builds(
             Prefilled, st.text(), TOKENS, REASONS, U32, SUMS, st.builds(PrefillTimes, REALS, REALS, REALS)
         ),
+        st.builds(Lent, st.text(), GRANTS, SUMS),
         st.builds(Tokens, st.text(), st.lists(TOKENS, max_size=4).map(tuple), REASONS),
         st.builds(Failed, st.text(), st.text(), st.text()),
     ),

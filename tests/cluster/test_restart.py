@@ -4,12 +4,24 @@ import os
 import signal
 
 from tests.cluster.asking import generated, until
+from tests.cluster.conftest import BLOCK_SIZE
 
 PROMPT = list(range(100, 180))
+LONG_PROMPT = list(range(300, 900))
 
 
 def epochs(cluster):
     return {node["id"]: node["epoch"] for node in cluster.status()["nodes"]}
+
+
+def test_a_prefill_node_that_starts_cold_loads_what_the_decode_node_holds(cluster):
+    expected, _ = generated(cluster.grpc_address, LONG_PROMPT, 8)
+    before = epochs(cluster)
+    os.kill(cluster.processes["prefill-0"].pid(), signal.SIGKILL)
+    until(lambda: epochs(cluster).get("prefill-0", before["prefill-0"]) != before["prefill-0"])
+    tokens, usage = generated(cluster.grpc_address, LONG_PROMPT, 8)
+    assert tokens == expected
+    assert usage.cached_tokens == (len(LONG_PROMPT) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
 def test_killed_nodes_come_back_with_new_epochs_and_give_the_same_tokens(cluster):

@@ -2,8 +2,11 @@
 
 import asyncio
 import random
+import subprocess
+import sys
 import time
 from contextlib import aclosing
+from pathlib import Path
 
 import grpc
 import httpx
@@ -18,10 +21,18 @@ from conductor.completion import Completions
 from conductor.server import listening
 from tests.conductor.fakes import MODEL, WAIT, ScriptedDispatcher, serving, spoken
 
+ROOT = Path(__file__).parent.parent.parent
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def test_conductor_starts_without_torch():
+    """It runs on hosts that have neither a GPU nor the libraries for one."""
+    code = "import conductor.server, sys; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "set()\n"
 
 
 async def test_short_answer_waits_for_no_acknowledgement(model):

@@ -1,7 +1,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conductor.text_stream import TextStream
@@ -33,11 +33,13 @@ def cut(text: str, stop: tuple[str, ...], include_stop: bool) -> str:
     return text[: ends[0] if include_stop else ends[0] - longest]
 
 
+@settings(deadline=None)
 @given(texts, stops, st.booleans())
 def test_streamed_text_is_the_whole_text_cut(text, stop, include_stop):
     assert "".join(pushed(text, stream(stop, include_stop))) == cut(text, stop, include_stop)
 
 
+@settings(deadline=None)
 @given(texts, stops)
 def test_nothing_of_a_stop_string_is_shown_before_it_is_complete(text, stop):
     whole = cut(text, stop, include_stop=False)
@@ -47,6 +49,7 @@ def test_nothing_of_a_stop_string_is_shown_before_it_is_complete(text, stop):
         assert whole.startswith(shown)
 
 
+@settings(deadline=None)
 @given(st.lists(texts, max_size=6), stops)
 def test_text_is_cut_alike_however_it_is_split(parts, stop):
     """A stream that gets several characters at once, as from tokens of many characters."""

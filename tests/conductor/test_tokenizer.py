@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models
@@ -27,12 +27,14 @@ def detokenized(tokenizer: Tokenizer, token_ids: list[int], skip_special_tokens:
     return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.finish()]
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_text_survives_the_way_to_tokens_and_back(text):
     token_ids = BYTE_LEVEL.encode(text, add_special_tokens=False)
     assert "".join(detokenized(BYTE_LEVEL, list(token_ids), skip_special_tokens=False)) == text
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, BYTE_LEVEL.vocab_size - 1)), st.booleans())
 def test_any_tokens_become_the_text_that_the_library_decodes_at_once(token_ids, skip):
     assert "".join(detokenized(BYTE_LEVEL, token_ids, skip)) == BYTE_LEVEL.decode(token_ids, skip)
@@ -73,6 +75,7 @@ def test_folder_without_a_tokenizer_is_refused_by_name(tmp_path):
         Tokenizer.load(tmp_path)
 
 
+@settings(deadline=None)
 @given(st.text(min_size=1))
 def test_tokens_are_never_fewer_than_estimated(text):
     assert BYTE_LEVEL.min_tokens(text) <= len(BYTE_LEVEL.encode(text, add_special_tokens=False))

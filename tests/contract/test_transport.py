@@ -17,7 +17,7 @@ from transfer.agent import TransferAgent
 from transfer.batch import Priority, TransferRequest
 from transfer.segment import Segment
 
-TRANSPORTS = ("tcp", "shm")
+TRANSPORTS = ("tcp", "shm", pytest.param("rdma", marks=pytest.mark.rdma))
 BLOCK = 64 << 10
 NUM_BLOCKS = 64
 OFFSETS = tuple(range(0, NUM_BLOCKS * BLOCK, BLOCK))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from base.clock import SystemClock
 from base.config import EngineConfig
 from base.errors import ConfigError
 from base.request import SamplingParams
@@ -36,7 +37,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_the_engine_says_what_it_found(folder: Path) -> None:
-    engine = build_engine(SMALL, str(folder))
+    engine = build_engine(SMALL, str(folder), SystemClock())
     layout = engine.layout
     assert (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype) == (2, 2, 16, "float32")
     assert engine.pool.num_blocks == engine.cache.num_blocks == int(0.001 * (1 << 30)) // layout.block_bytes
@@ -44,15 +45,15 @@ def test_the_engine_says_what_it_found(folder: Path) -> None:
     assert engine.family == "llama"
 
 
-def test_a_cpu_cache_lies_in_the_memory_it_is_given(folder: Path) -> None:
+async def test_a_cpu_cache_lies_in_the_memory_it_is_given(folder: Path) -> None:
     given = []
 
     def allocate(size: int) -> memoryview:
         given.append(bytearray(size))
         return memoryview(given[-1])
 
-    engine = build_engine(SMALL, str(folder), allocate)
-    greedy(engine.loop, [PROMPT], 2)
+    engine = build_engine(SMALL, str(folder), SystemClock(), allocate)
+    await greedy(engine.loop, [PROMPT], 2)
     (memory,) = given
     assert len(memory) == engine.pool.num_blocks * engine.layout.block_bytes
     for block_id in range(engine.pool.num_blocks):
@@ -62,19 +63,19 @@ def test_a_cpu_cache_lies_in_the_memory_it_is_given(folder: Path) -> None:
     assert any(memory)
 
 
-def test_kv_handed_off_as_bytes_gives_the_same_tokens(folder: Path) -> None:
+async def test_kv_handed_off_as_bytes_gives_the_same_tokens(folder: Path) -> None:
     """What a prefill and a decode node do, without the network between."""
     expected = reference(LlamaForCausalLM.from_pretrained(folder), PROMPT, 20)
-    prefill, decode = (build_engine(SMALL, str(folder)) for _ in range(2))
+    prefill, decode = (build_engine(SMALL, str(folder), SystemClock()) for _ in range(2))
     decode.pool.allocate(5)  # so that block ids differ
     sequence = make_sequence("r", PROMPT, 20)
     sequence.block_table = decode.pool.allocate(decode.layout.num_blocks(len(PROMPT)))
-    first = asyncio.run(prefill_and_send(prefill, decode, sequence.block_table))
+    first = await prefill_and_send(prefill, decode, sequence.block_table)
     assert first == expected[0]
     sequence.token_ids.append(first)
     sequence.num_computed_tokens = len(PROMPT)
     held = decode.pool.num_held
-    tokens = asyncio.run(decode_to_end(decode, sequence))
+    tokens = await decode_to_end(decode, sequence)
     assert [first, *tokens] == expected
     assert decode.pool.num_held == held - 5
 
@@ -125,24 +126,24 @@ async def decode_to_end(engine: Engine, sequence) -> list[int]:
 )
 def test_a_configuration_that_cannot_be_met_is_refused_by_key(folder: Path, config, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_engine(config, str(folder))
+        build_engine(config, str(folder), SystemClock())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_named(folder: Path) -> None:
     with pytest.raises(ConfigError, match="cuda"):
-        build_engine(EngineConfig(device="cuda"), str(folder))
+        build_engine(EngineConfig(device="cuda"), str(folder), SystemClock())
 
 
-def test_a_seeded_sequence_draws_the_same_in_company_and_alone(folder: Path) -> None:
-    engine = build_engine(SMALL, str(folder))
+async def test_a_seeded_sequence_draws_the_same_in_company_and_alone(folder: Path) -> None:
+    engine = build_engine(SMALL, str(folder), SystemClock())
 
-    def drawn(count: int) -> list[int]:
+    async def drawn(count: int) -> list[int]:
         sequences = [
             make_sequence(f"r{index}", [*PROMPT, index], 30, sampling=SamplingParams(seed=index, top_p=0.9))
             for index in range(count)
         ]
-        results = asyncio.run(run_sequences(engine.loop, sequences))
+        results = await run_sequences(engine.loop, sequences)
         return [token.token_id for token in results["r0"]]
 
-    assert drawn(1) == drawn(6)
+    assert await drawn(1) == await drawn(6)

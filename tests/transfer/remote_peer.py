@@ -39,7 +39,6 @@ class RemotePeer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": ""},
         )
         self._numbers = itertools.count()
         self._answers: dict[int, dict] = {}

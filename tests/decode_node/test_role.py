@@ -1,0 +1,161 @@
+"""The decode role: what it reserves, when it starts, and that it gives everything back."""
+
+import asyncio
+
+import pytest
+
+from base.checksum import checksum
+from base.messages import Failed, Reserve, Reserved, Start, Tokens
+from base.request import FinishReason
+from decode_node.role import DecodeRole
+from tests.node_parts import LAYOUT, NUM_BLOCKS, parts, work
+from transfer.batch import TransferRequest
+
+
+async def reserved(part, asked):
+    part.role.reserve(Reserve(asked))
+    return await part.said(Reserved)
+
+
+async def write_kv(writer, owner, grant):
+    """Write something into every granted block; return the checksums."""
+    segment = writer.agent.allocate(len(grant.offsets) * grant.length)
+    segment.memory[:] = bytes(index % 251 for index in range(segment.memory.nbytes))
+    requests = [
+        TransferRequest(segment, index * grant.length, offset, grant.length)
+        for index, offset in enumerate(grant.offsets)
+    ]
+    await writer.agent.write(owner.agent.descriptor, grant, requests, 5.0)
+    return tuple(
+        checksum(segment.memory[start : start + grant.length])
+        for start in range(0, segment.memory.nbytes, grant.length)
+    )
+
+
+async def received(prefill, decode, asked):
+    """Bring a request to where it generates; return what was reserved."""
+    reservation = await reserved(decode, asked)
+    sums = await write_kv(prefill, decode, reservation.grant)
+    decode.role.start(Start(asked.request_id, 7, sums))
+    return reservation
+
+
+async def finished(part):
+    """Wait until no request is at work, and no step in flight has blocks to give back."""
+    async with asyncio.timeout(10):
+        await part.role.idle()
+        while part.pool.num_held:
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def both():
+    async with parts(prefill=DecodeRole, decode=DecodeRole) as made:
+        yield made["prefill"], made["decode"]
+
+
+async def test_a_reservation_grants_exactly_the_blocks_of_the_prompt(both):
+    _, decode = both
+    reservation = await reserved(decode, work(num_tokens=40))
+    assert reservation.num_matched_blocks == 0
+    assert len(reservation.grant.offsets) == 3
+    assert reservation.grant.length == LAYOUT.block_bytes
+    assert decode.pool.num_held == 3
+
+
+async def test_tokens_follow_the_first_one_until_the_limit(both):
+    prefill, decode = both
+    await received(prefill, decode, work(max_tokens=4))
+    await finished(decode)
+    told = [item for item in decode.sent if isinstance(item, Tokens)]
+    assert [token.token_id for item in told for token in item.tokens] == [2, 3, 4]
+    assert [item.finish_reason for item in told] == [None, None, FinishReason.LENGTH]
+    decode.check_nothing_is_held()
+
+
+async def test_blocks_received_before_need_no_grant(both):
+    prefill, decode = both
+    await received(prefill, decode, work(num_tokens=32))
+    await finished(decode)
+    decode.sent.clear()
+    again = await reserved(decode, work(num_tokens=32, name="again"))
+    assert (again.num_matched_blocks, again.grant) == (2, None)
+    decode.role.start(Start("again", 7, ()))
+    await finished(decode)
+    assert any(isinstance(item, Tokens) for item in decode.sent)
+    decode.check_nothing_is_held()
+
+
+async def test_damaged_blocks_are_refused_and_never_published(both):
+    prefill, decode = both
+    reservation = await reserved(decode, work(num_tokens=32))
+    sums = await write_kv(prefill, decode, reservation.grant)
+    decode.role.start(Start("r", 7, (sums[0], sums[1] ^ 1)))
+    failed = await decode.said(Failed)
+    assert failed.reason == "ChecksumError"
+    assert "block 1" in failed.message
+    await finished(decode)
+    decode.check_nothing_is_held()
+    decode.sent.clear()
+    assert (await reserved(decode, work(num_tokens=32, name="b"))).num_matched_blocks == 0
+
+
+async def test_a_start_that_lacks_checksums_is_refused(both):
+    _, decode = both
+    await reserved(decode, work(num_tokens=32))
+    decode.role.start(Start("r", 7, ()))
+    assert (await decode.said(Failed)).reason == "ChecksumError"
+
+
+async def test_more_than_the_pool_has_is_refused_and_takes_nothing(both):
+    _, decode = both
+    decode.role.reserve(Reserve(work(num_tokens=16 * (NUM_BLOCKS + 1))))
+    assert (await decode.said(Failed)).reason == "CapacityError"
+    await finished(decode)
+    decode.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("stage", ["before it runs", "reserved", "started", "generating"])
+async def test_a_release_at_any_stage_gives_everything_back(both, stage):
+    prefill, decode = both
+    asked = work(max_tokens=100)
+    if stage == "before it runs":
+        decode.role.reserve(Reserve(asked))
+    elif stage == "reserved":
+        await reserved(decode, asked)
+    else:
+        await received(prefill, decode, asked)
+        if stage == "generating":
+            await decode.said(Tokens)
+    decode.role.release("r")
+    await finished(decode)
+    decode.check_nothing_is_held()
+    assert not [item for item in decode.sent if isinstance(item, Failed)]
+
+
+async def test_a_write_after_the_release_is_refused(both):
+    prefill, decode = both
+    reservation = await reserved(decode, work())
+    decode.role.release("r")
+    await finished(decode)
+    before = bytes(decode.segment.memory)
+    with pytest.raises(Exception, match=r"stale|revoked|grant|generation"):
+        await write_kv(prefill, decode, reservation.grant)
+    assert bytes(decode.segment.memory) == before
+
+
+async def test_a_request_whose_time_runs_out_is_told_so_and_gives_everything_back(both):
+    _, decode = both
+    await reserved(decode, work(deadline_s=0.1))
+    assert (await decode.said(Failed)).reason == "DeadlineError"
+    await finished(decode)
+    decode.check_nothing_is_held()
+
+
+async def test_a_step_that_breaks_loses_the_request_and_holds_nothing(both):
+    prefill, decode = both
+    decode.runner.broken = True
+    await received(prefill, decode, work())
+    assert (await decode.said(Failed)).reason == "LostError"
+    await finished(decode)
+    decode.check_nothing_is_held()

@@ -1,0 +1,122 @@
+"""The parts of a node without a model: a runner that makes tokens up, all else real."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import torch
+
+from base.block_hash import chain_root
+from base.clock import SystemClock
+from base.config import TransferConfig
+from base.kv_layout import KvLayout
+from base.messages import Work
+from base.request import SampledToken, SamplingParams, StopParams
+from engine.block_pool import BlockPool
+from engine.loop import EngineLoop
+from engine.paged_cache import PagedCache
+from engine.scheduler import Scheduler
+from engine.step import StepResult
+from transfer.agent import TransferAgent
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
+ROOT = chain_root("model", LAYOUT.layout_id)
+NUM_BLOCKS = 12
+
+
+class CountingRunner:
+    """Samples 1, 2, 3 ...; writes into each block it computes the hash of what it is for.
+
+    `broken` makes every step raise.
+    """
+
+    def __init__(self, cache):
+        self._cache = cache
+        self.broken = False
+
+    def execute(self, plan):
+        if self.broken:
+            raise RuntimeError("the device is on fire")
+        for entry in plan.entries:
+            for block in range(entry.start // 16, -(-entry.context_len // 16)):
+                content = sum(entry.sequence.token_ids[: min((block + 1) * 16, entry.context_len)])
+                self._cache.tensor[entry.block_table[block]] = content
+        return StepResult(
+            tuple(
+                SampledToken(entry.sequence.num_generated_tokens + 1) if entry.samples else None
+                for entry in plan.entries
+            )
+        )
+
+
+class Part:
+    """One engine with its memory, its transfer agent and what it sent."""
+
+    def __init__(self, name, agent, role_class, group):
+        self.agent = agent
+        self.segment = agent.allocate(NUM_BLOCKS * LAYOUT.block_bytes)
+        self.cache = PagedCache(LAYOUT, NUM_BLOCKS, torch.device("cpu"), self.segment.memory)
+        self.pool = BlockPool(NUM_BLOCKS)
+        self.runner = CountingRunner(self.cache)
+        clock = SystemClock()
+        scheduler = Scheduler(self.pool, 16, chunk_tokens=16, max_batch=4, max_model_len=160)
+        self.loop = EngineLoop(self.runner, scheduler, self.pool, clock)
+        self.sent = []
+        self._news = asyncio.Event()
+        self.role = role_class(self.loop, self.cache, self.segment, agent, group, self.send, clock)
+
+    def send(self, item):
+        self.sent.append(item)
+        self._news.set()
+
+    async def said(self, kind):
+        """Return the first message of `kind` that was sent, waiting for it."""
+        async with asyncio.timeout(10):
+            while True:
+                for item in self.sent:
+                    if isinstance(item, kind):
+                        return item
+                self._news.clear()
+                await self._news.wait()
+
+    def check_nothing_is_held(self):
+        self.pool.check()
+        assert self.pool.num_held == 0
+        assert self.agent.num_grants == 0
+
+
+@asynccontextmanager
+async def parts(**role_classes):
+    """Run one part for each name; all of it ends with the body."""
+    clock = SystemClock()
+    made = {}
+    async with asyncio.TaskGroup() as group:
+        for epoch, (name, role_class) in enumerate(role_classes.items()):
+            agent = TransferAgent(name, epoch + 1, TransferConfig(transports=("tcp",)), clock)
+            await agent.start()
+            made[name] = Part(name, agent, role_class, group)
+        running = [group.create_task(part.loop.run()) for part in made.values()]
+        yield made
+        for part in made.values():
+            part.role.release_all()
+            await part.role.idle()
+        for task in running:
+            task.cancel()
+    for part in made.values():
+        await part.agent.close()
+
+
+def work(num_tokens=40, max_tokens=3, deadline_s=10.0, name="r", generated=()):
+    prompt = tuple(range(100, 100 + num_tokens))
+    return Work(
+        request_id=name,
+        token_ids=(*prompt, *generated),
+        num_prompt_tokens=num_tokens,
+        chain_root=ROOT,
+        sampling=SamplingParams(temperature=0),
+        stop=StopParams(max_tokens=max_tokens),
+        num_logprobs=None,
+        priority=0,
+        deadline_s=deadline_s,
+    )

@@ -1,0 +1,130 @@
+"""The prefill role: every block lands in the reservation, whole, and nothing stays held."""
+
+import asyncio
+
+import pytest
+
+from base.checksum import checksum
+from base.grants import Operation
+from base.messages import Failed, Prefill, Prefilled
+from decode_node.role import DecodeRole
+from prefill_node.role import PrefillRole
+from tests.node_parts import LAYOUT, parts, work
+
+
+@pytest.fixture
+async def both():
+    async with parts(prefill=PrefillRole, decode=DecodeRole) as made:
+        yield made["prefill"], made["decode"]
+
+
+def granted(decode, num_blocks, first=0):
+    """Return a grant for blocks of the decode node's memory, highest first."""
+    offsets = [LAYOUT.offset(11 - index) for index in range(first, num_blocks)]
+    return decode.agent.grant(decode.segment, offsets, LAYOUT.block_bytes, Operation.WRITE, 10.0)
+
+
+def ask(prefill, decode, asked, grant, first_block=0):
+    prefill.role.prefill(Prefill(asked, decode.agent.descriptor, grant, first_block))
+
+
+async def finished(part):
+    """Wait until no request is at work, and no step in flight has blocks to give back."""
+    async with asyncio.timeout(10):
+        await part.role.idle()
+        while part.pool.num_held:
+            await asyncio.sleep(0)
+
+
+def content(part, offset):
+    return bytes(part.segment.memory[offset : offset + LAYOUT.block_bytes])
+
+
+async def test_every_block_arrives_with_its_checksum_and_the_first_token_follows(both):
+    prefill, decode = both
+    grant = granted(decode, 3)
+    ask(prefill, decode, work(num_tokens=40), grant)
+    answer = await prefill.said(Prefilled)
+    assert answer.first_token.token_id == 1
+    assert answer.finish_reason is None
+    assert [checksum(content(decode, offset)) for offset in grant.offsets] == list(answer.checksums)
+    expected = [sum(range(100, 100 + end)) for end in (16, 32, 40)]
+    assert [decode.cache.tensor[11 - block].unique().tolist() for block in range(3)] == [
+        [float(value)] for value in expected
+    ]
+    await finished(prefill)
+    assert prefill.pool.num_held == 0
+
+
+async def test_a_prefix_computed_before_is_matched_and_still_written(both):
+    prefill, decode = both
+    ask(prefill, decode, work(num_tokens=40), granted(decode, 3))
+    await prefill.said(Prefilled)
+    prefill.sent.clear()
+    decode.segment.memory[:] = bytes(decode.segment.memory.nbytes)
+    grant = granted(decode, 3)
+    ask(prefill, decode, work(num_tokens=40, name="again"), grant)
+    answer = await prefill.said(Prefilled)
+    assert answer.num_cached_tokens == 32
+    assert [checksum(content(decode, offset)) for offset in grant.offsets] == list(answer.checksums)
+    assert any(content(decode, grant.offsets[0]))
+
+
+async def test_blocks_that_the_decode_node_has_are_not_written(both):
+    prefill, decode = both
+    grant = granted(decode, 3, first=2)
+    ask(prefill, decode, work(num_tokens=40), grant, first_block=2)
+    answer = await prefill.said(Prefilled)
+    assert len(answer.checksums) == 1
+    assert checksum(content(decode, grant.offsets[0])) == answer.checksums[0]
+
+
+async def test_nothing_to_write_needs_no_grant(both):
+    prefill, decode = both
+    ask(prefill, decode, work(num_tokens=32), None, first_block=2)
+    assert (await prefill.said(Prefilled)).checksums == ()
+
+
+async def test_tokens_generated_elsewhere_are_computed_like_the_prompt(both):
+    prefill, decode = both
+    ask(prefill, decode, work(num_tokens=30, max_tokens=9, generated=(5, 6)), granted(decode, 2))
+    assert (await prefill.said(Prefilled)).first_token.token_id == 3
+
+
+async def test_a_reservation_that_is_gone_fails_the_request_and_holds_nothing(both):
+    prefill, decode = both
+    grant = granted(decode, 3)
+    await decode.agent.revoke(grant)
+    ask(prefill, decode, work(num_tokens=40), grant)
+    assert (await prefill.said(Failed)).reason == "StaleError"
+    await finished(prefill)
+    prefill.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("wait_for_a_step", [False, True])
+async def test_a_release_at_any_stage_gives_everything_back(both, wait_for_a_step):
+    prefill, decode = both
+    stepped = asyncio.Event()
+    prefill.pool.on_release(stepped.set)
+    ask(prefill, decode, work(num_tokens=150), granted(decode, 10))
+    if wait_for_a_step:
+        async with asyncio.timeout(5):
+            await stepped.wait()
+    prefill.role.release("r")
+    await finished(prefill)
+    prefill.check_nothing_is_held()
+
+
+async def test_a_step_that_breaks_loses_the_request_and_holds_nothing(both):
+    prefill, decode = both
+    prefill.runner.broken = True
+    ask(prefill, decode, work(), granted(decode, 3))
+    assert (await prefill.said(Failed)).reason == "LostError"
+    await finished(prefill)
+    prefill.check_nothing_is_held()
+
+
+async def test_a_prompt_that_can_never_fit_is_refused(both):
+    prefill, decode = both
+    ask(prefill, decode, work(num_tokens=500), granted(decode, 3))
+    assert (await prefill.said(Failed)).reason == "InvalidRequestError"

@@ -1,0 +1,99 @@
+"""What only RDMA has: rails that fail, keys that are wrong. Needs two RDMA devices."""
+
+import os
+import select
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from base.checksum import checksum
+from base.clock import SystemClock
+from base.config import TransferConfig
+from tests.transfer.remote_peer import RemotePeer
+from transfer import segment as segments
+from transfer.agent import TransferAgent
+from transfer.batch import TransferRequest
+from transfer.rdma import Ended, Rail, open_rails
+
+pytestmark = pytest.mark.rdma
+
+NUM_BYTES = 8 << 20
+BLOCK = 256 << 10
+OFFSETS = tuple(range(0, NUM_BYTES, BLOCK))
+CONFIG = TransferConfig(transports=("rdma", "tcp"))
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[RemotePeer]:
+    with RemotePeer(("rdma", "tcp")) as started:
+        yield started
+
+
+@pytest.fixture
+async def agent() -> AsyncIterator[TransferAgent]:
+    async with TransferAgent("us", 1, CONFIG, SystemClock()) as started:
+        yield started
+
+
+async def write_all(agent: TransferAgent, peer: RemotePeer) -> None:
+    """Write random blocks and check that they arrived."""
+    source = agent.allocate(NUM_BYTES)
+    source.memory[:] = os.urandom(NUM_BYTES)
+    target = peer.allocate(NUM_BYTES)
+    grant = peer.grant(target, OFFSETS, BLOCK)
+    requests = [TransferRequest(source, offset, offset, BLOCK) for offset in OFFSETS]
+    await agent.write(peer.descriptor, grant, requests)
+    assert peer.checksum(target, 0, NUM_BYTES) == checksum(source.memory)
+
+
+def carried(agent: TransferAgent) -> dict[str, int]:
+    return {each.transport: each.batches for each in agent.totals()}
+
+
+async def test_a_rail_that_goes_down_leaves_its_work_to_the_other(
+    agent: TransferAgent, peer: RemotePeer
+) -> None:
+    await write_all(agent, peer)
+    set_link("down")
+    try:
+        await write_all(agent, peer)
+    finally:
+        set_link("up")
+    assert carried(agent) == {"rdma": 2, "tcp": 0}
+
+
+async def test_what_no_rail_carries_goes_over_tcp(peer: RemotePeer) -> None:
+    async with TransferAgent("us", 1, CONFIG, SystemClock()) as agent:
+        await write_all(agent, peer)
+        with RemotePeer(("tcp",)) as plain:
+            await write_all(agent, plain)
+        assert carried(agent) == {"rdma": 1, "tcp": 1}
+
+
+def test_a_wrong_key_is_refused_by_the_nic_and_told_apart_from_a_lost_peer() -> None:
+    rails, reason = open_rails()
+    assert rails, reason
+    rail = rails[0]
+    source, target = (segments.allocate_shared(number, BLOCK) for number in (1, 2))
+    near, far = rail.queue_pair(), rail.queue_pair()
+    near.connect(far.end)
+    far.connect(near.end)
+    local, _ = rail.keys(source)
+    _, remote = rail.keys(target)
+    near.post([(1, True, source.address, BLOCK, local, target.address, remote ^ 0xFF00)], is_write=True)
+    ended = completions(rail)
+    assert [(each.work_id, each.is_refused) for each in ended] == [(1, True)]
+    for owned in (near, far, *rails):
+        owned.close()
+
+
+def set_link(state: str) -> None:
+    """Set the interface under the second rail up or down."""
+    subprocess.run(["ip", "link", "set", "dummy0", state], check=True)
+
+
+def completions(rail: Rail) -> list[Ended]:
+    """Wait for the channel, as the event loop does."""
+    select.select([rail.channel_fd], [], [], 10)
+    return rail.poll()

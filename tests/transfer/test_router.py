@@ -1,0 +1,125 @@
+"""Which transport a batch takes, and what happens when one fails."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from base.clock import ManualClock
+from base.errors import StaleError, TransferFailedError
+from base.grants import Grant, Operation, PeerDescriptor
+from transfer import segment as segments
+from transfer.batch import Piece, Priority
+from transfer.router import COOLDOWN_S, MEASURED_FROM_BYTES, Router
+
+PEER = PeerDescriptor("peer", 1, ())
+GRANT = Grant(5, 1, Operation.WRITE, (0,), MEASURED_FROM_BYTES, 1.0)
+PIECE = Piece(segments.over(1, bytearray(MEASURED_FROM_BYTES)), 0, 0, MEASURED_FROM_BYTES)
+
+
+class Stub:
+    """A transport that takes `seconds` and ends as it is told."""
+
+    def __init__(self, name: str, clock: ManualClock, seconds: float = 1e-3) -> None:
+        self.name = name
+        self.clock = clock
+        self.seconds = seconds
+        self.refusal: str | None = None
+        self.error: Exception | None = None
+        self.moves = 0
+
+    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
+        return self.refusal
+
+    async def move(
+        self, peer: PeerDescriptor, grant: Grant, pieces: Sequence[Piece], priority: Priority
+    ) -> None:
+        self.moves += 1
+        self.clock.advance(self.seconds)
+        if self.error is not None:
+            raise self.error
+
+    async def close(self) -> None:
+        return
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def shm(clock: ManualClock) -> Stub:
+    return Stub("shm", clock)
+
+
+@pytest.fixture
+def tcp(clock: ManualClock) -> Stub:
+    return Stub("tcp", clock)
+
+
+@pytest.fixture
+def router(clock: ManualClock, shm: Stub, tcp: Stub) -> Router:
+    return Router([tcp, shm], clock, {"rdma": "no device"})
+
+
+async def send(router: Router) -> None:
+    await router.move(PEER, GRANT, [PIECE], Priority.FOREGROUND)
+
+
+def test_the_faster_of_two_is_taken_and_the_others_are_told_why_not(router: Router) -> None:
+    route = router.choose(PEER, 5)
+    assert route.transport == "shm"
+    assert dict(route.refused) == {"rdma": "no device", "tcp": "slower"}
+
+
+def test_what_does_not_reach_the_segment_is_passed_over(router: Router, shm: Stub) -> None:
+    shm.refusal = "private memory"
+    assert router.choose(PEER, 5).transport == "tcp"
+
+
+def test_when_nothing_reaches_the_segment_every_reason_is_told(router: Router, shm: Stub, tcp: Stub) -> None:
+    shm.refusal, tcp.refusal = "private memory", "no endpoint"
+    with pytest.raises(TransferFailedError, match="rdma: no device; tcp: no endpoint; shm: private memory"):
+        router.choose(PEER, 5)
+
+
+async def test_measured_bandwidth_outweighs_the_prior(router: Router, shm: Stub, tcp: Stub) -> None:
+    shm.seconds = 0.1
+    for _ in range(20):
+        await send(router)
+    assert router.choose(PEER, 5).transport == "tcp"
+    assert (shm.moves > 0, tcp.moves > 0) == (True, True)
+
+
+async def test_a_batch_whose_transport_fails_goes_on_by_the_next(
+    router: Router, shm: Stub, tcp: Stub
+) -> None:
+    shm.error = TransferFailedError("broken")
+    await send(router)
+    assert (shm.moves, tcp.moves) == (1, 1)
+    await send(router)
+    assert (shm.moves, tcp.moves) == (1, 2)
+
+
+async def test_a_transport_that_failed_is_tried_again_after_its_rest(
+    router: Router, shm: Stub, clock: ManualClock
+) -> None:
+    shm.error = TransferFailedError("broken")
+    await send(router)
+    shm.error = None
+    clock.advance(COOLDOWN_S)
+    assert router.choose(PEER, 5).transport == "shm"
+
+
+async def test_a_refusal_by_the_owner_is_not_taken_elsewhere(router: Router, shm: Stub, tcp: Stub) -> None:
+    shm.error = StaleError("revoked")
+    with pytest.raises(StaleError):
+        await send(router)
+    assert tcp.moves == 0
+
+
+async def test_totals_count_what_was_carried_and_what_failed(router: Router, shm: Stub) -> None:
+    shm.error = TransferFailedError("broken")
+    await send(router)
+    totals = {each.transport: (each.batches, each.num_bytes, each.failures) for each in router.totals()}
+    assert totals == {"tcp": (1, MEASURED_FROM_BYTES, 0), "shm": (0, 0, 1)}

@@ -1,0 +1,177 @@
+"""The tcp port against peers that stall, lie or leave: told by a bare socket."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from base.clock import ManualClock
+from base.config import TransferConfig
+from base.errors import LeaseExpiredError, ProtocolError, ServeError, StaleError
+from base.grants import Grant, Operation
+from transfer.agent import TransferAgent
+from transfer.frame import HEADER_BYTES, Header, Kind, pack, refusal_error, unpack_header
+from transfer.segment import Segment
+
+EPOCH = 77
+BLOCK = 1 << 20
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+async def agent(clock: ManualClock) -> AsyncIterator[TransferAgent]:
+    async with TransferAgent("owner", EPOCH, TransferConfig(transports=("tcp",)), clock) as started:
+        yield started
+
+
+@pytest.fixture
+def segment(agent: TransferAgent) -> Segment:
+    return agent.allocate(4 * BLOCK)
+
+
+@pytest.fixture
+async def dial(agent: TransferAgent) -> AsyncIterator[Callable[[], socket.socket]]:
+    opened: list[socket.socket] = []
+    host, _, port = agent.descriptor.endpoints[0].address.rpartition(":")
+
+    def connect() -> socket.socket:
+        opened.append(socket.create_connection((host, int(port)), timeout=10))
+        return opened[-1]
+
+    yield connect
+    for sock in opened:
+        sock.close()
+
+
+async def received(sock: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        try:
+            more = await asyncio.to_thread(sock.recv, count - len(data))
+        except ConnectionResetError:
+            more = b""
+        if not more:
+            break
+        data += more
+    return bytes(data)
+
+
+async def greeted(sock: socket.socket) -> socket.socket:
+    sock.sendall(pack(Header(Kind.HELLO, segment_id=EPOCH)))
+    assert unpack_header(await received(sock, HEADER_BYTES)).kind is Kind.WELCOME
+    return sock
+
+
+async def refusal(sock: socket.socket) -> ServeError:
+    header = unpack_header(await received(sock, HEADER_BYTES))
+    assert header.kind is Kind.REFUSED
+    return refusal_error(header, await received(sock, header.num_bytes))
+
+
+def write_head(grant: Grant, num_bytes: int = BLOCK) -> bytes:
+    return pack(
+        Header(Kind.WRITE, 5, num_bytes, grant.segment_id, grant.generation), [(grant.offsets[0], num_bytes)]
+    )
+
+
+async def test_a_revocation_does_not_wait_for_a_peer_that_stalls_in_a_write(agent, segment, dial) -> None:
+    grant = agent.grant(segment, (0,), BLOCK, Operation.WRITE, 60.0)
+    sock = await greeted(dial())
+    sock.sendall(write_head(grant) + b"\1" * (BLOCK // 2))
+    async with asyncio.timeout(5):
+        await agent.revoke(grant)
+    segment.memory[:BLOCK] = b"\2" * BLOCK
+    sock.sendall(b"\1" * (BLOCK - BLOCK // 2))
+    assert isinstance(await refusal(sock), StaleError)
+    assert segment.memory[:BLOCK] == b"\2" * BLOCK
+
+
+async def test_a_lease_that_runs_out_in_the_middle_of_a_write_ends_it(agent, segment, dial, clock) -> None:
+    grant = agent.grant(segment, (0,), BLOCK, Operation.WRITE, 60.0)
+    sock = await greeted(dial())
+    sock.sendall(write_head(grant) + b"\1" * 100)
+    clock.advance(60.0)
+    agent.sweep()
+    await agent.revoke(grant)
+    before = bytes(segment.memory[:BLOCK])
+    sock.sendall(b"\3" * (BLOCK - 100))
+    assert isinstance(await refusal(sock), LeaseExpiredError)
+    assert segment.memory[:BLOCK] == before
+
+
+async def test_a_read_that_was_revoked_is_whole_or_refused(agent, segment, dial) -> None:
+    """The peer does not read: most of the answers are still here when the grant ends."""
+    grant = agent.grant(segment, (0,), 4 * BLOCK, Operation.READ, 60.0)
+    segment.memory[:] = b"\5" * (4 * BLOCK)
+    sock = await greeted(dial())
+    for frame_id in range(8):
+        head = Header(Kind.READ, frame_id, 4 * BLOCK, grant.segment_id, grant.generation)
+        sock.sendall(pack(head, [(0, 4 * BLOCK)]))
+    assert unpack_header(await received(sock, HEADER_BYTES)).kind is Kind.DATA
+    async with asyncio.timeout(5):
+        await agent.revoke(grant)
+    segment.memory[:] = b"\6" * (4 * BLOCK)
+    assert await received(sock, 4 * BLOCK) == b"\5" * (4 * BLOCK)
+    kinds = set()
+    for _ in range(7):
+        header = unpack_header(await received(sock, HEADER_BYTES))
+        kinds.add(header.kind)
+        payload = await received(sock, header.num_bytes)
+        assert header.kind is Kind.REFUSED or payload == b"\5" * (4 * BLOCK)
+    assert Kind.REFUSED in kinds
+
+
+async def test_a_range_outside_the_grant_is_refused_and_the_connection_goes_on(agent, segment, dial) -> None:
+    grant = agent.grant(segment, (0,), BLOCK, Operation.WRITE, 60.0)
+    sock = await greeted(dial())
+    head = Header(Kind.WRITE, 5, 10, grant.segment_id, grant.generation)
+    sock.sendall(pack(head, [(BLOCK - 5, 10)]) + b"\1" * 10)
+    assert isinstance(await refusal(sock), ProtocolError)
+    sock.sendall(write_head(grant, 10) + b"\4" * 10)
+    assert unpack_header(await received(sock, HEADER_BYTES)).kind is Kind.ACK
+    assert segment.memory[: BLOCK + 1] == b"\4" * 10 + bytes(BLOCK - 9)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n" * 10,
+        pack(Header(Kind.READ, 1, 8, 1, 1), [(0, 8)]),
+        pack(Header(Kind.ACK, 1)),
+        pack(Header(Kind.HELLO, segment_id=EPOCH)) * 2,
+        pack(Header(Kind.HELLO, segment_id=EPOCH)) + pack(Header(Kind.DATA, 1, 0)),
+        pack(Header(Kind.HELLO, segment_id=EPOCH)) + pack(Header(Kind.PAIR, 1, 1)) + b"x",
+        pack(Header(Kind.HELLO, segment_id=EPOCH)) + pack(Header(Kind.WRITE, 1, 9, 1, 1), [(0, 4), (8, 4)]),
+    ],
+)
+async def test_whoever_breaks_the_protocol_is_disconnected_and_others_are_served(
+    agent, segment, dial, said
+) -> None:
+    rude, other = dial(), await greeted(dial())
+    rude.sendall(said)
+    rest = await received(rude, 1 << 20)
+    assert len(rest) <= 2 * HEADER_BYTES
+    grant = agent.grant(segment, (0,), 10, Operation.WRITE, 60.0)
+    other.sendall(write_head(grant, 10) + b"\4" * 10)
+    assert unpack_header(await received(other, HEADER_BYTES)).kind is Kind.ACK
+
+
+async def test_a_peer_of_another_epoch_is_not_served(dial) -> None:
+    sock = dial()
+    sock.sendall(pack(Header(Kind.HELLO, segment_id=EPOCH + 1)))
+    assert isinstance(await refusal(sock), StaleError)
+
+
+async def test_a_peer_that_leaves_in_the_middle_of_a_write_holds_nothing(agent, segment, dial) -> None:
+    grant = agent.grant(segment, (0,), BLOCK, Operation.WRITE, 60.0)
+    sock = await greeted(dial())
+    sock.sendall(write_head(grant) + b"\1" * 1000)
+    sock.close()
+    async with asyncio.timeout(5):
+        await agent.revoke(grant)
+    assert agent.num_grants == 0

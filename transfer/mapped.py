@@ -1,0 +1,68 @@
+"""The boards of peers on this host, mapped, and the means to notice that a peer ended."""
+
+from __future__ import annotations
+
+import os
+import select
+
+from base.errors import TransferFailedError
+from base.grants import PeerDescriptor
+from transfer.board import PeerBoard
+
+
+class MappedPeer:
+    """One process whose memory is mapped here. `num_copies` keeps it mapped."""
+
+    def __init__(self, address: str, epoch: int) -> None:
+        self.epoch = epoch
+        self.num_copies = 0
+        self.board = PeerBoard(address, epoch)
+        try:
+            self._pidfd = os.pidfd_open(self.board.pid)
+        except OSError as error:
+            self.board.close()
+            raise TransferFailedError(f"the peer's process is gone: {error}") from error
+
+    def is_dead(self) -> bool:
+        """Return whether the process has ended: what is put into its memory is lost."""
+        # Readable once it has. A poll object for each call: two threads ask at a time,
+        # and one object refuses that.
+        end = select.poll()
+        end.register(self._pidfd, select.POLLIN)
+        return bool(end.poll(0))
+
+    def close(self) -> None:
+        """Unmap everything."""
+        os.close(self._pidfd)
+        self.board.close()
+
+
+class MappedPeers:
+    """Owns the mappings; one for each peer, of its latest epoch. The event loop's."""
+
+    def __init__(self) -> None:
+        self._peers: dict[str, MappedPeer] = {}
+
+    def mapped(self, peer: PeerDescriptor) -> MappedPeer:
+        """Return the peer's memory, mapped; an earlier epoch of it is dropped.
+
+        Raises:
+            TransferFailedError: it is not on this host, not ours to open, or gone.
+        """
+        mapped = self._peers.get(peer.node_id)
+        if mapped is not None and mapped.epoch == peer.epoch and not mapped.is_dead():
+            return mapped
+        if mapped is not None and mapped.num_copies == 0:
+            del self._peers[peer.node_id]
+            mapped.close()
+        address = peer.address_or_none("shm") or peer.address_or_none("cuda_ipc")
+        if address is None:
+            raise TransferFailedError("the peer does not offer it")
+        fresh = self._peers[peer.node_id] = MappedPeer(address, peer.epoch)
+        return fresh
+
+    def close(self) -> None:
+        """Unmap everything; no copy may be under way."""
+        for mapped in self._peers.values():
+            mapped.close()
+        self._peers.clear()

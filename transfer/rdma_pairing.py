@@ -1,0 +1,255 @@
+"""One peer over RDMA: a control connection, a queue pair on every rail, work spread over them.
+
+    lane   closed  --connected-->  open  --an error, the peer's end-->  closed  (for ever)
+
+Work requests of a queue pair end in order, so only some of them are signalled and each
+completion ends all before it. A lane that fails is destroyed before its work is posted
+on another: two NICs never carry the same bytes at once, and nothing is touched late.
+The event loop owns everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+
+from base.errors import ProtocolError, ServeError, TransferFailedError
+from transfer.batch import Piece, Priority, split_pieces
+from transfer.completion import Completion
+from transfer.frame import Kind
+from transfer.rails import RailHealth
+from transfer.rdma import MAX_OUTSTANDING, SIGNAL_EVERY, Ended, QueuePair, Rail, unpack_ends
+from transfer.reactor import LoopPoller
+from transfer.tcp_link import Frame, LinkState, TcpLink
+
+WORK_BYTES = 1 << 20
+"""One work request at most: 21 us on a 400 Gb/s link, several times the cost of posting it."""
+STUCK_AFTER_S = 1.0
+"""A lane that does not end cancelled work for this long is destroyed."""
+BURST = 16
+"""Posted on one lane before the next has its turn."""
+
+
+class Batch:
+    """Counts down the work requests of one batch."""
+
+    def __init__(self, is_write: bool, peer_address: int, peer_keys: Sequence[int]) -> None:
+        self.is_write = is_write
+        self.peer_address = peer_address
+        self.peer_keys = peer_keys
+        self.completion = Completion()
+        self.left = 0
+        self.error: ServeError | None = None
+
+    def work_ended(self, error: ServeError | None = None) -> None:
+        """One work request is over: nothing touches its bytes any more."""
+        self.error = self.error or error
+        self.left -= 1
+        if self.left == 0:
+            self.completion.end(self.error)
+
+
+class Call:
+    """A frame on the control connection, and the wait for its answer."""
+
+    def __init__(self, kind: Kind, answer_bytes: int) -> None:
+        self._completion = Completion()
+        self.answer = bytearray(answer_bytes)
+        self.frame = Frame(self, kind, incoming=[memoryview(self.answer)])
+
+    def frame_ended(self, error: ServeError | None) -> None:
+        self._completion.end(error)
+
+    async def answered(self, link: TcpLink) -> bytes:
+        """Send it and return the answer; raises what the peer refused it with."""
+        link.submit([self.frame])
+        await self._completion.wait(lambda: link.detach(self))
+        return bytes(self.answer)
+
+
+class Lane:
+    """One queue pair and what is under way on it, in order."""
+
+    def __init__(self, pairing: Pairing, index: int, pair: QueuePair) -> None:
+        self.pairing = pairing
+        self.index = index
+        self.pair = pair
+        self.is_open = False
+        self.is_lost = False
+        self.under_way: deque[tuple[int, Batch, Piece]] = deque()
+        self._ids = count(1)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Its name among all lanes: every rail numbers its queue pairs by itself."""
+        return self.pair.rail.name, self.pair.end.number
+
+    def post(self, work: Sequence[tuple[Batch, Piece]]) -> None:
+        """Begin some work, all of it in one direction; raises TransferFailedError."""
+        entries = []
+        for place, (batch, piece) in enumerate(work, 1):
+            work_id = next(self._ids)
+            local_key, _ = self.pair.rail.keys(piece.segment)
+            is_signalled = place == len(work) or work_id % SIGNAL_EVERY == 0
+            peer_address = batch.peer_address + piece.peer_offset
+            peer_key = batch.peer_keys[self.index]
+            entries.append(
+                (work_id, is_signalled, piece.address, piece.length, local_key, peer_address, peer_key)
+            )
+            self.under_way.append((work_id, batch, piece))
+        self.pair.post(entries, work[0][0].is_write)
+
+    def take_back(self) -> list[tuple[Batch, Piece]]:
+        """Destroy the queue pair; return the work that it had not ended."""
+        self.is_open = False
+        self.pair.close()
+        work = [(batch, piece) for _, batch, piece in self.under_way]
+        self.under_way.clear()
+        return work
+
+
+class Pairing:
+    """Owns the connection, the lanes and the queue of work to one epoch of one peer."""
+
+    def __init__(
+        self,
+        address: str,
+        epoch: int,
+        rails: Sequence[Rail],
+        health: RailHealth,
+        lanes: dict[tuple[str, int], Lane],
+    ) -> None:
+        self.epoch = epoch
+        self._health = health
+        self._all_lanes = lanes
+        self._lanes = [Lane(self, index, rail.queue_pair()) for index, rail in enumerate(rails)]
+        self._urgent: deque[tuple[Batch, Piece]] = deque()
+        self._background: deque[tuple[Batch, Piece]] = deque()
+        self._pairing = asyncio.Lock()
+        self._is_paired = False
+        self.link = TcpLink(address, epoch, LoopPoller(), self._on_link_closed)
+        self.link.connect()
+
+    async def ready(self) -> None:
+        """Return when the lanes are open; raises TransferFailedError or StaleError."""
+        async with self._pairing:
+            if not self._is_paired:
+                await self._pair()
+                self._is_paired = True
+        if not any(lane.is_open for lane in self._lanes):
+            raise TransferFailedError("no rail reaches the peer")
+
+    def is_spent(self) -> bool:
+        """Return whether another pairing would reach the peer better than this one."""
+        if self.link.state is LinkState.CLOSED:
+            return True
+        is_revived = any(lane.is_lost and self._health.is_usable(lane.pair.rail.name) for lane in self._lanes)
+        return is_revived and not any(lane.under_way for lane in self._lanes)
+
+    def add(self, batch: Batch, pieces: Sequence[Piece], priority: Priority) -> None:
+        """Take over the work of one batch."""
+        parts = [part for group in split_pieces(pieces, WORK_BYTES, 1) for part in group]
+        batch.left = len(parts)
+        queue = self._urgent if priority is Priority.FOREGROUND else self._background
+        queue.extend((batch, part) for part in parts)
+        self.pump()
+
+    def drop(self, batch: Batch) -> None:
+        """End the batch's work: what is not posted at once, what is posted within a second."""
+        for queue in (self._urgent, self._background):
+            kept = [work for work in queue if work[0] is not batch]
+            dropped = len(queue) - len(kept)
+            queue.clear()
+            queue.extend(kept)
+            for _ in range(dropped):
+                batch.work_ended(TransferFailedError("cancelled"))
+        if batch.left:
+            asyncio.get_running_loop().call_later(STUCK_AFTER_S, self._give_up, batch)
+
+    def pump(self) -> None:
+        """Post what there is room for, a burst to each lane in turn."""
+        is_moving = True
+        while is_moving and (self._urgent or self._background):
+            is_moving = False
+            for lane in self._lanes:
+                room = min(BURST, MAX_OUTSTANDING - len(lane.under_way))
+                if lane.is_open and room > 0 and (self._urgent or self._background):
+                    self._post_burst(lane, room)
+                    is_moving = True
+
+    def on_ended(self, lane: Lane, ended: Ended) -> None:
+        """Take note of a completion."""
+        while lane.under_way and lane.under_way[0][0] < ended.work_id:
+            lane.under_way.popleft()[1].work_ended()
+        if not ended.error:
+            lane.under_way.popleft()[1].work_ended()
+            self._health.succeeded(lane.pair.rail.name)
+        elif lane.is_open:
+            if ended.is_refused:
+                lane.under_way.popleft()[1].work_ended(ProtocolError("the peer's NIC refused the access"))
+            self._lost(lane, ended.error)
+
+    def close(self) -> None:
+        """Destroy every lane and end all work."""
+        self.link.close()
+
+    async def _pair(self) -> None:
+        offer = b"".join(lane.pair.end.pack() for lane in self._lanes)
+        call = Call(Kind.PAIR, len(offer))
+        call.frame.num_bytes = len(offer)
+        call.frame.outgoing = [memoryview(offer)]
+        ends = unpack_ends(await call.answered(self.link))
+        for lane, end in zip(self._lanes, ends, strict=True):
+            # Number 0: the peer has fewer rails.
+            if end.number and self._health.is_usable(lane.pair.rail.name):
+                try:
+                    lane.pair.connect(end)
+                except TransferFailedError:
+                    lane.is_lost = True
+                    self._health.failed(lane.pair.rail.name)
+                    continue
+                lane.is_open = True
+                self._all_lanes[lane.key] = lane
+
+    def _post_burst(self, lane: Lane, room: int) -> None:
+        queue = self._urgent or self._background
+        is_write = queue[0][0].is_write
+        burst: list[tuple[Batch, Piece]] = []
+        while queue and len(burst) < room and queue[0][0].is_write is is_write:
+            burst.append(queue.popleft())
+        try:
+            lane.post(burst)
+        except TransferFailedError as error:
+            self._lost(lane, str(error))
+
+    def _lost(self, lane: Lane, reason: str) -> None:
+        """Give the work of a broken lane to the others, or end it if there is none."""
+        lane.is_lost = True
+        self._health.failed(lane.pair.rail.name)
+        self._all_lanes.pop(lane.key, None)
+        self._urgent.extendleft(reversed(lane.take_back()))
+        if not any(each.is_open for each in self._lanes):
+            self._fail_queued(TransferFailedError(f"{lane.pair.rail.name} failed: {reason}"))
+
+    def _give_up(self, batch: Batch) -> None:
+        for lane in self._lanes:
+            if any(each is batch for _, each, _ in lane.under_way):
+                self._lost(lane, "it did not end cancelled work")
+        if batch.left:
+            self.drop(batch)
+
+    def _on_link_closed(self) -> None:
+        for lane in self._lanes:
+            if lane.is_open:
+                self._all_lanes.pop(lane.key, None)
+                self._urgent.extend(lane.take_back())
+            else:
+                lane.pair.close()
+        self._fail_queued(TransferFailedError("the peer's control connection ended"))
+
+    def _fail_queued(self, error: ServeError) -> None:
+        for queue in (self._urgent, self._background):
+            while queue:
+                queue.popleft()[0].work_ended(error)

@@ -1,0 +1,150 @@
+"""The rdma transport: peers reach into memory through their NICs, under held grants.
+
+A NIC checks keys and the bounds of whole segments, not our grants. So a batch first asks
+the owner, over a connection to its one port, to hold the grant: the owner checks every
+range on its own word and answers with the keys. A grant that is held is not drained
+before it is let go; a peer that does not let go in time, or whose connection ends, loses
+its queue pairs, after which its NIC touches nothing.
+
+    PAIR    asker: a queue pair of each rail      owner: connects one of its own to each
+    HOLD    asker: ranges, generation             owner: checks; address and keys
+    one-sided work over all rails
+    LET_GO
+
+The asking side runs on the event loop, because the bindings hold the interpreter in
+whatever thread they run; the asked side on the thread of the tcp server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Sequence
+
+from base.clock import Clock
+from base.errors import TransferFailedError
+from base.grants import Grant, Operation, PeerDescriptor
+from transfer.batch import Piece, Priority, split_pieces
+from transfer.frame import MAX_RANGES, Kind
+from transfer.holdings import Holdings
+from transfer.rails import RailHealth
+from transfer.rdma import MAX_RAILS, QueuePair, Rail, unpack_ends
+from transfer.rdma_pairing import Batch, Call, Lane, Pairing
+
+_ADMISSION = struct.Struct(f"<Q{MAX_RAILS}I")
+"""Address of the segment at its owner, and its key on each rail."""
+_UNLIMITED = 1 << 62
+
+
+class RdmaTarget:
+    """The asked side: connects peers' queue pairs and tells the keys of segments.
+
+    Called on the thread of the tcp server alone.
+    """
+
+    def __init__(self, rails: Sequence[Rail], holdings: Holdings) -> None:
+        self._rails = rails
+        self._holdings = holdings
+        self._pairs: dict[object, list[QueuePair]] = {}
+
+    def pair(self, link: object, offer: bytes) -> bytes:
+        self.cut(link)
+        pairs = self._pairs.setdefault(link, [])
+        for rail, end in zip(self._rails, unpack_ends(offer), strict=False):
+            pair = rail.queue_pair()
+            pairs.append(pair)
+            pair.connect(end)
+        # As long as the offer; an end of zeros says that there is no such rail here.
+        return b"".join(pair.end.pack() for pair in pairs).ljust(len(offer), b"\0")
+
+    def admit(self, segment_id: int) -> bytes:
+        segment = self._holdings.segment(segment_id)
+        keys = [rail.keys(segment)[1] for rail in self._rails]
+        keys += [0] * (MAX_RAILS - len(keys))
+        return _ADMISSION.pack(segment.address, *keys)
+
+    def cut(self, link: object) -> None:
+        for pair in self._pairs.pop(link, []):
+            pair.close()
+
+
+class RdmaTransport:
+    """The asking side. Owns the pairings with peers; the event loop's."""
+
+    name = "rdma"
+
+    def __init__(self, rails: Sequence[Rail], clock: Clock) -> None:
+        self._rails = rails
+        self._health = RailHealth(clock)
+        self._pairings: dict[str, Pairing] = {}
+        self._lanes: dict[tuple[str, int], Lane] = {}
+        self._loop = asyncio.get_running_loop()
+        for rail in rails:
+            self._loop.add_reader(rail.channel_fd, self._on_completions, rail)
+
+    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
+        if device is not None:
+            return "our memory is a GPU's"
+        if peer.address_or_none(self.name) is None:
+            return "the peer does not offer it"
+        if not any(self._health.is_usable(rail.name) for rail in self._rails):
+            return "every rail failed lately"
+        return None
+
+    async def move(
+        self, peer: PeerDescriptor, grant: Grant, pieces: Sequence[Piece], priority: Priority
+    ) -> None:
+        pairing = await self._paired(peer)
+        holds = [_hold(grant, group) for group in split_pieces(pieces, _UNLIMITED, MAX_RANGES)]
+        try:
+            for hold in holds:
+                admission = await hold.answered(pairing.link)
+            address, *keys = _ADMISSION.unpack(admission)
+            batch = Batch(grant.operation is Operation.WRITE, address, keys)
+            pairing.add(batch, pieces, priority)
+            await batch.completion.wait(lambda: pairing.drop(batch))
+        finally:
+            for hold in holds:
+                pairing.link.let_go(hold.frame)
+
+    async def close(self) -> None:
+        for pairing in self._pairings.values():
+            pairing.close()
+        self._pairings.clear()
+        for rail in self._rails:
+            self._loop.remove_reader(rail.channel_fd)
+
+    async def _paired(self, peer: PeerDescriptor) -> Pairing:
+        known = self._pairings.get(peer.node_id)
+        if known is None or known.epoch != peer.epoch or known.is_spent():
+            if known is not None:
+                known.close()
+            address = peer.address_or_none(self.name)
+            if address is None:
+                raise TransferFailedError(f"{peer.node_id} has no rdma endpoint")
+            known = Pairing(address, peer.epoch, self._rails, self._health, self._lanes)
+            self._pairings[peer.node_id] = known
+        await known.ready()
+        return known
+
+    def _on_completions(self, rail: Rail) -> None:
+        pairings: dict[Pairing, None] = {}
+        for ended in rail.poll():
+            # A lane that was destroyed leaves completions that concern nobody.
+            lane = self._lanes.get((rail.name, ended.queue_pair))
+            if lane is not None:
+                lane.pairing.on_ended(lane, ended)
+                pairings[lane.pairing] = None
+        for pairing in pairings:
+            pairing.pump()
+
+
+def _hold(grant: Grant, group: Sequence[Piece]) -> Call:
+    """Return the call that asks the owner to hold the grant on these ranges."""
+    is_write = grant.operation is Operation.WRITE
+    call = Call(Kind.HOLD_WRITE if is_write else Kind.HOLD_READ, _ADMISSION.size)
+    call.frame.segment_id = grant.segment_id
+    call.frame.generation = grant.generation
+    call.frame.ranges = [(piece.peer_offset, piece.length) for piece in group]
+    call.frame.num_bytes = sum(piece.length for piece in group)
+    return call
