@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 PROMPT ?= In one sentence: what is the capital of France?
 INSTALL := $(BIN)/python -m pip install -qq -c constraints.txt
 
+# A file's tests stay in one process: they share a model or a cluster.
+PYTEST := $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
@@ -18,10 +21,10 @@ run: $(VENV)/.model
 	$(BIN)/conductor up --prompt "$(PROMPT)"
 
 test: check $(VENV)/.model
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 test-full: check $(VENV)/.model
-	$(BIN)/python -m pytest -q -m "not gpu and not rdma"
+	$(PYTEST) -m "not gpu and not rdma"
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .

@@ -23,7 +23,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    start_http_server,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -178,6 +185,40 @@ class NodeMetrics:
         )
         self.kvstore_blocks = Gauge(
             "kvstore_blocks", "KV blocks by place: free, cached, held", ["place"], registry=registry
+        )
+
+
+def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
+    """Answer GET /metrics from a thread for the life of the process; return the port.
+
+    Raises OSError if the port is taken; 0 is a free one.
+    """
+    server, _ = start_http_server(port, host, registry)
+    return int(server.server_port)
+
+
+class StoreMetrics:
+    """What a store of the block cache counts. Owned by its event loop."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.blocks = Gauge(
+            "kvstore_tier_blocks",
+            "Blocks by tier (host, disk) and place: free, in_transfer, cached, held, bad",
+            ["tier", "place"],
+            registry=registry,
+        )
+        self.unaccounted = Gauge(
+            "kvstore_unaccounted_blocks",
+            "Total less all places; anything but 0 is a bug",
+            ["tier"],
+            registry=registry,
+        )
+        self.damaged = Gauge(
+            "kvstore_damaged_blocks",
+            "Blocks found to be other bytes than were stored",
+            ["tier"],
+            registry=registry,
         )
 
 

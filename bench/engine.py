@@ -12,11 +12,12 @@ GPU, with the share of the GPU's arithmetic (MFU) and bandwidth that it used.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 
 from base.clock import SystemClock, wall_clock_s
 from base.config import EngineConfig
-from bench.engine_work import Prompts, decode_step_s, prefill_s, throughput_s
+from bench.engine_work import Driver, Prompts
 from engine.build import Engine, assemble_engine
 from engine.gpu_runner import GpuRunner
 from engine.model import PagedModel
@@ -76,7 +77,7 @@ class Row:
     vllm: float
     must: float
     aim: float
-    measure: Callable[[Engine, Prompts], float]
+    measure: Callable[[Driver], Awaitable[float]]
     """Seconds that the work took."""
     tokens: int
     """Output tokens if the unit is tok/s."""
@@ -126,6 +127,42 @@ class Work:
         return weights + float(self.kv_token_bytes) * context_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What the card at hand does: cards of one kind differ by several percent under load."""
+
+    gemm_tflops: float
+    """bf16 8192^3, ten products from idle."""
+    sustained_gemm_tflops: float
+    """The same after two seconds of them: the power limit holds by then."""
+    copy_tb_per_s: float
+    """Within memory, bytes read and written."""
+
+
+def measure_card() -> Card:
+    left, right = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    flops = 2 * 8192**3
+    for _ in range(3):
+        left @ right
+        target.copy_(source)
+    cold = flops * 10 / _seconds(lambda: left @ right, 10)
+    _seconds(lambda: left @ right, 1400)
+    warm = flops * 100 / _seconds(lambda: left @ right, 100)
+    copied = 2 * 2 * source.numel() * 10 / _seconds(lambda: target.copy_(source), 10)
+    return Card(cold / 1e12, warm / 1e12, copied / 1e12)
+
+
+def _seconds(run: Callable[[], object], times: int) -> float:
+    torch.cuda.synchronize()
+    started_s = time.perf_counter()
+    for _ in range(times):
+        run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started_s
+
+
 def build_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Return a model with random weights, made on the GPU."""
     before = torch.get_default_dtype()
@@ -159,7 +196,7 @@ def decode_row(work: Work, batch: int, vllm_ms: float, aim_ms: float) -> Row:
         vllm_ms,
         vllm_ms,
         aim_ms,
-        lambda engine, prompts: decode_step_s(engine, prompts, batch, 1024, 128),
+        lambda driver: driver.decode_step_s(batch, 1024, 128),
         0,
         work.flops(batch, batch, seen),
         work.bytes_read(1, seen),
@@ -173,7 +210,7 @@ def prefill_row(work: Work, length: int, count: int, vllm_ms: float) -> Row:
         vllm_ms,
         vllm_ms,
         0.9 * vllm_ms,
-        lambda engine, prompts: prefill_s(engine, prompts, length, count),
+        lambda driver: driver.prefill_s(length, count),
         0,
         work.flops(length * count, count, count * length * length // 2),
         work.bytes_read(1, length * count),
@@ -193,7 +230,7 @@ def throughput_row(
         vllm,
         must,
         aim,
-        lambda engine, prompts: throughput_s(engine, prompts, lens),
+        lambda driver: driver.throughput_s(lens),
         tokens,
         work.flops(new, tokens, seen),
         work.bytes_read(max(output for _, output in lens), read),
@@ -225,9 +262,9 @@ def rows_of(name: str, work: Work, prompts: Prompts) -> list[Row]:
     ]
 
 
-def run_row(row: Row, engine: Engine, prompts: Prompts, repeats: int) -> Outcome:
-    row.measure(engine, prompts)
-    seconds = [row.measure(engine, prompts) for _ in range(repeats)]
+async def run_row(row: Row, driver: Driver, repeats: int) -> Outcome:
+    await row.measure(driver)
+    seconds = [await row.measure(driver) for _ in range(repeats)]
     values = [row.tokens / item if row.unit == "tok/s" else 1e3 * item for item in seconds]
     value, middle_s = statistics.median(values), statistics.median(seconds)
     ratio = value / row.vllm if row.unit == "tok/s" else row.vllm / value
@@ -245,6 +282,20 @@ def run_row(row: Row, engine: Engine, prompts: Prompts, repeats: int) -> Outcome
         row.flops / middle_s / PEAK_FLOPS,
         row.bytes_read / middle_s / PEAK_BYTES_PER_S,
     )
+
+
+async def run_rows(name: str, work: Work, engine: Engine, repeats: int) -> list[Outcome]:
+    prompts = Prompts(engine.vocab_size, 0)
+    rows = rows_of(name, work, prompts)
+    driver = Driver(engine, prompts)
+    outcomes = []
+    try:
+        for row in rows:
+            outcomes.append(await run_row(row, driver, repeats))
+            print_table(outcomes[-1:])
+    finally:
+        await driver.close()
+    return outcomes
 
 
 def print_table(outcomes: list[Outcome]) -> None:
@@ -281,11 +332,13 @@ def main() -> None:
     torch.cuda.synchronize()
     start_up_s = time.perf_counter() - started_s
     print(f"{options.model}: start-up (build, check, compile, capture) {start_up_s:.1f} s", flush=True)
-    outcomes = []
-    prompts = Prompts(engine.vocab_size, 0)
-    for row in rows_of(options.model, work, prompts):
-        outcomes.append(run_row(row, engine, prompts, options.repeats))
-        print_table(outcomes[-1:])
+    outcomes = asyncio.run(run_rows(options.model, work, engine, options.repeats))
+    card = measure_card()
+    print(
+        f"this card: {card.gemm_tflops:.0f} TFLOP/s, {card.sustained_gemm_tflops:.0f} sustained, "
+        f"{card.copy_tb_per_s:.2f} TB/s",
+        flush=True,
+    )
     assert isinstance(engine.runner, GpuRunner)
     launch_s = engine.runner.launch_total_s / engine.runner.num_launches
     print(f"\nCPU time of a launch: {1e3 * launch_s:.2f} ms (mean of {engine.runner.num_launches} steps)")
@@ -298,6 +351,7 @@ def main() -> None:
         "transformers": version("transformers"),
         "commit": options.commit or commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
+        "card": asdict(card),
         "start_up_s": start_up_s,
         "memory_gib": torch.cuda.max_memory_reserved() / 2**30,
         "launch_cpu_ms": 1e3 * launch_s,

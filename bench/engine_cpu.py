@@ -83,42 +83,36 @@ async def run_ours(engine: Engine, workload: Workload, prompts: list[list[int]])
 
 
 def run_theirs(model: AutoModelForCausalLM, workload: Workload, prompts: list[list[int]]) -> list[list[int]]:
+    """As `run_ours`."""
     config = GenerationConfig(
-        max_new_tokens=workload.new_tokens,
-        do_sample=False,
-        eos_token_id=-1,
-        pad_token_id=0,
-        use_cuda_graph=False,
+        max_new_tokens=workload.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    outputs = model.generate_batch(prompts, generation_config=config)
-    return [
-        outputs[key].generated_tokens
-        for key in sorted(outputs, key=lambda name: int(name.rpartition("_")[2]))
-    ]
+    outputs = model.generate_batch(prompts, generation_config=config, warmup=False)
+    return [output.generated_tokens for output in outputs.values()]
 
 
-def measure(workload: Workload, rounds: int, threads: int) -> dict[str, object]:
+async def measure(workload: Workload, rounds: int, threads: int) -> dict[str, object]:
     prepared = prepare("smollm2", Path("~/.cache/conductor-cluster"), print)
-    engine = build_engine(
-        EngineConfig(device="cpu", threads=threads, kv_cache_gib=0.5), prepared.path, SystemClock()
-    )
+    config = EngineConfig(device="cpu", threads=threads, kv_cache_gib=0.5)
+    engine = build_engine(config, prepared.path, SystemClock())
     theirs = AutoModelForCausalLM.from_pretrained(
         prepared.path, dtype=torch.float32, attn_implementation="sdpa"
     )
     seconds: dict[str, list[float]] = {"ours": [], "generate_batch": []}
     equal = 0
-    for index in range(rounds + 1):
-        prompts = workload.prompts(seed=index)
+    # The first round is a warm-up and a small one.
+    for index, asked in enumerate([Workload(2, 32, 4), *[workload] * rounds]):
+        prompts = asked.prompts(seed=index)
         begin = time.perf_counter()
-        our_tokens = asyncio.run(run_ours(engine, workload, prompts))
+        our_tokens = await run_ours(engine, asked, prompts)
         middle = time.perf_counter()
-        their_tokens = run_theirs(theirs, workload, prompts)
+        their_tokens = run_theirs(theirs, asked, prompts)
         end = time.perf_counter()
+        print(f"round {index}: ours {middle - begin:.2f} s, generate_batch {end - middle:.2f} s")
         if index:
             seconds["ours"].append(middle - begin)
             seconds["generate_batch"].append(end - middle)
             equal += sum(a == b for a, b in zip(our_tokens, their_tokens, strict=True))
-        print(f"round {index}: ours {middle - begin:.2f} s, generate_batch {end - middle:.2f} s")
     return report(workload, seconds, equal / (rounds * workload.num_requests))
 
 
@@ -155,7 +149,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/engine_cpu.json"))
     arguments = parser.parse_args()
     workload = Workload(arguments.requests, arguments.prompt_tokens, arguments.new_tokens)
-    result = measure(workload, arguments.rounds, arguments.threads)
+    result = asyncio.run(measure(workload, arguments.rounds, arguments.threads))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))

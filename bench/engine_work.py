@@ -1,7 +1,6 @@
 """The work that `bench/engine.py` times: prompts, and three ways to run them through an engine.
 
-Each function returns seconds and leaves the engine empty. Prompts are random and never
-repeat, so the prefix cache finds nothing.
+Prompts are random and never repeat, so the prefix cache finds nothing.
 """
 
 from __future__ import annotations
@@ -41,53 +40,63 @@ class Prompts:
         return Sequence(name, token_ids, num_tokens, ROOT, GREEDY, StopParams(max_tokens))
 
 
-def throughput_s(engine: Engine, prompts: Prompts, lens: list[tuple[int, int]]) -> float:
-    """Return seconds from adding all requests at once to the last token of the last one."""
-    sequences = [prompts.sequence(prompt, output) for prompt, output in lens]
-    times = asyncio.run(_run(engine, sequences))
-    return times[-1]
+class Driver:
+    """Runs work through an engine whose loop keeps running, as in a node.
 
-
-def prefill_s(engine: Engine, prompts: Prompts, length: int, count: int) -> float:
-    """Return seconds from adding `count` prompts at once to the first token of the last one."""
-    return throughput_s(engine, prompts, [(length, 1)] * count)
-
-
-def decode_step_s(engine: Engine, prompts: Prompts, batch: int, context: int, steps: int) -> float:
-    """Return the mean seconds of a decode step of `batch` sequences.
-
-    Their first `context` tokens count as computed, as after a hand-off from another node;
-    the KV is whatever the blocks hold. The first step is left out.
+    One device thread for all of it matters: cuDNN's plans belong to a thread, and making
+    one takes 30 ms.
     """
-    sequences = [prompts.sequence(context, steps + 1) for _ in range(batch)]
-    for sequence in sequences:
-        sequence.block_table += engine.pool.allocate(engine.layout.num_blocks(context))
-        sequence.num_computed_tokens = context - 1
-    times = asyncio.run(_run(engine, sequences))
-    return (times[-1] - times[0]) / steps
 
+    def __init__(self, engine: Engine, prompts: Prompts) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._steps = asyncio.create_task(engine.loop.run())
 
-async def _run(engine: Engine, sequences: list[Sequence]) -> list[float]:
-    """Run sequences to their end; return when each step told its last listener, seconds from the start."""
-    loop = engine.loop
-    remaining = set(sequences)
-    ended = asyncio.Event()
-    at: dict[int, float] = {}
-    started_s = time.perf_counter()
+    async def close(self) -> None:
+        self._steps.cancel()
+        await asyncio.gather(self._steps, return_exceptions=True)
 
-    def listen(output: SequenceOutput) -> None:
-        at[loop.num_steps] = time.perf_counter() - started_s
-        if output.finish_reason is not None:
-            remaining.discard(output.sequence)
-            loop.release(output.sequence)
-            if not remaining:
-                ended.set()
+    async def throughput_s(self, lens: list[tuple[int, int]]) -> float:
+        """Return seconds from adding requests of (prompt, output) tokens at once to their last token."""
+        return (await self._run([self._prompts.sequence(prompt, output) for prompt, output in lens]))[-1]
 
-    for sequence in sequences:
-        loop.add(sequence, listen)
-    steps = asyncio.create_task(loop.run())
-    await asyncio.wait([steps, asyncio.create_task(ended.wait())], return_when=asyncio.FIRST_COMPLETED)
-    steps.cancel()
-    await asyncio.gather(steps, return_exceptions=True)
-    assert engine.pool.num_held == 0
-    return [at[step] for step in sorted(at)]
+    async def prefill_s(self, length: int, count: int) -> float:
+        """Return seconds from adding `count` prompts at once to the first token of the last one."""
+        return await self.throughput_s([(length, 1)] * count)
+
+    async def decode_step_s(self, batch: int, context: int, steps: int) -> float:
+        """Return the mean seconds of a decode step of `batch` sequences.
+
+        Their first `context` tokens count as computed, as after a hand-off from another
+        node; the KV is whatever the blocks hold. The first step is left out.
+        """
+        sequences = [self._prompts.sequence(context, steps + 1) for _ in range(batch)]
+        for sequence in sequences:
+            blocks = self._engine.layout.num_blocks(context)
+            sequence.block_table += self._engine.pool.allocate(blocks)
+            sequence.num_computed_tokens = context - 1
+        times = await self._run(sequences)
+        return (times[-1] - times[0]) / steps
+
+    async def _run(self, sequences: list[Sequence]) -> list[float]:
+        """Run sequences to their end; return when each step told its last listener, seconds."""
+        loop = self._engine.loop
+        remaining = set(sequences)
+        ended = asyncio.Event()
+        at: dict[int, float] = {}
+        started_s = time.perf_counter()
+
+        def listen(output: SequenceOutput) -> None:
+            at[loop.num_steps] = time.perf_counter() - started_s
+            if output.finish_reason is not None:
+                remaining.discard(output.sequence)
+                loop.release(output.sequence)
+                if not remaining:
+                    ended.set()
+
+        for sequence in sequences:
+            loop.add(sequence, listen)
+        waiting = asyncio.create_task(ended.wait())
+        done, _ = await asyncio.wait([self._steps, waiting], return_when=asyncio.FIRST_COMPLETED)
+        assert waiting in done, "the engine's loop ended"
+        return [at[step] for step in sorted(at)]

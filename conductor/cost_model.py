@@ -35,6 +35,9 @@ PROFILE_DIR = Path(__file__).parent / "profiles"
 # one outlier (a page fault, a compile) does not send the next burst elsewhere.
 CORRECTION_GAIN = 0.1
 
+# A link that hand-offs fill still gives a fetch something.
+MIN_FETCH_SHARE = 0.05
+
 # A ratio outside means the profile is for another machine; the prediction then stays
 # within a factor that admission can live with until somebody profiles.
 RATIO_LIMITS = (0.05, 20.0)
@@ -116,6 +119,8 @@ class CostModel:
         self._prefill = (profile.prefill_fixed_s, profile.prefill_token_s, profile.prefill_token2_s)
         half = profile.prefill_small_tokens
         self._small = (profile.prefill_small_s * half, half, profile.prefix_token_s)
+        computed_bytes_per_s = profile.kv_token_bytes / profile.prefill_token_s
+        self._handoff_share = computed_bytes_per_s / profile.transfer_bytes_per_s
         self._decode = (profile.decode_fixed_s, profile.decode_sequence_s, profile.decode_context_token_s)
 
     def prefill_s(self, new_tokens: int, prefix_tokens: int) -> float:
@@ -142,6 +147,17 @@ class CostModel:
         return profile.transfer_fixed_s + tokens * profile.kv_token_bytes / (
             profile.transfer_bytes_per_s * share
         )
+
+    def fetch_share(self, is_prefilling: bool, num_fetches: int) -> float:
+        """Return the share of a node's link that one more fetch from it would get.
+
+        A node that prefills streams out KV as fast as it computes it; fetches share what
+        that leaves, one more with those under way.
+        """
+        left = 1.0
+        if is_prefilling:
+            left = max(MIN_FETCH_SHARE, 1.0 - self._handoff_share)
+        return left / (1 + num_fetches)
 
     def handoff_s(self, tokens: int, compute_s: float, share: float = 1.0) -> float:
         """Return the seconds that a hand-off streamed by layer adds after the last layer computed.

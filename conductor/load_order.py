@@ -46,9 +46,15 @@ class LoadOrder:
 
     def set(self, node: int, value: float) -> None:
         """Give `node` a value; adds it if it is unknown."""
-        self.remove(node)
+        known = self._value.get(node)
+        order = self._order
+        if known is not None:
+            if self._idle >> node & 1:
+                self._idle ^= 1 << node
+            else:
+                del order[bisect_left(order, (known, node))]
         self._value[node] = value
-        insort(self._order, (value, node))
+        insort(order, (value, node))
 
     def remove(self, node: int) -> None:
         """Forget `node`; an unknown one is passed over."""

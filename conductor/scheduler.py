@@ -72,11 +72,8 @@ class PrefillChoice(NamedTuple):
     queue_s: float
     fetch_s: float
     prefill_s: float
-
-    @property
-    def ready_s(self) -> float:
-        """Seconds until its last layer is computed."""
-        return max(self.queue_s, self.fetch_s) + self.prefill_s
+    ready_s: float
+    """Until its last layer is computed: the longer of queue and fetch, and prefill."""
 
 
 PrefillPolicy = Callable[
@@ -138,7 +135,7 @@ def least_ttft(
 ) -> PrefillChoice:
     """Return the prefill node with the smallest predicted seconds to the last layer."""
     best_blocks = groups[0][0] if groups and settings.fetches else 0
-    source = best_source(groups[0][1], view) if best_blocks else None
+    source: NodeState | None = None
     best: PrefillChoice | None = None
     rest = view.prefill_mask
     for depth, mask in (*groups, (0, rest)):
@@ -148,7 +145,8 @@ def least_ttft(
         if slot is None:
             continue
         choice = candidate(request, slot, depth, view, cost, now_s)
-        if source is not None and depth < best_blocks:
+        if depth < best_blocks:
+            source = source or best_source(groups[0][1], view)
             fetching = fetching_candidate(request, choice, best_blocks, source, view, cost)
             if _prefers_fetch(choice, fetching, settings):
                 choice = fetching
@@ -171,7 +169,7 @@ def candidate(
     """Return what it takes for the node in `slot` to compute all after its own `depth` blocks."""
     queue_s = max(0.0, view.prefill_order.value(slot) - now_s)
     prefill_s = _prefill_s(request, slot, depth, view, cost)
-    return PrefillChoice(slot, depth, depth, None, queue_s, 0.0, prefill_s)
+    return PrefillChoice(slot, depth, depth, None, queue_s, 0.0, prefill_s, queue_s + prefill_s)
 
 
 def fetching_candidate(
@@ -184,10 +182,15 @@ def fetching_candidate(
 ) -> PrefillChoice:
     """Return what it takes for the same node to fetch up to `best_blocks` first."""
     missing = matched_tokens(request, best_blocks, view) - matched_tokens(request, own.local_blocks, view)
-    fetch_s = cost.transfer_s(missing, 1.0 / (1 + source.num_outgoing))
+    fetch_s = cost.transfer_s(missing, cost.fetch_share(source.num_queued > 0, source.num_outgoing))
     prefill_s = _prefill_s(request, own.slot, best_blocks, view, cost)
-    return PrefillChoice(
-        own.slot, own.local_blocks, best_blocks, source.slot, own.queue_s, fetch_s, prefill_s
+    ready_s = max(own.queue_s, fetch_s) + prefill_s
+    return own._replace(
+        matched_blocks=best_blocks,
+        source_slot=source.slot,
+        fetch_s=fetch_s,
+        prefill_s=prefill_s,
+        ready_s=ready_s,
     )
 
 

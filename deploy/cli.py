@@ -20,6 +20,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("deploy.up:main", "Start a cluster, serve, drain on Ctrl-C."),
     "chat": ("deploy.chat:main", "Talk to a running cluster."),
     "status": ("deploy.status:main", "Show nodes, blocks and queues of a running cluster."),
+    "top": ("deploy.top:main", "Watch a running cluster."),
+    "doctor": ("deploy.doctor:main", "Look for what is wrong with this host or cluster."),
     "replay": ("conductor.replay.command:main", "Run a trace through the scheduler in virtual time."),
     "bench": ("bench.load_command:main", "Open-loop load on a running cluster or any OpenAI server."),
 }

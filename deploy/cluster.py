@@ -109,26 +109,29 @@ class Cluster:
         return endpoints
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield what happens to processes after their start: ready, exited."""
-        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=100)
+        """Yield what happens to processes after their start: ready, exited.
+
+        Raises:
+            RuntimeError: Ray has lost an actor for good.
+        """
+        queue: asyncio.Queue[dict[str, Any] | RuntimeError] = asyncio.Queue(maxsize=100)
 
         async def watch(name: str) -> None:
             seen = 1  # the first event is the ready that `start` waited for
-            while True:
-                seen, event = await self._ray.next_event(name, seen)
-                await queue.put(event)
+            try:
+                while True:
+                    seen, event = await self._ray.next_event(name, seen)
+                    await queue.put(event)
+            except RuntimeError as error:
+                await queue.put(error)
 
-        names = ["conductor", *(node.name for node in self._nodes)]
-        watchers = [asyncio.create_task(watch(name)) for name in names]
+        watchers = [asyncio.create_task(watch(name)) for name in self._ray.names]
         try:
             while True:
-                taken = asyncio.create_task(queue.get())
-                done, _ = await asyncio.wait([taken, *watchers], return_when=asyncio.FIRST_COMPLETED)
-                if taken not in done:
-                    taken.cancel()
-                    for watcher in done:
-                        watcher.result()  # raises: Ray has lost the actor for good
-                yield taken.result()
+                event = await queue.get()
+                if isinstance(event, RuntimeError):
+                    raise event
+                yield event
         finally:
             for watcher in watchers:
                 watcher.cancel()

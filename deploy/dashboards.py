@@ -44,12 +44,17 @@ class Dashboard:
     panels: tuple[Panel, ...]
 
 
-def quantiles(metric: str, by: str = "") -> tuple[tuple[str, str], ...]:
-    """Return the queries of a histogram's median, 90 % and 99 %."""
+def quantiles(buckets: str, by: str = "") -> tuple[tuple[str, str], ...]:
+    """Return the queries of a histogram's median, 90 % and 99 %.
+
+    Args:
+        buckets: Selects the series of its buckets.
+        by: A label to keep apart.
+    """
     labels, legend = (f"le, {by}", f" {{{{{by}}}}}") if by else ("le", "")
     return tuple(
         (
-            f"histogram_quantile({quantile}, sum by ({labels}) (rate({metric}_bucket[$__rate_interval])))",
+            f"histogram_quantile({quantile}, sum by ({labels}) (rate({buckets}[$__rate_interval])))",
             f"p{quantile * 100:g}{legend}",
         )
         for quantile in (0.5, 0.9, 0.99)
@@ -98,9 +103,9 @@ DASHBOARDS = (
         "conductor-slo",
         "Conductor: SLO and goodput",
         (
-            Panel("Time to first token", "s", quantiles("conductor_ttft_seconds")),
-            Panel("Time between tokens", "s", quantiles("conductor_tbt_seconds")),
-            Panel("Whole request", "s", quantiles("conductor_request_seconds")),
+            Panel("Time to first token", "s", quantiles("conductor_ttft_seconds_bucket")),
+            Panel("Time between tokens", "s", quantiles("conductor_tbt_seconds_bucket")),
+            Panel("Whole request", "s", quantiles("conductor_request_seconds_bucket")),
             Panel("Where the time to first token goes (mean)", "s", ((TTFT_PARTS, "{{part}}"),)),
             Panel("SLO missed, by cause", "reqps", rate("conductor_slo_misses", "cause")),
             Panel(
@@ -115,13 +120,9 @@ DASHBOARDS = (
         "Conductor: prefill pool",
         (
             Panel("Prompt tokens, by where their KV came from", "short", rate("prefill_tokens", "source")),
-            Panel("A step with a chunk in it", "s", quantiles("prefill_step_seconds")),
-            Panel(
-                "Waiting for prefill",
-                "s",
-                quantiles("conductor_ttft_part_seconds", "part")[1:2],
-            ),
-            Panel("Prompt length", "short", quantiles("conductor_request_prompt_tokens")),
+            Panel("A step with a chunk in it", "s", quantiles("prefill_step_seconds_bucket")),
+            Panel("Waiting for prefill", "s", quantiles('conductor_ttft_part_seconds_bucket{part="queue"}')),
+            Panel("Prompt length", "short", quantiles("conductor_request_prompt_tokens_bucket")),
         ),
     ),
     Dashboard(
@@ -129,9 +130,9 @@ DASHBOARDS = (
         "Conductor: decode pool",
         (
             Panel("Tokens", "short", rate("decode_tokens")),
-            Panel("A step", "s", quantiles("decode_step_seconds")),
+            Panel("A step", "s", quantiles("decode_step_seconds_bucket")),
             Panel("Sequences recomputed", "short", rate("decode_preemptions")),
-            Panel("Answer length", "short", quantiles("conductor_request_generation_tokens")),
+            Panel("Answer length", "short", quantiles("conductor_request_generation_tokens_bucket")),
         ),
     ),
     Dashboard(
@@ -162,7 +163,7 @@ DASHBOARDS = (
         "Conductor: transfers",
         (
             Panel("KV moved", "Bps", rate("transfer_bytes", "transport")),
-            Panel("One batch", "s", quantiles("transfer_seconds", "transport")),
+            Panel("One batch", "s", quantiles("transfer_seconds_bucket", "transport")),
             Panel("Failed batches", "short", rate("transfer_failures", "transport")),
             Panel("Share that goes by TCP", "percentunit", (("conductor:tcp:ratio5m", "tcp"),)),
         ),

@@ -7,13 +7,14 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 
 from deploy.api_client import ApiError, read_json
 from deploy.chat import ADDRESS
 
-COLUMNS = ("node", "host", "roles", "epoch", "free", "held", "blocks", "running", "waiting", "transports", "")
+COLUMNS = ("node", "host", "roles", "free", "held", "blocks", "run", "wait", "transports", "")
+"""Fits 80 characters with names of ordinary length; the rest is in the JSON."""
 
 
 def main(
@@ -32,16 +33,20 @@ def main(
     # What is piped has no width to keep to.
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(highlight=False, width=160)
-    console.print(_nodes_table(status.get("nodes", [])))
+    console.print(shown(status))
+
+
+def shown(status: dict[str, Any]) -> Group:
+    """Return what `/status` says as a table and a line of totals."""
     totals = (f"{key.replace('_', ' ')}: {value}" for key, value in status.items() if key != "nodes")
-    console.print(", ".join(totals))
+    return Group(_nodes_table(status["nodes"]), ", ".join(totals))
 
 
 def _nodes_table(nodes: list[dict[str, Any]]) -> Table:
     table = Table(*COLUMNS, box=None, pad_edge=False)
     for node in nodes:
         told = (
-            *(node["id"], node["host"], "+".join(node["roles"]), node["epoch"][:8]),
+            *(node["id"], node["host"], "+".join(node["roles"])),
             # A node that has sent no heartbeat yet tells nothing of these.
             *(
                 str(node.get(key, ""))

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from engine.fused_projections import thin_product_op
+from engine.fused_projections import product
 
 aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ class SharedProducts(CustomGraphPass):
             aten.view.default,
             aten.reshape.default,
             aten._unsafe_view.default,
-            thin_product_op._opoverload,
+            product._opoverload,
         }
     )
 

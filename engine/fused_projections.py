@@ -16,42 +16,43 @@ import itertools
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
 from engine.kernels.thin_product import MAX_ROWS, thin_product
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names that the families of transformers give to projections of one input."""
 
-thin_product_op = torch.library.custom_op("conductor::thin_product", thin_product, mutates_args=())
-
-
-@thin_product_op.register_fake
-def _(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return rows.new_empty((rows.shape[0], weight.shape[0]))
+WIDE = 100_000
+"""Columns from which the kernel for few rows beats cuBLAS with more than one: output heads."""
 
 
 class Product(nn.Module):
-    """A linear layer that takes the kernel for few rows where that is faster.
+    """A linear layer that computes its product in the way that is fastest for its number of rows."""
 
-    Args:
-        max_rows: Rows that go to that kernel at most. 1 inside of a compiled layer, where
-            one row is a variant by itself and the number of others is not known.
-    """
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, max_rows: int) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
-        self.max_rows = max_rows
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         num_rows = hidden.shape[:-1].numel()
-        if num_rows > self.max_rows:
-            return linear(hidden, self.weight, self.bias)
-        output: torch.Tensor = thin_product_op(hidden.reshape(num_rows, hidden.shape[-1]), self.weight)
+        output: torch.Tensor = product(hidden.reshape(num_rows, hidden.shape[-1]), self.weight)
         output = output.view(*hidden.shape[:-1], self.weight.shape[0])
         return output if self.bias is None else output + self.bias
+
+
+@torch.library.custom_op("conductor::product", mutates_args=())
+def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return rows @ weight.T. Opaque to the compiler, for which the number of rows has no value."""
+    num_rows, num_columns = rows.shape[0], weight.shape[0]
+    if num_rows == 1 or (num_rows <= MAX_ROWS and num_columns >= WIDE):
+        return thin_product(rows, weight)
+    return torch.mm(rows, weight.t())
+
+
+@product.register_fake
+def _(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty((rows.shape[0], weight.shape[0]))
 
 
 class Slice(nn.Module):
@@ -69,7 +70,7 @@ class Slice(nn.Module):
 
 
 def fuse_projections(layers: nn.Module) -> int:
-    """Replace the linear layers inside of `layers`: siblings of one input by slices of one product.
+    """Replace linear layers inside of `layers` that read the same input by slices of one product.
 
     Returns:
         How many groups were fused. What is no plain `nn.Linear` stays as it was.
@@ -82,16 +83,15 @@ def fuse_projections(layers: nn.Module) -> int:
             if len(linears) == len(names) and _can_stack(linears):
                 _stack(module, names, linears)
                 fused += 1
-    use_thin_products(layers, max_rows=1)
     return fused
 
 
-def use_thin_products(root: nn.Module, max_rows: int = MAX_ROWS) -> None:
+def use_products(root: nn.Module) -> None:
     """Replace every plain `nn.Linear` below `root` by a `Product` of the same parameters."""
     for module in list(root.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
-                module._modules[name] = Product(child.weight, child.bias, max_rows)
+                module._modules[name] = Product(child.weight, child.bias)
 
 
 def _can_stack(parts: list[nn.Linear]) -> bool:
@@ -103,7 +103,7 @@ def _stack(module: nn.Module, names: tuple[str, ...], parts: list[nn.Linear]) ->
     weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
     biases: list[torch.Tensor] = [part.bias for part in parts if part.bias is not None]
     bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
-    product = Product(weight, bias, max_rows=1)
+    product = Product(weight, bias)
     ends = itertools.accumulate(part.out_features for part in parts)
     for name, part, end in zip(names, parts, ends, strict=True):
         module._modules[name] = Slice(product, end - part.out_features, end)

@@ -139,7 +139,9 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
     """Write K and V, attend; [num_tokens, heads, head_dim] in and out."""
     shape, views, whole_lens = _read(memory, header)
     rule = AttentionRule(scale, sliding_window, soft_cap)
-    write_kv(key, value, kv_layer, views.slots)
+    # singles that are decoded with no chunk beside them are written by the decode kernel
+    if has_chunks:
+        write_kv(key, value, kv_layer, views.slots)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if shape.num_single:
         singles = slice(0, shape.num_single)
@@ -151,15 +153,15 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
             rule,
             sinks,
             output=output[singles],
+            added=None if has_chunks else (key[singles], value[singles]),
         )
     if not has_chunks:
         return output
     # Rows of padding among the singles were written above; the chunks overwrite them.
     if whole_lens and not (sliding_window or soft_cap or sinks is not None):
-        _whole_prompts(query, key, value, output, shape.num_single, whole_lens, scale)
-    else:
-        tables, starts, lens = views.chunk_tables, views.chunk_starts, views.chunk_lens
-        paged_prefill(query, kv_layer, tables, starts, lens, rule, sinks, output=output)
+        return _whole_prompts(query, key, value, output, shape.num_single, whole_lens, scale)
+    tables, starts, lens = views.chunk_tables, views.chunk_starts, views.chunk_lens
+    paged_prefill(query, kv_layer, tables, starts, lens, rule, sinks, output=output)
     return output
 
 
@@ -182,11 +184,11 @@ def _whole_prompts(
     start: int,
     lens: list[int],
     scale: float,
-) -> None:
-    """Causal attention of prompts without prefix, which lie from token `start` on.
+) -> torch.Tensor:
+    """Return `output` with the causal attention of prompts without prefix, from token `start` on.
 
     A prompt is rounded up into the tokens that follow it: causality keeps them out of its
-    own rows, and their rows are dropped.
+    own rows, and their rows are dropped. One prompt alone is returned without a copy.
     """
     for length in lens:
         rounded = min(-(-length // WHOLE_PROMPT_STEP) * WHOLE_PROMPT_STEP, query.shape[0] - start)
@@ -200,5 +202,9 @@ def _whole_prompts(
                 scale=scale,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
-        output[start : start + length] = attended[0].transpose(0, 1)[:length]
+        attended = attended[0].transpose(0, 1)  # [rounded, heads, head_dim]
+        if rounded == query.shape[0] and attended.is_contiguous():
+            return attended
+        output[start : start + length] = attended[:length]
         start += length
+    return output

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.compiled import compile_layers
-from engine.fused_projections import fuse_projections, use_thin_products
+from engine.fused_projections import fuse_projections, use_products
 from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, attach_cache
 from engine.paged_cache import PagedCache
 from engine.step_memory import StepShape, carve
@@ -34,7 +34,7 @@ class GpuModel:
         if compiled:
             layers = _decoder_layers(model)
             fuse_projections(layers)
-            use_thin_products(model)
+            use_products(model)
             compile_layers(layers)
         self.device: torch.device = model.device
         self.vocab_size: int = model.config.get_text_config().vocab_size

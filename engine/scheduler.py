@@ -135,23 +135,19 @@ class Scheduler:
         """
         if self._waiting and len(self._running) < self.max_batch:
             return None
-        if not all(entry.samples for entry in plan.entries):
-            return None
-        going_on = [entry for entry in plan.entries if not self._ends_by_length(entry)]
-        sequences = [entry.sequence for entry in going_on]
-        if any(sequence.needs_history for sequence in sequences):
-            return None
         entries = []
-        for entry in going_on:
-            sequence = entry.sequence
-            missing = self._num_blocks(entry.context_len + 1) - len(sequence.block_table)
-            if missing > self._pool.num_available:
+        for entry in plan.entries:
+            sequence, num_tokens = entry.sequence, entry.context_len + 1
+            if not entry.samples or sequence.needs_history:
                 return None
-            if missing > 0:
-                sequence.block_table += self._pool.allocate(missing)
-            if sequence.finish_reason is None:
-                blocks = tuple(sequence.block_table)
-                entries.append(StepEntry(sequence, entry.context_len, 1, blocks, samples=True))
+            if sequence.finish_reason is not None or self._ends_at(sequence, num_tokens):
+                continue
+            if num_tokens > len(sequence.block_table) * self.block_size:
+                if not self._pool.num_available:
+                    return None
+                sequence.block_table += self._pool.allocate(1)
+            blocks = tuple(sequence.block_table)
+            entries.append(StepEntry(sequence, entry.context_len, 1, blocks, samples=True))
         return _plan(entries) if entries else None
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
@@ -184,9 +180,8 @@ class Scheduler:
         assert not {id(item) for item in self._waiting} & {id(item) for item in self._running}
         assert len(self._running) <= self.max_batch
 
-    def _ends_by_length(self, entry: StepEntry) -> bool:
-        """Return whether the token that `entry` samples is a sequence's last in any case."""
-        sequence, num_tokens = entry.sequence, entry.context_len + 1
+    def _ends_at(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Return whether a sequence ends when it has `num_tokens`, whatever the last one is."""
         generated = num_tokens - sequence.num_prompt_tokens
         return generated >= sequence.stop.max_tokens or num_tokens >= self.max_model_len
 
@@ -301,4 +296,6 @@ def _cost(sequence: Sequence, num_tokens: int) -> int:
 def _plan(entries: list[StepEntry]) -> StepPlan:
     single = [entry for entry in entries if entry.num_tokens == 1]
     longer = [entry for entry in entries if entry.num_tokens > 1]
+    # The longest context first: whatever works them off in parallel then ends together.
+    single.sort(key=lambda entry: -entry.start)
     return StepPlan((*single, *longer), len(single))

@@ -43,6 +43,18 @@ class Sequence:
     num_published_blocks: int = 0
     """Leading blocks that the pool can match."""
     finish_reason: FinishReason | None = None
+    needs_history: bool = field(init=False)
+    """Whether sampling has to know the tokens so far, or to report more than a token."""
+
+    def __post_init__(self) -> None:
+        sampling = self.sampling
+        self.needs_history = (
+            sampling.repetition_penalty != 1.0
+            or sampling.presence_penalty != 0.0
+            or sampling.frequency_penalty != 0.0
+            or self.stop.min_tokens > 0
+            or self.num_logprobs is not None
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -61,17 +73,6 @@ class Sequence:
     def rank(self) -> tuple[int, float, str]:
         """Sorts sequences by who goes first; unique."""
         return (-self.priority, self.arrived_at_s, self.request_id)
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether sampling has to know the tokens so far, or to report more than a token."""
-        sampling = self.sampling
-        penalties = (
-            sampling.repetition_penalty != 1.0,
-            sampling.presence_penalty != 0.0,
-            sampling.frequency_penalty != 0.0,
-        )
-        return any(penalties) or self.stop.min_tokens > 0 or self.num_logprobs is not None
 
     def extend_hashes(self, block_size: int) -> None:
         """Bring `block_hashes` up to every full block of `token_ids`."""

@@ -35,7 +35,7 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The batch of one step, entries of one token first."""
+    """The batch of one step: entries of one token first, the longest context before the others."""
 
     entries: tuple[StepEntry, ...]
     num_single: int

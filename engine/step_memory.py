@@ -29,6 +29,10 @@ ALIGN = 4
 """Regions start at multiples of 16 bytes, which kernels turn into wide loads."""
 
 
+MAX_KEPT_VIEWS = 64
+"""More shapes than a ladder has."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """What the addresses in a step's memory depend on."""
@@ -108,6 +112,7 @@ class StepWriter:
     def __init__(self, capacity: int, block_size: int, pinned: bool) -> None:
         self.memory = torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned)
         self._block_size = block_size
+        self._views: dict[StepShape, StepViews[Numbers]] = {}
         self._shape: StepShape | None = None
         self._rows: list[tuple[int, ...]] = []
 
@@ -117,13 +122,22 @@ class StepWriter:
         Args:
             rows_of: Where the last step sampled each of its sequences' tokens.
         """
-        views: StepViews[Numbers] = StepViews(*(view.numpy() for view in carve(self.memory, shape)))
+        views = self._views_of(shape)
         if shape != self._shape:
             self._shape, self._rows = shape, [()] * shape.num_rows
         singles, chunks = plan.entries[: plan.num_single], plan.entries[plan.num_single :]
         self._write_singles(views, singles, rows_of)
         self._write_chunks(views, shape, chunks, plan.num_single)
         return self.memory[: shape.size]
+
+    def _views_of(self, shape: StepShape) -> StepViews[Numbers]:
+        # Captured shapes come again and again; others are as many as there are lengths.
+        views = self._views.get(shape)
+        if views is None:
+            views = StepViews(*(view.numpy() for view in carve(self.memory, shape)))
+            if len(self._views) < MAX_KEPT_VIEWS:
+                self._views[shape] = views
+        return views
 
     def _write_singles(
         self, views: StepViews[Numbers], entries: tuple[StepEntry, ...], rows_of: Mapping[Sequence, int]

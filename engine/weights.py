@@ -9,10 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from base.errors import ConfigError
+
+LOAD_ERRORS = (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError)
+"""What transformers raises for a folder or file that it cannot read."""
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -23,17 +27,22 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
     """
     disable_progress_bar()
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
             attn_implementation="eager",
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except LOAD_ERRORS as error:
         raise ConfigError(f"{path}: the model cannot be loaded: {_first_line(error)}") from error
-    return model.to(device)
+    # transformers fills what is missing with random numbers and warns.
+    if missing := sorted(found["missing_keys"]):
+        raise ConfigError(f"{path}: {len(missing)} weights are missing, the first is {missing[0]}")
+    loaded: PreTrainedModel = model.to(device)
+    return loaded
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
@@ -53,7 +62,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
             local_files_only=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+    except LOAD_ERRORS as error:
         raise ConfigError(f"{gguf}: the GGUF file cannot be read: {_first_line(error)}") from error
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -94,13 +94,17 @@ class RemoteAccess:
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = KvStoreStub(self._channel)
 
-    async def describe(self) -> Member:
-        return member_from(await _answer(self._stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT_S)))
-
     async def match(self, chain: Sequence[BlockHash]) -> Found:
-        call = self._stub.Match(pb.Chain(hashes=chain_to(chain)), timeout=CALL_TIMEOUT_S)
-        answer = await _answer(call)
+        answer = await self._match(chain)
         return Found(answer.num_blocks, answer.num_in_memory)
+
+    async def match_as(self, chain: Sequence[BlockHash]) -> tuple[Member, int]:
+        """Return who answers, and how many leading blocks it holds."""
+        answer = await self._match(chain)
+        return member_from(answer.member), answer.num_blocks
+
+    async def _match(self, chain: Sequence[BlockHash]) -> pb.MatchResponse:
+        return await _answer(self._stub.Match(pb.Chain(hashes=chain_to(chain)), timeout=CALL_TIMEOUT_S))
 
     async def reserve(self, chain: Sequence[BlockHash], tenant: str) -> Reserved:
         request = pb.ReserveRequest(hashes=chain_to(chain), tenant=tenant)

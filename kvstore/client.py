@@ -5,9 +5,9 @@
     num_stored = await cache.save(chain, segment, offsets, checksums)
 
 Losing KV is never an error. `load` goes from holder to holder: one that is gone, has
-forgotten a block or sends bytes that are not those of their checksum is left for the next;
-when no holder is left, fewer blocks are loaded, and the caller computes the others.
-`save` that cannot is the same: fewer blocks are stored.
+forgotten a block or twice sends bytes that are not those of their checksum is left for the
+next; when no holder is left, fewer blocks are loaded, and the caller computes the others.
+A `save` that cannot is the same: fewer blocks are stored.
 
 Bytes move between segments by the transfer agent, straight from and into the caller's.
 Checksums are compared here, where the bytes are used first, group by group while the next
@@ -17,38 +17,28 @@ group is on its way.
 from __future__ import annotations
 
 import asyncio
-import logging
+from collections import Counter
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from base.block_hash import BlockHash
 from base.checksum import checksum
 from base.clock import Clock
-from base.errors import ProtocolError, ServeError
-from base.logs import event
+from base.errors import CapacityError, ProtocolError, ServeError
 from base.uninterrupted import uninterrupted
 from kvstore.access import Access, LocalAccess, RemoteAccess
 from kvstore.directory import Directory, Replicas
 from kvstore.member import Member
+from kvstore.resting import Resting
 from kvstore.store import Leased, Reserved, Store
 from transfer.agent import TransferAgent
 from transfer.batch import Priority, TransferRequest
 from transfer.segment import Segment
 
-log = logging.getLogger(__name__)
-
 GROUP_BYTES = 32 << 20
 """Moved while the group before it is compared with its checksums."""
-MIN_REST_S = 1.0
-MAX_REST_S = 30.0
-"""How long a member that failed is not asked; doubles with each failure in a row."""
-
-
-@dataclass(slots=True)
-class _Rest:
-    until_s: float
-    length_s: float
+MAX_TRIES = 2
+"""Of one member within one load: bytes may be damaged on their way."""
 
 
 class BlockCache:
@@ -64,14 +54,18 @@ class BlockCache:
         """Begin. `own` is this process's store, where it saves and looks first; None: it has none."""
         self._agent = agent
         self._directory = directory
-        self._clock = clock
         self._own = None if own is None else own[0]
-        self._accesses: dict[int, Access] = {}
+        self._accesses: dict[str, Access] = {}
         if own is not None:
-            self._accesses[own[0].epoch] = LocalAccess(own[1])
-        self._resting: dict[int, _Rest] = {}
+            self._accesses[own[0].address] = LocalAccess(own[1])
+        self._resting = Resting(clock)
         self.num_damaged = 0
         """Blocks that arrived with other bytes than were stored."""
+
+    @property
+    def directory(self) -> Directory:
+        """Where it looks for holders."""
+        return self._directory
 
     async def match(self, chain: Sequence[BlockHash]) -> int:
         """Return how many leading blocks of `chain` some live member is said to hold."""
@@ -92,17 +86,16 @@ class BlockCache:
         """
         end = min(first + len(offsets), len(chain))
         replicas = await self._directory.lookup(chain[:end])
-        failed: set[int] = set()
+        tries: Counter[int] = Counter()
         at = first
         while at < len(replicas):
-            member = self._choose(replicas, at, failed)
+            member = self._choose(replicas, at, tries)
             if member is None:
                 break
             run_end = _run_end(replicas, at, member)
             wanted = offsets[at - first : run_end - first]
             num_loaded = await self._load_from(member, chain[:run_end], at, into, wanted, priority)
-            if num_loaded < run_end - at:
-                failed.add(member.epoch)
+            tries[member.epoch] += num_loaded < run_end - at
             at += num_loaded
         return max(at - first, 0)
 
@@ -140,8 +133,10 @@ class BlockCache:
         try:
             access = self._access(member)
             reserved = await access.reserve(chain[: first + len(offsets)], tenant)
+        except CapacityError:
+            return 0
         except ServeError as error:
-            self._failed(member, error)
+            self._resting.failed(member.epoch, error)
             return 0
         if reserved.grant is None or not reserved.missing:
             return 0
@@ -153,7 +148,7 @@ class BlockCache:
             sums = [checksums[index - first] for index in reserved.missing]
             return await access.commit(reserved.ticket, sums)
         except ServeError as error:
-            self._failed(member, error)
+            self._resting.failed(member.epoch, error)
             await self._quietly(access.abort(reserved.ticket))
             return 0
         except asyncio.CancelledError:
@@ -182,7 +177,7 @@ class BlockCache:
             try:
                 gone += await self._access(member).delete(chain)
             except ServeError as error:
-                self._failed(member, error)
+                self._resting.failed(member.epoch, error)
         return gone
 
     async def close(self) -> None:
@@ -192,10 +187,12 @@ class BlockCache:
 
     # --- whom to ask --------------------------------------------------------------------
 
-    def _choose(self, replicas: Sequence[Replicas], at: int, failed: set[int]) -> Member | None:
+    def _choose(self, replicas: Sequence[Replicas], at: int, tries: Counter[int]) -> Member | None:
         """Return the holder of block `at` to ask: our own, else who holds the longest run on."""
         able = [
-            member for member in replicas[at] if member.epoch not in failed and not self._is_resting(member)
+            member
+            for member in replicas[at]
+            if tries[member.epoch] < MAX_TRIES and member.epoch not in self._resting
         ]
         return max(
             able,
@@ -210,12 +207,12 @@ class BlockCache:
     async def _home(self, chain: Sequence[BlockHash]) -> Member | None:
         if self._own is not None:
             return self._own
-        members = [member for member in await self._directory.members() if not self._is_resting(member)]
         replicas = await self._directory.lookup(chain)
+        known = replicas[0] if replicas else await self._directory.members()
         # Where the chain is new, its last block's hash spreads chains over the members.
         spread = int.from_bytes(chain[-1][:8], "little")
         return max(
-            members,
+            (member for member in known if member.epoch not in self._resting),
             key=lambda member: (
                 _run_end(replicas, 0, member),
                 (spread ^ member.epoch) * 0x9E3779B1 % (1 << 32),
@@ -224,19 +221,10 @@ class BlockCache:
         )
 
     def _access(self, member: Member) -> Access:
-        if member.epoch not in self._accesses:
-            self._accesses[member.epoch] = RemoteAccess(member.address)
-        return self._accesses[member.epoch]
-
-    def _is_resting(self, member: Member) -> bool:
-        rest = self._resting.get(member.epoch)
-        return rest is not None and self._clock.now_s() < rest.until_s
-
-    def _failed(self, member: Member, error: ServeError) -> None:
-        before = self._resting.get(member.epoch)
-        length_s = MIN_REST_S if before is None else min(2 * before.length_s, MAX_REST_S)
-        self._resting[member.epoch] = _Rest(self._clock.now_s() + length_s, length_s)
-        event(log, "member failed", level=logging.WARNING, node=member.node_id, rest_s=length_s, error=error)
+        # By address: a member that restarts where it was needs no second connection.
+        if member.address not in self._accesses:
+            self._accesses[member.address] = RemoteAccess(member.address)
+        return self._accesses[member.address]
 
     async def _quietly(self, call: Awaitable[None]) -> None:
         """What cannot be given back ends by its lease."""
@@ -259,15 +247,15 @@ class BlockCache:
             access = self._access(member)
             leased = await access.lease(chain, first)
         except ServeError as error:
-            self._failed(member, error)
+            self._resting.failed(member.epoch, error)
             return 0
         if leased.grant is None:
             return 0
         try:
             num_right = await self._read(member, leased, into, offsets, priority)
-            self._resting.pop(member.epoch, None)
+            self._resting.answered(member.epoch)
         except ServeError as error:
-            self._failed(member, error)
+            self._resting.failed(member.epoch, error)
             return 0
         finally:
             await uninterrupted(self._quietly(access.release(leased.ticket)))

@@ -7,14 +7,19 @@ or deletes what another stored, and none can tell whether it is there.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 from base.block_hash import BlockHash, chain_root, hash_chain
 from base.checksum import checksum
 from base.kv_layout import KvLayout
 from kvstore.client import BlockCache
-from transfer.agent import TransferAgent
-from transfer.segment import Segment
+from transfer.segment import Segment, over
+
+
+def private_segment(num_bytes: int) -> Segment:
+    """Return memory to move from and into, which no peer is ever granted: it has no id."""
+    return over(0, memoryview(mmap.mmap(-1, num_bytes)))
 
 
 class ContextCache:
@@ -23,7 +28,6 @@ class ContextCache:
     def __init__(
         self,
         cache: BlockCache,
-        agent: TransferAgent,
         model_id: str,
         layout: KvLayout,
         tenant: str,
@@ -33,14 +37,12 @@ class ContextCache:
 
         Args:
             cache: How blocks are reached.
-            agent: The same as the cache's; it allocates the segments.
             model_id: As the nodes'; other weights have other blocks.
             layout: As the nodes'.
             tenant: Whose quota pays.
             tenant_salt: A secret of the tenant.
         """
         self._cache = cache
-        self._agent = agent
         self._layout = layout
         self._tenant = tenant
         self._root = chain_root(model_id, layout.layout_id, tenant_salt)
@@ -51,7 +53,8 @@ class ContextCache:
 
     def segment(self, num_tokens: int) -> Segment:
         """Return memory for the full blocks of so many tokens: block i at i * block_bytes."""
-        return self._agent.allocate(max(1, num_tokens // self._layout.block_size) * self._layout.block_bytes)
+        num_blocks = max(1, num_tokens // self._layout.block_size)
+        return private_segment(num_blocks * self._layout.block_bytes)
 
     async def match(self, token_ids: Sequence[int]) -> int:
         """Return for how many leading tokens KV is stored; a multiple of the block size."""

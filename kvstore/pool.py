@@ -170,10 +170,10 @@ class HostPool:
         """Return where a committed block is."""
         return self._records[block_hash].block_id
 
-    def uses(self, block_hash: BlockHash) -> int:
-        """Return how many requests used a committed block since it came in."""
+    def path(self, block_hash: BlockHash) -> list[BlockHash]:
+        """Return the chain that ends with a committed block."""
         record = self._records[block_hash]
-        return self._tenants[record.tenant].tree.uses(block_hash)
+        return self._tenants[record.tenant].tree.path(block_hash)
 
     # --- writing ------------------------------------------------------------------------
 
@@ -363,11 +363,6 @@ class HostPool:
             total=self.num_blocks,
         )
 
-    def is_balanced(self) -> bool:
-        """Return whether every block is accounted for; cheap enough for every second."""
-        books = self.accounts()
-        return books.free + books.in_transfer + books.cached + books.held == books.total
-
     def check(self) -> None:
         """Assert the partition of the docstring, and that each hold has an owner."""
         places = list(self._free) + [record.block_id for record in self._records.values()]
@@ -375,7 +370,8 @@ class HostPool:
             places += put.block_ids
         places += self._books.leaving
         assert sorted(places) == list(range(self.num_blocks)), "a block is lost or in two places"
-        assert self.is_balanced()
+        books = self.accounts()
+        assert books.free + books.in_transfer + books.cached + books.held == books.total
         holders = dict.fromkeys(self._records, 0)
         for lease in self._books.leases.values():
             for record in lease.records:

@@ -6,6 +6,7 @@ Nothing is decided here. Errors become statuses in `base/rpc.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -28,16 +29,17 @@ MAX_SOFT_PIN_S = 24 * 3600.0
 class StoreService(KvStoreServicer):
     """Serves one store to other processes."""
 
-    def __init__(self, store: Store, member: Member) -> None:
+    def __init__(self, store: Store, describe: Callable[[], Member]) -> None:
         self._store = store
-        self._member = member
-
-    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.StoreMember:  # noqa: N802
-        return member_to(self._member)
+        self._describe = describe
 
     async def Match(self, request: pb.Chain, context: Context) -> pb.MatchResponse:  # noqa: N802
         found = self._store.match(chain_from(request.hashes))
-        return pb.MatchResponse(num_blocks=found.num_blocks, num_in_memory=found.num_in_memory)
+        return pb.MatchResponse(
+            num_blocks=found.num_blocks,
+            num_in_memory=found.num_in_memory,
+            member=member_to(self._describe()),
+        )
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
         reserved = self._store.reserve(chain_from(request.hashes), request.tenant)
@@ -83,7 +85,7 @@ class StoreService(KvStoreServicer):
         return pb.Empty()
 
 
-def store_service(store: Store, member: Member) -> Service:
-    """Return what `base.rpc.start_server` serves."""
-    servicer = StoreService(store, member)
+def store_service(store: Store, describe: Callable[[], Member]) -> Service:
+    """Return what `base.rpc.start_server` serves. `describe` is asked once it listens."""
+    servicer = StoreService(store, describe)
     return Service("conductor.v1.KvStore", lambda server: add_KvStoreServicer_to_server(servicer, server))

@@ -18,16 +18,18 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from base.block_hash import BlockHash
 from base.checksum import checksum
 from base.errors import LeaseExpiredError
 from base.grants import Grant, Operation
 from base.logs import event
+from base.metrics import StoreMetrics
 from base.uninterrupted import uninterrupted
 from kvstore.directory import Directory
 from kvstore.disk import DiskTier
+from kvstore.heat import Heat
 from kvstore.pool import HostPool, Record
 from transfer.agent import TransferAgent
 from transfer.segment import Segment
@@ -78,23 +80,32 @@ class Store:
         agent: TransferAgent,
         pool: HostPool,
         block_bytes: int,
-        directory: Directory,
         disk: DiskTier | None = None,
+        metrics: StoreMetrics | None = None,
     ) -> None:
         """Allocate the pool's memory as a segment of `agent`; raises OSError if there is none."""
         self.block_bytes = block_bytes
-        self.directory = directory
+        self._directory: Directory | None = None
         self._agent = agent
         self._pool = pool
         self._disk = disk
+        self._metrics = metrics
         self._segment: Segment = agent.allocate(pool.num_blocks * block_bytes)
         self._put_grants: dict[int, Grant] = {}
         self._lease_grants: dict[int, Grant] = {}
         self._lifting = asyncio.Lock()
         self._leaving: set[BlockHash] = set()
+        self.heat = Heat()
+        """Of the blocks that were leased here."""
         self.num_damaged = 0
         """Blocks in memory that were found not to be what was stored."""
-        directory.publish(disk.hashes if disk is not None else ())
+
+    def join(self, directory: Directory) -> None:
+        """Tell `directory` from here on what is held, and what is held already."""
+        self._directory = directory
+        directory.publish(self._pool.hashes)
+        if self._disk is not None:
+            directory.publish(self._disk.hashes)
 
     @property
     def pool(self) -> HostPool:
@@ -165,6 +176,7 @@ class Store:
             async with self._lifting:
                 await self._lift(chain)
         lease = self._pool.lease(chain, LEASE_S)
+        self.heat.note(record.block_hash for record in lease.records)
         block_ids = lease.block_ids[first:]
         if not block_ids:
             self._pool.end(lease.lease_id)
@@ -233,8 +245,9 @@ class Store:
             while records := self._pool.leave(LEAVE_BLOCKS):
                 await uninterrupted(self._write_down(self._disk, records))
         self._tell_evicted()
-        if not self._pool.is_balanced():
-            event(log, "blocks are unaccounted for", level=logging.ERROR, accounts=self._pool.accounts())
+        self._balance("host", asdict(self._pool.accounts()), self.num_damaged)
+        if self._disk is not None:
+            self._balance("disk", asdict(self._disk.accounts()), self._disk.damaged)
 
     async def close(self) -> None:
         """End every grant. What the disk holds stays."""
@@ -242,13 +255,25 @@ class Store:
             await self.abort(ticket)
         for ticket in list(self._lease_grants):
             await self.release(ticket)
-        await self.directory.leave()
+        if self._directory is not None:
+            await self._directory.leave()
 
     def check(self) -> None:
         """Assert the accounts of both tiers, and that each grant has its blocks."""
         self._pool.check()
         if self._disk is not None:
             self._disk.check()
+
+    def _balance(self, tier: str, places: dict[str, int], num_damaged: int) -> None:
+        """The accounting invariant, in production: every block is in one place."""
+        total = places.pop("total")
+        if unaccounted := total - sum(places.values()):
+            event(log, "blocks are unaccounted for", level=logging.ERROR, tier=tier, total=total, **places)
+        if self._metrics is not None:
+            for place, count in places.items():
+                self._metrics.blocks.labels(tier, place).set(count)
+            self._metrics.unaccounted.labels(tier).set(unaccounted)
+            self._metrics.damaged.labels(tier).set(num_damaged)
 
     # --- below --------------------------------------------------------------------------
 
@@ -263,7 +288,8 @@ class Store:
         except BaseException:
             self._pool.abort(ticket)
             raise
-        self.directory.publish(stored)
+        if self._directory is not None:
+            self._directory.publish(stored)
         return len(stored)
 
     async def _end_put(self, ticket: int, grant: Grant) -> None:
@@ -319,7 +345,9 @@ class Store:
         self._withdraw(gone)
 
     def _withdraw(self, hashes: Iterable[BlockHash]) -> None:
-        self.directory.withdraw(
+        if self._directory is None:
+            return
+        self._directory.withdraw(
             [
                 block_hash
                 for block_hash in hashes

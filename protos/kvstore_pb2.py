@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import transfer_pb2 as protos_dot_transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/kvstore.proto\x12\x0c\x63onductor.v1\x1a\x15protos/transfer.proto\"\x07\n\x05\x45mpty\"\x11\n\x0f\x44\x65scribeRequest\"\x8d\x01\n\x0bStoreMember\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0c\n\x04host\x18\x04 \x01(\t\x12*\n\x04peer\x18\x05 \x01(\x0b\x32\x1c.conductor.v1.PeerDescriptor\x12\x13\n\x0b\x62lock_bytes\x18\x06 \x01(\x04\"\x17\n\x05\x43hain\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\":\n\rMatchResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x15\n\rnum_in_memory\x18\x02 \x01(\r\"0\n\x0eReserveRequest\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"V\n\x0fReserveResponse\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12\x0f\n\x07missing\x18\x02 \x03(\r\x12\"\n\x05grant\x18\x03 \x01(\x0b\x32\x13.conductor.v1.Grant\"2\n\rCommitRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12\x11\n\tchecksums\x18\x02 \x03(\x06\"$\n\x0e\x43ommitResponse\x12\x12\n\nnum_stored\x18\x01 \x01(\r\"\x18\n\x06Ticket\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\"-\n\x0cLeaseRequest\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12\r\n\x05\x66irst\x18\x02 \x01(\r\"j\n\rLeaseResponse\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\"\n\x05grant\x18\x03 \x01(\x0b\x32\x13.conductor.v1.Grant\x12\x11\n\tchecksums\x18\x04 \x03(\x06\"-\n\nPinRequest\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"1\n\x0bPinResponse\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"$\n\x0e\x44\x65leteResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\x1d\n\rReportRequest\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x32\xf8\x04\n\x07KvStore\x12\x44\n\x08\x44\x65scribe\x12\x1d.conductor.v1.DescribeRequest\x1a\x19.conductor.v1.StoreMember\x12\x39\n\x05Match\x12\x13.conductor.v1.Chain\x1a\x1b.conductor.v1.MatchResponse\x12\x46\n\x07Reserve\x12\x1c.conductor.v1.ReserveRequest\x1a\x1d.conductor.v1.ReserveResponse\x12\x43\n\x06\x43ommit\x12\x1b.conductor.v1.CommitRequest\x1a\x1c.conductor.v1.CommitResponse\x12\x32\n\x05\x41\x62ort\x12\x14.conductor.v1.Ticket\x1a\x13.conductor.v1.Empty\x12@\n\x05Lease\x12\x1a.conductor.v1.LeaseRequest\x1a\x1b.conductor.v1.LeaseResponse\x12\x34\n\x07Release\x12\x14.conductor.v1.Ticket\x1a\x13.conductor.v1.Empty\x12:\n\x03Pin\x12\x18.conductor.v1.PinRequest\x1a\x19.conductor.v1.PinResponse\x12;\n\x06\x44\x65lete\x12\x13.conductor.v1.Chain\x1a\x1c.conductor.v1.DeleteResponse\x12:\n\x06Report\x12\x1b.conductor.v1.ReportRequest\x1a\x13.conductor.v1.Emptyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/kvstore.proto\x12\x0c\x63onductor.v1\x1a\x15protos/transfer.proto\"\x07\n\x05\x45mpty\"\x8d\x01\n\x0bStoreMember\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0c\n\x04host\x18\x04 \x01(\t\x12*\n\x04peer\x18\x05 \x01(\x0b\x32\x1c.conductor.v1.PeerDescriptor\x12\x13\n\x0b\x62lock_bytes\x18\x06 \x01(\x04\"\x17\n\x05\x43hain\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\"e\n\rMatchResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x15\n\rnum_in_memory\x18\x02 \x01(\r\x12)\n\x06member\x18\x03 \x01(\x0b\x32\x19.conductor.v1.StoreMember\"0\n\x0eReserveRequest\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"V\n\x0fReserveResponse\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12\x0f\n\x07missing\x18\x02 \x03(\r\x12\"\n\x05grant\x18\x03 \x01(\x0b\x32\x13.conductor.v1.Grant\"2\n\rCommitRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12\x11\n\tchecksums\x18\x02 \x03(\x06\"$\n\x0e\x43ommitResponse\x12\x12\n\nnum_stored\x18\x01 \x01(\r\"\x18\n\x06Ticket\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\"-\n\x0cLeaseRequest\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12\r\n\x05\x66irst\x18\x02 \x01(\r\"j\n\rLeaseResponse\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\"\n\x05grant\x18\x03 \x01(\x0b\x32\x13.conductor.v1.Grant\x12\x11\n\tchecksums\x18\x04 \x03(\x06\"-\n\nPinRequest\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"1\n\x0bPinResponse\x12\x0e\n\x06ticket\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"$\n\x0e\x44\x65leteResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\x1d\n\rReportRequest\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x32\xb2\x04\n\x07KvStore\x12\x39\n\x05Match\x12\x13.conductor.v1.Chain\x1a\x1b.conductor.v1.MatchResponse\x12\x46\n\x07Reserve\x12\x1c.conductor.v1.ReserveRequest\x1a\x1d.conductor.v1.ReserveResponse\x12\x43\n\x06\x43ommit\x12\x1b.conductor.v1.CommitRequest\x1a\x1c.conductor.v1.CommitResponse\x12\x32\n\x05\x41\x62ort\x12\x14.conductor.v1.Ticket\x1a\x13.conductor.v1.Empty\x12@\n\x05Lease\x12\x1a.conductor.v1.LeaseRequest\x1a\x1b.conductor.v1.LeaseResponse\x12\x34\n\x07Release\x12\x14.conductor.v1.Ticket\x1a\x13.conductor.v1.Empty\x12:\n\x03Pin\x12\x18.conductor.v1.PinRequest\x1a\x19.conductor.v1.PinResponse\x12;\n\x06\x44\x65lete\x12\x13.conductor.v1.Chain\x1a\x1c.conductor.v1.DeleteResponse\x12:\n\x06Report\x12\x1b.conductor.v1.ReportRequest\x1a\x13.conductor.v1.Emptyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,36 +34,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_EMPTY']._serialized_start=61
   _globals['_EMPTY']._serialized_end=68
-  _globals['_DESCRIBEREQUEST']._serialized_start=70
-  _globals['_DESCRIBEREQUEST']._serialized_end=87
-  _globals['_STOREMEMBER']._serialized_start=90
-  _globals['_STOREMEMBER']._serialized_end=231
-  _globals['_CHAIN']._serialized_start=233
-  _globals['_CHAIN']._serialized_end=256
-  _globals['_MATCHRESPONSE']._serialized_start=258
-  _globals['_MATCHRESPONSE']._serialized_end=316
-  _globals['_RESERVEREQUEST']._serialized_start=318
-  _globals['_RESERVEREQUEST']._serialized_end=366
-  _globals['_RESERVERESPONSE']._serialized_start=368
-  _globals['_RESERVERESPONSE']._serialized_end=454
-  _globals['_COMMITREQUEST']._serialized_start=456
-  _globals['_COMMITREQUEST']._serialized_end=506
-  _globals['_COMMITRESPONSE']._serialized_start=508
-  _globals['_COMMITRESPONSE']._serialized_end=544
-  _globals['_TICKET']._serialized_start=546
-  _globals['_TICKET']._serialized_end=570
-  _globals['_LEASEREQUEST']._serialized_start=572
-  _globals['_LEASEREQUEST']._serialized_end=617
-  _globals['_LEASERESPONSE']._serialized_start=619
-  _globals['_LEASERESPONSE']._serialized_end=725
-  _globals['_PINREQUEST']._serialized_start=727
-  _globals['_PINREQUEST']._serialized_end=772
-  _globals['_PINRESPONSE']._serialized_start=774
-  _globals['_PINRESPONSE']._serialized_end=823
-  _globals['_DELETERESPONSE']._serialized_start=825
-  _globals['_DELETERESPONSE']._serialized_end=861
-  _globals['_REPORTREQUEST']._serialized_start=863
-  _globals['_REPORTREQUEST']._serialized_end=892
-  _globals['_KVSTORE']._serialized_start=895
-  _globals['_KVSTORE']._serialized_end=1527
+  _globals['_STOREMEMBER']._serialized_start=71
+  _globals['_STOREMEMBER']._serialized_end=212
+  _globals['_CHAIN']._serialized_start=214
+  _globals['_CHAIN']._serialized_end=237
+  _globals['_MATCHRESPONSE']._serialized_start=239
+  _globals['_MATCHRESPONSE']._serialized_end=340
+  _globals['_RESERVEREQUEST']._serialized_start=342
+  _globals['_RESERVEREQUEST']._serialized_end=390
+  _globals['_RESERVERESPONSE']._serialized_start=392
+  _globals['_RESERVERESPONSE']._serialized_end=478
+  _globals['_COMMITREQUEST']._serialized_start=480
+  _globals['_COMMITREQUEST']._serialized_end=530
+  _globals['_COMMITRESPONSE']._serialized_start=532
+  _globals['_COMMITRESPONSE']._serialized_end=568
+  _globals['_TICKET']._serialized_start=570
+  _globals['_TICKET']._serialized_end=594
+  _globals['_LEASEREQUEST']._serialized_start=596
+  _globals['_LEASEREQUEST']._serialized_end=641
+  _globals['_LEASERESPONSE']._serialized_start=643
+  _globals['_LEASERESPONSE']._serialized_end=749
+  _globals['_PINREQUEST']._serialized_start=751
+  _globals['_PINREQUEST']._serialized_end=796
+  _globals['_PINRESPONSE']._serialized_start=798
+  _globals['_PINRESPONSE']._serialized_end=847
+  _globals['_DELETERESPONSE']._serialized_start=849
+  _globals['_DELETERESPONSE']._serialized_end=885
+  _globals['_REPORTREQUEST']._serialized_start=887
+  _globals['_REPORTREQUEST']._serialized_end=916
+  _globals['_KVSTORE']._serialized_start=919
+  _globals['_KVSTORE']._serialized_end=1481
 # @@protoc_insertion_point(module_scope)

@@ -11,10 +11,6 @@ class Empty(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class DescribeRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class StoreMember(_message.Message):
     __slots__ = ("node_id", "epoch", "address", "host", "peer", "block_bytes")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -38,12 +34,14 @@ class Chain(_message.Message):
     def __init__(self, hashes: _Optional[bytes] = ...) -> None: ...
 
 class MatchResponse(_message.Message):
-    __slots__ = ("num_blocks", "num_in_memory")
+    __slots__ = ("num_blocks", "num_in_memory", "member")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_IN_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     num_in_memory: int
-    def __init__(self, num_blocks: _Optional[int] = ..., num_in_memory: _Optional[int] = ...) -> None: ...
+    member: StoreMember
+    def __init__(self, num_blocks: _Optional[int] = ..., num_in_memory: _Optional[int] = ..., member: _Optional[_Union[StoreMember, _Mapping]] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("hashes", "tenant")

@@ -34,11 +34,6 @@ class KvStoreStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Describe = channel.unary_unary(
-                '/conductor.v1.KvStore/Describe',
-                request_serializer=protos_dot_kvstore__pb2.DescribeRequest.SerializeToString,
-                response_deserializer=protos_dot_kvstore__pb2.StoreMember.FromString,
-                _registered_method=True)
         self.Match = channel.unary_unary(
                 '/conductor.v1.KvStore/Match',
                 request_serializer=protos_dot_kvstore__pb2.Chain.SerializeToString,
@@ -88,12 +83,6 @@ class KvStoreStub:
 
 class KvStoreServicer:
     """Missing associated documentation comment in .proto file."""
-
-    def Describe(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def Match(self, request, context):
         """Missing associated documentation comment in .proto file."""
@@ -157,11 +146,6 @@ class KvStoreServicer:
 
 def add_KvStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Describe': grpc.unary_unary_rpc_method_handler(
-                    servicer.Describe,
-                    request_deserializer=protos_dot_kvstore__pb2.DescribeRequest.FromString,
-                    response_serializer=protos_dot_kvstore__pb2.StoreMember.SerializeToString,
-            ),
             'Match': grpc.unary_unary_rpc_method_handler(
                     servicer.Match,
                     request_deserializer=protos_dot_kvstore__pb2.Chain.FromString,
@@ -217,33 +201,6 @@ def add_KvStoreServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class KvStore:
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Describe(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/conductor.v1.KvStore/Describe',
-            protos_dot_kvstore__pb2.DescribeRequest.SerializeToString,
-            protos_dot_kvstore__pb2.StoreMember.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def Match(request,

@@ -35,7 +35,6 @@ class KvStoreStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KvStoreAsyncStub: ...
-    Describe: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.DescribeRequest, _kvstore_pb2.StoreMember]
     Match: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.Chain, _kvstore_pb2.MatchResponse]
     Reserve: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReserveRequest, _kvstore_pb2.ReserveResponse]
     """Blocks for what is missing of a chain, and leave to write them. Ends with Commit or
@@ -55,7 +54,6 @@ class KvStoreStub:
 @_typing.type_check_only
 class KvStoreAsyncStub(KvStoreStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Describe: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.DescribeRequest, _kvstore_pb2.StoreMember]  # type: ignore[assignment]
     Match: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.Chain, _kvstore_pb2.MatchResponse]  # type: ignore[assignment]
     Reserve: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReserveRequest, _kvstore_pb2.ReserveResponse]  # type: ignore[assignment]
     """Blocks for what is missing of a chain, and leave to write them. Ends with Commit or
@@ -73,13 +71,6 @@ class KvStoreAsyncStub(KvStoreStub):
     """The caller found that a block's bytes are not those of its checksum."""
 
 class KvStoreServicer(metaclass=_abc_1.ABCMeta):
-    @_abc_1.abstractmethod
-    def Describe(
-        self,
-        request: _kvstore_pb2.DescribeRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvstore_pb2.StoreMember, _abc.Awaitable[_kvstore_pb2.StoreMember]]: ...
-
     @_abc_1.abstractmethod
     def Match(
         self,

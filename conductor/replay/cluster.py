@@ -15,7 +15,6 @@ at once, first tokens and ends as they happen, KV events `view_delay_s` late.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ChainOf
 from dataclasses import dataclass, field
@@ -23,19 +22,27 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Any
 
+from base.errors import ConfigError
 from base.request import NodeId, RequestId, Role, Slo
 from conductor.admission import RejectPolicy, admit_to_decode
 from conductor.cluster_view import ClusterView, NodeInfo
 from conductor.cost_model import CostModel
+from conductor.load_order import bits_of
 from conductor.placement import Placement, PlacementRequest, Rejection
-from conductor.replay.block_cache import BlockCache
+from conductor.replay.block_cache import make_cache
 from conductor.replay.decode_node import DecodeNode, Sequence
-from conductor.replay.links import Flow, Link, Links
-from conductor.replay.outcome import Outcomes
+from conductor.replay.faults import Fault
+from conductor.replay.links import Flow, Links
+from conductor.replay.outcome import Outcomes, worst_gaps_s
 from conductor.replay.policies import prefill_policy
+from conductor.replay.sim_node import SimNode, SimRequest
 from conductor.replay.trace import TraceRequest
+from conductor.roles import RoleController, RoleSettings, RoleStep
 from conductor.scheduler import PrefillPolicy, SchedulerSettings, place
 from kvstore.index import Key
+
+# How often a role change is thought about.
+ROLE_STEP_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +56,16 @@ class ClusterOptions:
     reject: RejectPolicy = RejectPolicy.NONE
     slo: Slo = field(default_factory=Slo)
     kvcache_balancing_threshold: float | None = None
+    eviction: str = "lru"
+    """A policy of `kvstore/eviction.py`."""
     view_delay_s: float = 0.0
     output_limit: int | None = None
     """Cuts every output; 1 is prefill alone."""
     sample_every_s: float = 0.0
     """Record the load of both pools so often; 0: never."""
+    faults: tuple[Fault, ...] = ()
+    roles: RoleSettings | None = None
+    """When nodes may change roles; None: never."""
     seed: int = 0
 
 
@@ -61,64 +73,6 @@ Placer = Callable[
     [PlacementRequest, ClusterView, CostModel, float, SchedulerSettings, PrefillPolicy],
     Placement | Rejection,
 ]
-
-
-class SimRequest:
-    """One request on its way."""
-
-    __slots__ = (
-        "arrival_s",
-        "chain",
-        "decode",
-        "fetching",
-        "first_token_s",
-        "num_tokens",
-        "output_tokens",
-        "placement",
-        "prefill_s",
-        "prefix_tokens",
-        "request_id",
-        "started_at_s",
-        "waits_for",
-    )
-
-    def __init__(self, row: TraceRequest, request_id: RequestId, output_tokens: int) -> None:
-        self.request_id = request_id
-        self.arrival_s = row.arrival_s
-        self.num_tokens = row.num_tokens
-        self.output_tokens = output_tokens
-        self.chain = row.chain
-        self.placement: Placement
-        self.fetching = False
-        self.waits_for = 0
-        self.first_token_s = 0.0
-        self.started_at_s = 0.0
-        self.prefill_s = 0.0
-        self.prefix_tokens = 0
-
-
-class PrefillNode:
-    """A queue in order of arrival, one prompt at a time, and a cache in host memory."""
-
-    __slots__ = ("busy_s", "cache", "next_event", "node_id", "queue", "receives", "running", "sends")
-
-    def __init__(self, node_id: NodeId, cache_blocks: int, link_rate: float) -> None:
-        self.node_id = node_id
-        self.cache = BlockCache(cache_blocks)
-        self.queue: deque[SimRequest] = deque()
-        self.running: SimRequest | None = None
-        self.sends = Link(link_rate)
-        self.receives = Link(link_rate)
-        self.busy_s = 0.0
-        self.next_event = 1
-
-    def take_ready(self) -> SimRequest | None:
-        """Return and dequeue the first request whose blocks have come."""
-        for at, request in enumerate(self.queue):
-            if not request.fetching:
-                del self.queue[at]
-                return request
-        return None
 
 
 class Cluster:
@@ -145,20 +99,15 @@ class Cluster:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._num_scheduled = 0
         self._arrivals: Iterator[TraceRequest] = iter(())
-        self._prefill: dict[NodeId, PrefillNode] = {}
-        self._decode: dict[NodeId, DecodeNode[SimRequest]] = {}
-        self._receives: dict[NodeId, Link] = {}
+        self._nodes: dict[NodeId, SimNode] = {}
+        self._in_flight: dict[str, SimRequest] = {}
+        self._roles = RoleController(cost, options.roles) if options.roles else None
         self._build()
 
     @property
-    def prefill_nodes(self) -> list[PrefillNode]:
-        """The prefill nodes, in order."""
-        return list(self._prefill.values())
-
-    @property
-    def decode_nodes(self) -> list[DecodeNode[SimRequest]]:
-        """The decode nodes, in order."""
-        return list(self._decode.values())
+    def nodes(self) -> list[SimNode]:
+        """All nodes, those named p first."""
+        return list(self._nodes.values())
 
     def run(self, arrivals: Iterator[TraceRequest]) -> None:
         """Serve every request of `arrivals`, which come in order of time, to its end."""
@@ -166,6 +115,10 @@ class Cluster:
         self._next_arrival()
         if self.options.sample_every_s:
             self._at(self.options.sample_every_s, self._sample)
+        if self._roles is not None:
+            self._at(ROLE_STEP_S, self._step_roles, self._roles)
+        for fault in self.options.faults:
+            self._at(fault.at_s, self._node_dies, fault)
         events = self._events
         while events:
             now_s, _, call, arguments = heappop(events)
@@ -173,24 +126,86 @@ class Cluster:
             self.num_events += 1
             call(*arguments)
 
-    # Building
+    # Nodes
 
     def _build(self) -> None:
+        counts = ((Role.PREFILL, self.options.prefill_nodes), (Role.DECODE, self.options.decode_nodes))
+        for role, count in counts:
+            for number in range(count):
+                self._add(NodeId(f"{role.value[0]}{number}"), role)
+        if unknown := [fault.node_id for fault in self.options.faults if fault.node_id not in self._nodes]:
+            raise ConfigError(f"fault of node {unknown[0]!r}: there is none of that name")
+
+    def _add(self, node_id: NodeId, role: Role) -> None:
         profile = self._cost.profile
+        cache = make_cache(self.options.eviction, profile.host_kv_tokens // self.options.block_size)
+        decode = DecodeNode(self._cost, profile.device_kv_tokens, self._at, self._finished)
+        node = SimNode(node_id, cache, decode, profile.transfer_bytes_per_s)
+        self._nodes[node_id] = node
+        self._register(node, frozenset({role}))
+
+    def _register(self, node: SimNode, roles: frozenset[Role]) -> None:
         size = self.options.block_size
-        rate = profile.transfer_bytes_per_s
-        device_blocks = profile.device_kv_tokens // size
-        for number in range(self.options.prefill_nodes):
-            node_id = NodeId(f"p{number}")
-            self._prefill[node_id] = PrefillNode(node_id, profile.host_kv_tokens // size, rate)
-            info = NodeInfo(node_id, 1, frozenset({Role.PREFILL}), device_blocks, size)
-            self.view.add_node(info, 0.0)
-        for number in range(self.options.decode_nodes):
-            node_id = NodeId(f"d{number}")
-            self._decode[node_id] = DecodeNode(self._cost, profile.device_kv_tokens, self._at, self._finished)
-            self._receives[node_id] = Link(rate)
-            info = NodeInfo(node_id, 1, frozenset({Role.DECODE}), device_blocks, size)
-            self.view.add_node(info, 0.0)
+        blocks = self._cost.profile.device_kv_tokens // size
+        self.view.add_node(NodeInfo(node.node_id, node.epoch, roles, blocks, size), self.now_s)
+
+    def _node_dies(self, fault: Fault) -> None:
+        node = self._nodes[fault.node_id]
+        if node.node_id not in self.view.node_ids():
+            return
+        roles = self.view.node(node.node_id).info.roles
+        self.view.remove_node(node.node_id)
+        node.cache.clear()
+        node.next_event = 1
+        node.epoch += 1
+        for sequence in node.decode.evict_all(self.now_s):
+            request = sequence.owner
+            request.num_tokens, request.tokens_left = sequence.context_tokens, sequence.steps_left
+            request.gaps, request.last_token_s = sequence.gaps, sequence.started_at_s
+        for request in list(self._in_flight.values()):
+            placement = request.placement
+            if node.node_id in (placement.prefill_node, placement.decode_node):
+                # what is decoding elsewhere does not need the node that prefilled it
+                if placement.decode_node == node.node_id or request.waits_for or request.flows:
+                    self._retry(request)
+            elif placement.source_node == node.node_id and request.fetching:
+                self._stop_flows(request)
+                request.fetching = False
+                self._start_prefill(self._nodes[placement.prefill_node])
+        if fault.for_s < inf:
+            self._at(self.now_s + fault.for_s, self._register, node, roles)
+
+    def _retry(self, request: SimRequest) -> None:
+        """Begin a lost request again, with the tokens that it has."""
+        self.view.finished(request.request_id, self.now_s)
+        self._stop_flows(request)
+        node = self._nodes[request.placement.prefill_node]
+        if request in node.queue:
+            node.queue.remove(request)
+        request.attempt += 1
+        request.request_id = RequestId(f"{request.name}.{request.attempt}")
+        request.fetching = False
+        if node.running is request:
+            node.running = None
+            self._start_prefill(node)
+        self.outcomes.num_retried += 1
+        self._begin(request)
+
+    def _stop_flows(self, request: SimRequest) -> None:
+        for flow in request.flows:
+            self.links.cancel(flow, self.now_s)
+        request.flows.clear()
+
+    def _step_roles(self, roles: RoleController) -> None:
+        action = roles.step(self.view, self.now_s)
+        if action is not None and action.step is RoleStep.DRAIN:
+            self.view.set_draining(action.node_id, self.now_s)
+        elif action is not None:
+            self.view.set_roles(action.node_id, frozenset({action.role}), self.now_s)
+            self.view.set_draining(action.node_id, self.now_s, False)
+            self.outcomes.role_changes += 1
+        if self._events:
+            self._at(self.now_s + ROLE_STEP_S, self._step_roles, roles)
 
     def _at(self, moment_s: float, call: Callable[..., None], *arguments: Any) -> None:
         self._num_scheduled += 1
@@ -198,10 +213,12 @@ class Cluster:
 
     def _sample(self) -> None:
         """Note the load of both pools: mean seconds to the end of the queue, mean predicted step."""
-        view, prefill, decode = self.view, self.prefill_nodes, self.decode_nodes
-        queue_s = sum(max(0.0, view.node(node.node_id).queued_s) for node in prefill)
+        view = self.view
+        prefill = [view.node_at(slot) for slot in bits_of(view.prefill_mask)]
+        decode = [self._nodes[view.node_at(slot).info.node_id].decode for slot in bits_of(view.decode_mask)]
+        queue_s = sum(node.queued_s for node in prefill) / max(1, len(prefill))
         step_s = sum(self._cost.decode_step_s(node.batch, node.context_tokens) for node in decode)
-        self.samples.append((self.now_s, queue_s / len(prefill), step_s / len(decode)))
+        self.samples.append((self.now_s, queue_s, step_s / max(1, len(decode))))
         if self._events:
             self._at(self.now_s + self.options.sample_every_s, self._sample)
 
@@ -215,34 +232,40 @@ class Cluster:
     def _arrived(self, row: TraceRequest) -> None:
         self._next_arrival()
         output_tokens = min(row.output_tokens, self.options.output_limit or row.output_tokens)
-        request = SimRequest(row, RequestId(str(self.outcomes.num_arrived)), output_tokens)
+        request = SimRequest(row, str(self.outcomes.num_arrived), output_tokens)
         self.outcomes.arrived()
+        self._begin(request)
+
+    def _begin(self, request: SimRequest) -> None:
+        """Place a request, or reject it."""
         asked = PlacementRequest(
-            request.request_id, request.chain, request.num_tokens, request.output_tokens, self.options.slo
+            request.request_id, request.chain, request.num_tokens, request.tokens_left, self.options.slo
         )
         placement = self._place(
             asked, self.view, self._cost, self.now_s, self._settings, self._choose_prefill
         )
         if not isinstance(placement, Placement):
+            self._in_flight.pop(request.name, None)
             self.outcomes.rejected(placement.reason.value, 0.0)
             return
         self.view.placed(asked, placement, self.now_s)
         request.placement = placement
-        node = self._prefill[placement.prefill_node]
+        request.waits_for = 1
+        self._in_flight[request.name] = request
+        node = self._nodes[placement.prefill_node]
         if placement.source_node is not None:
-            self._fetch(request, node, self._prefill[placement.source_node], placement)
+            self._fetch(request, node, self._nodes[placement.source_node], placement)
         node.queue.append(request)
         if node.running is None:
             self._start_prefill(node)
 
-    def _fetch(
-        self, request: SimRequest, node: PrefillNode, source: PrefillNode, placement: Placement
-    ) -> None:
+    def _fetch(self, request: SimRequest, node: SimNode, source: SimNode, placement: Placement) -> None:
         tokens = placement.matched_tokens - placement.local_blocks * self.options.block_size
         num_bytes = tokens * self._cost.profile.kv_token_bytes
         request.fetching = True
 
         def fetched(now_s: float) -> None:
+            request.flows.clear()
             request.fetching = False
             # what the source dropped meanwhile did not come
             blocks = request.chain[: min(placement.matched_blocks, source.cache.match(request.chain))]
@@ -251,10 +274,14 @@ class Cluster:
             if node.running is None:
                 self._start_prefill(node)
 
-        self.links.start(Flow(source.sends, node.receives, num_bytes, inf, fetched), self.now_s)
+        self._start_flow(request, Flow(source.sends, node.receives, num_bytes, inf, fetched))
 
-    def _start_prefill(self, node: PrefillNode) -> None:
-        request = node.take_ready()
+    def _start_flow(self, request: SimRequest, flow: Flow) -> None:
+        request.flows.append(flow)
+        self.links.start(flow, self.now_s)
+
+    def _start_prefill(self, node: SimNode) -> None:
+        request = node.take_ready() if node.running is None else None
         if request is None:
             return
         node.running = request
@@ -265,14 +292,13 @@ class Cluster:
         request.prefill_s = self._cost.prefill_s(new_tokens, request.prefix_tokens)
         node.busy_s += request.prefill_s
         self._hand_off(request, node)
-        self._at(self.now_s + request.prefill_s, self._prefilled, request, node)
+        self._at(self.now_s + request.prefill_s, self._prefilled, request, node, request.attempt)
 
-    def _hand_off(self, request: SimRequest, node: PrefillNode) -> None:
+    def _hand_off(self, request: SimRequest, node: SimNode) -> None:
         """Stream the prompt's KV to the decode node while it is computed."""
         placement = request.placement
         tokens = request.num_tokens - placement.decode_matched_blocks * self.options.block_size
-        request.waits_for = 1
-        if tokens <= 0 or request.output_tokens <= 1:
+        if tokens <= 0 or request.tokens_left <= 1:
             return
         request.waits_for = 2
         num_bytes = tokens * self._cost.profile.kv_token_bytes
@@ -280,56 +306,65 @@ class Cluster:
         # a flow slowed to that pace ends when a streamed hand-off would.
         tail_s = self._cost.transfer_s(tokens) / self._cost.profile.num_layers
         limit = num_bytes / (request.prefill_s + tail_s)
-        receives = self._receives[placement.decode_node]
+        receives = self._nodes[placement.decode_node].receives
 
         def arrived(now_s: float) -> None:
+            request.flows.clear()
             self._one_part_done(request)
 
-        self.links.start(Flow(node.sends, receives, num_bytes, limit, arrived), self.now_s)
+        self._start_flow(request, Flow(node.sends, receives, num_bytes, limit, arrived))
 
-    def _prefilled(self, request: SimRequest, node: PrefillNode) -> None:
+    def _prefilled(self, request: SimRequest, node: SimNode, attempt: int) -> None:
+        if request.attempt != attempt:
+            return
         node.running = None
         self._store(node, request.chain)
         self._one_part_done(request)
-        if node.running is None:
-            self._start_prefill(node)
+        self._start_prefill(node)
 
     def _one_part_done(self, request: SimRequest) -> None:
         request.waits_for -= 1
         if not request.waits_for:
-            self._first_token(request)
+            self._next_token(request)
 
-    def _first_token(self, request: SimRequest) -> None:
-        now_s = self.now_s
-        request.first_token_s = now_s
+    def _next_token(self, request: SimRequest) -> None:
+        """The token that prefill makes came: the first, or after a fault the next."""
+        now_s, options = self.now_s, self.options
         decode_id = request.placement.decode_node
-        options = self.options
-        if options.reject is not RejectPolicy.NONE:
-            state = self.view.node(decode_id)
-            if not admit_to_decode(state, self._cost, request.num_tokens, options.slo):
-                self.view.finished(request.request_id, now_s)
-                self.outcomes.rejected("tbt_late", request.prefill_s)
-                return
+        state = self.view.node(decode_id)
+        if not admit_to_decode(state, self._cost, request.num_tokens, options.slo, options.reject):
+            self.view.finished(request.request_id, now_s)
+            del self._in_flight[request.name]
+            self.outcomes.rejected("tbt_late", request.prefill_s)
+            return
         self.view.prefill_done(request.request_id, now_s)
-        sequence = Sequence(request, request.num_tokens, request.output_tokens - 1, now_s)
-        if request.output_tokens <= 1:
+        if request.first_token_s is None:
+            request.first_token_s = now_s
+        else:
+            request.gaps.append((now_s - request.last_token_s, 1, 0.0))
+        sequence = Sequence(request, request.num_tokens, request.tokens_left - 1, now_s)
+        sequence.gaps = request.gaps
+        if request.tokens_left <= 1:
             self._finished(sequence, now_s)
         else:
-            self._decode[decode_id].join(sequence, now_s)
+            self._nodes[decode_id].decode.join(sequence, now_s)
 
     def _finished(self, sequence: Sequence[SimRequest], now_s: float) -> None:
         request = sequence.owner
-        self.view.finished(request.request_id, now_s, request.output_tokens)
+        assert request.first_token_s is not None, "a sequence decodes after its first token"
+        self.view.finished(request.request_id, now_s, request.tokens_left)
+        del self._in_flight[request.name]
         self.outcomes.completed(
+            arrival_s=request.arrival_s,
             ttft_s=request.first_token_s - request.arrival_s,
-            tbt_s=sequence.worst_gaps_s(),
-            num_tokens=request.num_tokens,
-            prefix_tokens=request.prefix_tokens,
+            tbt_s=worst_gaps_s(sequence.gaps),
+            num_tokens=request.prompt_tokens,
+            prefix_tokens=min(request.prefix_tokens, request.prompt_tokens),
             prefill_s=request.prefill_s,
             queue_s=request.started_at_s - request.arrival_s,
         )
 
-    def _store(self, node: PrefillNode, chain: ChainOf[Key]) -> int:
+    def _store(self, node: SimNode, chain: ChainOf[Key]) -> int:
         """Put blocks into a node's cache and tell the view; return how many are new."""
         stored, evicted = node.cache.store(chain)
         if not stored and not evicted:
@@ -338,10 +373,13 @@ class Cluster:
         node.next_event += len(stored) + len(evicted)
         if self.options.view_delay_s:
             told_at_s = self.now_s + self.options.view_delay_s
-            self._at(told_at_s, self._tell, node.node_id, first_number, stored, evicted)
+            self._at(told_at_s, self._tell, node, node.epoch, first_number, stored, evicted)
         else:
             self.view.kv_events(node.node_id, first_number, stored, evicted)
         return len(stored)
 
-    def _tell(self, node_id: NodeId, first_number: int, stored: ChainOf[Key], evicted: list[Key]) -> None:
-        self.view.kv_events(node_id, first_number, stored, evicted)
+    def _tell(
+        self, node: SimNode, epoch: int, first_number: int, stored: ChainOf[Key], evicted: list[Key]
+    ) -> None:
+        if epoch == node.epoch:
+            self.view.kv_events(node.node_id, first_number, stored, evicted)

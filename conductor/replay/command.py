@@ -21,14 +21,37 @@ from base.request import Slo
 from conductor.admission import RejectPolicy
 from conductor.cost_model import CostModel, Profile, load_profile, preset_names
 from conductor.replay.cluster import ClusterOptions
+from conductor.replay.faults import read_faults
+from conductor.replay.generate import WORKLOADS, generate
+from conductor.replay.page import POINTS, RunLines, page, run_lines
 from conductor.replay.paper import EXPERIMENTS
+from conductor.replay.peers import RULES
 from conductor.replay.policies import POLICIES
-from conductor.replay.report import Report, aligned, run_report, to_json, to_table, trace_report
-from conductor.replay.simulate import Plan, simulate
+from conductor.replay.report import (
+    Report,
+    aligned,
+    colocated_report,
+    run_report,
+    to_json,
+    to_table,
+    trace_report,
+)
+from conductor.replay.simulate import Plan, simulate, simulate_colocated
 from conductor.replay.trace import Trace, read_trace
+from conductor.roles import RoleSettings
+from kvstore.eviction import BY_NAME
+
+POLICY_SETS: dict[str, tuple[str, ...]] = {"all": POLICIES, "peers": (*RULES, "global")}
 
 # The paper's real-trace bounds (arXiv 2407.00079, section 8.1.3).
 DEFAULT_SLO = Slo(ttft_slo_s=30.0, tbt_slo_s=0.1)
+
+# Of a trace that is asked for by the name of a workload: a quarter of an hour.
+GENERATED_REQUESTS = 4_000
+GENERATED_RATE = 3.9
+
+# Roles change for a mean queue well inside the TTFT bound, which is for the tail.
+FLIP_TTFT_SHARE = 5.0
 
 
 def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
@@ -48,9 +71,16 @@ def make_parser() -> argparse.ArgumentParser:
         prog="conductor replay", description="Run a trace through the scheduler in virtual time."
     )
     add = parser.add_argument
-    add("trace", type=Path, help="Mooncake JSON Lines, plain or .gz")
-    add("--nodes", type=parse_nodes, default=(8, 8), metavar="8P8D", help="prefill and decode nodes")
-    add("--policy", choices=(*POLICIES, "all"), default="global")
+    workloads = ", ".join(WORKLOADS)
+    add("trace", type=Path, help=f"Mooncake JSON Lines, plain or .gz; or a generated one: {workloads}")
+    add(
+        "--nodes",
+        type=parse_nodes,
+        default=(8, 8),
+        metavar="8P8D|16C",
+        help="prefill and decode, or colocated nodes",
+    )
+    add("--policy", choices=[*POLICIES, *RULES, "all", "peers"], default="global")
     add("--reject", choices=[policy.value for policy in RejectPolicy], default="none")
     add("--profile", default="a800-llama70b", help=f"file, or one of {', '.join(preset_names())}")
     add("--speed", type=_positive, default=1.0, help="arrivals so many times faster")
@@ -60,11 +90,20 @@ def make_parser() -> argparse.ArgumentParser:
     add("--slo-ttft", type=_positive, default=DEFAULT_SLO.ttft_slo_s, metavar="S")
     add("--slo-tbt", type=_positive, default=DEFAULT_SLO.tbt_slo_s, metavar="S")
     add("--threshold", type=_positive, metavar="X", help="kvcache_balancing_threshold (cost model decides)")
+    add("--eviction", choices=list(BY_NAME), default="lru", help="policy of the nodes' caches")
     add("--view-delay", type=float, default=0.0, metavar="S", help="KV events reach the conductor late")
+    add(
+        "--fault",
+        type=Path,
+        metavar="FILE",
+        help='nodes that die: {"at_s": 600, "node": "p3", "for_s": 120} a line',
+    )
+    add("--flip-roles", action="store_true", help="nodes change roles with the load")
     add("--block-size", type=int, metavar="N", help="tokens per hash id (the header's, or 512)")
     add("--seed", type=int, default=0)
     add("--skip-bad", action="store_true", help="count bad rows instead of stopping")
     add("--report", type=Path, metavar="OUT.json")
+    add("--html", type=Path, metavar="OUT.html", help="a page with charts")
     add("--timing", action="store_true", help="put wall times into the report too")
     add("--paper", choices=[*EXPERIMENTS, "all"], help="a published experiment, the paper's row beside ours")
     add("--json", action="store_true", help="print the report instead of the table")
@@ -72,11 +111,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """Return (prefill, decode) of a text like 8P8D."""
-    match = re.fullmatch(r"(\d+)P(\d+)D", text, re.IGNORECASE)
-    if not match or "0" in match.groups():
-        raise argparse.ArgumentTypeError(f"{text!r}: like 8P8D, at least one of each")
-    return int(match[1]), int(match[2])
+    """Return (prefill, decode) of a text like 8P8D; (colocated, 0) of one like 16C."""
+    match = re.fullmatch(r"([1-9]\d*)(?:P([1-9]\d*)D|C)", text, re.IGNORECASE)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r}: like 8P8D, at least one of each, or 16C")
+    return int(match[1]), int(match[2] or 0)
 
 
 def _positive(text: str) -> float:
@@ -87,7 +126,7 @@ def _positive(text: str) -> float:
 
 
 def _replay(args: argparse.Namespace, clock: Clock) -> int:
-    trace = read_trace(args.trace, args.block_size, args.skip_bad)
+    trace = _trace(args)
     for reason in trace.bad_rows:
         sys.stderr.write(f"passed over {reason}\n")
     profile = load_profile(args.profile)
@@ -96,19 +135,38 @@ def _replay(args: argparse.Namespace, clock: Clock) -> int:
     slo = Slo(args.slo_ttft, args.slo_tbt)
     runs: list[Report] = []
     timed: list[Report] = []
-    for policy in POLICIES if args.policy == "all" else (args.policy,):
+    lines: list[RunLines] = []
+    is_colocated = args.nodes[1] == 0
+    policies = ("colocated",) if is_colocated else POLICY_SETS.get(args.policy, (args.policy,))
+    for policy in policies:
         plan = _plan(args, trace, CostModel(profile), policy, slo)
         started_s = clock.now_s()
-        cluster = simulate(plan)
-        wall_s = clock.now_s() - started_s
-        runs.append(run_report(cluster, slo))
-        timed.append(run_report(cluster, slo, max(wall_s, 1e-9)))
+        if is_colocated:
+            report = colocated_report(simulate_colocated(plan), slo)
+        else:
+            cluster = simulate(plan)
+            report = run_report(cluster, slo)
+            if args.html:
+                lines.append(run_lines(cluster))
+        wall_s = max(clock.now_s() - started_s, 1e-9)
+        runs.append(report)
+        timing = {"wall_s": round(wall_s, 3), "requests_per_s": round(report["requests"] / wall_s)}
+        timed.append({**report, **timing})
     about = trace_report(trace, args.speed, args.scale)
     text = to_json(about, timed if args.timing else runs, dataclasses.asdict(profile))
     if args.report:
         args.report.write_text(text)
+    if args.html:
+        args.html.write_text(page(f"conductor replay {trace.name}", runs, lines))
     sys.stdout.write(text if args.json else f"{_heading(about, profile.source)}\n{to_table(timed)}\n")
     return 0
+
+
+def _trace(args: argparse.Namespace) -> Trace:
+    name = str(args.trace)
+    if name in WORKLOADS and not args.trace.exists():
+        return generate(name, args.until or GENERATED_REQUESTS, GENERATED_RATE, args.seed)
+    return read_trace(args.trace, args.block_size, args.skip_bad)
 
 
 def _paper(name: str, trace: Trace, profile: Profile) -> int:
@@ -128,7 +186,11 @@ def _plan(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str, 
         reject=RejectPolicy(args.reject),
         slo=slo,
         kvcache_balancing_threshold=args.threshold,
+        eviction=args.eviction,
+        faults=read_faults(args.fault) if args.fault else (),
+        roles=RoleSettings(slo.ttft_slo_s / FLIP_TTFT_SHARE, slo.tbt_slo_s) if args.flip_roles else None,
         view_delay_s=args.view_delay,
+        sample_every_s=max(1.0, trace.span_s / args.speed / POINTS) if args.html else 0.0,
         seed=args.seed,
     )
     return Plan(trace, cost, options, args.speed, args.scale, args.jitter, args.until)

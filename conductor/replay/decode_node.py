@@ -27,12 +27,7 @@ from math import ceil, sqrt
 from typing import Generic, TypeVar
 
 from conductor.cost_model import CostModel
-
-Segment = tuple[float, int, float]
-"""(seconds of its last and longest step, steps, growth from each step to the next)."""
-
-# The paper's TBT of a request: the mean of its longest tenth of token gaps.
-LONGEST_SHARE = 0.1
+from conductor.replay.outcome import Segment
 
 # Segments kept for sequences that ended are dropped when so many have gathered.
 TRIM_AT = 4096
@@ -66,22 +61,6 @@ class Sequence(Generic[S]):
         self.first_segment = 0
         self.finish_step = 0
         self.number = 0
-
-    def worst_gaps_s(self) -> float:
-        """Return the mean of the longest tenth of its token gaps."""
-        total = sum([segment[1] for segment in self.gaps])
-        if not total:
-            return 0.0
-        wanted = max(1, ceil(total * LONGEST_SHARE))
-        left, seconds = wanted, 0.0
-        for last_s, steps, growth_s in sorted(self.gaps, reverse=True):
-            taken = steps if steps < left else left
-            # the last `taken` of an arithmetic progression
-            seconds += taken * (last_s - growth_s * (taken - 1) / 2)
-            left -= taken
-            if not left:
-                break
-        return seconds / wanted
 
 
 Schedule = Callable[..., None]
@@ -202,7 +181,7 @@ class DecodeNode(Generic[S]):
             steps = min(steps, max(0, (self.capacity_tokens - self._context_tokens) // self._batch))
         cost, batch, context = self._cost, self._batch, self._context_tokens
         first_s = self._first_s = cost.decode_step_s(batch, context)
-        growth_s = self._growth_s = cost.decode_step_s(batch, context + batch) - first_s
+        growth_s = self._growth_s = cost.profile.decode_context_token_s * batch
         at_s = self._started_at_s + steps * first_s + growth_s * steps * (steps - 1) / 2
         self._schedule(at_s, self._reach, self._version, steps, at_s)
 

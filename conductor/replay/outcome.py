@@ -7,6 +7,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from math import ceil
+
+Segment = tuple[float, int, float]
+"""Token gaps that grow evenly: (seconds of the last and longest, gaps, growth of each next)."""
+
+# The paper's TBT of a request: the mean of its longest tenth of token gaps.
+LONGEST_SHARE = 0.1
 
 
 class Outcomes:
@@ -18,6 +25,9 @@ class Outcomes:
         self.rejections: Counter[str] = Counter()
         self.wasted_prefill_s = 0.0
         self.replicas_created = 0
+        self.num_retried = 0
+        self.role_changes = 0
+        self.arrival_s = array("d")
         self.ttft_s = array("d")
         self.tbt_s = array("d")
         self.num_tokens = array("q")
@@ -37,6 +47,7 @@ class Outcomes:
     def completed(
         self,
         *,
+        arrival_s: float,
         ttft_s: float,
         tbt_s: float,
         num_tokens: int,
@@ -45,6 +56,7 @@ class Outcomes:
         queue_s: float,
     ) -> None:
         """A request had its last token."""
+        self.arrival_s.append(arrival_s)
         self.ttft_s.append(ttft_s)
         self.tbt_s.append(tbt_s)
         self.num_tokens.append(num_tokens)
@@ -90,3 +102,20 @@ def distribution(values: array[float]) -> dict[str, float]:
         name: ordered[round(share * last)] for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
     }
     return {"mean": sum(ordered) / len(ordered), **ranks}
+
+
+def worst_gaps_s(gaps: list[Segment]) -> float:
+    """Return the mean of the longest tenth of a request's token gaps; 0 where there is none."""
+    total = sum([segment[1] for segment in gaps])
+    if not total:
+        return 0.0
+    wanted = max(1, ceil(total * LONGEST_SHARE))
+    left, seconds = wanted, 0.0
+    for last_s, steps, growth_s in sorted(gaps, reverse=True):
+        taken = steps if steps < left else left
+        # the last `taken` of an arithmetic progression
+        seconds += taken * (last_s - growth_s * (taken - 1) / 2)
+        left -= taken
+        if not left:
+            break
+    return seconds / wanted

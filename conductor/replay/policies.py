@@ -14,6 +14,7 @@ from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
 from conductor.load_order import bits_of
 from conductor.placement import PlacementRequest
+from conductor.replay.peers import RULES, peer_policy
 from conductor.scheduler import PrefillChoice, PrefillPolicy, SchedulerSettings, candidate, least_ttft
 from kvstore.index import Group
 
@@ -22,7 +23,9 @@ POLICIES = ("random", "load", "local", "global")
 
 
 def prefill_policy(name: str, seed: int) -> PrefillPolicy:
-    """Return the rule called `name`, one of POLICIES; `seed` makes `random` repeatable."""
+    """Return the rule called `name`, of POLICIES or a peer's; `seed` makes `random` repeatable."""
+    if name in RULES:
+        return peer_policy(name)
     if name == "load":
         return least_loaded
     if name == "random":

@@ -13,7 +13,8 @@ from typing import Any
 
 from base.request import Slo
 from conductor.replay.cluster import Cluster
-from conductor.replay.outcome import distribution
+from conductor.replay.colocated import ColocatedCluster
+from conductor.replay.outcome import Outcomes, distribution
 from conductor.replay.trace import Trace
 
 Report = dict[str, Any]
@@ -35,20 +36,44 @@ def trace_report(trace: Trace, speed: float, scale: int) -> Report:
     }
 
 
-def run_report(cluster: Cluster, slo: Slo, wall_s: float | None = None) -> Report:
-    """Describe a finished run.
+def run_report(cluster: Cluster, slo: Slo) -> Report:
+    """Describe a finished run of a disaggregated cluster.
 
     Args:
         cluster: After `run`.
         slo: The bounds that effective capacity is judged by.
-        wall_s: Seconds that the run took here; None leaves it out.
     """
     outcomes, options = cluster.outcomes, cluster.options
-    report: Report = {
+    return {
         "policy": options.policy,
         "reject": options.reject.value,
         "prefill_nodes": options.prefill_nodes,
         "decode_nodes": options.decode_nodes,
+        **_outcome_report(outcomes, slo),
+        "bytes_moved": round(cluster.links.bytes_moved),
+        "replicas_created": outcomes.replicas_created,
+        "preemptions": sum(node.decode.num_preemptions for node in cluster.nodes),
+        "retries": outcomes.num_retried,
+        "role_changes": outcomes.role_changes,
+        "simulated_s": round(cluster.now_s, DIGITS),
+        "events": cluster.num_events,
+    }
+
+
+def colocated_report(cluster: ColocatedCluster, slo: Slo) -> Report:
+    """Describe a finished run of a colocated cluster."""
+    return {
+        "policy": "colocated",
+        "reject": "none",
+        "colocated_nodes": cluster.num_nodes,
+        **_outcome_report(cluster.outcomes, slo),
+        "simulated_s": round(cluster.now_s, DIGITS),
+    }
+
+
+def _outcome_report(outcomes: Outcomes, slo: Slo) -> Report:
+    prefill_s = sum(outcomes.prefill_s) / max(1, outcomes.num_completed)
+    return {
         "requests": outcomes.num_arrived,
         "completed": outcomes.num_completed,
         "rejected": outcomes.num_rejected,
@@ -59,18 +84,9 @@ def run_report(cluster: Cluster, slo: Slo, wall_s: float | None = None) -> Repor
         "effective_capacity": round(outcomes.share_within(slo.ttft_slo_s, slo.tbt_slo_s), DIGITS),
         "hit_rate_blocks": round(outcomes.hit_rate_blocks(), DIGITS),
         "hit_rate_tokens": round(outcomes.hit_rate_tokens(), DIGITS),
-        "prefill_gpu_s_per_request": round(sum(outcomes.prefill_s) / max(1, outcomes.num_completed), DIGITS),
+        "prefill_gpu_s_per_request": round(prefill_s, DIGITS),
         "wasted_prefill_s": round(outcomes.wasted_prefill_s, DIGITS),
-        "bytes_moved": round(cluster.links.bytes_moved),
-        "replicas_created": outcomes.replicas_created,
-        "preemptions": sum(node.num_preemptions for node in cluster.decode_nodes),
-        "simulated_s": round(cluster.now_s, DIGITS),
-        "events": cluster.num_events,
     }
-    if wall_s is not None:
-        report["wall_s"] = round(wall_s, 3)
-        report["requests_per_s"] = round(outcomes.num_arrived / wall_s)
-    return report
 
 
 def to_json(trace: Report, runs: Sequence[Report], profile: Report) -> str:
@@ -83,6 +99,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reject", "reject", "{}"),
     ("P", "prefill_nodes", "{}"),
     ("D", "decode_nodes", "{}"),
+    ("C", "colocated_nodes", "{}"),
     ("done", "completed", "{}"),
     ("rejected", "rejected", "{}"),
     ("TTFT mean", "ttft_s.mean", "{:.2f}"),
@@ -106,7 +123,14 @@ SCALES = {"tbt_s.mean": 1e3, "tbt_s.p99": 1e3, "bytes_moved": 1e-12}
 
 def to_table(runs: Sequence[Report]) -> str:
     """Return an aligned table, one line a run."""
-    return aligned([[head for head, _, _ in COLUMNS], *([_cell(run, c) for c in COLUMNS] for run in runs)])
+    return aligned(table_rows(runs))
+
+
+def table_rows(runs: Sequence[Report]) -> list[list[str]]:
+    """Return the heads and one row a run, without columns that say nothing."""
+    rows = [[head for head, _, _ in COLUMNS], *([_cell(run, column) for column in COLUMNS] for run in runs)]
+    told = [at for at in range(len(COLUMNS)) if any(row[at] != "-" for row in rows[1:])]
+    return [[row[at] for at in told] for row in rows]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from conductor.cost_model import CostModel
 from conductor.replay.cluster import Cluster, ClusterOptions
+from conductor.replay.colocated import ColocatedCluster
 from conductor.replay.trace import Trace, arrivals
 
 
@@ -26,6 +27,20 @@ class Plan:
 def simulate(plan: Plan) -> Cluster:
     """Return the cluster after every request of the plan ended."""
     cluster = Cluster(plan.cost, plan.options)
+    _run(cluster, plan)
+    return cluster
+
+
+def simulate_colocated(plan: Plan) -> ColocatedCluster:
+    """As `simulate`, with as many colocated nodes as the plan has nodes in all."""
+    options = plan.options
+    num_nodes = options.prefill_nodes + options.decode_nodes
+    cluster = ColocatedCluster(plan.cost, num_nodes, options.block_size)
+    _run(cluster, plan)
+    return cluster
+
+
+def _run(cluster: Cluster | ColocatedCluster, plan: Plan) -> None:
     rows = arrivals(plan.trace, plan.speed, plan.scale, plan.jitter_s, plan.limit, plan.options.seed)
     # The run makes millions of objects and no cycles; looking for some takes time for
     # nothing.
@@ -36,4 +51,3 @@ def simulate(plan: Plan) -> Cluster:
     finally:
         gc.enable()
         gc.unfreeze()
-    return cluster

@@ -37,6 +37,22 @@ def require_paged_layer(
         raise ValueError("context_lens must be [num_seqs] int32")
 
 
+def require_new_rows(kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise ValueError unless K and V of new tokens fit a layer of the cache.
+
+    Args:
+        key, value: [num_tokens, num_kv_heads, head_dim], head_dim contiguous.
+    """
+    if key.shape != value.shape or key.shape[1:] != kv_cache.shape[3:]:
+        raise ValueError(
+            f"key {tuple(key.shape)}, value {tuple(value.shape)}, cache {tuple(kv_cache.shape)} do not fit"
+        )
+    if not key.dtype == value.dtype == kv_cache.dtype:
+        raise ValueError(f"key is {key.dtype}, value {value.dtype}, the cache {kv_cache.dtype}")
+    if key.stride(2) != 1 or value.stride(2) != 1 or kv_cache.stride(4) != 1:
+        raise ValueError("head_dim must be contiguous in key, value and cache")
+
+
 def kernel_constants(
     query: torch.Tensor, kv_cache: torch.Tensor, rule: AttentionRule, sinks: torch.Tensor | None
 ) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.paged_layer import require_new_rows
+
 
 def write_kv_definition(
     key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
@@ -37,14 +39,7 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
         ValueError: a shape, stride or dtype that the kernel does not take.
     """
     num_tokens, num_kv_heads, head_dim = key.shape
-    if key.shape != value.shape or tuple(kv_cache.shape[3:]) != (num_kv_heads, head_dim):
-        raise ValueError(
-            f"key {tuple(key.shape)}, value {tuple(value.shape)}, cache {tuple(kv_cache.shape)} do not fit"
-        )
-    if not key.dtype == value.dtype == kv_cache.dtype:
-        raise ValueError(f"key is {key.dtype}, value {value.dtype}, the cache {kv_cache.dtype}")
-    if key.stride(2) != 1 or value.stride(2) != 1 or kv_cache.stride(4) != 1:
-        raise ValueError("head_dim must be contiguous in key, value and cache")
+    require_new_rows(kv_cache, key, value)
     if kv_cache.stride(3) != head_dim:
         raise ValueError("the heads of a cached token must be contiguous")
     if slots.shape != (num_tokens,) or slots.dtype not in (torch.int32, torch.int64):

@@ -10,7 +10,7 @@ import promql_parser
 import pytest
 import yaml
 
-from base.metrics import ConductorMetrics, NodeMetrics, process_registry
+from base.metrics import ConductorMetrics, NodeMetrics, StoreMetrics, process_registry
 from deploy import dashboards
 
 ROOT = Path(__file__).parent.parent.parent
@@ -33,6 +33,7 @@ def exposed_names():
     registry = process_registry()
     ConductorMetrics(registry, "m")
     NodeMetrics(registry)
+    StoreMetrics(registry)
     suffixes = {
         "counter": ("_total",),
         "histogram": ("_bucket", "_sum", "_count"),

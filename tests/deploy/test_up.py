@@ -103,6 +103,7 @@ def test_what_dies_is_restarted_and_ctrl_c_leaves_nothing(start):
     _, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
     assert "nothing is left running" in err
+    assert "Task was destroyed" not in err
     assert wait_all_gone(environment, STOP_S) == {}
 
 

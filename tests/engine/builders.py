@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence as Items
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -72,20 +73,21 @@ async def run_sequences(loop: EngineLoop, sequences: Items[Sequence]) -> dict[st
     steps = asyncio.create_task(loop.run())
     await asyncio.wait([steps, asyncio.create_task(all_ended.wait())], return_when=asyncio.FIRST_COMPLETED)
     steps.cancel()
-    await asyncio.gather(steps, return_exceptions=True)
+    with pytest.raises(asyncio.CancelledError):
+        await steps
     loop.scheduler.check()
     loop.pool.check()
     assert loop.pool.num_held == 0
     return results
 
 
-def greedy(loop: EngineLoop, prompts: Items[Items[int]], max_tokens: int, **fields) -> list[list[int]]:
+async def greedy(loop: EngineLoop, prompts: Items[Items[int]], max_tokens: int, **fields) -> list[list[int]]:
     """Return the tokens that the engine generates for each prompt, all added at once."""
     names = [f"r{index:03}" for index in range(len(prompts))]
     sequences = [
         make_sequence(name, prompt, max_tokens, **fields) for name, prompt in zip(names, prompts, strict=True)
     ]
-    results = asyncio.run(run_sequences(loop, sequences))
+    results = await run_sequences(loop, sequences)
     return [[token.token_id for token in results[name]] for name in names]
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence as Items
 
 from base.request import SampledToken
-from engine.step import StepPlan, StepResult
+from engine.sequence import Sequence
+from engine.step import StepEntry, StepPlan, StepResult
 
 
 def prefix_digest(token_ids: Items[int]) -> int:
@@ -35,10 +36,14 @@ class FakeDevice:
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
-        return StepResult(tuple(self._run(entry) for entry in plan.entries))
+        tokens = []
+        for entry in plan.entries:
+            token_ids = entry.sequence.token_ids[: entry.context_len]
+            self.write(entry, token_ids)
+            tokens.append(SampledToken(next_token(token_ids)) if entry.samples else None)
+        return StepResult(tuple(tokens))
 
-    def _run(self, entry) -> SampledToken | None:
-        token_ids = entry.sequence.token_ids[: entry.context_len]
+    def write(self, entry: StepEntry, token_ids: list[int]) -> None:
         digest = 0
         for position, token_id in enumerate(token_ids):
             digest = (digest * 1_000_003 + token_id + 1) % (1 << 61)
@@ -47,4 +52,28 @@ class FakeDevice:
             if position >= entry.start:
                 block[offset] = digest
             assert block[offset] == digest, f"{entry.sequence.request_id} reads a foreign token at {position}"
-        return SampledToken(next_token(token_ids)) if entry.samples else None
+
+
+class LaunchingFakeDevice:
+    """The same for steps that are launched before the tokens of earlier ones are known."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._device = FakeDevice(num_blocks, block_size)
+        self._sampled: dict[Sequence, int] = {}
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        tokens = []
+        for entry in plan.entries:
+            token_ids = entry.sequence.token_ids[: entry.context_len]
+            if len(token_ids) < entry.context_len:
+                token_ids.append(self._sampled[entry.sequence])
+            assert len(token_ids) == entry.context_len
+            self._device.write(entry, token_ids)
+            sampled = SampledToken(next_token(token_ids)) if entry.samples else None
+            if sampled is not None:
+                self._sampled[entry.sequence] = sampled.token_id
+            tokens.append(sampled)
+        return StepResult(tuple(tokens))
+
+    def resolve(self, launched: StepResult) -> StepResult:
+        return launched

@@ -103,14 +103,14 @@ def prompts_of(seed: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_those_of_generate(family: str) -> None:
+async def test_greedy_tokens_equal_those_of_generate(family: str) -> None:
     model = random_model(family, **FAMILIES[family])
     prompts = prompts_of(seed=1)
     expected = [reference(model, prompt, 12) for prompt in prompts]
     loop = make_loop(make_model(model), chunk_tokens=23)
-    assert greedy(loop, prompts, 12) == expected
+    assert await greedy(loop, prompts, 12) == expected
     # Once more: now every prompt has a prefix in the cache.
-    assert greedy(loop, prompts, 12) == expected
+    assert await greedy(loop, prompts, 12) == expected
 
 
 @pytest.mark.parametrize("family", ["falcon", "mamba", "bloom"])

@@ -1,19 +1,21 @@
 """The engine loop: steps on one thread, listeners on the event loop, nothing lost."""
 
 import asyncio
+import random
 import threading
 from contextlib import asynccontextmanager
 
 import pytest
 
+from base.clock import SystemClock
 from base.errors import CapacityError
-from base.request import FinishReason
+from base.request import FinishReason, StopParams
 from engine.block_pool import BlockPool
-from engine.loop import EngineLoop
+from engine.loop import EngineLoop, LaunchingRunner, StepRunner
 from engine.scheduler import Scheduler
 from engine.step import SequenceOutput, StepPlan, StepResult
 from tests.engine.builders import make_sequence
-from tests.engine.fakes import FakeDevice, continuation
+from tests.engine.fakes import FakeDevice, LaunchingFakeDevice, continuation
 
 NUM_BLOCKS = 16
 BLOCK_SIZE = 4
@@ -39,9 +41,11 @@ class GatedDevice:
         return self._device.execute(plan)
 
 
-def make_loop(device: GatedDevice, max_batch: int = 4) -> EngineLoop:
+def make_loop(device: StepRunner | LaunchingRunner, max_batch: int = 4) -> EngineLoop:
     pool = BlockPool(NUM_BLOCKS)
-    return EngineLoop(device, Scheduler(pool, BLOCK_SIZE, 8, max_batch, max_model_len=200), pool)
+    return EngineLoop(
+        device, Scheduler(pool, BLOCK_SIZE, 8, max_batch, max_model_len=200), pool, SystemClock()
+    )
 
 
 @asynccontextmanager
@@ -193,4 +197,43 @@ async def test_cancelling_waits_for_the_step_in_flight() -> None:
     device.open.set()
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert loop.pool.num_held == 0
+
+
+def released_at_its_end(loop: EngineLoop, heard: Collected):
+    """A sequence that ended and keeps its blocks can keep others from ending."""
+
+    def listen(output: SequenceOutput) -> None:
+        heard(output)
+        if output.finish_reason is not None:
+            loop.release(output.sequence)
+
+    return listen
+
+
+@pytest.mark.parametrize("device_type", [FakeDevice, LaunchingFakeDevice])
+@pytest.mark.parametrize("seed", range(15))
+async def test_random_histories_give_every_listener_its_tokens(device_type, seed: int) -> None:
+    """Stop tokens, lengths, cancellations and preemption, whether steps are launched ahead or not."""
+    rng = random.Random(seed)
+    loop = make_loop(device_type(NUM_BLOCKS, BLOCK_SIZE), max_batch=rng.randint(2, 5))
+    finished = []
+    async with running(loop):
+        for number in range(12):
+            prompt = [*range(rng.choice([0, 5, 9])), *(rng.randrange(4) for _ in range(rng.randint(1, 9)))]
+            count = rng.randint(1, 25)
+            expected = continuation(prompt, count)
+            stop = StopParams(count, stop_token_ids=(rng.choice(expected),))
+            expected = expected[: expected.index(stop.stop_token_ids[0]) + 1]
+            sequence, heard = make_sequence(f"r{number:02}", prompt, stop=stop), Collected()
+            loop.add(sequence, released_at_its_end(loop, heard))
+            finished.append((sequence, heard, expected))
+            if rng.random() < 0.3:
+                loop.release(finished.pop(rng.randrange(len(finished)))[0])
+            for _ in range(rng.randint(0, 6)):
+                await asyncio.sleep(0)
+        for sequence, heard, expected in finished:
+            await heard.ended()
+            assert heard.tokens == expected, sequence.request_id
+        assert loop.num_failed_steps == 0
     assert loop.pool.num_held == 0

@@ -105,17 +105,17 @@ def tokens_of(smollm2, texts: list[str]) -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
 
-def generated(loop: EngineLoop, prompts: list[list[int]]) -> list[list[int]]:
-    return greedy(loop, prompts, NEW_TOKENS, stop=StopParams(NEW_TOKENS, stop_token_ids=(EOS,)))
+async def generated(loop: EngineLoop, prompts: list[list[int]]) -> list[list[int]]:
+    return await greedy(loop, prompts, NEW_TOKENS, stop=StopParams(NEW_TOKENS, stop_token_ids=(EOS,)))
 
 
-def test_greedy_tokens_equal_those_of_generate(smollm2) -> None:
+async def test_greedy_tokens_equal_those_of_generate(smollm2) -> None:
     model, paged, _ = smollm2
     prompts = tokens_of(smollm2, fast_prompts())
     expected = [reference(model, prompt, NEW_TOKENS, EOS, "sdpa") for prompt in prompts]
     loop = make_loop(paged, num_blocks=64, block_size=32, chunk_tokens=50)
-    assert generated(loop, prompts) == expected
-    assert generated(loop, prompts) == expected, "with prefixes from the cache"
+    assert await generated(loop, prompts) == expected
+    assert await generated(loop, prompts) == expected, "with prefixes from the cache"
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +134,10 @@ def expected_of_all(smollm2) -> tuple[list[list[int]], list[list[int]]]:
     [(300, 1, 400), (77, 16, 400), (511, 16, 80)],
     ids=["one at a time", "16 at once", "16 at once in a cache too small for them"],
 )
-def test_all_prompts_equal_generate(smollm2, expected_of_all, chunk_tokens, max_batch, num_blocks) -> None:
+async def test_all_prompts_equal_generate(
+    smollm2, expected_of_all, chunk_tokens, max_batch, num_blocks
+) -> None:
     prompts, expected = expected_of_all
     loop = make_loop(smollm2[1], num_blocks, 64, chunk_tokens, max_batch)
-    assert generated(loop, prompts) == expected
-    assert generated(loop, prompts) == expected, "with prefixes from the cache"
+    assert await generated(loop, prompts) == expected
+    assert await generated(loop, prompts) == expected, "with prefixes from the cache"

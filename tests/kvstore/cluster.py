@@ -11,6 +11,7 @@ from base.config import TransferConfig
 from base.request import NodeId
 from base.rpc import start_server
 from kvstore.client import BlockCache
+from kvstore.context import private_segment
 from kvstore.directory import MemoryBoard, MemoryDirectory
 from kvstore.disk import opened
 from kvstore.eviction import BY_NAME
@@ -39,13 +40,14 @@ class Node:
     store: Store
     cache: BlockCache
     agent: TransferAgent
+    life: AsyncExitStack
     clock: ManualClock
     server: object
 
     async def die(self):
         """Go without a word: peers find a closed port."""
         await self.server.stop(0)
-        await self.agent.close()
+        await self.life.aclose()
 
 
 class Cluster:
@@ -55,12 +57,16 @@ class Cluster:
         self.board = MemoryBoard()
         self.stack = AsyncExitStack()
         self.last_epoch = 0
+        self.lives = {}
 
-    async def agent(self, name, transports=("tcp",)):
+    async def agent(self, name, transports=("tcp",), wrap=lambda transport: transport):
         self.last_epoch += 1
         config = TransferConfig(transports=transports, timeout_s=5.0)
-        agent = TransferAgent(name, self.last_epoch, config, SystemClock())
-        return await self.stack.enter_async_context(agent)
+        agent = TransferAgent(name, self.last_epoch, config, SystemClock(), wrap)
+        life = AsyncExitStack()
+        self.lives[agent] = life
+        self.stack.push_async_callback(life.aclose)
+        return await life.enter_async_context(agent)
 
     async def node(self, name, num_blocks=16, folder=None, transports=("tcp",), num_slots=64, **limits):
         agent = await self.agent(name, transports)
@@ -70,66 +76,30 @@ class Cluster:
             disk = opened(folder, BLOCK_BYTES, num_slots)
             await disk.recover()
             self.stack.push_async_callback(disk.close)
-        address_of = {}
-        board = self.board
-        pool = HostPool(num_blocks, BY_NAME["lru"], clock, PoolLimits(**limits))
-        # The server's port is known only when it listens; the member is made after it.
-        directory = _Late()
-        store = Store(agent, pool, BLOCK_BYTES, directory, disk)
-        member = Member(NodeId(name), agent.descriptor.epoch, "", name, agent.descriptor, BLOCK_BYTES)
-        service = store_service(store, member)
+        store = Store(
+            agent, HostPool(num_blocks, BY_NAME["lru"], clock, PoolLimits(**limits)), BLOCK_BYTES, disk
+        )
+        members = []
+        service = store_service(store, lambda: members[0])
         server, port, _ = await start_server([service], lambda: True, "127.0.0.1:0", 16 << 20)
         self.stack.push_async_callback(server.stop, 0)
-        member = Member(
-            member.node_id, member.epoch, f"127.0.0.1:{port}", name, agent.descriptor, BLOCK_BYTES
-        )
-        directory.begin(MemoryDirectory(board, member))
-        address_of[name] = member.address
+        peer = agent.descriptor
+        member = Member(NodeId(name), peer.epoch, f"127.0.0.1:{port}", name, peer, BLOCK_BYTES)
+        members.append(member)
+        directory = MemoryDirectory(self.board, member)
+        store.join(directory)
         cache = BlockCache(agent, directory, clock, (member, store))
         self.stack.push_async_callback(cache.close)
         self.stack.push_async_callback(store.close)
-        return Node(member, store, cache, agent, clock, server)
+        return Node(member, store, cache, agent, self.lives[agent], clock, server)
 
-    async def client(self, transports=("tcp",)):
+    async def client(self, transports=("tcp",), wrap=lambda transport: transport):
         """A program outside: an agent and a cache client without a store."""
-        agent = await self.agent("outside", transports)
+        agent = await self.agent("outside", transports, wrap)
         clock = ManualClock()
         cache = BlockCache(agent, MemoryDirectory(self.board), clock)
         self.stack.push_async_callback(cache.close)
-        return cache, agent, clock
-
-
-class _Late:
-    """A directory whose member is known later."""
-
-    def __init__(self):
-        self.inner = None
-        self.waiting = []
-
-    def begin(self, inner):
-        self.inner = inner
-        inner.publish(self.waiting)
-
-    def publish(self, hashes):
-        if self.inner is None:
-            self.waiting += hashes
-        else:
-            self.inner.publish(hashes)
-
-    def withdraw(self, hashes):
-        self.inner.withdraw(hashes)
-
-    async def lookup(self, chain):
-        return await self.inner.lookup(chain)
-
-    async def members(self):
-        return await self.inner.members()
-
-    async def flush(self):
-        await self.inner.flush()
-
-    async def leave(self):
-        await self.inner.leave()
+        return cache, clock
 
 
 @asynccontextmanager
@@ -139,10 +109,10 @@ async def running_cluster():
         yield cluster
 
 
-async def save(cache, agent, path, first=0, **options):
+async def save(cache, path, first=0, **options):
     """Save blocks `first` and on of the chain of `path`, with the bytes that follow from it."""
     chain = chain_of(path)
-    source = agent.allocate((len(chain) - first) * BLOCK_BYTES)
+    source = private_segment((len(chain) - first) * BLOCK_BYTES)
     for index, block_hash in enumerate(chain[first:]):
         source.memory[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES] = bytes_of(block_hash)
     sums = [checksum(bytes_of(block_hash)) for block_hash in chain[first:]]
@@ -150,10 +120,10 @@ async def save(cache, agent, path, first=0, **options):
     return await cache.save(chain, source, offsets, sums, first, **options)
 
 
-async def load(cache, agent, path, first=0):
+async def load(cache, path, first=0):
     """Load blocks `first` and on; return how many came, having looked at every byte."""
     chain = chain_of(path)
-    into = agent.allocate((len(chain) - first) * BLOCK_BYTES)
+    into = private_segment((len(chain) - first) * BLOCK_BYTES)
     offsets = [index * BLOCK_BYTES for index in range(len(chain) - first)]
     count = await cache.load(chain, into, offsets, first)
     for index in range(count):

@@ -16,8 +16,8 @@ async def caches():
     assert LAYOUT.block_bytes == BLOCK_BYTES
     async with running_cluster() as cluster:
         await cluster.node("one")
-        cache, agent, _ = await cluster.client()
-        yield [ContextCache(cache, agent, "model", LAYOUT, name, f"secret of {name}") for name in "ab"]
+        cache, _ = await cluster.client()
+        yield [ContextCache(cache, "model", LAYOUT, name, f"secret of {name}") for name in "ab"]
 
 
 def filled(cache, token_ids):

@@ -231,3 +231,32 @@ async def test_a_writer_killed_at_random_points_leaves_no_wrong_byte(tmp_path, k
     right, wrong, _ = await read_back(tier)
     assert (right > 0, wrong) == (True, 0)
     await tier.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_random_histories_with_restarts_agree_with_a_naive_model(tmp_path, seed):
+    rng = random.Random(seed)
+    tier, held = await open_tier(tmp_path, num_slots=6), []
+    for _ in range(120):
+        act, number = rng.random(), rng.randrange(10)
+        if act < 0.5:
+            assert await write(tier, number)
+            held = [other for other in held if other != number] + [number]
+            held = held[-6:]
+        elif act < 0.85:
+            assert await reads(tier, number) == (number in held)
+            if number in held:
+                held = [other for other in held if other != number] + [number]
+        elif act < 0.95:
+            tier.forget(name_of(number))
+            held = [other for other in held if other != number]
+        else:
+            await tier.close()
+            tier = await open_tier(tmp_path, num_slots=6)
+            # A forgotten block may come back, and the order is that of writing again.
+            assert set(tier.hashes) >= {name_of(other) for other in held}
+            for block_hash in set(tier.hashes) - {name_of(other) for other in held}:
+                tier.forget(block_hash)
+            held = [next(n for n in range(10) if name_of(n) == block_hash) for block_hash in tier.hashes]
+        tier.check()
+    await tier.close()

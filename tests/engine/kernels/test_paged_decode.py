@@ -68,6 +68,27 @@ def test_windows_caps_and_sinks_agree_whether_split_or_not(window: int, cap: flo
         assert_agrees([1, 65, 90], rule=rule, sinks=sinks, tiles=DecodeTiles(32, 4, 2, num_splits))
 
 
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize(("window", "cap", "sinks"), [(0, 0.0, False), (5, 3.0, True)])
+def test_a_new_token_that_is_handed_in_is_seen_and_written(num_splits, window, cap, sinks) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lens = [1, 16, 17, 33, 80]
+    kv_cache, tables = paged_layer(lens, 2, 80, 16, torch.float32, generator)
+    tables = torch.cat([tables, torch.full_like(tables[:1], 2**30)])
+    lens_tensor = torch.tensor([*lens, 0], dtype=torch.int32, device=DEVICE)
+    query = torch.randn(6, 4, 80, generator=generator).to(DEVICE)
+    added = tuple(torch.randn(2, 6, 2, 80, generator=generator).to(DEVICE))
+    sink_logits = torch.randn(4, generator=generator).to(DEVICE) if sinks else None
+    expected_cache = kv_cache.clone()
+    rule = AttentionRule(0.3, window, cap)
+    arguments = (tables, lens_tensor, rule, sink_logits)
+    expected = paged_decode_definition(query, expected_cache, *arguments, added=added)
+    tiles = DecodeTiles(16, 4, 2, num_splits)
+    output = paged_decode(query, kv_cache, *arguments, tiles=tiles, added=added)
+    assert relative_error(output, expected) < tolerance(torch.float32)
+    assert torch.equal(kv_cache.nan_to_num(), expected_cache.nan_to_num())
+
+
 def test_a_row_of_padding_is_zeros() -> None:
     generator = torch.Generator().manual_seed(0)
     kv_cache, tables = paged_layer([20], 1, 64, 16, torch.float32, generator)

@@ -1,0 +1,101 @@
+"""`conductor advise TRACE --gpus N`: how to split N nodes for a workload and an SLO.
+
+Every split of the nodes into prefill and decode, and all of them colocated, is replayed
+under the same trace and SLO; the best has the largest effective capacity (requests that
+met both bounds), and among equals the shortest mean TTFT. The answer may be "colocate".
+
+Each split is a process of its own running `conductor replay --json`, so that several cores
+are used and nothing is shared but the trace file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from conductor.replay.report import Report, to_table
+
+# A replay of an hour's trace takes seconds; one that takes this long will not end usefully.
+TIMEOUT_S = 1800.0
+
+
+def splits(num_nodes: int) -> list[str]:
+    """Return every arrangement of `num_nodes`, as `--nodes` takes them."""
+    return [f"{num_nodes}C", *(f"{prefill}P{num_nodes - prefill}D" for prefill in range(1, num_nodes))]
+
+
+def ranked(runs: Sequence[Report]) -> list[Report]:
+    """Return the runs, best first."""
+    return sorted(runs, key=lambda run: (-run["effective_capacity"], run["ttft_s"]["mean"]))
+
+
+def pareto(runs: Sequence[Report]) -> list[Report]:
+    """Return the runs that no other beats in both mean TTFT and 99th percentile TBT."""
+
+    def beats(one: Report, other: Report) -> bool:
+        first = (one["ttft_s"]["mean"], one["tbt_s"]["p99"])
+        second = (other["ttft_s"]["mean"], other["tbt_s"]["p99"])
+        return first != second and first[0] <= second[0] and first[1] <= second[1]
+
+    return [run for run in runs if not any(beats(other, run) for other in runs)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; what it does not know is passed to every replay."""
+    parser = argparse.ArgumentParser(
+        prog="conductor advise",
+        description="Best split of nodes for a trace and an SLO; other options are those of replay.",
+    )
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="nodes to split, 2 at least")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="replays at a time")
+    args, passed = parser.parse_known_args(argv)
+    if args.gpus < 2:
+        parser.error("--gpus: 2 at least, one to prefill and one to decode")
+    with ThreadPoolExecutor(max(1, args.jobs)) as pool:
+        results = list(pool.map(lambda nodes: _replay(args.trace, nodes, passed), splits(args.gpus)))
+    for result in results:
+        if isinstance(result, str):
+            sys.stderr.write(result)
+            return 2
+    best = ranked([result for result in results if not isinstance(result, str)])
+    sys.stdout.write(f"{to_table(best)}\n\nbest: {name_of(best[0])}")
+    front = ", ".join(name_of(run) for run in pareto(best))
+    sys.stdout.write(f"\nnone is better in both mean TTFT and p99 TBT than: {front}\n")
+    return 0
+
+
+def name_of(run: Report) -> str:
+    """Return how `--nodes` would say it."""
+    if "colocated_nodes" in run:
+        return f"{run['colocated_nodes']}C (colocate)"
+    return f"{run['prefill_nodes']}P{run['decode_nodes']}D"
+
+
+def _replay(trace: Path, nodes: str, passed: Sequence[str]) -> Report | str:
+    """Return the report of one split, or what the replay wrote to its standard error."""
+    command = [
+        sys.executable,
+        "-m",
+        "conductor.replay.command",
+        str(trace),
+        "--nodes",
+        nodes,
+        "--json",
+        *passed,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if done.returncode:
+        return done.stderr
+    (run,) = json.loads(done.stdout)["runs"]
+    return run  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""The HTML report: one self-contained page, drawn as SVG, without scripts.
+
+It holds the table of all runs and, for each measure, one chart with a line for each run:
+the distributions of TTFT and TBT, the load of both pools over time, and the hit rate over
+time. What the lines are made of is computed here from a finished cluster; what the page
+looks like is below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from conductor.replay.cluster import Cluster
+from conductor.replay.outcome import Outcomes
+from conductor.replay.report import Report, table_rows
+
+Line = list[tuple[float, float]]
+
+COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f")
+WIDTH, HEIGHT, MARGIN = 520, 260, 46
+POINTS = 200
+"""Of a line, at most: a page of five runs stays under a megabyte."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunLines:
+    """What one run draws, by chart."""
+
+    name: str
+    ttft: Line
+    tbt: Line
+    prefill_load: Line
+    decode_load: Line
+    hit_rate: Line
+
+
+CHARTS = (
+    ("ttft", "TTFT: share of requests that waited at most so long", "seconds"),
+    ("tbt", "TBT (mean of a request's longest tenth of gaps): share of requests", "seconds"),
+    ("prefill_load", "Prefill pool: mean seconds queued at a node", "seconds of the trace"),
+    ("decode_load", "Decode pool: mean step, seconds", "seconds of the trace"),
+    ("hit_rate", "Prompt tokens found in the cache, by arrival", "seconds of the trace"),
+)
+
+
+def run_lines(cluster: Cluster) -> RunLines:
+    """Return the lines of a finished run that was sampled."""
+    options, outcomes = cluster.options, cluster.outcomes
+    samples = _thinned(cluster.samples)
+    return RunLines(
+        f"{options.policy} {options.reject.value}",
+        _cumulative(list(outcomes.ttft_s)),
+        _cumulative(list(outcomes.tbt_s)),
+        [(at_s, queued_s) for at_s, queued_s, _ in samples],
+        [(at_s, step_s) for at_s, _, step_s in samples],
+        _hit_rate(outcomes),
+    )
+
+
+def page(title: str, reports: Sequence[Report], lines: Sequence[RunLines]) -> str:
+    """Return the whole page."""
+    heads, *rows = table_rows(reports)
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    charts = "".join(
+        _chart(heading, unit, [(run.name, getattr(run, name)) for run in lines])
+        for name, heading, unit in CHARTS
+    )
+    reasons = "".join(f"<li>{escape(_reasons(run))}</li>" for run in reports)
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
+        f"<h1>{escape(title)}</h1><div class='wide'><table><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div><div class='charts'>{charts}</div>"
+        f"<h2>Rejections by reason</h2><ul>{reasons}</ul></body></html>\n"
+    )
+
+
+STYLE = (
+    "body{font:14px system-ui,sans-serif;margin:2em auto;max-width:1120px;padding:0 1em;color:#222}"
+    "h1{font-size:1.4em}h2{font-size:1.1em}.wide{overflow-x:auto}"
+    "table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
+    "th,td{padding:.25em .6em;text-align:right;border-bottom:1px solid #ddd;white-space:nowrap}"
+    "th:first-child,td:first-child{text-align:left}"
+    ".charts{display:flex;flex-wrap:wrap;gap:1em}figure{margin:1em 0}"
+    "figcaption{font-weight:600;margin-bottom:.3em}svg{max-width:100%;height:auto}"
+)
+
+
+def _chart(heading: str, unit: str, runs: Sequence[tuple[str, Line]]) -> str:
+    points = [point for _, line in runs for point in line]
+    most_x = max((x for x, _ in points), default=1.0) or 1.0
+    most_y = max((y for _, y in points), default=1.0) or 1.0
+    wide, high = WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
+
+    def place(point: tuple[float, float]) -> str:
+        x, y = point
+        return f"{MARGIN + wide * x / most_x:.1f},{HEIGHT - MARGIN - high * y / most_y:.1f}"
+
+    drawn = []
+    for number, (name, line) in enumerate(runs):
+        colour = COLOURS[number % len(COLOURS)]
+        path = " ".join(map(place, line))
+        drawn.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{path}"/>')
+        column, row = number % 4, number // 4
+        at = f'x="{MARGIN + 4 + 120 * column}" y="{14 + 13 * row}"'
+        drawn.append(f'<text {at} fill="{colour}" font-size="11">{escape(name)}</text>')
+    for share in (0.0, 0.5, 1.0):
+        x, y = MARGIN + wide * share, HEIGHT - MARGIN - high * share
+        drawn.append(f'<text x="{x:.0f}" y="{HEIGHT - 28}" font-size="10">{most_x * share:.4g}</text>')
+        drawn.append(f'<text x="4" y="{y:.0f}" font-size="10">{most_y * share:.3g}</text>')
+        drawn.append(f'<path d="M{MARGIN} {y:.0f}h{wide}" stroke="#ddd"/>')
+    drawn.append(f'<text x="{WIDTH / 2:.0f}" y="{HEIGHT - 10}" font-size="11">{escape(unit)}</text>')
+    return (
+        f"<figure><figcaption>{escape(heading)}</figcaption>"
+        f'<svg role="img" aria-label="{escape(heading)}" width="{WIDTH}" height="{HEIGHT}" '
+        f'viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(drawn)}</svg></figure>'
+    )
+
+
+def _reasons(run: Report) -> str:
+    counts = ", ".join(f"{reason} {count}" for reason, count in run["rejected_by_reason"].items())
+    return f"{run['policy']} {run['reject']}: {counts or 'none'}"
+
+
+def _cumulative(values: list[float]) -> Line:
+    """Return (value, share of requests at most that)."""
+    ordered = sorted(values)
+    if not ordered:
+        return []
+    last = len(ordered) - 1
+    return [(ordered[round(last * at / POINTS)], at / POINTS) for at in range(POINTS + 1)]
+
+
+def _hit_rate(outcomes: Outcomes) -> Line:
+    """Return the token hit rate of slices of time, by arrival."""
+    rows = sorted(zip(outcomes.arrival_s, outcomes.prefix_tokens, outcomes.num_tokens, strict=True))
+    size = max(1, len(rows) // 60)
+    slices = [rows[at : at + size] for at in range(0, len(rows), size)]
+    return [
+        (part[0][0], sum(prefix for _, prefix, _ in part) / sum(tokens for _, _, tokens in part))
+        for part in slices
+    ]
+
+
+def _thinned(samples: list[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
+    return samples[:: max(1, len(samples) // POINTS)]

@@ -1,0 +1,179 @@
+"""`conductor doctor`: what is wrong with this host or with a running cluster, and what to do about it.
+
+A check is a function from what was found to findings; reading the host and asking the cluster are
+apart, so that every finding can be tested. The exit status is 1 if anything is wrong, 0 otherwise:
+a warning (it works, but not as well as it could) is not.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from base.config import ClusterConfig
+from base.errors import ConfigError
+from deploy.api_client import ApiError, read_json
+from deploy.config_file import read_cluster_config
+
+GIB = 1 << 30
+LEAST_OPEN_FILES = 4096
+"""Ray and gRPC hold several for each peer, and the conductor one for each client."""
+
+REQUIRED = ("torch", "transformers", "grpcio", "protobuf", "ray", "safetensors", "tokenizers", "xxhash")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    level: str
+    """ok, warning or wrong."""
+    what: str
+    mend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What this host offers a cluster. Bytes; -1 is without limit."""
+
+    versions: dict[str, str]
+    """Of the packages that are needed; one that is missing is not in it."""
+    open_files: int
+    locked_memory_bytes: int
+    shm_free_bytes: int
+    busy_ports: tuple[int, ...]
+    """Of those that the configuration asks for."""
+    ray_token: bool
+
+
+def main(
+    config: Annotated[Path | None, typer.Option("-c", "--config", help="cluster.yaml")] = None,
+    address: Annotated[str, typer.Option(help="host:port of a running cluster's HTTP API")] = "",
+    json_: Annotated[bool, typer.Option("--json", help="Print the findings as JSON")] = False,
+) -> None:
+    """Look for what is wrong with this host or cluster."""
+    try:
+        cluster = read_cluster_config(config) if config else ClusterConfig()
+        findings = [Finding("ok", "the configuration can be read")]
+    except ConfigError as error:
+        cluster = ClusterConfig()
+        findings = [Finding("wrong", str(error), "correct the file")]
+    findings += check_host(_look_at_host(cluster, address), cluster)
+    if address:
+        try:
+            findings += check_cluster(read_json(address, "/status"))
+        except ApiError as error:
+            findings.append(Finding("wrong", str(error), "start it with `conductor up`, or see its log"))
+    if json_:
+        print(json.dumps([asdict(finding) for finding in findings]))
+    else:
+        _show(findings)
+    raise typer.Exit(1 if any(finding.level == "wrong" for finding in findings) else 0)
+
+
+def check_host(host: Host, config: ClusterConfig) -> Iterator[Finding]:
+    """Judge a host against what a cluster asks of it."""
+    for name in REQUIRED:
+        if name in host.versions:
+            yield Finding("ok", f"{name} {host.versions[name]}")
+        else:
+            yield Finding("wrong", f"{name} is not installed", "make .venv/.installed, or pip install it")
+    if 0 <= host.open_files < LEAST_OPEN_FILES:
+        mend = f"ulimit -n {LEAST_OPEN_FILES}, or LimitNOFILE= in the systemd unit"
+        yield Finding("warning", f"only {host.open_files} files may be open", mend)
+    if "rdma" in config.transfer.transports and host.locked_memory_bytes >= 0:
+        what = f"RDMA is allowed and only {host.locked_memory_bytes} bytes of memory may be locked"
+        yield Finding("wrong", what, "ulimit -l unlimited, or LimitMEMLOCK=infinity in the systemd unit")
+    needed = _shm_bytes(config)
+    if needed > host.shm_free_bytes:
+        what = f"/dev/shm has {host.shm_free_bytes / GIB:.1f} GiB free; the KV caches take {needed / GIB:.1f}"
+        yield Finding("wrong", what, "lower kv_cache_gib, or enlarge /dev/shm (docker: --shm-size)")
+    for port in host.busy_ports:
+        what = f"port {port} is in use"
+        yield Finding("wrong", what, "end what has it, or set server.http_port and server.grpc_port")
+    if not host.ray_token and config.server.host not in ("127.0.0.1", "::1", "localhost"):
+        what = "there is no Ray token on this host, and the cluster has several"
+        yield Finding(
+            "warning", what, "ray get-auth-token --generate, then copy ~/.ray/auth_token to every host"
+        )
+
+
+def check_cluster(status: dict[str, Any]) -> Iterator[Finding]:
+    """Judge what a conductor says of its nodes."""
+    nodes = status["nodes"]
+    if status["ready"]:
+        yield Finding("ok", f"the cluster is ready, with {len(nodes)} nodes")
+    else:
+        mend = "see the logs of the missing nodes in CACHE_DIR/runs/"
+        yield Finding("wrong", "no node serves one of the roles", mend)
+    sizes = {node["id"]: node["block_size"] for node in nodes}
+    if len(set(sizes.values())) > 1:
+        yield Finding("wrong", f"block sizes differ: {sizes}", "set one block_size and restart the nodes")
+    shared = set.intersection(*(set(node["transports"]) for node in nodes)) if nodes else set()
+    if len(nodes) > 1 and not shared:
+        yield Finding("wrong", "no transport is common to all nodes", "set transfer.transports alike")
+    elif shared == {"tcp"} and len({node["host"] for node in nodes}) == 1:
+        mend = "add shm to transfer.transports"
+        yield Finding("warning", "nodes of one host move KV by tcp alone", mend)
+    for node in nodes:
+        if node.get("held_blocks") and not node.get("running") and not node["requests"]:
+            what = f"{node['id']} holds {node['held_blocks']} blocks and runs nothing"
+            yield Finding("warning", what, "if it lasts it is a leak: see docs/operations.md")
+        if node.get("draining"):
+            yield Finding("ok", f"{node['id']} is draining")
+
+
+def _shm_bytes(config: ClusterConfig) -> int:
+    """Return what the KV caches of CPU nodes on one host take of shared memory, at most."""
+    if "shm" not in config.transfer.transports:
+        return 0
+    pools = [pool for pool in (config.prefill, config.decode) if not pool.gpus_per_node]
+    return int(sum(pool.nodes * (pool.engine.kv_cache_gib or 1.0) for pool in pools) * GIB)
+
+
+def _look_at_host(config: ClusterConfig, address: str) -> Host:
+    versions = {}
+    for name in REQUIRED:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    # A cluster that runs has its ports, as it should.
+    ports = () if address else (config.server.http_port, config.server.grpc_port)
+    shm = os.statvfs("/dev/shm")
+    return Host(
+        versions=versions,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        locked_memory_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        shm_free_bytes=shm.f_bavail * shm.f_frsize,
+        busy_ports=tuple(port for port in ports if port and _is_busy(config.server.host, port)),
+        ray_token="RAY_AUTH_TOKEN" in os.environ or Path("~/.ray/auth_token").expanduser().exists(),
+    )
+
+
+def _is_busy(host: str, port: int) -> bool:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError:
+        return True
+    return False
+
+
+def _show(findings: list[Finding]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    marks = {"ok": "[green]✓[/green]", "warning": "[yellow]![/yellow]", "wrong": "[red]✗[/red]"}
+    for finding in findings:
+        console.print(f"{marks[finding.level]} {escape(finding.what)}")
+        if finding.mend:
+            console.print(f"  → {escape(finding.mend)}")

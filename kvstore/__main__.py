@@ -1,0 +1,63 @@
+"""A storage process: host memory and disk for the cluster's block cache, and no engine.
+
+    python -m kvstore --config store.json      JSON of kvstore.settings.StoreProcess
+
+One line of JSON on standard output says that it is ready, and where it listens. It ends
+when standard input closes, or on SIGTERM, after calls under way have been answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import secrets
+import sys
+from pathlib import Path
+
+from base.clock import SystemClock
+from base.config import read_process_config
+from base.errors import ConfigError
+from base.lifetime import stop_requested
+from base.logs import configure, event
+from kvstore.hosting import hosted_store
+from kvstore.settings import StoreProcess
+from transfer.agent import TransferAgent
+
+log = logging.getLogger(__name__)
+
+
+async def serve(config: StoreProcess) -> None:
+    """Run until told to stop."""
+    clock = SystemClock()
+    async with (
+        TransferAgent(config.node_id, secrets.randbits(63), config.transfer, clock) as agent,
+        hosted_store(config, agent, clock) as hosted,
+        asyncio.TaskGroup() as tasks,
+    ):
+        stopping = tasks.create_task(stop_requested())
+        await asyncio.sleep(0)  # signals are heard before it says that it is ready
+        ready = {"event": "ready", "node_id": config.node_id, "address": hosted.member.address}
+        sys.stdout.write(json.dumps(ready) + "\n")
+        sys.stdout.flush()
+        event(log, "stopping", reason=await stopping)
+
+
+def main() -> int:
+    """Read the configuration and serve; 2: the configuration is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m kvstore", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="JSON of kvstore.settings.StoreProcess")
+    arguments = parser.parse_args()
+    try:
+        config = read_process_config(arguments.config, StoreProcess)
+        configure(config.node_id)
+        asyncio.run(serve(config))
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

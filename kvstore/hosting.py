@@ -1,0 +1,141 @@
+"""A store within a process: everything it is made of, put together and taken apart.
+
+    async with hosted_store(settings, agent, clock) as hosted:
+        await hosted.cache.load(chain, segment, offsets)
+
+A storage process is this and nothing else; a node of the cluster has it beside its engine,
+with the same transfer agent, so that its cache reaches its own store without a copy more
+than the one between two memories.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from base.clock import Clock
+from base.logs import event
+from base.metrics import StoreMetrics
+from base.request import NodeId
+from base.rpc import start_server
+from kvstore.client import BlockCache
+from kvstore.directory import RedisDirectory
+from kvstore.disk import DiskTier, opened
+from kvstore.eviction import BY_NAME
+from kvstore.member import Member
+from kvstore.peers import PeerDirectory
+from kvstore.pool import HostPool, PoolLimits
+from kvstore.record import HEADER_BYTES
+from kvstore.replication import Replicator
+from kvstore.service import store_service
+from kvstore.settings import StoreProcess
+from kvstore.store import Store
+from transfer.agent import TransferAgent
+
+log = logging.getLogger(__name__)
+
+TICK_S = 1.0
+ROUND_S = 5.0
+"""Between two looks at what is hot."""
+DRAIN_S = 10.0
+"""For calls under way when the store is told to end."""
+MAX_MESSAGE_BYTES = 16 << 20
+"""A chain of a million tokens is 256 KiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostedStore:
+    """A store that is up."""
+
+    member: Member
+    store: Store
+    cache: BlockCache
+    """The way into the whole cluster's cache; saves here, looks here first."""
+
+
+@asynccontextmanager
+async def hosted_store(
+    settings: StoreProcess, agent: TransferAgent, clock: Clock, metrics: StoreMetrics | None = None
+) -> AsyncIterator[HostedStore]:
+    """A store that serves, is listed and is kept up, for the length of the body.
+
+    Raises:
+        ConfigError: the port or the disk cannot be had.
+        OSError: there is no memory for the pool.
+    """
+    limits = PoolLimits(settings.high_watermark, settings.low_watermark, settings.tenant_quota)
+    pool = HostPool(settings.num_blocks, BY_NAME[settings.policy], clock, limits)
+    disk = await _opened_disk(settings)
+    store = Store(agent, pool, settings.block_bytes, disk, metrics)
+    members: list[Member] = []
+    server, port, _ = await start_server(
+        [store_service(store, lambda: members[0])],
+        lambda: True,
+        f"{settings.host}:{settings.port}",
+        MAX_MESSAGE_BYTES,
+    )
+    member = Member(
+        node_id=NodeId(settings.node_id),
+        epoch=agent.descriptor.epoch,
+        address=f"{settings.host}:{port}",
+        host=socket.gethostname(),
+        peer=agent.descriptor,
+        block_bytes=settings.block_bytes,
+    )
+    members.append(member)
+    directory = _directory(settings, clock, member, store)
+    store.join(directory)
+    cache = BlockCache(agent, directory, clock, (member, store))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            background = [tasks.create_task(_tick(store))]
+            background.append(tasks.create_task(_replicate(store, cache, member, settings)))
+            if isinstance(directory, RedisDirectory):
+                background.append(tasks.create_task(directory.run()))
+            yield HostedStore(member, store, cache)
+            await server.stop(DRAIN_S)
+            for task in background:
+                task.cancel()
+    finally:
+        await server.stop(0)
+        await store.close()
+        await cache.close()
+        await directory.close()
+        if disk is not None:
+            await disk.close()
+
+
+async def _opened_disk(settings: StoreProcess) -> DiskTier | None:
+    if not settings.disk.folder:
+        return None
+    num_slots = int(settings.disk.gib * (1 << 30) / (settings.block_bytes + HEADER_BYTES))
+    disk = opened(Path(settings.disk.folder), settings.block_bytes, num_slots)
+    event(log, "disk opened", blocks=await disk.recover(), slots=num_slots)
+    return disk
+
+
+def _directory(
+    settings: StoreProcess, clock: Clock, member: Member, store: Store
+) -> RedisDirectory | PeerDirectory:
+    if settings.redis_url:
+        return RedisDirectory(settings.redis_url, clock, random.Random(member.epoch), member)
+    return PeerDirectory(settings.peers, clock, (member, store))
+
+
+async def _tick(store: Store) -> None:
+    while True:
+        await store.tick()
+        await asyncio.sleep(TICK_S)
+
+
+async def _replicate(store: Store, cache: BlockCache, member: Member, settings: StoreProcess) -> None:
+    replicator = Replicator(store, cache, member)
+    while True:
+        await replicator.round(int(settings.replicate_mib_per_s * ROUND_S * (1 << 20)))
+        await asyncio.sleep(ROUND_S)

@@ -1,0 +1,91 @@
+"""A directory without a directory: every member is asked what it holds.
+
+For a handful of stores and no Redis. A lookup is one call to each member, all at once; its
+cost grows with their number, which is what `RedisDirectory` is for. Members know best what
+they hold, so there is nothing to publish and nothing that can be stale. One that does not
+answer is left out, and rests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from base.block_hash import BlockHash
+from base.clock import Clock
+from base.errors import ServeError
+from kvstore.access import RemoteAccess
+from kvstore.directory import Replicas
+from kvstore.member import Member
+from kvstore.resting import Resting
+from kvstore.store import Store
+
+
+class PeerDirectory:
+    """Asks our own store, and the members at some addresses. `close` it."""
+
+    def __init__(
+        self, addresses: Sequence[str], clock: Clock, own: tuple[Member, Store] | None = None
+    ) -> None:
+        """Begin. Among `addresses` may be our own."""
+        self._own = own
+        mine = None if own is None else own[0].address
+        self._accesses = {address: RemoteAccess(address) for address in addresses if address != mine}
+        self._resting = Resting(clock)
+        self._answered: list[Member] = []
+
+    def publish(self, hashes: Iterable[BlockHash]) -> None:
+        """Members are asked."""
+
+    def withdraw(self, hashes: Iterable[BlockHash]) -> None:
+        """Members are asked."""
+
+    async def lookup(self, chain: Sequence[BlockHash]) -> list[Replicas]:
+        answers = await self._ask(chain)
+        longest = max((count for _, count in answers), default=0)
+        return [tuple(member for member, count in answers if count > at) for at in range(longest)]
+
+    async def members(self) -> list[Member]:
+        """Return who answered the last lookup; who is asked for the first time is asked now."""
+        answered = self._answered or [member for member, _ in await self._ask(())]
+        return sorted(answered, key=lambda member: member.node_id)
+
+    async def flush(self) -> None:
+        """Nothing waits."""
+
+    async def leave(self) -> None:
+        """Nobody was told."""
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for access in self._accesses.values():
+            await access.close()
+
+    async def _ask(self, chain: Sequence[BlockHash]) -> list[tuple[Member, int]]:
+        """Return each member that answers, with its match."""
+        async with asyncio.TaskGroup() as tasks:
+            asked = [
+                tasks.create_task(self._match(address, access, chain))
+                for address, access in self._accesses.items()
+                if address not in self._resting
+            ]
+        answers = [answer for task in asked if (answer := task.result()) is not None]
+        if self._own is not None:
+            answers.insert(0, (self._own[0], self._own[1].match(chain).num_blocks))
+        self._answered = [member for member, _ in answers]
+        return answers
+
+    async def _match(
+        self, address: str, access: RemoteAccess, chain: Sequence[BlockHash]
+    ) -> tuple[Member, int] | None:
+        """Return the member at `address` and its match; None: it does not answer.
+
+        It says who it is each time, because behind an address may be a new start.
+        """
+        try:
+            answer = await access.match_as(chain)
+        except ServeError as error:
+            self._resting.failed(address, error)
+            return None
+        self._resting.answered(address)
+        return answer

@@ -1,0 +1,68 @@
+"""What a storage process is started with; read by `base.config.read_process_config`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from base.config import TransferConfig
+from kvstore.eviction import BY_NAME
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    """The disk tier; no folder: none."""
+
+    folder: str = ""
+    gib: float = 8.0
+
+    def __post_init__(self) -> None:
+        if self.gib <= 0:
+            raise ValueError("disk.gib: more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreProcess:
+    """One storage process: a node of the cache without an engine."""
+
+    node_id: str
+    block_bytes: int
+    """`KvLayout.block_bytes` of the model that is served."""
+    pool_gib: float = 1.0
+    policy: str = "admission"
+    high_watermark: float = 0.95
+    low_watermark: float = 0.90
+    tenant_quota: float = 1.0
+    """Of the pool, for each tenant."""
+    disk: DiskSettings = field(default_factory=DiskSettings)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    host: str = "127.0.0.1"
+    """Loopback, unless the network is trusted: there is no TLS on this port."""
+    port: int = 0
+    """0: a free one, printed at start."""
+    redis_url: str = ""
+    """Empty: found by `peers` alone."""
+    peers: tuple[str, ...] = ()
+    """Addresses of all stores, where there is no Redis; our own may be among them."""
+    replicate_mib_per_s: float = 0.0
+    """Copying of hot blocks to other hosts, at most; 0: none."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.node_id), "node_id", "a name")
+        _require(self.block_bytes > 0, "block_bytes", "more than 0")
+        _require(self.num_blocks >= 1, "pool_gib", f"room for one block of {self.block_bytes} bytes")
+        _require(self.policy in BY_NAME, "policy", f"one of {', '.join(BY_NAME)}")
+        _require(
+            0 < self.low_watermark <= self.high_watermark <= 1, "low_watermark", "at most high_watermark"
+        )
+        _require(0 < self.tenant_quota <= 1, "tenant_quota", "above 0 and at most 1")
+        _require(self.replicate_mib_per_s >= 0, "replicate_mib_per_s", "not negative")
+        _require(0 <= self.port <= 65535, "port", "between 0 and 65535")
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.pool_gib * (1 << 30) / self.block_bytes)
+
+
+def _require(condition: bool, key: str, mend: str) -> None:
+    if not condition:
+        raise ValueError(f"{key}: {mend}")

@@ -1,0 +1,149 @@
+"""A built engine: what is decided at start, KV that moves as bytes, and what is refused."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from base.clock import SystemClock
+from base.config import EngineConfig
+from base.errors import ConfigError
+from base.request import SamplingParams
+from engine.build import Engine, build_engine
+from tests.engine.builders import greedy, make_sequence, reference, run_sequences
+
+PROMPT = [(7 * index) % 61 for index in range(75)]
+SMALL = EngineConfig(device="cpu", block_size=16, kv_cache_gib=0.001, threads=1, chunk_tokens=32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        max_position_embeddings=4096,
+    )
+    path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def test_the_engine_says_what_it_found(folder: Path) -> None:
+    engine = build_engine(SMALL, str(folder), SystemClock())
+    layout = engine.layout
+    assert (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype) == (2, 2, 16, "float32")
+    assert engine.pool.num_blocks == engine.cache.num_blocks == int(0.001 * (1 << 30)) // layout.block_bytes
+    assert engine.max_model_len == engine.pool.num_blocks * 16 < 4096
+    assert engine.family == "llama"
+
+
+async def test_a_cpu_cache_lies_in_the_memory_it_is_given(folder: Path) -> None:
+    given = []
+
+    def allocate(size: int) -> memoryview:
+        given.append(bytearray(size))
+        return memoryview(given[-1])
+
+    engine = build_engine(SMALL, str(folder), SystemClock(), allocate)
+    await greedy(engine.loop, [PROMPT], 2)
+    (memory,) = given
+    assert len(memory) == engine.pool.num_blocks * engine.layout.block_bytes
+    for block_id in range(engine.pool.num_blocks):
+        start = engine.layout.offset(block_id)
+        expected = bytes(memory[start : start + engine.layout.block_bytes])
+        assert bytes(engine.cache.block_bytes_view(block_id)) == expected
+    assert any(memory)
+
+
+async def test_kv_handed_off_as_bytes_gives_the_same_tokens(folder: Path) -> None:
+    """What a prefill and a decode node do, without the network between."""
+    expected = reference(LlamaForCausalLM.from_pretrained(folder), PROMPT, 20)
+    prefill, decode = (build_engine(SMALL, str(folder), SystemClock()) for _ in range(2))
+    decode.pool.allocate(5)  # so that block ids differ
+    sequence = make_sequence("r", PROMPT, 20)
+    sequence.block_table = decode.pool.allocate(decode.layout.num_blocks(len(PROMPT)))
+    first = await prefill_and_send(prefill, decode, sequence.block_table)
+    assert first == expected[0]
+    sequence.token_ids.append(first)
+    sequence.num_computed_tokens = len(PROMPT)
+    held = decode.pool.num_held
+    tokens = await decode_to_end(decode, sequence)
+    assert [first, *tokens] == expected
+    assert decode.pool.num_held == held - 5
+
+
+async def prefill_and_send(prefill: Engine, decode: Engine, target: list[int]) -> int:
+    ended = asyncio.get_running_loop().create_future()
+
+    def listen(output) -> None:
+        if output.tokens:
+            ended.set_result(output.tokens[0].token_id)
+
+    sequence = make_sequence("r", PROMPT, 1)
+    prefill.loop.add(sequence, listen)
+    steps = asyncio.create_task(prefill.loop.run())
+    first = await ended
+    for source_id, target_id in zip(sequence.block_table, target, strict=True):
+        decode.cache.block_bytes_view(target_id)[:] = prefill.cache.block_bytes_view(source_id)
+    prefill.loop.release(sequence)
+    steps.cancel()
+    await asyncio.gather(steps, return_exceptions=True)
+    return first
+
+
+async def decode_to_end(engine: Engine, sequence) -> list[int]:
+    tokens = []
+    ended = asyncio.Event()
+
+    def listen(output) -> None:
+        tokens.extend(token.token_id for token in output.tokens)
+        if output.finish_reason is not None:
+            engine.loop.release(sequence)
+            ended.set()
+
+    engine.loop.add(sequence, listen)
+    steps = asyncio.create_task(engine.loop.run())
+    await ended.wait()
+    steps.cancel()
+    await asyncio.gather(steps, return_exceptions=True)
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EngineConfig(device="cpu", kv_cache_gib=1e-6), "kv_cache_gib"),
+        (EngineConfig(device="cpu", max_model_len=5000), "max_model_len"),
+    ],
+)
+def test_a_configuration_that_cannot_be_met_is_refused_by_key(folder: Path, config, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_engine(config, str(folder), SystemClock())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_named(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="cuda"):
+        build_engine(EngineConfig(device="cuda"), str(folder), SystemClock())
+
+
+async def test_a_seeded_sequence_draws_the_same_in_company_and_alone(folder: Path) -> None:
+    engine = build_engine(SMALL, str(folder), SystemClock())
+
+    async def drawn(count: int) -> list[int]:
+        sequences = [
+            make_sequence(f"r{index}", [*PROMPT, index], 30, sampling=SamplingParams(seed=index, top_p=0.9))
+            for index in range(count)
+        ]
+        results = await run_sequences(engine.loop, sequences)
+        return [token.token_id for token in results["r0"]]
+
+    assert await drawn(1) == await drawn(6)

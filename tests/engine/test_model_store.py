@@ -1,0 +1,150 @@
+"""A reference becomes a folder that loads, or one line that says what is missing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from base.errors import ConfigError
+from engine.model_store import prepare
+from engine.weights import convert_gguf, load_model
+
+VOCABULARY = ["a", "b", "ab", *(f"t{index}" for index in range(61))]
+
+
+def heard(_line: str) -> None:
+    """Progress that nobody reads."""
+
+
+def folder_with_model(path: Path) -> Path:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def write_gguf(path: Path, seed: int = 0) -> Path:
+    """A llama of one layer, as llama.cpp would write it."""
+    rng = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(16)
+    writer.add_vocab_size(64)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(VOCABULARY)
+    writer.add_token_types([1] * 64)
+    writer.add_token_merges(["a b"])
+    for token in ("bos", "eos", "pad", "unk"):
+        getattr(writer, f"add_{token}_token_id")(0)
+    shapes = {"token_embd": (64, 32), "output": (64, 32), "output_norm": (32,)}
+    block = {
+        "attn_norm": (32,),
+        "ffn_norm": (32,),
+        "ffn_gate": (48, 32),
+        "ffn_up": (48, 32),
+        "ffn_down": (32, 48),
+    }
+    block |= {f"attn_{name}": (32, 32) for name in ("q", "k", "v", "output")}
+    shapes |= {f"blk.0.{name}": shape for name, shape in block.items()}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_folder_is_used_where_it_is(tmp_path: Path) -> None:
+    folder = folder_with_model(tmp_path / "tiny")
+    prepared = prepare(str(folder), tmp_path / "cache", heard)
+    assert (prepared.path, prepared.name) == (str(folder), "tiny")
+    assert load_model(Path(prepared.path), torch.float32, torch.device("cpu")).config.vocab_size == 64
+
+
+def test_the_id_of_a_model_is_its_content(tmp_path: Path) -> None:
+    first = folder_with_model(tmp_path / "a")
+    ids = [prepare(str(first), tmp_path / "cache", heard).model_id for _ in range(2)]
+    moved = first.rename(tmp_path / "b")
+    ids.append(prepare(str(moved), tmp_path / "cache", heard).model_id)
+    assert len(set(ids)) == 1
+    LlamaForCausalLM.from_pretrained(moved).to(torch.float16).save_pretrained(moved)
+    assert prepare(str(moved), tmp_path / "cache", heard).model_id not in ids
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_what_a_folder_lacks_is_named(tmp_path: Path, missing: str) -> None:
+    folder = folder_with_model(tmp_path / "tiny")
+    (folder / missing).rename(tmp_path / "elsewhere")
+    (folder / "pytorch_model.bin").write_bytes(b"pickled")
+    with pytest.raises(ConfigError, match=missing.replace("model.", r"\*.")):
+        prepare(str(folder), tmp_path / "cache", heard)
+
+
+def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
+    folder = folder_with_model(tmp_path / "tiny")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"missing, the first is model\.layers\.0\.mlp\.up_proj\.weight"):
+        load_model(folder, torch.float32, torch.device("cpu"))
+
+
+def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
+    folder = folder_with_model(tmp_path / "tiny")
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(700)
+    with pytest.raises(ConfigError, match="tiny: the model cannot be loaded"):
+        load_model(folder, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("reference", ["./nowhere", "/no/such", "nowhere.gguf", "unknown"])
+def test_a_reference_to_nothing_is_refused(tmp_path: Path, reference: str) -> None:
+    with pytest.raises(ConfigError, match=r"no such"):
+        prepare(reference, tmp_path / "cache", heard)
+
+
+def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(ConfigError, match=r"broken\.gguf: the GGUF file cannot be read"):
+        convert_gguf(broken, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_two_processes_that_prepare_one_gguf_file_get_one_whole_folder(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "tiny.gguf")
+    command = [sys.executable, "-m", "engine.prepare", str(source), "--cache-dir", str(tmp_path / "cache")]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    outputs = [process.communicate(timeout=100) for process in processes]
+    prepared = [json.loads(stdout) for stdout, _ in outputs]
+    assert prepared[0] == prepared[1]
+    assert sum(b"converting" in stderr for _, stderr in outputs) == 1
+    model = load_model(Path(prepared[0]["path"]), torch.float32, torch.device("cpu"))
+    reader = gguf.GGUFReader(source)
+    (embedding,) = (tensor.data for tensor in reader.tensors if tensor.name == "token_embd.weight")
+    assert torch.equal(model.model.embed_tokens.weight, torch.tensor(np.array(embedding)).view(64, 32))
+
+
+def test_the_command_says_in_one_line_what_is_wrong(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "engine.prepare", str(tmp_path), "--cache-dir", str(tmp_path / "cache")]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 1
+    assert finished.stdout == ""
+    assert finished.stderr == f"{tmp_path}: config.json is missing\n"

@@ -1,0 +1,149 @@
+"""The storage process: how it starts, serves, survives and ends."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from base.clock import SystemClock
+from base.config import TransferConfig
+from kvstore.client import BlockCache
+from kvstore.peers import PeerDirectory
+from tests.kvstore.cluster import BLOCK_BYTES, chain_of, load, save
+from transfer.agent import TransferAgent
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Process:
+    """One `python -m kvstore`."""
+
+    def __init__(self, child):
+        self.child = child
+        self.address = ""
+
+    async def ended(self):
+        async with asyncio.timeout(20):
+            return await self.child.wait()
+
+
+async def start(folder, **settings):
+    config = {"node_id": "s", "block_bytes": BLOCK_BYTES, "pool_gib": 8 * BLOCK_BYTES / (1 << 30), **settings}
+    path = folder / "store.json"
+    path.write_text(json.dumps(config))
+    pipe = asyncio.subprocess.PIPE
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvstore", "--config", str(path)),
+        cwd=ROOT,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+    )
+    return Process(child)
+
+
+@asynccontextmanager
+async def running(folder, **settings):
+    process = await start(folder, **settings)
+    try:
+        async with asyncio.timeout(30):
+            line = await process.child.stdout.readline()
+        assert json.loads(line)["event"] == "ready", await process.child.stderr.read()
+        process.address = json.loads(line)["address"]
+        yield process
+    finally:
+        if process.child.returncode is None:
+            process.child.kill()
+        await process.child.wait()
+
+
+@asynccontextmanager
+async def client_of(*addresses):
+    directory = PeerDirectory(addresses, SystemClock())
+    async with TransferAgent("client", 5, TransferConfig(), SystemClock()) as agent:
+        cache = BlockCache(agent, directory, SystemClock())
+        yield cache
+        await cache.close()
+        await directory.close()
+
+
+async def test_blocks_on_disk_outlive_a_killed_process(tmp_path):
+    settings = {
+        "disk": {"folder": str(tmp_path / "disk"), "gib": 0.01},
+        "high_watermark": 0.5,
+        "low_watermark": 0.1,
+    }
+    async with running(tmp_path, **settings) as process, client_of(process.address) as cache:
+        assert await save(cache, "abcdef") == 6
+        assert await load(cache, "abcdef") == 6
+        file = tmp_path / "disk" / "blocks.slots"
+        async with asyncio.timeout(20):
+            while file.stat().st_size < 6 * BLOCK_BYTES:
+                await asyncio.sleep(0.05)
+        os.kill(process.child.pid, signal.SIGKILL)
+        await process.ended()
+        assert await load(cache, "abcdef") == 0
+    async with running(tmp_path, **settings) as process, client_of(process.address) as cache:
+        assert await cache.match(chain_of("abcdef")) == 6
+        assert await load(cache, "abcdef") == 6
+
+
+@pytest.mark.parametrize("kill_after_s", [0.0, 0.01, 0.05])
+async def test_killing_a_store_within_puts_and_gets_raises_nothing_and_mixes_up_no_byte(
+    tmp_path, kill_after_s
+):
+    async with running(tmp_path) as process, client_of(process.address) as cache:
+        assert await save(cache, "abc") == 3
+        done = []
+
+        async def work(number):
+            while process.child.returncode is None:
+                stored = await save(cache, f"{number}bcd")
+                done.append((stored, await load(cache, f"{number}bcd")))
+
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            for number in range(4):
+                tasks.create_task(work(number))
+            await asyncio.sleep(kill_after_s)
+            process.child.kill()
+            await process.ended()
+        assert await load(cache, "abc") == 0
+
+
+async def test_stores_that_know_each_others_address_share_their_blocks(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    async with running(tmp_path / "a") as one, running(tmp_path / "b", peers=[one.address]) as two:
+        async with client_of(one.address) as cache:
+            assert await save(cache, "abc") == 3
+        async with client_of(one.address, two.address) as cache:
+            assert await load(cache, "abc") == 3
+
+
+@pytest.mark.parametrize("how", ["stdin", "sigterm"])
+async def test_it_ends_when_told_to(tmp_path, how):
+    async with running(tmp_path) as process:
+        if how == "stdin":
+            process.child.stdin.close()
+        else:
+            process.child.send_signal(signal.SIGTERM)
+        assert await process.ended() == 0
+
+
+async def test_a_wrong_configuration_ends_it_with_the_key_named(tmp_path):
+    process = await start(tmp_path, policy="best")
+    assert await process.ended() == 2
+    assert b"policy: one of lru" in await process.child.stderr.read()
+
+
+async def test_a_folder_in_use_ends_it_with_the_key_named(tmp_path):
+    settings = {"disk": {"folder": str(tmp_path / "disk"), "gib": 0.01}}
+    async with running(tmp_path, **settings):
+        second = await start(tmp_path, **settings)
+        assert await second.ended() == 2
+        assert b"disk.folder" in await second.child.stderr.read()

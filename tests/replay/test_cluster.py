@@ -1,0 +1,188 @@
+"""The event loop: every request ends once, the clock only rises, work is conserved."""
+
+import dataclasses
+import random
+
+import pytest
+
+from base.errors import ConfigError
+from base.request import NodeId, Slo
+from conductor.admission import RejectPolicy
+from conductor.cost_model import CostModel, load_profile
+from conductor.replay.cluster import Cluster, ClusterOptions
+from conductor.replay.faults import Fault
+from conductor.replay.peers import RULES
+from conductor.replay.policies import POLICIES
+from conductor.replay.trace import Trace, TraceRequest, arrivals, read_trace
+from conductor.roles import RoleSettings
+from tests.replay.builders import REJECTING, SHARED_TRACE, TIGHT, run, small_trace
+
+COST = CostModel(load_profile("a800-llama70b"))
+
+
+class WatchedCluster(Cluster):
+    """A cluster whose every event is checked against the one before."""
+
+    last_s = 0.0
+
+    def _sample(self) -> None:
+        assert self.now_s >= self.last_s, "the clock went back"
+        self.last_s = self.now_s
+        self.view.prefill_order.check()
+        self.view.decode_order.check()
+        super()._sample()
+
+
+def check_ends(cluster: Cluster, num_requests: int) -> None:
+    outcomes = cluster.outcomes
+    assert outcomes.num_arrived == num_requests
+    assert outcomes.num_completed + outcomes.num_rejected == num_requests
+    assert cluster.view.num_in_flight == 0
+    assert cluster.view.running_sequences == 0
+    cluster.view.index.check()
+    for node in cluster.nodes:
+        assert not node.queue
+        assert node.running is None
+        assert not node.sends.flows
+        if node.node_id in cluster.view.node_ids():
+            assert cluster.view.index.num_blocks(cluster.view.node(node.node_id).slot) == len(node.cache)
+        decode = node.decode
+        assert (decode.batch, decode.num_waiting, decode.context_tokens) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, *RULES])
+@pytest.mark.parametrize("seed", range(2))
+def test_every_request_ends_once_and_nothing_is_left(policy: str, seed: int) -> None:
+    check_ends(run(small_trace(seed=seed), "3P2D", policy=policy), 300)
+
+
+@pytest.mark.parametrize("reject", REJECTING)
+def test_every_request_ends_once_under_overload(reject: RejectPolicy) -> None:
+    cluster = run(small_trace(), "2P1D", speed=4.0, reject=reject, slo=TIGHT)
+    check_ends(cluster, 300)
+    assert cluster.outcomes.num_rejected > 0
+
+
+def test_clock_never_goes_back_and_the_view_stays_sound() -> None:
+    trace = small_trace()
+    options = ClusterOptions(3, 2, trace.block_size, sample_every_s=0.5)
+    cluster = WatchedCluster(COST, options)
+    cluster.run(arrivals(trace, 2.0, 1, 0.0, None, 0))
+    assert len(cluster.samples) > 50
+
+
+def test_busy_seconds_are_the_prefills_that_were_done() -> None:
+    cluster = run(small_trace(), "3P3D")
+    assert sum(node.busy_s for node in cluster.nodes) == pytest.approx(sum(cluster.outcomes.prefill_s))
+
+
+def test_wasted_prefill_is_what_completed_requests_did_not_use() -> None:
+    cluster = run(small_trace(), "6P1D", speed=4.0, reject=RejectPolicy.LATE, slo=TIGHT)
+    outcomes = cluster.outcomes
+    assert outcomes.wasted_prefill_s > 0
+    assert sum(node.busy_s for node in cluster.nodes) == pytest.approx(
+        sum(outcomes.prefill_s) + outcomes.wasted_prefill_s
+    )
+
+
+def test_no_prefill_node_idles_while_its_queue_has_a_ready_request() -> None:
+    rows = [TraceRequest(0.0, 5_120, 2, range(number * 10, number * 10 + 10)) for number in range(6)]
+    cluster = run(Trace("burst", 512, rows), "2P1D")
+    prefill_s = COST.prefill_s(5_120, 0)
+    # three on each node, back to back
+    assert max(cluster.outcomes.queue_s) == pytest.approx(2 * prefill_s)
+
+
+def test_lone_request_takes_what_the_cost_model_says() -> None:
+    cluster = run(Trace("one", 512, [TraceRequest(1.0, 5_000, 101, range(10))]), "1P1D")
+    (ttft_s,), (tbt_s,) = cluster.outcomes.ttft_s, cluster.outcomes.tbt_s
+    expected_s = COST.prefill_s(5_000, 0) + COST.transfer_s(5_000) / COST.profile.num_layers
+    assert ttft_s == pytest.approx(expected_s, rel=1e-6)
+    # its longest tenth: the last ten of 100 steps
+    assert tbt_s == pytest.approx(COST.decode_step_s(1, 5_000 + 94.5), rel=1e-6)
+
+
+def test_repeated_prompt_is_found_in_the_cache() -> None:
+    rows = [TraceRequest(at, 5_120, 2, range(10)) for at in (0.0, 100.0)]
+    cluster = run(Trace("twice", 512, rows), "2P1D")
+    assert list(cluster.outcomes.prefix_tokens) == [0, 5_119]
+    assert cluster.outcomes.hit_rate_blocks() == 0.5
+
+
+def test_view_delay_hides_a_prefix_for_as_long() -> None:
+    rows = [TraceRequest(at, 5_120, 2, range(10)) for at in (0.0, 5.0, 100.0)]
+    trace = Trace("thrice", 512, [TraceRequest(0.0, 100, 2, [99]), *rows])
+    seen = run(trace, "2P1D").outcomes.prefix_tokens
+    late = run(trace, "2P1D", view_delay_s=30.0).outcomes.prefix_tokens
+    assert sum(seen) > sum(late) > 0
+
+
+def test_cache_that_is_too_small_forgets_the_tail_first() -> None:
+    profile = load_profile("a800-llama70b")
+    assert profile.host_kv_tokens > 0
+    rows = [
+        TraceRequest(at * 50.0, 5_120, 2, range(first, first + 10)) for at, first in ((0, 0), (1, 50), (2, 0))
+    ]
+    small = CostModel(dataclasses.replace(profile, host_kv_tokens=15 * 512))
+    cluster = Cluster(small, ClusterOptions(1, 1, 512))
+    cluster.run(iter(rows))
+    assert list(cluster.outcomes.prefix_tokens) == [0, 0, 5 * 512]
+
+
+def test_no_rejection_without_an_slo() -> None:
+    cluster = run(small_trace(), "1P4D", speed=4.0, reject=RejectPolicy.PREDICT, slo=Slo())
+    assert cluster.outcomes.num_rejected == 0
+
+
+def test_events_are_few_for_each_request() -> None:
+    cluster = run(small_trace(), "4P4D", policy="load")
+    assert cluster.num_events <= 5 * 300
+
+
+@pytest.mark.skipif(not SHARED_TRACE.exists(), reason="the public trace is not in ../shared/traces")
+def test_global_beats_local_beats_load_beats_random_on_the_public_trace() -> None:
+    trace = read_trace(SHARED_TRACE)
+    part = Trace(trace.name, trace.block_size, trace.requests[:3_000])
+    means = []
+    for policy in POLICIES:
+        outcomes = run(part, "6P10D", policy=policy).outcomes
+        means.append(sum(outcomes.ttft_s) / outcomes.num_completed)
+    assert means == sorted(means, reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_request_ends_once_whichever_nodes_die(seed: int) -> None:
+    rng = random.Random(seed)
+    names = [NodeId(name) for name in ("p0", "p1", "p2", "d0", "d1")]
+    faults = tuple(Fault(rng.random() * 80, rng.choice(names), rng.choice([5.0, 20.0])) for _ in range(8))
+    cluster = run(small_trace(seed=seed), "3P2D", faults=faults, reject=RejectPolicy.PREDICT, slo=TIGHT)
+    check_ends(cluster, 300)
+    assert cluster.outcomes.num_retried > 0
+
+
+def test_request_that_lost_its_decode_node_keeps_its_first_token_and_pays_in_gaps() -> None:
+    trace = Trace("one", 512, [TraceRequest(0.0, 5_000, 1_000, range(10))])
+    calm = run(trace, "1P2D").outcomes
+    hurt = run(trace, "1P2D", faults=(Fault(10.0, NodeId("d0")),)).outcomes
+    assert hurt.num_retried == 1
+    assert list(hurt.ttft_s) == list(calm.ttft_s)
+    assert hurt.tbt_s[0] > calm.tbt_s[0]
+
+
+def test_fault_of_an_unknown_node_is_refused() -> None:
+    with pytest.raises(ConfigError, match="p9"):
+        run(small_trace(10), "1P1D", faults=(Fault(1.0, NodeId("p9")),))
+
+
+def test_nodes_change_roles_where_one_pool_is_overloaded_and_no_request_is_lost() -> None:
+    trace = small_trace(900)
+    fixed = run(trace, "2P6D")
+    flexible = run(trace, "2P6D", roles=RoleSettings(ttft_target_s=5.0, tbt_target_s=0.1))
+    check_ends(flexible, 900)
+    assert flexible.outcomes.role_changes >= 1
+    assert sum(flexible.outcomes.ttft_s) < 0.7 * sum(fixed.outcomes.ttft_s)
+
+
+def test_roles_stay_where_load_is_even() -> None:
+    roles = RoleSettings(ttft_target_s=5.0, tbt_target_s=0.1)
+    assert run(small_trace(), "12P8D", roles=roles).outcomes.role_changes == 0

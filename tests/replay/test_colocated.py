@@ -1,0 +1,65 @@
+"""The colocated baseline, and the advice that compares with it."""
+
+import pytest
+
+from conductor.cost_model import CostModel, load_profile
+from conductor.replay.advise import main, pareto, ranked, splits
+from conductor.replay.cluster import ClusterOptions
+from conductor.replay.colocated import CHUNK_TOKENS
+from conductor.replay.simulate import Plan, simulate_colocated
+from conductor.replay.trace import Trace, TraceRequest, write_trace
+from tests.replay.builders import small_trace
+
+COST = CostModel(load_profile("a800-llama70b"))
+
+
+def run(trace: Trace, nodes: int = 4, speed: float = 1.0):
+    return simulate_colocated(Plan(trace, COST, ClusterOptions(nodes - 1, 1, 512), speed))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_request_ends_once(seed: int) -> None:
+    outcomes = run(small_trace(seed=seed)).outcomes
+    assert outcomes.num_arrived == outcomes.num_completed == 300
+
+
+def test_lone_request_is_prefilled_as_fast_as_anywhere() -> None:
+    cluster = run(Trace("one", 512, [TraceRequest(0.0, 5_000, 50, range(10))]), 2)
+    assert list(cluster.outcomes.ttft_s) == [pytest.approx(COST.prefill_s(5_000, 0))]
+
+
+def test_prompt_of_another_slows_down_those_who_decode() -> None:
+    decoding = TraceRequest(0.0, 600, 400, range(2))
+    alone = run(Trace("one", 512, [decoding]), 2).outcomes.tbt_s
+    others = [TraceRequest(2.0 + at, 20_000, 2, range(50 + 50 * at, 90 + 50 * at)) for at in range(6)]
+    shared = run(Trace("many", 512, [decoding, *others]), 2).outcomes.tbt_s
+    assert max(shared) > alone[0] + 0.5 * COST.prefill_s(20_000, 0) / (20_000 / CHUNK_TOKENS)
+
+
+def test_all_splits_and_colocation_are_tried() -> None:
+    assert splits(3) == ["3C", "1P2D", "2P1D"]
+
+
+def test_best_has_the_largest_capacity_then_the_shortest_ttft() -> None:
+    def report(capacity, ttft, tbt):
+        return {"effective_capacity": capacity, "ttft_s": {"mean": ttft}, "tbt_s": {"p99": tbt}}
+
+    runs = [report(0.9, 1.0, 0.1), report(1.0, 3.0, 0.05), report(1.0, 2.0, 0.2)]
+    assert ranked(runs) == [runs[2], runs[1], runs[0]]
+    assert pareto(runs) == [runs[0], runs[1]]
+
+
+def test_advice_names_a_split(tmp_path, capsys) -> None:
+    file = tmp_path / "t.jsonl"
+    write_trace(small_trace(60, rate=1.0), file)
+    assert main([str(file), "--gpus", "3", "--jobs", "1", "--slo-tbt", "0.05"]) == 0
+    out = capsys.readouterr().out
+    assert "best: " in out
+    assert out.count("global") == 2
+
+
+def test_wrong_option_is_reported_once(tmp_path, capsys) -> None:
+    file = tmp_path / "t.jsonl"
+    write_trace(small_trace(10), file)
+    assert main([str(file), "--gpus", "2", "--jobs", "1", "--sped", "2"]) == 2
+    assert "--sped" in capsys.readouterr().err

@@ -1,0 +1,122 @@
+"""`conductor replay`: the contract of its arguments and its report."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from conductor.replay.command import main, parse_nodes
+from conductor.replay.trace import write_trace
+from tests.replay.builders import small_trace
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def trace_file(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    write_trace(small_trace(150), file)
+    return file
+
+
+def test_report_has_what_the_contract_names(trace_file, tmp_path) -> None:
+    out = tmp_path / "out.json"
+    assert main([str(trace_file), "--nodes", "2P2D", "--policy", "all", "--report", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["trace"]["requests"] == 150
+    assert [run["policy"] for run in report["runs"]] == ["random", "load", "local", "global"]
+    for run in report["runs"]:
+        assert run["completed"] + run["rejected"] == run["requests"] == 150
+        assert set(run["ttft_s"]) == {"mean", "p50", "p90", "p99"}
+        for key in (
+            "reject", "prefill_nodes", "decode_nodes", "tbt_s", "effective_capacity", "hit_rate_blocks",
+            "hit_rate_tokens", "prefill_gpu_s_per_request", "wasted_prefill_s", "bytes_moved",
+            "replicas_created", "simulated_s",
+        ):  # fmt: skip
+            assert key in run
+
+
+def test_report_is_the_same_bytes_whatever_the_hash_seed(trace_file, tmp_path) -> None:
+    reports = []
+    for seed in ("0", "1"):
+        out = tmp_path / f"{seed}.json"
+        command = [sys.executable, "-m", "conductor.replay.command", str(trace_file), "--nodes", "3P2D"]
+        command += ["--policy", "all", "--speed", "3", "--reject", "predict", "--report", str(out)]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run(command, check=True, cwd=ROOT, env=environment, capture_output=True, timeout=60)
+        reports.append(out.read_bytes())
+    assert reports[0] == reports[1]
+
+
+def test_table_is_for_people_and_json_for_machines(trace_file, capsys) -> None:
+    assert main([str(trace_file), "--nodes", "2P2D"]) == 0
+    assert "TTFT mean" in capsys.readouterr().out
+    assert main([str(trace_file), "--nodes", "2P2D", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["policy"] == "global"
+
+
+def test_wrong_file_is_one_line_and_exit_code_2(tmp_path, capsys) -> None:
+    assert main([str(tmp_path / "gone.jsonl")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_bad_rows_are_named_and_passed_over_when_asked(trace_file, capsys) -> None:
+    with trace_file.open("a") as file:
+        file.write('{"timestamp": 1}\n')
+    assert main([str(trace_file), "--nodes", "2P2D"]) == 2
+    assert "trace.jsonl:152" in capsys.readouterr().err
+    assert main([str(trace_file), "--nodes", "2P2D", "--skip-bad"]) == 0
+    assert "passed over" in capsys.readouterr().err
+
+
+def test_nodes_are_parsed_or_refused() -> None:
+    assert parse_nodes("10p2D") == (10, 2)
+    for wrong in ("8P", "0P1D", "8D8P", ""):
+        with pytest.raises(Exception, match="8P8D"):
+            parse_nodes(wrong)
+
+
+def test_published_experiment_prints_the_papers_row(trace_file, capsys) -> None:
+    assert main([str(trace_file), "--paper", "fig8"]) == 0
+    out = capsys.readouterr().out
+    assert "1.66" in out
+    assert "ours" in out
+
+
+def test_faults_and_role_changes_are_asked_for_on_the_command_line(trace_file, tmp_path, capsys) -> None:
+    faults = tmp_path / "faults.jsonl"
+    faults.write_text('{"at_s": 5, "node": "p0", "for_s": 10}\n')
+    command = [str(trace_file), "--nodes", "2P3D", "--fault", str(faults), "--flip-roles", "--json"]
+    assert main(command) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["retries"] > 0
+    faults.write_text('{"at": 5}\n')
+    assert main(command) == 2
+    assert "faults.jsonl:1" in capsys.readouterr().err
+
+
+def test_page_is_well_formed_and_needs_nothing_from_elsewhere(trace_file, tmp_path) -> None:
+    out = tmp_path / "report.html"
+    assert main([str(trace_file), "--nodes", "2P2D", "--policy", "all", "--html", str(out)]) == 0
+    text = out.read_text()
+    root = ElementTree.fromstring(text.partition("\n")[2])
+    assert len(root.findall(".//svg")) == 5
+    assert len(root.findall(".//tbody/tr")) == 4
+    assert all(line.get("points") for line in root.findall(".//polyline"))
+    assert "http" not in text
+    assert "<script" not in text
+
+
+def test_workload_can_be_named_instead_of_a_file(capsys) -> None:
+    assert main(["toolagent", "--until", "100", "--nodes", "2P1D", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["trace"]["name"] == "toolagent (generated)"
+    assert report["runs"][0]["completed"] == 100
+
+
+def test_shipped_trace_replays() -> None:
+    assert main([str(ROOT / "bench" / "traces" / "sample.jsonl"), "--nodes", "2P2D"]) == 0

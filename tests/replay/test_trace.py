@@ -1,0 +1,100 @@
+"""Reading, copying and generating traces."""
+
+import json
+
+import pytest
+
+from base.errors import ConfigError
+from conductor.replay.generate import WORKLOADS, generate
+from conductor.replay.trace import arrivals, read_trace, write_trace
+from tests.replay.builders import small_trace
+
+GOOD = {"timestamp": 1500, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
+
+
+def write(tmp_path, *rows) -> str:
+    file = tmp_path / "t.jsonl"
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    return file
+
+
+def test_row_is_read_in_seconds_and_tokens(tmp_path) -> None:
+    (request,) = read_trace(write(tmp_path, GOOD)).requests
+    assert (request.arrival_s, request.num_tokens, request.output_tokens) == (1.5, 600, 3)
+    assert list(request.chain) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ("{not json", "no JSON"),
+        ("[1]", "a JSON object is wanted"),
+        ({**GOOD, "input_length": 0}, "input_length"),
+        ({**GOOD, "input_length": 2_000}, "2 hash_ids for 2000 tokens"),
+        ({**GOOD, "output_length": "3"}, "output_length"),
+        ({**GOOD, "timestamp": -1}, "timestamp"),
+        ({**GOOD, "hash_ids": ["a", "b"]}, "hash_ids"),
+        ({"timestamp": 1}, "input_length is missing"),
+    ],
+)
+def test_bad_row_is_named_with_file_line_and_reason(tmp_path, bad, reason: str) -> None:
+    file = write(tmp_path, GOOD, bad, GOOD)
+    with pytest.raises(ConfigError, match=f"t.jsonl:2: .*{reason}"):
+        read_trace(file)
+    trace = read_trace(file, skip_bad=True)
+    assert (len(trace.requests), trace.num_bad) == (2, 1)
+    assert reason in trace.bad_rows[0]
+
+
+def test_block_size_of_the_header_is_used_and_a_flag_overrides_it(tmp_path) -> None:
+    row = {**GOOD, "input_length": 30}
+    file = write(tmp_path, {"block_size": 16}, row)
+    assert read_trace(file).block_size == 16
+    with pytest.raises(ConfigError, match="--block-size"):
+        read_trace(file, block_size=512)
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
+def test_written_trace_reads_back(tmp_path, name: str) -> None:
+    trace = small_trace(50)
+    write_trace(trace, tmp_path / name)
+    again = read_trace(tmp_path / name)
+    assert [list(row.chain) for row in again.requests] == [list(row.chain) for row in trace.requests]
+    assert again.requests[-1].arrival_s == pytest.approx(trace.requests[-1].arrival_s, abs=1e-3)
+
+
+def test_missing_and_empty_files_are_errors(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="gone"):
+        read_trace(tmp_path / "gone.jsonl")
+    (tmp_path / "e.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="no request"):
+        read_trace(tmp_path / "e.jsonl")
+
+
+def test_copies_have_blocks_of_their_own_and_come_in_order() -> None:
+    trace = small_trace(40)
+    rows = list(arrivals(trace, 2.0, 3, 0.0, None, 0))
+    assert len(rows) == 120
+    copies = [{block for row in rows[copy::3] for block in row.chain} for copy in range(3)]
+    assert not copies[0] & copies[1]
+    assert not copies[1] & copies[2]
+    assert [row.arrival_s for row in rows] == sorted(row.arrival_s for row in rows)
+    assert rows[-1].arrival_s == pytest.approx(trace.requests[-1].arrival_s / 2)
+
+
+def test_jitter_spreads_arrivals_and_keeps_their_order() -> None:
+    trace = small_trace(40)
+    rows = list(arrivals(trace, 1.0, 1, 3.0, None, 7))
+    assert [row.arrival_s for row in rows] == sorted(row.arrival_s for row in rows)
+    assert [row.arrival_s for row in rows] != [row.arrival_s for row in trace.requests]
+    assert rows == list(arrivals(trace, 1.0, 1, 3.0, None, 7))
+
+
+@pytest.mark.parametrize("workload", sorted(WORKLOADS))
+def test_generated_trace_is_well_formed_and_repeatable(workload: str, tmp_path) -> None:
+    trace = generate(workload, 200, 4.0, 1)
+    assert trace.requests == generate(workload, 200, 4.0, 1).requests
+    assert trace.requests != generate(workload, 200, 4.0, 2).requests
+    assert trace.span_s == pytest.approx(50.0)
+    write_trace(trace, tmp_path / "g.jsonl")
+    assert len(read_trace(tmp_path / "g.jsonl").requests) == 200
