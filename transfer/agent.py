@@ -93,10 +93,14 @@ class TransferAgent:
         if "cuda_ipc" in names:
             # By name, because it imports torch: seconds that a process without a GPU
             # need not spend.
-            transports.append(importlib.import_module("transfer.cuda_ipc").CudaTransport())
+            try:
+                transports.append(importlib.import_module("transfer.cuda_ipc").CudaTransport())
+            except ImportError as error:
+                absent["cuda_ipc"] = f"not installed: {error}"
         if "rdma" in names:
             self._rails, absent["rdma"] = open_rails()
         if self._rails:
+            # What is said of the others is of no use while some rails work.
             del absent["rdma"]
             self._one_sided = RdmaTarget(self._rails, self._holdings)
             transports.append(RdmaTransport(self._rails, self._clock))
@@ -124,7 +128,11 @@ class TransferAgent:
         self._holdings.close()
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(

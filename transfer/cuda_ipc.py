@@ -151,6 +151,7 @@ class _Reach:
         with self._lock:
             known = self._imported.get(key)
             if known is None:
+                self._drop_dead()
                 known = self._imported[key] = self._open(mapped, segment_id, device)
             return known
 
@@ -174,7 +175,15 @@ class _Reach:
         memory = mapped.board.memory_of(segment_id)
         address = segments.address_of(memory)
         self._pin(address, memory.nbytes)
-        return _Imported(address, memory.nbytes, None)
+        return _Imported(mapped, address, memory.nbytes, memory)
+
+    def _drop_dead(self) -> None:
+        """Let go of what processes left behind that ended."""
+        for key, imported in list(self._imported.items()):
+            if imported.owner.is_dead():
+                del self._imported[key]
+                if self._pinned.pop(imported.address, None) is not None:
+                    torch.cuda.cudart().cudaHostUnregister(imported.address)  # type: ignore[no-untyped-call]
 
     def _pin(self, address: int, num_bytes: int) -> None:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -187,10 +196,13 @@ class _Reach:
 class _Imported:
     """Memory of a peer as an address of ours; keeps what must live as long."""
 
-    def __init__(self, address: int, num_bytes: int, storage: torch.UntypedStorage | None) -> None:
+    def __init__(
+        self, owner: MappedPeer, address: int, num_bytes: int, kept: torch.UntypedStorage | memoryview
+    ) -> None:
+        self.owner = owner
         self.address = address
         self.num_bytes = num_bytes
-        self._storage = storage
+        self._kept = kept
 
 
 def _import(mapped: MappedPeer, segment_id: int, device: int) -> _Imported:
@@ -201,7 +213,7 @@ def _import(mapped: MappedPeer, segment_id: int, device: int) -> _Imported:
     except RuntimeError as error:
         raise TransferFailedError(f"the peer's GPU memory cannot be imported: {error}") from error
     address = storage.data_ptr() + coded["skipped_bytes"]
-    return _Imported(address, mapped.board.num_bytes_of(segment_id), storage)
+    return _Imported(mapped, address, mapped.board.num_bytes_of(segment_id), storage)
 
 
 def _stream_of(device: int) -> torch.cuda.Stream:

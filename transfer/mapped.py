@@ -16,6 +16,7 @@ class MappedPeer:
     def __init__(self, address: str, epoch: int) -> None:
         self.epoch = epoch
         self.num_copies = 0
+        self._is_closed = False
         self.board = PeerBoard(address, epoch)
         try:
             self._pidfd = os.pidfd_open(self.board.pid)
@@ -24,7 +25,9 @@ class MappedPeer:
             raise TransferFailedError(f"the peer's process is gone: {error}") from error
 
     def is_dead(self) -> bool:
-        """Return whether the process has ended: what is put into its memory is lost."""
+        """Return whether the process has ended (or was let go): bytes put there are lost."""
+        if self._is_closed:
+            return True
         # Readable once it has. A poll object for each call: two threads ask at a time,
         # and one object refuses that.
         end = select.poll()
@@ -33,6 +36,7 @@ class MappedPeer:
 
     def close(self) -> None:
         """Unmap everything."""
+        self._is_closed = True
         os.close(self._pidfd)
         self.board.close()
 

@@ -49,7 +49,7 @@ def test_noise_is_a_protocol_error(data: bytes) -> None:
         unpack_header(data)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(40))
 def test_a_header_with_bytes_changed_is_refused_or_within_bounds(seed: int) -> None:
     rng = random.Random(seed)
     data = bytearray(pack(Header(Kind.WRITE, 1, 8192, 5, 6), [(0, 4096), (4096, 4096)]))

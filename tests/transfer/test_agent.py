@@ -1,0 +1,81 @@
+"""What the agent does by itself: starting, refusing, saying why."""
+
+import socket
+
+import pytest
+
+from base.clock import SystemClock
+from base.config import TransferConfig
+from base.errors import ProtocolError, TransferFailedError
+from base.grants import Endpoint, Grant, Operation, PeerDescriptor
+from transfer.agent import TransferAgent
+from transfer.batch import TransferRequest
+
+
+def agent(**config) -> TransferAgent:
+    return TransferAgent("us", 1, TransferConfig(**config), SystemClock())
+
+
+async def test_a_port_that_is_taken_is_an_error_at_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        async with agent(port=taken.getsockname()[1]):
+            pass
+
+
+async def test_private_memory_is_reached_over_tcp_where_shm_cannot() -> None:
+    async with agent() as owner, TransferAgent("them", 2, TransferConfig(), SystemClock()) as asker:
+        target, source = owner.register(bytearray(100)), asker.allocate(100)
+        source.memory[:] = b"\7" * 100
+        grant = owner.grant(target, (0,), 100, Operation.WRITE, 10.0)
+        route = asker.route(owner.descriptor, grant)
+        await asker.write(owner.descriptor, grant, [TransferRequest(source, 0, 0, 100)])
+        assert route.transport == "tcp"
+        assert "not shared" in dict(route.refused)["shm"]
+        assert target.memory == source.memory
+
+
+async def test_a_transport_that_cannot_work_here_says_why_in_one_line() -> None:
+    async with agent(transports=("rdma", "tcp")) as started:
+        peer = PeerDescriptor("peer", 9, (Endpoint("tcp", "127.0.0.1:1"),))
+        route = started.route(peer, Grant(1, 1 << 16, Operation.WRITE, (0,), 1, 1.0))
+    reason = dict(route.refused)["rdma"]
+    assert reason
+    assert "\n" not in reason
+
+
+async def test_a_peer_that_nobody_listens_for_is_a_transfer_failure_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    peer = PeerDescriptor("peer", 9, (Endpoint("tcp", f"127.0.0.1:{port}"),))
+    async with agent() as started:
+        source = started.allocate(10)
+        grant = Grant(1, 1 << 16, Operation.WRITE, (0,), 10, 1.0)
+        with pytest.raises(TransferFailedError, match="refused"):
+            await started.write(peer, grant, [TransferRequest(source, 0, 0, 10)])
+
+
+async def test_a_peer_that_never_answers_fails_the_batch_at_its_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        peer = PeerDescriptor("peer", 9, (Endpoint("tcp", f"127.0.0.1:{silent.getsockname()[1]}"),))
+        async with agent() as started:
+            source = started.allocate(10)
+            grant = Grant(1, 1 << 16, Operation.WRITE, (0,), 10, 1.0)
+            with pytest.raises(TransferFailedError, match="no end within"):
+                await started.write(peer, grant, [TransferRequest(source, 0, 0, 10)], deadline_s=0.05)
+
+
+@pytest.mark.parametrize(("offsets", "length"), [((95,), 10), ((-1,), 5), ((), 5), ((0,), 0)])
+async def test_what_is_not_in_the_segment_cannot_be_granted(offsets: tuple[int, ...], length: int) -> None:
+    async with agent() as owner:
+        segment = owner.allocate(100)
+        with pytest.raises(ValueError, match="grant"):
+            owner.grant(segment, offsets, length, Operation.WRITE, 10.0)
+        assert owner.num_grants == 0
+
+
+async def test_a_grant_to_read_is_not_written_by() -> None:
+    async with agent() as owner:
+        segment = owner.allocate(100)
+        grant = owner.grant(segment, (0,), 100, Operation.READ, 10.0)
+        with pytest.raises(ProtocolError):
+            await owner.write(owner.descriptor, grant, [TransferRequest(segment, 0, 0, 100)])
