@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 PROMPT ?= In one sentence: what is the capital of France?
 INSTALL := $(BIN)/python -m pip install -qq -c constraints.txt
 
-# A file's tests stay in one process: they share a model or a cluster.
-PYTEST := $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile
+# Groups are made in tests/conftest.py: a file's tests stay in one process, those of the
+# cluster too, because they share a model or a cluster.
+PYTEST := $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadgroup
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore

@@ -7,9 +7,9 @@ Every comparison is between two things measured in turn, within one run, on one 
 
 * transfer: `BlockCache.save` and `load` of 2 MiB blocks to and from a storage process,
   against the bare `TransferAgent.write` and `read` of the same bytes between the same two
-  memories, over shm and over tcp. Loads compare every block with its checksum, which
+  memories, over shm and over tcp, four at a time each. Loads compare every block with its checksum, which
   the bare ones do not. With --mooncake-python, which names the Python of an environment
-  that has the `mooncake-transfer-engine` wheel, its store puts and gets as much over tcp
+  that has the `mooncake-transfer-engine` wheel, its store puts and gets one batch at a time over tcp
   between two processes in every round, without checksums.
 * disk: `DiskTier.read` with 16 under way, against `fio --iodepth=16` on the same file.
 * directory: a chain of 256 blocks looked up in Redis (a Valkey server on a unix socket),
@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ from base.block_hash import BlockHash
 from base.checksum import checksum
 from base.clock import SystemClock
 from base.config import TransferConfig
-from base.grants import PeerDescriptor
+from base.grants import Grant, PeerDescriptor
 from base.request import NodeId
 from kvstore.access import RemoteAccess
 from kvstore.client import BlockCache
@@ -58,6 +58,8 @@ ROOT = Path(__file__).parent.parent
 BLOCK_BYTES = 2 << 20
 NUM_BLOCKS = 64
 """In one save or load: 128 MiB, a prompt of some thousand tokens."""
+IN_FLIGHT = 4
+"""Saves or loads at a time, and bare writes or reads: a node serves several requests."""
 DISK_BLOCKS = 256
 QUEUE_DEPTH = 16
 CHAIN_BLOCKS = 256
@@ -99,8 +101,7 @@ async def main() -> None:
             f" against {figure.against:8.3f}  ratio {figure.ratio:.2f}"
         )
     if options.json:
-        machine = {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
-        result = {"machine": machine, "figures": [asdict(figure) for figure in figures]}
+        result = {"run": about_the_run(), "figures": [asdict(figure) for figure in figures]}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -113,11 +114,9 @@ async def measure_transfer(transport: str, rounds: int, mooncake_python: Path | 
     async with AsyncExitStack() as stack:
         cache, agent, access, peer = await stack.enter_async_context(storage(transport))
         rival = stack.enter_context(mooncake_store(mooncake_python)) if mooncake_python else None
-        segment = agent.allocate(total)
-        segment.memory[:] = random.Random(1).randbytes(1 << 20) * (total >> 20)
-        offsets = [index * BLOCK_BYTES for index in range(NUM_BLOCKS)]
-        sums = [checksum(segment.memory[at : at + BLOCK_BYTES]) for at in offsets]
-        chains = [fresh_chain(NUM_BLOCKS) for _ in range(rounds + 2)]
+        segment = agent.allocate(IN_FLIGHT * total)
+        segment.memory[:] = random.Random(1).randbytes(1 << 20) * (segment.num_bytes >> 20)
+        sides = [Side(cache, agent, access, peer, segment, task * total) for task in range(IN_FLIGHT)]
         times: dict[str, list[float]] = {
             "write": [],
             "save": [],
@@ -126,12 +125,17 @@ async def measure_transfer(transport: str, rounds: int, mooncake_python: Path | 
             "put": [],
             "get": [],
         }
-        for chain in chains:
-            await one_round(Round(cache, agent, access, peer, segment, offsets, sums, chain, times))
+        for _ in range(rounds + 2):
+            await one_round(sides, times)
             if rival is not None:
                 rival(times["put"], times["get"])
-        gb = {name: total / 1e9 / statistics.median(taken[2:]) for name, taken in times.items() if taken}
-        both = 2 * total / 1e9
+        moved = {"put": total, "get": total}
+        gb = {
+            name: moved.get(name, IN_FLIGHT * total) / 1e9 / statistics.median(taken[2:])
+            for name, taken in times.items()
+            if taken
+        }
+        both = 2 * IN_FLIGHT * total / 1e9
         pairs = {
             kind: [a + b for a, b in zip(times[kind[0]][2:], times[kind[1]][2:], strict=True)]
             for kind in (("save", "load"), ("write", "read"))
@@ -152,51 +156,82 @@ async def measure_transfer(transport: str, rounds: int, mooncake_python: Path | 
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """What one round needs."""
+class Side:
+    """One of the saves and loads under way: its part of the memory, and a chain for each round."""
 
-    cache: BlockCache
-    agent: TransferAgent
-    access: RemoteAccess
-    peer: PeerDescriptor
-    segment: Segment
-    offsets: list[int]
-    sums: list[int]
-    chain: list[BlockHash]
-    times: dict[str, list[float]]
+    def __init__(
+        self,
+        cache: BlockCache,
+        agent: TransferAgent,
+        access: RemoteAccess,
+        peer: PeerDescriptor,
+        segment: Segment,
+        start: int,
+    ) -> None:
+        self._cache = cache
+        self._agent = agent
+        self._access = access
+        self._peer = peer
+        self._segment = segment
+        self._offsets = [start + index * BLOCK_BYTES for index in range(NUM_BLOCKS)]
+        self._sums = [checksum(segment.memory[at : at + BLOCK_BYTES]) for at in self._offsets]
+        self._chain = fresh_chain(NUM_BLOCKS)
+        self._ticket = 0
+        self._grant: Grant | None = None
+
+    async def begin_write(self) -> None:
+        reserved = await self._access.reserve(fresh_chain(NUM_BLOCKS), "")
+        self._ticket, self._grant = reserved.ticket, reserved.grant
+        self._chain = fresh_chain(NUM_BLOCKS)
+
+    async def write(self) -> None:
+        assert self._grant is not None
+        ranges = zip(self._offsets, self._grant.offsets, strict=True)
+        requests = [TransferRequest(self._segment, ours, theirs, BLOCK_BYTES) for ours, theirs in ranges]
+        await self._agent.write(self._peer, self._grant, requests)
+
+    async def end_write(self) -> None:
+        await self._access.abort(self._ticket)
+
+    async def save(self) -> None:
+        assert await self._cache.save(self._chain, self._segment, self._offsets, self._sums) == NUM_BLOCKS
+
+    async def begin_read(self) -> None:
+        leased = await self._access.lease(self._chain, 0)
+        self._ticket, self._grant = leased.ticket, leased.grant
+
+    async def read(self) -> None:
+        assert self._grant is not None
+        ranges = zip(self._offsets, self._grant.offsets, strict=True)
+        requests = [TransferRequest(self._segment, theirs, ours, BLOCK_BYTES) for ours, theirs in ranges]
+        await self._agent.read(self._peer, self._grant, requests)
+
+    async def end_read(self) -> None:
+        await self._access.release(self._ticket)
+
+    async def load(self) -> None:
+        assert await self._cache.load(self._chain, self._segment, self._offsets) == NUM_BLOCKS
 
 
-async def one_round(it: Round) -> None:
-    """Bare write under a grant of its own, then save, bare read, load."""
-    bare = await it.access.reserve(fresh_chain(NUM_BLOCKS), "")
-    assert bare.grant is not None
-    requests = [
-        TransferRequest(it.segment, ours, theirs, BLOCK_BYTES)
-        for ours, theirs in zip(it.offsets, bare.grant.offsets, strict=True)
-    ]
-    await timed(it.times["write"], it.agent.write(it.peer, bare.grant, requests))
-    await it.access.abort(bare.ticket)
-    await timed(it.times["save"], it.cache.save(it.chain, it.segment, it.offsets, it.sums))
-    lease = await it.access.lease(it.chain, 0)
-    assert lease.grant is not None
-    assert lease.num_blocks == NUM_BLOCKS
-    requests = [
-        TransferRequest(it.segment, theirs, ours, BLOCK_BYTES)
-        for ours, theirs in zip(it.offsets, lease.grant.offsets, strict=True)
-    ]
-    await timed(it.times["read"], it.agent.read(it.peer, lease.grant, requests))
-    await it.access.release(lease.ticket)
-    loaded = await timed(it.times["load"], it.cache.load(it.chain, it.segment, it.offsets))
-    assert loaded == NUM_BLOCKS
+async def one_round(sides: Sequence[Side], times: dict[str, list[float]]) -> None:
+    """Bare write under grants of its own, then save, bare read, load: all sides at a time."""
+    await together(Side.begin_write, sides)
+    times["write"].append(await together(Side.write, sides))
+    await together(Side.end_write, sides)
+    times["save"].append(await together(Side.save, sides))
+    await together(Side.begin_read, sides)
+    times["read"].append(await together(Side.read, sides))
+    await together(Side.end_read, sides)
+    times["load"].append(await together(Side.load, sides))
 
 
-async def timed(into: list[float], work: Awaitable[int | None]) -> int | None:
-    """Await `work` and note its seconds."""
+async def together(act: Callable[[Side], Coroutine[None, None, None]], sides: Sequence[Side]) -> float:
+    """Let every side do `act`; return the seconds until all have."""
     began_at_s = time.perf_counter()
-    result = await work
-    into.append(time.perf_counter() - began_at_s)
-    return result
+    async with asyncio.TaskGroup() as tasks:
+        for side in sides:
+            tasks.create_task(act(side))
+    return time.perf_counter() - began_at_s
 
 
 @contextmanager
@@ -205,7 +240,7 @@ def storage_process(transport: str) -> Iterator[str]:
     config = {
         "node_id": "storage",
         "block_bytes": BLOCK_BYTES,
-        "pool_gib": 4 * NUM_BLOCKS * BLOCK_BYTES / (1 << 30),
+        "pool_gib": 3 * IN_FLIGHT * NUM_BLOCKS * BLOCK_BYTES / (1 << 30),
         "policy": "lru",
         "transfer": {"transports": [transport]},
     }
@@ -406,10 +441,21 @@ async def measure_directory() -> list[Figure]:
     ]
 
 
-def processor() -> str:
-    """Return what the kernel calls this processor."""
+def about_the_run() -> dict[str, object]:
+    """Return where, when and of what the figures are."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return {
+        "processor": next(names, "unknown"),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip(),
+    }
 
 
 if __name__ == "__main__":

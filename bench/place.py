@@ -4,8 +4,10 @@
 
 Every size runs the trace (copied as often as there are nodes for it) through replay with
 `scheduler.place` timed from outside: queues, caches and index are those of a serving
-cluster, not of an empty one. The sizes take turns over several rounds, because the
-machine's speed drifts: ratios between sizes mean more than the microseconds.
+cluster, not of an empty one. Seconds are the thread's own on the processor, so that a busy
+machine's other work counts only by the caches it spoils. The sizes take turns over several
+rounds, because the machine's speed drifts: ratios between sizes mean more than the
+microseconds.
 """
 
 from __future__ import annotations
@@ -13,13 +15,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
-import sys
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.replay import about_machine
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel, load_profile
 from conductor.placement import Placement, PlacementRequest, Rejection
@@ -47,9 +48,9 @@ class TimedPlace:
         settings: SchedulerSettings,
         choose: PrefillPolicy,
     ) -> Placement | Rejection:
-        started_s = time.perf_counter()
+        started_s = time.thread_time()
         result = place(request, view, cost, now_s, settings, choose)
-        self.seconds.append(time.perf_counter() - started_s)
+        self.seconds.append(time.thread_time() - started_s)
         return result
 
 
@@ -72,12 +73,12 @@ def measure_index(nodes: int, blocks: int = 24, chains: int = 20_000) -> float:
     """Return block events a second: chains stored on nodes in turn, and removed again."""
     index = PrefixIndex()
     held = [(number % nodes, range(number * blocks, (number + 1) * blocks)) for number in range(chains)]
-    started_s = time.perf_counter()
+    started_s = time.thread_time()
     for node, keys in held:
         index.store(node, keys)
     for node, keys in held:
         index.remove(node, keys)
-    return 2 * blocks * chains / (time.perf_counter() - started_s)
+    return 2 * blocks * chains / (time.thread_time() - started_s)
 
 
 def main() -> None:
@@ -100,8 +101,7 @@ def main() -> None:
         rounds.append(row)
         print(json.dumps(row))
     result = {
-        "python": sys.version.split()[0],
-        "machine": platform.processor() or platform.machine(),
+        **about_machine(),
         "median": {
             **{
                 size: {

@@ -34,7 +34,7 @@ from conductor.membership import Membership
 from conductor.observer import Observer
 from conductor.served_model import load_served_model
 from conductor.server import listening
-from conductor.status import status
+from conductor.status import export_gauges, status
 from protos.nodes_pb2_grpc import add_NodesServicer_to_server
 
 
@@ -55,6 +55,7 @@ async def serve(config: ConductorProcess) -> None:
     services = [Service("conductor.v1.Nodes", partial(add_NodesServicer_to_server, nodes))]
     reports = {"/status": partial(status, dispatcher, membership)}
     async with listening(completions, server, config.slo, rng, services, reports) as ports:
+        export_gauges(metrics, membership)
         membership.on_change(ports.health.refresh)
         ready = {"event": "ready", "http_port": ports.http_port, "grpc_port": ports.grpc_port}
         sys.stdout.write(json.dumps(ready) + "\n")

@@ -83,6 +83,7 @@ class NodeState:
         "queued_s",
         "queued_tokens",
         "reported_free_tokens",
+        "reports_draining",
         "running_context_tokens",
         "running_sequences",
         "slot",
@@ -94,7 +95,9 @@ class NodeState:
         self.events = events
         self.heard_at_s = now_s
         self.is_member = True
+        # the conductor's own wish, and the node's word; either keeps new work away
         self.draining = False
+        self.reports_draining = False
         self.capacity_tokens = info.num_blocks * info.block_size
         self.num_queued = 0
         self.queued_s = 0.0
@@ -238,12 +241,16 @@ class ClusterView:
         node.heard_at_s = now_s
         node.reported_free_tokens = float(beat.num_free_blocks * self.block_size)
         foreign_tokens = max(0, beat.num_queued_tokens - node.queued_tokens)
-        node.foreign_queue_s = self._cost.prefill_s(foreign_tokens, 0) if foreign_tokens else 0.0
-        ours = node.running_context_tokens
-        node.foreign_context_tokens = max(0.0, beat.num_context_tokens - ours)
-        if beat.draining != node.draining:
-            self.set_draining(node_id, now_s, beat.draining)
-        self._requeue(node, now_s)
+        foreign_s = self._cost.prefill_s(foreign_tokens, 0) if foreign_tokens else 0.0
+        node.foreign_context_tokens = max(0.0, beat.num_context_tokens - node.running_context_tokens)
+        if beat.draining != node.reports_draining:
+            node.reports_draining = beat.draining
+            self._refresh_roles(node, now_s)
+        if self.prefill_mask >> node.slot & 1:
+            # the prefill under way is part done: our own queue goes on ending when it did
+            ours_ends_s = self.prefill_order.value(node.slot) - node.foreign_queue_s
+            self.prefill_order.set(node.slot, max(now_s, ours_ends_s) + foreign_s)
+        node.foreign_queue_s = foreign_s
         self._reorder(node)
 
     def kv_events(
@@ -356,7 +363,8 @@ class ClusterView:
     def _refresh_roles(self, node: NodeState, now_s: float) -> None:
         """Let the masks and orders hold `node` where it may be chosen, and nowhere else."""
         bit = 1 << node.slot
-        roles = node.info.roles if node.is_member and not node.draining else frozenset[Role]()
+        serves = node.is_member and not node.draining and not node.reports_draining
+        roles = node.info.roles if serves else frozenset[Role]()
         self.prefill_mask = self.prefill_mask | bit if Role.PREFILL in roles else self.prefill_mask & ~bit
         self.decode_mask = self.decode_mask | bit if Role.DECODE in roles else self.decode_mask & ~bit
         self.prefill_order.remove(node.slot)

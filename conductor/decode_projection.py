@@ -14,7 +14,6 @@ whatever the number of nodes and requests.
 from __future__ import annotations
 
 from collections import deque
-from itertools import repeat
 
 BUCKET_S = 0.5
 
@@ -34,30 +33,35 @@ class DecodeProjection:
     def __init__(self, initial_decode_s: float) -> None:
         """`initial_decode_s` is t_d until requests have finished."""
         self.decode_s = initial_decode_s
-        self._sequences: dict[int, int] = {}
-        self._tokens: dict[int, int] = {}
+        self._buckets: dict[int, list[int]] = {}
+        """Moment in buckets to [sequences, tokens]; empty ones are absent."""
         self._recent: deque[float] = deque(maxlen=DECODE_TIMES)
         self._until_refresh = REFRESH_EVERY
 
     def add(self, moment_s: float, tokens: int) -> None:
         """Expect a sequence of `tokens` context to start decoding at `moment_s`."""
-        bucket = int(moment_s / BUCKET_S)
-        self._sequences[bucket] = self._sequences.get(bucket, 0) + 1
-        self._tokens[bucket] = self._tokens.get(bucket, 0) + tokens
+        key = int(moment_s / BUCKET_S)
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            self._buckets[key] = [1, tokens]
+        else:
+            bucket[0] += 1
+            bucket[1] += tokens
 
     def discard(self, moment_s: float, tokens: int) -> None:
         """Undo an `add` of the same values."""
-        bucket = int(moment_s / BUCKET_S)
-        self._tokens[bucket] -= tokens
-        self._sequences[bucket] -= 1
-        if not self._sequences[bucket]:
-            del self._sequences[bucket], self._tokens[bucket]
+        key = int(moment_s / BUCKET_S)
+        bucket = self._buckets[key]
+        bucket[0] -= 1
+        bucket[1] -= tokens
+        if not bucket[0]:
+            del self._buckets[key]
 
     def at(self, moment_s: float) -> tuple[int, int]:
         """Return (sequences, context tokens) expected to decode at `moment_s`, in all nodes."""
-        buckets = range(int((moment_s - self.decode_s) / BUCKET_S) + 1, int(moment_s / BUCKET_S) + 1)
-        sequences = sum(map(self._sequences.get, buckets, repeat(0)))
-        return sequences, sum(map(self._tokens.get, buckets, repeat(0)))
+        first, last = int((moment_s - self.decode_s) / BUCKET_S) + 1, int(moment_s / BUCKET_S)
+        found = [self._buckets[key] for key in range(first, last + 1) if key in self._buckets]
+        return sum([sequences for sequences, _ in found]), sum([tokens for _, tokens in found])
 
     def observe(self, decode_s: float) -> None:
         """Learn how long one request decoded."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from base.messages import Heartbeat
+from base.metrics import ConductorMetrics
 from conductor.dispatch import Dispatcher
 from conductor.membership import Membership
 from conductor.nodes import NodeSession
@@ -17,6 +19,20 @@ def status(dispatcher: Dispatcher, membership: Membership) -> dict[str, Any]:
         "running_requests": dispatcher.num_running,
         "nodes": [_node(session) for session in sessions],
     }
+
+
+def export_gauges(metrics: ConductorMetrics, membership: Membership) -> None:
+    """Let the gauges of the cluster be read from the last heartbeats when they are scraped."""
+
+    def beats() -> list[Heartbeat]:
+        return [session.last_heartbeat for session in membership.sessions if session.last_heartbeat]
+
+    def kv_usage() -> float:
+        held = sum(beat.num_held_blocks for beat in beats())
+        return held / max(1, held + sum(beat.num_free_blocks for beat in beats()))
+
+    metrics.waiting.set_function(lambda: sum(beat.num_waiting for beat in beats()))
+    metrics.kv_usage.set_function(kv_usage)
 
 
 def _node(session: NodeSession) -> dict[str, Any]:

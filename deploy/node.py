@@ -26,8 +26,10 @@ from base.errors import ConfigError
 from base.lifetime import stop_requested
 from base.logs import configure, event
 from base.messages import Heartbeat, KvEvents, Lend, NodeInfo, Prefill, Release, Reserve, Start, ToNode
+from base.metrics import NodeMetrics, process_registry, serve_metrics
 from base.request import NodeId, Role
 from decode_node.role import DecodeRole
+from deploy.node_metrics import observe
 from engine.build import Engine, build_engine
 from prefill_node.lender import Lender
 from prefill_node.role import PrefillRole
@@ -116,6 +118,7 @@ async def serve(config: NodeProcess) -> None:
     """Run the node until it is told to stop. The wiring diagram of the process."""
     clock = SystemClock()
     epoch = secrets.randbits(63)
+    registry = process_registry()
     async with TransferAgent(config.node_id, epoch, config.transfer, clock) as agent:
         segments: list[Segment] = []
 
@@ -132,8 +135,9 @@ async def serve(config: NodeProcess) -> None:
             shared = (engine.loop, engine.cache, segments[0], agent, tasks, client.send, clock)
             lender = Lender(engine.pool, engine.cache, segments[0], agent, tasks, client.send)
             node = Node(engine, PrefillRole(*shared), DecodeRole(*shared), lender)
+            observe(NodeMetrics(registry), engine)
             background = [tasks.create_task(engine.loop.run()), tasks.create_task(client.run(node))]
-            _print_ready(config)
+            _print_ready(config, serve_metrics(registry, "127.0.0.1", config.metrics_port))
             await stop_requested()
             await _drain(node)
             for task in background:
@@ -166,8 +170,9 @@ def _info(config: NodeProcess, epoch: int, engine: Engine, agent: TransferAgent)
     )
 
 
-def _print_ready(config: NodeProcess) -> None:
-    sys.stdout.write(json.dumps({"event": "ready", "node_id": config.node_id}) + "\n")
+def _print_ready(config: NodeProcess, metrics_port: int) -> None:
+    ready = {"event": "ready", "node_id": config.node_id, "metrics_port": metrics_port}
+    sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()
 
 

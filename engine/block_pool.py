@@ -51,6 +51,11 @@ class BlockPool:
         return len(self._free) + len(self._evictable)
 
     @property
+    def num_cached(self) -> int:
+        """Blocks with content that nobody holds."""
+        return len(self._evictable)
+
+    @property
     def num_held(self) -> int:
         return len(self._ref_counts)
 

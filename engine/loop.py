@@ -39,6 +39,7 @@ from engine.step import SequenceOutput, StepPlan, StepResult
 log = logging.getLogger(__name__)
 
 Listener = Callable[[SequenceOutput], None]
+StepObserver = Callable[[StepPlan, float], None]
 
 
 class StepRunner(Protocol):
@@ -70,6 +71,7 @@ class _Flight:
     sequences: frozenset[Sequence]
     launched: Future[Any] | None
     """None: the runner launches and waits in one."""
+    launched_at_s: float
 
 
 class EngineLoop:
@@ -88,8 +90,14 @@ class EngineLoop:
         self._changed = asyncio.Event()
         self.num_steps = 0
         self.num_failed_steps = 0
+        self._last_landed_at_s = clock.now_s()
+        self._on_step: StepObserver = lambda plan, seconds: None
         # Whoever releases blocks, in here or not, may have made room for who waits.
         pool.on_release(self._changed.set)
+
+    def on_step(self, observer: StepObserver) -> None:
+        """Tell `observer` of each step that succeeded, and the seconds that the device had it."""
+        self._on_step = observer
 
     def add(self, sequence: Sequence, listener: Listener) -> None:
         """Run `sequence`; call `listener` on the event loop for each step that it was in.
@@ -140,7 +148,7 @@ class EngineLoop:
         launched = None
         if isinstance(self._runner, LaunchingRunner):
             launched = thread.submit(self._runner.launch, plan)
-        flight = _Flight(plan, frozenset(entry.sequence for entry in plan.entries), launched)
+        flight = _Flight(plan, frozenset(entry.sequence for entry in plan.entries), launched, now_s)
         self._flights.append(flight)
         return flight
 
@@ -165,6 +173,7 @@ class EngineLoop:
         except Exception as error:
             outputs = self._failed(flight.plan, error)
         else:
+            self._on_step(flight.plan, self._seconds_of(flight))
             outputs = self.scheduler.commit(flight.plan, result)
         finally:
             self._flights.remove(flight)
@@ -174,6 +183,12 @@ class EngineLoop:
         self.num_steps += 1
         for output in outputs:
             self._tell(output)
+
+    def _seconds_of(self, flight: _Flight) -> float:
+        """Return how long the device had a step: one launched ahead waited for the one before."""
+        began_at_s = max(flight.launched_at_s, self._last_landed_at_s)
+        self._last_landed_at_s = self._clock.now_s()
+        return self._last_landed_at_s - began_at_s
 
     def _wait_for(self, flight: _Flight) -> StepResult:
         """Runs on the device thread."""

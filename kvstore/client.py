@@ -6,9 +6,8 @@
 
 Losing KV is never an error. `load` goes from holder to holder: one that is gone, has
 forgotten a block or twice sends bytes that are not those of their checksum is left for the
-next;
-when no holder is left, fewer blocks are loaded, and the caller computes the others.
-`save` that cannot is the same: fewer blocks are stored.
+next; when no holder is left, fewer blocks are loaded, and the caller computes the others.
+A `save` that cannot is the same: fewer blocks are stored.
 
 Bytes move between segments by the transfer agent, straight from and into the caller's.
 Checksums are compared here, where the bytes are used first, group by group while the next
@@ -25,7 +24,7 @@ from contextlib import suppress
 from base.block_hash import BlockHash
 from base.checksum import checksum
 from base.clock import Clock
-from base.errors import ProtocolError, ServeError
+from base.errors import CapacityError, ProtocolError, ServeError
 from base.uninterrupted import uninterrupted
 from kvstore.access import Access, LocalAccess, RemoteAccess
 from kvstore.directory import Directory, Replicas
@@ -56,9 +55,9 @@ class BlockCache:
         self._agent = agent
         self._directory = directory
         self._own = None if own is None else own[0]
-        self._accesses: dict[int, Access] = {}
+        self._accesses: dict[str, Access] = {}
         if own is not None:
-            self._accesses[own[0].epoch] = LocalAccess(own[1])
+            self._accesses[own[0].address] = LocalAccess(own[1])
         self._resting = Resting(clock)
         self.num_damaged = 0
         """Blocks that arrived with other bytes than were stored."""
@@ -134,6 +133,8 @@ class BlockCache:
         try:
             access = self._access(member)
             reserved = await access.reserve(chain[: first + len(offsets)], tenant)
+        except CapacityError:
+            return 0
         except ServeError as error:
             self._resting.failed(member.epoch, error)
             return 0
@@ -206,12 +207,12 @@ class BlockCache:
     async def _home(self, chain: Sequence[BlockHash]) -> Member | None:
         if self._own is not None:
             return self._own
-        members = [member for member in await self._directory.members() if member.epoch not in self._resting]
         replicas = await self._directory.lookup(chain)
+        known = replicas[0] if replicas else await self._directory.members()
         # Where the chain is new, its last block's hash spreads chains over the members.
         spread = int.from_bytes(chain[-1][:8], "little")
         return max(
-            members,
+            (member for member in known if member.epoch not in self._resting),
             key=lambda member: (
                 _run_end(replicas, 0, member),
                 (spread ^ member.epoch) * 0x9E3779B1 % (1 << 32),
@@ -220,9 +221,10 @@ class BlockCache:
         )
 
     def _access(self, member: Member) -> Access:
-        if member.epoch not in self._accesses:
-            self._accesses[member.epoch] = RemoteAccess(member.address)
-        return self._accesses[member.epoch]
+        # By address: a member that restarts where it was needs no second connection.
+        if member.address not in self._accesses:
+            self._accesses[member.address] = RemoteAccess(member.address)
+        return self._accesses[member.address]
 
     async def _quietly(self, call: Awaitable[None]) -> None:
         """What cannot be given back ends by its lease."""

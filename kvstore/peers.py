@@ -32,6 +32,7 @@ class PeerDirectory:
         mine = None if own is None else own[0].address
         self._accesses = {address: RemoteAccess(address) for address in addresses if address != mine}
         self._resting = Resting(clock)
+        self._answered: list[Member] = []
 
     def publish(self, hashes: Iterable[BlockHash]) -> None:
         """Members are asked."""
@@ -45,8 +46,9 @@ class PeerDirectory:
         return [tuple(member for member, count in answers if count > at) for at in range(longest)]
 
     async def members(self) -> list[Member]:
-        answers = await self._ask(())
-        return sorted((member for member, _ in answers), key=lambda member: member.node_id)
+        """Return who answered the last lookup; who is asked for the first time is asked now."""
+        answered = self._answered or [member for member, _ in await self._ask(())]
+        return sorted(answered, key=lambda member: member.node_id)
 
     async def flush(self) -> None:
         """Nothing waits."""
@@ -70,6 +72,7 @@ class PeerDirectory:
         answers = [answer for task in asked if (answer := task.result()) is not None]
         if self._own is not None:
             answers.insert(0, (self._own[0], self._own[1].match(chain).num_blocks))
+        self._answered = [member for member, _ in answers]
         return answers
 
     async def _match(

@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 # Helpers beside the tests are imported as tests.*, from wherever pytest is started.
@@ -13,3 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 # kernel is decorated, so it must stand before the first import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep together, on one of xdist's workers, the tests that share a model or a cluster."""
+    for item in items:
+        file = item.path.relative_to(Path(__file__).parent)
+        shared = "cluster" if file.parts[0] in ("cluster", "faults") else file.as_posix()
+        item.add_marker(pytest.mark.xdist_group(shared))

@@ -181,7 +181,7 @@ class DecodeNode(Generic[S]):
             steps = min(steps, max(0, (self.capacity_tokens - self._context_tokens) // self._batch))
         cost, batch, context = self._cost, self._batch, self._context_tokens
         first_s = self._first_s = cost.decode_step_s(batch, context)
-        growth_s = self._growth_s = cost.decode_step_s(batch, context + batch) - first_s
+        growth_s = self._growth_s = cost.profile.decode_context_token_s * batch
         at_s = self._started_at_s + steps * first_s + growth_s * steps * (steps - 1) / 2
         self._schedule(at_s, self._reach, self._version, steps, at_s)
 

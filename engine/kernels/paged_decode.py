@@ -77,7 +77,9 @@ def decode_tiles(num_seqs: int, num_kv_heads: int, max_tokens: int, row_bytes: i
     wanted = triton.cdiv(PROGRAMS_WANTED, max(1, num_seqs * num_kv_heads))
     useful = triton.cdiv(max_tokens, tokens)
     num_splits = triton.next_power_of_2(max(1, min(wanted, useful, MAX_SPLITS)))
-    return DecodeTiles(tokens, num_warps=4, num_stages=3, num_splits=num_splits)
+    # Unsplit, two warps leave room for more programs: 105 us against 113 for 96 sequences of 200 to
+    # 2,000 tokens, 138 against 139 for 128 (8 KV heads of 128, H200, 2026-11-21).
+    return DecodeTiles(tokens, num_warps=2 if num_splits == 1 else 4, num_stages=3, num_splits=num_splits)
 
 
 def paged_decode(

@@ -91,3 +91,32 @@ def test_silent_nodes_are_named() -> None:
     view = make_view(1, 1)
     view.heartbeat(NodeId("p0"), Heartbeat(num_free_blocks=1), 9.0)
     assert view.silent_nodes(10.5, lease_s=10.0) == ["d0"]
+
+
+def test_heartbeat_does_not_begin_the_prefill_under_way_again() -> None:
+    view = make_view(1, 1)
+    request = make_request(blocks=20)
+    view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
+    ends_s = view.prefill_order.value(0)
+    for now_s in (0.3, 0.6):
+        view.heartbeat(NodeId("p0"), Heartbeat(num_free_blocks=2_700, num_queued_tokens=5_000), now_s)
+        assert view.prefill_order.value(0) == pytest.approx(ends_s)
+    view.heartbeat(NodeId("p0"), Heartbeat(num_free_blocks=2_700), 50.0)
+    assert view.prefill_order.value(0) == 50.0
+
+
+def test_drain_that_the_conductor_asked_for_survives_the_nodes_heartbeat() -> None:
+    view = make_view(2, 1)
+    view.set_draining(NodeId("p0"), 0.0)
+    view.heartbeat(NodeId("p0"), Heartbeat(num_free_blocks=1), 1.0)
+    assert require_placement(place(make_request(), view, COST, 1.0)).prefill_node == "p1"
+    view.set_draining(NodeId("p0"), 2.0, False)
+    assert require_placement(place(make_request(), view, COST, 2.0)).prefill_node == "p0"
+
+
+def test_node_that_says_it_drains_gets_no_work_until_it_says_otherwise() -> None:
+    view = make_view(2, 1)
+    view.heartbeat(NodeId("p0"), Heartbeat(num_free_blocks=1, draining=True), 1.0)
+    assert require_placement(place(make_request(), view, COST, 1.0)).prefill_node == "p1"
+    view.heartbeat(NodeId("p0"), Heartbeat(num_free_blocks=1), 2.0)
+    assert require_placement(place(make_request(), view, COST, 2.0)).prefill_node == "p0"

@@ -40,13 +40,14 @@ class Node:
     store: Store
     cache: BlockCache
     agent: TransferAgent
+    life: AsyncExitStack
     clock: ManualClock
     server: object
 
     async def die(self):
         """Go without a word: peers find a closed port."""
         await self.server.stop(0)
-        await self.agent.close()
+        await self.life.aclose()
 
 
 class Cluster:
@@ -56,12 +57,16 @@ class Cluster:
         self.board = MemoryBoard()
         self.stack = AsyncExitStack()
         self.last_epoch = 0
+        self.lives = {}
 
     async def agent(self, name, transports=("tcp",), wrap=lambda transport: transport):
         self.last_epoch += 1
         config = TransferConfig(transports=transports, timeout_s=5.0)
         agent = TransferAgent(name, self.last_epoch, config, SystemClock(), wrap)
-        return await self.stack.enter_async_context(agent)
+        life = AsyncExitStack()
+        self.lives[agent] = life
+        self.stack.push_async_callback(life.aclose)
+        return await life.enter_async_context(agent)
 
     async def node(self, name, num_blocks=16, folder=None, transports=("tcp",), num_slots=64, **limits):
         agent = await self.agent(name, transports)
@@ -86,7 +91,7 @@ class Cluster:
         cache = BlockCache(agent, directory, clock, (member, store))
         self.stack.push_async_callback(cache.close)
         self.stack.push_async_callback(store.close)
-        return Node(member, store, cache, agent, clock, server)
+        return Node(member, store, cache, agent, self.lives[agent], clock, server)
 
     async def client(self, transports=("tcp",), wrap=lambda transport: transport):
         """A program outside: an agent and a cache client without a store."""

@@ -155,6 +155,7 @@ def test_admission_takes_everything_where_there_is_room():
 
 
 @needs_trace
+@pytest.mark.full
 def test_admission_beats_the_policies_of_the_paper_on_the_open_trace():
     capacity = 2_000
     prompts = read_trace(OPEN_TRACE)[:4_000]

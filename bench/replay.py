@@ -1,0 +1,90 @@
+"""Requests simulated a second: 16 nodes against 1,000, taking turns; peak memory of the process.
+
+    python -m bench.replay TRACE [--rounds 3] [--copies 62 --rows 1500] [--out results.json]
+
+Seconds are the thread's own on the processor (a busy machine's other work counts only by
+the caches it spoils); wall seconds stand beside them. 1,000 nodes serve `copies` copies of
+the trace's first `rows` rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import subprocess
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from conductor.cost_model import CostModel, load_profile
+from conductor.replay.cluster import ClusterOptions
+from conductor.replay.simulate import Plan, simulate
+from conductor.replay.trace import Trace, read_trace
+
+
+def measure(trace: Trace, nodes: int, copies: int, rows: int | None) -> dict[str, float]:
+    """Return requests a second of one run, by processor and by wall time."""
+    options = ClusterOptions(nodes, nodes, trace.block_size)
+    plan = Plan(trace, CostModel(load_profile("a800-llama70b")), options, scale=copies, limit=rows)
+    started_s, began_s = time.thread_time(), time.perf_counter()
+    cluster = simulate(plan)
+    seconds, wall_s = time.thread_time() - started_s, time.perf_counter() - began_s
+    count = cluster.outcomes.num_arrived
+    return {"requests": count, "per_cpu_s": count / seconds, "per_wall_s": count / wall_s}
+
+
+def about_machine() -> dict[str, str]:
+    """Return what a figure needs beside it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "processor": model,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip(),
+    }
+
+
+def main() -> None:
+    """Run and print; write the results where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--copies", type=int, default=62)
+    parser.add_argument("--rows", type=int, default=1_500)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    trace = read_trace(args.trace)
+    rounds: list[dict[str, Any]] = []
+    for _ in range(args.rounds):
+        small = measure(trace, 8, 1, None)
+        large = measure(trace, 500, args.copies, args.rows)
+        rounds.append({"16": small, "1000": large, "large_to_small": large["per_cpu_s"] / small["per_cpu_s"]})
+        print(json.dumps(rounds[-1]))
+    result = {
+        **about_machine(),
+        "16_nodes_per_cpu_s": {
+            "median": median(row["16"]["per_cpu_s"] for row in rounds),
+            "best": max(row["16"]["per_cpu_s"] for row in rounds),
+        },
+        "1000_nodes_per_cpu_s": {
+            "median": median(row["1000"]["per_cpu_s"] for row in rounds),
+            "best": max(row["1000"]["per_cpu_s"] for row in rounds),
+        },
+        "large_to_small": median(row["large_to_small"] for row in rounds),
+        "peak_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+        "rounds": rounds,
+    }
+    print(json.dumps({key: value for key, value in result.items() if key != "rounds"}, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

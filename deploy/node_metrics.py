@@ -1,0 +1,33 @@
+"""What a node's engine does, as metrics. Gauges are read when they are scraped."""
+
+from __future__ import annotations
+
+from base.metrics import NodeMetrics
+from engine.build import Engine
+from engine.step import StepPlan
+
+
+def observe(metrics: NodeMetrics, engine: Engine) -> None:
+    """Feed `metrics` from the engine for as long as it runs."""
+    pool, scheduler = engine.pool, engine.scheduler
+    metrics.kvstore_blocks.labels("held").set_function(lambda: pool.num_held)
+    metrics.kvstore_blocks.labels("free").set_function(lambda: pool.num_available - pool.num_cached)
+    metrics.kvstore_blocks.labels("cached").set_function(lambda: pool.num_cached)
+    computed = metrics.prefill_tokens.labels("computed")
+    matched = metrics.prefill_tokens.labels("matched")
+    num_preemptions = 0
+
+    def on_step(plan: StepPlan, seconds: float) -> None:
+        nonlocal num_preemptions
+        chunks = [entry for entry in plan.entries if entry.num_tokens > 1]
+        (metrics.prefill_step if chunks else metrics.decode_step).observe(seconds)
+        computed.inc(sum(entry.num_tokens for entry in chunks))
+        for entry in chunks:
+            # The first chunk after admission begins where the matched prefix ends.
+            if entry.start and entry.start == entry.sequence.num_matched_tokens:
+                matched.inc(entry.start)
+        metrics.decode_tokens.inc(sum(entry.samples for entry in plan.entries))
+        metrics.decode_preemptions.inc(scheduler.num_preemptions - num_preemptions)
+        num_preemptions = scheduler.num_preemptions
+
+    engine.loop.on_step(on_step)

@@ -1,0 +1,118 @@
+"""Tensor parallelism: a finished model cut into ranks from outside, by transformers' own plan.
+
+The plan says of each linear layer whether its columns or its rows are divided. Columns
+come first: a rank computes its share of the heads, or of the inner dimension, and needs
+nobody. Rows come next: each rank's product is a part of a sum, and one all-reduce makes
+it whole. So a layer costs two all-reduces, and every rank ends with the same hidden
+states. Embeddings, norms and the output head are whole on every rank.
+
+Cut before anything else is done to a model: what is fused or compiled afterwards sees
+smaller linear layers and no difference. Each rank holds its share of the KV heads, so its
+cache is smaller by as much. All ranks must run the same steps in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from base.errors import ConfigError
+
+UNCUT = {"replicated_with_grad_allreduce"}
+"""Styles of the plan that leave a module whole; the all-reduce is of gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """The ranks that hold one model, and which of them this is."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the sum of every rank's `part`, in place."""
+        dist.all_reduce(part, group=self.group)
+        return part
+
+
+class RowParallel(nn.Module):
+    """A linear layer of which this rank has some of the rows; its output is whole.
+
+    The bias is added once, after the sum.
+    """
+
+    def __init__(self, linear: nn.Linear, bias: torch.Tensor | None, group: TensorGroup) -> None:
+        super().__init__()
+        self.linear = linear
+        self.bias = bias
+        self._group = group
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output = self._group.all_reduce(self.linear(hidden))
+        return output if self.bias is None else output + self.bias
+
+
+def cut_model(model: nn.Module, plan: dict[str, str], heads: tuple[int, int], group: TensorGroup) -> int:
+    """Keep this rank's share of a model's linear layers, in place.
+
+    Args:
+        model: The decoder that the plan's names start from, such as `LlamaModel`.
+        plan: Pattern of module names to style, as `config.base_model_tp_plan`.
+        heads: Attention and KV heads of the whole model.
+
+    Returns:
+        How many layers were cut.
+
+    Raises:
+        ConfigError: there is no plan, the heads do not divide, or the plan asks for what is
+            not known here. The model may have been cut in part.
+    """
+    if not plan:
+        raise ConfigError("tensor parallel: transformers has no plan for this family")
+    for count in heads:
+        if count % group.size:
+            raise ConfigError(f"tensor parallel: {count} heads do not divide among {group.size} ranks")
+    cut = 0
+    for name, module in list(model.named_modules()):
+        style = next((style for pattern, style in plan.items() if fnmatch(name, pattern)), None)
+        if style is None or style in UNCUT:
+            continue
+        if type(module) is not nn.Linear or style not in ("colwise", "rowwise"):
+            raise ConfigError(f"tensor parallel: {name} is to be cut {style!r}, which is not known here")
+        parent, _, child = name.rpartition(".")
+        made = _columns(module, group) if style == "colwise" else _rows(module, group)
+        setattr(model.get_submodule(parent), child, made)
+        cut += 1
+    return cut
+
+
+def _columns(linear: nn.Linear, group: TensorGroup) -> nn.Linear:
+    bias = None if linear.bias is None else _share(linear.bias, 0, group)
+    return _linear(_share(linear.weight, 0, group), bias)
+
+
+def _rows(linear: nn.Linear, group: TensorGroup) -> RowParallel:
+    return RowParallel(_linear(_share(linear.weight, 1, group), None), linear.bias, group)
+
+
+def _share(tensor: torch.Tensor, dim: int, group: TensorGroup) -> torch.Tensor:
+    size = tensor.shape[dim]
+    if size % group.size:
+        raise ConfigError(f"tensor parallel: a dimension of {size} does not divide among {group.size} ranks")
+    share = size // group.size
+    # A copy: a view would keep the whole weight alive.
+    return tensor.detach().narrow(dim, group.rank * share, share).clone(memory_format=torch.contiguous_format)
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    linear = nn.Linear(1, 1, bias=bias is not None, device="meta")
+    linear.out_features, linear.in_features = weight.shape
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear

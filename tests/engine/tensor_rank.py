@@ -1,0 +1,57 @@
+"""One rank of a tensor-parallel model, in a process of its own: `python -m tests.engine.tensor_rank`."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from base.kv_layout import KvLayout
+from engine.batch import build_batch
+from engine.model import PagedModel
+from engine.paged_cache import PagedCache
+from engine.step import StepEntry, StepPlan
+from engine.tensor_parallel import TensorGroup, cut_model
+from tests.engine.builders import make_sequence
+from tests.engine.test_gpu_model import make_family
+
+
+def logits_of(family: str, group: TensorGroup | None) -> torch.Tensor:
+    """Prefill two prompts and decode a token of each; return the logits of both steps."""
+    model = make_family(family)
+    if group is not None:
+        config = model.config
+        heads = (config.num_attention_heads, config.num_key_value_heads)
+        cut_model(model.base_model, config.base_model_tp_plan, heads, group)
+    paged = PagedModel(model)
+    shape = paged.shape
+    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, 16, "float32")
+    cache = PagedCache(layout, 8, paged.device)
+    sequences = [make_sequence("a", range(30)), make_sequence("b", range(50, 71))]
+    tables = [(5, 1), (2, 7)]
+    logits = []
+    for decoding in (False, True):
+        entries = tuple(
+            StepEntry(item, len(item.token_ids) - 1, 1, table, samples=True)
+            if decoding
+            else StepEntry(item, 0, len(item.token_ids) - 1, table, samples=True)
+            for item, table in zip(sequences, tables, strict=True)
+        )
+        batch = build_batch(StepPlan(entries, 2 if decoding else 0), 16, paged.device)
+        logits.append(paged.forward(batch, cache))
+    return torch.cat(logits)
+
+
+def main() -> None:
+    family, rank, size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    world = dist.group.WORLD
+    assert world is not None
+    np.save(folder / f"{rank}.npy", logits_of(family, TensorGroup(world, rank, size)).numpy())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
