@@ -101,7 +101,9 @@ def assemble_engine(
     cache = _cache(layout, config.kv_cache_gib, model.device, allocate)
     max_model_len = min(_max_model_len(config, model), cache.num_blocks * config.block_size)
     pool = BlockPool(cache.num_blocks)
-    scheduler = Scheduler(pool, config.block_size, config.chunk_tokens, config.max_batch, max_model_len)
+    scheduler = Scheduler(
+        pool, config.block_size, config.chunk_tokens, config.max_batch, max_model_len, model.vocab_size
+    )
     runner = _runner(config, model, cache, max_model_len, clock)
     return Engine(
         loop=EngineLoop(runner, scheduler, pool, clock),

@@ -27,6 +27,9 @@ CANDIDATES = 1024
 """Most likely tokens that top-p is looked for in first: sorting a whole vocabulary costs
 12 ms a row on a CPU, as much as the model."""
 
+GREEDY_BELOW = 1e-4
+"""A temperature under which only the best token is left, and logits over it overflow."""
+
 NEGATIVE_INFINITY = float("-inf")
 
 
@@ -135,7 +138,7 @@ def _choose(logits: torch.Tensor, params: Rows[SamplingParams], positions: Rows[
     """Return [num_seqs] token ids."""
     # The first of equal maxima, so the lowest id.
     greedy = logits.argmax(dim=-1)
-    drawn = [row for row, sampling in enumerate(params) if sampling.temperature > 0]
+    drawn = [row for row, sampling in enumerate(params) if sampling.temperature > GREEDY_BELOW]
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
         uniforms = [uniform(params[row].seed, positions[row]) for row in drawn]
@@ -168,7 +171,9 @@ def _truncate(probs: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor
     would come in a sort must not decide what is drawn.
     """
     vocab_size = probs.shape[-1]
-    limits = torch.tensor([item.top_k or vocab_size for item in params], device=probs.device)
+    limits = torch.tensor(
+        [item.top_k if item.top_k > 0 else vocab_size for item in params], device=probs.device
+    )
     limits = limits.clamp_(max=vocab_size)[:, None]
     top_p = torch.tensor([item.top_p for item in params], dtype=torch.float64, device=probs.device)[:, None]
     widest = max(item.top_k for item in params)

@@ -20,6 +20,7 @@ Pure: no I/O, no clock. Belongs to the event loop.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence as TokenIds
 
 from base.errors import CapacityError, InvalidRequestError
 from base.request import FinishReason
@@ -32,13 +33,20 @@ class Scheduler:
     """Owns the waiting and the running sequences of one engine, and their blocks."""
 
     def __init__(
-        self, pool: BlockPool, block_size: int, chunk_tokens: int, max_batch: int, max_model_len: int
+        self,
+        pool: BlockPool,
+        block_size: int,
+        chunk_tokens: int,
+        max_batch: int,
+        max_model_len: int,
+        vocab_size: int = 1 << 32,
     ) -> None:
         self._pool = pool
         self.block_size = block_size
         self.chunk_tokens = chunk_tokens
         self.max_batch = max_batch
         self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
         # Both in order of rank.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -66,10 +74,15 @@ class Scheduler:
         """Queue a sequence. If its block table is filled, those blocks become the scheduler's.
 
         Raises:
-            InvalidRequestError: the prompt is empty or leaves no room for a token.
+            InvalidRequestError: the prompt is empty or leaves no room for a token, or a token
+                id is outside the vocabulary.
             CapacityError: it could not finish even if it had the whole pool.
         """
         self.require_possible(sequence.num_prompt_tokens, sequence.stop.max_tokens)
+        # In a step, such a token would end every sequence of that step.
+        self._require_tokens("prompt", sequence.token_ids)
+        self._require_tokens("logit_bias", [token_id for token_id, _ in sequence.sampling.logit_bias])
+        self._require_tokens("stop_token_ids", sequence.stop.stop_token_ids)
         sequence.extend_hashes(self.block_size)
         insort(self._waiting, sequence, key=lambda item: item.rank)
 
@@ -184,6 +197,10 @@ class Scheduler:
         """Return whether a sequence ends when it has `num_tokens`, whatever the last one is."""
         generated = num_tokens - sequence.num_prompt_tokens
         return generated >= sequence.stop.max_tokens or num_tokens >= self.max_model_len
+
+    def _require_tokens(self, param: str, token_ids: TokenIds[int]) -> None:
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+            raise InvalidRequestError(f"{param}: token ids are 0 to {self.vocab_size - 1}", param=param)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

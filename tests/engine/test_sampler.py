@@ -42,6 +42,11 @@ def test_temperature_flattens_the_distribution() -> None:
         assert counts[token_id] / 20_000 == pytest.approx(probability, abs=0.012)
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-5, 1e-3])
+def test_a_temperature_near_zero_takes_the_best(temperature: float) -> None:
+    assert set(draw_many(50, 100 * LOGITS, temperature=temperature)) == {0}
+
+
 def test_top_k_keeps_the_k_most_likely() -> None:
     counts = draw_many(5_000, top_k=2)
     assert set(counts) == {0, 1}

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from base.errors import CapacityError, InvalidRequestError
-from base.request import FinishReason, StopParams
+from base.request import FinishReason, SamplingParams, StopParams
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -176,6 +176,23 @@ def test_what_can_never_finish_is_refused_when_added(prompt_tokens, max_tokens, 
     with pytest.raises(error):
         bench.scheduler.add(make_sequence("a", range(prompt_tokens), max_tokens))
     assert bench.step() is None
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("prompt", {"token_ids": [3, 50]}),
+        ("prompt", {"token_ids": [-1]}),
+        ("logit_bias", {"sampling": SamplingParams(logit_bias=((50, 1.0),))}),
+        ("stop_token_ids", {"stop": StopParams(1, stop_token_ids=(2, 1_000_000))}),
+    ],
+)
+def test_a_token_outside_the_vocabulary_is_refused_by_the_name_of_its_field(param, fields) -> None:
+    scheduler = Scheduler(BlockPool(8), BLOCK_SIZE, 8, 8, 64, vocab_size=50)
+    with pytest.raises(InvalidRequestError) as caught:
+        scheduler.add(make_sequence("a", **({"token_ids": [1]} | fields)))
+    assert caught.value.param == param
+    assert scheduler.num_waiting == 0
 
 
 def test_the_longest_sequence_that_fits_finishes() -> None:
