@@ -117,9 +117,8 @@ def arrivals(
 ) -> Iterator[TraceRequest]:
     """Yield the requests of `scale` copies of a trace, by arrival.
 
-    A copy is another population of users: its blocks are its own, and it comes a
-    fraction of a second later, so that copies do not arrive as one. Made one at a time,
-    since a thousand-node trace does not fit in memory as objects.
+    A copy is another population of users with blocks of its own, arriving at the same
+    moments. Made one at a time, since a thousand-node trace is large as objects.
 
     Args:
         trace: What to copy.

@@ -13,7 +13,7 @@ from tests.conductor.builders import make_cost, make_info, make_request, make_vi
 COST = make_cost()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_account_is_empty_when_every_request_ended(seed: int) -> None:
     rng = random.Random(seed)
     view, now_s, waiting, decoding = make_view(3, 3), 0.0, [], []

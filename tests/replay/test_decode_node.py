@@ -67,7 +67,7 @@ def step_by_step(jobs):
     return ends
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_closed_form_agrees_with_single_steps(seed: int) -> None:
     rng = random.Random(seed)
     jobs = [(rng.random() * 8, rng.randrange(10, 60_000), rng.randrange(1, 200)) for _ in range(25)]
@@ -79,7 +79,7 @@ def test_closed_form_agrees_with_single_steps(seed: int) -> None:
     assert (node.batch, node.context_tokens) == (0, 0)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(8))
 def test_every_sequence_ends_however_small_the_capacity(seed: int) -> None:
     rng = random.Random(seed)
     jobs = [(rng.random() * 4, rng.randrange(10, 900), rng.randrange(1, 400)) for _ in range(20)]

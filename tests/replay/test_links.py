@@ -44,7 +44,7 @@ def check_max_min(flows: list[Flow]) -> None:
         assert bottlenecks, "a flow could be faster without harm to a slower one"
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_flows_are_max_min_fair_at_every_moment_and_all_arrive(seed: int) -> None:
     rng = random.Random(seed)
     events = Events()
