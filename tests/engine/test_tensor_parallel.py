@@ -17,7 +17,8 @@ from tests.engine.test_gpu_model import make_family
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("phi", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3", "phi"])
 def test_two_ranks_over_gloo_give_the_logits_of_one(family: str, tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
@@ -26,10 +27,14 @@ def test_two_ranks_over_gloo_give_the_logits_of_one(family: str, tmp_path: Path)
         )
         for rank in range(2)
     ]
-    assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
+    try:
+        assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
     expected = logits_of(family, None)
-    for rank in range(2):
-        logits = torch.from_numpy(np.load(tmp_path / f"{rank}.npy"))
+    for index in range(2):
+        logits = torch.from_numpy(np.load(tmp_path / f"{index}.npy"))
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 

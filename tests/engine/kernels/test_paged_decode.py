@@ -60,7 +60,7 @@ def test_every_block_size_agrees(block_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "cap", "sinks"), list(itertools.product([0, 1, 20, 64, 1000], [0.0, 5.0], [False, True]))
+    ("window", "cap", "sinks"), list(itertools.product([0, 1, 64], [0.0, 5.0], [False, True]))
 )
 def test_windows_caps_and_sinks_agree_whether_split_or_not(window: int, cap: float, sinks: bool) -> None:
     rule = AttentionRule(scale=0.3, sliding_window=window, soft_cap=cap)

@@ -63,7 +63,7 @@ def test_every_block_size_agrees(block_size: int) -> None:
     assert_agrees([(0, 30), (100, 20)], block_size=block_size, tiles=PrefillTiles(32, 32, 4, 1))
 
 
-@pytest.mark.parametrize("window", [0, 1, 10, 500])
+@pytest.mark.parametrize("window", [0, 1, 10])
 @pytest.mark.parametrize("cap", [0.0, 5.0])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_windows_caps_and_sinks_agree(window: int, cap: float, sinks: bool) -> None:
