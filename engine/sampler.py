@@ -4,10 +4,15 @@ The order is fixed: penalties, logit bias, stop tokens held back by `min_tokens`
 temperature, min-p, top-k, top-p, draw. Log probabilities are those of the model, before
 all that, as OpenAI's are.
 
-The draw is inverse-CDF with one number for each token, a pure function of (seed,
-position): a sequence that is preempted, or goes on on another node, draws what it would
-have drawn. Work that no sequence of the batch asks for is not done; a greedy batch is
-one argmax.
+The draw divides each probability by exponential noise of its own and takes the largest
+(the Gumbel-max trick). The noise is a pure function of (seed, position), on one kind of
+device: a sequence that is preempted, or goes on on another node, draws what it would have
+drawn. The inverse of the cumulative distribution, with one number for each token, was
+weighed: logits differ in their last bits with the size of the batch, and of 49,000 tokens
+at a high temperature each is so narrow that such a bit moves the number into a neighbour.
+Here it decides only between two tokens that are that close to equal.
+
+Work that no sequence of the batch asks for is not done; a greedy batch is one argmax.
 """
 
 from __future__ import annotations
@@ -67,14 +72,14 @@ def choose(logits: torch.Tensor, sequences: Rows[Sequence], positions: Rows[int]
     return _choose(_shaped(logits, sequences), [sequence.sampling for sequence in sequences], positions)
 
 
-def uniform(seed: int, position: int) -> float:
-    """Return the random number in [0, 1) that belongs to a position of a sequence.
+def noise_seed(seed: int, position: int) -> int:
+    """Return the 64 bits that the noise of one position of a sequence is made from.
 
-    32 bits of SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators",
-    OOPSLA 2014), the position as the stream: exact in any floating point, equal on any host.
+    SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", OOPSLA
+    2014), the position as the stream.
     """
     state = _mix64((seed & MASK_64) ^ 0x9E3779B97F4A7C15)
-    return (_mix64(state + position * 0x9E3779B97F4A7C15) >> 32) / (1 << 32)
+    return _mix64(state + position * 0x9E3779B97F4A7C15)
 
 
 def _mix64(value: int) -> int:
@@ -141,13 +146,13 @@ def _choose(logits: torch.Tensor, params: Rows[SamplingParams], positions: Rows[
     drawn = [row for row, sampling in enumerate(params) if sampling.temperature > GREEDY_BELOW]
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
-        uniforms = [uniform(params[row].seed, positions[row]) for row in drawn]
-        greedy[rows] = _draw(logits[rows], [params[row] for row in drawn], uniforms)
+        seeds = [noise_seed(params[row].seed, positions[row]) for row in drawn]
+        greedy[rows] = _draw(logits[rows], [params[row] for row in drawn], seeds)
     return greedy
 
 
-def _draw(logits: torch.Tensor, params: list[SamplingParams], uniforms: list[float]) -> torch.Tensor:
-    """Return one token of each row by its own distribution and number."""
+def _draw(logits: torch.Tensor, params: list[SamplingParams], seeds: list[int]) -> torch.Tensor:
+    """Return one token of each row by its own distribution and noise."""
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
@@ -158,10 +163,12 @@ def _draw(logits: torch.Tensor, params: list[SamplingParams], uniforms: list[flo
         probs = probs.masked_fill(probs < floor, 0.0)
     if truncated := [row for row, item in enumerate(params) if item.top_k > 0 or item.top_p < 1]:
         probs[truncated] = _truncate(probs[truncated], [params[row] for row in truncated])
-    cumulative = probs.double().cumsum(-1)
-    wanted = column(uniforms) * cumulative[:, -1:]
-    # The first token whose cumulative probability is above the number: never one of none.
-    return torch.searchsorted(cumulative, wanted, right=True).clamp_(max=probs.shape[-1] - 1)[:, 0]
+    noise = torch.empty_like(probs)
+    generator = torch.Generator(device=probs.device)
+    for row, seed in enumerate(seeds):
+        generator.manual_seed(seed - (1 << 63))  # torch takes signed ones
+        noise[row].exponential_(generator=generator)
+    return (probs / noise).argmax(dim=-1)
 
 
 def _truncate(probs: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:

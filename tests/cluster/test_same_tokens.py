@@ -51,6 +51,7 @@ def check_all(cluster, model, prompts):
         assert [tokens for tokens, _ in together] == expected, "16 at once"
 
 
+@pytest.mark.timeout(600)
 def test_greedy_tokens_equal_those_of_generate(cluster, model, tokenizer):
     check_all(cluster, model, token_prompts(tokenizer, fast_prompts()))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from base.request import SamplingParams, StopParams
-from engine.sampler import sample, uniform
+from engine.sampler import noise_seed, sample
 from engine.sequence import Sequence
 from tests.engine.builders import make_sequence
 
@@ -86,12 +86,22 @@ def test_a_draw_depends_on_seed_and_position_and_not_on_company(seed: int) -> No
     assert sample(logits, [mine, *company])[0].token_id == alone
 
 
-def test_numbers_are_even_and_differ_by_seed_and_position() -> None:
-    numbers = [uniform(seed, position) for seed in range(100) for position in range(100)]
-    assert len(set(numbers)) > 9_990
-    assert sum(numbers) / len(numbers) == pytest.approx(0.5, abs=0.01)
-    assert all(0 <= number < 1 for number in numbers)
-    assert uniform(7, 11) == uniform(7, 11)
+def test_noise_differs_by_seed_and_by_position() -> None:
+    seeds = [noise_seed(seed, position) for seed in range(100) for position in range(100)]
+    assert len(set(seeds)) == 10_000
+    assert noise_seed(7, 11) == noise_seed(7, 11)
+
+
+def test_a_draw_from_many_unlikely_tokens_does_not_hang_on_the_last_bits_of_the_logits() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(50_000)
+    rounded = logits * (1 + 1e-6 * torch.randn(50_000))
+    params = [SamplingParams(temperature=1.5, seed=seed) for seed in range(100)]
+    drawn = [
+        [choose(values, make_sequence("a", range(10), sampling=item)) for item in params]
+        for values in (logits, rounded)
+    ]
+    assert drawn[0] == drawn[1]
 
 
 def test_repetition_penalty_counts_prompt_and_answer() -> None:
