@@ -14,6 +14,10 @@ from tests.deploy.processes import ROOT, marked_environment, marked_pids, wait_a
 
 PROGRAM = (sys.executable, str(Path(__file__).parent / "run_stub_cluster.py"))
 STOP_S = 30.0
+
+# When the launcher is killed, Ray's raylet dies with it, and Ray's own agents find out by
+# asking: the last was gone 60 to 80 s later (2 busy cores, 2026-11-21).
+ORPHAN_S = 150.0
 """For everything to end, Ray included, on a busy machine."""
 
 
@@ -122,12 +126,13 @@ def test_a_second_ctrl_c_does_not_wait_for_the_drain(start):
     assert wait_all_gone(environment, STOP_S) == {}
 
 
+@pytest.mark.timeout(300)
 def test_a_killed_launcher_leaves_nothing(start):
     process, environment = start("--json")
     process.stdout.readline()
     assert len(marked_pids(environment)) > 5
     process.kill()
-    assert wait_all_gone(environment, STOP_S) == {}
+    assert wait_all_gone(environment, ORPHAN_S) == {}
 
 
 @pytest.mark.parametrize(
