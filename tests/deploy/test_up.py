@@ -126,6 +126,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_drain(start):
     assert wait_all_gone(environment, STOP_S) == {}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_killed_launcher_leaves_nothing(start):
     process, environment = start("--json")
