@@ -163,6 +163,30 @@ class SloConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How the conductor decides, and what it keeps of its decisions."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
+
+    reject: str = "predict"
+    """When decode load is tested against a TBT bound: none, late, early or predict."""
+    fetch: bool = True
+    """Whether a prefix may be loaded from another node."""
+    kvcache_balancing_threshold: float = 0.0
+    """Load where best match / own match is at least this; 0: the cost model decides."""
+    decision_log: str = ""
+    """A file for every decision, as JSON lines. Empty: none."""
+    decision_log_mib: float = 64.0
+    """Of the file, and again of the one before it."""
+
+    def __post_init__(self) -> None:
+        known = ("none", "late", "early", "predict")
+        _require(self.reject in known, "reject", f"one of {', '.join(known)}")
+        _require(self.kvcache_balancing_threshold >= 0, "kvcache_balancing_threshold", "not negative")
+        _require(self.decision_log_mib > 0, "decision_log_mib", "more than 0")
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterConfig:
     """`cluster.yaml`."""
 
@@ -180,6 +204,7 @@ class ClusterConfig:
     decode: PoolConfig = field(default_factory=PoolConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     slo: SloConfig = field(default_factory=SloConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model", "a folder, a .gguf file, a hub name or smollm2")
@@ -198,6 +223,7 @@ class ConductorProcess:
     profile: str
     server: ServerConfig
     slo: SloConfig
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import json
 import random
 import secrets
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -29,9 +30,12 @@ from conductor.attach import AttachService
 from conductor.cluster_view import ClusterView
 from conductor.completion import Completions
 from conductor.cost_model import CostModel, load_profile
+from conductor.decision_log import DecisionLog, Shared
 from conductor.dispatch import Dispatcher
+from conductor.explain import Decisions
 from conductor.membership import Membership
 from conductor.observer import Observer
+from conductor.scheduler import scheduler_settings
 from conductor.served_model import load_served_model
 from conductor.server import listening
 from conductor.status import export_gauges, status
@@ -47,13 +51,20 @@ async def serve(config: ConductorProcess) -> None:
     view = ClusterView(cost, config.block_size)
     membership = Membership(config.model_id, view, clock)
     metrics = ConductorMetrics(process_registry(), config.served_model_name)
-    observer = Observer(metrics, view, cost)
+    settings = scheduler_settings(config.scheduler)
+    decisions = Decisions(
+        cost, settings, _decision_log(config, Shared(cost.profile, settings, config.model_id))
+    )
+    observer = Observer(metrics, view, cost, decisions)
     server = config.server
-    dispatcher = Dispatcher(membership, view, cost, server.request_timeout_s, observer, clock)
+    dispatcher = Dispatcher(membership, view, cost, server.request_timeout_s, observer, clock, settings)
     completions = Completions(model, dispatcher, metrics, clock, server.max_waiting)
     nodes = AttachService(membership, Lease(server.lease_s, server.heartbeat_s, rng.getrandbits(63)), clock)
     services = [Service("conductor.v1.Nodes", partial(add_NodesServicer_to_server, nodes))]
-    reports = {"/status": partial(status, dispatcher, membership)}
+    reports: dict[str, Callable[..., object]] = {
+        "/status": partial(status, dispatcher, membership),
+        "/v1/explain/{name}": decisions.explain,
+    }
     async with listening(completions, server, config.slo, rng, services, reports) as ports:
         export_gauges(metrics, membership)
         membership.on_change(ports.health.refresh)
@@ -61,6 +72,13 @@ async def serve(config: ConductorProcess) -> None:
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         await stop_requested()
+
+
+def _decision_log(config: ConductorProcess, shared: Shared) -> DecisionLog | None:
+    if not config.scheduler.decision_log:
+        return None
+    max_bytes = int(config.scheduler.decision_log_mib * (1 << 20))
+    return DecisionLog(Path(config.scheduler.decision_log).expanduser(), shared, max_bytes)
 
 
 def main() -> int:

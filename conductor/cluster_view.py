@@ -20,9 +20,10 @@ replay drive this very class.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from base.errors import ProtocolError
+from base.errors import StaleError
+from base.messages import Heartbeat, NodeInfo
 from base.request import NodeId, RequestId, Role
 from conductor.cost_model import Corrections, CostModel
 from conductor.decode_projection import DecodeProjection
@@ -33,34 +34,6 @@ from kvstore.index import Key, NodeEvents, PrefixIndex
 # Of outputs seen so far; a new request is expected to be as long, up to its max_tokens.
 OUTPUT_GAIN = 0.02
 INITIAL_OUTPUT_TOKENS = 256.0
-
-
-@dataclass(frozen=True, slots=True)
-class NodeInfo:
-    """What a node says of itself when it registers."""
-
-    node_id: NodeId
-    epoch: int
-    roles: frozenset[Role]
-    num_blocks: int
-    """Of KV on the device."""
-    block_size: int
-    model_id: str = ""
-    layout_id: str = ""
-    max_model_len: int = 0
-    host: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """What a node reports of its load; the fields of protos/nodes.proto."""
-
-    num_free_blocks: int
-    num_waiting: int = 0
-    num_running: int = 0
-    num_queued_tokens: int = 0
-    num_context_tokens: int = 0
-    draining: bool = False
 
 
 class NodeState:
@@ -162,11 +135,13 @@ class ClusterView:
         self.projection = DecodeProjection(initial_decode_s)
         self.running_sequences = 0
         self.running_context_tokens = 0.0
+        self.num_in_flight = 0
+        """Requests placed and not finished."""
+        self.mean_output_tokens = INITIAL_OUTPUT_TOKENS
         self._cost = cost
         self._nodes: dict[NodeId, NodeState] = {}
         self._slots: list[NodeState | None] = []
         self._in_flight: dict[RequestId, InFlight] = {}
-        self._mean_output_tokens = INITIAL_OUTPUT_TOKENS
 
     # Membership
 
@@ -174,11 +149,10 @@ class ClusterView:
         """Admit a node; one of the same name and another epoch is replaced.
 
         Raises:
-            ProtocolError: its KV does not fit the other nodes'; the message says how.
-                Nothing is changed.
+            StaleError: its KV does not fit the other nodes'; the message says how, and what
+                to change. Nothing is changed.
         """
-        if reason := self._why_incompatible(info):
-            raise ProtocolError(f"node {info.node_id}: {reason}")
+        self.require_compatible(info)
         if info.node_id in self._nodes:
             self.remove_node(info.node_id)
         slot = next((slot for slot, node in enumerate(self._slots) if node is None), len(self._slots))
@@ -188,6 +162,20 @@ class ClusterView:
         self._slots[slot] = self._nodes[info.node_id] = node
         self._refresh_roles(node, now_s)
         return node
+
+    def require_compatible(self, info: NodeInfo) -> None:
+        """Raise StaleError if the node's KV cannot be exchanged with the other nodes'."""
+        if info.block_size != self.block_size:
+            raise StaleError(
+                f"node {info.node_id} has blocks of {info.block_size} tokens, this cluster of "
+                f"{self.block_size}: give it the same block_size"
+            )
+        for other in self._nodes.values():
+            if other.info.node_id != info.node_id and other.info.layout_id != info.layout_id:
+                raise StaleError(
+                    f"node {info.node_id} has KV layout {info.layout_id}, node {other.info.node_id} "
+                    f"{other.info.layout_id}: give both the same block_size and dtype"
+                )
 
     def remove_node(self, node_id: NodeId) -> None:
         """Forget a node; requests placed on it stay in the account until `finished`."""
@@ -223,6 +211,10 @@ class ClusterView:
             raise KeyError(f"slot {slot}")
         return node
 
+    def nodes(self) -> list[NodeState]:
+        """Return the members, in the order of their slots."""
+        return [node for node in self._slots if node is not None]
+
     def node_ids(self) -> list[NodeId]:
         """Return the members, in the order they came."""
         return list(self._nodes)
@@ -243,8 +235,8 @@ class ClusterView:
         foreign_tokens = max(0, beat.num_queued_tokens - node.queued_tokens)
         foreign_s = self._cost.prefill_s(foreign_tokens, 0) if foreign_tokens else 0.0
         node.foreign_context_tokens = max(0.0, beat.num_context_tokens - node.running_context_tokens)
-        if beat.draining != node.reports_draining:
-            node.reports_draining = beat.draining
+        if beat.is_draining != node.reports_draining:
+            node.reports_draining = beat.is_draining
             self._refresh_roles(node, now_s)
         if self.prefill_mask >> node.slot & 1:
             # the prefill under way is part done: our own queue goes on ending when it did
@@ -280,6 +272,7 @@ class ClusterView:
         flight.peak_tokens = request.num_tokens + output_tokens
         flight.decode_from_s = now_s + placement.predicted_ttft_s
         self._in_flight[request.request_id] = flight
+        self.num_in_flight = len(self._in_flight)
 
         prefill.num_queued += 1
         prefill.queued_s += flight.prefill_s
@@ -312,6 +305,7 @@ class ClusterView:
     def finished(self, request_id: RequestId, now_s: float, output_tokens: int | None = None) -> None:
         """The request is over, however it ended; `output_tokens` where it ended well."""
         flight = self._in_flight.pop(request_id)
+        self.num_in_flight = len(self._in_flight)
         decode = flight.decode
         if flight.is_decoding:
             decode.running_sequences -= 1
@@ -328,16 +322,11 @@ class ClusterView:
         self._reorder(decode)
         if output_tokens is not None:
             self.projection.observe(now_s - flight.decode_from_s)
-            self._mean_output_tokens += OUTPUT_GAIN * (output_tokens - self._mean_output_tokens)
+            self.mean_output_tokens += OUTPUT_GAIN * (output_tokens - self.mean_output_tokens)
 
     def expected_output_tokens(self, max_tokens: int) -> float:
         """Return how long an output is expected to be, by those seen so far."""
-        return min(float(max_tokens), self._mean_output_tokens)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Requests placed and not finished."""
-        return len(self._in_flight)
+        return min(float(max_tokens), self.mean_output_tokens)
 
     # Private
 
@@ -371,16 +360,3 @@ class ClusterView:
         self.decode_order.remove(node.slot)
         self._requeue(node, now_s)
         self._reorder(node)
-
-    def _why_incompatible(self, info: NodeInfo) -> str:
-        if info.block_size != self.block_size:
-            return f"block size {info.block_size}, the cluster's is {self.block_size}"
-        for other in self._nodes.values():
-            if other.info.node_id == info.node_id:
-                continue
-            if other.info.model_id != info.model_id:
-                return f"model {info.model_id!r}, the cluster serves {other.info.model_id!r}"
-            if other.info.layout_id != info.layout_id:
-                return f"KV layout {info.layout_id!r}, the cluster's is {other.info.layout_id!r}"
-            break
-        return ""

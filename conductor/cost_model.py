@@ -189,6 +189,7 @@ class Corrections:
 
     def __init__(self) -> None:
         self._log_ratio: dict[tuple[str, str], float] = {}
+        self._ratio: dict[tuple[str, str], float] = {}
         self._error: dict[tuple[str, str], float] = {}
 
     def observe(self, node_id: str, term: str, predicted_s: float, measured_s: float) -> None:
@@ -200,23 +201,26 @@ class Corrections:
         key = (node_id, term)
         known = self._log_ratio.get(key)
         if known is None:
-            self._log_ratio[key] = log_ratio
             self._error[key] = 0.0
-            return
-        self._error[key] += CORRECTION_GAIN * (abs(log_ratio - known) - self._error[key])
-        self._log_ratio[key] = known + CORRECTION_GAIN * (log_ratio - known)
+        else:
+            self._error[key] += CORRECTION_GAIN * (abs(log_ratio - known) - self._error[key])
+            log_ratio = known + CORRECTION_GAIN * (log_ratio - known)
+        self._log_ratio[key] = log_ratio
+        self._ratio[key] = math.exp(log_ratio)
 
     def ratio(self, node_id: str, term: str) -> float:
         """Return what to multiply a prediction with; 1 before anything was measured."""
-        if not self._log_ratio:
-            return 1.0
-        return math.exp(self._log_ratio.get((node_id, term), 0.0))
+        return self._ratio.get((node_id, term), 1.0)
 
     def relative_error(self, node_id: str, term: str) -> float:
         """Return the mean relative error left after correction; 0 before anything was measured."""
         return math.expm1(self._error.get((node_id, term), 0.0))
 
+    def restore(self, node_id: str, term: str, ratio: float) -> None:
+        """Make `ratio` exactly what is known of a node: for decisions made again."""
+        self._ratio[node_id, term] = ratio
+
     def forget(self, node_id: str) -> None:
         """Drop what was learned of a node that left."""
         for key in [key for key in self._log_ratio if key[0] == node_id]:
-            del self._log_ratio[key], self._error[key]
+            del self._log_ratio[key], self._ratio[key], self._error[key]

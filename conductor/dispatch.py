@@ -19,13 +19,13 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from base.block_hash import BlockHash, hash_chain
 from base.clock import Clock
 from base.errors import (
     CapacityError,
-    DeadlineError,
     LostError,
     ProtocolError,
     ServeError,
@@ -34,7 +34,6 @@ from base.errors import (
 )
 from base.logs import event
 from base.messages import (
-    FromNode,
     Lend,
     Lent,
     Prefill,
@@ -47,14 +46,16 @@ from base.messages import (
     Tokens,
     Work,
 )
-from base.request import FinishReason, Request, RequestId
+from base.request import Request, RequestId
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
+from conductor.decisions import Actual, Decision, decision
 from conductor.generated import Generated
 from conductor.membership import Membership
 from conductor.nodes import Mailbox, NodeSession
 from conductor.placement import Placement, PlacementRequest, Rejection, RejectReason
-from conductor.scheduler import SchedulerSettings, place
+from conductor.run import Run
+from conductor.scheduler import DEFAULT_SETTINGS, SchedulerSettings, place
 
 log = logging.getLogger(__name__)
 
@@ -67,14 +68,22 @@ LEND_TIMEOUT_S = 1.0
 """For a node to lend blocks. One that needs longer would not have saved any time."""
 
 
-class TimesObserver(Protocol):
-    """Is told the times of requests: metrics, and the cost model's correction."""
+class RequestObserver(Protocol):
+    """Is told what is decided and how it goes: metrics, corrections, explanations."""
+
+    def decided(self, made: Decision) -> None:
+        """Take in a decision, refusals included."""
+        ...
 
     def first_token(
         self, ttft_s: float, times: PrefillTimes, asked: PlacementRequest, placement: Placement
     ) -> None: ...
 
     def next_tokens(self, gap_s: float, num_tokens: int) -> None: ...
+
+    def ended(self, request_id: RequestId, actual: Actual) -> None:
+        """Take in how an attempt that was placed went."""
+        ...
 
 
 class Dispatcher:
@@ -86,9 +95,9 @@ class Dispatcher:
         view: ClusterView,
         cost: CostModel,
         request_timeout_s: float,
-        observer: TimesObserver,
+        observer: RequestObserver,
         clock: Clock,
-        settings: SchedulerSettings | None = None,
+        settings: SchedulerSettings = DEFAULT_SETTINGS,
     ) -> None:
         """Begin. `settings`: an operator's; by default the cost model decides."""
         self._membership = membership
@@ -130,7 +139,7 @@ class Dispatcher:
             self._num_running -= 1
 
     async def _with_retries(self, request: Request) -> AsyncGenerator[Generated, None]:
-        run = _Run(request, self._request_timeout_s, self._clock)
+        run = Run(request, self._request_timeout_s, self._clock)
         while True:
             try:
                 async with aclosing(self._attempt(run)) as pieces:
@@ -150,7 +159,7 @@ class Dispatcher:
                 if run.num_attempts == MAX_ATTEMPTS:
                     raise
 
-    async def _attempt(self, run: _Run) -> AsyncGenerator[Generated, None]:
+    async def _attempt(self, run: Run) -> AsyncGenerator[Generated, None]:
         run.begin_attempt()
         root = self._membership.chain_root(run.request)
         chain = hash_chain(run.token_ids, self._view.block_size, root)
@@ -162,14 +171,12 @@ class Dispatcher:
             slo=run.request.slo,
             priority=run.request.priority,
         )
-        placement = place(asked, self._view, self._cost, self._clock.now_s(), self._settings)
-        if isinstance(placement, Rejection):
-            raise refusal(placement)
+        placement = self._place(run, asked)
         decode = self._membership.session(placement.decode_node)
         prefill = self._membership.session(placement.prefill_node)
         with ExitStack() as held:
             self._view.placed(asked, placement, self._clock.now_s())
-            held.callback(self._finished, run)
+            held.push(partial(self._finished, run))
             held.enter_context(decode.exchange(run.attempt_id, run.mailbox))
             decode.send(Reserve(run.work(root)))
             source = await self._lent(chain, placement, held)
@@ -185,17 +192,31 @@ class Dispatcher:
                 async for piece in pieces:
                     yield piece
 
-    def _was_prefilled(
-        self, run: _Run, asked: PlacementRequest, placement: Placement, prefilled: Prefilled
-    ) -> None:
+    def _place(self, run: Run, asked: PlacementRequest) -> Placement:
         now_s = self._clock.now_s()
-        self._view.prefill_done(run.attempt_id, now_s)
-        if not run.generated:
-            self._observer.first_token(now_s - run.arrived_at_s, prefilled.times, asked, placement)
+        result = place(asked, self._view, self._cost, now_s, self._settings)
+        self._observer.decided(decision(asked, self._view, result, run.arrived_at_s, now_s))
+        if isinstance(result, Rejection):
+            raise refusal(result)
+        return result
 
-    def _finished(self, run: _Run) -> None:
-        output_tokens = len(run.generated) if run.is_complete else None
-        self._view.finished(run.attempt_id, self._clock.now_s(), output_tokens)
+    def _was_prefilled(
+        self, run: Run, asked: PlacementRequest, placement: Placement, prefilled: Prefilled
+    ) -> None:
+        self._view.prefill_done(run.attempt_id, self._clock.now_s())
+        ttft_s = run.prefilled(prefilled)
+        if ttft_s is not None:
+            self._observer.first_token(ttft_s, prefilled.times, asked, placement)
+
+    def _finished(self, run: Run, kind: type[BaseException] | None, *_: object) -> None:
+        self._view.finished(
+            run.attempt_id, self._clock.now_s(), len(run.generated) if run.is_complete else None
+        )
+        if run.is_complete:
+            end = "finished"
+        else:
+            end = kind.__name__ if kind is not None and issubclass(kind, Exception) else "cancelled"
+        self._observer.ended(run.attempt_id, run.actual(end))
 
     async def _lent(self, chain: list[BlockHash], placement: Placement, held: ExitStack) -> Source | None:
         """Return blocks that the prefill node may load, lent for as long as `held`.
@@ -228,7 +249,7 @@ class Dispatcher:
         return Source(session.info.peer, lent.grant, lent.checksums, first)
 
     async def _prefill(
-        self, run: _Run, work: Work, decode: NodeSession, prefill: NodeSession, source: Source | None
+        self, run: Run, work: Work, decode: NodeSession, prefill: NodeSession, source: Source | None
     ) -> Prefilled:
         reserved = await run.next_message()
         if not isinstance(reserved, Reserved):
@@ -244,88 +265,17 @@ class Dispatcher:
             raise ProtocolError(f"{type(prefilled).__name__} where Prefilled was expected")
         return prefilled
 
-    async def _decode(self, run: _Run, prefilled: Prefilled) -> AsyncGenerator[Generated, None]:
-        last_at_s = self._clock.now_s()
+    async def _decode(self, run: Run, prefilled: Prefilled) -> AsyncGenerator[Generated, None]:
         while True:
             tokens = await run.next_message()
             if not isinstance(tokens, Tokens):
                 raise ProtocolError(f"{type(tokens).__name__} where Tokens was expected")
             if tokens.tokens:
-                now_s = self._clock.now_s()
-                self._observer.next_tokens(now_s - last_at_s, len(tokens.tokens))
-                last_at_s = now_s
+                self._observer.next_tokens(run.decoded(), len(tokens.tokens))
             yield Generated(tokens.tokens, tokens.finish_reason, run.num_cached_tokens(prefilled))
             if tokens.finish_reason is not None:
                 run.is_complete = True
                 return
-
-
-class _Run:
-    """What of a request outlives an attempt to run it."""
-
-    def __init__(self, request: Request, timeout_s: float, clock: Clock) -> None:
-        self.request = request
-        self.generated: list[int] = []
-        self.num_attempts = 0
-        self.is_complete = False
-        self.mailbox = Mailbox()
-        self.arrived_at_s = clock.now_s()
-        self._clock = clock
-        if request.deadline_s is not None:
-            timeout_s = min(timeout_s, request.deadline_s)
-        self._deadline_at_s = self.arrived_at_s + timeout_s
-        self._num_cached_tokens: int | None = None
-
-    def begin_attempt(self) -> None:
-        """Start afresh: a late message of the attempt before must not be taken for ours."""
-        self.num_attempts += 1
-        self.mailbox = Mailbox()
-
-    @property
-    def attempt_id(self) -> RequestId:
-        """The request's name on the nodes."""
-        return RequestId(f"{self.request.request_id}.{self.num_attempts}")
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return (*self.request.token_ids, *self.generated)
-
-    def work(self, root: BlockHash) -> Work:
-        return Work(
-            request_id=self.attempt_id,
-            token_ids=self.token_ids,
-            num_prompt_tokens=len(self.request.token_ids),
-            chain_root=root,
-            sampling=self.request.sampling,
-            stop=self.request.stop,
-            num_logprobs=self.request.num_logprobs,
-            priority=self.request.priority,
-            deadline_s=self._remaining_s(),
-        )
-
-    async def next_message(self) -> FromNode:
-        """Return the attempt's next message; raises DeadlineError when time is up."""
-        try:
-            async with asyncio.timeout(self._remaining_s()):
-                return await self.mailbox.next()
-        except TimeoutError:
-            raise DeadlineError(f"request {self.request.request_id} ran out of time") from None
-
-    def finish_of_first(self, prefilled: Prefilled) -> FinishReason | None:
-        """Return why the sequence is over with the token that prefill sampled, if it is."""
-        if prefilled.finish_reason is not None:
-            return prefilled.finish_reason
-        num_tokens = len(self.generated) + 1
-        return FinishReason.LENGTH if num_tokens >= self.request.stop.max_tokens else None
-
-    def num_cached_tokens(self, prefilled: Prefilled) -> int:
-        """Return the prompt tokens that were matched when the request first ran."""
-        if self._num_cached_tokens is None:
-            self._num_cached_tokens = prefilled.num_cached_tokens
-        return self._num_cached_tokens
-
-    def _remaining_s(self) -> float:
-        return max(0.0, self._deadline_at_s - self._clock.now_s())
 
 
 def refusal(rejection: Rejection) -> ServeError:

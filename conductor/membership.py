@@ -14,7 +14,6 @@ from base.clock import Clock
 from base.errors import StaleError, UnavailableError
 from base.messages import PROTOCOL_VERSION, Heartbeat, KvEvents, NodeInfo
 from base.request import NodeId, Request
-from conductor import cluster_view
 from conductor.cluster_view import ClusterView
 from conductor.nodes import NodeSession
 
@@ -46,20 +45,7 @@ class Membership:
         if older is not None:
             self.leave(older, "the node attached again")
         self._sessions[info.node_id] = session
-        self._view.add_node(
-            cluster_view.NodeInfo(
-                node_id=info.node_id,
-                epoch=info.epoch,
-                roles=info.roles,
-                num_blocks=info.num_blocks,
-                block_size=info.block_size,
-                model_id=info.model_id,
-                layout_id=info.layout_id,
-                max_model_len=info.max_model_len,
-                host=info.host,
-            ),
-            self._clock.now_s(),
-        )
+        self._view.add_node(info, self._clock.now_s())
         self._changed()
 
     def leave(self, session: NodeSession, reason: str) -> None:
@@ -73,18 +59,7 @@ class Membership:
     def heartbeat(self, session: NodeSession, heartbeat: Heartbeat, now_s: float) -> None:
         if self._sessions.get(session.info.node_id) is session:
             session.last_heartbeat = heartbeat
-            self._view.heartbeat(
-                session.info.node_id,
-                cluster_view.Heartbeat(
-                    num_free_blocks=heartbeat.num_free_blocks,
-                    num_waiting=heartbeat.num_waiting,
-                    num_running=heartbeat.num_running,
-                    num_queued_tokens=heartbeat.num_queued_tokens,
-                    num_context_tokens=heartbeat.num_context_tokens,
-                    draining=heartbeat.is_draining,
-                ),
-                now_s,
-            )
+            self._view.heartbeat(session.info.node_id, heartbeat, now_s)
 
     def kv_events(self, session: NodeSession, events: KvEvents) -> None:
         if self._sessions.get(session.info.node_id) is session:
@@ -124,9 +99,4 @@ class Membership:
             raise StaleError(
                 f"node {info.node_id} has model {info.model_id}, this conductor serves {self._model_id}"
             )
-        for other in self._sessions.values():
-            if other.info.node_id != info.node_id and other.info.layout_id != info.layout_id:
-                raise StaleError(
-                    f"node {info.node_id} has KV layout {info.layout_id}, node {other.info.node_id} "
-                    f"{other.info.layout_id}: give both the same block_size and dtype"
-                )
+        self._view.require_compatible(info)

@@ -1,21 +1,35 @@
-"""What is learned from requests as they run: metrics, and the cost model's corrections."""
+"""What is learned from requests as they run: metrics, corrections of the cost model, explanations."""
 
 from __future__ import annotations
 
 from base.messages import PrefillTimes
 from base.metrics import ConductorMetrics
+from base.request import RequestId
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
+from conductor.decisions import Actual, Decision
+from conductor.explain import Decisions
 from conductor.placement import Placement, PlacementRequest
 
 
 class Observer:
     """Is told by the dispatcher what was measured. Belongs to the event loop."""
 
-    def __init__(self, metrics: ConductorMetrics, view: ClusterView, cost: CostModel) -> None:
+    def __init__(
+        self, metrics: ConductorMetrics, view: ClusterView, cost: CostModel, decisions: Decisions
+    ) -> None:
         self._metrics = metrics
         self._view = view
         self._cost = cost
+        self._decisions = decisions
+
+    def decided(self, made: Decision) -> None:
+        """Take in a decision, refusals included."""
+        self._decisions.decided(made)
+
+    def ended(self, request_id: RequestId, actual: Actual) -> None:
+        """Take in how an attempt that was placed went."""
+        self._decisions.ended(request_id, actual)
 
     def first_token(
         self, ttft_s: float, times: PrefillTimes, asked: PlacementRequest, placement: Placement

@@ -52,7 +52,7 @@ def openai_app(
     default_slo: Slo,
     max_body_bytes: int,
     rng: random.Random,
-    reports: Mapping[str, Callable[[], object]] | None = None,
+    reports: Mapping[str, Callable[..., object]] | None = None,
 ) -> FastAPI:
     """Return the ASGI application.
 
@@ -61,7 +61,7 @@ def openai_app(
         default_slo: Of requests whose headers name none.
         max_body_bytes: Longer bodies are refused.
         rng: Draws request ids and seeds.
-        reports: What GET answers at other paths, to be written as JSON.
+        reports: What answers GET at other paths, with JSON; see `server.listening`.
     """
     # Bodies are read by our own rules, so FastAPI's description of them would be empty.
     app = FastAPI(openapi_url=None)
@@ -78,7 +78,8 @@ def openai_app(
         app.add_api_route(path, endpoint, methods=["POST"])
     _add_operator_routes(app, completions)
     for path, report in (reports or {}).items():
-        app.add_api_route(path, _report(report), methods=["GET"], name=path.rpartition("/")[2])
+        endpoint = _report_on(report) if path.endswith("/{name}") else _report(report)
+        app.add_api_route(path, endpoint, methods=["GET"], name=path)
     app.add_exception_handler(HTTPException, _not_found)
     return app
 
@@ -95,6 +96,16 @@ def _endpoint(
 def _report(report: Callable[[], object]) -> Callable[[], Awaitable[Response]]:
     async def answer() -> Response:
         return _json(200, report())
+
+    return answer
+
+
+def _report_on(report: Callable[[str], object]) -> Callable[[str], Awaitable[Response]]:
+    async def answer(name: str) -> Response:
+        told = report(name)
+        if told is None:
+            return _error(HttpError(404, "invalid_request_error", None, f"{name!r} is not remembered"))
+        return _json(200, told)
 
     return answer
 

@@ -31,6 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from base.config import SchedulerConfig
 from conductor.admission import RETRY_AFTER_S, RejectPolicy, refusal
 from conductor.cluster_view import ClusterView, NodeState
 from conductor.cost_model import CostModel
@@ -60,6 +61,15 @@ class SchedulerSettings:
 
 
 DEFAULT_SETTINGS = SchedulerSettings()
+
+
+def scheduler_settings(config: SchedulerConfig) -> SchedulerSettings:
+    """Return the `scheduler` section of cluster.yaml as settings."""
+    return SchedulerSettings(
+        reject=RejectPolicy(config.reject),
+        fetches=config.fetch,
+        kvcache_balancing_threshold=config.kvcache_balancing_threshold or None,
+    )
 
 
 class PrefillChoice(NamedTuple):
@@ -148,7 +158,7 @@ def least_ttft(
         if depth < best_blocks:
             source = source or best_source(groups[0][1], view)
             fetching = fetching_candidate(request, choice, best_blocks, source, view, cost)
-            if _prefers_fetch(choice, fetching, settings):
+            if prefers_fetch(choice, fetching, settings):
                 choice = fetching
         if best is None or choice.ready_s < best.ready_s:
             best = choice
@@ -194,6 +204,19 @@ def fetching_candidate(
     )
 
 
+def prefers_fetch(own: PrefillChoice, fetching: PrefillChoice, settings: SchedulerSettings) -> bool:
+    """Return whether a node should fetch rather than compute all it lacks."""
+    threshold = settings.kvcache_balancing_threshold
+    if threshold is None:
+        return fetching.ready_s < own.ready_s
+    return fetching.matched_blocks >= threshold * own.local_blocks
+
+
+def tokens_needed(request: PlacementRequest, view: ClusterView) -> float:
+    """Return the tokens of KV that `request` is expected to hold at its end."""
+    return request.num_tokens + view.expected_output_tokens(request.max_tokens)
+
+
 def choose_decode(
     request: PlacementRequest, groups: list[Group], view: ClusterView
 ) -> tuple[NodeState, int] | RejectReason:
@@ -201,7 +224,7 @@ def choose_decode(
     candidates = view.decode_mask
     if not candidates:
         return RejectReason.NO_DECODE_NODE
-    peak_tokens = request.num_tokens + view.expected_output_tokens(request.max_tokens)
+    peak_tokens = tokens_needed(request, view)
     for _ in range(DECODE_TRIES):
         slot = view.decode_order.least(candidates)
         if slot is None:
@@ -222,17 +245,6 @@ def best_source(mask: int, view: ClusterView) -> NodeState:
     return min(
         (view.node_at(slot) for slot in bits_of(mask, MAX_SOURCES)), key=lambda node: node.num_outgoing
     )
-
-
-def _outgoing(node: NodeState) -> int:
-    return node.num_outgoing
-
-
-def _prefers_fetch(own: PrefillChoice, fetching: PrefillChoice, settings: SchedulerSettings) -> bool:
-    threshold = settings.kvcache_balancing_threshold
-    if threshold is None:
-        return fetching.ready_s < own.ready_s
-    return fetching.matched_blocks >= threshold * own.local_blocks
 
 
 def _prefill_s(request: PlacementRequest, slot: int, depth: int, view: ClusterView, cost: CostModel) -> float:

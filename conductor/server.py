@@ -57,7 +57,7 @@ async def listening(
     slo: SloConfig,
     rng: random.Random,
     services: Sequence[Service] = (),
-    reports: Mapping[str, Callable[[], object]] | None = None,
+    reports: Mapping[str, Callable[..., object]] | None = None,
     drain_s: float = DRAIN_S,
 ) -> AsyncIterator[Listening]:
     """Serve clients for the length of the body, then drain and stop.
@@ -68,7 +68,8 @@ async def listening(
         slo: Bounds of requests that name none.
         rng: Draws request ids and seeds.
         services: More for the gRPC listener: the nodes'.
-        reports: More for the HTTP listener: GET paths and what they answer, as JSON.
+        reports: More for the HTTP listener: GET paths and what answers them, with JSON. A
+            path may end with `{name}`, which is handed over; None is answered as 404.
         drain_s: Calls in progress after so long are cancelled.
 
     Raises:

@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("deploy.chat:main", "Talk to a running cluster."),
     "status": ("deploy.status:main", "Show nodes, blocks and queues of a running cluster."),
     "top": ("deploy.top:main", "Watch a running cluster."),
+    "explain": ("deploy.explain:main", "Show why a request went where it went, and how it went."),
     "doctor": ("deploy.doctor:main", "Look for what is wrong with this host or cluster."),
     "replay": ("conductor.replay.command:main", "Run a trace through the scheduler in virtual time."),
     "advise": ("conductor.replay.advise:main", "Find the split of a cluster that serves a trace best."),

@@ -62,6 +62,7 @@ def conductor_process(config: ClusterConfig, model: PreparedModel) -> ConductorP
         profile=config.profile,
         server=config.server,
         slo=config.slo,
+        scheduler=config.scheduler,
     )
 
 

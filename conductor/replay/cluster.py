@@ -23,9 +23,11 @@ from math import inf
 from typing import Any
 
 from base.errors import ConfigError
+from base.grants import PeerDescriptor
+from base.messages import NodeInfo
 from base.request import NodeId, RequestId, Role, Slo
 from conductor.admission import RejectPolicy, admit_to_decode
-from conductor.cluster_view import ClusterView, NodeInfo
+from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
 from conductor.load_order import bits_of
 from conductor.placement import Placement, PlacementRequest, Rejection
@@ -147,7 +149,19 @@ class Cluster:
     def _register(self, node: SimNode, roles: frozenset[Role]) -> None:
         size = self.options.block_size
         blocks = self._cost.profile.device_kv_tokens // size
-        self.view.add_node(NodeInfo(node.node_id, node.epoch, roles, blocks, size), self.now_s)
+        info = NodeInfo(
+            node_id=node.node_id,
+            epoch=node.epoch,
+            roles=roles,
+            model_id="",
+            layout_id="",
+            max_model_len=0,
+            num_blocks=blocks,
+            block_size=size,
+            peer=PeerDescriptor(node.node_id, node.epoch, ()),
+            host="",
+        )
+        self.view.add_node(info, self.now_s)
 
     def _node_dies(self, fault: Fault) -> None:
         node = self._nodes[fault.node_id]

@@ -1,7 +1,9 @@
 """Small clusters for the conductor's tests."""
 
+from base.grants import PeerDescriptor
+from base.messages import Heartbeat, NodeInfo
 from base.request import NodeId, RequestId, Role, Slo
-from conductor.cluster_view import ClusterView, NodeInfo
+from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel, load_profile
 from conductor.placement import Placement, PlacementRequest, Rejection
 
@@ -13,7 +15,22 @@ def make_cost() -> CostModel:
 
 
 def make_info(node_id: str, *roles: Role, num_blocks: int = 2_700, **fields) -> NodeInfo:
-    return NodeInfo(NodeId(node_id), 1, frozenset(roles), num_blocks, BLOCK_SIZE, **fields)
+    told = {"model_id": "model", "layout_id": "layout", "max_model_len": 131_072}
+    told |= {"block_size": BLOCK_SIZE, "host": "here"}
+    return NodeInfo(
+        node_id=NodeId(node_id),
+        epoch=1,
+        roles=frozenset(roles),
+        num_blocks=num_blocks,
+        peer=PeerDescriptor(node_id, 1, ()),
+        **told | fields,
+    )
+
+
+def make_heartbeat(num_free_blocks: int = 2_700, **fields) -> Heartbeat:
+    told = {"num_held_blocks": 0, "num_waiting": 0, "num_running": 0}
+    told |= {"num_queued_tokens": 0, "num_context_tokens": 0}
+    return Heartbeat(sequence=1, num_free_blocks=num_free_blocks, **told | fields)
 
 
 def make_view(num_prefill: int = 2, num_decode: int = 2, cost: CostModel | None = None) -> ClusterView:

@@ -4,11 +4,17 @@ import random
 
 import pytest
 
-from base.errors import ProtocolError
+from base.errors import StaleError
 from base.request import NodeId, Role
-from conductor.cluster_view import Heartbeat
 from conductor.scheduler import place
-from tests.conductor.builders import make_cost, make_info, make_request, make_view, require_placement
+from tests.conductor.builders import (
+    make_cost,
+    make_heartbeat,
+    make_info,
+    make_request,
+    make_view,
+    require_placement,
+)
 
 COST = make_cost()
 
@@ -64,17 +70,17 @@ def test_restarted_node_begins_with_nothing() -> None:
     assert view.kv_events(NodeId("p0"), 1, ["b"], [])
 
 
-@pytest.mark.parametrize("fields", [{"model_id": "other"}, {"layout_id": "other"}])
-def test_incompatible_node_is_refused_with_the_reason(fields: dict[str, str]) -> None:
+@pytest.mark.parametrize("fields", [{"block_size": 16}, {"layout_id": "other"}])
+def test_incompatible_node_is_refused_with_the_reason(fields: dict[str, object]) -> None:
     view = make_view(1, 1)
-    with pytest.raises(ProtocolError, match="other"):
+    with pytest.raises(StaleError, match="block_size"):
         view.add_node(make_info("p9", Role.PREFILL, **fields), 0.0)
     assert view.node_ids() == ["p0", "d0"]
 
 
 def test_load_of_another_conductor_is_seen_in_the_heartbeat() -> None:
     view = make_view(2, 1)
-    view.heartbeat(NodeId("p0"), Heartbeat(num_free_blocks=2_700, num_queued_tokens=50_000), 0.0)
+    view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=2_700, num_queued_tokens=50_000), 0.0)
     assert require_placement(place(make_request(), view, COST, 0.0)).prefill_node == "p1"
 
 
@@ -83,13 +89,13 @@ def test_own_load_in_the_heartbeat_is_not_counted_twice() -> None:
     request = make_request(blocks=20)
     view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
     queue_ends_s = view.prefill_order.value(0)
-    view.heartbeat(NodeId("p0"), Heartbeat(num_free_blocks=2_700, num_queued_tokens=20 * 512), 0.0)
+    view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=2_700, num_queued_tokens=20 * 512), 0.0)
     assert view.prefill_order.value(0) == pytest.approx(queue_ends_s)
 
 
 def test_silent_nodes_are_named() -> None:
     view = make_view(1, 1)
-    view.heartbeat(NodeId("p0"), Heartbeat(num_free_blocks=1), 9.0)
+    view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=1), 9.0)
     assert view.silent_nodes(10.5, lease_s=10.0) == ["d0"]
 
 
@@ -99,16 +105,16 @@ def test_heartbeat_does_not_begin_the_prefill_under_way_again() -> None:
     view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
     ends_s = view.prefill_order.value(0)
     for now_s in (0.3, 0.6):
-        view.heartbeat(NodeId("p0"), Heartbeat(num_free_blocks=2_700, num_queued_tokens=5_000), now_s)
+        view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=2_700, num_queued_tokens=5_000), now_s)
         assert view.prefill_order.value(0) == pytest.approx(ends_s)
-    view.heartbeat(NodeId("p0"), Heartbeat(num_free_blocks=2_700), 50.0)
+    view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=2_700), 50.0)
     assert view.prefill_order.value(0) == 50.0
 
 
 def test_drain_that_the_conductor_asked_for_survives_the_nodes_heartbeat() -> None:
     view = make_view(2, 1)
     view.set_draining(NodeId("p0"), 0.0)
-    view.heartbeat(NodeId("p0"), Heartbeat(num_free_blocks=1), 1.0)
+    view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=1), 1.0)
     assert require_placement(place(make_request(), view, COST, 1.0)).prefill_node == "p1"
     view.set_draining(NodeId("p0"), 2.0, False)
     assert require_placement(place(make_request(), view, COST, 2.0)).prefill_node == "p0"
@@ -116,7 +122,7 @@ def test_drain_that_the_conductor_asked_for_survives_the_nodes_heartbeat() -> No
 
 def test_node_that_says_it_drains_gets_no_work_until_it_says_otherwise() -> None:
     view = make_view(2, 1)
-    view.heartbeat(NodeId("p0"), Heartbeat(num_free_blocks=1, draining=True), 1.0)
+    view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=1, is_draining=True), 1.0)
     assert require_placement(place(make_request(), view, COST, 1.0)).prefill_node == "p1"
-    view.heartbeat(NodeId("p0"), Heartbeat(num_free_blocks=1), 2.0)
+    view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=1), 2.0)
     assert require_placement(place(make_request(), view, COST, 2.0)).prefill_node == "p0"

@@ -23,7 +23,16 @@ from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, ScriptedWork, no
 LEASE = Lease(lease_s=1.0, heartbeat_s=0.2, conductor_epoch=1)
 
 
-class NoObserver:
+class Watched:
+    def __init__(self):
+        self.made, self.endings = [], []
+
+    def decided(self, made):
+        self.made.append(made)
+
+    def ended(self, request_id, actual):
+        self.endings.append((request_id, actual))
+
     def first_token(self, ttft_s, times, asked, placement):
         pass
 
@@ -39,7 +48,8 @@ class Conductor:
         cost = CostModel(load_profile("cpu-smollm2"))
         self.view = ClusterView(cost, BLOCK_SIZE)
         self.membership = Membership(MODEL_ID, self.view, clock)
-        self.dispatcher = Dispatcher(self.membership, self.view, cost, request_timeout_s, NoObserver(), clock)
+        self.seen = Watched()
+        self.dispatcher = Dispatcher(self.membership, self.view, cost, request_timeout_s, self.seen, clock)
         self.service = AttachService(self.membership, LEASE, clock)
         self.address = ""
         self.clients = {}
@@ -183,6 +193,24 @@ async def test_a_request_that_loses_every_node_it_meets_is_given_up():
         with pytest.raises(LostError):
             await answer(running.dispatcher, request())
         assert len([item for item in work.received if isinstance(item, Reserve)]) == 4
+
+
+async def test_each_attempt_is_told_of_with_what_came_of_it():
+    async with conductor() as running:
+
+        class Damaging(ScriptedWork):
+            def _answers(self, item):
+                if isinstance(item, Reserve) and item.work.request_id == "r.1":
+                    return [Failed("r.1", "ChecksumError", "x")]
+                return super()._answers(item)
+
+        await running.attach(Damaging())
+        await answer(running.dispatcher, request())
+        assert [made.asked.request_id for made in running.seen.made] == ["r.1", "r.2"]
+        (first, lost), (second, finished) = running.seen.endings
+        assert (first, lost.end, lost.ttft_s) == ("r.1", "ChecksumError", None)
+        assert (second, finished.end, finished.num_output_tokens) == ("r.2", "finished", 3)
+        assert 0 < finished.ttft_s <= finished.ended_at_s
 
 
 async def test_a_late_message_of_a_lost_attempt_is_not_taken_for_the_next_ones():

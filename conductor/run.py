@@ -1,0 +1,117 @@
+"""What of a request outlives an attempt to run it, and the account of each attempt."""
+
+from __future__ import annotations
+
+import asyncio
+
+from base.block_hash import BlockHash
+from base.clock import Clock
+from base.errors import DeadlineError
+from base.messages import FromNode, Prefilled, Work
+from base.request import FinishReason, Request, RequestId
+from conductor.decisions import Actual
+from conductor.nodes import Mailbox
+
+
+class Run:
+    """What of a request outlives an attempt to run it."""
+
+    def __init__(self, request: Request, timeout_s: float, clock: Clock) -> None:
+        self.request = request
+        self.generated: list[int] = []
+        self.num_attempts = 0
+        self.is_complete = False
+        self.mailbox = Mailbox()
+        self.arrived_at_s = clock.now_s()
+        self._clock = clock
+        if request.deadline_s is not None:
+            timeout_s = min(timeout_s, request.deadline_s)
+        self._deadline_at_s = self.arrived_at_s + timeout_s
+        self._num_cached_tokens: int | None = None
+        self._num_tokens_before = 0
+        self._prefilled: Prefilled | None = None
+        self._ttft_s: float | None = None
+        self._first_at_s = self._last_at_s = 0.0
+
+    def begin_attempt(self) -> None:
+        """Start afresh: a late message of the attempt before must not be taken for ours."""
+        self.num_attempts += 1
+        self.mailbox = Mailbox()
+        self._num_tokens_before = len(self.generated)
+        self._prefilled = self._ttft_s = None
+
+    def prefilled(self, prefilled: Prefilled) -> float | None:
+        """Note the attempt's first token; return the request's TTFT if it is its first too."""
+        self._first_at_s = self._last_at_s = self._clock.now_s()
+        self._prefilled = prefilled
+        if not self.generated:
+            self._ttft_s = self._first_at_s - self.arrived_at_s
+        return self._ttft_s
+
+    def decoded(self) -> float:
+        """Note that tokens came; return the seconds since those before."""
+        gap_s, self._last_at_s = self._clock.now_s() - self._last_at_s, self._clock.now_s()
+        return gap_s
+
+    def actual(self, end: str) -> Actual:
+        """Return the account of the attempt, which is over."""
+        prefilled, num_tokens = self._prefilled, len(self.generated) - self._num_tokens_before
+        if prefilled is None:
+            return Actual(self._clock.now_s(), end)
+        return Actual(
+            ended_at_s=self._clock.now_s(),
+            end=end,
+            ttft_s=self._ttft_s,
+            queue_s=prefilled.times.queue_s,
+            compute_s=prefilled.times.compute_s,
+            exposed_transfer_s=prefilled.times.exposed_transfer_s,
+            mean_tbt_s=(self._last_at_s - self._first_at_s) / (num_tokens - 1) if num_tokens > 1 else None,
+            num_cached_tokens=prefilled.num_cached_tokens,
+            num_output_tokens=num_tokens,
+        )
+
+    @property
+    def attempt_id(self) -> RequestId:
+        """The request's name on the nodes."""
+        return RequestId(f"{self.request.request_id}.{self.num_attempts}")
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return (*self.request.token_ids, *self.generated)
+
+    def work(self, root: BlockHash) -> Work:
+        return Work(
+            request_id=self.attempt_id,
+            token_ids=self.token_ids,
+            num_prompt_tokens=len(self.request.token_ids),
+            chain_root=root,
+            sampling=self.request.sampling,
+            stop=self.request.stop,
+            num_logprobs=self.request.num_logprobs,
+            priority=self.request.priority,
+            deadline_s=self._remaining_s(),
+        )
+
+    async def next_message(self) -> FromNode:
+        """Return the attempt's next message; raises DeadlineError when time is up."""
+        try:
+            async with asyncio.timeout(self._remaining_s()):
+                return await self.mailbox.next()
+        except TimeoutError:
+            raise DeadlineError(f"request {self.request.request_id} ran out of time") from None
+
+    def finish_of_first(self, prefilled: Prefilled) -> FinishReason | None:
+        """Return why the sequence is over with the token that prefill sampled, if it is."""
+        if prefilled.finish_reason is not None:
+            return prefilled.finish_reason
+        num_tokens = len(self.generated) + 1
+        return FinishReason.LENGTH if num_tokens >= self.request.stop.max_tokens else None
+
+    def num_cached_tokens(self, prefilled: Prefilled) -> int:
+        """Return the prompt tokens that were matched when the request first ran."""
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = prefilled.num_cached_tokens
+        return self._num_cached_tokens
+
+    def _remaining_s(self) -> float:
+        return max(0.0, self._deadline_at_s - self._clock.now_s())
