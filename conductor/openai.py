@@ -78,8 +78,8 @@ def openai_app(
         app.add_api_route(path, endpoint, methods=["POST"])
     _add_operator_routes(app, completions)
     for path, report in (reports or {}).items():
-        endpoint = _report_on(report) if path.endswith("/{name}") else _report(report)
-        app.add_api_route(path, endpoint, methods=["GET"], name=path)
+        answer = _report_on(report) if path.endswith("/{name}") else _report(report)
+        app.add_api_route(path, answer, methods=["GET"], name=path)
     app.add_exception_handler(HTTPException, _not_found)
     return app
 
