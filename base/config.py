@@ -152,6 +152,50 @@ class TransferConfig:
         _require(1 <= self.connections <= 64, "connections", "between 1 and 64")
 
 
+EVICTION_POLICIES = ("lru", "lfu", "length_aware", "greedy_dual", "admission")
+"""Made by `kvstore/eviction.py`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Each node's share of the block cache: KV beyond what its engine has room for."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
+
+    dram_gib: float = 0.0
+    """Of each node's host; 0: none."""
+    disk_path: str = ""
+    """A folder on each node's host, which must be a local disk; empty: none."""
+    disk_gib: float = 8.0
+    """Of each node."""
+    policy: str = "admission"
+    """Which blocks go first."""
+    tenant_quota: float = 1.0
+    """Of a node's memory, for each tenant of the context API."""
+    redis_url: str = ""
+    """Where several conductors or other programs share the cache; empty: the conductor's
+    index knows where blocks are."""
+    peers: tuple[str, ...] = ()
+    """host:port of storage processes, where there is no Redis."""
+    save_mib_per_s: float = 512.0
+    """Of each node, from its engine's cache, at most."""
+    replicate_mib_per_s: float = 0.0
+    """Copying of hot blocks to other members, at most; 0: none. Needs `redis_url` or `peers`."""
+
+    def __post_init__(self) -> None:
+        _require(self.dram_gib >= 0, "dram_gib", "not negative")
+        _require(self.policy in EVICTION_POLICIES, "policy", f"one of {', '.join(EVICTION_POLICIES)}")
+        _require(self.disk_gib > 0, "disk_gib", "more than 0")
+        _require(not self.disk_path or self.dram_gib > 0, "disk_path", "only with dram_gib above 0")
+        _require(0 < self.tenant_quota <= 1, "tenant_quota", "above 0 and at most 1")
+        _require(self.save_mib_per_s > 0, "save_mib_per_s", "more than 0")
+        _require(self.replicate_mib_per_s >= 0, "replicate_mib_per_s", "not negative")
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.dram_gib or self.redis_url or self.peers)
+
+
 @dataclass(frozen=True, slots=True)
 class SloConfig:
     """Bounds of requests that name none; 0: unbounded."""
@@ -203,6 +247,7 @@ class ClusterConfig:
     prefill: PoolConfig = field(default_factory=PoolConfig)
     decode: PoolConfig = field(default_factory=PoolConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
     slo: SloConfig = field(default_factory=SloConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
@@ -237,6 +282,7 @@ class NodeProcess:
     conductor_address: str
     engine: EngineConfig
     transfer: TransferConfig
+    store: StoreConfig = field(default_factory=StoreConfig)
     metrics_port: int = 0
     """0: a free one, on loopback."""
 

@@ -12,7 +12,7 @@ from base.block_hash import BlockHash
 from base.grants import Grant, PeerDescriptor
 from base.request import FinishReason, NodeId, RequestId, Role, SampledToken, SamplingParams, StopParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Of protos/nodes.proto. A node of another version is refused, with both named."""
 
 
@@ -46,7 +46,10 @@ class Lend:
 
     request_id: RequestId
     chain: tuple[BlockHash, ...]
+    """From the first block of the prompt, because stores keep whole chains."""
     lease_s: float
+    first_block: int = 0
+    """The blocks before it are not wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """Where the leading blocks of a chain may be read; one checksum for each offset."""
+    """Where the blocks from `first_block` on may be read; one checksum for each offset."""
 
     request_id: RequestId
     grant: Grant
@@ -148,7 +151,11 @@ FromNode = Reserved | Lent | Prefilled | Tokens | Failed
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What a node says of itself when it attaches. None of it changes in its epoch."""
+    """What a node says of itself when it attaches. None of it changes in its epoch.
+
+    A node without roles has blocks of any model, and lends them: model and layout are in
+    their hashes, so it says nothing of either.
+    """
 
     node_id: NodeId
     epoch: int

@@ -214,6 +214,12 @@ class StoreMetrics:
             ["tier"],
             registry=registry,
         )
+        self.engine_blocks = Gauge(
+            "kvstore_engine_blocks",
+            "Since the start: saved from the engine's cache, loaded into it, dropped unsaved",
+            ["what"],
+            registry=registry,
+        )
         self.damaged = Gauge(
             "kvstore_damaged_blocks",
             "Blocks found to be other bytes than were stored",

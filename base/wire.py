@@ -218,7 +218,12 @@ def to_node(items: Iterable[ToNode], heartbeat: bool = False) -> pb.ConductorMes
                     source=_source_to(item.source),
                 )
             case Lend():
-                message.lend.add(request_id=item.request_id, chain=item.chain, lease_s=item.lease_s)
+                message.lend.add(
+                    request_id=item.request_id,
+                    chain=item.chain,
+                    lease_s=item.lease_s,
+                    first_block=item.first_block,
+                )
             case Start():
                 message.start.add(
                     request_id=item.request_id,
@@ -244,7 +249,7 @@ def to_node_from(message: pb.ConductorMessage) -> list[ToNode]:
         for item in message.prefill
     ]
     items += [
-        Lend(RequestId(item.request_id), _hashes(item.chain, "lend.chain"), item.lease_s)
+        Lend(RequestId(item.request_id), _hashes(item.chain, "lend.chain"), item.lease_s, item.first_block)
         for item in message.lend
     ]
     items += [

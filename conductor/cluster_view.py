@@ -164,14 +164,19 @@ class ClusterView:
         return node
 
     def require_compatible(self, info: NodeInfo) -> None:
-        """Raise StaleError if the node's KV cannot be exchanged with the other nodes'."""
+        """Raise StaleError if the node's KV cannot be exchanged with the other nodes'.
+
+        A node without roles has blocks of any model: their names tell models and layouts apart.
+        """
+        if not info.roles:
+            return
         if info.block_size != self.block_size:
             raise StaleError(
                 f"node {info.node_id} has blocks of {info.block_size} tokens, this cluster of "
                 f"{self.block_size}: give it the same block_size"
             )
         for other in self._nodes.values():
-            if other.info.node_id != info.node_id and other.info.layout_id != info.layout_id:
+            if other.info.node_id != info.node_id and other.info.layout_id not in ("", info.layout_id):
                 raise StaleError(
                     f"node {info.node_id} has KV layout {info.layout_id}, node {other.info.node_id} "
                     f"{other.info.layout_id}: give both the same block_size and dtype"

@@ -231,7 +231,7 @@ class Dispatcher:
         try:
             session = self._membership.session(placement.source_node)
             held.enter_context(session.exchange(name, mailbox))
-            session.send(Lend(name, tuple(chain[first:end]), self._request_timeout_s))
+            session.send(Lend(name, tuple(chain[:end]), self._request_timeout_s, first))
             async with asyncio.timeout(LEND_TIMEOUT_S):
                 lent = await mailbox.next()
         except (ServeError, TimeoutError) as error:

@@ -74,8 +74,8 @@ class Membership:
             UnavailableError: no node is attached.
         """
         for session in self._sessions.values():
-            layout_id = session.info.layout_id
-            return chain_root(self._model_id, layout_id, request.tenant, request.cache_salt)
+            if layout_id := session.info.layout_id:
+                return chain_root(self._model_id, layout_id, request.tenant, request.cache_salt)
         raise UnavailableError("no node is attached")
 
     def session(self, node_id: NodeId) -> NodeSession:
@@ -95,7 +95,7 @@ class Membership:
                 f"node {info.node_id} speaks protocol {info.protocol_version}, this conductor "
                 f"{PROTOCOL_VERSION}: run the same release on both"
             )
-        if info.model_id != self._model_id:
+        if info.roles and info.model_id != self._model_id:
             raise StaleError(
                 f"node {info.node_id} has model {info.model_id}, this conductor serves {self._model_id}"
             )

@@ -24,6 +24,7 @@ from engine.loop import EngineLoop
 from engine.paged_cache import PagedCache
 from engine.sequence import Sequence
 from engine.step import SequenceOutput
+from kvstore.engine_store import EngineStore
 from transfer.agent import TransferAgent
 from transfer.segment import Segment
 
@@ -40,6 +41,7 @@ class DecodeRole:
         group: asyncio.TaskGroup,
         send: Callable[[FromNode], None],
         clock: Clock,
+        store: EngineStore | None = None,
     ) -> None:
         self._engine = engine
         self._cache = cache
@@ -47,6 +49,7 @@ class DecodeRole:
         self._agent = agent
         self._send = send
         self._clock = clock
+        self._store = store
         self._tasks = RequestTasks(group, send)
         self._starts: dict[RequestId, asyncio.Future[Start]] = {}
 
@@ -83,6 +86,9 @@ class DecodeRole:
             raise DeadlineError("the request did not end in time") from None
         finally:
             for sequence in held:
+                if self._store is not None:
+                    # The answer's blocks too: they are the prefix of the next turn.
+                    self._store.offer(sequence.block_hashes[: sequence.num_published_blocks])
                 self._engine.release(sequence)
 
     async def _receive(self, work: Work, held: list[Sequence]) -> None:

@@ -26,11 +26,14 @@ from base.errors import ConfigError
 from base.lifetime import stop_requested
 from base.logs import configure, event
 from base.messages import Heartbeat, KvEvents, Lend, NodeInfo, Prefill, Release, Reserve, Start, ToNode
-from base.metrics import NodeMetrics, process_registry, serve_metrics
+from base.metrics import NodeMetrics, StoreMetrics, process_registry, serve_metrics
 from base.request import NodeId, Role
 from decode_node.role import DecodeRole
 from deploy.node_metrics import observe
+from deploy.node_store import node_store
 from engine.build import Engine, build_engine
+from kvstore.findable import Findable
+from kvstore.store import Store
 from prefill_node.lender import Lender
 from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
@@ -45,8 +48,14 @@ DRAIN_S = 30.0
 class Node:
     """Routes the conductor's messages to the roles and answers for the whole node."""
 
-    def __init__(self, engine: Engine, prefill: PrefillRole, decode: DecodeRole, lender: Lender) -> None:
+    def __init__(
+        self, engine: Engine, prefill: PrefillRole, decode: DecodeRole, lender: Lender, store: Store | None
+    ) -> None:
         self._engine = engine
+        self._store = store
+        self._findable = Findable(engine.pool.__contains__, lambda name: store is not None and name in store)
+        if store is not None:
+            store.on_change(self._findable.store_changed)
         self._prefill = prefill
         self._decode = decode
         self._lender = lender
@@ -85,15 +94,17 @@ class Node:
         )
 
     def kv_events(self) -> KvEvents | None:
-        stored, removed = self._engine.loop.pool.take_events()
+        stored, removed = self._findable.take(*self._engine.loop.pool.take_events())
         if not stored and not removed:
             return None
         return self._numbered(KvEvents(self._next_event, False, tuple(stored), tuple(removed)))
 
     def kv_snapshot(self) -> KvEvents:
-        self._engine.loop.pool.take_events()  # the snapshot says it all
-        stored = tuple(self._engine.loop.pool.snapshot())
-        return self._numbered(KvEvents(self._next_event, True, stored, ()))
+        pool = self._engine.loop.pool
+        self._findable.take(*pool.take_events())  # the snapshot says it all
+        in_store = self._store.hashes if self._store is not None else []
+        stored = dict.fromkeys([*pool.snapshot(), *in_store])
+        return self._numbered(KvEvents(self._next_event, True, tuple(stored), ()))
 
     def _numbered(self, events: KvEvents) -> KvEvents:
         self._next_event = events.next_number
@@ -131,12 +142,21 @@ async def serve(config: NodeProcess) -> None:
         client = AttachClient(info, config.conductor_address, random.Random(epoch))
         # The conductor counts on free blocks, so it is told at once.
         engine.pool.on_release(client.wake)
-        async with asyncio.TaskGroup() as tasks:
-            shared = (engine.loop, engine.cache, segments[0], agent, tasks, client.send, clock)
-            lender = Lender(engine.pool, engine.cache, segments[0], agent, tasks, client.send)
-            node = Node(engine, PrefillRole(*shared), DecodeRole(*shared), lender)
+        async with (
+            node_store(config, engine, segments[0], agent, clock, StoreMetrics(registry)) as stored,
+            asyncio.TaskGroup() as tasks,
+        ):
+            own = stored.own if stored is not None else None
+            beside = stored.beside if stored is not None else None
+            shared = (engine.loop, engine.cache, segments[0], agent, tasks, client.send, clock, beside)
+            lender = Lender(engine.pool, engine.cache, segments[0], agent, tasks, client.send, own)
+            node = Node(engine, PrefillRole(*shared), DecodeRole(*shared), lender, own)
             observe(NodeMetrics(registry), engine)
             background = [tasks.create_task(engine.loop.run()), tasks.create_task(client.run(node))]
+            if own is not None:
+                own.on_change(lambda _: client.wake())
+            if beside is not None:
+                background.append(tasks.create_task(beside.run()))
             _print_ready(config, serve_metrics(registry, "127.0.0.1", config.metrics_port))
             await stop_requested()
             await _drain(node)
@@ -182,11 +202,11 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         config = read_process_config(arguments.config, NodeProcess)
+        configure(config.node_id)
+        asyncio.run(serve(config))
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    configure(config.node_id)
-    asyncio.run(serve(config))
     return 0
 
 

@@ -92,6 +92,7 @@ def planned_nodes(
                 conductor_address=conductor_address,
                 engine=dataclasses.replace(pool.engine, threads=threads),
                 transfer=dataclasses.replace(config.transfer, host=_transfer_host(config)),
+                store=config.store,
             )
             planned.append(PlannedNode(process, _room(pool)))
     return planned

@@ -45,6 +45,10 @@ class BlockPool:
         self._removed: dict[BlockHash, None] = {}
         self._listeners: list[Callable[[], None]] = []
 
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        """Whether `match` finds a block, given those before it."""
+        return block_hash in self._block_of
+
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can give: free and cached ones."""

@@ -12,16 +12,20 @@ import argparse
 import asyncio
 import json
 import logging
+import random
 import secrets
 import sys
 from pathlib import Path
 
+from base.attach import AttachClient
 from base.clock import SystemClock
 from base.config import read_process_config
 from base.errors import ConfigError
 from base.lifetime import stop_requested
 from base.logs import configure, event
-from kvstore.hosting import hosted_store
+from base.metrics import StoreMetrics, process_registry, serve_metrics
+from kvstore.attached import AttachedStore, storage_info
+from kvstore.hosting import HostedStore, hosted_store
 from kvstore.settings import StoreProcess
 from transfer.agent import TransferAgent
 
@@ -31,17 +35,38 @@ log = logging.getLogger(__name__)
 async def serve(config: StoreProcess) -> None:
     """Run until told to stop."""
     clock = SystemClock()
+    registry = process_registry()
     async with (
         TransferAgent(config.node_id, secrets.randbits(63), config.transfer, clock) as agent,
-        hosted_store(config, agent, clock) as hosted,
+        hosted_store(config, agent, clock, StoreMetrics(registry)) as hosted,
         asyncio.TaskGroup() as tasks,
     ):
+        attached = tasks.create_task(_attached(config, hosted, tasks))
         stopping = tasks.create_task(stop_requested())
         await asyncio.sleep(0)  # signals are heard before it says that it is ready
-        ready = {"event": "ready", "node_id": config.node_id, "address": hosted.member.address}
+        ready = {
+            "event": "ready",
+            "node_id": config.node_id,
+            "address": hosted.member.address,
+            "metrics_port": serve_metrics(registry, "127.0.0.1", config.metrics_port),
+        }
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         event(log, "stopping", reason=await stopping)
+        attached.cancel()
+
+
+async def _attached(config: StoreProcess, hosted: HostedStore, group: asyncio.TaskGroup) -> None:
+    """Be a node of the conductor's, if there is one."""
+    if not config.conductor_address:
+        return
+    num_blocks = config.num_blocks + config.num_disk_blocks
+    info = storage_info(config.node_id, hosted.member.peer, num_blocks)
+    client = AttachClient(info, config.conductor_address, random.Random(info.epoch))
+    work = AttachedStore(hosted.store, group, client.send)
+    # Who asks next may be placed by what has just come.
+    hosted.store.on_change(lambda _: client.wake())
+    await client.run(work)
 
 
 def main() -> int:

@@ -71,6 +71,12 @@ class BlockCache:
         """Return how many leading blocks of `chain` some live member is said to hold."""
         return len(await self._directory.lookup(chain))
 
+    async def num_saved(self, chain: Sequence[BlockHash]) -> int:
+        """Return how many leading blocks are in our own store; without one, in any."""
+        if self._own is None:
+            return await self.match(chain)
+        return (await self._access(self._own).match(chain)).num_blocks
+
     async def load(
         self,
         chain: Sequence[BlockHash],

@@ -15,7 +15,7 @@ import logging
 import random
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,6 @@ from kvstore.eviction import BY_NAME
 from kvstore.member import Member
 from kvstore.peers import PeerDirectory
 from kvstore.pool import HostPool, PoolLimits
-from kvstore.record import HEADER_BYTES
 from kvstore.replication import Replicator
 from kvstore.service import store_service
 from kvstore.settings import StoreProcess
@@ -45,6 +44,8 @@ ROUND_S = 5.0
 """Between two looks at what is hot."""
 DRAIN_S = 10.0
 """For calls under way when the store is told to end."""
+PERSIST_S = 5.0
+"""To write memory to disk then; what does not make it is computed again."""
 MAX_MESSAGE_BYTES = 16 << 20
 """A chain of a million tokens is 256 KiB."""
 
@@ -96,10 +97,12 @@ async def hosted_store(
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(_tick(store))]
             background.append(tasks.create_task(_replicate(store, cache, member, settings)))
-            if isinstance(directory, RedisDirectory):
-                background.append(tasks.create_task(directory.run()))
+            background.append(tasks.create_task(_running(directory)))
             yield HostedStore(member, store, cache)
             await server.stop(DRAIN_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PERSIST_S):
+                    await store.persist()
             for task in background:
                 task.cancel()
     finally:
@@ -111,12 +114,37 @@ async def hosted_store(
             await disk.close()
 
 
+@asynccontextmanager
+async def block_cache(
+    settings: StoreProcess, agent: TransferAgent, clock: Clock
+) -> AsyncIterator[BlockCache]:
+    """A way into the cluster's cache for a process that has no store itself."""
+    directory: RedisDirectory | PeerDirectory
+    if settings.redis_url:
+        directory = RedisDirectory(settings.redis_url, clock, random.Random(agent.descriptor.epoch))
+    else:
+        directory = PeerDirectory(settings.peers, clock)
+    cache = BlockCache(agent, directory, clock)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(_running(directory))
+            yield cache
+            running.cancel()
+    finally:
+        await cache.close()
+        await directory.close()
+
+
+async def _running(directory: RedisDirectory | PeerDirectory) -> None:
+    if isinstance(directory, RedisDirectory):
+        await directory.run()
+
+
 async def _opened_disk(settings: StoreProcess) -> DiskTier | None:
     if not settings.disk.folder:
         return None
-    num_slots = int(settings.disk.gib * (1 << 30) / (settings.block_bytes + HEADER_BYTES))
-    disk = opened(Path(settings.disk.folder), settings.block_bytes, num_slots)
-    event(log, "disk opened", blocks=await disk.recover(), slots=num_slots)
+    disk = opened(Path(settings.disk.folder), settings.block_bytes, settings.num_disk_blocks)
+    event(log, "disk opened", blocks=await disk.recover(), slots=settings.num_disk_blocks)
     return disk
 
 
@@ -131,7 +159,9 @@ def _directory(
 async def _tick(store: Store) -> None:
     while True:
         await store.tick()
-        await asyncio.sleep(TICK_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TICK_S):
+                await store.crowded.wait()
 
 
 async def _replicate(store: Store, cache: BlockCache, member: Member, settings: StoreProcess) -> None:

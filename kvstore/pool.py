@@ -327,16 +327,20 @@ class HostPool:
                     gone.append(name)
         return gone
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether more than the high watermark is in use."""
+        return self._num_in_use > self._limits.high_watermark * self.num_blocks
+
     def leave(self, most: int) -> list[Record]:
         """Above the high watermark, take up to `most` blocks out until the low one.
 
         They are found no more; their bytes stay until `left`, so that they can be written
         to disk first.
         """
-        in_use = self.num_blocks - len(self._free) - len(self._books.leaving)
-        if in_use <= self._limits.high_watermark * self.num_blocks:
+        if not self.is_crowded:
             return []
-        surplus = in_use - int(self._limits.low_watermark * self.num_blocks)
+        surplus = self._num_in_use - int(self._limits.low_watermark * self.num_blocks)
         records: list[Record] = []
         try:
             while len(records) < min(most, surplus):
@@ -383,6 +387,11 @@ class HostPool:
         assert sum(account.num_blocks for account in self._tenants.values()) == len(places) - len(self._free)
 
     # --- below --------------------------------------------------------------------------
+
+    @property
+    def _num_in_use(self) -> int:
+        """Blocks with content that is to stay, or coming in."""
+        return self.num_blocks - len(self._free) - len(self._books.leaving)
 
     def _payer(self, chain: Sequence[BlockHash], tenant: str) -> str:
         """A chain has one payer, whoever put its first block: its tree must be whole."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from base.config import TransferConfig
+from base.config import GIB, StoreConfig, TransferConfig
+from base.errors import ConfigError
 from kvstore.eviction import BY_NAME
+from kvstore.record import HEADER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,10 @@ class StoreProcess:
     """Addresses of all stores, where there is no Redis; our own may be among them."""
     replicate_mib_per_s: float = 0.0
     """Copying of hot blocks to other hosts, at most; 0: none."""
+    conductor_address: str = ""
+    """host:port of the conductor's gRPC, which then reads from here; empty: none."""
+    metrics_port: int = 0
+    """On loopback. 0: a free one, printed at start."""
 
     def __post_init__(self) -> None:
         _require(bool(self.node_id), "node_id", "a name")
@@ -56,11 +63,43 @@ class StoreProcess:
         )
         _require(0 < self.tenant_quota <= 1, "tenant_quota", "above 0 and at most 1")
         _require(self.replicate_mib_per_s >= 0, "replicate_mib_per_s", "not negative")
-        _require(0 <= self.port <= 65535, "port", "between 0 and 65535")
+        for key in ("port", "metrics_port"):
+            _require(0 <= getattr(self, key) <= 65535, key, "between 0 and 65535")
 
     @property
     def num_blocks(self) -> int:
-        return int(self.pool_gib * (1 << 30) / self.block_bytes)
+        return int(self.pool_gib * GIB / self.block_bytes)
+
+    @property
+    def num_disk_blocks(self) -> int:
+        if not self.disk.folder:
+            return 0
+        return int(self.disk.gib * GIB / (self.block_bytes + HEADER_BYTES))
+
+
+def of_node(config: StoreConfig, node_id: str, block_bytes: int, transfer: TransferConfig) -> StoreProcess:
+    """Return what a node's part of the block cache is started with; its disk has a folder of its own.
+
+    Raises:
+        ConfigError: the memory has no room for a block.
+    """
+    folder = str(Path(config.disk_path).expanduser() / node_id) if config.disk_path else ""
+    try:
+        return StoreProcess(
+            node_id=node_id,
+            block_bytes=block_bytes,
+            pool_gib=config.dram_gib or block_bytes / GIB,
+            policy=config.policy,
+            tenant_quota=config.tenant_quota,
+            disk=DiskSettings(folder, config.disk_gib),
+            transfer=transfer,
+            host=transfer.host,
+            redis_url=config.redis_url,
+            peers=config.peers,
+            replicate_mib_per_s=config.replicate_mib_per_s,
+        )
+    except ValueError as error:
+        raise ConfigError(f"store.{error}") from error
 
 
 def _require(condition: bool, key: str, mend: str) -> None:

@@ -8,8 +8,8 @@ A read of blocks that are on disk brings them up into memory first, one lift at 
 two readers of one chain read it from disk once. Above the pool's high watermark blocks
 are written to disk before they leave; a put that finds no room does not wait for that.
 
-`tick` is called once a second: it ends what ran out, makes room, and checks that every
-block is accounted for.
+`tick` is called once a second, and when memory is crowded: it ends what ran out, makes room,
+and checks that every block is accounted for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from base.block_hash import BlockHash
@@ -86,6 +86,7 @@ class Store:
         """Allocate the pool's memory as a segment of `agent`; raises OSError if there is none."""
         self.block_bytes = block_bytes
         self._directory: Directory | None = None
+        self._listeners: list[Callable[[Sequence[BlockHash]], None]] = []
         self._agent = agent
         self._pool = pool
         self._disk = disk
@@ -94,7 +95,10 @@ class Store:
         self._put_grants: dict[int, Grant] = {}
         self._lease_grants: dict[int, Grant] = {}
         self._lifting = asyncio.Lock()
+        self._lowering = asyncio.Lock()
         self._leaving: set[BlockHash] = set()
+        self.crowded = asyncio.Event()
+        """Set when memory is so full that blocks should go to disk before the next second."""
         self.heat = Heat()
         """Of the blocks that were leased here."""
         self.num_damaged = 0
@@ -103,9 +107,25 @@ class Store:
     def join(self, directory: Directory) -> None:
         """Tell `directory` from here on what is held, and what is held already."""
         self._directory = directory
-        directory.publish(self._pool.hashes)
-        if self._disk is not None:
-            directory.publish(self._disk.hashes)
+        directory.publish(self.hashes)
+
+    def on_change(self, listener: Callable[[Sequence[BlockHash]], None]) -> None:
+        """Call `listener` with the names that came or left, after each change."""
+        self._listeners.append(listener)
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        """Whether a block is in memory, on disk, or on its way from one to the other."""
+        return (
+            block_hash in self._pool
+            or block_hash in self._leaving
+            or (self._disk is not None and block_hash in self._disk)
+        )
+
+    @property
+    def hashes(self) -> list[BlockHash]:
+        """Return everything that is here, in memory or on disk."""
+        on_disk = self._disk.hashes if self._disk is not None else []
+        return list(dict.fromkeys([*self._pool.hashes, *self._leaving, *on_disk]))
 
     @property
     def pool(self) -> HostPool:
@@ -122,9 +142,10 @@ class Store:
 
     def match(self, chain: Sequence[BlockHash]) -> Found:
         """Return how much of `chain` is here; nothing is held or counted as used."""
-        in_memory = self._pool.match(chain)
-        on_disk = self._disk.match(chain[in_memory:]) if self._disk is not None else 0
-        return Found(in_memory + on_disk, in_memory)
+        in_memory = count = self._pool.match(chain)
+        while count < len(chain) and chain[count] in self:
+            count += 1
+        return Found(count, in_memory)
 
     # --- writing ------------------------------------------------------------------------
 
@@ -235,7 +256,8 @@ class Store:
     # --- upkeep -------------------------------------------------------------------------
 
     async def tick(self) -> None:
-        """End what ran out, make room, and check the accounts. Called once a second."""
+        """End what ran out, make room, and check the accounts. Called once a second, or when `crowded`."""
+        self.crowded.clear()
         puts, leases = self._pool.expired()
         for put_id in puts:
             await self.abort(put_id)
@@ -243,11 +265,25 @@ class Store:
             await self.release(lease_id)
         if self._disk is not None:
             while records := self._pool.leave(LEAVE_BLOCKS):
-                await uninterrupted(self._write_down(self._disk, records))
+                self._leaving.update(record.block_hash for record in records)
+                async with self._lowering:
+                    await uninterrupted(self._write_down(self._disk, records))
         self._tell_evicted()
         self._balance("host", asdict(self._pool.accounts()), self.num_damaged)
         if self._disk is not None:
             self._balance("disk", asdict(self._disk.accounts()), self._disk.damaged)
+
+    async def persist(self) -> None:
+        """Write to disk what is in memory alone, heads of chains first, as the process ends."""
+        if self._disk is None:
+            return
+        names = [name for name in self._pool.hashes if name not in self._disk]
+        for at in range(0, len(names), LEAVE_BLOCKS):
+            async with asyncio.TaskGroup() as tasks:
+                for name in names[at : at + LEAVE_BLOCKS]:
+                    if name in self._pool:
+                        view = self._view(self._pool.block_id(name))
+                        tasks.create_task(self._disk.write(name, view, self._pool.checksum(name)))
 
     async def close(self) -> None:
         """End every grant. What the disk holds stays."""
@@ -290,6 +326,9 @@ class Store:
             raise
         if self._directory is not None:
             self._directory.publish(stored)
+        self._tell(stored)
+        if self._disk is not None and self._pool.is_crowded:
+            self.crowded.set()
         return len(stored)
 
     async def _end_put(self, ticket: int, grant: Grant) -> None:
@@ -303,6 +342,9 @@ class Store:
 
     async def _lift(self, chain: Sequence[BlockHash]) -> None:
         """Bring the blocks of `chain` that are on disk into memory, as far as there is room."""
+        if any(block_hash in self._leaving for block_hash in chain):
+            async with self._lowering:
+                pass  # until they are on disk
         found = self.match(chain)
         if self._disk is None or found.num_blocks == found.num_in_memory:
             return
@@ -327,7 +369,6 @@ class Store:
         return [read.result() for read in reads]
 
     async def _write_down(self, disk: DiskTier, records: Sequence[Record]) -> None:
-        self._leaving.update(record.block_hash for record in records)
         async with asyncio.TaskGroup() as tasks:
             for record in records:
                 tasks.create_task(disk.write(record.block_hash, self._view(record.block_id), record.checksum))
@@ -345,14 +386,12 @@ class Store:
         self._withdraw(gone)
 
     def _withdraw(self, hashes: Iterable[BlockHash]) -> None:
-        if self._directory is None:
-            return
-        self._directory.withdraw(
-            [
-                block_hash
-                for block_hash in hashes
-                if block_hash not in self._pool
-                and block_hash not in self._leaving
-                and (self._disk is None or block_hash not in self._disk)
-            ]
-        )
+        gone = [block_hash for block_hash in hashes if block_hash not in self]
+        if self._directory is not None:
+            self._directory.withdraw(gone)
+        self._tell(gone)
+
+    def _tell(self, hashes: Sequence[BlockHash]) -> None:
+        if hashes:
+            for listener in self._listeners:
+                listener(hashes)

@@ -1,7 +1,8 @@
 """Lends blocks of this node's cache to another node's prefill, which reads them itself.
 
 The other end is `prefix_loader.py`. Every node lends, whatever its role: what a decode node
-generated is the prefix of a conversation's next turn. The blocks are held, so that they
+generated is the prefix of a conversation's next turn. What the node's store has of a chain is
+lent from there where that is more. The blocks are held, so that they
 stay what they are, and may be read until `Release`, the deadline, or the end of the
 conductor's stream.
 """
@@ -20,6 +21,8 @@ from base.uninterrupted import uninterrupted
 from engine.block_pool import BlockPool
 from engine.block_sums import block_sums
 from engine.paged_cache import PagedCache
+from kvstore.lending import lend_stored
+from kvstore.store import Store
 from transfer.agent import TransferAgent
 from transfer.segment import Segment
 
@@ -35,12 +38,14 @@ class Lender:
         agent: TransferAgent,
         group: asyncio.TaskGroup,
         send: Callable[[FromNode], None],
+        store: Store | None = None,
     ) -> None:
         self._pool = pool
         self._cache = cache
         self._segment = segment
         self._agent = agent
         self._send = send
+        self._store = store
         self._tasks = RequestTasks(group, send)
 
     def lend(self, message: Lend) -> None:
@@ -58,12 +63,17 @@ class Lender:
 
     async def _lend(self, message: Lend) -> None:
         block_ids = self._pool.match(message.chain)
+        if self._store is not None and self._store.match(message.chain).num_blocks > len(block_ids):
+            self._pool.release(block_ids)
+            await lend_stored(self._store, message, self._send)
+            return
         try:
-            if not block_ids:
+            wanted = block_ids[message.first_block :]
+            if not wanted:
                 raise LostError("the blocks were evicted")
-            sums = await block_sums(self._cache, block_ids)
+            sums = await block_sums(self._cache, wanted)
             layout = self._cache.layout
-            offsets = [layout.offset(block_id) for block_id in block_ids]
+            offsets = [layout.offset(block_id) for block_id in wanted]
             grant = self._agent.grant(
                 self._segment, offsets, layout.block_bytes, Operation.READ, message.lease_s
             )

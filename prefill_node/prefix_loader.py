@@ -1,10 +1,13 @@
-"""Loads a prefix from another node into this one's cache, before the prompt is computed.
+"""Loads a prefix from elsewhere into this node's cache, before the prompt is computed.
 
-The conductor found that another node holds a longer prefix, and that reading it is sooner
-done than computing it; that node has lent the blocks. Loaded blocks are compared with the
-lender's checksums and published here, so that the engine's own prefix match finds them:
-loading needs no second path through the engine, and a replica stays on this node, which is
-how hot blocks spread.
+A prefix source is whatever has KV that this engine's cache lacks: the node's own store and,
+through it, the cluster's block cache (`kvstore/engine_store.py`); or blocks of another node,
+lent because the conductor found that reading them is sooner done than computing them. They
+are asked in that order, each for what is still missing.
+
+Loaded blocks are compared with the checksums made where they were computed and published
+here, so that the engine's own prefix match finds them: loading needs no second path through
+the engine, and a replica stays on this node, which is how hot blocks spread.
 
 KV that cannot be loaded is never an error: the prompt is computed from what is here.
 """
@@ -12,10 +15,11 @@ KV that cannot be loaded is never an error: the prompt is computed from what is 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Protocol
 
-from base.block_hash import hash_chain
+from base.block_hash import BlockHash, hash_chain
 from base.errors import ChecksumError, ServeError
 from base.logs import event
 from base.messages import Source, Work
@@ -29,21 +33,64 @@ from transfer.segment import Segment
 log = logging.getLogger(__name__)
 
 
+class PrefixSource(Protocol):
+    """Where blocks of a chain can be had, other than by computing them."""
+
+    async def reach(self, chain: Sequence[BlockHash], first: int) -> int:
+        """Return the index after the last block worth loading, if block `first` is the first missing."""
+        ...
+
+    async def load(self, chain: Sequence[BlockHash], block_ids: Sequence[int], first: int) -> int:
+        """Put blocks `first` to the end of `chain` into `block_ids`; return how many came, all right.
+
+        Raises:
+            ServeError: they cannot be had, or are not what they should be.
+        """
+        ...
+
+
+class LentPrefix:
+    """Blocks that another node lent."""
+
+    def __init__(self, agent: TransferAgent, segment: Segment, cache: PagedCache, source: Source) -> None:
+        self._agent = agent
+        self._segment = segment
+        self._cache = cache
+        self._source = source
+
+    async def reach(self, chain: Sequence[BlockHash], first: int) -> int:
+        if first < self._source.first_block:
+            return first  # evicted meanwhile: a gap cannot be loaded over
+        return min(self._source.first_block + len(self._source.grant.offsets), len(chain))
+
+    async def load(self, chain: Sequence[BlockHash], block_ids: Sequence[int], first: int) -> int:
+        layout, source = self._cache.layout, self._source
+        skipped = first - source.first_block
+        requests = [
+            TransferRequest(self._segment, offset, layout.offset(block_id), layout.block_bytes)
+            for block_id, offset in zip(block_ids, source.grant.offsets[skipped:], strict=False)
+        ]
+        await self._agent.read(source.peer, source.grant, requests)
+        expected = list(source.checksums[skipped : skipped + len(block_ids)])
+        if await block_sums(self._cache, block_ids) != expected:
+            raise ChecksumError("a loaded block is not the one that was lent")
+        return len(block_ids)
+
+
 @asynccontextmanager
 async def loaded_prefix(
-    pool: BlockPool,
-    cache: PagedCache,
-    segment: Segment,
-    agent: TransferAgent,
-    work: Work,
-    source: Source | None,
+    pool: BlockPool, block_size: int, work: Work, sources: Sequence[PrefixSource]
 ) -> AsyncIterator[None]:
-    """Have the source's blocks in this node's cache, and held, for the body, if they can be had."""
+    """Have what the sources can give in this node's cache, and held, for the body."""
     held: list[int] = []
     try:
-        if source is not None:
+        # The last token is always computed, so a block that ends with it is not needed.
+        longest = (len(work.token_ids) - 1) // block_size
+        chain = hash_chain(work.token_ids[: longest * block_size], block_size, work.chain_root)
+        held += pool.match(chain) if sources else []
+        for source in sources:
             try:
-                await _load(pool, cache, segment, agent, work, source, held)
+                await _load(pool, chain, source, held)
             except ServeError as error:
                 reason = f"{type(error).__name__}: {error}"
                 event(
@@ -51,7 +98,7 @@ async def loaded_prefix(
                     "prefix not loaded",
                     level=logging.WARNING,
                     request_id=work.request_id,
-                    source=source.peer.node_id,
+                    source=type(source).__name__,
                     reason=reason,
                 )
         yield
@@ -59,47 +106,25 @@ async def loaded_prefix(
         pool.release(held)
 
 
-async def _load(
-    pool: BlockPool,
-    cache: PagedCache,
-    segment: Segment,
-    agent: TransferAgent,
-    work: Work,
-    source: Source,
-    held: list[int],
-) -> None:
-    """Put into `held` the blocks up to the source's last: matched ones, then loaded ones.
+async def _load(pool: BlockPool, chain: Sequence[BlockHash], source: PrefixSource, held: list[int]) -> None:
+    """Put into `held` the blocks that come from `source`, after those that are there.
 
     Raises:
         CapacityError: too few blocks are free.
-        LostError: the source is gone, or what arrived is not what was lent.
+        ServeError: as `PrefixSource.load`.
     """
-    layout = cache.layout
-    chain = hash_chain(work.token_ids, layout.block_size, work.chain_root)
-    end = min(source.first_block + len(source.grant.offsets), len(chain))
-    held += pool.match(chain[:end])
     first = len(held)
-    if first < source.first_block or first >= end:
-        return  # evicted meanwhile: a gap cannot be loaded over; or there is nothing to load
-    loaded = pool.allocate(end - first)
-    held += loaded
-    skipped = first - source.first_block
-    await agent.read(
-        source.peer,
-        source.grant,
-        [
-            TransferRequest(
-                segment=segment,
-                source_offset=offset,
-                target_offset=layout.offset(block_id),
-                length=layout.block_bytes,
-            )
-            for block_id, offset in zip(loaded, source.grant.offsets[skipped:], strict=False)
-        ],
-        deadline_s=work.deadline_s,
-    )
-    expected = list(source.checksums[skipped : skipped + len(loaded)])
-    if await block_sums(cache, loaded) != expected:
-        raise ChecksumError("a loaded block is not the one that was lent")
-    for block_id, block_hash in zip(loaded, chain[first:end], strict=True):
-        pool.publish(block_id, block_hash)
+    if first >= len(chain):
+        return
+    end = min(await source.reach(chain, first), len(chain))
+    if end <= first:
+        return
+    block_ids = pool.allocate(end - first)
+    count = 0
+    try:
+        count = await source.load(chain[:end], block_ids, first)
+        for block_id, block_hash in zip(block_ids[:count], chain[first:end], strict=False):
+            pool.publish(block_id, block_hash)
+        held += block_ids[:count]
+    finally:
+        pool.release(block_ids[count:])

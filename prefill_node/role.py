@@ -22,7 +22,8 @@ from engine.loop import EngineLoop
 from engine.paged_cache import PagedCache
 from engine.sequence import Sequence
 from engine.step import SequenceOutput
-from prefill_node.prefix_loader import loaded_prefix
+from kvstore.engine_store import EngineStore
+from prefill_node.prefix_loader import LentPrefix, PrefixSource, loaded_prefix
 from prefill_node.sender import KvSender
 from transfer.agent import TransferAgent
 from transfer.segment import Segment
@@ -40,6 +41,7 @@ class PrefillRole:
         group: asyncio.TaskGroup,
         send: Callable[[FromNode], None],
         clock: Clock,
+        store: EngineStore | None = None,
     ) -> None:
         self._engine = engine
         self._cache = cache
@@ -47,6 +49,7 @@ class PrefillRole:
         self._agent = agent
         self._send = send
         self._clock = clock
+        self._store = store
         self._tasks = RequestTasks(group, send)
 
     def prefill(self, message: Prefill) -> None:
@@ -87,6 +90,10 @@ class PrefillRole:
             compute_s=computed_at_s - started_at_s,
             exposed_transfer_s=self._clock.now_s() - computed_at_s,
         )
+        if self._store is not None:
+            num_tokens = len(message.work.token_ids)
+            self._store.computed(num_tokens - sequence.num_matched_tokens, times.compute_s)
+            self._store.offer(sequence.block_hashes[: num_tokens // self._cache.layout.block_size])
         is_over = last.finish_reason is FinishReason.STOP
         self._send(
             Prefilled(
@@ -100,9 +107,10 @@ class PrefillRole:
         )
 
     def _loaded_prefix(self, message: Prefill) -> AbstractAsyncContextManager[None]:
-        return loaded_prefix(
-            self._engine.pool, self._cache, self._segment, self._agent, message.work, message.source
-        )
+        sources: list[PrefixSource] = [] if self._store is None else [self._store]
+        if message.source is not None:
+            sources.append(LentPrefix(self._agent, self._segment, self._cache, message.source))
+        return loaded_prefix(self._engine.pool, self._cache.layout.block_size, message.work, sources)
 
     async def _compute(
         self,

@@ -194,14 +194,16 @@ class Reserved(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., num_matched_blocks: _Optional[int] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ...) -> None: ...
 
 class Lend(_message.Message):
-    __slots__ = ("request_id", "chain", "lease_s")
+    __slots__ = ("request_id", "chain", "lease_s", "first_block")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     chain: _containers.RepeatedScalarFieldContainer[bytes]
     lease_s: float
-    def __init__(self, request_id: _Optional[str] = ..., chain: _Optional[_Iterable[bytes]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    first_block: int
+    def __init__(self, request_id: _Optional[str] = ..., chain: _Optional[_Iterable[bytes]] = ..., lease_s: _Optional[float] = ..., first_block: _Optional[int] = ...) -> None: ...
 
 class Lent(_message.Message):
     __slots__ = ("request_id", "grant", "checksums")

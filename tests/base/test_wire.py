@@ -88,7 +88,7 @@ SUMS = st.lists(U64, max_size=4).map(tuple)
     st.one_of(
         st.builds(Reserve, WORK),
         st.builds(Prefill, WORK, PEERS, st.none() | GRANTS, U32, st.none() | SOURCES),
-        st.builds(Lend, st.text(), st.lists(HASHES).map(tuple), REALS),
+        st.builds(Lend, st.text(), st.lists(HASHES).map(tuple), REALS, U32),
         st.builds(Start, st.text(), U32, SUMS),
         st.builds(Release, st.text()),
     )

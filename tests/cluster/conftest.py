@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig, TransferConfig
+from base.config import (
+    ClusterConfig,
+    EngineConfig,
+    PoolConfig,
+    ServerConfig,
+    StoreConfig,
+    TransferConfig,
+)
 from deploy.local import LocalCluster, local_cluster
 from deploy.plan import PreparedModel
 from engine.model_store import prepare
@@ -24,15 +31,22 @@ def smollm2() -> PreparedModel:
 
 @contextmanager
 def running(
-    model: PreparedModel, folder: Path, prefill: int = 1, decode: int = 1, transports=("shm", "tcp")
+    model: PreparedModel,
+    folder: Path,
+    prefill: int = 1,
+    decode: int = 1,
+    transports=("shm", "tcp"),
+    store: StoreConfig | None = None,
+    kv_cache_gib: float = 0.75,
 ) -> Iterator[LocalCluster]:
     """Run a cluster whose chunks (50 tokens) divide neither the prompts nor the blocks."""
-    engine = EngineConfig(block_size=BLOCK_SIZE, kv_cache_gib=0.75, chunk_tokens=50, threads=1)
+    engine = EngineConfig(block_size=BLOCK_SIZE, kv_cache_gib=kv_cache_gib, chunk_tokens=50, threads=1)
     config = ClusterConfig(
         server=ServerConfig(http_port=0, grpc_port=0),
         prefill=PoolConfig(nodes=prefill, engine=engine),
         decode=PoolConfig(nodes=decode, engine=engine),
         transfer=TransferConfig(transports=transports),
+        store=store or StoreConfig(),
     )
     with local_cluster(config, model, folder) as cluster:
         until(lambda: len(cluster.status()["nodes"]) == prefill + decode)

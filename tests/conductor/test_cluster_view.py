@@ -1,6 +1,7 @@
 """The conductor's account of its cluster: what is taken is given back."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -76,6 +77,16 @@ def test_incompatible_node_is_refused_with_the_reason(fields: dict[str, object])
     with pytest.raises(StaleError, match="block_size"):
         view.add_node(make_info("p9", Role.PREFILL, **fields), 0.0)
     assert view.node_ids() == ["p0", "d0"]
+
+
+def test_a_node_without_roles_is_a_source_of_blocks_and_nothing_else() -> None:
+    view = make_view(1, 1)
+    store = replace(make_info("s0", Role.PREFILL), roles=frozenset(), model_id="", layout_id="", block_size=0)
+    view.add_node(store, 0.0)
+    view.kv_events(NodeId("s0"), 1, ["a"], [])
+    assert view.index.match(["a"]) == [(1, 1 << view.node(NodeId("s0")).slot)]
+    assert not (view.prefill_mask | view.decode_mask) & 1 << view.node(NodeId("s0")).slot
+    view.add_node(make_info("p1", Role.PREFILL), 0.0)
 
 
 def test_load_of_another_conductor_is_seen_in_the_heartbeat() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import urllib.request
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -26,6 +27,7 @@ class Process:
     def __init__(self, child):
         self.child = child
         self.address = ""
+        self.metrics_port = 0
 
     async def ended(self):
         async with asyncio.timeout(20):
@@ -55,6 +57,7 @@ async def running(folder, **settings):
             line = await process.child.stdout.readline()
         assert json.loads(line)["event"] == "ready", await process.child.stderr.read()
         process.address = json.loads(line)["address"]
+        process.metrics_port = json.loads(line)["metrics_port"]
         yield process
     finally:
         if process.child.returncode is None:
@@ -70,6 +73,14 @@ async def client_of(*addresses):
         yield cache
         await cache.close()
         await directory.close()
+
+
+async def scraped(process):
+    def read():
+        with urllib.request.urlopen(f"http://127.0.0.1:{process.metrics_port}/metrics", timeout=5) as answer:
+            return answer.read().decode()
+
+    return await asyncio.to_thread(read)
 
 
 async def test_blocks_on_disk_outlive_a_killed_process(tmp_path):
@@ -91,6 +102,25 @@ async def test_blocks_on_disk_outlive_a_killed_process(tmp_path):
     async with running(tmp_path, **settings) as process, client_of(process.address) as cache:
         assert await cache.match(chain_of("abcdef")) == 6
         assert await load(cache, "abcdef") == 6
+
+
+async def test_memory_goes_to_disk_when_a_process_is_told_to_end(tmp_path):
+    settings = {"disk": {"folder": str(tmp_path / "disk"), "gib": 0.01}}
+    async with running(tmp_path, **settings) as process, client_of(process.address) as cache:
+        assert await save(cache, "abcde") == 5
+        process.child.send_signal(signal.SIGTERM)
+        assert await process.ended() == 0
+    async with running(tmp_path, **settings) as process, client_of(process.address) as cache:
+        assert await load(cache, "abcde") == 5
+
+
+async def test_its_accounts_can_be_scraped(tmp_path):
+    async with running(tmp_path) as process, client_of(process.address) as cache:
+        assert await save(cache, "abc") == 3
+        async with asyncio.timeout(10):
+            while 'kvstore_tier_blocks{place="cached",tier="host"} 3.0' not in await scraped(process):
+                await asyncio.sleep(0.1)
+        assert 'kvstore_unaccounted_blocks{tier="host"} 0.0' in await scraped(process)
 
 
 @pytest.mark.parametrize("kill_after_s", [0.0, 0.01, 0.05])

@@ -41,7 +41,7 @@ async def prefilled(part, decode, asked, source=None):
 
 
 async def lent(warm, first, end, name="lend"):
-    warm.lender.lend(Lend(name, tuple(CHAIN[first:end]), 10.0))
+    warm.lender.lend(Lend(name, tuple(CHAIN[:end]), 10.0, first))
     told = await warm.said(Lent)
     return Source(warm.agent.descriptor, told.grant, told.checksums, first)
 

@@ -1,0 +1,157 @@
+"""The block cache beside an engine: saves what the engine's cache holds, loads what it lacks.
+
+Saving goes on behind the requests. When a sequence has ended, in either role, its chain is
+offered; one task works the offers off, a group of blocks at a time, in the background class
+of the transfer agent and within a bandwidth. A block is held for the length of one copy. An
+offer that waits too long is dropped, and so is what the engine's cache has forgotten by then:
+it is a cache.
+
+Loading goes before the computing of a prompt, from wherever the block cache has the blocks,
+if that has been the quicker way on this node (`load_costs.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+from base.block_hash import BlockHash
+from base.clock import Clock
+from kvstore.client import BlockCache
+from kvstore.load_costs import LoadCosts
+from kvstore.store import Store
+from transfer.batch import Priority
+from transfer.segment import Segment
+
+MAX_OFFERS = 1024
+GROUP_S = 0.1
+"""A group is what the bandwidth carries in this time, or one block."""
+
+
+class EngineBlocks(Protocol):
+    """An engine's cache as it is seen from here: equal blocks of one segment, found by hash."""
+
+    @property
+    def segment(self) -> Segment: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def block_tokens(self) -> int: ...
+
+    def hold(self, chain: Sequence[BlockHash]) -> list[int]:
+        """Hold the leading blocks of `chain` that are there, until `release`; return their ids."""
+        ...
+
+    def release(self, block_ids: Sequence[int]) -> None: ...
+
+    async def checksums(self, block_ids: Sequence[int]) -> list[int]: ...
+
+
+class EngineStore:
+    """One node's engine and its way into the block cache. `run` must be running."""
+
+    def __init__(
+        self,
+        engine: EngineBlocks,
+        cache: BlockCache,
+        own: Store | None,
+        bytes_per_s: float,
+        clock: Clock,
+    ) -> None:
+        """Begin. `own` is this process's store; None: blocks are saved to others."""
+        self._engine = engine
+        self._cache = cache
+        self._own = own
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._costs = LoadCosts(engine.block_tokens)
+        self._offers: OrderedDict[BlockHash, tuple[BlockHash, ...]] = OrderedDict()
+        self._offered = asyncio.Event()
+        self.num_saved = 0
+        """Blocks, and so with the two below."""
+        self.num_dropped = 0
+        self.num_loaded = 0
+
+    def offer(self, chain: Sequence[BlockHash]) -> None:
+        """Let `chain`, which the engine has computed, be saved some time soon."""
+        if not chain:
+            return
+        self._offers[chain[-1]] = tuple(chain)
+        self._offers.move_to_end(chain[-1])
+        if len(self._offers) > MAX_OFFERS:
+            _, dropped = self._offers.popitem(last=False)
+            self.num_dropped += len(dropped)
+        self._offered.set()
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Learn what computing costs: a prefill of `num_tokens` that no cache had."""
+        self._costs.computed(num_tokens, seconds)
+
+    async def run(self) -> None:
+        """Save what is offered, until cancelled."""
+        while True:
+            while self._offers:
+                _, chain = self._offers.popitem(last=False)
+                await self._save(chain)
+            self._offered.clear()
+            await self._offered.wait()
+
+    async def reach(self, chain: Sequence[BlockHash], first: int) -> int:
+        """Return the index after the last block of `chain` that should be loaded; `first`: none."""
+        end = await self._cache.match(chain)
+        return end if end > first and self._costs.is_worth(self._place(chain[:end])) else first
+
+    async def load(self, chain: Sequence[BlockHash], block_ids: Sequence[int], first: int) -> int:
+        """Load blocks `first` and on into the engine's `block_ids`; return how many came, all right."""
+        place = self._place(chain)
+        began_at_s = self._clock.now_s()
+        offsets = [block_id * self._engine.block_bytes for block_id in block_ids]
+        count = await self._cache.load(chain, self._engine.segment, offsets, first)
+        self._costs.loaded(place, count, self._clock.now_s() - began_at_s)
+        self.num_loaded += count
+        return count
+
+    def _place(self, chain: Sequence[BlockHash]) -> str:
+        """Return by what sort of way `chain` would come: they differ by ten times and more."""
+        if self._own is None:
+            return "elsewhere"
+        found = self._own.match(chain)
+        if found.num_blocks < len(chain):
+            return "elsewhere"
+        return "memory" if found.num_in_memory == len(chain) else "disk"
+
+    async def _save(self, chain: tuple[BlockHash, ...]) -> None:
+        size = self._engine.block_bytes
+        group = max(1, int(self._bytes_per_s * GROUP_S) // size)
+        at = await self._cache.num_saved(chain)
+        while at < len(chain):
+            part = chain[: at + group]
+            num_saved = await self._save_part(part, at)
+            self.num_saved += num_saved
+            await asyncio.sleep(num_saved * size / self._bytes_per_s)
+            if at + num_saved < len(part):
+                self.num_dropped += len(chain) - at - num_saved
+                return
+            at = len(part)
+
+    async def _save_part(self, chain: Sequence[BlockHash], first: int) -> int:
+        block_ids = self._engine.hold(chain)
+        try:
+            if len(block_ids) <= first:
+                return 0
+            sums = await self._engine.checksums(block_ids[first:])
+            offsets = [block_id * self._engine.block_bytes for block_id in block_ids[first:]]
+            return await self._cache.save(
+                chain[: len(block_ids)],
+                self._engine.segment,
+                offsets,
+                sums,
+                first,
+                priority=Priority.BACKGROUND,
+            )
+        finally:
+            self._engine.release(block_ids)

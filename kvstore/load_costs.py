@@ -1,0 +1,48 @@
+"""Whether loading blocks is sooner done than computing them, learned from both on this node.
+
+The conductor predicts for the whole cluster from a profile; a node knows better what its own
+memory, disk and device take, and decides last. Seconds per token of computing, and seconds
+per block of loading from each place, are means over the last of them, the newest counting
+most. What was never tried is tried; what was passed over fades until it is tried again, so
+that a disk that was busy once is not avoided for ever. Pure.
+"""
+
+from __future__ import annotations
+
+GAIN = 0.2
+"""Of the newest measurement."""
+FADE = 0.98
+"""Of a cost each time it decided against loading: after 35 times half of it is left."""
+
+
+class LoadCosts:
+    """Learned by one node. Belongs to the event loop."""
+
+    def __init__(self, block_tokens: int) -> None:
+        """Begin. `block_tokens`: in one block."""
+        self._block_tokens = block_tokens
+        self._compute_s = 0.0
+        """Per token; 0: unknown."""
+        self._load_s: dict[str, float] = {}
+        """Per block, by place."""
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a prefill of `num_tokens` tokens that were not in the cache."""
+        if num_tokens > 0:
+            self._compute_s = _mixed(self._compute_s, seconds / num_tokens)
+
+    def loaded(self, place: str, num_blocks: int, seconds: float) -> None:
+        """Learn from a load; one that brought nothing cost its seconds all the same."""
+        self._load_s[place] = _mixed(self._load_s.get(place, 0.0), seconds / max(1, num_blocks))
+
+    def is_worth(self, place: str) -> bool:
+        """Return whether blocks should be loaded from `place` rather than computed."""
+        load_s = self._load_s.get(place, 0.0)
+        if not self._compute_s or load_s < self._compute_s * self._block_tokens:
+            return True
+        self._load_s[place] = load_s * FADE
+        return False
+
+
+def _mixed(mean: float, newest: float) -> float:
+    return mean + GAIN * (newest - mean) if mean else newest

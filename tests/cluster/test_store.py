@@ -1,0 +1,87 @@
+"""KV that left the engines' caches comes back from host memory, from disk and from storage nodes."""
+
+import os
+import signal
+import urllib.request
+
+import pytest
+
+from base.config import StoreConfig
+from tests.cluster.asking import generated, until
+from tests.cluster.conftest import BLOCK_SIZE, running
+from tests.cluster.test_restart import epochs
+
+SMALL_CACHE_GIB = 0.025
+"""18 blocks of 32 tokens: two of the prompts below."""
+LENGTH = 200
+PROMPT = list(range(1000, 1000 + LENGTH))
+OTHERS = [list(range(2000 + 300 * number, 2000 + 300 * number + LENGTH)) for number in range(4)]
+FULL_BLOCKS = (LENGTH - 1) // BLOCK_SIZE
+
+
+def metric(cluster, name, line):
+    """Return the value of one of a node's metrics; 0 where it has none."""
+    port = cluster.processes[name].wait_ready()["metrics_port"]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return next((float(row.split()[-1]) for row in text.splitlines() if row.startswith(line + " ")), 0.0)
+
+
+def saved(cluster, name):
+    return metric(cluster, name, 'kvstore_engine_blocks{what="saved"}')
+
+
+def loaded(cluster, name):
+    return metric(cluster, name, 'kvstore_engine_blocks{what="loaded"}')
+
+
+def push_out(cluster):
+    """Ask for so much else that nothing of PROMPT is left in an engine's cache."""
+    for other in OTHERS:
+        generated(cluster.grpc_address, other, 2)
+
+
+@pytest.fixture(scope="module")
+def stored(smollm2, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stored")
+    store = StoreConfig(dram_gib=0.3, disk_path=str(folder / "disk"), disk_gib=1.0)
+    with running(smollm2, folder, store=store, kv_cache_gib=SMALL_CACHE_GIB) as cluster:
+        yield cluster
+
+
+def test_the_next_turn_finds_the_answer_of_the_last_one(stored):
+    prompt = PROMPT[::-1][:80]
+    answer, _ = generated(stored.grpc_address, prompt, 60)
+    turn = [*prompt, *answer, *range(5000, 5020)]
+    blocks = (len(prompt) + len(answer) - 1) // BLOCK_SIZE
+    assert blocks > len(prompt) // BLOCK_SIZE
+    expected, usage = generated(stored.grpc_address, turn, 8)
+    assert usage.cached_tokens >= blocks * BLOCK_SIZE
+    until(lambda: saved(stored, "decode-0") >= blocks)
+    push_out(stored)
+    tokens, usage = generated(stored.grpc_address, turn, 8)
+    assert tokens == expected
+    assert usage.cached_tokens >= blocks * BLOCK_SIZE
+
+
+def test_a_prefix_comes_back_from_memory_and_after_a_restart_from_disk(stored):
+    address = stored.grpc_address
+    expected, usage = generated(address, PROMPT, 8)
+    assert usage.cached_tokens == 0
+    until(lambda: saved(stored, "prefill-0") >= FULL_BLOCKS)
+    push_out(stored)
+    before = loaded(stored, "prefill-0")
+    tokens, usage = generated(address, PROMPT, 8)
+    assert tokens == expected
+    assert usage.cached_tokens == FULL_BLOCKS * BLOCK_SIZE
+    assert loaded(stored, "prefill-0") - before == FULL_BLOCKS
+
+    old = epochs(stored)
+    for name in old:
+        os.kill(stored.processes[name].pid(), signal.SIGTERM)
+    until(lambda: epochs(stored).keys() == old.keys() and not epochs(stored).items() & old.items())
+    tokens, usage = generated(address, PROMPT, 8)
+    assert tokens == expected
+    assert usage.cached_tokens == FULL_BLOCKS * BLOCK_SIZE
+    assert loaded(stored, "prefill-0") == FULL_BLOCKS
+    assert metric(stored, "prefill-0", 'kvstore_unaccounted_blocks{tier="disk"}') == 0
