@@ -59,3 +59,8 @@ class Grant:
     """Bytes at each offset."""
     expires_in_s: float
     """When sent."""
+
+    def __hash__(self) -> int:
+        # What is remembered of a grant is looked up for each batch; hashing thousands of
+        # offsets would cost as much as moving the bytes.
+        return hash(self.generation)

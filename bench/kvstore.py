@@ -51,7 +51,7 @@ from kvstore.member import Member
 from kvstore.peers import PeerDirectory
 from kvstore.record import HEADER_BYTES
 from transfer.agent import TransferAgent
-from transfer.batch import TransferRequest
+from transfer.batch import batch_of
 from transfer.segment import Segment
 
 ROOT = Path(__file__).parent.parent
@@ -186,9 +186,8 @@ class Side:
 
     async def write(self) -> None:
         assert self._grant is not None
-        ranges = zip(self._offsets, self._grant.offsets, strict=True)
-        requests = [TransferRequest(self._segment, ours, theirs, BLOCK_BYTES) for ours, theirs in ranges]
-        await self._agent.write(self._peer, self._grant, requests)
+        batch = batch_of(self._segment, self._offsets, self._grant.offsets, BLOCK_BYTES)
+        await self._agent.write(self._peer, self._grant, batch)
 
     async def end_write(self) -> None:
         await self._access.abort(self._ticket)
@@ -202,9 +201,8 @@ class Side:
 
     async def read(self) -> None:
         assert self._grant is not None
-        ranges = zip(self._offsets, self._grant.offsets, strict=True)
-        requests = [TransferRequest(self._segment, theirs, ours, BLOCK_BYTES) for ours, theirs in ranges]
-        await self._agent.read(self._peer, self._grant, requests)
+        batch = batch_of(self._segment, self._grant.offsets, self._offsets, BLOCK_BYTES)
+        await self._agent.read(self._peer, self._grant, batch)
 
     async def end_read(self) -> None:
         await self._access.release(self._ticket)

@@ -34,7 +34,7 @@ from base.config import TransferConfig
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from bench.transfer_rivals import BareSocket, Memcpy, Mooncake, Rival, serve_bare_socket
 from transfer.agent import TransferAgent
-from transfer.batch import TransferRequest
+from transfer.batch import batch_of
 from transfer.segment import Segment
 
 LEASE_S = 3600.0
@@ -82,13 +82,13 @@ class Ours:
 
     async def run(self, case: Case, grant: Grant, count: int) -> list[float]:
         """Return the seconds of each batch, `case.tasks` of them at a time."""
-        requests = [TransferRequest(self._segment, at, at, case.block) for at in grant.offsets]
+        batch = batch_of(self._segment, grant.offsets, grant.offsets, case.block)
         elapsed_s: list[float] = []
 
         async def write_some() -> None:
             for _ in range(count):
                 begun_s = time.perf_counter()
-                await self._agent.write(self._peer, grant, requests)
+                await self._agent.write(self._peer, grant, batch)
                 elapsed_s.append(time.perf_counter() - begun_s)
 
         async with asyncio.TaskGroup() as group:

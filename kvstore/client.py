@@ -32,7 +32,7 @@ from kvstore.member import Member
 from kvstore.resting import Resting
 from kvstore.store import Leased, Reserved, Store
 from transfer.agent import TransferAgent
-from transfer.batch import Priority, TransferRequest
+from transfer.batch import Priority, batch_of
 from transfer.segment import Segment
 
 GROUP_BYTES = 32 << 20
@@ -290,11 +290,8 @@ class BlockCache:
             try:
                 for at in range(0, len(grant.offsets), group):
                     here = offsets[at : at + group]
-                    requests = [
-                        TransferRequest(into, source, target, grant.length)
-                        for source, target in zip(grant.offsets[at : at + group], here, strict=True)
-                    ]
-                    await self._agent.read(member.peer, grant, requests, priority=priority)
+                    batch = batch_of(into, grant.offsets[at : at + group], here, grant.length)
+                    await self._agent.read(member.peer, grant, batch, priority=priority)
                     sums = leased.checksums[at : at + group]
                     work = asyncio.to_thread(_num_right, into.memory, here, grant.length, sums)
                     checks.append(tasks.create_task(work))
@@ -321,11 +318,9 @@ class BlockCache:
         grant, missing = reserved.grant, reserved.missing
         if grant is None or len(missing) != len(grant.offsets) or max(missing) >= first + len(offsets):
             raise ProtocolError("a reservation has an offset for each block that is missing")
-        requests = [
-            TransferRequest(source, offsets[index - first], target, grant.length)
-            for index, target in zip(missing, grant.offsets, strict=True)
-        ]
-        await self._agent.write(member.peer, grant, requests, priority=priority)
+        wanted = [offsets[index - first] for index in missing]
+        batch = batch_of(source, wanted, grant.offsets, grant.length)
+        await self._agent.write(member.peer, grant, batch, priority=priority)
 
 
 def _run_end(replicas: Sequence[Replicas], first: int, member: Member) -> int:

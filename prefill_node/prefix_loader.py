@@ -27,7 +27,7 @@ from engine.block_pool import BlockPool
 from engine.block_sums import block_sums
 from engine.paged_cache import PagedCache
 from transfer.agent import TransferAgent
-from transfer.batch import TransferRequest
+from transfer.batch import batch_of
 from transfer.segment import Segment
 
 log = logging.getLogger(__name__)
@@ -66,11 +66,13 @@ class LentPrefix:
     async def load(self, chain: Sequence[BlockHash], block_ids: Sequence[int], first: int) -> int:
         layout, source = self._cache.layout, self._source
         skipped = first - source.first_block
-        requests = [
-            TransferRequest(self._segment, offset, layout.offset(block_id), layout.block_bytes)
-            for block_id, offset in zip(block_ids, source.grant.offsets[skipped:], strict=False)
-        ]
-        await self._agent.read(source.peer, source.grant, requests)
+        batch = batch_of(
+            self._segment,
+            source_offsets=source.grant.offsets[skipped : skipped + len(block_ids)],
+            target_offsets=[layout.offset(block_id) for block_id in block_ids],
+            length=layout.block_bytes,
+        )
+        await self._agent.read(source.peer, source.grant, batch)
         expected = list(source.checksums[skipped : skipped + len(block_ids)])
         if await block_sums(self._cache, block_ids) != expected:
             raise ChecksumError("a loaded block is not the one that was lent")

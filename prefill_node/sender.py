@@ -17,7 +17,7 @@ from engine.block_sums import block_sums
 from engine.paged_cache import PagedCache
 from engine.sequence import Sequence
 from transfer.agent import TransferAgent
-from transfer.batch import TransferRequest
+from transfer.batch import batch_of
 from transfer.segment import Segment
 
 
@@ -62,18 +62,18 @@ class KvSender:
             grant = self._message.grant
             if grant is None:
                 raise ProtocolError("blocks are to be written, and no grant was given")
+            skipped = first - self._message.first_block
+            if skipped + len(block_ids) > len(grant.offsets):
+                raise ProtocolError("fewer blocks were granted than are to be written")
             await self._agent.write(
                 self._message.target,
                 grant,
-                [
-                    TransferRequest(
-                        segment=self._segment,
-                        source_offset=layout.offset(block_id),
-                        target_offset=grant.offsets[block - self._message.first_block],
-                        length=layout.block_bytes,
-                    )
-                    for block, block_id in enumerate(block_ids, first)
-                ],
+                batch_of(
+                    self._segment,
+                    source_offsets=[layout.offset(block_id) for block_id in block_ids],
+                    target_offsets=grant.offsets[skipped : skipped + len(block_ids)],
+                    length=layout.block_bytes,
+                ),
                 deadline_s=self._message.work.deadline_s,
             )
         finally:

@@ -23,10 +23,10 @@ from base.config import TransferConfig
 from base.errors import ProtocolError, TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from base.logs import event
-from transfer.batch import Priority, TransferRequest, plan_pieces
+from transfer.batch import Priority, TransferBatch, plan_pieces
 from transfer.board import Board
 from transfer.holdings import Holdings
-from transfer.ranges import ranges_of
+from transfer.ranges import ranges_of, with_table
 from transfer.rdma import Rail, open_rails
 from transfer.rdma_transport import RdmaTarget, RdmaTransport
 from transfer.reactor import Reactor
@@ -40,7 +40,8 @@ from transfer.transport import Route, Totals, Transport
 MAX_BATCHES = 256
 """Under way at once; more wait their turn, within their deadlines."""
 
-KNOWN_GRANTS = 256
+KNOWN_GRANTS = 128
+"""Whose ranges are remembered, at most 1 MiB each."""
 CUT_AFTER_S = 1.0
 """A peer that reaches into a grant this long after its end is disconnected."""
 
@@ -76,7 +77,7 @@ class TransferAgent:
         self._router: Router | None = None
         # Batches of one grant follow each other, and a grant may have thousands of ranges.
         self._ranges_of = functools.lru_cache(KNOWN_GRANTS)(
-            lambda grant: ranges_of(grant.offsets, grant.length)
+            lambda grant: with_table(ranges_of(grant.offsets, grant.length))
         )
         self._slots = asyncio.Semaphore(MAX_BATCHES)
         self._draining: dict[int, asyncio.Future[None]] = {}
@@ -189,7 +190,7 @@ class TransferAgent:
         """Allow peers to read or write `length` bytes at each offset until revoked or expired.
 
         Raises:
-            ValueError: a range lies outside the segment, or there is none.
+            ValueError: a range lies outside the segment, or there is none, or no lease.
             CapacityError: too many grants are live. Nothing changes.
         """
         grant = self._holdings.grant(segment, offsets, length, operation, lease_s)
@@ -216,7 +217,7 @@ class TransferAgent:
         self,
         peer: PeerDescriptor,
         grant: Grant,
-        requests: Sequence[TransferRequest],
+        batch: TransferBatch,
         deadline_s: float | None = None,
         priority: Priority = Priority.FOREGROUND,
     ) -> None:
@@ -232,13 +233,13 @@ class TransferAgent:
             TransferFailedError: the peer cannot be reached, or the deadline passed.
             ProtocolError: a range lies outside our segment or the grant.
         """
-        await self._move(Operation.WRITE, peer, grant, requests, deadline_s, priority)
+        await self._move(Operation.WRITE, peer, grant, batch, deadline_s, priority)
 
     async def read(
         self,
         peer: PeerDescriptor,
         grant: Grant,
-        requests: Sequence[TransferRequest],
+        batch: TransferBatch,
         deadline_s: float | None = None,
         priority: Priority = Priority.FOREGROUND,
     ) -> None:
@@ -246,7 +247,7 @@ class TransferAgent:
 
         When it has returned or raised, our memory is no longer written.
         """
-        await self._move(Operation.READ, peer, grant, requests, deadline_s, priority)
+        await self._move(Operation.READ, peer, grant, batch, deadline_s, priority)
 
     def route(self, peer: PeerDescriptor, grant: Grant) -> Route:
         """Return how a batch to this peer would travel; raises TransferFailedError if it cannot."""
@@ -261,15 +262,15 @@ class TransferAgent:
         operation: Operation,
         peer: PeerDescriptor,
         grant: Grant,
-        requests: Sequence[TransferRequest],
+        batch: TransferBatch,
         deadline_s: float | None,
         priority: Priority,
     ) -> None:
         if grant.operation is not operation:
             raise ProtocolError(f"the grant is to {grant.operation.name}, not to {operation.name}")
-        pieces = plan_pieces(operation, self._ranges_of(grant), requests)
-        if not pieces:
+        if not len(batch.lengths):
             return
+        pieces = plan_pieces(operation, self._ranges_of(grant), batch)
         timeout_s = self._config.timeout_s if deadline_s is None else min(deadline_s, self._config.timeout_s)
         try:
             async with asyncio.timeout(timeout_s), self._slots:

@@ -1,20 +1,23 @@
-"""A transfer batch: many (source, target, length), one completion.
+"""A transfer batch: many requests (source, target, length), one completion. Arrays from end to end.
 
-Pure: what the caller asked is checked and put into the form that transports carry.
-Requests that are neighbours on both sides become one piece, because every transport
-pays for each piece and not only for its bytes.
+A GPU's link moves 16 KiB in 45 ns, in which Python makes no object. So a batch is three
+arrays, checked and merged as arrays, and a transport that can takes them as they are; the
+others slice them. Requests that are neighbours on both sides become one piece, because
+every transport pays for each piece and not only for its bytes. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from functools import cached_property
+
+import numpy as np
 
 from base.errors import ProtocolError
 from base.grants import Operation
-from transfer.ranges import Ranges
+from transfer.ranges import Offsets, Ranges
 from transfer.segment import Segment
 
 
@@ -27,90 +30,141 @@ class Priority(Enum):
     """Replication, prefetch."""
 
 
-@dataclass(frozen=True, slots=True)
-class TransferRequest:
-    """One range to move. A write goes from our segment to the peer's, a read the other way."""
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferBatch:
+    """What to move. A write goes from our segment to the peer's, a read the other way.
+
+    `batch_of` makes one, from lists too.
+    """
 
     segment: Segment
     """Ours: the source of a write, the target of a read."""
-    source_offset: int
-    target_offset: int
-    """Offsets are bytes from the start of the segment they lie in, on either side."""
-    length: int
+    source_offsets: Offsets
+    target_offsets: Offsets
+    """Bytes from the start of the segment they lie in, on either side; one for each request."""
+    lengths: Offsets
 
 
-class Piece(NamedTuple):
-    """A run of bytes that is contiguous on both sides. A tuple: thousands are made a batch."""
+def batch_of(
+    segment: Segment,
+    source_offsets: Sequence[int] | Offsets,
+    target_offsets: Sequence[int] | Offsets,
+    length: int | Sequence[int] | Offsets,
+) -> TransferBatch:
+    """Return a batch over copies of what was given.
 
-    segment: Segment
-    offset: int
-    """In our segment."""
-    peer_offset: int
-    """In the peer's."""
-    length: int
+    Arrays of int64 cost a microsecond for 4,096 requests, lists 300.
 
-    @property
-    def memory(self) -> memoryview:
-        return self.segment.memory[self.offset : self.offset + self.length]
+    Args:
+        segment: Ours, on either side.
+        source_offsets: Where each request begins, in the segment that is read.
+        target_offsets: The same in the segment that is written.
+        length: Bytes of each request, or of all of them.
 
-    @property
-    def address(self) -> int:
-        return self.segment.address + self.offset
+    Raises:
+        ValueError: the offsets are not equally many, or not numbers of 63 bits.
+    """
+    try:
+        sources = np.array(source_offsets, np.int64)
+        targets = np.array(target_offsets, np.int64)
+        lengths = np.array(np.broadcast_to(np.asarray(length, np.int64), sources.shape))
+    except OverflowError as error:
+        raise ValueError("offsets and lengths are below 2**63") from error
+    if sources.ndim != 1 or sources.shape != targets.shape:
+        raise ValueError(f"{sources.shape} sources and {targets.shape} targets")
+    return TransferBatch(segment, sources, targets, lengths)
 
-    def part(self, start: int, length: int) -> Piece:
-        """Return `length` bytes of it from `start`."""
-        return Piece(self.segment, self.offset + start, self.peer_offset + start, length)
+
+class Pieces:
+    """Runs of bytes that are contiguous on both sides, checked; at least one."""
+
+    def __init__(self, segment: Segment, offsets: Offsets, peer_offsets: Offsets, lengths: Offsets) -> None:
+        """`offsets` are in our segment, `peer_offsets` in the peer's. Nobody changes the arrays."""
+        self.segment = segment
+        self.offsets = offsets
+        self.peer_offsets = peer_offsets
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return int(self.lengths.sum())
+
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (offset, offset at the peer, length) of each."""
+        return zip(self.offsets.tolist(), self.peer_offsets.tolist(), self.lengths.tolist(), strict=True)
+
+    def views(self) -> list[memoryview]:
+        """Return our memory of each."""
+        memory = self.segment.memory
+        return [memory[offset : offset + length] for offset, _, length in self.rows()]
+
+    def chosen(self, rows: slice) -> Pieces:
+        """Return some of them."""
+        return Pieces(self.segment, self.offsets[rows], self.peer_offsets[rows], self.lengths[rows])
+
+    def cut(self, max_bytes: int) -> Pieces:
+        """Return the same bytes in pieces of at most `max_bytes`, in order."""
+        if int(self.lengths.max()) <= max_bytes:
+            return self
+        counts = -(-self.lengths // max_bytes)
+        num_parts = int(counts.sum())
+        owners = np.repeat(np.arange(len(self)), counts)
+        skipped = max_bytes * (np.arange(num_parts) - (counts.cumsum() - counts)[owners])
+        lengths = np.minimum(self.lengths[owners] - skipped, max_bytes)
+        return Pieces(
+            self.segment, self.offsets[owners] + skipped, self.peer_offsets[owners] + skipped, lengths
+        )
+
+    def grouped(self, max_bytes: int, max_pieces: int) -> list[Pieces]:
+        """Return groups of at most `max_pieces` pieces and `max_bytes` bytes, in order."""
+        if self.num_bytes <= max_bytes and len(self) <= max_pieces:
+            return [self]
+        parts = self.cut(max_bytes)
+        ends = parts.lengths.cumsum()
+        groups, first, begun = [], 0, 0
+        while first < len(parts):
+            last = min(int(ends.searchsorted(begun + max_bytes, "right")), first + max_pieces)
+            groups.append(parts.chosen(slice(first, last)))
+            first, begun = last, int(ends[last - 1])
+        return groups
 
 
-def plan_pieces(operation: Operation, allowed: Ranges, requests: Sequence[TransferRequest]) -> list[Piece]:
+def plan_pieces(operation: Operation, allowed: Ranges, batch: TransferBatch) -> Pieces:
     """Return the requests as pieces, neighbours merged, in the order given.
 
     Raises:
         ProtocolError: a range lies outside our segment or outside what the grant allows.
             The peer checks too; here the mistake has a stack trace.
     """
-    is_write = operation is Operation.WRITE
-    pieces: list[Piece] = []
-    segment, offset, peer_offset, length = None, 0, 0, 0
-    for request in requests:
-        ours, theirs = request.source_offset, request.target_offset
-        if not is_write:
-            ours, theirs = theirs, ours
-        _require_inside(request, ours, theirs, allowed)
-        if request.segment is segment and offset + length == ours and peer_offset + length == theirs:
-            length += request.length
-            continue
-        if segment is not None:
-            pieces.append(Piece(segment, offset, peer_offset, length))
-        segment, offset, peer_offset, length = request.segment, ours, theirs, request.length
-    if segment is not None:
-        pieces.append(Piece(segment, offset, peer_offset, length))
-    return pieces
+    ours, theirs, lengths = batch.source_offsets, batch.target_offsets, batch.lengths
+    if operation is Operation.READ:
+        ours, theirs = theirs, ours
+    if not _is_inside(batch.segment, ours, lengths):
+        raise ProtocolError("a request's range is not in our segment")
+    if not allowed.covers(theirs, lengths):
+        raise ProtocolError("a request's range is not in the grant")
+    pieces = Pieces(batch.segment, ours, theirs, lengths)
+    return pieces if len(lengths) == 1 else _merged(pieces)
 
 
-def split_pieces(pieces: Sequence[Piece], max_bytes: int, max_pieces: int) -> list[list[Piece]]:
-    """Return groups of at most `max_pieces` pieces and `max_bytes` bytes, in order."""
-    groups: list[list[Piece]] = []
-    group: list[Piece] = []
-    room = max_bytes
-    for piece in pieces:
-        start = 0
-        while start < piece.length:
-            if room == 0 or len(group) == max_pieces:
-                groups.append(group)
-                group, room = [], max_bytes
-            length = min(room, piece.length - start)
-            group.append(piece if length == piece.length else piece.part(start, length))
-            start += length
-            room -= length
-    if group:
-        groups.append(group)
-    return groups
+def _is_inside(segment: Segment, offsets: Offsets, lengths: Offsets) -> bool:
+    if len(offsets) == 1:
+        return 0 <= int(offsets[0]) <= segment.num_bytes - int(lengths[0])
+    room = segment.num_bytes - offsets
+    return bool(offsets.min() >= 0 and (lengths <= room).all())
 
 
-def _require_inside(request: TransferRequest, ours: int, theirs: int, allowed: Ranges) -> None:
-    length = request.length
-    if length <= 0 or ours < 0 or ours + length > request.segment.num_bytes:
-        raise ProtocolError(f"bytes {ours} to {ours + length} are not in our segment")
-    if not allowed.covers(theirs, length):
-        raise ProtocolError(f"peer bytes from {theirs} are not in the grant")
+def _merged(pieces: Pieces) -> Pieces:
+    ours, theirs, lengths = pieces.offsets, pieces.peer_offsets, pieces.lengths
+    is_first = np.empty(len(lengths), np.bool_)
+    is_first[0] = True
+    before = lengths[:-1]
+    np.not_equal(ours[:-1] + before, ours[1:], out=is_first[1:])
+    is_first[1:] |= theirs[:-1] + before != theirs[1:]
+    if is_first.all():
+        return pieces
+    firsts = np.flatnonzero(is_first)
+    return Pieces(pieces.segment, ours[firsts], theirs[firsts], np.add.reduceat(lengths, firsts))

@@ -67,11 +67,8 @@ class Board:
         self._words[1] = epoch
         self._words[0] = _MAGIC
         self._num_shown = 0
-
-    @property
-    def address(self) -> str:
+        self.address = f"{_boot_id()}:{os.getpid()}:{self._fd}"
         """Where peers of this host find the board."""
-        return f"{_boot_id()}:{os.getpid()}:{self._fd}"
 
     def show(self, segment: Segment) -> None:
         """Let peers map a shared segment.

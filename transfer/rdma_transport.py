@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from base.clock import Clock
 from base.errors import TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
-from transfer.batch import Piece, Priority, split_pieces
-from transfer.frame import MAX_RANGES, Kind
+from transfer.batch import Pieces, Priority
+from transfer.frame import MAX_RANGES, Kind, table_of
 from transfer.holdings import Holdings
 from transfer.rails import RailHealth
 from transfer.rdma import MAX_RAILS, QueuePair, Rail, unpack_ends
@@ -91,16 +91,14 @@ class RdmaTransport:
             return "every rail failed lately"
         return None
 
-    async def move(
-        self, peer: PeerDescriptor, grant: Grant, pieces: Sequence[Piece], priority: Priority
-    ) -> None:
+    async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         pairing = await self._paired(peer)
-        holds = [_hold(grant, group) for group in split_pieces(pieces, _UNLIMITED, MAX_RANGES)]
+        holds = [_hold(grant, group) for group in pieces.grouped(_UNLIMITED, MAX_RANGES)]
         try:
             for hold in holds:
                 admission = await hold.answered(pairing.link)
             address, *keys = _ADMISSION.unpack(admission)
-            batch = Batch(grant.operation is Operation.WRITE, address, keys)
+            batch = Batch(grant.operation is Operation.WRITE, pieces.segment, address, keys)
             pairing.add(batch, pieces, priority)
             await batch.completion.wait(lambda: pairing.drop(batch))
         finally:
@@ -139,12 +137,13 @@ class RdmaTransport:
             pairing.pump()
 
 
-def _hold(grant: Grant, group: Sequence[Piece]) -> Call:
+def _hold(grant: Grant, group: Pieces) -> Call:
     """Return the call that asks the owner to hold the grant on these ranges."""
     is_write = grant.operation is Operation.WRITE
     call = Call(Kind.HOLD_WRITE if is_write else Kind.HOLD_READ, _ADMISSION.size)
     call.frame.segment_id = grant.segment_id
     call.frame.generation = grant.generation
-    call.frame.ranges = [(piece.peer_offset, piece.length) for piece in group]
-    call.frame.num_bytes = sum(piece.length for piece in group)
+    call.frame.offset = int(group.peer_offsets[0])
+    call.frame.table = table_of(group.peer_offsets, group.lengths)
+    call.frame.num_bytes = group.num_bytes
     return call

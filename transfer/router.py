@@ -16,7 +16,7 @@ from base.clock import Clock
 from base.errors import TransferFailedError
 from base.grants import Grant, PeerDescriptor
 from base.logs import event
-from transfer.batch import Piece, Priority
+from transfer.batch import Pieces, Priority
 from transfer.transport import Route, Totals, Transport
 
 PRIOR_BYTES_PER_S = {"cuda_ipc": 300e9, "rdma": 20e9, "shm": 4e9, "tcp": 2e9}
@@ -70,15 +70,13 @@ class Router:
             refused.append((other, "slower" if is_rested else "failed lately"))
         return Route(names[0], reason, record.bytes_per_s, tuple(refused))
 
-    async def move(
-        self, peer: PeerDescriptor, grant: Grant, pieces: Sequence[Piece], priority: Priority
-    ) -> None:
+    async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         """Carry out one batch; raises as `Transport.move`.
 
         Where a transport fails, the next takes the batch from its beginning: it puts the
         same bytes in the same places, and the grant is checked again.
         """
-        device = pieces[0].segment.device
+        device = pieces.segment.device
         names, _ = self._ranked(peer, grant.segment_id, device)
         if not names:
             self.choose(peer, grant.segment_id, device)
@@ -103,7 +101,7 @@ class Router:
             await transport.close()
 
     async def _try(
-        self, name: str, peer: PeerDescriptor, grant: Grant, pieces: Sequence[Piece], priority: Priority
+        self, name: str, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority
     ) -> None:
         record, totals = self._record(peer, name), self._totals[name]
         begun_s = self._clock.now_s()
@@ -116,7 +114,7 @@ class Router:
             totals.failures += 1
             raise
         record.failures = 0
-        num_bytes = sum(piece.length for piece in pieces)
+        num_bytes = pieces.num_bytes
         totals.batches += 1
         totals.num_bytes += num_bytes
         elapsed_s = self._clock.now_s() - begun_s

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from base.errors import StaleError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
-from transfer.batch import Piece, Priority
+from transfer.batch import Pieces, Priority
 from transfer.completion import Completion
 from transfer.mapped import MappedPeer, MappedPeers
 
@@ -47,12 +46,10 @@ class ShmTransport:
         is_shown = mapped.board.shows(segment_id, on_device=False)
         return None if is_shown else "the peer's segment is not shared host memory"
 
-    async def move(
-        self, peer: PeerDescriptor, grant: Grant, pieces: Sequence[Piece], priority: Priority
-    ) -> None:
+    async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         mapped = self._peers.mapped(peer)
         copy = _Copy(mapped, grant, pieces)
-        if copy.num_bytes <= INLINE_BYTES:
+        if pieces.num_bytes <= INLINE_BYTES:
             copy.run()
             return
         mapped.num_copies += 1
@@ -71,12 +68,11 @@ class ShmTransport:
 class _Copy:
     """One batch. `run` on the copying thread, `cancel` from the event loop."""
 
-    def __init__(self, peer: MappedPeer, grant: Grant, pieces: Sequence[Piece]) -> None:
+    def __init__(self, peer: MappedPeer, grant: Grant, pieces: Pieces) -> None:
         self._peer = peer
         self._grant = grant
         self._pieces = pieces
         self._cancelled = False
-        self.num_bytes = sum(piece.length for piece in pieces)
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -86,23 +82,24 @@ class _Copy:
         memory = self._peer.board.memory_of(self._grant.segment_id)
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         with self._peer.board.held(self._grant):
-            for piece in self._pieces:
-                if piece.peer_offset + piece.length > memory.nbytes:
+            ours = self._pieces.segment.address
+            for offset, peer_offset, length in self._pieces.rows():
+                if peer_offset + length > memory.nbytes:
                     raise StaleError("the peer's segment has another size")
-                self._copy_piece(base + piece.peer_offset, piece)
+                self._copy_piece(ours + offset, base + peer_offset, length)
         # Bytes put into the memory of a dead process arrived nowhere.
         if self._peer.is_dead():
             raise TransferFailedError("the peer's process ended during the copy")
 
-    def _copy_piece(self, peer_address: int, piece: Piece) -> None:
+    def _copy_piece(self, our_address: int, peer_address: int, num_bytes: int) -> None:
         is_write = self._grant.operation is Operation.WRITE
-        for start in range(0, piece.length, STEP_BYTES):
+        for start in range(0, num_bytes, STEP_BYTES):
             if self._cancelled:
                 raise TransferFailedError("cancelled")
             if start:
                 self._peer.board.require_live(self._grant)
-            ours, theirs = piece.address + start, peer_address + start
-            length = min(STEP_BYTES, piece.length - start)
+            ours, theirs = our_address + start, peer_address + start
+            length = min(STEP_BYTES, num_bytes - start)
             if is_write:
                 ctypes.memmove(theirs, ours, length)
             else:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from base.errors import ServeError, TransferFailedError
 from base.grants import Grant, PeerDescriptor
-from transfer.batch import Piece, Priority, split_pieces
+from transfer.batch import Pieces, Priority
 from transfer.completion import Completion
 from transfer.frame import MAX_FRAME_BYTES, MAX_RANGES
 from transfer.reactor import LoopPoller, Poller, Reactor
@@ -37,10 +37,8 @@ class TcpTransport:
             return "our memory is a GPU's"
         return None if peer.address_or_none(self.name) else "the peer does not offer it"
 
-    async def move(
-        self, peer: PeerDescriptor, grant: Grant, pieces: Sequence[Piece], priority: Priority
-    ) -> None:
-        groups = split_pieces(pieces, MAX_FRAME_BYTES, MAX_RANGES)
+    async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
+        groups = pieces.grouped(MAX_FRAME_BYTES, MAX_RANGES)
         batch = _Batch(len(groups))
         frames = [frame_of(batch, grant, group, priority) for group in groups]
         connected = self._connected(peer)

@@ -20,8 +20,8 @@ from typing import Protocol
 
 from base.errors import ProtocolError, ServeError, StaleError, TransferFailedError
 from base.grants import Grant, Operation
-from transfer.batch import Piece, Priority
-from transfer.frame import Header, Kind, pack, refusal_error
+from transfer.batch import Pieces, Priority
+from transfer.frame import Header, Kind, pack, refusal_error, table_of
 from transfer.reactor import WRITABLE, Poller
 from transfer.stream import FrameStream, Incoming
 from transfer.tcp_socket import tune
@@ -54,7 +54,10 @@ class Frame:
     kind: Kind
     segment_id: int = 0
     generation: int = 0
-    ranges: Sequence[tuple[int, int]] = ()
+    offset: int = 0
+    """At the peer, of the first range."""
+    table: bytes = b""
+    """The ranges, if there are several."""
     num_bytes: int = 0
     outgoing: Sequence[memoryview] = ()
     incoming: Sequence[memoryview] = ()
@@ -64,21 +67,24 @@ class Frame:
 
     def head(self) -> bytes:
         """Return its header and table."""
-        header = Header(self.kind, self.frame_id, self.num_bytes, self.segment_id, self.generation)
-        return pack(header, self.ranges)
+        header = Header(
+            self.kind, self.frame_id, self.num_bytes, self.segment_id, self.generation, self.offset
+        )
+        return pack(header, self.table)
 
 
-def frame_of(owner: FrameOwner, grant: Grant, pieces: Sequence[Piece], priority: Priority) -> Frame:
+def frame_of(owner: FrameOwner, grant: Grant, pieces: Pieces, priority: Priority) -> Frame:
     """Return the frame that moves these pieces."""
     is_write = grant.operation is Operation.WRITE
-    views = [piece.memory for piece in pieces]
+    views = pieces.views()
     return Frame(
         owner,
         Kind.WRITE if is_write else Kind.READ,
         grant.segment_id,
         grant.generation,
-        [(piece.peer_offset, piece.length) for piece in pieces],
-        sum(piece.length for piece in pieces),
+        int(pieces.peer_offsets[0]),
+        table_of(pieces.peer_offsets, pieces.lengths),
+        pieces.num_bytes,
         outgoing=views if is_write else (),
         incoming=() if is_write else views,
         is_urgent=priority is Priority.FOREGROUND,

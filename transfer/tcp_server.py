@@ -204,11 +204,11 @@ class _ServerLink:
         self._stream.send(pack(Header(Kind.WELCOME, generation=self._epoch)))
 
     def _checked(self, header: Header, table: memoryview, operation: Operation) -> Incoming:
-        ranges = unpack_ranges(header, table)
+        offsets, lengths = unpack_ranges(header, table)
         if self._stream.num_outgoing > MAX_READS:
             raise ProtocolError("too many answers are waiting")
         try:
-            views = self._holdings.views(header.segment_id, header.generation, operation, ranges)
+            views = self._holdings.views(header.segment_id, header.generation, operation, offsets, lengths)
         except ServeError as error:
             return Incoming(detached=True, error=error)
         if header.kind is Kind.WRITE:

@@ -11,12 +11,11 @@ A transport moves the pieces of one batch under one grant. Its contract, which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from base.grants import Grant, PeerDescriptor
-from transfer.batch import Piece, Priority
+from transfer.batch import Pieces, Priority
 
 
 class Transport(Protocol):
@@ -34,9 +33,7 @@ class Transport(Protocol):
         """
         ...
 
-    async def move(
-        self, peer: PeerDescriptor, grant: Grant, pieces: Sequence[Piece], priority: Priority
-    ) -> None:
+    async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         """Carry out the grant's operation on every piece.
 
         Raises:

@@ -14,7 +14,7 @@ from base.errors import LeaseExpiredError, ProtocolError, StaleError, TransferFa
 from base.grants import Grant, Operation
 from tests.transfer.remote_peer import RemotePeer
 from transfer.agent import TransferAgent
-from transfer.batch import Priority, TransferRequest
+from transfer.batch import Priority, TransferBatch, batch_of
 from transfer.segment import Segment
 
 TRANSPORTS = ("tcp", "shm", pytest.param("rdma", marks=pytest.mark.rdma))
@@ -52,8 +52,8 @@ def source(agent: TransferAgent) -> Segment:
     return segment
 
 
-def same_place(segment: Segment, offsets: tuple[int, ...], length: int = BLOCK) -> list[TransferRequest]:
-    return [TransferRequest(segment, offset, offset, length) for offset in offsets]
+def same_place(segment: Segment, offsets: tuple[int, ...], length: int = BLOCK) -> TransferBatch:
+    return batch_of(segment, offsets, offsets, length)
 
 
 async def test_written_bytes_are_in_the_peers_memory_on_return(
@@ -70,15 +70,11 @@ async def test_scattered_blocks_land_where_they_were_sent_and_nowhere_else(
     peer.ask(do="fill", segment_id=target, value=7)
     places = OFFSETS[1::3]
     grant = peer.grant(target, places, BLOCK)
-    requests = [
-        TransferRequest(source, OFFSETS[index], place, BLOCK) for index, place in enumerate(reversed(places))
-    ]
-    await agent.write(peer.descriptor, grant, requests)
+    ends = list(zip(OFFSETS, reversed(places), strict=False))
+    await agent.write(peer.descriptor, grant, batch_of(source, *zip(*ends, strict=True), BLOCK))
     expected = bytearray(b"\7" * NUM_BLOCKS * BLOCK)
-    for request in requests:
-        expected[request.target_offset : request.target_offset + BLOCK] = source.memory[
-            request.source_offset : request.source_offset + BLOCK
-        ]
+    for ours, theirs in ends:
+        expected[theirs : theirs + BLOCK] = source.memory[ours : ours + BLOCK]
     assert peer.checksum(target, 0, NUM_BLOCKS * BLOCK) == checksum(expected)
 
 
@@ -98,7 +94,7 @@ async def test_odd_lengths_and_places_arrive_whole(
     agent: TransferAgent, peer: RemotePeer, source: Segment, target: int, length: int
 ) -> None:
     grant = peer.grant(target, (3 * BLOCK + 1,), BLOCK)
-    await agent.write(peer.descriptor, grant, [TransferRequest(source, 5, 3 * BLOCK + 1, length)])
+    await agent.write(peer.descriptor, grant, batch_of(source, [5], [3 * BLOCK + 1], length))
     assert peer.checksum(target, 3 * BLOCK + 1, length) == checksum(source.memory[5 : 5 + length])
 
 
@@ -231,7 +227,7 @@ async def test_a_cancelled_read_writes_nothing_into_our_memory_afterwards(
     other = peer.grant(target, OFFSETS[:1], BLOCK, Operation.READ)
     spare = agent.allocate(BLOCK)
     for _ in range(4):
-        await agent.read(peer.descriptor, other, [TransferRequest(spare, 0, 0, BLOCK)])
+        await agent.read(peer.descriptor, other, batch_of(spare, [0], [0], BLOCK))
     assert set(source.memory) == {2}
 
 

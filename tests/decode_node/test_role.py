@@ -9,7 +9,7 @@ from base.messages import Failed, Reserve, Reserved, Start, Tokens
 from base.request import FinishReason
 from decode_node.role import DecodeRole
 from tests.node_parts import LAYOUT, NUM_BLOCKS, parts, work
-from transfer.batch import TransferRequest
+from transfer.batch import batch_of
 
 
 async def reserved(part, asked):
@@ -21,11 +21,8 @@ async def write_kv(writer, owner, grant):
     """Write something into every granted block; return the checksums."""
     segment = writer.agent.allocate(len(grant.offsets) * grant.length)
     segment.memory[:] = bytes(index % 251 for index in range(segment.memory.nbytes))
-    requests = [
-        TransferRequest(segment, index * grant.length, offset, grant.length)
-        for index, offset in enumerate(grant.offsets)
-    ]
-    await writer.agent.write(owner.agent.descriptor, grant, requests, 5.0)
+    batch = batch_of(segment, range(0, segment.num_bytes, grant.length), grant.offsets, grant.length)
+    await writer.agent.write(owner.agent.descriptor, grant, batch, 5.0)
     return tuple(
         checksum(segment.memory[start : start + grant.length])
         for start in range(0, segment.memory.nbytes, grant.length)

@@ -9,7 +9,7 @@ from base.config import TransferConfig
 from base.errors import ProtocolError, TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from transfer.agent import TransferAgent
-from transfer.batch import TransferRequest
+from transfer.batch import batch_of
 
 
 def agent(**config) -> TransferAgent:
@@ -28,7 +28,7 @@ async def test_private_memory_is_reached_over_tcp_where_shm_cannot() -> None:
         source.memory[:] = b"\7" * 100
         grant = owner.grant(target, (0,), 100, Operation.WRITE, 10.0)
         route = asker.route(owner.descriptor, grant)
-        await asker.write(owner.descriptor, grant, [TransferRequest(source, 0, 0, 100)])
+        await asker.write(owner.descriptor, grant, batch_of(source, [0], [0], 100))
         assert route.transport == "tcp"
         assert "not shared" in dict(route.refused)["shm"]
         assert target.memory == source.memory
@@ -51,7 +51,7 @@ async def test_a_peer_that_nobody_listens_for_is_a_transfer_failure_at_once() ->
         source = started.allocate(10)
         grant = Grant(1, 1 << 16, Operation.WRITE, (0,), 10, 1.0)
         with pytest.raises(TransferFailedError, match="refused"):
-            await started.write(peer, grant, [TransferRequest(source, 0, 0, 10)])
+            await started.write(peer, grant, batch_of(source, [0], [0], 10))
 
 
 async def test_a_peer_that_never_answers_fails_the_batch_at_its_deadline() -> None:
@@ -61,7 +61,7 @@ async def test_a_peer_that_never_answers_fails_the_batch_at_its_deadline() -> No
             source = started.allocate(10)
             grant = Grant(1, 1 << 16, Operation.WRITE, (0,), 10, 1.0)
             with pytest.raises(TransferFailedError, match="no end within"):
-                await started.write(peer, grant, [TransferRequest(source, 0, 0, 10)], deadline_s=0.05)
+                await started.write(peer, grant, batch_of(source, [0], [0], 10), deadline_s=0.05)
 
 
 @pytest.mark.parametrize(("offsets", "length"), [((95,), 10), ((-1,), 5), ((), 5), ((0,), 0)])
@@ -78,4 +78,4 @@ async def test_a_grant_to_read_is_not_written_by() -> None:
         segment = owner.allocate(100)
         grant = owner.grant(segment, (0,), 100, Operation.READ, 10.0)
         with pytest.raises(ProtocolError):
-            await owner.write(owner.descriptor, grant, [TransferRequest(segment, 0, 0, 100)])
+            await owner.write(owner.descriptor, grant, batch_of(segment, [0], [0], 100))

@@ -2,61 +2,97 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from base.errors import ProtocolError
 from base.grants import Operation
 from transfer import segment as segments
-from transfer.batch import Piece, TransferRequest, plan_pieces, split_pieces
+from transfer.batch import Pieces, TransferBatch, batch_of, plan_pieces
 from transfer.ranges import ranges_of
 
 OURS = segments.over(1, bytearray(1000))
 
 
-def planned(
-    operation: Operation, offsets: tuple[int, ...], length: int, requests: list[TransferRequest]
-) -> list[Piece]:
-    return plan_pieces(operation, ranges_of(offsets, length), requests)
-
-
-def spans(pieces: list[Piece]) -> list[tuple[int, int, int]]:
-    return [(piece.offset, piece.peer_offset, piece.length) for piece in pieces]
+def planned(operation: Operation, offsets: tuple[int, ...], length: int, batch: TransferBatch) -> Pieces:
+    return plan_pieces(operation, ranges_of(offsets, length), batch)
 
 
 def test_neighbours_on_both_sides_become_one_piece() -> None:
-    requests = [TransferRequest(OURS, 10 * i, 100 + 10 * i, 10) for i in range(4)]
-    assert spans(planned(Operation.WRITE, (100, 110, 120, 130), 10, requests)) == [(10 * 0, 100, 40)]
+    targets = (100, 110, 120, 130)
+    pieces = planned(Operation.WRITE, targets, 10, batch_of(OURS, (0, 10, 20, 30), targets, 10))
+    assert list(pieces.rows()) == [(0, 100, 40)]
 
 
 def test_neighbours_on_one_side_only_stay_apart() -> None:
-    requests = [TransferRequest(OURS, 0, 100, 10), TransferRequest(OURS, 10, 200, 10)]
-    pieces = planned(Operation.WRITE, (100, 200), 10, requests)
-    assert spans(pieces) == [(0, 100, 10), (10, 200, 10)]
+    pieces = planned(Operation.WRITE, (100, 200), 10, batch_of(OURS, (0, 10), (100, 200), 10))
+    assert list(pieces.rows()) == [(0, 100, 10), (10, 200, 10)]
+
+
+def test_runs_between_gaps_become_one_piece_each() -> None:
+    sources, targets = (0, 10, 30, 40, 60), (100, 110, 120, 130, 200)
+    pieces = planned(Operation.WRITE, (100, 110, 120, 130, 200), 10, batch_of(OURS, sources, targets, 10))
+    assert list(pieces.rows()) == [(0, 100, 20), (30, 120, 20), (60, 200, 10)]
 
 
 def test_a_read_puts_into_our_segment_what_lies_at_the_source() -> None:
-    pieces = planned(Operation.READ, (500,), 10, [TransferRequest(OURS, 500, 20, 10)])
-    assert spans(pieces) == [(20, 500, 10)]
+    pieces = planned(Operation.READ, (500,), 10, batch_of(OURS, [500], [20], 10))
+    assert list(pieces.rows()) == [(20, 500, 10)]
+
+
+def test_a_batch_keeps_what_it_was_given_when_the_callers_arrays_change() -> None:
+    offsets = np.array([0, 100])
+    batch = batch_of(OURS, offsets, offsets, 10)
+    offsets[:] = 999
+    assert list(planned(Operation.WRITE, (0, 100), 10, batch).rows()) == [(0, 0, 10), (100, 100, 10)]
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "length"), [(0, 99, 5), (0, 108, 5), (995, 100, 10), (-1, 100, 5), (0, 100, 0)]
+    ("source", "target", "length"),
+    [(0, 99, 5), (0, 108, 5), (995, 100, 10), (-1, 100, 5), (0, 100, 0), (0, 100, (1 << 63) - 1)],
 )
-def test_a_range_outside_segment_or_grant_is_refused_here(source: int, target: int, length: int) -> None:
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_range_outside_segment_or_grant_is_refused_here(
+    source: int, target: int, length: int, others: int
+) -> None:
+    batch = batch_of(OURS, [source] + [50] * others, [target] + [100] * others, [length] + [10] * others)
     with pytest.raises(ProtocolError):
-        planned(Operation.WRITE, (100,), 10, [TransferRequest(OURS, source, target, length)])
+        planned(Operation.WRITE, (100,), 10, batch)
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "length"), [((0, 1), (0,), 1), ((0,), (0,), (1, 2)), ((1 << 63,), (0,), 1)]
+)
+def test_what_is_no_list_of_requests_is_a_value_error(sources, targets, length) -> None:
+    with pytest.raises(ValueError, match=r"sources|below|broadcast"):
+        batch_of(OURS, sources, targets, length)
+
+
+def whole(rng: random.Random) -> Pieces:
+    starts = [start * 10 for start in rng.sample(range(100), 40)]
+    return planned(Operation.WRITE, tuple(range(0, 1000, 10)), 10, batch_of(OURS, starts, starts, 10))
+
+
+def moved(pieces: Pieces) -> list[int]:
+    """Return every byte that is moved, in order; asserts that it stays in its place."""
+    assert (pieces.offsets == pieces.peer_offsets).all()
+    return [at for offset, _, length in pieces.rows() for at in range(offset, offset + length)]
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_groups_hold_every_byte_once_and_keep_their_bounds(seed: int) -> None:
     rng = random.Random(seed)
-    offsets = tuple(range(0, 1000, 10))
-    starts = rng.sample(range(100), 40)
-    requests = [TransferRequest(OURS, start * 10, start * 10, 10) for start in starts]
-    pieces = planned(Operation.WRITE, offsets, 10, requests)
-    groups = split_pieces(pieces, max_bytes=rng.choice([7, 10, 64, 1000]), max_pieces=rng.choice([1, 3, 50]))
-    moved = [
-        at for group in groups for piece in group for at in range(piece.offset, piece.offset + piece.length)
-    ]
-    assert moved == [at for start in starts for at in range(start * 10, start * 10 + 10)]
-    assert all(piece.offset == piece.peer_offset for group in groups for piece in group)
+    pieces = whole(rng)
+    max_bytes, max_pieces = rng.choice([7, 10, 64, 1000]), rng.choice([1, 3, 50])
+    groups = pieces.grouped(max_bytes, max_pieces)
+    assert [at for group in groups for at in moved(group)] == moved(pieces)
+    assert all(len(group) <= max_pieces and group.num_bytes <= max_bytes for group in groups)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_cut_pieces_are_short_and_whole_together(seed: int) -> None:
+    pieces = whole(random.Random(seed))
+    for max_bytes in (1, 7, 10, 33, 1000):
+        parts = pieces.cut(max_bytes)
+        assert moved(parts) == moved(pieces)
+        assert int(parts.lengths.max()) <= max_bytes

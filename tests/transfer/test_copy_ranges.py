@@ -23,9 +23,10 @@ assert source_base % 16 == 0 and target_base % 16 == 0
 rows, places = [], rng.sample(range(16), 12)
 for place in places:
     start, length = 4096 * rng.randrange(15), 16 * rng.randrange(1, 256)
-    rows.append([source_base + start, target_base + 4096 * place, length // 8])
+    rows.append([source_base + start, target_base + 4096 * place, length])
     expected[4096 * place : 4096 * place + length] = source[start : start + length]
-copy_ranges(torch.tensor(rows), max(row[2] for row in rows), tile_words=64)
+table = torch.tensor(rows).T.contiguous()
+copy_ranges(table, len(rows), max(row[2] for row in rows), tile_words=64)
 assert torch.equal(target, expected)
 """
 

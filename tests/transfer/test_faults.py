@@ -13,7 +13,7 @@ from base.config import TransferConfig
 from base.errors import StaleError, TransferFailedError
 from base.grants import Operation
 from transfer.agent import TransferAgent
-from transfer.batch import TransferRequest
+from transfer.batch import batch_of
 from transfer.faults import Fault, FaultyTransport
 from transfer.grant import NUM_SLOTS
 
@@ -62,9 +62,9 @@ class Pair:
             self.ours.memory[source : source + BLOCK] = rng.randbytes(BLOCK)
         sums = [checksum(self.ours.memory[source : source + BLOCK]) for source in sources]
         grant = self.owner.grant(self.theirs, targets, BLOCK, Operation.WRITE, 60.0)
-        requests = [TransferRequest(self.ours, *ends, BLOCK) for ends in zip(sources, targets, strict=True)]
+        batch = batch_of(self.ours, sources, targets, BLOCK)
         try:
-            await self.asker.write(self.owner.descriptor, grant, requests)
+            await self.asker.write(self.owner.descriptor, grant, batch)
         except TransferFailedError:
             return False
         finally:

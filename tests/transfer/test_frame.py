@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from transfer.frame import (
     pack,
     pack_refusal,
     refusal_error,
+    table_of,
     unpack_header,
     unpack_ranges,
 )
@@ -23,8 +25,14 @@ from transfer.frame import (
 words = st.integers(0, (1 << 64) - 1)
 
 
+def framed(header: Header, ranges: list[tuple[int, int]]) -> bytes:
+    """Return a frame's header and table."""
+    offsets, lengths = np.array(ranges, np.int64).T
+    return pack(header._replace(offset=ranges[0][0]), table_of(offsets, lengths))
+
+
 @given(
-    ranges=st.lists(st.tuples(words, st.integers(1, 4096)), min_size=1, max_size=20),
+    ranges=st.lists(st.tuples(st.integers(0, (1 << 63) - 1), st.integers(1, 4096)), min_size=1, max_size=20),
     frame_id=words,
     segment_id=words,
     generation=words,
@@ -34,12 +42,13 @@ def test_what_is_packed_is_unpacked(
     ranges: list[tuple[int, int]], frame_id: int, segment_id: int, generation: int
 ) -> None:
     num_bytes = sum(length for _, length in ranges)
-    data = pack(Header(Kind.WRITE, frame_id, num_bytes, segment_id, generation), ranges)
+    data = framed(Header(Kind.WRITE, frame_id, num_bytes, segment_id, generation), ranges)
     header = unpack_header(data[:HEADER_BYTES])
     assert (header.kind, header.frame_id, header.segment_id) == (Kind.WRITE, frame_id, segment_id)
     assert header.generation == generation
     assert len(data) == HEADER_BYTES + header.table_bytes
-    assert unpack_ranges(header, data[HEADER_BYTES:]) == ranges
+    offsets, lengths = unpack_ranges(header, data[HEADER_BYTES:])
+    assert list(zip(offsets, lengths, strict=True)) == ranges
 
 
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
@@ -52,17 +61,17 @@ def test_noise_is_a_protocol_error(data: bytes) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_a_header_with_bytes_changed_is_refused_or_within_bounds(seed: int) -> None:
     rng = random.Random(seed)
-    data = bytearray(pack(Header(Kind.WRITE, 1, 8192, 5, 6), [(0, 4096), (4096, 4096)]))
+    data = bytearray(framed(Header(Kind.WRITE, 1, 8192, 5, 6), [(0, 4096), (4096, 4096)]))
     for _ in range(rng.randint(1, 4)):
         data[rng.randrange(len(data))] = rng.randrange(256)
     try:
         header = unpack_header(data[:HEADER_BYTES])
-        ranges = unpack_ranges(header, bytes(data[HEADER_BYTES:])[: header.table_bytes])
+        _, lengths = unpack_ranges(header, bytes(data[HEADER_BYTES:])[: header.table_bytes])
     except ProtocolError:
         return
     assert header.payload_bytes <= MAX_FRAME_BYTES
     assert header.num_ranges <= MAX_RANGES
-    assert sum(length for _, length in ranges) == header.num_bytes
+    assert sum(lengths) == header.num_bytes
 
 
 @pytest.mark.parametrize("num_bytes", [MAX_FRAME_BYTES + 1, (1 << 64) - 1])

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -29,41 +30,65 @@ def issue(table: GrantTable, offsets: tuple[int, ...] = (0, 100), lease_s: float
     return table.issue(SEGMENT, Operation.WRITE, offsets, 50, lease_s)
 
 
+def check(
+    table: GrantTable,
+    generation: int,
+    offset: int,
+    length: int,
+    operation: Operation = Operation.WRITE,
+    segment_id: int = SEGMENT,
+) -> None:
+    """Ask for one range."""
+    table.check(segment_id, generation, operation, np.array([offset]), np.array([length]))
+
+
 @pytest.mark.parametrize(("offset", "length"), [(0, 50), (100, 50), (10, 5), (149, 1)])
 def test_what_lies_inside_a_granted_range_is_allowed(table: GrantTable, offset: int, length: int) -> None:
-    table.check(SEGMENT, issue(table).generation, Operation.WRITE, offset, length)
+    check(table, issue(table).generation, offset, length)
 
 
 @pytest.mark.parametrize(
     ("offset", "length"),
-    [(50, 1), (0, 51), (99, 2), (149, 2), (150, 1), (0, 0), (10, -1), (-1, 1), (1 << 63, 1)],
+    [
+        (50, 1),
+        (0, 51),
+        (99, 2),
+        (149, 2),
+        (150, 1),
+        (0, 0),
+        (10, -1),
+        (-1, 1),
+        (-(1 << 63), 1),
+        (0, (1 << 63) - 1),
+        (149, (1 << 63) - 1),
+    ],
 )
 def test_a_byte_outside_every_granted_range_is_refused(table: GrantTable, offset: int, length: int) -> None:
     generation = issue(table).generation
     with pytest.raises(ProtocolError, match="outside"):
-        table.check(SEGMENT, generation, Operation.WRITE, offset, length)
+        check(table, generation, offset, length)
 
 
 def test_a_run_over_granted_neighbours_is_allowed_at_once(table: GrantTable) -> None:
     grant = issue(table, offsets=(100, 0, 50))
-    table.check(SEGMENT, grant.generation, Operation.WRITE, 0, 150)
+    check(table, grant.generation, 0, 150)
 
 
 def test_a_grant_to_write_does_not_allow_to_read(table: GrantTable) -> None:
     with pytest.raises(ProtocolError, match="to WRITE, not to READ"):
-        table.check(SEGMENT, issue(table).generation, Operation.READ, 0, 1)
+        check(table, issue(table).generation, 0, 1, Operation.READ)
 
 
 def test_a_grant_holds_on_its_own_segment_alone(table: GrantTable) -> None:
     with pytest.raises(ProtocolError, match="segment"):
-        table.check(SEGMENT + 1, issue(table).generation, Operation.WRITE, 0, 1)
+        check(table, issue(table).generation, 0, 1, segment_id=SEGMENT + 1)
 
 
 def test_a_generation_that_was_guessed_is_stale(table: GrantTable) -> None:
     grant = issue(table)
     for guess in (0, grant.generation ^ 1 << 20, grant.generation + 1, (1 << 64) - 1):
         with pytest.raises(StaleError):
-            table.check(SEGMENT, guess, Operation.WRITE, 0, 1)
+            check(table, guess, 0, 1)
 
 
 def test_a_revoked_grant_is_stale_also_when_its_slot_is_used_again(table: GrantTable) -> None:
@@ -71,7 +96,7 @@ def test_a_revoked_grant_is_stale_also_when_its_slot_is_used_again(table: GrantT
     table.revoke(revoked)
     for _ in range(5):
         with pytest.raises(StaleError):
-            table.check(SEGMENT, revoked, Operation.WRITE, 0, 1)
+            check(table, revoked, 0, 1)
         table.retire(revoked)
         other = issue(table).generation
         table.revoke(other)
@@ -82,10 +107,10 @@ def test_a_lease_that_ran_out_is_told_from_a_revocation(table: GrantTable, clock
     generation = issue(table, lease_s=5.0).generation
     clock.advance(5.0)
     with pytest.raises(LeaseExpiredError):
-        table.check(SEGMENT, generation, Operation.WRITE, 0, 1)
+        check(table, generation, 0, 1)
     assert table.expire() == [generation]
     with pytest.raises(LeaseExpiredError):
-        table.check(SEGMENT, generation, Operation.WRITE, 0, 1)
+        check(table, generation, 0, 1)
 
 
 def test_renewal_counts_from_now_and_cannot_wake_what_expired(table: GrantTable, clock: ManualClock) -> None:
@@ -93,7 +118,7 @@ def test_renewal_counts_from_now_and_cannot_wake_what_expired(table: GrantTable,
     clock.advance(4.0)
     assert table.renew(generation, 5.0).expires_in_s == 5.0
     clock.advance(4.0)
-    table.check(SEGMENT, generation, Operation.WRITE, 0, 1)
+    check(table, generation, 0, 1)
     clock.advance(1.0)
     with pytest.raises(LeaseExpiredError):
         table.renew(generation, 5.0)
@@ -182,10 +207,10 @@ class GrantHistory(RuleBasedStateMachine):
     def only_live_grants_pass(self) -> None:
         self.table.check_invariant()
         for generation in self.expiry:
-            self.table.check(SEGMENT, generation, Operation.WRITE, 0, 1)
+            check(self.table, generation, 0, 1)
         for generation in self.dead:
             with pytest.raises((StaleError, LeaseExpiredError)):
-                self.table.check(SEGMENT, generation, Operation.WRITE, 0, 1)
+                check(self.table, generation, 0, 1)
 
 
 TestGrantHistory = GrantHistory.TestCase

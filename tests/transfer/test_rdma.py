@@ -13,7 +13,7 @@ from base.config import TransferConfig
 from tests.transfer.remote_peer import RemotePeer
 from transfer import segment as segments
 from transfer.agent import TransferAgent
-from transfer.batch import TransferRequest
+from transfer.batch import batch_of
 from transfer.rdma import Ended, Rail, open_rails
 
 pytestmark = pytest.mark.rdma
@@ -42,8 +42,7 @@ async def write_all(agent: TransferAgent, peer: RemotePeer) -> None:
     source.memory[:] = os.urandom(NUM_BYTES)
     target = peer.allocate(NUM_BYTES)
     grant = peer.grant(target, OFFSETS, BLOCK)
-    requests = [TransferRequest(source, offset, offset, BLOCK) for offset in OFFSETS]
-    await agent.write(peer.descriptor, grant, requests)
+    await agent.write(peer.descriptor, grant, batch_of(source, OFFSETS, OFFSETS, BLOCK))
     assert peer.checksum(target, 0, NUM_BYTES) == checksum(source.memory)
 
 

@@ -1,19 +1,21 @@
 """Which transport a batch takes, and what happens when one fails."""
 
-from collections.abc import Sequence
-
+import numpy as np
 import pytest
 
 from base.clock import ManualClock
 from base.errors import StaleError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
 from transfer import segment as segments
-from transfer.batch import Piece, Priority
+from transfer.batch import Pieces, Priority
 from transfer.router import COOLDOWN_S, MEASURED_FROM_BYTES, Router
 
 PEER = PeerDescriptor("peer", 1, ())
 GRANT = Grant(5, 1, Operation.WRITE, (0,), MEASURED_FROM_BYTES, 1.0)
-PIECE = Piece(segments.over(1, bytearray(MEASURED_FROM_BYTES)), 0, 0, MEASURED_FROM_BYTES)
+AT_START = np.zeros(1, np.int64)
+PIECES = Pieces(
+    segments.over(1, bytearray(MEASURED_FROM_BYTES)), AT_START, AT_START, np.array([MEASURED_FROM_BYTES])
+)
 
 
 class Stub:
@@ -30,9 +32,7 @@ class Stub:
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         return self.refusal
 
-    async def move(
-        self, peer: PeerDescriptor, grant: Grant, pieces: Sequence[Piece], priority: Priority
-    ) -> None:
+    async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         self.moves += 1
         self.clock.advance(self.seconds)
         if self.error is not None:
@@ -63,7 +63,7 @@ def router(clock: ManualClock, shm: Stub, tcp: Stub) -> Router:
 
 
 async def send(router: Router) -> None:
-    await router.move(PEER, GRANT, [PIECE], Priority.FOREGROUND)
+    await router.move(PEER, GRANT, PIECES, Priority.FOREGROUND)
 
 
 def test_the_faster_of_two_is_taken_and_the_others_are_told_why_not(router: Router) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 
+import numpy as np
 import pytest
 
 from base.clock import ManualClock
@@ -11,10 +12,11 @@ from base.config import TransferConfig
 from base.errors import LeaseExpiredError, ProtocolError, ServeError, StaleError
 from base.grants import Grant, Operation
 from transfer.agent import TransferAgent
-from transfer.frame import HEADER_BYTES, Header, Kind, pack, refusal_error, unpack_header
+from transfer.frame import HEADER_BYTES, Header, Kind, pack, refusal_error, table_of, unpack_header
 from transfer.segment import Segment
 
 EPOCH = 77
+TABLE = table_of(np.array([0, 8]), np.array([4, 4]))
 BLOCK = 1 << 20
 
 
@@ -74,9 +76,7 @@ async def refusal(sock: socket.socket) -> ServeError:
 
 
 def write_head(grant: Grant, num_bytes: int = BLOCK) -> bytes:
-    return pack(
-        Header(Kind.WRITE, 5, num_bytes, grant.segment_id, grant.generation), [(grant.offsets[0], num_bytes)]
-    )
+    return pack(Header(Kind.WRITE, 5, num_bytes, grant.segment_id, grant.generation, offset=grant.offsets[0]))
 
 
 async def test_a_revocation_does_not_wait_for_a_peer_that_stalls_in_a_write(agent, segment, dial) -> None:
@@ -111,7 +111,7 @@ async def test_a_read_that_was_revoked_is_whole_or_refused(agent, segment, dial)
     sock = await greeted(dial())
     for frame_id in range(8):
         head = Header(Kind.READ, frame_id, 4 * BLOCK, grant.segment_id, grant.generation)
-        sock.sendall(pack(head, [(0, 4 * BLOCK)]))
+        sock.sendall(pack(head))
     assert unpack_header(await received(sock, HEADER_BYTES)).kind is Kind.DATA
     async with asyncio.timeout(5):
         await agent.revoke(grant)
@@ -129,8 +129,8 @@ async def test_a_read_that_was_revoked_is_whole_or_refused(agent, segment, dial)
 async def test_a_range_outside_the_grant_is_refused_and_the_connection_goes_on(agent, segment, dial) -> None:
     grant = agent.grant(segment, (0,), BLOCK, Operation.WRITE, 60.0)
     sock = await greeted(dial())
-    head = Header(Kind.WRITE, 5, 10, grant.segment_id, grant.generation)
-    sock.sendall(pack(head, [(BLOCK - 5, 10)]) + b"\1" * 10)
+    head = Header(Kind.WRITE, 5, 10, grant.segment_id, grant.generation, offset=BLOCK - 5)
+    sock.sendall(pack(head) + b"\1" * 10)
     assert isinstance(await refusal(sock), ProtocolError)
     sock.sendall(write_head(grant, 10) + b"\4" * 10)
     assert unpack_header(await received(sock, HEADER_BYTES)).kind is Kind.ACK
@@ -141,12 +141,12 @@ async def test_a_range_outside_the_grant_is_refused_and_the_connection_goes_on(a
     "said",
     [
         b"GET / HTTP/1.1\r\n\r\n" * 10,
-        pack(Header(Kind.READ, 1, 8, 1, 1), [(0, 8)]),
+        pack(Header(Kind.READ, 1, 8, 1, 1)),
         pack(Header(Kind.ACK, 1)),
         pack(Header(Kind.HELLO, segment_id=EPOCH)) * 2,
         pack(Header(Kind.HELLO, segment_id=EPOCH)) + pack(Header(Kind.DATA, 1, 0)),
         pack(Header(Kind.HELLO, segment_id=EPOCH)) + pack(Header(Kind.PAIR, 1, 1)) + b"x",
-        pack(Header(Kind.HELLO, segment_id=EPOCH)) + pack(Header(Kind.WRITE, 1, 9, 1, 1), [(0, 4), (8, 4)]),
+        pack(Header(Kind.HELLO, segment_id=EPOCH)) + pack(Header(Kind.WRITE, 1, 9, 1, 1), TABLE),
     ],
 )
 async def test_whoever_breaks_the_protocol_is_disconnected_and_others_are_served(
