@@ -28,6 +28,7 @@ import torch
 
 from base.clock import SystemClock
 from base.config import TransferConfig
+from base.errors import TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from transfer.agent import TransferAgent
 from transfer.batch import TransferBatch, batch_of
@@ -40,6 +41,8 @@ LEASE_S = 3600.0
 BLOCKS = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
 BATCH_BYTES = (64 << 20, 256 << 20, 1 << 30)
 ROUNDS = 5
+ROUND_BYTES = {"device": 8 << 30, "host": 2 << 30}
+"""20 to 40 ms: what begins and ends a round is lost in it."""
 LAUNCHES = 8
 """Between two looks at the clock: the first has the interpreter's time in it as well."""
 CONFIG = TransferConfig(transports=("cuda_ipc", "shm", "tcp"))
@@ -112,11 +115,11 @@ async def serve(device: int) -> None:
 
 
 def pattern(seed: int) -> torch.Tensor:
-    """Return bytes that both processes can make; every block of them differs."""
+    """Return bytes that both processes can make; every 16 KiB of them differ."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (NUM_BYTES // 64,), dtype=torch.uint8, generator=generator).repeat(64) + (
-        torch.arange(NUM_BYTES, dtype=torch.int64) >> 14
-    ).to(torch.uint8)
+    base = torch.randint(0, 256, (NUM_BYTES // 64,), dtype=torch.uint8, generator=generator)
+    blocks = base.repeat(64).view(-1, 1 << 14)
+    return (blocks + torch.arange(len(blocks)).to(torch.uint8)[:, None]).view(-1)
 
 
 def say(answer: dict[str, Any]) -> None:
@@ -151,6 +154,9 @@ class Child:
         offsets = tuple(range(0, num_bytes, block))
         return Grant(self.segments[target], answer["generation"], operation, offsets, block, LEASE_S)
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -168,20 +174,43 @@ def scattered(segment: Segment, block: int, num_bytes: int, seed: int) -> Transf
 
 async def check(agent: TransferAgent, child: Child, memory: torch.Tensor, segment: Segment) -> None:
     """Assert that what is written arrives, and what is read is what the peer has."""
-    for seed, target in enumerate(("device", "host"), 1):
+    for seed, (target, block) in enumerate((("device", 16 << 10), ("host", 256 << 10)), 1):
         memory.copy_(pattern(seed))
         torch.cuda.synchronize()
-        grant = child.grant(target, Operation.WRITE, 256 << 10, NUM_BYTES)
+        grant = child.grant(target, Operation.WRITE, block, NUM_BYTES)
         route = agent.route(child.peer, grant) if target == "device" else None
-        await agent.write(child.peer, grant, scattered(segment, 256 << 10, NUM_BYTES, seed))
+        await agent.write(child.peer, grant, scattered(segment, block, NUM_BYTES, seed))
         if not child.ask(do="check", segment=target, seed=seed)["same"]:
             raise RuntimeError(f"bytes written to {target} memory are not those that were sent")
         child.ask(do="fill", segment=target, seed=seed + 10)
-        grant = child.grant(target, Operation.READ, 256 << 10, NUM_BYTES)
-        await agent.read(child.peer, grant, scattered(segment, 256 << 10, NUM_BYTES, seed))
+        grant = child.grant(target, Operation.READ, block, NUM_BYTES)
+        await agent.read(child.peer, grant, scattered(segment, block, NUM_BYTES, seed))
         if not torch.equal(memory.cpu(), pattern(seed + 10)):
             raise RuntimeError(f"bytes read from {target} memory are not the peer's")
         print(f"checked {target}: {route}", file=sys.stderr)
+
+
+async def killed(agent: TransferAgent, child: Child, segment: Segment) -> dict[str, Any]:
+    """Kill the child while batches are under way; return when each task heard of it."""
+    grant = child.grant("device", Operation.WRITE, 256 << 10, BATCH_BYTES[0])
+    batch = scattered(segment, 256 << 10, BATCH_BYTES[0], 1)
+    killed_at_s = float("inf")
+    noticed_s: list[float] = []
+
+    async def write_on() -> None:
+        try:
+            while True:
+                await agent.write(child.peer, grant, batch)
+        except TransferFailedError:
+            noticed_s.append(time.perf_counter() - killed_at_s)
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        for _ in range(4):
+            group.create_task(write_on())
+        await asyncio.sleep(0.05)
+        killed_at_s = time.perf_counter()
+        child.kill()
+    return {"tasks": len(noticed_s), "noticed_within_ms": round(max(noticed_s) * 1e3, 1)}
 
 
 async def timed(run: Callable[[], Awaitable[None]]) -> float:
@@ -197,7 +226,7 @@ async def measure(
     grant = child.grant(case.target, case.operation, case.block, case.batch_bytes)
     batches = [scattered(segment, case.block, case.batch_bytes, seed) for seed in range(case.tasks)]
     move = agent.write if case.operation is Operation.WRITE else agent.read
-    repeats = max(1, (1 << 30) // (case.batch_bytes * case.tasks))
+    repeats = max(2, ROUND_BYTES[case.target] // (case.batch_bytes * case.tasks))
 
     async def some(batch: TransferBatch) -> None:
         for _ in range(repeats):
@@ -293,11 +322,15 @@ async def run() -> dict[str, Any]:
             await check(agent, child, memory, segment)
             floor = floor_of(memory, pinned, devices)
             results = [await measure(case, agent, child, segment, floor) for case in cases()]
+            kernel = kernel_variants(memory, devices)
+            death = await killed(agent, child, segment)
+            print(json.dumps(death), file=sys.stderr)
     return {
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "torch": torch.__version__,
         "results": results,
-        "kernel": kernel_variants(memory, devices),
+        "kernel": kernel,
+        "peer_killed": death,
     }
 
 
