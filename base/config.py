@@ -218,6 +218,12 @@ class SchedulerConfig:
     """Whether a prefix may be loaded from another node."""
     kvcache_balancing_threshold: float = 0.0
     """Load where best match / own match is at least this; 0: the cost model decides."""
+    ahead_s: float = 0.5
+    """Queued on a prefill node at most before requests wait at the conductor, where they are ordered."""
+    max_waiting: int = 512
+    """There; more are let go, the lowest class first."""
+    role_wait_s: float = 10.0
+    """For a node of a role to come back when none is left."""
     decision_log: str = ""
     """A file for every decision, as JSON lines. Empty: none."""
     decision_log_mib: float = 64.0
@@ -227,6 +233,9 @@ class SchedulerConfig:
         known = ("none", "late", "early", "predict")
         _require(self.reject in known, "reject", f"one of {', '.join(known)}")
         _require(self.kvcache_balancing_threshold >= 0, "kvcache_balancing_threshold", "not negative")
+        _require(self.ahead_s >= 0, "ahead_s", "not negative")
+        _require(self.max_waiting >= 1, "max_waiting", "at least 1")
+        _require(self.role_wait_s >= 0, "role_wait_s", "not negative")
         _require(self.decision_log_mib > 0, "decision_log_mib", "more than 0")
 
 

@@ -52,7 +52,18 @@ class RejectedError(ServeError):
 
 
 class SloUnreachableError(RejectedError):
-    """Predicted TTFT or TBT is past the request's SLO."""
+    """Predicted TTFT or TBT is past the request's SLO. Both predictions, seconds; 0: none was made."""
+
+    def __init__(
+        self,
+        message: str,
+        retry_after_s: float = 1.0,
+        predicted_ttft_s: float = 0.0,
+        predicted_tbt_s: float = 0.0,
+    ) -> None:
+        super().__init__(message, retry_after_s)
+        self.predicted_ttft_s = predicted_ttft_s
+        self.predicted_tbt_s = predicted_tbt_s
 
 
 class CapacityError(RejectedError):

@@ -33,6 +33,7 @@ from base.errors import (
     ConfigError,
     InvalidRequestError,
     ServeError,
+    SloUnreachableError,
     retry_after_s,
     status_of,
 )
@@ -148,7 +149,11 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
 
 def error_details(error: ServeError) -> list[Message]:
     """Return what a program is told of `error`, as google.rpc messages."""
-    details: list[Message] = [error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=ERROR_DOMAIN)]
+    info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=ERROR_DOMAIN)
+    if isinstance(error, SloUnreachableError):
+        info.metadata["predicted_ttft_s"] = f"{error.predicted_ttft_s:.6g}"
+        info.metadata["predicted_tbt_s"] = f"{error.predicted_tbt_s:.6g}"
+    details: list[Message] = [info]
     if isinstance(error, InvalidRequestError) and error.param:
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=error.param, description=str(error)[:MAX_MESSAGE_CHARS]

@@ -31,7 +31,7 @@ from conductor.cluster_view import ClusterView
 from conductor.completion import Completions
 from conductor.cost_model import CostModel, load_profile
 from conductor.decision_log import DecisionLog, Shared
-from conductor.dispatch import Dispatcher
+from conductor.dispatch import Dispatcher, Limits
 from conductor.explain import Decisions
 from conductor.membership import Membership
 from conductor.observer import Observer
@@ -57,7 +57,8 @@ async def serve(config: ConductorProcess) -> None:
     )
     observer = Observer(metrics, view, cost, decisions)
     server = config.server
-    dispatcher = Dispatcher(membership, view, cost, server.request_timeout_s, observer, clock, settings)
+    limits = Limits(server.request_timeout_s, config.scheduler.max_waiting, config.scheduler.role_wait_s)
+    dispatcher = Dispatcher(membership, view, cost, observer, clock, settings, limits)
     completions = Completions(model, dispatcher, metrics, clock, server.max_waiting)
     nodes = AttachService(membership, Lease(server.lease_s, server.heartbeat_s, rng.getrandbits(63)), clock)
     services = [Service("conductor.v1.Nodes", partial(add_NodesServicer_to_server, nodes))]

@@ -61,8 +61,9 @@ def refusal(
     if policy is RejectPolicy.NONE:
         return None
     slo = request.slo
-    if placement.predicted_ttft_s > slo.ttft_slo_s:
-        return RejectReason.TTFT, _bounded(placement.predicted_ttft_s - slo.ttft_slo_s)
+    ttft_s = request.waited_s + placement.predicted_ttft_s
+    if ttft_s > slo.ttft_slo_s:
+        return RejectReason.TTFT, _bounded(ttft_s - slo.ttft_slo_s)
     if slo.tbt_slo_s == inf or policy is RejectPolicy.LATE:
         return None
     if decode_tbt_s(request, placement, view, cost, policy, now_s) > slo.tbt_slo_s * TBT_HEADROOM:

@@ -294,6 +294,10 @@ class ClusterView:
             source.num_outgoing += 1
         self.projection.add(flight.decode_from_s, flight.context_tokens)
 
+    def decode_node(self, request_id: RequestId) -> NodeState:
+        """Return where a placed request is to decode, also if that node has left."""
+        return self._in_flight[request_id].decode
+
     def prefill_done(self, request_id: RequestId, now_s: float) -> None:
         """The first token came: the prefill node is free of it, the decode node goes on."""
         flight = self._in_flight[request_id]

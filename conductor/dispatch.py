@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol, cast
 
-from base.block_hash import BlockHash, hash_chain
+from base.block_hash import BlockHash
 from base.clock import Clock
 from base.errors import (
     CapacityError,
@@ -46,16 +46,19 @@ from base.messages import (
     Tokens,
     Work,
 )
-from base.request import Request, RequestId
+from base.request import Request, RequestId, Role
+from conductor.admission import admit_to_decode
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
 from conductor.decisions import Actual, Decision, decision
 from conductor.generated import Generated
 from conductor.membership import Membership
 from conductor.nodes import Mailbox, NodeSession
-from conductor.placement import Placement, PlacementRequest, Rejection, RejectReason
+from conductor.placement import UNBOUNDED, Placement, PlacementRequest, Rejection, RejectReason
 from conductor.run import Run
-from conductor.scheduler import DEFAULT_SETTINGS, SchedulerSettings, place
+from conductor.scheduler import DEFAULT_SETTINGS, SchedulerSettings, must_wait, place
+from conductor.waiting_room import WaitingRoom
+from kvstore.index import Key
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +89,26 @@ class RequestObserver(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long and how many."""
+
+    request_timeout_s: float = 600.0
+    max_waiting: int = 512
+    """Requests that wait to be placed."""
+    role_wait_s: float = 10.0
+    """For a role that has no node left."""
+
+
+DEFAULT_LIMITS = Limits()
+
+
+class _Placed(NamedTuple):
+    asked: PlacementRequest
+    placement: Placement
+    root: BlockHash
+
+
 class Dispatcher:
     """Runs requests on the attached nodes."""
 
@@ -94,25 +117,46 @@ class Dispatcher:
         membership: Membership,
         view: ClusterView,
         cost: CostModel,
-        request_timeout_s: float,
         observer: RequestObserver,
         clock: Clock,
         settings: SchedulerSettings = DEFAULT_SETTINGS,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         """Begin. `settings`: an operator's; by default the cost model decides."""
         self._membership = membership
         self._view = view
         self._cost = cost
-        self._request_timeout_s = request_timeout_s
+        self._request_timeout_s = limits.request_timeout_s
         self._observer = observer
         self._clock = clock
         self._settings = settings
         self._num_running = 0
+        self._room = WaitingRoom(
+            limits.max_waiting,
+            limits.role_wait_s,
+            lambda: self.missing_role,
+            lambda: view.prefill_mask.bit_count(),
+            clock,
+        )
+        membership.on_change(self._room.pump)
+        membership.on_heartbeat(self._room.pump)
 
     @property
     def is_ready(self) -> bool:
         """Whether a node of each role is attached."""
-        return bool(self._view.prefill_mask and self._view.decode_mask)
+        return self.missing_role is None
+
+    @property
+    def missing_role(self) -> str | None:
+        """Return the name of a role that no node has."""
+        if not self._view.prefill_mask:
+            return Role.PREFILL.value
+        return Role.DECODE.value if not self._view.decode_mask else None
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait to be placed."""
+        return len(self._room)
 
     @property
     def num_running(self) -> int:
@@ -161,26 +205,15 @@ class Dispatcher:
 
     async def _attempt(self, run: Run) -> AsyncGenerator[Generated, None]:
         run.begin_attempt()
-        root = self._membership.chain_root(run.request)
-        chain = hash_chain(run.token_ids, self._view.block_size, root)
-        asked = PlacementRequest(
-            request_id=run.attempt_id,
-            chain=chain,
-            num_tokens=len(run.token_ids),
-            max_tokens=run.request.stop.max_tokens - len(run.generated),
-            slo=run.request.slo,
-            priority=run.request.priority,
-        )
-        placement = self._place(run, asked)
-        decode = self._membership.session(placement.decode_node)
-        prefill = self._membership.session(placement.prefill_node)
         with ExitStack() as held:
-            self._view.placed(asked, placement, self._clock.now_s())
-            held.push(partial(self._finished, run))
+            placed = await self._placed(run, held)
+            asked, placement, work = placed.asked, placed.placement, run.work(placed.root)
+            decode = self._membership.session(placement.decode_node)
+            prefill = self._membership.session(placement.prefill_node)
             held.enter_context(decode.exchange(run.attempt_id, run.mailbox))
-            decode.send(Reserve(run.work(root)))
-            source = await self._lent(chain, placement, held)
-            prefilled = await self._prefill(run, run.work(root), decode, prefill, source)
+            decode.send(Reserve(work))
+            source = await self._lent(asked.chain, placement, held)
+            prefilled = await self._prefill(run, work, decode, prefill, source)
             self._was_prefilled(run, asked, placement, prefilled)
             finish = run.finish_of_first(prefilled)
             yield Generated((prefilled.first_token,), finish, run.num_cached_tokens(prefilled))
@@ -192,21 +225,64 @@ class Dispatcher:
                 async for piece in pieces:
                     yield piece
 
-    def _place(self, run: Run, asked: PlacementRequest) -> Placement:
+    async def _placed(self, run: Run, held: ExitStack) -> _Placed:
+        """Return where the attempt runs, when its turn came; the view counts it for as long as `held`."""
+        placed: list[_Placed] = []
+
+        def attempt(ahead_s: float) -> bool:
+            found = self._place(run, ahead_s)
+            if found is not None:
+                self._view.placed(found.asked, found.placement, self._clock.now_s())
+                held.push(partial(self._finished, run))
+                placed.append(found)
+            return found is not None
+
+        item = run.waiting(self._cost.prefill_s(len(run.token_ids), 0))
+        await self._room.placed(item, attempt, run.first_token_by_s, run.give_up_at_s)
+        return placed[0]
+
+    def _place(self, run: Run, ahead_s: float) -> _Placed | None:
+        """Return a placement; None: it has to wait. Others take `ahead_s` before it.
+
+        Raises:
+            RejectedError: waiting would not help.
+        """
+        if self.missing_role is not None:
+            return None
         now_s = self._clock.now_s()
+        waits = ahead_s > 0 or must_wait(self._view, self._settings, now_s)
+        if waits and run.slo == UNBOUNDED:
+            return None
+        root = self._membership.chain_root(run.request)
+        asked = PlacementRequest(
+            request_id=run.attempt_id,
+            chain=run.chain(self._view.block_size, root),
+            num_tokens=len(run.token_ids),
+            max_tokens=run.request.stop.max_tokens - len(run.generated),
+            slo=run.slo,
+            priority=run.request.priority,
+            waited_s=now_s - run.arrived_at_s + ahead_s,
+        )
         result = place(asked, self._view, self._cost, now_s, self._settings)
+        if waits and isinstance(result, Placement):
+            return None
         self._observer.decided(decision(asked, self._view, result, run.arrived_at_s, now_s))
         if isinstance(result, Rejection):
-            raise refusal(result)
-        return result
+            raise refusal(result, asked.waited_s)
+        return _Placed(asked, result, root)
 
     def _was_prefilled(
         self, run: Run, asked: PlacementRequest, placement: Placement, prefilled: Prefilled
     ) -> None:
+        """Let the view know, and the decode load be tested again, as arXiv 2407.00079 has it."""
+        node = self._view.decode_node(run.attempt_id)
+        if not admit_to_decode(node, self._cost, asked.num_tokens, asked.slo, self._settings.reject):
+            raise SloUnreachableError("decode load rose past the SLO while the prompt was computed")
         self._view.prefill_done(run.attempt_id, self._clock.now_s())
         ttft_s = run.prefilled(prefilled)
         if ttft_s is not None:
             self._observer.first_token(ttft_s, prefilled.times, asked, placement)
+        self._room.pump()
 
     def _finished(self, run: Run, kind: type[BaseException] | None, *_: object) -> None:
         self._view.finished(
@@ -217,8 +293,9 @@ class Dispatcher:
         else:
             end = kind.__name__ if kind is not None and issubclass(kind, Exception) else "cancelled"
         self._observer.ended(run.attempt_id, run.actual(end))
+        self._room.pump()
 
-    async def _lent(self, chain: list[BlockHash], placement: Placement, held: ExitStack) -> Source | None:
+    async def _lent(self, chain: Sequence[Key], placement: Placement, held: ExitStack) -> Source | None:
         """Return blocks that the prefill node may load, lent for as long as `held`.
 
         None if placement wants none, or if they cannot be had: they are computed then.
@@ -231,7 +308,8 @@ class Dispatcher:
         try:
             session = self._membership.session(placement.source_node)
             held.enter_context(session.exchange(name, mailbox))
-            session.send(Lend(name, tuple(chain[:end]), self._request_timeout_s, first))
+            blocks = cast(Sequence[BlockHash], chain[:end])
+            session.send(Lend(name, tuple(blocks), self._request_timeout_s, first))
             async with asyncio.timeout(LEND_TIMEOUT_S):
                 lent = await mailbox.next()
         except (ServeError, TimeoutError) as error:
@@ -278,8 +356,9 @@ class Dispatcher:
                 return
 
 
-def refusal(rejection: Rejection) -> ServeError:
+def refusal(rejection: Rejection, waited_s: float) -> ServeError:
     """Return the error that tells a client why it was not placed, and when to come back."""
+    ttft_s, tbt_s = waited_s + rejection.predicted_ttft_s, rejection.predicted_tbt_s
     match rejection.reason:
         case RejectReason.NO_PREFILL_NODE:
             return UnavailableError("no prefill node is attached")
@@ -288,7 +367,7 @@ def refusal(rejection: Rejection) -> ServeError:
         case RejectReason.NO_FREE_BLOCKS:
             return CapacityError("no decode node has the KV blocks free", rejection.retry_after_s)
         case RejectReason.TTFT:
-            message = f"the first token is predicted after {rejection.predicted_ttft_s:.3g} s, past its SLO"
+            message = f"the first token is predicted after {ttft_s:.3g} s, past its SLO"
         case RejectReason.TBT:
-            message = f"a token is predicted every {rejection.predicted_tbt_s:.3g} s, past the SLO"
-    return SloUnreachableError(message, rejection.retry_after_s)
+            message = f"a token is predicted every {tbt_s:.3g} s, past the SLO"
+    return SloUnreachableError(message, rejection.retry_after_s, ttft_s, tbt_s)

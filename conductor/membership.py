@@ -26,11 +26,16 @@ class Membership:
         self._view = view
         self._clock = clock
         self._sessions: dict[NodeId, NodeSession] = {}
-        self._changed: Callable[[], None] = lambda: None
+        self._on_change: list[Callable[[], None]] = []
+        self._on_heartbeat: list[Callable[[], None]] = []
 
-    def on_change(self, changed: Callable[[], None]) -> None:
-        """Call `changed` whenever a node has come or gone."""
-        self._changed = changed
+    def on_change(self, call: Callable[[], None]) -> None:
+        """Call `call` whenever a node has come or gone."""
+        self._on_change.append(call)
+
+    def on_heartbeat(self, call: Callable[[], None]) -> None:
+        """Call `call` whenever a node has told its load."""
+        self._on_heartbeat.append(call)
 
     def join(self, session: NodeSession) -> None:
         """Take a node in.
@@ -46,20 +51,22 @@ class Membership:
             self.leave(older, "the node attached again")
         self._sessions[info.node_id] = session
         self._view.add_node(info, self._clock.now_s())
-        self._changed()
+        self._tell_change()
 
     def leave(self, session: NodeSession, reason: str) -> None:
         """Let a node go, and end what it worked on. Leaving twice is nothing."""
         if self._sessions.get(session.info.node_id) is session:
             del self._sessions[session.info.node_id]
             self._view.remove_node(session.info.node_id)
-            self._changed()
+            self._tell_change()
         session.lose(reason)
 
     def heartbeat(self, session: NodeSession, heartbeat: Heartbeat, now_s: float) -> None:
         if self._sessions.get(session.info.node_id) is session:
             session.last_heartbeat = heartbeat
             self._view.heartbeat(session.info.node_id, heartbeat, now_s)
+            for call in self._on_heartbeat:
+                call()
 
     def kv_events(self, session: NodeSession, events: KvEvents) -> None:
         if self._sessions.get(session.info.node_id) is session:
@@ -84,6 +91,10 @@ class Membership:
             return self._sessions[node_id]
         except KeyError:
             raise StaleError(f"node {node_id} has left") from None
+
+    def _tell_change(self) -> None:
+        for call in self._on_change:
+            call()
 
     @property
     def sessions(self) -> list[NodeSession]:

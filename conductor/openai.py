@@ -14,7 +14,6 @@ there.
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +32,7 @@ from base.logs import event
 from base.metrics import CONTENT_TYPE, exposition
 from base.request import Slo
 from conductor.completion import Completions
+from conductor.headers import TENANT_HEADER, header_slo
 from conductor.http_reply import BodyError, ClientGoneError, Reply, read_body, while_connected
 from conductor.openai_errors import HttpError, http_error, internal_error
 from conductor.openai_format import to_json
@@ -131,7 +131,8 @@ class _Call(Response):
                 if given := headers.get("x-request-id"):
                     check_request_id(given)
                     reply.request_id = given
-                caller = Caller(arrived_at_s, _slo(headers, self._default_slo))
+                slo = header_slo(headers, self._default_slo)
+                caller = Caller(arrived_at_s, slo, headers.get(TENANT_HEADER, ""))
                 declared = headers.get("content-length", "0")
                 body = await read_body(receive, int(declared), self._max_body_bytes)
                 await while_connected(receive, self._work(body, caller, reply))
@@ -224,27 +225,6 @@ async def _not_found(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     return _error(HttpError(error.status_code, "invalid_request_error", None, message))
-
-
-def _slo(headers: Headers, default: Slo) -> Slo:
-    """Return the bounds that a call's headers name; they are llm-d's."""
-    return Slo(
-        _bound_s(headers, "x-slo-ttft-ms", default.ttft_slo_s),
-        _bound_s(headers, "x-slo-tpot-ms", default.tbt_slo_s),
-    )
-
-
-def _bound_s(headers: Headers, name: str, default_s: float) -> float:
-    text = headers.get(name)
-    if text is None:
-        return default_s
-    try:
-        bound_ms = float(text)
-    except ValueError:
-        bound_ms = math.nan
-    if not 0 < bound_ms < math.inf:
-        raise InvalidRequestError(f"{name}: a number of milliseconds above 0 is wanted", name)
-    return bound_ms / 1e3
 
 
 def _json(status: int, value: Any) -> Response:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from base.errors import (
     CapacityError,
@@ -36,10 +37,13 @@ class HttpError:
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that a rejection is based on."""
 
     @property
     def body(self) -> bytes:
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        error: dict[str, Any] = {"message": self.message, "type": self.kind, "param": self.param}
+        error |= {"code": self.code, **self.predicted}
         return json.dumps({"error": error}).encode()
 
     @property
@@ -70,8 +74,16 @@ def http_error(error: ServeError) -> HttpError:
     for kind, status, type_name, code in _STATUS:
         if isinstance(error, kind):
             param = error.param if isinstance(error, InvalidRequestError) else None
-            return HttpError(status, type_name, code, str(error), param, retry_after_s(error))
+            return HttpError(
+                status, type_name, code, str(error), param, retry_after_s(error), _predicted(error)
+            )
     return internal_error()
+
+
+def _predicted(error: ServeError) -> Mapping[str, float]:
+    if not isinstance(error, SloUnreachableError):
+        return {}
+    return {"predicted_ttft_s": error.predicted_ttft_s, "predicted_tbt_s": error.predicted_tbt_s}
 
 
 def internal_error() -> HttpError:

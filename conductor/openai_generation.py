@@ -2,14 +2,16 @@
 
     body -> requests, one for each prompt and choice -> pieces -> events or a whole answer
 
-All choices run at once and write as their tokens come. They share their prompt, which is
-counted once.
+All prompts run at once and write as their tokens come. Of the choices for one prompt the
+first goes ahead: when its first token is there, so is the prompt's KV, and the others match
+it. The prompt is counted once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 from base.clock import wall_clock_s
 from base.errors import InvalidRequestError
 from base.request import RequestId, Slo
-from conductor.completion import Completions
+from conductor.completion import Completions, Piece
 from conductor.http_reply import Reply, all_of
 from conductor.openai_format import CHAT, COMPLETION, DONE, Answer, Choice, Shape, usage
 from conductor.openai_schema import (
@@ -49,6 +51,7 @@ class Caller:
 
     arrived_at_s: float
     slo: Slo
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class Generation:
         with params_spelled({"prompt": "messages", "max_tokens": max_tokens_name}):
             self._check(body, reply)
             max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-            options = to_options(body, max_tokens, num_chat_logprobs(body), caller.slo)
+            options = to_options(body, max_tokens, num_chat_logprobs(body), caller.slo, caller.tenant)
             check_options(options, self._model)
             token_ids = await chat_token_ids(
                 self._model,
@@ -89,7 +92,7 @@ class Generation:
         self._check(body, reply)
         if body.echo and body.logprobs is not None:
             raise InvalidRequestError("echo: logprobs of the prompt are not computed", "echo")
-        options = to_options(body, body.max_tokens, body.logprobs, caller.slo)
+        options = to_options(body, body.max_tokens, body.logprobs, caller.slo, caller.tenant)
         check_options(options, self._model)
         if len(body.prompt) * (body.n or 1) > MAX_CHOICES:
             raise InvalidRequestError(f"n: at most {MAX_CHOICES} choices of all prompts together", "n")
@@ -160,7 +163,11 @@ class Generation:
         ]
         asked = [request.choice(offset) if n > 1 else request for request in requests for offset in range(n)]
         run = self._stream if body.stream else self._keep
-        await all_of(run(choice, one, reply) for choice, one in zip(choices, asked, strict=True))
+        ahead = [asyncio.Event() for _ in prompts]
+        await all_of(
+            run(choice, one, reply, ahead[at // n], at % n == 0)
+            for at, (choice, one) in enumerate(zip(choices, asked, strict=True))
+        )
         used = _usage(prompts, choices, n)
         if body.stream:
             await reply.event((answer.usage_event(used) if answer.with_usage else "") + DONE)
@@ -168,16 +175,30 @@ class Generation:
         else:
             await reply.whole(200, answer.body(choices, used))
 
-    async def _stream(self, choice: Choice, asked: TextRequest, reply: Reply) -> None:
-        async with aclosing(self._completions.generate(asked)) as pieces:
+    async def _stream(
+        self, choice: Choice, asked: TextRequest, reply: Reply, prefilled: asyncio.Event, is_first: bool
+    ) -> None:
+        async with aclosing(self._pieces(asked, prefilled, is_first)) as pieces:
             async for piece in pieces:
                 if events := choice.events(piece):
                     await reply.event(events)
 
-    async def _keep(self, choice: Choice, asked: TextRequest, reply: Reply) -> None:
-        async with aclosing(self._completions.generate(asked)) as pieces:
+    async def _keep(
+        self, choice: Choice, asked: TextRequest, reply: Reply, prefilled: asyncio.Event, is_first: bool
+    ) -> None:
+        async with aclosing(self._pieces(asked, prefilled, is_first)) as pieces:
             async for piece in pieces:
                 choice.keep(piece)
+
+    async def _pieces(
+        self, asked: TextRequest, prefilled: asyncio.Event, is_first: bool
+    ) -> AsyncGenerator[Piece, None]:
+        if not is_first:
+            await prefilled.wait()
+        async with aclosing(self._completions.generate(asked)) as pieces:
+            async for piece in pieces:
+                prefilled.set()
+                yield piece
 
 
 def _usage(prompts: Sequence[_Prompt], choices: Sequence[Choice], n: int) -> Mapping[str, Any]:

@@ -252,7 +252,7 @@ def _chat_message(message: Message, param: str) -> ChatMessage:
 
 
 def to_options(
-    body: ChatBody | CompletionBody, max_tokens: int | None, num_logprobs: int | None, slo: Slo
+    body: ChatBody | CompletionBody, max_tokens: int | None, num_logprobs: int | None, slo: Slo, tenant: str
 ) -> Options:
     """Return the body's choices by their common names.
 
@@ -280,6 +280,7 @@ def to_options(
         # vLLM's is the other way round: lower goes first.
         priority=-(body.priority or 0),
         cache_salt=body.cache_salt or "",
+        tenant=tenant,
         slo=slo,
     )
 

@@ -29,6 +29,8 @@ class PlacementRequest(NamedTuple):
     """New tokens at most."""
     slo: Slo = UNBOUNDED
     priority: int = 0
+    waited_s: float = 0.0
+    """Between arrival and placement; what its TTFT bound has lost already."""
 
 
 class Placement(NamedTuple):

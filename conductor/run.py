@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
-from base.block_hash import BlockHash
+from base.block_hash import BlockHash, hash_chain
 from base.clock import Clock
 from base.errors import DeadlineError
 from base.messages import FromNode, Prefilled, Work
-from base.request import FinishReason, Request, RequestId
+from base.request import FinishReason, Request, RequestId, Slo
 from conductor.decisions import Actual
+from conductor.fair_queue import Criticality, Waiting, criticality
 from conductor.nodes import Mailbox
+
+# What has no TTFT bound is ordered as if it had this one: it is not passed by for ever.
+PATIENCE_S = 30.0
 
 
 class Run:
@@ -28,6 +32,8 @@ class Run:
             timeout_s = min(timeout_s, request.deadline_s)
         self._deadline_at_s = self.arrived_at_s + timeout_s
         self._num_cached_tokens: int | None = None
+        self._hashed: tuple[int, BlockHash] | None = None
+        self._chain: list[BlockHash] = []
         self._num_tokens_before = 0
         self._prefilled: Prefilled | None = None
         self._ttft_s: float | None = None
@@ -79,6 +85,13 @@ class Run:
     def token_ids(self) -> tuple[int, ...]:
         return (*self.request.token_ids, *self.generated)
 
+    def chain(self, block_size: int, root: BlockHash) -> list[BlockHash]:
+        """Return the hashes of the full blocks of all tokens so far."""
+        if self._hashed != (len(self.generated), root):
+            self._hashed = (len(self.generated), root)
+            self._chain = hash_chain(self.token_ids, block_size, root)
+        return self._chain
+
     def work(self, root: BlockHash) -> Work:
         return Work(
             request_id=self.attempt_id,
@@ -90,6 +103,32 @@ class Run:
             num_logprobs=self.request.num_logprobs,
             priority=self.request.priority,
             deadline_s=self._remaining_s(),
+        )
+
+    @property
+    def slo(self) -> Slo:
+        """Unbounded once a token is out: what was begun is not rejected."""
+        return Slo() if self.generated else self.request.slo
+
+    @property
+    def first_token_by_s(self) -> float:
+        """By its SLO, on the clock; infinity: there is none."""
+        return self.arrived_at_s + self.slo.ttft_slo_s
+
+    @property
+    def give_up_at_s(self) -> float:
+        """When the request's time is up, on the clock."""
+        return self._deadline_at_s
+
+    def waiting(self, cost_s: float) -> Waiting:
+        """Return the attempt as one that waits to be placed. What lost its node goes first."""
+        request, is_retry = self.request, self.num_attempts > 1
+        return Waiting(
+            self.attempt_id,
+            Criticality.CRITICAL if is_retry else criticality(request.priority),
+            request.tenant,
+            self.arrived_at_s + min(request.slo.ttft_slo_s, PATIENCE_S),
+            cost_s,
         )
 
     async def next_message(self) -> FromNode:

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from base.config import SchedulerConfig
@@ -58,6 +59,9 @@ class SchedulerSettings:
     """Whether a prefix may be fetched from another node; False is local cache-awareness."""
     kvcache_balancing_threshold: float | None = None
     """Fetch where best match / own match is at least this; None: the cost model decides."""
+    ahead_s: float = inf
+    """Place only where less than this is queued already, so that order is kept before the nodes;
+    an idle node is always placed on. Infinity, and in replay: whatever is queued."""
 
 
 DEFAULT_SETTINGS = SchedulerSettings()
@@ -69,6 +73,7 @@ def scheduler_settings(config: SchedulerConfig) -> SchedulerSettings:
         reject=RejectPolicy(config.reject),
         fetches=config.fetch,
         kvcache_balancing_threshold=config.kvcache_balancing_threshold or None,
+        ahead_s=config.ahead_s,
     )
 
 
@@ -133,6 +138,15 @@ def place(
         placement.predicted_ttft_s,
         placement.predicted_tbt_s,
     )
+
+
+def must_wait(view: ClusterView, settings: SchedulerSettings, now_s: float) -> bool:
+    """Return whether every prefill node has enough ahead of it; also where there is none."""
+    view.prefill_order.settle(now_s)
+    slot = view.prefill_order.least(view.prefill_mask)
+    if slot is None:
+        return True
+    return view.node_at(slot).num_queued > 0 and view.prefill_order.value(slot) - now_s > settings.ahead_s
 
 
 def least_ttft(

@@ -20,6 +20,7 @@ from base.request import SampledToken, Slo
 from base.rpc import Service
 from conductor.chat_template import ChatMessage, ChatRole
 from conductor.completion import Completions, Piece
+from conductor.headers import TENANT_HEADER, header_slo
 from conductor.options import (
     Options,
     TextRequest,
@@ -79,7 +80,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 "prompt": _PROMPT_FIELD_OF.get(request.WhichOneof("input") or "", "input"),
             }
             with params_spelled(spelling):
-                asked, request_id = await self._asked(request, arrived_at_s, context.time_remaining())
+                asked, request_id = await self._asked(request, arrived_at_s, context)
             num_tokens = 0
             async with aclosing(self._completions.generate(asked)) as pieces:
                 async for piece in pieces:
@@ -101,11 +102,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.ListModelsResponse(models=[model])
 
     async def _asked(
-        self, message: inference_pb2.GenerateRequest, arrived_at_s: float, deadline_s: float | None
+        self,
+        message: inference_pb2.GenerateRequest,
+        arrived_at_s: float,
+        context: grpc.aio.ServicerContext[Any, Any],
     ) -> tuple[TextRequest, str]:
         check_request_id(message.request_id)
         require_model(self._model, message.model or None)
-        options = _options(message, self._default_slo, deadline_s)
+        options = _options(message, self._default_slo, _metadata(context), context.time_remaining())
         check_options(options, self._model)
         token_ids = await self._token_ids(message)
         request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"
@@ -133,7 +137,17 @@ def _chat_message(turn: inference_pb2.ChatMessage) -> ChatMessage:
     raise InvalidRequestError(f"role: one of {', '.join(get_args(ChatRole))} is wanted", "messages")
 
 
-def _options(message: inference_pb2.GenerateRequest, default_slo: Slo, deadline_s: float | None) -> Options:
+def _metadata(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
+    found: Any = context.invocation_metadata() or ()
+    return {key: value for key, value in found if isinstance(value, str)}
+
+
+def _options(
+    message: inference_pb2.GenerateRequest,
+    default_slo: Slo,
+    metadata: dict[str, str],
+    deadline_s: float | None,
+) -> Options:
     sampling, stop = message.sampling, message.stop
     given = {name: getattr(sampling, name) for name in (*_SAMPLING, "seed") if sampling.HasField(name)}
     return Options(
@@ -147,12 +161,14 @@ def _options(message: inference_pb2.GenerateRequest, default_slo: Slo, deadline_
         logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
         priority=message.priority,
         cache_salt=message.cache_salt,
-        slo=_slo(message.slo, default_slo),
+        tenant=metadata.get(TENANT_HEADER, ""),
+        slo=_slo(message.slo, header_slo(metadata, default_slo), deadline_s),
         deadline_s=deadline_s,
     )
 
 
-def _slo(asked: inference_pb2.Slo, default: Slo) -> Slo:
+def _slo(asked: inference_pb2.Slo, default: Slo, deadline_s: float | None) -> Slo:
+    """Return the message's bounds, else the metadata's or the server's; a deadline bounds TTFT too."""
     slo = Slo(
         asked.ttft_s if asked.HasField("ttft_s") else default.ttft_slo_s,
         asked.tbt_s if asked.HasField("tbt_s") else default.tbt_slo_s,
@@ -161,6 +177,8 @@ def _slo(asked: inference_pb2.Slo, default: Slo) -> Slo:
         raise InvalidRequestError("slo.ttft_s: seconds above 0 are wanted", "slo.ttft_s")
     if not slo.tbt_slo_s > 0:
         raise InvalidRequestError("slo.tbt_s: seconds above 0 are wanted", "slo.tbt_s")
+    if deadline_s is not None and deadline_s < slo.ttft_slo_s:
+        return Slo(max(deadline_s, 0.0), slo.tbt_slo_s)
     return slo
 
 

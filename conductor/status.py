@@ -17,6 +17,7 @@ def status(dispatcher: Dispatcher, membership: Membership) -> dict[str, Any]:
     return {
         "ready": dispatcher.is_ready,
         "running_requests": dispatcher.num_running,
+        "waiting_requests": dispatcher.num_waiting,
         "nodes": [_node(session) for session in sessions],
     }
 

@@ -60,18 +60,21 @@ class ScriptedWork:
                     self.send(answer)
 
     def _answers(self, item):
-        first, *rest = self._answer
+        _, *rest = self._answer
         match item:
             case Reserve(work):
                 return [Reserved(work.request_id, 0, GRANT)]
             case Prefill(work):
-                token = SampledToken(first + len(work.token_ids) - work.num_prompt_tokens)
-                return [Prefilled(work.request_id, token, None, 0, (1, 2), TIMES)]
+                return [self.prefilled(work)]
             case Start(request_id):
                 *middle, last = rest
                 answers = [Tokens(request_id, (SampledToken(token),), None) for token in middle]
                 return [*answers, Tokens(request_id, (SampledToken(last),), FinishReason.LENGTH)]
         return []
+
+    def prefilled(self, work):
+        token = SampledToken(self._answer[0] + len(work.token_ids) - work.num_prompt_tokens)
+        return Prefilled(work.request_id, token, None, 0, (1, 2), TIMES)
 
     def heartbeat(self):
         self._beats += 1

@@ -3,20 +3,22 @@
 import asyncio
 import random
 from contextlib import aclosing, asynccontextmanager
+from math import inf
 
 import grpc
 import pytest
 
 from base.attach import AttachClient
 from base.clock import SystemClock
-from base.errors import DeadlineError, LostError, UnavailableError
+from base.errors import DeadlineError, LostError, RejectedError, SloUnreachableError, UnavailableError
 from base.messages import Failed, Lease, Prefill, Release, Reserve, Start, Tokens
-from base.request import FinishReason, Request, Role, SamplingParams, StopParams
+from base.request import FinishReason, Request, Role, SamplingParams, Slo, StopParams
 from conductor.attach import AttachService
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel, load_profile
-from conductor.dispatch import Dispatcher
+from conductor.dispatch import Dispatcher, Limits
 from conductor.membership import Membership
+from conductor.scheduler import SchedulerSettings
 from protos.nodes_pb2_grpc import add_NodesServicer_to_server
 from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, ScriptedWork, node_info
 
@@ -43,13 +45,13 @@ class Watched:
 class Conductor:
     """A conductor's node side on a real port, and the scripted nodes attached to it."""
 
-    def __init__(self, request_timeout_s):
+    def __init__(self, limits, settings):
         clock = SystemClock()
         cost = CostModel(load_profile("cpu-smollm2"))
         self.view = ClusterView(cost, BLOCK_SIZE)
         self.membership = Membership(MODEL_ID, self.view, clock)
         self.seen = Watched()
-        self.dispatcher = Dispatcher(self.membership, self.view, cost, request_timeout_s, self.seen, clock)
+        self.dispatcher = Dispatcher(self.membership, self.view, cost, self.seen, clock, settings, limits)
         self.service = AttachService(self.membership, LEASE, clock)
         self.address = ""
         self.clients = {}
@@ -82,8 +84,9 @@ class Conductor:
 
 
 @asynccontextmanager
-async def conductor(request_timeout_s=5.0):
-    async with Conductor(request_timeout_s).serving() as running:
+async def conductor(request_timeout_s=5.0, role_wait_s=0.0, max_waiting=8, ahead_s=inf):
+    limits = Limits(request_timeout_s, max_waiting, role_wait_s)
+    async with Conductor(limits, SchedulerSettings(ahead_s=ahead_s)).serving() as running:
         yield running
 
 
@@ -94,9 +97,18 @@ async def until(condition):
             await asyncio.sleep(0)
 
 
-def request(max_tokens=10, **fields):
+def prefills(work):
+    """Return the names of the requests whose Prefill came, in order."""
+    return [item.work.request_id.partition(".")[0] for item in work.received if isinstance(item, Prefill)]
+
+
+def request(max_tokens=10, request_id="r", **fields):
     return Request(
-        "r", tuple(range(20)), SamplingParams(temperature=0), StopParams(max_tokens=max_tokens), **fields
+        request_id,
+        tuple(range(20)),
+        SamplingParams(temperature=0),
+        StopParams(max_tokens=max_tokens),
+        **fields,
     )
 
 
@@ -195,6 +207,89 @@ async def test_a_request_that_loses_every_node_it_meets_is_given_up():
         assert len([item for item in work.received if isinstance(item, Reserve)]) == 4
 
 
+@pytest.mark.parametrize("stage", [Reserve, Prefill, Start])
+async def test_a_role_that_is_lost_under_a_request_is_waited_for_and_no_token_is_lost(stage):
+    async with conductor(role_wait_s=5.0) as running:
+        work = ScriptedWork(silent_on=stage)
+        await running.attach(work, node_id="a")
+        asking = asyncio.ensure_future(answer(running.dispatcher, request()))
+        await until(lambda: stage in {type(item) for item in work.received})
+        running.clients["a"].cancel()
+        await until(lambda: running.dispatcher.num_waiting == 1)
+        await running.attach(ScriptedWork(), node_id="b")
+        expected = [11, 12, 12, 13] if stage is Start else [11, 12, 13]
+        assert await asking == (expected, FinishReason.LENGTH)
+
+
+async def test_requests_that_come_before_any_node_are_served_when_it_comes():
+    async with conductor(role_wait_s=5.0) as running:
+        asking = [
+            asyncio.ensure_future(answer(running.dispatcher, request(request_id=f"r{number}")))
+            for number in range(3)
+        ]
+        await until(lambda: running.dispatcher.num_waiting == 3)
+        await running.attach(ScriptedWork(), roles=[Role.PREFILL])
+        assert running.dispatcher.num_waiting == 3
+        await running.attach(ScriptedWork(), node_id="d", roles=[Role.DECODE])
+        assert await asyncio.gather(*asking) == [([11, 12, 13], FinishReason.LENGTH)] * 3
+        assert running.view.num_in_flight == 0
+
+
+async def test_while_a_node_has_enough_ahead_requests_wait_and_the_higher_class_goes_first():
+    async with conductor(ahead_s=0.0) as running:
+        work = ScriptedWork(silent_on=Prefill)
+        await running.attach(work)
+        asking = [
+            asyncio.ensure_future(answer(running.dispatcher, request(request_id=name, priority=priority)))
+            for name, priority in (("first", 0), ("sheddable", -1), ("standard", 0), ("critical", 1))
+        ]
+        await until(lambda: running.dispatcher.num_waiting == 3)
+        for count in range(1, 5):
+            await until(lambda count=count: len(prefills(work)) == count)
+            work.send(work.prefilled([item for item in work.received if isinstance(item, Prefill)][-1].work))
+        assert prefills(work) == ["first", "critical", "standard", "sheddable"]
+        await asyncio.gather(*asking)
+
+
+async def test_a_waiting_request_that_leaves_leaves_nothing_behind():
+    async with conductor(role_wait_s=5.0) as running:
+        asking = asyncio.ensure_future(answer(running.dispatcher, request()))
+        await until(lambda: running.dispatcher.num_waiting == 1)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert (running.dispatcher.num_waiting, running.view.num_in_flight) == (0, 0)
+
+
+async def test_too_many_waiting_lets_one_of_the_lowest_class_go():
+    async with conductor(role_wait_s=5.0, max_waiting=1) as running:
+        low = asyncio.ensure_future(answer(running.dispatcher, request(request_id="low", priority=-1)))
+        await until(lambda: running.dispatcher.num_waiting == 1)
+        high = asyncio.ensure_future(answer(running.dispatcher, request(request_id="high")))
+        with pytest.raises(RejectedError, match="max_waiting"):
+            await low
+        await running.attach(ScriptedWork())
+        assert await high == ([11, 12, 13], FinishReason.LENGTH)
+
+
+async def test_a_ttft_bound_that_the_wait_breaks_is_refused_at_once_with_the_prediction():
+    async with conductor(ahead_s=0.0) as running:
+        await running.attach(ScriptedWork(silent_on=Prefill))
+        waiting = [
+            asyncio.ensure_future(answer(running.dispatcher, request(request_id=f"r{number}")))
+            for number in range(5)
+        ]
+        await until(lambda: running.dispatcher.num_waiting == 4)
+        alone_s = running.seen.made[0].result.predicted_ttft_s
+        late = request(request_id="late", slo=Slo(ttft_slo_s=4 * alone_s), priority=-1)
+        with pytest.raises(SloUnreachableError) as refused:
+            await answer(running.dispatcher, late)
+        assert refused.value.predicted_ttft_s == pytest.approx(6 * alone_s, rel=0.2)
+        for asking in waiting:
+            asking.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
 async def test_each_attempt_is_told_of_with_what_came_of_it():
     async with conductor() as running:
 
@@ -228,9 +323,9 @@ async def test_a_late_message_of_a_lost_attempt_is_not_taken_for_the_next_ones()
         assert await answer(running.dispatcher, request()) == ([11, 12, 13], FinishReason.LENGTH)
 
 
-async def test_without_a_node_of_each_role_a_request_is_refused_as_unavailable():
+async def test_without_a_node_of_each_role_a_request_is_refused_when_it_has_waited():
     async with conductor() as running:
-        with pytest.raises(UnavailableError, match="no node"):
+        with pytest.raises(UnavailableError, match="no prefill node"):
             await answer(running.dispatcher, request())
         await running.attach(ScriptedWork(), roles=[Role.PREFILL])
         assert not running.dispatcher.is_ready

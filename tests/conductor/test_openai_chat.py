@@ -105,6 +105,21 @@ async def test_choices_share_the_prompt_and_count_the_seed_up(model):
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
 
 
+async def test_the_first_choice_is_prefilled_before_the_others_are_asked_for(model):
+    def script(request):
+        begun.append(request.request_id[-2:])
+        yield spoken(model, "h")[0]
+        begun.append("went on")
+        yield from spoken(model, "i")
+
+    begun = []
+    async with serving(model, script) as api, httpx.AsyncClient() as client:
+        body = {"messages": HELLO, "n": 3}
+        await client.post(f"{api.url}/v1/chat/completions", json=body, timeout=5)
+    assert begun[:2] == ["-0", "went on"], "the others were asked for at once"
+    assert sorted(set(begun)) == ["-0", "-1", "-2", "went on"]
+
+
 async def test_choices_stream_as_their_tokens_come(model):
     async with chatting(model) as (chat, _):
         chunks = await streamed(chat, n=2)

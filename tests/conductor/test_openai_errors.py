@@ -229,7 +229,9 @@ async def test_failure_after_the_first_token_is_an_event_and_no_done(model):
 
 async def test_one_failing_choice_fails_the_call_and_cancels_the_others(model):
     def script(request):
-        return [RejectedError("full")] if request.request_id.endswith("-1") else [WAIT]
+        if request.request_id.endswith("-1"):
+            return [RejectedError("full")]
+        return [*spoken(model, "h")[:1], WAIT]
 
     async with serving(model, script) as api, httpx.AsyncClient(base_url=api.url) as client:
         answer = await client.post(CHAT, content=chat(n=3))

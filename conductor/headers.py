@@ -1,0 +1,37 @@
+"""What a client may say of a request beside its body: in HTTP headers, or gRPC metadata alike.
+
+x-slo-ttft-ms, x-slo-tpot-ms    bounds; the names are llm-d's
+x-tenant-id                     whose request it is: tenants share the cluster evenly, and
+                                see nothing of each other's cached blocks
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from base.errors import InvalidRequestError
+from base.request import Slo
+
+TENANT_HEADER = "x-tenant-id"
+
+
+def header_slo(headers: Mapping[str, str], default: Slo) -> Slo:
+    """Return the bounds that `headers` name; raises InvalidRequestError for what is no bound."""
+    return Slo(
+        _bound_s(headers, "x-slo-ttft-ms", default.ttft_slo_s),
+        _bound_s(headers, "x-slo-tpot-ms", default.tbt_slo_s),
+    )
+
+
+def _bound_s(headers: Mapping[str, str], name: str, default_s: float) -> float:
+    text = headers.get(name)
+    if text is None:
+        return default_s
+    try:
+        bound_ms = float(text)
+    except ValueError:
+        bound_ms = math.nan
+    if not 0 < bound_ms < math.inf:
+        raise InvalidRequestError(f"{name}: a number of milliseconds above 0 is wanted", name)
+    return bound_ms / 1e3
