@@ -10,22 +10,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
 import random
 import statistics
-import subprocess
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from base.block_hash import chain_root
-from base.clock import SystemClock, wall_clock_s
+from base.clock import SystemClock
 from base.config import EngineConfig
 from base.request import RequestId, SamplingParams, StopParams
+from bench.about_run import about_run
 from engine.build import Engine, build_engine
 from engine.model_store import prepare
 from engine.sequence import Sequence
@@ -121,12 +119,8 @@ def report(workload: Workload, seconds: dict[str, list[float]], equal: float) ->
     out_tokens = workload.num_requests * workload.new_tokens
     return {
         "bench": "engine_cpu",
-        "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
-        "hardware": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
-        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "about": about_run("torch", "transformers"),
+        "threads": torch.get_num_threads(),
         "workload": {
             "requests": workload.num_requests,
             "in": workload.prompt_tokens,

@@ -16,7 +16,7 @@ from base.errors import ConfigError
 from engine.model_store import prepare
 from engine.weights import convert_gguf, load_model
 
-VOCABULARY = ["a", "b", "ab", *(f"t{index}" for index in range(61))]
+VOCABULARY = ["a", "b", "ab", "aba", *(f"t{index}" for index in range(60))]
 
 
 def heard(_line: str) -> None:
@@ -49,7 +49,7 @@ def write_gguf(path: Path, seed: int = 0) -> Path:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(VOCABULARY)
     writer.add_token_types([1] * 64)
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "ab a"])  # transformers 5.17 reads a list of one as no list
     for token in ("bos", "eos", "pad", "unk"):
         getattr(writer, f"add_{token}_token_id")(0)
     shapes = {"token_embd": (64, 32), "output": (64, 32), "output_norm": (32,)}
