@@ -57,6 +57,8 @@ class EngineConfig:
     """CPU threads; 0: cores divided by the nodes on this host."""
     max_model_len: int = 0
     """0: what the model says."""
+    random_weights: bool = False
+    """Draw the weights and read none: for measuring a model's shape without its files."""
 
     def __post_init__(self) -> None:
         _require(self.device in ("auto", "cpu", "cuda"), "device", "one of auto, cpu, cuda")

@@ -179,7 +179,7 @@ class ClusterView:
             if other.info.node_id != info.node_id and other.info.layout_id not in ("", info.layout_id):
                 raise StaleError(
                     f"node {info.node_id} has KV layout {info.layout_id}, node {other.info.node_id} "
-                    f"{other.info.layout_id}: give both the same block_size and dtype"
+                    f"{other.info.layout_id}: give both the same device, block_size and dtype"
                 )
 
     def remove_node(self, node_id: NodeId) -> None:

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import logging
 import random
 import secrets
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from base.attach import AttachClient
 from base.clock import SystemClock
-from base.config import NodeProcess, read_process_config
+from base.config import NodeProcess, TransferConfig, read_process_config
 from base.errors import ConfigError
 from base.lifetime import stop_requested
 from base.logs import configure, event
@@ -31,7 +33,8 @@ from base.request import NodeId, Role
 from decode_node.role import DecodeRole
 from deploy.node_metrics import observe
 from deploy.node_store import node_store
-from engine.build import Engine, build_engine
+from engine.block_sums import block_sums, sum_kind
+from engine.build import Engine, build_engine, device_of
 from kvstore.findable import Findable
 from kvstore.store import Store
 from prefill_node.lender import Lender
@@ -130,7 +133,7 @@ async def serve(config: NodeProcess) -> None:
     clock = SystemClock()
     epoch = secrets.randbits(63)
     registry = process_registry()
-    async with TransferAgent(config.node_id, epoch, config.transfer, clock) as agent:
+    async with TransferAgent(config.node_id, epoch, _transfer(config), clock) as agent:
         segments: list[Segment] = []
 
         def allocate(num_bytes: int) -> memoryview:
@@ -138,6 +141,10 @@ async def serve(config: NodeProcess) -> None:
             return segments[-1].memory
 
         engine = await asyncio.to_thread(build_engine, config.engine, config.model_path, clock, allocate)
+        if not segments:
+            segments.append(_device_segment(agent, engine))
+        # On a GPU the first sum compiles its kernel: seconds that no request shall wait.
+        await block_sums(engine.cache, [0])
         info = _info(config, epoch, engine, agent)
         client = AttachClient(info, config.conductor_address, random.Random(epoch))
         # The conductor counts on free blocks, so it is told at once.
@@ -165,6 +172,22 @@ async def serve(config: NodeProcess) -> None:
             node.lost()
 
 
+def _transfer(config: NodeProcess) -> TransferConfig:
+    """Return how KV travels; nothing but cuda_ipc reaches what is on a GPU."""
+    transports = config.transfer.transports
+    if device_of(config.engine).type == "cpu" or "cuda_ipc" in transports:
+        return config.transfer
+    return replace(config.transfer, transports=("cuda_ipc", *transports))
+
+
+def _device_segment(agent: TransferAgent, engine: Engine) -> Segment:
+    """Return the segment over the paged cache of a GPU."""
+    # By name, because it imports Triton, which only machines with a GPU have.
+    cuda_ipc = importlib.import_module("transfer.cuda_ipc")
+    segment: Segment = agent.register_device(cuda_ipc.described(engine.cache.tensor))
+    return segment
+
+
 async def _drain(node: Node) -> None:
     node.is_draining = True
     event(log, "draining", requests=node.num_requests)
@@ -181,7 +204,7 @@ def _info(config: NodeProcess, epoch: int, engine: Engine, agent: TransferAgent)
         epoch=epoch,
         roles=frozenset(Role(role) for role in config.roles),
         model_id=config.model_id,
-        layout_id=engine.cache.layout.layout_id,
+        layout_id=f"{engine.cache.layout.layout_id}/{sum_kind(engine.cache)}",
         max_model_len=engine.max_model_len,
         num_blocks=engine.loop.pool.num_blocks,
         block_size=engine.cache.layout.block_size,

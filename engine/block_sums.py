@@ -1,6 +1,8 @@
 """Checksums of whole blocks, computed beside the event loop.
 
-A long prompt is hundreds of megabytes, and the event loop has tokens to send.
+A long prompt is hundreds of megabytes, and the event loop has tokens to send. On a CPU a
+block's sum is xxh3 of its bytes, on a GPU a kernel's (`kernels/sum_words.py`): the two differ,
+so nodes of both sorts do not serve together, and their `sum_kind` says so to the conductor.
 """
 
 from __future__ import annotations
@@ -8,14 +10,38 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import torch
+
 from base.checksum import checksum
 from engine.paged_cache import PagedCache
 
+UNSIGNED = (1 << 64) - 1
+
+
+def sum_kind(cache: PagedCache) -> str:
+    """Return the name of the checksum of this cache's blocks."""
+    return "sum-words" if cache.tensor.is_cuda else "xxh3"
+
 
 async def block_sums(cache: PagedCache, block_ids: Sequence[int]) -> list[int]:
-    """Return the checksum of each block. The caller holds them meanwhile."""
+    """Return the 64-bit checksum of each block. The caller holds them meanwhile, and has
+    seen to it that what was written to them is there: steps that wrote have ended."""
     return await asyncio.to_thread(_sums, cache, list(block_ids))
 
 
 def _sums(cache: PagedCache, block_ids: list[int]) -> list[int]:
+    if cache.tensor.is_cuda:
+        return _sums_on_device(cache, block_ids)
     return [checksum(cache.block_bytes_view(block_id)) for block_id in block_ids]
+
+
+def _sums_on_device(cache: PagedCache, block_ids: list[int]) -> list[int]:
+    # Triton is 1 GB and only machines with a GPU have it.
+    from engine.kernels.sum_words import sum_words  # noqa: PLC0415
+
+    words = cache.tensor.view(cache.num_blocks, -1).view(torch.int64)
+    # A stream of its own, and before the steps' kernels in line: a request waits for this.
+    with torch.cuda.stream(torch.cuda.Stream(words.device, priority=-1)):  # type: ignore[no-untyped-call]
+        ids = torch.tensor(block_ids, dtype=torch.int32).to(words.device)
+        sums: list[int] = sum_words(words, ids, 0, words.shape[1]).tolist()  # waits for this stream alone
+    return [value & UNSIGNED for value in sums]

@@ -25,7 +25,7 @@ from engine.paged_cache import TORCH_DTYPES, PagedCache
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.self_check import require_faithful
-from engine.weights import load_model
+from engine.weights import load_model, random_model
 
 CPU_CACHE_GIB = 1.0
 """On a CPU, where the configuration does not say."""
@@ -67,11 +67,12 @@ def build_engine(
     Raises:
         ConfigError: the model cannot be served, or the cache has no room for a block.
     """
-    device = _device(config.device)
+    device = device_of(config)
     num_threads = config.threads or max(1, len(os.sched_getaffinity(0)) // nodes_on_host)
     torch.set_num_threads(num_threads)
     dtype = _dtype_name(config.dtype, device)
-    weights = load_model(Path(model_path), TORCH_DTYPES[dtype], device)
+    load = random_model if config.random_weights else load_model
+    weights = load(Path(model_path), TORCH_DTYPES[dtype], device)
     if device.type == "cpu" and dtype == "float32":
         pack_linears(weights)
     return assemble_engine(config, PagedModel(weights), dtype, clock, allocate)
@@ -138,11 +139,12 @@ def _runner(
     )
 
 
-def _device(wanted: str) -> torch.device:
+def device_of(config: EngineConfig) -> torch.device:
+    """Return the device that the engine will run on; raises ConfigError if there is none."""
     available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
+    if config.device == "cuda" and not available:
         raise ConfigError("device: cuda is asked for, and torch finds no GPU")
-    return torch.device("cuda" if available and wanted != "cpu" else "cpu")
+    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
 
 
 def _dtype_name(wanted: str, device: torch.device) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from base.errors import ConfigError
@@ -43,6 +43,29 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
         raise ConfigError(f"{path}: {len(missing)} weights are missing, the first is {missing[0]}")
     loaded: PreTrainedModel = model.to(device)
     return loaded
+
+
+def random_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Make the model that a folder's config.json describes, with weights that nobody trained.
+
+    They are drawn on the device, and equal wherever the kind of device is: what speed or
+    hand-off is measured with where no checkpoint is to be had.
+
+    Raises:
+        ConfigError: the configuration is missing or of no known family, in one line.
+    """
+    before = torch.get_default_dtype()
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        torch.set_default_dtype(dtype)
+        torch.manual_seed(0)
+        with device:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    except LOAD_ERRORS as error:
+        raise ConfigError(f"{path}: no model can be made: {_first_line(error)}") from error
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval()
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:

@@ -24,6 +24,7 @@ import asyncio
 import base64
 import functools
 import json
+import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
@@ -64,7 +65,8 @@ def described(tensor: torch.Tensor) -> DeviceMemory:
     coded = [
         {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part for part in parts
     ]
-    handle = json.dumps({"parts": coded, "skipped_bytes": skipped_bytes}).encode()
+    told = {"parts": coded, "skipped_bytes": skipped_bytes, "address": tensor.data_ptr()}
+    handle = json.dumps(told).encode()
     num_bytes = tensor.numel() * tensor.element_size()
     return DeviceMemory(tensor.data_ptr(), num_bytes, tensor.device.index, handle)
 
@@ -305,7 +307,7 @@ class _Imported:
     """Memory of a peer as an address of ours; keeps what must live as long."""
 
     def __init__(
-        self, owner: MappedPeer, address: int, num_bytes: int, kept: torch.UntypedStorage | memoryview
+        self, owner: MappedPeer, address: int, num_bytes: int, kept: torch.UntypedStorage | memoryview | None
     ) -> None:
         self.owner = owner
         self.address = address
@@ -315,10 +317,13 @@ class _Imported:
 
 def _import(mapped: MappedPeer, segment_id: int, device: int) -> _Imported:
     coded = json.loads(mapped.board.handle_of(segment_id))
+    num_bytes = mapped.board.num_bytes_of(segment_id)
+    if mapped.board.pid == os.getpid():  # a node that hands off to itself: CUDA refuses to import
+        return _Imported(mapped, coded["address"], num_bytes, None)
     parts = [base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in coded["parts"]]
     try:
         storage = torch.UntypedStorage._new_shared_cuda(device, *parts[1:])
     except RuntimeError as error:
         raise TransferFailedError(f"the peer's GPU memory cannot be imported: {error}") from error
     address = storage.data_ptr() + coded["skipped_bytes"]
-    return _Imported(mapped, address, mapped.board.num_bytes_of(segment_id), storage)
+    return _Imported(mapped, address, num_bytes, storage)

@@ -1,0 +1,291 @@
+"""`python -m bench.handoff`: from prefill's last layer to the first decode step, by prompt length.
+
+A prefill node and a decode node, each a real process with a GPU of its own (or both on one:
+`--shared-gpu`), and one request at a time. Reported for each length, as medians:
+
+    compute    the prompt's steps on the prefill node
+    exposed    from the end of the last step to the acknowledgement of the last write
+    gap        from the first token (prefill's) to the second (decode's), at the client
+    step       between the decode node's later tokens
+    hand-off   exposed + gap - step: what disaggregation adds before the first decode step
+
+Then the same prompts go through one engine in this process, and greedy tokens are compared.
+
+    python -m bench.handoff --out bench/results/handoff.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+
+from base.block_hash import BlockHash
+from base.clock import SystemClock, wall_clock_s
+from base.config import EngineConfig
+from base.request import RequestId, SamplingParams, StopParams
+from bench.engine import commit
+from bench.shapes import cluster_config, model_config, parse_shape, write_model
+from deploy.local import LocalCluster, local_cluster
+from deploy.plan import PreparedModel
+from engine.build import build_engine
+from engine.sequence import Sequence
+from engine.step import SequenceOutput
+from protos import inference_pb2
+from protos.inference_pb2_grpc import InferenceStub
+
+NEW_TOKENS = 24
+PARTS = ("queue", "prefill", "exposed_transfer", "dispatch")
+TIMEOUT_S = 120.0
+MAX_MESSAGE = [("grpc.max_receive_message_length", 64 << 20)]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One answer: its tokens, when each came after the request was sent, and the node's own times."""
+
+    token_ids: list[int]
+    at_s: list[float]
+    parts_s: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Medians of one prompt length, milliseconds."""
+
+    prompt_tokens: int
+    repeats: int
+    ttft_ms: float
+    compute_ms: float
+    exposed_ms: float
+    gap_ms: float
+    step_ms: float
+    handoff_ms: float
+    worst_handoff_ms: float
+    exposed_share: float
+    """Of the compute."""
+
+
+def ask(cluster: LocalCluster, token_ids: list[int], new_tokens: int) -> Asked:
+    """Ask for a greedy answer of exactly `new_tokens`; nothing else may run meanwhile."""
+    before = _parts(cluster)
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=token_ids),
+        sampling=inference_pb2.Sampling(temperature=0.0),
+        stop=inference_pb2.Stop(max_tokens=new_tokens, ignore_eos=True),
+    )
+    tokens: list[int] = []
+    at_s: list[float] = []
+    with grpc.insecure_channel(cluster.grpc_address, options=MAX_MESSAGE) as channel:
+        stub: Any = InferenceStub(channel)
+        grpc.channel_ready_future(channel).result(timeout=TIMEOUT_S)
+        sent_at_s = time.perf_counter()
+        for response in stub.Generate(request, timeout=TIMEOUT_S):
+            now_s = time.perf_counter() - sent_at_s
+            tokens += response.token_ids
+            at_s += [now_s] * len(response.token_ids)
+    after = _parts(cluster)
+    return Asked(tokens, at_s, {name: after[name] - before[name] for name in PARTS})
+
+
+def _parts(cluster: LocalCluster) -> dict[str, float]:
+    with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=TIMEOUT_S) as answer:
+        lines = answer.read().decode().splitlines()
+    return {
+        name: next(
+            (
+                float(line.split()[-1])
+                for line in lines
+                if line.startswith(f'conductor_ttft_part_seconds_sum{{part="{name}"}}')
+            ),
+            0.0,
+        )
+        for name in PARTS
+    }
+
+
+def measure(cluster: LocalCluster, length: int, repeats: int, vocab_size: int, rng: random.Random) -> Row:
+    """Return a row; the first request of a length warms up and is not counted."""
+    asked = [ask(cluster, _prompt(length, vocab_size, rng), NEW_TOKENS) for _ in range(repeats + 1)][1:]
+    steps = [statistics.median(b - a for a, b in pairwise(item.at_s[2:])) for item in asked]
+    exposed = [item.parts_s["exposed_transfer"] for item in asked]
+    gaps = [item.at_s[1] - item.at_s[0] for item in asked]
+    handoffs = [a + b - c for a, b, c in zip(exposed, gaps, steps, strict=True)]
+    compute_s = statistics.median(item.parts_s["prefill"] for item in asked)
+    return Row(
+        prompt_tokens=length,
+        repeats=repeats,
+        ttft_ms=1e3 * statistics.median(item.at_s[0] for item in asked),
+        compute_ms=1e3 * compute_s,
+        exposed_ms=1e3 * statistics.median(exposed),
+        gap_ms=1e3 * statistics.median(gaps),
+        step_ms=1e3 * statistics.median(steps),
+        handoff_ms=1e3 * statistics.median(handoffs),
+        worst_handoff_ms=1e3 * max(handoffs),
+        exposed_share=statistics.median(exposed) / compute_s,
+    )
+
+
+def _prompt(length: int, vocab_size: int, rng: random.Random) -> list[int]:
+    return rng.choices(range(vocab_size), k=length)
+
+
+def agreement(found: list[list[int]], expected: list[list[int]]) -> dict[str, float]:
+    """Return the share of equal answers, and of tokens before the first difference."""
+    same = [
+        next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
+        for x, y in zip(found, expected, strict=True)
+    ]
+    return {
+        "answers": len(found),
+        "equal_answers": sum(count == len(x) for count, x in zip(same, found, strict=True)) / len(found),
+        "equal_tokens": sum(same) / sum(map(len, found)),
+    }
+
+
+async def alone(
+    model: PreparedModel, config: EngineConfig, prompts: list[list[int]], new_tokens: int
+) -> list[list[int]]:
+    """Return what one engine in this process answers, one prompt after another."""
+    engine = await asyncio.to_thread(build_engine, config, model.path, SystemClock())
+    steps = asyncio.create_task(engine.loop.run())
+    answers = []
+    for index, prompt in enumerate(prompts):
+        answer: list[int] = []
+        ended = asyncio.Event()
+
+        def listen(output: SequenceOutput, answer: list[int] = answer, ended: asyncio.Event = ended) -> None:
+            answer.extend(token.token_id for token in output.tokens)
+            if output.finish_reason is not None:
+                engine.loop.release(output.sequence)
+                ended.set()
+
+        sampling, stop = SamplingParams(temperature=0.0), StopParams(new_tokens)
+        name, root = RequestId(str(index)), BlockHash(bytes(16))
+        engine.loop.add(Sequence(name, list(prompt), len(prompt), root, sampling, stop), listen)
+        await ended.wait()
+        answers.append(answer)
+    steps.cancel()
+    await asyncio.gather(steps, return_exceptions=True)
+    return answers
+
+
+@contextmanager
+def running(options: argparse.Namespace, model: PreparedModel, folder: Path) -> Iterator[LocalCluster]:
+    """Run the cluster that the options describe."""
+    prefill, decode = engines(options)
+    config = cluster_config(options.model, parse_shape(options.shape), prefill, decode, options.shared_gpu)
+    started_s = time.perf_counter()
+    with local_cluster(config, model, folder) as cluster:
+        print(f"start-up {time.perf_counter() - started_s:.1f} s", flush=True)
+        yield cluster
+
+
+def engines(options: argparse.Namespace) -> tuple[EngineConfig, EngineConfig]:
+    """Return the prefill pool's engine and the decode pool's."""
+    prefill = EngineConfig(
+        kv_cache_gib=options.kv_cache_gib,
+        chunk_tokens=options.chunk_tokens,
+        max_batch=8,
+        max_model_len=options.max_model_len,
+    )
+    decode = EngineConfig(
+        kv_cache_gib=options.kv_cache_gib,
+        chunk_tokens=options.decode_chunk_tokens,
+        max_batch=options.max_batch,
+        max_model_len=options.max_model_len,
+    )
+    return prefill, decode
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="8b", choices=["8b", "0.6b", "tiny"])
+    add("--shape", default="1p1d")
+    add("--lengths", default="512,2048,8192,16384,32768")
+    add("--repeats", type=int, default=5)
+    add("--shared-gpu", action="store_true", help="all nodes on one GPU")
+    add("--kv-cache-gib", type=float, default=0.0, help="of each node; 0: what is free")
+    add("--chunk-tokens", type=int, default=4096)
+    add("--decode-chunk-tokens", type=int, default=512)
+    add("--max-batch", type=int, default=64)
+    add("--max-model-len", type=int, default=0)
+    add("--same-prompts", type=int, default=12, help="compared with one engine")
+    add("--same-tokens", type=int, default=64, help="of each")
+    add("--logs", type=Path, help="configurations and logs of the processes are written here")
+    add("--commit", default="", help="where the checkout has no .git")
+    add("--out", type=Path)
+    return parser
+
+
+def main() -> None:
+    options = make_parser().parse_args()
+    rng = random.Random(0)
+    with tempfile.TemporaryDirectory() as made:
+        folder = options.logs or Path(made)
+        model = write_model(options.model, Path(made) / "model")
+        report: dict[str, Any] = {"options": vars(options) | {"logs": None, "out": None}, **about(options)}
+        vocab_size = model_config(options.model).vocab_size
+        longest = max(map(int, options.lengths.split(",")))
+        lens = [
+            max(1, longest // 4 * (index + 1) // options.same_prompts)
+            for index in range(options.same_prompts)
+        ]
+        prompts = [_prompt(length, vocab_size, rng) for length in lens]
+        with running(options, model, folder) as cluster:
+            rows = []
+            for length in map(int, options.lengths.split(",")):
+                rows.append(measure(cluster, length, options.repeats, vocab_size, rng))
+                print(json.dumps(asdict(rows[-1])), flush=True)
+            report["rows"] = [asdict(row) for row in rows]
+            found = [ask(cluster, prompt, options.same_tokens).token_ids for prompt in prompts]
+        if prompts:
+            expected = asyncio.run(alone(model, same_engine(options), prompts, options.same_tokens))
+            report["same_tokens"] = agreement(found, expected)
+            print(json.dumps(report["same_tokens"]), flush=True)
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def same_engine(options: argparse.Namespace) -> EngineConfig:
+    """Return the configuration of the one engine that answers are compared with."""
+    return EngineConfig(
+        kv_cache_gib=options.kv_cache_gib or 16,
+        chunk_tokens=options.chunk_tokens,
+        max_batch=options.max_batch,
+        max_model_len=options.max_model_len,
+        random_weights=True,
+    )
+
+
+def about(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what a reader must know of the machine and the versions."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "gpus": gpus,
+        "torch": torch.__version__,
+        "commit": options.commit or commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
+    }
+
+
+if __name__ == "__main__":
+    main()

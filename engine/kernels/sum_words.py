@@ -1,0 +1,97 @@
+"""Checksums of blocks on the device: definition, launcher, kernel.
+
+    sum over the words i of a range, modulo 2^64:  (low_i + key_i) * (high_i + other_key_i) + word_i
+
+Every word is multiplied with a key of its place, so words that changed places change the
+sum; the word itself is added, so that a factor of zero hides nothing. The sum of a block is
+that of its parts in any order: programs add theirs with an atomic, and a block that is
+sent layer by layer is summed layer by layer.
+
+Host code sums with xxh3 (`base/checksum.py`), which no GPU computes at the rate of its
+memory: it goes through its input in one order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+WORD_BYTES = 8
+TILE_WORDS = 4096
+"""32 KiB for each program: 32 words a thread."""
+
+KEY_STEP = 0x9E3779B1
+OTHER_KEY = 0x85EBCA77
+_LOW = 0xFFFFFFFF
+
+
+def sum_words_definition(
+    words: torch.Tensor, block_ids: torch.Tensor, first_word: int, num_words: int
+) -> torch.Tensor:
+    """The readable definition; arguments and result as `sum_words`."""
+    part = words[block_ids.long(), first_word : first_word + num_words]
+    place = torch.arange(first_word, first_word + num_words, device=words.device)
+    key = place * KEY_STEP & _LOW
+    low = (part & _LOW) + key & _LOW
+    high = (part >> 32 & _LOW) + (key ^ OTHER_KEY) & _LOW
+    return (low * high + part).sum(1)  # int64 wraps
+
+
+def sum_words(words: torch.Tensor, block_ids: torch.Tensor, first_word: int, num_words: int) -> torch.Tensor:
+    """Return the sums [num_ids] int64 of words [first_word, first_word + num_words) of blocks.
+
+    Args:
+        words: [num_blocks, block_words] int64, contiguous; fewer than 2^31 words a block.
+        block_ids: [num_ids] int32 on the same device; within `words`, which is not checked.
+
+    Raises:
+        ValueError: a shape or dtype that the kernel does not take.
+    """
+    if words.dtype != torch.int64 or words.dim() != 2 or not words.is_contiguous():
+        raise ValueError("words must be contiguous [num_blocks, block_words] int64")
+    if block_ids.dtype != torch.int32 or block_ids.dim() != 1:
+        raise ValueError("block_ids must be [num_ids] int32")
+    if not (0 <= first_word < first_word + num_words <= words.shape[1] < 2**31):
+        raise ValueError(f"words {first_word} to {first_word + num_words} are not in a block")
+    sums = torch.zeros(len(block_ids), dtype=torch.int64, device=words.device)
+    if len(block_ids):
+        grid = (len(block_ids), triton.cdiv(num_words, TILE_WORDS))
+        _sum_tile[grid](
+            words,
+            block_ids,
+            sums,
+            words.shape[1],
+            first_word,
+            num_words,
+            STEP=KEY_STEP,
+            OTHER=OTHER_KEY,
+            TILE=TILE_WORDS,
+            num_warps=4,
+        )
+    return sums
+
+
+@triton.jit
+def _sum_tile(
+    words,  # [num_blocks, block_words]
+    block_ids,  # [num_ids]
+    sums,  # [num_ids]
+    block_words,
+    first_word,
+    num_words,
+    STEP: tl.constexpr,
+    OTHER: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    item = tl.program_id(0)
+    block = tl.load(block_ids + item).to(tl.int64)
+    offset = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = offset < num_words
+    place = first_word + offset
+    word = tl.load(words + block * block_words + place, mask=inside, other=0)
+    key = place.to(tl.uint32) * STEP
+    low = word.to(tl.uint32) + key
+    high = (word >> 32).to(tl.uint32) + (key ^ OTHER)
+    term = (low.to(tl.uint64) * high.to(tl.uint64)).to(tl.int64) + word
+    tl.atomic_add(sums + item, tl.sum(tl.where(inside, term, 0)))
