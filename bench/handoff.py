@@ -24,24 +24,19 @@ import statistics
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import grpc
-import torch
 
 from base.block_hash import BlockHash
-from base.clock import SystemClock, wall_clock_s
+from base.clock import SystemClock
 from base.config import EngineConfig
 from base.request import RequestId, SamplingParams, StopParams
-from bench.engine import commit
-from bench.shapes import cluster_config, model_config, parse_shape, write_model
-from deploy.local import LocalCluster, local_cluster
-from deploy.plan import PreparedModel
+from bench.shapes import Limits, about, model_config, parse_shape, running, write_model
+from deploy.local import LocalCluster
 from engine.build import build_engine
 from engine.sequence import Sequence
 from engine.step import SequenceOutput
@@ -158,10 +153,12 @@ def agreement(found: list[list[int]], expected: list[list[int]]) -> dict[str, fl
 
 
 async def alone(
-    model: PreparedModel, config: EngineConfig, prompts: list[list[int]], new_tokens: int
+    model: str, config: EngineConfig, prompts: list[list[int]], new_tokens: int
 ) -> list[list[int]]:
     """Return what one engine in this process answers, one prompt after another."""
-    engine = await asyncio.to_thread(build_engine, config, model.path, SystemClock())
+    with tempfile.TemporaryDirectory() as folder:
+        prepared = write_model(model, Path(folder))
+        engine = await asyncio.to_thread(build_engine, config, prepared.path, SystemClock())
     steps = asyncio.create_task(engine.loop.run())
     answers = []
     for index, prompt in enumerate(prompts):
@@ -184,34 +181,6 @@ async def alone(
     return answers
 
 
-@contextmanager
-def running(options: argparse.Namespace, model: PreparedModel, folder: Path) -> Iterator[LocalCluster]:
-    """Run the cluster that the options describe."""
-    prefill, decode = engines(options)
-    config = cluster_config(options.model, parse_shape(options.shape), prefill, decode, options.shared_gpu)
-    started_s = time.perf_counter()
-    with local_cluster(config, model, folder) as cluster:
-        print(f"start-up {time.perf_counter() - started_s:.1f} s", flush=True)
-        yield cluster
-
-
-def engines(options: argparse.Namespace) -> tuple[EngineConfig, EngineConfig]:
-    """Return the prefill pool's engine and the decode pool's."""
-    prefill = EngineConfig(
-        kv_cache_gib=options.kv_cache_gib,
-        chunk_tokens=options.chunk_tokens,
-        max_batch=8,
-        max_model_len=options.max_model_len,
-    )
-    decode = EngineConfig(
-        kv_cache_gib=options.kv_cache_gib,
-        chunk_tokens=options.decode_chunk_tokens,
-        max_batch=options.max_batch,
-        max_model_len=options.max_model_len,
-    )
-    return prefill, decode
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -224,7 +193,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--shared-gpu", action="store_true", help="all nodes on one GPU")
     add("--kv-cache-gib", type=float, default=0.0, help="of each node; 0: what is free")
     add("--chunk-tokens", type=int, default=4096)
-    add("--decode-chunk-tokens", type=int, default=512)
     add("--max-batch", type=int, default=64)
     add("--max-model-len", type=int, default=0)
     add("--same-prompts", type=int, default=12, help="compared with one engine")
@@ -238,53 +206,30 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     options = make_parser().parse_args()
     rng = random.Random(0)
-    with tempfile.TemporaryDirectory() as made:
-        folder = options.logs or Path(made)
-        model = write_model(options.model, Path(made) / "model")
-        report: dict[str, Any] = {"options": vars(options) | {"logs": None, "out": None}, **about(options)}
-        vocab_size = model_config(options.model).vocab_size
-        longest = max(map(int, options.lengths.split(",")))
-        lens = [
-            max(1, longest // 4 * (index + 1) // options.same_prompts)
-            for index in range(options.same_prompts)
-        ]
-        prompts = [_prompt(length, vocab_size, rng) for length in lens]
-        with running(options, model, folder) as cluster:
-            rows = []
-            for length in map(int, options.lengths.split(",")):
-                rows.append(measure(cluster, length, options.repeats, vocab_size, rng))
-                print(json.dumps(asdict(rows[-1])), flush=True)
-            report["rows"] = [asdict(row) for row in rows]
-            found = [ask(cluster, prompt, options.same_tokens).token_ids for prompt in prompts]
-        if prompts:
-            expected = asyncio.run(alone(model, same_engine(options), prompts, options.same_tokens))
-            report["same_tokens"] = agreement(found, expected)
-            print(json.dumps(report["same_tokens"]), flush=True)
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def same_engine(options: argparse.Namespace) -> EngineConfig:
-    """Return the configuration of the one engine that answers are compared with."""
-    return EngineConfig(
-        kv_cache_gib=options.kv_cache_gib or 16,
-        chunk_tokens=options.chunk_tokens,
-        max_batch=options.max_batch,
-        max_model_len=options.max_model_len,
-        random_weights=True,
-    )
-
-
-def about(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what a reader must know of the machine and the versions."""
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        "gpus": gpus,
-        "torch": torch.__version__,
-        "commit": options.commit or commit(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
-    }
+    shape = parse_shape(f"{options.shape}@{options.chunk_tokens}")
+    limits = Limits(options.max_batch, options.max_model_len, options.kv_cache_gib, options.shared_gpu)
+    report: dict[str, Any] = {"model": options.model, "shape": shape.name, **about(options.commit)}
+    vocab_size = model_config(options.model).vocab_size
+    lengths = [int(length) for length in options.lengths.split(",")]
+    prompts = [
+        _prompt(1 + max(lengths) // 4 * index // options.same_prompts, vocab_size, rng)
+        for index in range(options.same_prompts)
+    ]
+    with running(options.model, shape, limits, options.logs) as cluster:
+        rows = []
+        for length in lengths:
+            rows.append(asdict(measure(cluster, length, options.repeats, vocab_size, rng)))
+            print(json.dumps(rows[-1]), flush=True)
+        report["rows"] = rows
+        found = [ask(cluster, prompt, options.same_tokens).token_ids for prompt in prompts]
+    if prompts:
+        engine = limits.engine(shape.chunk_tokens, options.max_batch)
+        expected = asyncio.run(alone(options.model, engine, prompts, options.same_tokens))
+        report["same_tokens"] = agreement(found, expected)
+        print(json.dumps(report["same_tokens"]), flush=True)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

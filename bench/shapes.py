@@ -10,17 +10,25 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from transformers import LlamaConfig, PreTrainedConfig
 
+from base.clock import wall_clock_s
 from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig
-from bench.engine import CONFIGS
+from bench.engine import CONFIGS, commit
+from deploy.local import LocalCluster, local_cluster
 from deploy.plan import PreparedModel
 
 TINY = LlamaConfig(
-    vocab_size=2048,
+    vocab_size=32_768,
     hidden_size=64,
     intermediate_size=128,
     num_hidden_layers=4,
@@ -30,16 +38,27 @@ TINY = LlamaConfig(
 )
 """For a try on a CPU."""
 
+PREFILL_CHUNK = 4096
+COLOCATED_CHUNK = 512
+"""vLLM's best for 8,192-token prompts under a TPOT of 15 ms (one H200, 2026-11-21)."""
+DECODE_CHUNK = 512
+"""A decode node computes what it lost, and no prompts."""
+PREFILL_BATCH = 8
+"""Prompts that a prefill node computes at once."""
+
 PROFILES = {"8b": "h200-llama8b", "0.6b": "h200-llama8b", "tiny": "cpu-smollm2"}
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many nodes of which roles."""
+    """How many nodes of which roles, and how long their chunks are."""
 
+    name: str
     prefill: int
     decode: int
     """0: the prefill pool's nodes have both roles."""
+    chunk_tokens: int
+    """Of the nodes that compute prompts."""
 
     @property
     def num_nodes(self) -> int:
@@ -47,12 +66,17 @@ class Shape:
 
 
 def parse_shape(text: str) -> Shape:
-    """Read `1p1d`, `2p2d`, or `2c` for two colocated nodes; raises ValueError."""
-    if found := re.fullmatch(r"(\d+)p(\d+)d", text):
-        return Shape(int(found[1]), int(found[2]))
-    if found := re.fullmatch(r"(\d+)c", text):
-        return Shape(int(found[1]), 0)
-    raise ValueError(f"{text!r} is no shape: 1p1d, 2p2d or 2c is wanted")
+    """Read `1p1d`, `2p2d`, or `2c` for two colocated nodes; `@1024` behind sets the chunk.
+
+    Raises:
+        ValueError: something else stands there.
+    """
+    found = re.fullmatch(r"(?:(\d+)p(\d+)d|(\d+)c)(?:@(\d+))?", text)
+    if not found:
+        raise ValueError(f"{text!r} is no shape: 1p1d, 2p2d or 2c is wanted, or 2c@1024")
+    prefill, decode, colocated, chunk = (int(part or 0) for part in found.groups())
+    usual = COLOCATED_CHUNK if colocated else PREFILL_CHUNK
+    return Shape(text, prefill or colocated, decode, chunk or usual)
 
 
 def model_config(name: str) -> PreTrainedConfig:
@@ -69,27 +93,75 @@ def write_model(name: str, folder: Path) -> PreparedModel:
     return PreparedModel(str(folder), f"random-{name}", name)
 
 
-def cluster_config(
-    name: str, shape: Shape, prefill: EngineConfig, decode: EngineConfig, shared_gpu: bool
-) -> ClusterConfig:
-    """Return the configuration of a cluster of models with random weights.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds every node of a cluster."""
+
+    max_batch: int = 64
+    max_model_len: int = 0
+    kv_cache_gib: float = 0.0
+    """0: what is free."""
+    shared_gpu: bool = False
+    """All nodes on one GPU, or on none; otherwise each has its own."""
+
+    def engine(self, chunk_tokens: int, max_batch: int) -> EngineConfig:
+        """Return the configuration of an engine with random weights."""
+        return EngineConfig(
+            kv_cache_gib=self.kv_cache_gib,
+            chunk_tokens=chunk_tokens,
+            max_batch=max_batch,
+            max_model_len=self.max_model_len,
+            random_weights=True,
+        )
+
+
+def cluster_config(model: str, shape: Shape, limits: Limits) -> ClusterConfig:
+    """Return the configuration of a cluster. `model`: as for `model_config`."""
+    gpus = 0 if limits.shared_gpu else 1
+    prompts_only = PREFILL_BATCH if shape.decode else limits.max_batch
+    return ClusterConfig(
+        profile=PROFILES[model],
+        server=ServerConfig(http_port=0, grpc_port=0),
+        prefill=PoolConfig(
+            nodes=shape.prefill,
+            gpus_per_node=gpus,
+            engine=limits.engine(shape.chunk_tokens, prompts_only),
+        ),
+        decode=PoolConfig(
+            nodes=shape.decode,
+            gpus_per_node=gpus,
+            engine=limits.engine(DECODE_CHUNK, limits.max_batch),
+        ),
+    )
+
+
+@contextmanager
+def running(model: str, shape: Shape, limits: Limits, logs: Path | None = None) -> Iterator[LocalCluster]:
+    """Run a cluster in the body, once all its nodes are attached.
 
     Args:
-        name: As for `model_config`.
-        prefill: Of the prefill pool, which is all nodes where there is no decode pool.
-        shared_gpu: All nodes on one GPU, or on none; otherwise each has its own.
+        logs: Where configurations and logs of the processes are kept.
     """
-    gpus = 0 if shared_gpu else 1
+    started_s = time.perf_counter()
+    with tempfile.TemporaryDirectory() as made:
+        prepared = write_model(model, Path(made) / "model")
+        folder = Path(made) / "run" if logs is None else logs / shape.name
+        folder.mkdir(parents=True)  # a supervisor would go on with the configuration of another run
+        with local_cluster(cluster_config(model, shape, limits), prepared, folder) as cluster:
+            while len(cluster.status()["nodes"]) < shape.num_nodes:
+                time.sleep(0.05)
+            print(f"{shape.name}: start-up {time.perf_counter() - started_s:.1f} s", flush=True)
+            yield cluster
 
-    def pool(nodes: int, engine: EngineConfig) -> PoolConfig:
-        return PoolConfig(nodes=nodes, gpus_per_node=gpus, engine=replace(engine, random_weights=True))
 
-    return ClusterConfig(
-        profile=PROFILES[name],
-        server=ServerConfig(http_port=0, grpc_port=0),
-        prefill=pool(shape.prefill, prefill),
-        decode=pool(shape.decode, decode),
-    )
+def about(named_commit: str) -> dict[str, Any]:
+    """Return what a reader of results must know of the machine and the versions."""
+    return {
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "torch": torch.__version__,
+        "commit": named_commit or commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
+    }
 
 
 def _tokenizer(vocab_size: int) -> dict[str, object]:

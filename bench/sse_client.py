@@ -66,7 +66,6 @@ async def complete(server: Server, token_ids: list[int], output_tokens: int) -> 
         "model": server.model,
         "prompt": token_ids,
         "max_tokens": output_tokens,
-        "min_tokens": output_tokens,
         "ignore_eos": True,
         "temperature": 0,
         "stream": True,

@@ -216,11 +216,13 @@ class Dispatcher:
             prefilled = await self._prefill(run, work, decode, prefill, source)
             self._was_prefilled(run, asked, placement, prefilled)
             finish = run.finish_of_first(prefilled)
+            if finish is None:
+                # Before the client is told of the first token: the decode node need not wait for that.
+                decode.send(Start(run.attempt_id, prefilled.first_token.token_id, prefilled.checksums))
             yield Generated((prefilled.first_token,), finish, run.num_cached_tokens(prefilled))
             if finish is not None:
                 run.is_complete = True
                 return
-            decode.send(Start(run.attempt_id, prefilled.first_token.token_id, prefilled.checksums))
             async with aclosing(self._decode(run, prefilled)) as pieces:
                 async for piece in pieces:
                     yield piece

@@ -79,8 +79,8 @@ class Scheduler:
             CapacityError: it could not finish even if it had the whole pool.
         """
         self.require_possible(sequence.num_prompt_tokens, sequence.stop.max_tokens)
-        # In a step, such a token would end every sequence of that step.
-        self._require_tokens("prompt", sequence.token_ids)
+        # In a step, such a token would end every sequence of that step. What is computed was looked at.
+        self._require_tokens("prompt", sequence.token_ids[sequence.num_computed_tokens :])
         self._require_tokens("logit_bias", [token_id for token_id, _ in sequence.sampling.logit_bias])
         self._require_tokens("stop_token_ids", sequence.stop.stop_token_ids)
         sequence.extend_hashes(self.block_size)

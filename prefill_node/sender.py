@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 
 from base.errors import ProtocolError
+from base.grants import Grant
 from base.messages import Prefill
 from engine.block_pool import BlockPool
 from engine.block_sums import block_sums
@@ -55,26 +56,30 @@ class KvSender:
             writes.create_task(self._write(first, block_ids))
 
     async def _write(self, first: int, block_ids: list[int]) -> None:
-        layout = self._cache.layout
         try:
-            sums = await block_sums(self._cache, block_ids)
-            self._checksums.update(enumerate(sums, first))
             grant = self._message.grant
             if grant is None:
                 raise ProtocolError("blocks are to be written, and no grant was given")
-            skipped = first - self._message.first_block
-            if skipped + len(block_ids) > len(grant.offsets):
-                raise ProtocolError("fewer blocks were granted than are to be written")
-            await self._agent.write(
-                self._message.target,
-                grant,
-                batch_of(
-                    self._segment,
-                    source_offsets=[layout.offset(block_id) for block_id in block_ids],
-                    target_offsets=grant.offsets[skipped : skipped + len(block_ids)],
-                    length=layout.block_bytes,
-                ),
-                deadline_s=self._message.work.deadline_s,
-            )
+            async with asyncio.TaskGroup() as both:
+                sums = both.create_task(block_sums(self._cache, block_ids))
+                both.create_task(self._send(grant, first, block_ids))
+            self._checksums.update(enumerate(sums.result(), first))
         finally:
             self._pool.release(block_ids)
+
+    async def _send(self, grant: Grant, first: int, block_ids: list[int]) -> None:
+        layout = self._cache.layout
+        skipped = first - self._message.first_block
+        if skipped + len(block_ids) > len(grant.offsets):
+            raise ProtocolError("fewer blocks were granted than are to be written")
+        await self._agent.write(
+            self._message.target,
+            grant,
+            batch_of(
+                self._segment,
+                source_offsets=[layout.offset(block_id) for block_id in block_ids],
+                target_offsets=grant.offsets[skipped : skipped + len(block_ids)],
+                length=layout.block_bytes,
+            ),
+            deadline_s=self._message.work.deadline_s,
+        )

@@ -1,0 +1,201 @@
+"""`python -m bench.goodput`: the highest rate of requests that a cluster serves within its bounds.
+
+For each shape (`1p1d`, `2p2d`, `2c` for two colocated nodes of our own; `@1024` sets the chunk)
+the real processes are started, and an open loop of requests is sent at rising rates. At each
+rate, and for each pair of bounds on TTFT and TPOT (the mean gap of a request), the share of
+requests that meet both is counted; goodput is the highest rate at which 90 % do, between two
+tried rates in proportion. Prompts are random: no prefix is ever found. Rates stop rising
+when hardly anybody meets the widest bounds.
+
+    python -m bench.goodput --shapes 1p1d,2c --rates 2,3,4 --out bench/results/goodput.json
+
+vLLM's figures beside ours are of one H200 and the same load (8,192 in, 256 out, 0.26.0, its
+better chunk of 512 and 2,048, measured through its engine without HTTP).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.load import run_load, warm_up
+from bench.load_report import Goodput, report
+from bench.shapes import Limits, Shape, about, parse_shape, running
+from bench.sse_client import Outcome, Server
+from bench.workload import gamma_arrivals, synthetic_load
+
+ENOUGH = 0.9
+HOPELESS = 0.3
+"""Share within the widest bounds below which no higher rate is tried."""
+VLLM_PER_GPU = {8.0: 1.0, 15.0: 1.7, 30.0: 2.6}
+"""Requests a second by bound on TPOT in ms, TTFT < 2 s, 8,192 in / 256 out."""
+KEPT = (
+    "duration",
+    "completed",
+    "failed",
+    "output_throughput",
+    "max_send_delay_ms",
+    *(f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl") for kind in ("median", "p90", "p99")),
+    "errors",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One rate, and the share of its requests within each pair of bounds."""
+
+    rate: float
+    shares: tuple[float, ...]
+    figures: dict[str, Any]
+
+
+def goodput(rates: Sequence[float], shares: Sequence[float], enough: float = ENOUGH) -> float:
+    """Return the highest rate at which a share of `enough` is met; 0 if the lowest is too much.
+
+    Rates rise. Between the last rate that is met and the first that is not, in proportion; a
+    rate past that is luck and not counted. Where all are met, the highest.
+    """
+    met = 0.0
+    met_share = 1.0
+    for rate, share in zip(rates, shares, strict=True):
+        if share < enough:
+            return met + (rate - met) * (met_share - enough) / (met_share - share) if met else 0.0
+        met, met_share = rate, share
+    return met
+
+
+def share_within(outcomes: Sequence[Outcome], bounds: Goodput) -> float:
+    """Return the share of all requests, failed ones included, that were served within bounds."""
+    return sum(not item.error and bounds.is_met_by(item) for item in outcomes) / len(outcomes)
+
+
+async def try_rate(
+    server: Server, rate: float, options: argparse.Namespace, bounds: Sequence[Goodput]
+) -> Tried:
+    """Send the load at one rate and wait for all answers."""
+    rng = random.Random(rate)
+    num_requests = max(options.min_requests, round(rate * options.seconds))
+    load = list(
+        synthetic_load(
+            num_requests,
+            gamma_arrivals(rate, 1.0, rng),
+            options.input_tokens,
+            options.output_tokens,
+            0,
+            rng,
+        )
+    )
+    run = await run_load(server, load, None, lambda answered: None)
+    told = report(run, None, {})
+    shares = tuple(share_within(run.outcomes, pair) for pair in bounds)
+    return Tried(rate, shares, {key: told[key] for key in KEPT if key in told})
+
+
+async def try_rates(url: str, options: argparse.Namespace, bounds: Sequence[Goodput]) -> list[Tried]:
+    """Send rising rates until hardly anybody is served within the widest bounds."""
+    server = Server(url, options.model)
+    # Long and short ones: every kernel that the load needs is compiled before it is timed.
+    await warm_up(server, 2, options.input_tokens)
+    await warm_up(server, 2, 200)
+    tried = []
+    for rate in options.rates:
+        tried.append(await try_rate(server, rate, options, bounds))
+        print(line(tried[-1], bounds), flush=True)
+        if max(tried[-1].shares) < HOPELESS:
+            break
+    return tried
+
+
+def line(tried: Tried, bounds: Sequence[Goodput]) -> str:
+    """Return one rate as a line of text."""
+    figures = tried.figures
+    shares = ", ".join(
+        f"{share:.2f} within {pair.ttft_s:g} s/{1e3 * pair.tbt_s:g} ms"
+        for share, pair in zip(tried.shares, bounds, strict=True)
+    )
+    spread = "; ".join(
+        f"{name} " + "/".join(f"{figures[f'{kind}_{name}_ms']:.1f}" for kind in ("median", "p90", "p99"))
+        for name in ("ttft", "tpot", "itl")
+        if f"median_{name}_ms" in figures
+    )
+    failed = f"; {figures['failed']} failed: {figures['errors']}" if figures["failed"] else ""
+    return f"  {tried.rate:5.2f} req/s: {shares}; ms p50/p90/p99: {spread}{failed}"
+
+
+def measure(shape: Shape, options: argparse.Namespace, bounds: Sequence[Goodput]) -> dict[str, Any]:
+    """Run one shape's cluster and return its figures."""
+    limits = Limits(options.max_batch, options.max_model_len, options.kv_cache_gib, options.shared_gpu)
+    with running(options.model, shape, limits, options.logs) as cluster:
+        tried = asyncio.run(try_rates(cluster.url, options, bounds))
+    rates = [item.rate for item in tried]
+    found = [goodput(rates, [item.shares[index] for item in tried]) for index in range(len(bounds))]
+    return {
+        "shape": shape.name,
+        "gpus": shape.num_nodes,
+        "goodput": found,
+        "tried": [asdict(t) for t in tried],
+    }
+
+
+def table(results: Sequence[dict[str, Any]], bounds: Sequence[Goodput]) -> str:
+    """Return goodput by shape and bounds, and what as many vLLM GPUs do."""
+    heads = [f"{pair.ttft_s:g} s/{1e3 * pair.tbt_s:g} ms" for pair in bounds]
+    lines = [f"{'goodput, req/s':22}" + "".join(f"{head:>14}" for head in heads)]
+    for result in results:
+        lines.append(f"{result['shape']:22}" + "".join(f"{value:14.2f}" for value in result["goodput"]))
+    known = [VLLM_PER_GPU.get(round(1e3 * pair.tbt_s, 3), float("nan")) for pair in bounds]
+    lines.append(f"{'a GPU of vLLM 0.26.0':22}" + "".join(f"{value:14.2f}" for value in known))
+    return "\n".join(lines)
+
+
+def parse_bounds(text: str) -> list[Goodput]:
+    """Read `2:0.008,2:0.015`: seconds of TTFT and of TPOT."""
+    pairs = [part.split(":") for part in text.split(",")]
+    return [Goodput(float(ttft), float(tpot)) for ttft, tpot in pairs]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="8b", choices=["8b", "0.6b", "tiny"])
+    add("--shapes", default="1p1d,2c")
+    add("--rates", type=lambda text: [float(part) for part in text.split(",")], default=[1, 2, 3, 4, 5])
+    add("--bounds", type=parse_bounds, default=parse_bounds("2:0.008,2:0.015,2:0.03"))
+    add("--seconds", type=float, default=20.0, help="of arrivals at each rate")
+    add("--min-requests", type=int, default=30, help="at each rate")
+    add("--input-tokens", type=int, default=8192)
+    add("--output-tokens", type=int, default=256)
+    add("--max-batch", type=int, default=64)
+    add("--max-model-len", type=int, default=16_384)
+    add("--kv-cache-gib", type=float, default=0.0, help="of each node; 0: what is free")
+    add("--shared-gpu", action="store_true", help="all nodes on one GPU, or on none")
+    add("--logs", type=Path, help="configurations and logs of the processes are kept here")
+    add("--commit", default="", help="where the checkout has no .git")
+    add("--out", type=Path)
+    return parser
+
+
+def main() -> None:
+    options = make_parser().parse_args()
+    load = {"input_tokens": options.input_tokens, "output_tokens": options.output_tokens}
+    told: dict[str, Any] = {"model": options.model, **load, **about(options.commit)}
+    told["bounds"] = [{"ttft_s": pair.ttft_s, "tpot_s": pair.tbt_s} for pair in options.bounds]
+    results: list[dict[str, Any]] = []
+    for shape in map(parse_shape, options.shapes.split(",")):
+        results.append(measure(shape, options, options.bounds))
+        print(table(results, options.bounds), flush=True)
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps({**told, "shapes": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
