@@ -220,6 +220,8 @@ class SchedulerConfig:
     """Whether a prefix may be loaded from another node."""
     kvcache_balancing_threshold: float = 0.0
     """Load where best match / own match is at least this; 0: the cost model decides."""
+    ttft_headroom: float = 0.85
+    """A prediction within so much of a TTFT bound is taken to keep it."""
     ahead_s: float = 0.5
     """Queued on a prefill node at most before requests wait at the conductor, where they are ordered."""
     max_waiting: int = 512
@@ -235,6 +237,7 @@ class SchedulerConfig:
         known = ("none", "late", "early", "predict")
         _require(self.reject in known, "reject", f"one of {', '.join(known)}")
         _require(self.kvcache_balancing_threshold >= 0, "kvcache_balancing_threshold", "not negative")
+        _require(0 < self.ttft_headroom <= 1, "ttft_headroom", "above 0, at most 1")
         _require(self.ahead_s >= 0, "ahead_s", "not negative")
         _require(self.max_waiting >= 1, "max_waiting", "at least 1")
         _require(self.role_wait_s >= 0, "role_wait_s", "not negative")

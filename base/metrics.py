@@ -54,6 +54,11 @@ REQUEST_BUCKETS = (
 )
 TOKEN_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))  # 1 to 500,000
 
+ERROR_BUCKETS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+PREDICTED_TERMS = ("ttft", "queue", "prefill", "handoff", "tbt")
+SHORTEST_PREDICTED_S = 0.001
+"""The relative error of less says nothing."""
+
 TTFT_PARTS = ("frontend", "queue", "prefill", "exposed_transfer", "dispatch")
 
 
@@ -122,6 +127,20 @@ class ConductorMetrics:
         self.running = Gauge("conductor_running_sequences", "Begun and not ended", registry=registry)
         self.waiting = Gauge("conductor_waiting_sequences", "Waiting on a node", registry=registry)
         self.kv_usage = Gauge("conductor_kv_usage_ratio", "Held share of all KV blocks", registry=registry)
+        error = Histogram(
+            "conductor_prediction_error_ratio",
+            "Of placements: |predicted / actual - 1|, by term",
+            ["term"],
+            buckets=ERROR_BUCKETS,
+            registry=registry,
+        )
+        self.prediction_error = {term: error.labels(term) for term in PREDICTED_TERMS}
+        self.prediction_correction = Gauge(
+            "conductor_prediction_correction_ratio",
+            "What a node's predictions are multiplied with, as learned",
+            ["node", "term"],
+            registry=registry,
+        )
         registry.register(_VllmNames(self._own_metrics(part), model_name))
 
     def _own_metrics(self, part: Histogram) -> tuple[_Alias, ...]:
@@ -152,6 +171,15 @@ class ConductorMetrics:
         self.ttft_part["prefill"].observe(times.compute_s)
         self.ttft_part["exposed_transfer"].observe(times.exposed_transfer_s)
         self.ttft_part["dispatch"].observe(max(0.0, ttft_s - known_s))
+
+    def predicted(self, term: str, predicted_s: float, actual_s: float) -> None:
+        """Observe how well a term was predicted."""
+        if actual_s >= SHORTEST_PREDICTED_S:
+            self.prediction_error[term].observe(abs(predicted_s / actual_s - 1))
+
+    def prediction_ratio(self, node_id: str, term: str, ratio: float) -> None:
+        """Show what has been learned of a node."""
+        self.prediction_correction.labels(node_id, term).set(ratio)
 
     def next_tokens(self, gap_s: float, num_tokens: int) -> None:
         """Observe tokens that arrived together, `gap_s` after the one before them."""

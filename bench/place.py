@@ -26,7 +26,8 @@ from conductor.cost_model import CostModel, load_profile
 from conductor.placement import Placement, PlacementRequest, Rejection
 from conductor.replay.cluster import Cluster, ClusterOptions
 from conductor.replay.trace import Trace, arrivals, read_trace
-from conductor.scheduler import PrefillPolicy, SchedulerSettings, place
+from conductor.scheduler import PrefillPolicy, place
+from conductor.scheduler_settings import SchedulerSettings
 from kvstore.index import PrefixIndex
 
 NODES_PER_COPY = 8

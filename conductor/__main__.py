@@ -35,7 +35,7 @@ from conductor.dispatch import Dispatcher, Limits
 from conductor.explain import Decisions
 from conductor.membership import Membership
 from conductor.observer import Observer
-from conductor.scheduler import scheduler_settings
+from conductor.scheduler_settings import scheduler_settings
 from conductor.served_model import load_served_model
 from conductor.server import listening
 from conductor.status import export_gauges, status
@@ -55,7 +55,7 @@ async def serve(config: ConductorProcess) -> None:
     decisions = Decisions(
         cost, settings, _decision_log(config, Shared(cost.profile, settings, config.model_id))
     )
-    observer = Observer(metrics, view, cost, decisions)
+    observer = Observer(metrics, view, cost, decisions, clock)
     server = config.server
     limits = Limits(server.request_timeout_s, config.scheduler.max_waiting, config.scheduler.role_wait_s)
     dispatcher = Dispatcher(membership, view, cost, observer, clock, settings, limits)

@@ -18,13 +18,13 @@ Pure functions of the view.
 
 from __future__ import annotations
 
-from enum import Enum
 from math import inf
 
 from base.request import Slo
 from conductor.cluster_view import ClusterView, NodeState
 from conductor.cost_model import CostModel
 from conductor.placement import Placement, PlacementRequest, RejectReason
+from conductor.scheduler_settings import RejectPolicy, SchedulerSettings
 
 # Bounds of Retry-After: sooner is no relief, later and the client has given up.
 RETRY_AFTER_S = (0.5, 60.0)
@@ -40,30 +40,22 @@ TBT_HEADROOM = 0.85
 RETEST_SLACK = 1.05
 
 
-class RejectPolicy(Enum):
-    """When decode load is tested."""
-
-    NONE = "none"
-    LATE = "late"
-    EARLY = "early"
-    PREDICT = "predict"
-
-
 def refusal(
     request: PlacementRequest,
     placement: Placement,
     view: ClusterView,
     cost: CostModel,
-    policy: RejectPolicy,
+    settings: SchedulerSettings,
     now_s: float,
 ) -> tuple[RejectReason, float] | None:
     """Return why not to carry out `placement` and the seconds to wait; None to carry it out."""
+    policy, slo = settings.reject, request.slo
     if policy is RejectPolicy.NONE:
         return None
-    slo = request.slo
     ttft_s = request.waited_s + placement.predicted_ttft_s
-    if ttft_s > slo.ttft_slo_s:
-        return RejectReason.TTFT, _bounded(ttft_s - slo.ttft_slo_s)
+    bound_s = slo.ttft_slo_s * settings.ttft_headroom
+    if ttft_s > bound_s:
+        return RejectReason.TTFT, _bounded(ttft_s - bound_s)
     if slo.tbt_slo_s == inf or policy is RejectPolicy.LATE:
         return None
     if decode_tbt_s(request, placement, view, cost, policy, now_s) > slo.tbt_slo_s * TBT_HEADROOM:
@@ -89,18 +81,27 @@ def decode_tbt_s(
     else:
         node = view.node(placement.decode_node)
         sequences, tokens = node.running_sequences, node.running_context_tokens
-    return cost.decode_step_s(sequences + 1, tokens + request.num_tokens)
+    ratio = view.corrections.ratio(placement.decode_node, "decode")
+    return cost.decode_step_s(sequences + 1, tokens + request.num_tokens) * ratio
 
 
 def admit_to_decode(
-    node: NodeState, cost: CostModel, context_tokens: int, slo: Slo, policy: RejectPolicy
+    node: NodeState,
+    cost: CostModel,
+    context_tokens: int,
+    slo: Slo,
+    policy: RejectPolicy,
+    ratio: float = 1.0,
 ) -> bool:
-    """Return whether a prefilled sequence may join `node`: the second test."""
+    """Return whether a prefilled sequence may join `node`: the second test.
+
+    `ratio` is what was learned of the node.
+    """
     if policy is RejectPolicy.NONE:
         return True
     slack = RETEST_SLACK if policy is RejectPolicy.PREDICT else 1.0
     step_s = cost.decode_step_s(node.running_sequences + 1, node.running_context_tokens + context_tokens)
-    return step_s <= slo.tbt_slo_s * TBT_HEADROOM * slack
+    return step_s * ratio <= slo.tbt_slo_s * TBT_HEADROOM * slack
 
 
 def _bounded(seconds: float) -> float:

@@ -356,7 +356,8 @@ class ClusterView:
     def _reorder(self, node: NodeState) -> None:
         if self.decode_mask >> node.slot & 1 and node.is_member:
             tokens = node.decode_context_tokens + node.foreign_context_tokens
-            self.decode_order.set(node.slot, self._cost.decode_step_s(node.decode_sequences, tokens))
+            step_s = self._cost.decode_step_s(node.decode_sequences, tokens)
+            self.decode_order.set(node.slot, step_s * self.corrections.ratio(node.info.node_id, "decode"))
 
     def _refresh_roles(self, node: NodeState, now_s: float) -> None:
         """Let the masks and orders hold `node` where it may be chosen, and nowhere else."""

@@ -14,7 +14,8 @@ paper's cluster they are fitted to ten digitised points, five of them 95 % cache
 terms in a and b alone.
 
 A profile is never quite right on a live node (another processor, a noisy neighbour), so
-`Corrections` learns each node's measured/predicted ratio and the spread that is left.
+`Corrections` learns each node's measured/predicted ratio and the spread that is left, and the
+seconds that no profile knows of: messages, and the turn of each event loop.
 The ratio is kept apart from the profile: replay then starts from the same numbers.
 """
 
@@ -34,6 +35,9 @@ PROFILE_DIR = Path(__file__).parent / "profiles"
 # One measurement moves the ratio by a tenth: twenty requests forget a cold start, and
 # one outlier (a page fault, a compile) does not send the next burst elsewhere.
 CORRECTION_GAIN = 0.1
+
+# What may be learned at once beyond four times what is known: a message there and back, twice.
+MIN_ADDED_S = 0.02
 
 # A link that hand-offs fill still gives a fetch something.
 MIN_FETCH_SHARE = 0.05
@@ -191,6 +195,7 @@ class Corrections:
         self._log_ratio: dict[tuple[str, str], float] = {}
         self._ratio: dict[tuple[str, str], float] = {}
         self._error: dict[tuple[str, str], float] = {}
+        self._added_s: dict[str, float] = {}
 
     def observe(self, node_id: str, term: str, predicted_s: float, measured_s: float) -> None:
         """Learn from one measurement. `predicted_s` is the profile's, not the corrected one."""
@@ -216,11 +221,29 @@ class Corrections:
         """Return the mean relative error left after correction; 0 before anything was measured."""
         return math.expm1(self._error.get((node_id, term), 0.0))
 
+    def observe_added(self, node_id: str, measured_s: float) -> None:
+        """Learn the seconds of a request that are in no term."""
+        known = self._added_s.get(node_id)
+        gain = 1.0 if known is None else CORRECTION_GAIN
+        known = known or 0.0
+        # one stall of some seconds would otherwise be predicted for the next ten requests
+        measured_s = min(measured_s, 4 * known + MIN_ADDED_S)
+        self._added_s[node_id] = known + gain * (measured_s - known)
+
+    def added_s(self, node_id: str) -> float:
+        """Return the seconds to add to a prediction; 0 before anything was measured."""
+        return self._added_s.get(node_id, 0.0)
+
+    def restore_added(self, node_id: str, seconds: float) -> None:
+        """Make `seconds` exactly what is known of a node: for decisions made again."""
+        self._added_s[node_id] = seconds
+
     def restore(self, node_id: str, term: str, ratio: float) -> None:
         """Make `ratio` exactly what is known of a node: for decisions made again."""
         self._ratio[node_id, term] = ratio
 
     def forget(self, node_id: str) -> None:
         """Drop what was learned of a node that left."""
+        self._added_s.pop(node_id, None)
         for key in [key for key in self._log_ratio if key[0] == node_id]:
             del self._log_ratio[key], self._ratio[key], self._error[key]

@@ -26,11 +26,10 @@ from base.block_hash import BlockHash
 from base.errors import ConfigError
 from base.logs import event
 from base.request import NodeId, RequestId, Slo
-from conductor.admission import RejectPolicy
 from conductor.cost_model import Profile
 from conductor.decisions import Actual, Decision, NodeSeen, ViewSeen
 from conductor.placement import Placement, PlacementRequest, Rejection, RejectReason
-from conductor.scheduler import SchedulerSettings
+from conductor.scheduler_settings import RejectPolicy, SchedulerSettings
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,8 @@ from base.request import NodeId, Role
 from conductor.cluster_view import ClusterView, NodeState
 from conductor.cost_model import CostModel
 from conductor.placement import Placement, PlacementRequest, Rejection
-from conductor.scheduler import SchedulerSettings, place
+from conductor.scheduler import place
+from conductor.scheduler_settings import SchedulerSettings
 from kvstore.index import Key
 
 # 64 nodes are some 100 us to copy; a larger cluster has more use for its requests.
@@ -46,6 +47,10 @@ class NodeSeen(NamedTuple):
     """Fetches from it under way."""
     prefill_ratio: float
     """Measured over predicted, learned so far."""
+    handoff_ratio: float
+    decode_ratio: float
+    dispatch_s: float
+    """Learned: what is in no term."""
     step_s: float
     """The predicted decode step that nodes are ordered by; 0 unless it decodes."""
     free_tokens: float
@@ -165,6 +170,9 @@ def _node_seen(view: ClusterView, node: NodeState, matched_blocks: int) -> NodeS
         node.num_queued,
         node.num_outgoing,
         view.corrections.ratio(node.info.node_id, "prefill"),
+        view.corrections.ratio(node.info.node_id, "handoff"),
+        view.corrections.ratio(node.info.node_id, "decode"),
+        view.corrections.added_s(node.info.node_id),
         view.decode_order.value(slot) if decodes else 0.0,
         node.free_tokens,
         node.decode_sequences,
@@ -186,6 +194,9 @@ def _restore(view: ClusterView, node: NodeSeen, made: Decision) -> None:
     state.running_sequences = node.running_sequences
     state.running_context_tokens = node.running_context_tokens
     view.corrections.restore(node.node_id, "prefill", node.prefill_ratio)
+    view.corrections.restore(node.node_id, "handoff", node.handoff_ratio)
+    view.corrections.restore(node.node_id, "decode", node.decode_ratio)
+    view.corrections.restore_added(node.node_id, node.dispatch_s)
     blocks: tuple[Key, ...] = tuple(made.asked.chain[: node.matched_blocks])
     view.kv_events(node.node_id, 1, blocks, ())
     if node.prefills:

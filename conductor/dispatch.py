@@ -56,7 +56,8 @@ from conductor.membership import Membership
 from conductor.nodes import Mailbox, NodeSession
 from conductor.placement import UNBOUNDED, Placement, PlacementRequest, Rejection, RejectReason
 from conductor.run import Run
-from conductor.scheduler import DEFAULT_SETTINGS, SchedulerSettings, must_wait, place
+from conductor.scheduler import must_wait, place
+from conductor.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
 from conductor.waiting_room import WaitingRoom
 from kvstore.index import Key
 
@@ -278,7 +279,8 @@ class Dispatcher:
     ) -> None:
         """Let the view know, and the decode load be tested again, as arXiv 2407.00079 has it."""
         node = self._view.decode_node(run.attempt_id)
-        if not admit_to_decode(node, self._cost, asked.num_tokens, asked.slo, self._settings.reject):
+        ratio = self._view.corrections.ratio(placement.decode_node, "decode")
+        if not admit_to_decode(node, self._cost, asked.num_tokens, asked.slo, self._settings.reject, ratio):
             raise SloUnreachableError("decode load rose past the SLO while the prompt was computed")
         self._view.prefill_done(run.attempt_id, self._clock.now_s())
         ttft_s = run.prefilled(prefilled)

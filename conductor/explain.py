@@ -17,13 +17,13 @@ from conductor.decisions import Actual, Decision, NodeSeen, decide_again, view_o
 from conductor.placement import Placement
 from conductor.scheduler import (
     PrefillChoice,
-    SchedulerSettings,
     best_source,
     candidate,
     fetching_candidate,
     prefers_fetch,
     tokens_needed,
 )
+from conductor.scheduler_settings import SchedulerSettings
 
 MAX_KEPT = 1024
 """A decision of 16 nodes and 30 blocks takes some 6 KB."""

@@ -57,6 +57,8 @@ class Placement(NamedTuple):
     """What shows of it after the last layer computed."""
     predicted_ttft_s: float
     predicted_tbt_s: float
+    dispatch_s: float = 0.0
+    """Learned: messages and the event loops' turns. In the predicted TTFT."""
 
 
 class RejectReason(Enum):

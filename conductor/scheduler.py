@@ -28,16 +28,14 @@ and replay call this very function.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from math import inf
 from typing import NamedTuple
 
-from base.config import SchedulerConfig
-from conductor.admission import RETRY_AFTER_S, RejectPolicy, refusal
+from conductor.admission import RETRY_AFTER_S, refusal
 from conductor.cluster_view import ClusterView, NodeState
 from conductor.cost_model import CostModel
 from conductor.load_order import bits_of
 from conductor.placement import Placement, PlacementRequest, Rejection, RejectReason
+from conductor.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
 from kvstore.index import Group
 
 # A decode node that saves bytes may cost this much of TBT against the least loaded one.
@@ -48,33 +46,6 @@ MAX_SOURCES = 8
 
 # If the least loaded decode nodes cannot hold a prompt, others can only where nodes differ.
 DECODE_TRIES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerSettings:
-    """What an operator may set."""
-
-    reject: RejectPolicy = RejectPolicy.PREDICT
-    fetches: bool = True
-    """Whether a prefix may be fetched from another node; False is local cache-awareness."""
-    kvcache_balancing_threshold: float | None = None
-    """Fetch where best match / own match is at least this; None: the cost model decides."""
-    ahead_s: float = inf
-    """Place only where less than this is queued already, so that order is kept before the nodes;
-    an idle node is always placed on. Infinity, and in replay: whatever is queued."""
-
-
-DEFAULT_SETTINGS = SchedulerSettings()
-
-
-def scheduler_settings(config: SchedulerConfig) -> SchedulerSettings:
-    """Return the `scheduler` section of cluster.yaml as settings."""
-    return SchedulerSettings(
-        reject=RejectPolicy(config.reject),
-        fetches=config.fetch,
-        kvcache_balancing_threshold=config.kvcache_balancing_threshold or None,
-        ahead_s=config.ahead_s,
-    )
 
 
 class PrefillChoice(NamedTuple):
@@ -127,7 +98,7 @@ def place(
     if isinstance(decode, RejectReason):
         return Rejection(request.request_id, decode, _until_a_finish(view))
     placement = _combine(request, prefill, decode, view, cost)
-    refused = refusal(request, placement, view, cost, settings.reject, now_s)
+    refused = refusal(request, placement, view, cost, settings, now_s)
     if refused is None:
         return placement
     reason, retry_after_s = refused
@@ -295,7 +266,10 @@ def _combine(
     if decode_node is not prefill_node:
         tokens = request.num_tokens - decode_blocks * view.block_size
         handoff_s = cost.handoff_s(tokens, prefill.prefill_s)
+        handoff_s *= view.corrections.ratio(prefill_node.info.node_id, "handoff")
     context_tokens = decode_node.decode_context_tokens + request.num_tokens
+    step_s = cost.decode_step_s(decode_node.decode_sequences + 1, context_tokens)
+    dispatch_s = view.corrections.added_s(prefill_node.info.node_id)
     source = None if prefill.source_slot is None else view.node_at(prefill.source_slot).info.node_id
     return Placement(
         request_id=request.request_id,
@@ -310,8 +284,9 @@ def _combine(
         fetch_s=prefill.fetch_s,
         prefill_s=prefill.prefill_s,
         handoff_s=handoff_s,
-        predicted_ttft_s=prefill.ready_s + handoff_s,
-        predicted_tbt_s=cost.decode_step_s(decode_node.decode_sequences + 1, context_tokens),
+        predicted_ttft_s=prefill.ready_s + handoff_s + dispatch_s,
+        predicted_tbt_s=step_s * view.corrections.ratio(decode_node.info.node_id, "decode"),
+        dispatch_s=dispatch_s,
     )
 
 

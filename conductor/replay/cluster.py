@@ -26,7 +26,7 @@ from base.errors import ConfigError
 from base.grants import PeerDescriptor
 from base.messages import NodeInfo
 from base.request import NodeId, RequestId, Role, Slo
-from conductor.admission import RejectPolicy, admit_to_decode
+from conductor.admission import admit_to_decode
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
 from conductor.load_order import bits_of
@@ -40,7 +40,8 @@ from conductor.replay.policies import prefill_policy
 from conductor.replay.sim_node import SimNode, SimRequest
 from conductor.replay.trace import TraceRequest
 from conductor.roles import RoleController, RoleSettings, RoleStep
-from conductor.scheduler import PrefillPolicy, SchedulerSettings, place
+from conductor.scheduler import PrefillPolicy, place
+from conductor.scheduler_settings import RejectPolicy, SchedulerSettings
 from kvstore.index import Key
 
 # How often a role change is thought about.

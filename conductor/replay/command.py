@@ -18,7 +18,6 @@ from pathlib import Path
 from base.clock import Clock, SystemClock
 from base.errors import ConfigError
 from base.request import Slo
-from conductor.admission import RejectPolicy
 from conductor.cost_model import CostModel, Profile, load_profile, preset_names
 from conductor.replay.cluster import ClusterOptions
 from conductor.replay.faults import read_faults
@@ -39,6 +38,7 @@ from conductor.replay.report import (
 from conductor.replay.simulate import Plan, simulate, simulate_colocated
 from conductor.replay.trace import Trace, read_trace
 from conductor.roles import RoleSettings
+from conductor.scheduler_settings import RejectPolicy
 from kvstore.eviction import BY_NAME
 
 POLICY_SETS: dict[str, tuple[str, ...]] = {"all": POLICIES, "peers": (*RULES, "global")}

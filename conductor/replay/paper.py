@@ -19,7 +19,6 @@ from math import sqrt
 from statistics import fmean
 
 from base.request import Slo
-from conductor.admission import RejectPolicy
 from conductor.cost_model import CostModel, Profile
 from conductor.replay.block_cache import BlockCache
 from conductor.replay.cluster import Cluster, ClusterOptions
@@ -28,6 +27,7 @@ from conductor.replay.outcome import distribution
 from conductor.replay.policies import POLICIES
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace
+from conductor.scheduler_settings import RejectPolicy
 
 Row = list[str]
 

@@ -23,7 +23,8 @@ from conductor.cluster_view import ClusterView, NodeState
 from conductor.cost_model import CostModel
 from conductor.load_order import bits_of
 from conductor.placement import PlacementRequest
-from conductor.scheduler import PrefillChoice, PrefillPolicy, SchedulerSettings, candidate
+from conductor.scheduler import PrefillChoice, PrefillPolicy, candidate
+from conductor.scheduler_settings import SchedulerSettings
 from kvstore.index import Group
 
 Node = tuple[NodeState, int]

@@ -15,7 +15,8 @@ from conductor.cost_model import CostModel
 from conductor.load_order import bits_of
 from conductor.placement import PlacementRequest
 from conductor.replay.peers import RULES, peer_policy
-from conductor.scheduler import PrefillChoice, PrefillPolicy, SchedulerSettings, candidate, least_ttft
+from conductor.scheduler import PrefillChoice, PrefillPolicy, candidate, least_ttft
+from conductor.scheduler_settings import SchedulerSettings
 from kvstore.index import Group
 
 POLICIES = ("random", "load", "local", "global")

@@ -75,3 +75,14 @@ def test_correction_converges_to_a_steady_ratio() -> None:
     assert 0.1 < corrections.relative_error("n", "prefill") < 0.4
     corrections.forget("n")
     assert corrections.ratio("n", "prefill") == 1.0
+
+
+def test_added_seconds_are_learned_and_one_stall_is_not_believed() -> None:
+    corrections = Corrections()
+    for _ in range(20):
+        corrections.observe_added("n", 0.004)
+    assert corrections.added_s("n") == pytest.approx(0.004)
+    corrections.observe_added("n", 5.0)
+    assert corrections.added_s("n") < 0.01
+    corrections.forget("n")
+    assert corrections.added_s("n") == 0.0

@@ -7,12 +7,12 @@ import pytest
 
 from base.errors import ConfigError
 from base.request import NodeId, RequestId, Slo
-from conductor.admission import RejectPolicy
 from conductor.decision_log import DecisionLog, Shared, read_log
 from conductor.decisions import MAX_NODES, Actual, decide_again, decision
 from conductor.explain import Decisions
 from conductor.placement import Placement, RejectReason
-from conductor.scheduler import SchedulerSettings, place
+from conductor.scheduler import place
+from conductor.scheduler_settings import RejectPolicy, SchedulerSettings
 from tests.conductor.builders import make_cost, make_heartbeat, make_request, make_view
 
 COST = make_cost()
@@ -31,7 +31,10 @@ def history(seed, settings, num_requests=80):
         if isinstance(result, Placement):
             view.placed(request, result, now_s)
             running.append((request, result, False))
-        view.corrections.observe(f"p{rng.randrange(3)}", "prefill", 1.0, rng.uniform(0.5, 2.0))
+        for term in ("prefill", "handoff", "decode"):
+            node_id = f"{rng.choice('pd')}{rng.randrange(3)}"
+            view.corrections.observe(node_id, term, 1.0, rng.uniform(0.5, 2.0))
+            view.corrections.observe_added(node_id, rng.random() / 100)
         if rng.random() < 0.1:
             view.set_draining(NodeId(f"p{rng.randrange(2)}"), now_s, rng.random() < 0.5)
         if rng.random() < 0.2:

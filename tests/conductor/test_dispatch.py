@@ -18,7 +18,7 @@ from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel, load_profile
 from conductor.dispatch import Dispatcher, Limits
 from conductor.membership import Membership
-from conductor.scheduler import SchedulerSettings
+from conductor.scheduler_settings import SchedulerSettings
 from protos.nodes_pb2_grpc import add_NodesServicer_to_server
 from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, ScriptedWork, node_info
 

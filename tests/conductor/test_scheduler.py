@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from base.request import NodeId, Role, Slo
-from conductor.admission import RejectPolicy
 from conductor.placement import Rejection, RejectReason
-from conductor.scheduler import SchedulerSettings, matched_tokens, place
+from conductor.scheduler import matched_tokens, place
+from conductor.scheduler_settings import RejectPolicy, SchedulerSettings
 from tests.conductor.builders import (
     BLOCK_SIZE,
     make_cost,

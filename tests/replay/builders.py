@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from base.request import Slo
-from conductor.admission import RejectPolicy
 from conductor.cost_model import CostModel, load_profile
 from conductor.replay.cluster import Cluster, ClusterOptions
 from conductor.replay.generate import generate
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace
+from conductor.scheduler_settings import RejectPolicy
 
 SHARED_TRACE = Path(__file__).parents[2].parent / "shared" / "traces" / "conversation_trace.jsonl"
 

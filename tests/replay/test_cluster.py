@@ -7,7 +7,6 @@ import pytest
 
 from base.errors import ConfigError
 from base.request import NodeId, Slo
-from conductor.admission import RejectPolicy
 from conductor.cost_model import CostModel, load_profile
 from conductor.replay.cluster import Cluster, ClusterOptions
 from conductor.replay.faults import Fault
@@ -15,6 +14,7 @@ from conductor.replay.peers import RULES
 from conductor.replay.policies import POLICIES
 from conductor.replay.trace import Trace, TraceRequest, arrivals, read_trace
 from conductor.roles import RoleSettings
+from conductor.scheduler_settings import RejectPolicy
 from tests.replay.builders import REJECTING, SHARED_TRACE, TIGHT, run, small_trace
 
 COST = CostModel(load_profile("a800-llama70b"))

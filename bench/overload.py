@@ -1,0 +1,314 @@
+"""What ten times too much load does to one conductor: goodput, TTFT of what is accepted, rejections.
+
+    python -m bench.overload [--overload-s 60] [--json bench/results/overload.json]
+
+Three processes: `python -m conductor` as it is deployed, two prefill and two decode stub
+nodes (`stub_node.py`) that take a profile's time, and an open-loop gRPC client. First rates
+around the nodes' capacity, for the peak of goodput; then ten times the capacity; then 0.7
+times, for the return to normal. Every request has the same bounds on TTFT and TBT. Goodput
+is requests a second that ended well within both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from base.attach import AttachClient
+from base.config import (
+    ClusterConfig,
+    EngineConfig,
+    PoolConfig,
+    SchedulerConfig,
+    ServerConfig,
+    process_config_json,
+)
+from base.grants import PeerDescriptor
+from base.messages import NodeInfo
+from base.request import NodeId, Role, Slo
+from bench.stub_node import StubNode
+from conductor.cost_model import CostModel, Profile, load_profile, profile_json
+from deploy.plan import PreparedModel, conductor_process
+from engine.model_store import prepare
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import InferenceStub
+
+CACHE_DIR = Path("~/.cache/conductor-cluster")
+BLOCK_SIZE = 32
+PROMPT_TOKENS = 200
+MAX_TOKENS = 16
+NODES_OF_A_ROLE = 2
+CAPACITY = 30.0
+"""Requests a second that the prefill nodes compute, by their profile."""
+SLO = Slo(ttft_slo_s=0.5, tbt_slo_s=0.05)
+WARM_UP_S = 2.0
+"""Of each stretch of load; left out of its figures but for the return to normal."""
+
+
+def stub_profile() -> Profile:
+    """Return a profile under which the nodes have CAPACITY."""
+    profile = load_profile("cpu-smollm2")
+    prefill_s = NODES_OF_A_ROLE / CAPACITY
+    return dataclasses.replace(
+        profile,
+        name="stub",
+        source="made up, for bench.overload",
+        prefill_fixed_s=prefill_s / 10,
+        prefill_token_s=prefill_s * 0.9 / PROMPT_TOKENS,
+        prefill_token2_s=0.0,
+        decode_fixed_s=0.01,
+        decode_sequence_s=0.0005,
+        decode_context_token_s=0.0,
+        transfer_fixed_s=0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How one request went. Seconds on the client's clock."""
+
+    at_s: float
+    rejected_after_s: float | None = None
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+    """The mean."""
+    is_whole: bool = False
+
+    @property
+    def is_good(self) -> bool:
+        met = self.ttft_s is not None and self.ttft_s <= SLO.ttft_slo_s
+        return self.is_whole and met and (self.tbt_s or 0.0) <= SLO.tbt_slo_s
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """One stretch of load at one rate."""
+
+    rate: float
+    seconds: float
+    asked: int
+    goodput: float
+    accepted_p99_ttft_s: float
+    rejected: int
+    rejection_p50_s: float
+    rejection_p99_s: float
+    failed: int
+
+
+def summary(rate: float, seconds: float, asked: Iterable[Asked], skip_s: float) -> Stretch:
+    """Return the figures of a stretch without its first `skip_s`, by when requests were asked."""
+    rows = [row for row in asked if row.at_s >= skip_s]
+    ttft = [row.ttft_s for row in rows if row.ttft_s is not None]
+    rejections = [row.rejected_after_s for row in rows if row.rejected_after_s is not None]
+    return Stretch(
+        rate=rate,
+        seconds=seconds,
+        asked=len(rows),
+        goodput=sum(row.is_good for row in rows) / (seconds - skip_s),
+        accepted_p99_ttft_s=quantile(ttft, 0.99),
+        rejected=len(rejections),
+        rejection_p50_s=quantile(rejections, 0.5),
+        rejection_p99_s=quantile(rejections, 0.99),
+        failed=sum(not row.is_whole and row.rejected_after_s is None for row in rows),
+    )
+
+
+def quantile(values: list[float], share: float) -> float:
+    """Return the value below which `share` of `values` lie; 0 where there is none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def normal_after_s(rows: Iterable[Asked]) -> float:
+    """Return when, in a stretch below capacity, the last request was asked that went wrong."""
+    return max((row.at_s for row in rows if not row.is_good), default=0.0)
+
+
+# --- the client -------------------------------------------------------------------------
+
+
+async def ask(stub: InferenceStub, tokens: list[int], at_s: float) -> Asked:
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=tokens),
+        sampling=pb.Sampling(temperature=0.0),
+        stop=pb.Stop(max_tokens=MAX_TOKENS, ignore_eos=True),
+        slo=pb.Slo(ttft_s=SLO.ttft_slo_s, tbt_s=SLO.tbt_slo_s),
+    )
+    begin_s, first_s, last_s, count = time.perf_counter(), None, 0.0, 0
+    try:
+        async for response in stub.Generate(request, timeout=30):
+            last_s = time.perf_counter()
+            first_s = first_s or last_s
+            count += len(response.token_ids)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and first_s is None:
+            return Asked(at_s, rejected_after_s=time.perf_counter() - begin_s)
+        return Asked(at_s, ttft_s=first_s and first_s - begin_s)
+    assert first_s is not None, "a whole answer has a first token"
+    return Asked(at_s, None, first_s - begin_s, (last_s - first_s) / max(1, count - 1), True)
+
+
+async def stretch(stub: InferenceStub, rate: float, seconds: float, rng: random.Random) -> list[Asked]:
+    """Send an open loop of requests; return how each went, when all are over."""
+    begin_s = time.perf_counter()
+    due_s = 0.0
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        while (due_s := due_s + rng.expovariate(rate)) < seconds:
+            await asyncio.sleep(max(0.0, begin_s + due_s - time.perf_counter()))
+            tokens = [100 + rng.randrange(20_000) for _ in range(PROMPT_TOKENS)]
+            tasks.append(group.create_task(ask(stub, tokens, time.perf_counter() - begin_s)))
+    return [task.result() for task in tasks]
+
+
+async def measure(address: str, overload_s: float) -> dict[str, Any]:
+    rng = random.Random(1)
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = InferenceStub(channel)
+        await stretch(stub, CAPACITY / 2, 3.0, rng)
+        sweep = []
+        for share in (0.8, 1.0, 1.2):
+            rows = await stretch(stub, CAPACITY * share, 8.0, rng)
+            sweep.append(told(summary(CAPACITY * share, 8.0, rows, WARM_UP_S)))
+        peak = max(each.goodput for each in sweep)
+        rows = await stretch(stub, CAPACITY * 10, overload_s, rng)
+        overload = told(summary(CAPACITY * 10, overload_s, rows, WARM_UP_S))
+        after = await stretch(stub, CAPACITY * 0.7, 12.0, rng)
+        told(summary(CAPACITY * 0.7, 12.0, after, 0.0))
+    result = {
+        "peak_goodput": peak,
+        "overload_goodput_over_peak": overload.goodput / peak,
+        "accepted_p99_ttft_s": overload.accepted_p99_ttft_s,
+        "ttft_slo_s": SLO.ttft_slo_s,
+        "rejection_p99_s": overload.rejection_p99_s,
+        "normal_after_s": normal_after_s(after),
+    }
+    for name, value in result.items():
+        print(f"{name}: {value:.4g}")
+    return {**result, "sweep": [asdict(each) for each in sweep], "overload": asdict(overload)}
+
+
+def told(figures: Stretch) -> Stretch:
+    print(
+        f"rate {figures.rate:6.1f}/s  goodput {figures.goodput:6.2f}/s"
+        f"  accepted p99 TTFT {figures.accepted_p99_ttft_s * 1e3:6.0f} ms"
+        f"  rejected {figures.rejected:6d}, p50 {figures.rejection_p50_s * 1e3:5.1f}"
+        f" p99 {figures.rejection_p99_s * 1e3:6.1f} ms  failed {figures.failed}",
+        flush=True,
+    )
+    return figures
+
+
+# --- the nodes --------------------------------------------------------------------------
+
+
+def stub_info(name: str, role: Role, model_id: str) -> NodeInfo:
+    return NodeInfo(
+        node_id=NodeId(name),
+        epoch=1,
+        roles=frozenset({role}),
+        model_id=model_id,
+        layout_id="stub",
+        max_model_len=4096,
+        num_blocks=10_000,
+        block_size=BLOCK_SIZE,
+        peer=PeerDescriptor(name, 1, ()),
+        host="here",
+    )
+
+
+async def serve_nodes(address: str, model_id: str) -> None:
+    cost = CostModel(stub_profile())
+    async with asyncio.TaskGroup() as group:
+        for role in Role:
+            for number in range(NODES_OF_A_ROLE):
+                node = StubNode(cost, 10_000, BLOCK_SIZE)
+                info = stub_info(f"{role.value}-{number}", role, model_id)
+                client = AttachClient(info, address, random.Random(number))
+                node.send = client.send
+                group.create_task(node.run())
+                group.create_task(client.run(node))
+
+
+# --- all of it --------------------------------------------------------------------------
+
+
+def run(overload_s: float) -> dict[str, Any]:
+    prepared = prepare("smollm2", CACHE_DIR, lambda line: None)
+    model = PreparedModel(str(prepared.path), prepared.model_id, prepared.name)
+    with tempfile.TemporaryDirectory() as folder:
+        profile = Path(folder) / "stub.json"
+        profile.write_text(profile_json(stub_profile()))
+        cluster = ClusterConfig(
+            profile=str(profile),
+            server=ServerConfig(http_port=0, grpc_port=0),
+            prefill=PoolConfig(engine=EngineConfig(block_size=BLOCK_SIZE)),
+            decode=PoolConfig(engine=EngineConfig(block_size=BLOCK_SIZE)),
+            scheduler=SchedulerConfig(),
+        )
+        config = Path(folder) / "conductor.json"
+        config.write_text(process_config_json(conductor_process(cluster, model)))
+        conductor = started("conductor", "--config", str(config))
+        nodes = None
+        try:
+            assert conductor.stdout is not None
+            ready = json.loads(conductor.stdout.readline())
+            address = f"127.0.0.1:{ready['grpc_port']}"
+            nodes = started("bench.overload", "--nodes-of", address, "--model-id", model.model_id)
+            return asyncio.run(measure(address, overload_s))
+        finally:
+            for process in (conductor, nodes):
+                if process is not None:
+                    process.terminate()
+                    process.wait(40)
+
+
+def started(*command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.overload", description=__doc__)
+    parser.add_argument("--overload-s", type=float, default=60.0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--nodes-of", help=argparse.SUPPRESS)
+    parser.add_argument("--model-id", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.nodes_of:
+        asyncio.run(serve_nodes(arguments.nodes_of, arguments.model_id))
+        return
+    load_average = os.getloadavg()[0]
+    result = run(arguments.overload_s)
+    if arguments.json:
+        machine = {
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+            "load_average_before": load_average,
+        }
+        arguments.json.write_text(json.dumps({"machine": machine, **result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

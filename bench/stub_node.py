@@ -1,0 +1,156 @@
+"""A node without a model: it takes the time that a profile says, and makes tokens up.
+
+For benches and tests of the conductor, whose other side it is (`base.attach.NodeWork`): one
+prompt after another is prefilled, all running sequences decode in one batch, and the tokens
+of a step leave in one message. It holds no KV; the blocks of prompts that it has prefilled are
+told of as a node would, and matched from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from base.block_hash import BlockHash, hash_chain
+from base.grants import Grant, Operation
+from base.messages import (
+    FromNode,
+    Heartbeat,
+    KvEvents,
+    Lend,
+    Prefill,
+    Prefilled,
+    PrefillTimes,
+    Release,
+    Reserve,
+    Reserved,
+    Start,
+    Tokens,
+    ToNode,
+    Work,
+)
+from base.request import FinishReason, RequestId, SampledToken
+from conductor.cost_model import CostModel
+
+TOKEN = SampledToken(5)
+GRANT = Grant(1, 2, Operation.WRITE, (0,), 1, 10.0)
+
+
+class _Running:
+    __slots__ = ("context_tokens", "tokens_left")
+
+    def __init__(self, work: Work) -> None:
+        self.context_tokens = len(work.token_ids)
+        self.tokens_left = work.stop.max_tokens - 1 - len(work.token_ids) + work.num_prompt_tokens
+
+
+class StubNode:
+    """Belongs to the event loop, on whose clock it takes its time."""
+
+    def __init__(self, cost: CostModel, num_blocks: int, block_size: int) -> None:
+        self.send: Callable[[FromNode], None] = lambda item: None
+        self._cost = cost
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._known: set[BlockHash] = set()
+        self._news: list[BlockHash] = []
+        self._next_event = 1
+        self._beats = 0
+        self._reserved: dict[RequestId, Work] = {}
+        self._prompts: deque[Prefill] = deque()
+        self._running: dict[RequestId, _Running] = {}
+        self._work_came = asyncio.Event()
+        self._batch_came = asyncio.Event()
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._prefill_all())
+            group.create_task(self._decode_all())
+
+    def receive(self, items: list[ToNode]) -> None:
+        for item in items:
+            match item:
+                case Reserve(work):
+                    self._reserved[work.request_id] = work
+                    self.send(Reserved(work.request_id, 0, GRANT))
+                case Prefill():
+                    self._prompts.append(item)
+                    self._work_came.set()
+                case Start(request_id):
+                    self._running[request_id] = _Running(self._reserved[request_id])
+                    self._batch_came.set()
+                case Release(request_id):
+                    self._reserved.pop(request_id, None)
+                    self._running.pop(request_id, None)
+                case Lend():
+                    pass
+
+    def heartbeat(self) -> Heartbeat:
+        self._beats += 1
+        held = sum(len(work.token_ids) for work in self._reserved.values()) // self._block_size
+        return Heartbeat(
+            sequence=self._beats,
+            num_free_blocks=self._num_blocks - held,
+            num_held_blocks=held,
+            num_waiting=len(self._prompts),
+            num_running=len(self._running),
+            num_queued_tokens=sum(len(item.work.token_ids) for item in self._prompts),
+            num_context_tokens=sum(running.context_tokens for running in self._running.values()),
+        )
+
+    def kv_events(self) -> KvEvents | None:
+        if not self._news:
+            return None
+        events = KvEvents(self._next_event, False, tuple(self._news), ())
+        self._next_event = events.next_number
+        self._news = []
+        return events
+
+    def kv_snapshot(self) -> KvEvents:
+        self._news = []
+        return KvEvents(self._next_event, True, tuple(self._known), ())
+
+    def lost(self) -> None:
+        self._reserved.clear()
+        self._prompts.clear()
+        self._running.clear()
+
+    async def _prefill_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._work_came.wait()
+            self._work_came.clear()
+            while self._prompts:
+                work = self._prompts[0].work
+                chain = hash_chain(work.token_ids, self._block_size, work.chain_root)
+                matched = min(self._matched(chain), len(work.token_ids) - 1)
+                began_at_s = loop.time()
+                await asyncio.sleep(self._cost.prefill_s(len(work.token_ids) - matched, matched))
+                if not self._prompts:
+                    break
+                self._prompts.popleft()
+                self._news += [key for key in chain if key not in self._known]
+                self._known.update(chain)
+                times = PrefillTimes(0.0, loop.time() - began_at_s, 0.0)
+                self.send(Prefilled(work.request_id, TOKEN, None, matched, (), times))
+
+    async def _decode_all(self) -> None:
+        while True:
+            await self._batch_came.wait()
+            self._batch_came.clear()
+            while self._running:
+                context_tokens = sum(running.context_tokens for running in self._running.values())
+                await asyncio.sleep(self._cost.decode_step_s(len(self._running), context_tokens))
+                for request_id, running in list(self._running.items()):
+                    running.tokens_left -= 1
+                    running.context_tokens += 1
+                    reason = None if running.tokens_left > 0 else FinishReason.LENGTH
+                    self.send(Tokens(request_id, (TOKEN,), reason))
+                    if reason is not None:
+                        del self._running[request_id]
+
+    def _matched(self, chain: list[BlockHash]) -> int:
+        depth = next((at for at, key in enumerate(chain) if key not in self._known), len(chain))
+        return depth * self._block_size

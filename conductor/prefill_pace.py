@@ -1,0 +1,76 @@
+"""How fast prefill nodes really are, against the profile, from when their prompts were done.
+
+A node that has one prompt tells its own seconds. One that has several computes parts of them
+in the same step, so that each one's seconds hold the others': a short prompt beside a long
+one seems to take as long. Then a run of prompts is taken together: from the moment the node
+began on them, or finished those before, to the last first token.
+"""
+
+from __future__ import annotations
+
+from base.request import NodeId
+
+# A node that is never idle is measured this often.
+RUN_LENGTH = 8
+
+
+class _Run:
+    __slots__ = ("begun_at_s", "done_profile_s", "is_spoiled", "num_done", "num_placed", "was_alone")
+
+    def __init__(self, now_s: float) -> None:
+        self.begun_at_s = now_s
+        self.num_placed = 0
+        self.num_done = 0
+        self.done_profile_s = 0.0
+        self.was_alone = True
+        self.is_spoiled = False
+
+
+class PrefillPace:
+    """The run of prompts that each node is at."""
+
+    def __init__(self) -> None:
+        self._runs: dict[NodeId, _Run] = {}
+
+    def placed(self, node_id: NodeId, now_s: float) -> None:
+        """A prompt was placed on a node."""
+        run = self._runs.get(node_id)
+        if run is None:
+            run = self._runs[node_id] = _Run(now_s)
+        run.num_placed += 1
+        run.was_alone = run.was_alone and run.num_placed == 1
+
+    def done(
+        self, node_id: NodeId, now_s: float, profile_s: float, compute_s: float
+    ) -> tuple[float, float] | None:
+        """A prompt that was placed is done; return (profile's, measured) seconds if a run is over.
+
+        `profile_s` and `compute_s` are this prompt's, by the profile and by the node.
+        """
+        run = self._runs[node_id]
+        run.num_placed -= 1
+        run.num_done += 1
+        run.done_profile_s += profile_s
+        if run.num_placed and run.num_done < RUN_LENGTH:
+            return None
+        self._end(node_id, run, now_s)
+        if run.is_spoiled:
+            return None
+        if run.was_alone:
+            return profile_s, compute_s
+        return run.done_profile_s, now_s - run.begun_at_s
+
+    def lost(self, node_id: NodeId, now_s: float) -> None:
+        """A prompt that was placed will not be done: what the node did of it is not known."""
+        run = self._runs[node_id]
+        run.num_placed -= 1
+        run.is_spoiled = True
+        if not run.num_placed:
+            self._end(node_id, run, now_s)
+
+    def _end(self, node_id: NodeId, run: _Run, now_s: float) -> None:
+        del self._runs[node_id]
+        if run.num_placed:
+            following = self._runs[node_id] = _Run(now_s)
+            following.num_placed = run.num_placed
+            following.was_alone = False
