@@ -151,7 +151,8 @@ async def ask(stub: InferenceStub, tokens: list[int], at_s: float) -> Asked:
     )
     begin_s, first_s, last_s, count = time.perf_counter(), None, 0.0, 0
     try:
-        async for response in stub.Generate(request, timeout=30):
+        answer: Any = stub.Generate(request, timeout=30)
+        async for response in answer:
             last_s = time.perf_counter()
             first_s = first_s or last_s
             count += len(response.token_ids)

@@ -61,7 +61,8 @@ async def ask(stub: InferenceStub, tokens: list[int], max_tokens: int) -> None:
         sampling=pb.Sampling(temperature=0.0),
         stop=pb.Stop(max_tokens=max_tokens, ignore_eos=True),
     )
-    async for _ in stub.Generate(request, timeout=300):
+    answer: Any = stub.Generate(request, timeout=300)
+    async for _ in answer:
         pass
 
 

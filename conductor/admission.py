@@ -53,7 +53,8 @@ def refusal(
     if policy is RejectPolicy.NONE:
         return None
     ttft_s = request.waited_s + placement.predicted_ttft_s
-    bound_s = slo.ttft_slo_s * settings.ttft_headroom
+    # who was let wait with some room is not sent away for having lost a part of it
+    bound_s = slo.ttft_slo_s * (1.0 if request.is_promised else settings.ttft_headroom)
     if ttft_s > bound_s:
         return RejectReason.TTFT, _bounded(ttft_s - bound_s)
     if slo.tbt_slo_s == inf or policy is RejectPolicy.LATE:

@@ -265,9 +265,11 @@ class Dispatcher:
             slo=run.slo,
             priority=run.request.priority,
             waited_s=now_s - run.arrived_at_s + ahead_s,
+            is_promised=run.is_promised,
         )
         result = place(asked, self._view, self._cost, now_s, self._settings)
         if waits and isinstance(result, Placement):
+            run.is_promised = True
             return None
         self._observer.decided(decision(asked, self._view, result, run.arrived_at_s, now_s))
         if isinstance(result, Rejection):

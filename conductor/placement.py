@@ -31,6 +31,8 @@ class PlacementRequest(NamedTuple):
     priority: int = 0
     waited_s: float = 0.0
     """Between arrival and placement; what its TTFT bound has lost already."""
+    is_promised: bool = False
+    """It was let wait, because it was predicted to keep its bounds then."""
 
 
 class Placement(NamedTuple):

@@ -32,6 +32,8 @@ class Run:
             timeout_s = min(timeout_s, request.deadline_s)
         self._deadline_at_s = self.arrived_at_s + timeout_s
         self._num_cached_tokens: int | None = None
+        self.is_promised = False
+        """Whether it was let wait: see `PlacementRequest`."""
         self._hashed: tuple[int, BlockHash] | None = None
         self._chain: list[BlockHash] = []
         self._num_tokens_before = 0
@@ -42,6 +44,7 @@ class Run:
     def begin_attempt(self) -> None:
         """Start afresh: a late message of the attempt before must not be taken for ours."""
         self.num_attempts += 1
+        self.is_promised = False
         self.mailbox = Mailbox()
         self._num_tokens_before = len(self.generated)
         self._prefilled = self._ttft_s = None
