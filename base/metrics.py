@@ -127,6 +127,10 @@ class ConductorMetrics:
         self.running = Gauge("conductor_running_sequences", "Begun and not ended", registry=registry)
         self.waiting = Gauge("conductor_waiting_sequences", "Waiting on a node", registry=registry)
         self.kv_usage = Gauge("conductor_kv_usage_ratio", "Held share of all KV blocks", registry=registry)
+        self._predictions(registry)
+        registry.register(_VllmNames(self._own_metrics(part), model_name))
+
+    def _predictions(self, registry: CollectorRegistry) -> None:
         error = Histogram(
             "conductor_prediction_error_ratio",
             "Of placements: |predicted / actual - 1|, by term",
@@ -141,7 +145,6 @@ class ConductorMetrics:
             ["node", "term"],
             registry=registry,
         )
-        registry.register(_VllmNames(self._own_metrics(part), model_name))
 
     def _own_metrics(self, part: Histogram) -> tuple[_Alias, ...]:
         return (
