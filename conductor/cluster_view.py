@@ -266,33 +266,33 @@ class ClusterView:
 
     def placed(self, request: PlacementRequest, placement: Placement, now_s: float) -> None:
         """Count a placement that is being carried out. Every one ends in `finished`."""
-        prefill = self._nodes[placement.prefill_node]
-        decode = self._nodes[placement.decode_node]
-        source = self._nodes.get(placement.source_node) if placement.source_node is not None else None
-        flight = InFlight(prefill, decode, source)
+        nodes = self._nodes
+        prefill, decode = nodes[placement.prefill_node], nodes[placement.decode_node]
+        source = nodes.get(placement.source_node) if placement.source_node is not None else None
+        num_tokens = request.num_tokens
         output_tokens = self.expected_output_tokens(request.max_tokens)
-        flight.prefill_s = placement.prefill_s
-        flight.new_tokens = request.num_tokens - placement.matched_tokens
-        flight.context_tokens = request.num_tokens + int(output_tokens / 2)
-        flight.peak_tokens = request.num_tokens + output_tokens
-        flight.decode_from_s = now_s + placement.predicted_ttft_s
-        self._in_flight[request.request_id] = flight
+        flight = self._in_flight[request.request_id] = InFlight(prefill, decode, source)
         self.num_in_flight = len(self._in_flight)
+        flight.prefill_s = prefill_s = placement.prefill_s
+        flight.new_tokens = new_tokens = num_tokens - placement.matched_tokens
+        flight.context_tokens = context_tokens = num_tokens + int(output_tokens / 2)
+        flight.peak_tokens = peak_tokens = num_tokens + output_tokens
+        flight.decode_from_s = decode_from_s = now_s + placement.predicted_ttft_s
 
         prefill.num_queued += 1
-        prefill.queued_s += flight.prefill_s
-        prefill.queued_tokens += flight.new_tokens
+        prefill.queued_s += prefill_s
+        prefill.queued_tokens += new_tokens
         if self.prefill_mask >> prefill.slot & 1:
             start_s = max(self.prefill_order.value(prefill.slot), now_s + placement.fetch_s)
-            self.prefill_order.set(prefill.slot, start_s + flight.prefill_s)
+            self.prefill_order.set(prefill.slot, start_s + prefill_s)
         decode.decode_sequences += 1
-        decode.decode_context_tokens += flight.context_tokens
-        decode.peak_tokens += flight.peak_tokens
-        decode.reported_free_tokens -= flight.peak_tokens
+        decode.decode_context_tokens += context_tokens
+        decode.peak_tokens += peak_tokens
+        decode.reported_free_tokens -= peak_tokens
         self._reorder(decode)
         if source is not None:
             source.num_outgoing += 1
-        self.projection.add(flight.decode_from_s, flight.context_tokens)
+        self.projection.add(decode_from_s, context_tokens)
 
     def decode_node(self, request_id: RequestId) -> NodeState:
         """Return where a placed request is to decode, also if that node has left."""
@@ -301,33 +301,34 @@ class ClusterView:
     def prefill_done(self, request_id: RequestId, now_s: float) -> None:
         """The first token came: the prefill node is free of it, the decode node goes on."""
         flight = self._in_flight[request_id]
+        decode, context_tokens = flight.decode, flight.context_tokens
         self._leave_prefill(flight, now_s)
-        self.projection.discard(flight.decode_from_s, flight.context_tokens)
+        self.projection.discard(flight.decode_from_s, context_tokens)
         flight.decode_from_s = now_s
-        self.projection.add(now_s, flight.context_tokens)
+        self.projection.add(now_s, context_tokens)
         flight.is_decoding = True
-        flight.decode.running_sequences += 1
-        flight.decode.running_context_tokens += flight.context_tokens
+        decode.running_sequences += 1
+        decode.running_context_tokens += context_tokens
         self.running_sequences += 1
-        self.running_context_tokens += flight.context_tokens
+        self.running_context_tokens += context_tokens
 
     def finished(self, request_id: RequestId, now_s: float, output_tokens: int | None = None) -> None:
         """The request is over, however it ended; `output_tokens` where it ended well."""
         flight = self._in_flight.pop(request_id)
         self.num_in_flight = len(self._in_flight)
-        decode = flight.decode
+        decode, context_tokens, peak_tokens = flight.decode, flight.context_tokens, flight.peak_tokens
         if flight.is_decoding:
             decode.running_sequences -= 1
-            decode.running_context_tokens -= flight.context_tokens
+            decode.running_context_tokens -= context_tokens
             self.running_sequences -= 1
-            self.running_context_tokens -= flight.context_tokens
+            self.running_context_tokens -= context_tokens
         else:
             self._leave_prefill(flight, now_s)
-        self.projection.discard(flight.decode_from_s, flight.context_tokens)
+        self.projection.discard(flight.decode_from_s, context_tokens)
         decode.decode_sequences -= 1
-        decode.decode_context_tokens -= flight.context_tokens
-        decode.peak_tokens -= flight.peak_tokens
-        decode.reported_free_tokens += flight.peak_tokens
+        decode.decode_context_tokens -= context_tokens
+        decode.peak_tokens -= peak_tokens
+        decode.reported_free_tokens += peak_tokens
         self._reorder(decode)
         if output_tokens is not None:
             self.projection.observe(now_s - flight.decode_from_s)
@@ -335,7 +336,8 @@ class ClusterView:
 
     def expected_output_tokens(self, max_tokens: int) -> float:
         """Return how long an output is expected to be, by those seen so far."""
-        return min(float(max_tokens), self.mean_output_tokens)
+        mean = self.mean_output_tokens
+        return mean if mean < max_tokens else float(max_tokens)
 
     # Private
 

@@ -46,14 +46,13 @@ class LoadOrder:
 
     def set(self, node: int, value: float) -> None:
         """Give `node` a value; adds it if it is unknown."""
-        known = self._value.get(node)
-        order = self._order
-        if known is not None:
+        values, order = self._value, self._order
+        if node in values:
             if self._idle >> node & 1:
                 self._idle ^= 1 << node
             else:
-                del order[bisect_left(order, (known, node))]
-        self._value[node] = value
+                del order[bisect_left(order, (values[node], node))]
+        values[node] = value
         insort(order, (value, node))
 
     def remove(self, node: int) -> None:

@@ -59,29 +59,30 @@ class PrefixIndex:
             mine = self._blocks[node] = set()
         bit = self._bit(node)
         holders = self._holders
-        get = holders.get
         for key in keys:
-            mask = get(key)
             # the shared object where there is one holder: an index of millions of
             # blocks over hundreds of nodes would otherwise be mostly equal integers
-            holders[key] = bit if mask is None else mask | bit
+            if key in holders:
+                holders[key] |= bit
+            else:
+                holders[key] = bit
         mine.update(keys)
 
-    def remove(self, node: int, keys: Iterable[Key]) -> None:
+    def remove(self, node: int, keys: Collection[Key]) -> None:
         """Note that `node` no longer holds `keys`; unknown ones are passed over."""
         mine = self._blocks.get(node)
         if mine is None:
             return
-        bit = 1 << node
+        bit = self._bit(node)
         holders = self._holders
-        gone = mine.intersection(keys)
-        mine -= gone
-        for key in gone:
-            rest = holders[key] ^ bit
-            if rest:
-                holders[key] = rest
-            else:
+        get = holders.get
+        for key in keys:
+            mask = get(key, 0)
+            if mask == bit:
                 del holders[key]
+            elif mask & bit:
+                holders[key] = mask ^ bit
+        mine.difference_update(keys)
 
     def remove_node(self, node: int) -> None:
         """Forget everything that `node` held."""
@@ -104,8 +105,11 @@ class PrefixIndex:
         get = self._holders.get
         current = -1
         for depth, key in enumerate(chain):
-            deeper = current & get(key, 0)
-            if deeper != current:
+            mask = get(key, 0)
+            if mask != current:
+                deeper = current & mask
+                if deeper == current:
+                    continue
                 if depth:
                     groups.append((depth, current ^ deeper))
                 if not deeper:

@@ -1,22 +1,23 @@
 """Block cache: the blocks in one simulated node's host memory.
 
 `PolicyCache` evicts by the live `kvstore/eviction.py`, under any of its policies.
-`BlockCache` is its policy `lru` and nothing else, ten times as fast: the simulator's most
-frequent work is storing runs of blocks, which it does by loops of the interpreter's own.
-A test holds the two to the same evictions.
+`BlockCache` is its policy `lru` and nothing else, ten times as fast: storing prompts is the
+simulator's most frequent work, so it keeps runs of blocks that came and went together
+instead of blocks. A test holds the two to the same evictions.
 
 A prompt's blocks are touched last to first, so a block is always at least as recent as
 those that continue it: the tail of a chain goes before its head, and holding a block means
-holding all before it. The matched depth can therefore be found by bisection.
+holding all before it. An id names a block with all before it (the trace reader refuses
+others), so two chains that agree in one place agree in all before.
 
-OrderedDict and not dict: taking the oldest of a dict is O(n) once many have been taken.
+An OrderedDict of blocks was weighed, and a dict of their last uses: both took three times
+as long, for every block of every prompt is looked at.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Container, Iterator, Sequence
-from itertools import islice
+from collections import OrderedDict
+from collections.abc import Container, Sequence
 from typing import Protocol
 
 from base.errors import ConfigError
@@ -53,35 +54,98 @@ def make_cache(policy: str, capacity: int) -> Cache:
     return BlockCache(capacity) if policy == "lru" else PolicyCache(policy, capacity)
 
 
+class _Run:
+    """Blocks that follow each other and were last used together."""
+
+    __slots__ = ("keys",)
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        self.keys = keys
+
+
 class BlockCache:
-    """At most `capacity` blocks, least recently used out first."""
+    """At most `capacity` blocks, least recently used out first.
+
+    Runs form a tree: a prompt that leaves a run in its middle splits it there.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._blocks: OrderedDict[Key, None] = OrderedDict()
+        self._size = 0
+        self._by_first: dict[Key, _Run] = {}
+        self._by_use: OrderedDict[_Run, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return self._size
 
     def match(self, chain: Sequence[Key]) -> int:
         """Return how many leading blocks of `chain` are held."""
-        return _depth(self._blocks, chain)
+        get = self._by_first.get
+        depth, length = 0, len(chain)
+        while depth < length:
+            run = get(chain[depth])
+            if run is None:
+                return depth
+            keys = run.keys
+            end = depth + len(keys)
+            if end > length or chain[end - 1] != keys[-1]:
+                return depth + _num_common(keys, chain, depth)
+            depth = end
+        return depth
 
     def store(self, chain: Sequence[Key]) -> tuple[Sequence[Key], list[Key]]:
         """Hold all of `chain`, as far as it fits; return what is new and what had to go."""
-        chain = chain[: self.capacity]
-        blocks = self._blocks
-        depth = self.match(chain)
+        if len(chain) > self.capacity:
+            chain = chain[: self.capacity]
+        path: list[_Run] = []
+        get, by_use = self._by_first.get, self._by_use
+        depth, length = 0, len(chain)
+        while depth < length and (run := get(chain[depth])):
+            keys = run.keys
+            end = depth + len(keys)
+            if end > length or chain[end - 1] != keys[-1]:
+                end = depth + _num_common(keys, chain, depth)
+                run = self._split(run, end - depth)
+            path.append(run)
+            depth = end
         stored = chain[depth:]
-        blocks.update(dict.fromkeys(reversed(stored)))
-        _exhaust(map(blocks.move_to_end, reversed(chain[:depth])))
-        evicted = list(islice(blocks, max(0, len(blocks) - self.capacity)))
-        _exhaust(map(blocks.__delitem__, evicted))
-        return stored, evicted
+        if stored:
+            run = self._by_first[stored[0]] = _Run(stored)
+            path.append(run)
+            self._size += len(stored)
+        for run in reversed(path):
+            by_use[run] = None
+            by_use.move_to_end(run)
+        return stored, self._evict(self._size - self.capacity) if self._size > self.capacity else []
 
     def clear(self) -> None:
         """Forget everything: the node died."""
-        self._blocks.clear()
+        self._size = 0
+        self._by_first.clear()
+        self._by_use.clear()
+
+    def _split(self, run: _Run, at: int) -> _Run:
+        """Return the first `at` blocks as a run of their own; the others keep their place in the order."""
+        head = self._by_first[run.keys[0]] = _Run(run.keys[:at])
+        run.keys = run.keys[at:]
+        self._by_first[run.keys[0]] = run
+        return head
+
+    def _evict(self, excess: int) -> list[Key]:
+        """Drop and return the `excess` blocks used longest ago."""
+        self._size -= excess
+        evicted: list[Key] = []
+        while excess:
+            oldest = next(iter(self._by_use))
+            keys = oldest.keys
+            if len(keys) > excess:
+                evicted.extend(keys[: -excess - 1 : -1])
+                oldest.keys = keys[:-excess]
+                break
+            evicted.extend(reversed(keys))
+            excess -= len(keys)
+            del self._by_use[oldest], self._by_first[keys[0]]
+        return evicted
 
 
 class PolicyCache:
@@ -127,6 +191,18 @@ class PolicyCache:
         self._blocks = BY_NAME[self._policy]()
 
 
+def _num_common(keys: Sequence[Key], chain: Sequence[Key], start: int) -> int:
+    """Return how many blocks `chain` shares with `keys` from `start` on: one at least, by bisection."""
+    low, high = 1, min(len(keys), len(chain) - start)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if chain[start + middle - 1] == keys[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def _depth(blocks: Container[Key], chain: Sequence[Key]) -> int:
     """Bisect: holding a block means holding all before it."""
     low, high = 0, len(chain)
@@ -137,7 +213,3 @@ def _depth(blocks: Container[Key], chain: Sequence[Key]) -> int:
         else:
             high = middle
     return low
-
-
-def _exhaust(calls: Iterator[None]) -> None:
-    deque(calls, maxlen=0)

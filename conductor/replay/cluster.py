@@ -15,7 +15,7 @@ at once, first tokens and ends as they happen, KV events `view_delay_s` late.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ChainOf
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -88,7 +88,6 @@ class Cluster:
         self.outcomes = Outcomes(options.block_size)
         self.view = ClusterView(cost, options.block_size)
         self.now_s = 0.0
-        self.num_events = 0
         self.links = Links(self._at)
         self.samples: list[tuple[float, float, float]] = []
         """(moment, mean seconds of prefill queued, mean decode step) of each sample."""
@@ -101,7 +100,7 @@ class Cluster:
         self._choose_prefill = prefill_policy(options.policy, options.seed)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._num_scheduled = 0
-        self._arrivals: Iterator[TraceRequest] = iter(())
+        self._is_arriving = False
         self._nodes: dict[NodeId, SimNode] = {}
         self._in_flight: dict[str, SimRequest] = {}
         self._roles = RoleController(cost, options.roles) if options.roles else None
@@ -112,22 +111,37 @@ class Cluster:
         """All nodes, those named p first."""
         return list(self._nodes.values())
 
-    def run(self, arrivals: Iterator[TraceRequest]) -> None:
+    def run(self, arrivals: Iterable[TraceRequest]) -> None:
         """Serve every request of `arrivals`, which come in order of time, to its end."""
-        self._arrivals = arrivals
-        self._next_arrival()
         if self.options.sample_every_s:
             self._at(self.options.sample_every_s, self._sample)
         if self._roles is not None:
             self._at(ROLE_STEP_S, self._step_roles, self._roles)
         for fault in self.options.faults:
             self._at(fault.at_s, self._node_dies, fault)
+        self._is_arriving = True
+        for row in arrivals:
+            self._run_until(row.arrival_s)
+            self.now_s = row.arrival_s
+            self._arrived(row)
+        self._is_arriving = False
+        self._run_until(inf)
+
+    @property
+    def num_events(self) -> int:
+        """Arrivals and what followed from them."""
+        return self._num_scheduled + self.outcomes.num_arrived
+
+    def _run_until(self, moment_s: float) -> None:
         events = self._events
-        while events:
-            now_s, _, call, arguments = heappop(events)
-            self.now_s = now_s
-            self.num_events += 1
+        while events and events[0][0] < moment_s:
+            self.now_s, _, call, arguments = heappop(events)
             call(*arguments)
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether something will happen that is worth watching."""
+        return self._is_arriving or bool(self._in_flight)
 
     # Nodes
 
@@ -219,7 +233,7 @@ class Cluster:
             self.view.set_roles(action.node_id, frozenset({action.role}), self.now_s)
             self.view.set_draining(action.node_id, self.now_s, False)
             self.outcomes.role_changes += 1
-        if self._events:
+        if self._is_busy:
             self._at(self.now_s + ROLE_STEP_S, self._step_roles, roles)
 
     def _at(self, moment_s: float, call: Callable[..., None], *arguments: Any) -> None:
@@ -234,18 +248,12 @@ class Cluster:
         queue_s = sum(node.queued_s for node in prefill) / max(1, len(prefill))
         step_s = sum(self._cost.decode_step_s(node.batch, node.context_tokens) for node in decode)
         self.samples.append((self.now_s, queue_s, step_s / max(1, len(decode))))
-        if self._events:
+        if self._is_busy:
             self._at(self.now_s + self.options.sample_every_s, self._sample)
 
     # The path of one request
 
-    def _next_arrival(self) -> None:
-        row = next(self._arrivals, None)
-        if row is not None:
-            self._at(row.arrival_s, self._arrived, row)
-
     def _arrived(self, row: TraceRequest) -> None:
-        self._next_arrival()
         output_tokens = min(row.output_tokens, self.options.output_limit or row.output_tokens)
         request = SimRequest(row, str(self.outcomes.num_arrived), output_tokens)
         self.outcomes.arrived()

@@ -81,6 +81,7 @@ class DecodeNode(Generic[S]):
         self.num_preemptions = 0
         self.busy_s = 0.0
         self._cost = cost
+        self._token_s = cost.profile.decode_context_token_s
         self._schedule = schedule
         self._on_finish = on_finish
         self._running: list[tuple[int, int, Sequence[S]]] = []
@@ -115,8 +116,9 @@ class DecodeNode(Generic[S]):
     def join(self, sequence: Sequence[S], now_s: float) -> None:
         """Let a sequence decode from the next step on, or wait until its KV fits."""
         self._close_at(now_s)
-        self._waiting.append(sequence)
-        self._admit(now_s)
+        if self._waiting or not self._enter(sequence):
+            self._waiting.append(sequence)
+            self._admit()
         self._plan()
 
     def evict_all(self, now_s: float) -> list[Sequence[S]]:
@@ -133,11 +135,11 @@ class DecodeNode(Generic[S]):
 
     def _close_at(self, now_s: float) -> None:
         """End the segment at the first step boundary that is not before `now_s`."""
-        if not self._batch:
-            self._started_at_s = max(self._started_at_s, now_s)
-            return
         elapsed_s = now_s - self._started_at_s
         if elapsed_s <= 0:
+            return
+        if not self._batch:
+            self._started_at_s = now_s
             return
         growth_s = self._growth_s
         linear = self._first_s - growth_s / 2
@@ -146,44 +148,49 @@ class DecodeNode(Generic[S]):
 
     def _close(self, steps: int) -> None:
         if steps:
-            first_s, growth_s = self._first_s, self._growth_s
-            seconds = steps * first_s + growth_s * steps * (steps - 1) / 2
-            self._segments.append((first_s + growth_s * (steps - 1), steps, growth_s))
+            first_s, grown_s = self._first_s, self._growth_s * (steps - 1)
+            seconds = steps * (first_s + grown_s / 2)
+            self._segments.append((first_s + grown_s, steps, self._growth_s))
             self._step += steps
             self._started_at_s += seconds
             self.busy_s += seconds
             self._context_tokens += steps * self._batch
 
-    def _admit(self, now_s: float) -> None:
+    def _enter(self, sequence: Sequence[S]) -> bool:
+        """Let a sequence join if its KV fits; an empty batch takes any."""
+        batch, context_tokens = self._batch, self._context_tokens + sequence.context_tokens
+        if batch and context_tokens + batch >= self.capacity_tokens:
+            return False
+        self._batch = batch + 1
+        self._context_tokens = context_tokens
+        self._number = number = self._number + 1
+        sequence.number = number
+        sequence.finish_step = finish_step = self._step + sequence.steps_left
+        sequence.joined_at_s = self._started_at_s
+        sequence.first_segment = self._dropped_segments + len(self._segments)
+        heappush(self._running, (finish_step, number, sequence))
+        return True
+
+    def _admit(self) -> None:
         """Let those waiting join, first come first served, as far as KV goes."""
-        while self._waiting:
-            sequence = self._waiting[0]
-            fits = self._context_tokens + sequence.context_tokens + self._batch < self.capacity_tokens
-            if not fits and self._batch:
-                return
-            self._waiting.popleft()
-            self._number += 1
-            sequence.number = self._number
-            sequence.finish_step = self._step + sequence.steps_left
-            sequence.joined_at_s = self._started_at_s
-            sequence.first_segment = self._dropped_segments + len(self._segments)
-            self._batch += 1
-            self._context_tokens += sequence.context_tokens
-            heappush(self._running, (sequence.finish_step, sequence.number, sequence))
+        waiting = self._waiting
+        while waiting and self._enter(waiting[0]):
+            waiting.popleft()
 
     def _plan(self) -> None:
         """Schedule the next moment that the batch changes by itself."""
-        self._version += 1
-        if not self._running:
+        self._version = version = self._version + 1
+        batch = self._batch
+        if not batch:
             return
+        context_tokens = self._context_tokens
         steps = self._running[0][0] - self._step
-        if self._batch > 1:
-            steps = min(steps, max(0, (self.capacity_tokens - self._context_tokens) // self._batch))
-        cost, batch, context = self._cost, self._batch, self._context_tokens
-        first_s = self._first_s = cost.decode_step_s(batch, context)
-        growth_s = self._growth_s = cost.profile.decode_context_token_s * batch
-        at_s = self._started_at_s + steps * first_s + growth_s * steps * (steps - 1) / 2
-        self._schedule(at_s, self._reach, self._version, steps, at_s)
+        if context_tokens + steps * batch > self.capacity_tokens and batch > 1:
+            steps = max(0, (self.capacity_tokens - context_tokens) // batch)
+        self._first_s = first_s = self._cost.decode_step_s(batch, context_tokens)
+        self._growth_s = growth_s = self._token_s * batch
+        at_s = self._started_at_s + steps * (first_s + growth_s * (steps - 1) / 2)
+        self._schedule(at_s, self._reach, version, steps, at_s)
 
     def _reach(self, version: int, steps: int, now_s: float) -> None:
         if version != self._version:
@@ -191,17 +198,18 @@ class DecodeNode(Generic[S]):
         self._close(steps)
         self._started_at_s = now_s
         finished: list[Sequence[S]] = []
-        running = self._running
-        while running and running[0][0] <= self._step:
+        running, step = self._running, self._step
+        while running and running[0][0] <= step:
             sequence = heappop(running)[2]
             self._leave(sequence)
             finished.append(sequence)
         if not finished and self._batch > 1 and self._context_tokens + self._batch > self.capacity_tokens:
             self._preempt_newest()
-        else:
-            self._admit(now_s)
+        elif self._waiting:
+            self._admit()
         self._plan()
-        self._trim()
+        if len(self._segments) >= TRIM_AT:
+            self._trim()
         for sequence in finished:
             self._on_finish(sequence, now_s)
 
@@ -214,10 +222,10 @@ class DecodeNode(Generic[S]):
             # its first gap began with its last token, before it could join
             last_s, count, growth_s = gaps[0]
             first_s = last_s - growth_s * (count - 1)
-            sequence.gaps.append((sequence.joined_at_s - sequence.started_at_s + first_s, 1, 0.0))
+            gaps[0] = (sequence.joined_at_s - sequence.started_at_s + first_s, 1, 0.0)
             if count > 1:
-                sequence.gaps.append((last_s, count - 1, growth_s))
-            sequence.gaps.extend(gaps[1:])
+                gaps.append((last_s, count - 1, growth_s))
+            sequence.gaps += gaps
             sequence.started_at_s = self._started_at_s
         sequence.steps_left = steps_left
         self._context_tokens -= sequence.context_tokens + steps
@@ -233,11 +241,11 @@ class DecodeNode(Generic[S]):
         self.num_preemptions += 1
 
     def _trim(self) -> None:
-        if len(self._segments) >= TRIM_AT:
-            oldest = min((entry[2].first_segment for entry in self._running), default=None)
-            end = self._dropped_segments + len(self._segments) if oldest is None else oldest
-            del self._segments[: end - self._dropped_segments]
-            self._dropped_segments = end
+        """Forget the segments of sequences that ended."""
+        oldest = min((entry[2].first_segment for entry in self._running), default=None)
+        end = self._dropped_segments + len(self._segments) if oldest is None else oldest
+        del self._segments[: end - self._dropped_segments]
+        self._dropped_segments = end
 
 
 def _joined(entry: tuple[int, int, Sequence[S]]) -> int:

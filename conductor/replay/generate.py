@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import exp, log
 from pathlib import Path
 from random import Random
@@ -89,7 +89,7 @@ def generate(workload: str, num_requests: int, rate: float, seed: int) -> Trace:
     del rows[num_requests:]
     # turns that fall after the end are cut off, so the rate is set here, exactly
     first_s, stretch = rows[0].arrival_s, num_requests / rate / (rows[-1].arrival_s - rows[0].arrival_s)
-    rows = [replace(row, arrival_s=(row.arrival_s - first_s) * stretch) for row in rows]
+    rows = [row._replace(arrival_s=(row.arrival_s - first_s) * stretch) for row in rows]
     return Trace(f"{workload} (generated)", DEFAULT_BLOCK_SIZE, rows)
 
 

@@ -64,8 +64,12 @@ class Links:
         sender.flows[flow] = None
         receiver.flows[flow] = None
         self.bytes_moved += flow.remaining
-        rate = min(flow.limit, sender.left, receiver.left)
-        if rate == flow.limit or _takes_no_more_than_fair(flow, rate):
+        rate = limit = flow.limit
+        if rate > sender.left:
+            rate = sender.left
+        if rate > receiver.left:
+            rate = receiver.left
+        if rate == limit or _takes_no_more_than_fair(flow, rate):
             self._set_rate(flow, rate, now_s)
         else:
             self._share(flow, now_s)
@@ -78,12 +82,20 @@ class Links:
             self._leave(flow, now_s)
 
     def _leave(self, flow: Flow, now_s: float) -> None:
-        sender, receiver = flow.sender, flow.receiver
-        del sender.flows[flow], receiver.flows[flow]
         flow.version += 1
-        for link in (sender, receiver):
-            link.left = link.left + flow.rate if link.flows else link.capacity
-        for link in (sender, receiver):
+        is_alone = True
+        for link in (flow.sender, flow.receiver):
+            flows = link.flows
+            del flows[flow]
+            if flows:
+                is_alone = False
+                link.left += flow.rate
+            else:
+                # exactly: sums of rates drift
+                link.left = link.capacity
+        if is_alone:
+            return
+        for link in (flow.sender, flow.receiver):
             for other in link.flows:
                 if other.rate < other.limit:
                     self._share(other, now_s)
@@ -101,8 +113,9 @@ class Links:
         flow.moved_at_s = now_s
 
     def _set_rate(self, flow: Flow, rate: float, now_s: float) -> None:
-        flow.sender.left += flow.rate - rate
-        flow.receiver.left += flow.rate - rate
+        more = rate - flow.rate
+        flow.sender.left -= more
+        flow.receiver.left -= more
         flow.rate = rate
         flow.version += 1
         ends_at_s = now_s + flow.remaining / rate

@@ -105,13 +105,14 @@ def distribution(values: array[float]) -> dict[str, float]:
 
 
 def worst_gaps_s(gaps: list[Segment]) -> float:
-    """Return the mean of the longest tenth of a request's token gaps; 0 where there is none."""
-    total = sum([segment[1] for segment in gaps])
+    """Return the mean of the longest tenth of a request's token gaps, sorting them; 0 without any."""
+    total = sum([gap[1] for gap in gaps])
     if not total:
         return 0.0
-    wanted = max(1, ceil(total * LONGEST_SHARE))
-    left, seconds = wanted, 0.0
-    for last_s, steps, growth_s in sorted(gaps, reverse=True):
+    wanted = left = ceil(total * LONGEST_SHARE)
+    seconds = 0.0
+    gaps.sort(reverse=True)
+    for last_s, steps, growth_s in gaps:
         taken = steps if steps < left else left
         # the last `taken` of an arithmetic progression
         seconds += taken * (last_s - growth_s * (taken - 1) / 2)

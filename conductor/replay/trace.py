@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 from base.errors import ConfigError
 
@@ -32,9 +32,8 @@ DEFAULT_BLOCK_SIZE = 512
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One row."""
+class TraceRequest(NamedTuple):
+    """One row; a tuple because a run makes one for each arrival."""
 
     arrival_s: float
     num_tokens: int
