@@ -220,10 +220,16 @@ class SchedulerConfig:
     """Whether a prefix may be loaded from another node."""
     kvcache_balancing_threshold: float = 0.0
     """Load where best match / own match is at least this; 0: the cost model decides."""
+    inline_tokens: int = 0
+    """Of a prompt that a decode node may compute itself, if that is predicted to be sooner and to
+    break nobody's TBT. 0: prompts are computed by prefill nodes."""
     ttft_headroom: float = 0.85
     """A prediction within so much of a TTFT bound is taken to keep it."""
     ahead_s: float = 0.5
     """Queued on a prefill node at most before requests wait at the conductor, where they are ordered."""
+    change_roles: bool = False
+    """Whether a node may change from prefill to decode and back, by the load of both pools. Load is
+    measured by the bounds of the slo section, which must be set then."""
     max_waiting: int = 512
     """There; more are let go, the lowest class first."""
     role_wait_s: float = 10.0
@@ -237,6 +243,7 @@ class SchedulerConfig:
         known = ("none", "late", "early", "predict")
         _require(self.reject in known, "reject", f"one of {', '.join(known)}")
         _require(self.kvcache_balancing_threshold >= 0, "kvcache_balancing_threshold", "not negative")
+        _require(self.inline_tokens >= 0, "inline_tokens", "not negative")
         _require(0 < self.ttft_headroom <= 1, "ttft_headroom", "above 0, at most 1")
         _require(self.ahead_s >= 0, "ahead_s", "not negative")
         _require(self.max_waiting >= 1, "max_waiting", "at least 1")
@@ -267,6 +274,12 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model", "a folder, a .gguf file, a hub name or smollm2")
+        bounded = self.slo.ttft_s > 0 and self.slo.tbt_s > 0
+        _require(
+            bounded or not self.scheduler.change_roles,
+            "scheduler.change_roles",
+            "false, or slo.ttft_s and slo.tbt_s set, by which load is measured",
+        )
         sizes = {self.prefill.engine.block_size, self.decode.engine.block_size}
         _require(len(sizes) == 1, "decode.engine.block_size", "equal to prefill.engine.block_size")
 

@@ -135,8 +135,14 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def normal_after_s(rows: Iterable[Asked]) -> float:
-    """Return when, in a stretch below capacity, the last request was asked that went wrong."""
-    return max((row.at_s for row in rows if not row.is_good), default=0.0)
+    """Return from when on, in a stretch below capacity, all went well in every 2 s but for one in twenty."""
+    rows = list(rows)
+    bad_until_s = 0.0
+    for first in rows:
+        window = [row for row in rows if first.at_s <= row.at_s < first.at_s + 2.0]
+        if sum(row.is_good for row in window) < 0.95 * len(window) - 1:
+            bad_until_s = window[-1].at_s
+    return bad_until_s
 
 
 # --- the client -------------------------------------------------------------------------

@@ -35,6 +35,8 @@ from conductor.dispatch import Dispatcher, Limits
 from conductor.explain import Decisions
 from conductor.membership import Membership
 from conductor.observer import Observer
+from conductor.role_changes import change_roles
+from conductor.roles import RoleController, RoleSettings
 from conductor.scheduler_settings import scheduler_settings
 from conductor.served_model import load_served_model
 from conductor.server import listening
@@ -63,7 +65,7 @@ async def serve(config: ConductorProcess) -> None:
     nodes = AttachService(membership, Lease(server.lease_s, server.heartbeat_s, rng.getrandbits(63)), clock)
     services = [Service("conductor.v1.Nodes", partial(add_NodesServicer_to_server, nodes))]
     reports: dict[str, Callable[..., object]] = {
-        "/status": partial(status, dispatcher, membership),
+        "/status": partial(status, dispatcher, membership, view),
         "/v1/explain/{name}": decisions.explain,
     }
     async with listening(completions, server, config.slo, rng, services, reports) as ports:
@@ -72,7 +74,18 @@ async def serve(config: ConductorProcess) -> None:
         ready = {"event": "ready", "http_port": ports.http_port, "grpc_port": ports.grpc_port}
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
-        await stop_requested()
+        async with asyncio.TaskGroup() as tasks:
+            roles = _role_changes(config, cost)
+            changing = roles and tasks.create_task(change_roles(roles, view, dispatcher, clock))
+            await stop_requested()
+            if changing:
+                changing.cancel()
+
+
+def _role_changes(config: ConductorProcess, cost: CostModel) -> RoleController | None:
+    if not config.scheduler.change_roles:
+        return None
+    return RoleController(cost, RoleSettings(config.slo.ttft_s, config.slo.tbt_s))
 
 
 def _decision_log(config: ConductorProcess, shared: Shared) -> DecisionLog | None:

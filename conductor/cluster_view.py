@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from base.errors import StaleError
 from base.messages import Heartbeat, NodeInfo
@@ -60,6 +61,8 @@ class NodeState:
         "running_context_tokens",
         "running_sequences",
         "slot",
+        "tbt_bounds",
+        "tightest_tbt_s",
     )
 
     def __init__(self, info: NodeInfo, slot: int, events: NodeEvents, now_s: float) -> None:
@@ -86,6 +89,16 @@ class NodeState:
         self.foreign_context_tokens = 0.0
         self.reported_free_tokens = float(self.capacity_tokens)
         self.num_outgoing = 0
+        # of what was placed here to decode: how many have each bound, and the least
+        self.tbt_bounds: dict[float, int] = {}
+        self.tightest_tbt_s = inf
+
+    def bind_tbt(self, bound_s: float, count: int) -> None:
+        """Count `count` more sequences with a TBT bound; -1: one less."""
+        self.tbt_bounds[bound_s] = self.tbt_bounds.get(bound_s, 0) + count
+        if not self.tbt_bounds[bound_s]:
+            del self.tbt_bounds[bound_s]
+        self.tightest_tbt_s = min(self.tbt_bounds, default=inf)
 
     @property
     def free_tokens(self) -> float:
@@ -106,6 +119,7 @@ class InFlight:
         "prefill",
         "prefill_s",
         "source",
+        "tbt_slo_s",
     )
 
     def __init__(self, prefill: NodeState, decode: NodeState, source: NodeState | None) -> None:
@@ -118,6 +132,7 @@ class InFlight:
         self.context_tokens = 0
         self.peak_tokens = 0.0
         self.decode_from_s = 0.0
+        self.tbt_slo_s = inf
 
 
 class ClusterView:
@@ -278,6 +293,7 @@ class ClusterView:
         flight.context_tokens = context_tokens = num_tokens + int(output_tokens / 2)
         flight.peak_tokens = peak_tokens = num_tokens + output_tokens
         flight.decode_from_s = decode_from_s = now_s + placement.predicted_ttft_s
+        flight.tbt_slo_s = tbt_slo_s = request.slo.tbt_slo_s
 
         prefill.num_queued += 1
         prefill.queued_s += prefill_s
@@ -286,6 +302,8 @@ class ClusterView:
             start_s = max(self.prefill_order.value(prefill.slot), now_s + placement.fetch_s)
             self.prefill_order.set(prefill.slot, start_s + prefill_s)
         decode.decode_sequences += 1
+        if tbt_slo_s != inf:
+            decode.bind_tbt(tbt_slo_s, 1)
         decode.decode_context_tokens += context_tokens
         decode.peak_tokens += peak_tokens
         decode.reported_free_tokens -= peak_tokens
@@ -326,6 +344,8 @@ class ClusterView:
             self._leave_prefill(flight, now_s)
         self.projection.discard(flight.decode_from_s, context_tokens)
         decode.decode_sequences -= 1
+        if flight.tbt_slo_s != inf:
+            decode.bind_tbt(flight.tbt_slo_s, -1)
         decode.decode_context_tokens -= context_tokens
         decode.peak_tokens -= peak_tokens
         decode.reported_free_tokens += peak_tokens

@@ -13,6 +13,7 @@ more than `MAX_NODES` are recorded without their nodes.
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 from base.grants import PeerDescriptor
@@ -58,6 +59,10 @@ class NodeSeen(NamedTuple):
     decode_context_tokens: float
     running_sequences: int
     running_context_tokens: float
+    queued_s: float
+    """Of prefill placed on it."""
+    tightest_tbt_s: float | None
+    """Of the bounds of what decodes on it; None: nobody has one."""
 
 
 class ViewSeen(NamedTuple):
@@ -179,6 +184,8 @@ def _node_seen(view: ClusterView, node: NodeState, matched_blocks: int) -> NodeS
         node.decode_context_tokens,
         node.running_sequences,
         node.running_context_tokens,
+        node.queued_s,
+        None if node.tightest_tbt_s == inf else node.tightest_tbt_s,
     )
 
 
@@ -186,6 +193,8 @@ def _restore(view: ClusterView, node: NodeSeen, made: Decision) -> None:
     roles = {Role.PREFILL: node.prefills, Role.DECODE: node.decodes}
     state = view.add_node(_info(node, frozenset(role for role in roles if roles[role]), view), 0.0)
     state.num_queued = node.num_queued
+    state.queued_s = node.queued_s
+    state.tightest_tbt_s = inf if node.tightest_tbt_s is None else node.tightest_tbt_s
     state.num_outgoing = node.num_outgoing
     state.capacity_tokens = UNBOUNDED_TOKENS
     state.reported_free_tokens = node.free_tokens

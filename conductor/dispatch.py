@@ -143,6 +143,15 @@ class Dispatcher:
         membership.on_heartbeat(self._room.pump)
 
     @property
+    def waiting_s(self) -> float:
+        """Predicted seconds of prefill of those."""
+        return self._room.waiting_s
+
+    def placement_changed(self) -> None:
+        """Try who waits: nodes may be placed on that could not be before, or no longer."""
+        self._room.pump()
+
+    @property
     def is_ready(self) -> bool:
         """Whether a node of each role is attached."""
         return self.missing_role is None
@@ -254,7 +263,7 @@ class Dispatcher:
             return None
         now_s = self._clock.now_s()
         waits = ahead_s > 0 or must_wait(self._view, self._settings, now_s)
-        if waits and run.slo == UNBOUNDED:
+        if waits and run.slo == UNBOUNDED and not self._settings.inline_tokens:
             return None
         root = self._membership.chain_root(run.request)
         asked = PlacementRequest(
@@ -268,7 +277,7 @@ class Dispatcher:
             is_promised=run.is_promised,
         )
         result = place(asked, self._view, self._cost, now_s, self._settings)
-        if waits and isinstance(result, Placement):
+        if waits and isinstance(result, Placement) and not result.is_inline:
             run.is_promised = True
             return None
         self._observer.decided(decision(asked, self._view, result, run.arrived_at_s, now_s))

@@ -61,6 +61,8 @@ class Placement(NamedTuple):
     predicted_tbt_s: float
     dispatch_s: float = 0.0
     """Learned: messages and the event loops' turns. In the predicted TTFT."""
+    is_inline: bool = False
+    """The decode node computes the prompt, beside what it generates."""
 
 
 class RejectReason(Enum):

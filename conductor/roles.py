@@ -75,9 +75,12 @@ class RoleController:
         """Smoothed loads of both pools; 1 is all that the targets allow."""
         return dict(self._loads)
 
-    def step(self, view: ClusterView, now_s: float) -> RoleAction | None:
-        """Return what to do now, if anything. Call it every few seconds."""
-        self._smooth(view, now_s)
+    def step(self, view: ClusterView, now_s: float, waiting_s: float = 0.0) -> RoleAction | None:
+        """Return what to do now, if anything. Call it every few seconds.
+
+        `waiting_s`: predicted seconds of prefill that are not placed yet.
+        """
+        self._smooth(view, now_s, waiting_s)
         if self._draining is not None:
             return self._finish(view, now_s)
         wanted = self._needed(view)
@@ -104,11 +107,11 @@ class RoleController:
         self._paused_until_s = now_s + self._settings.pause_s
         return RoleAction(RoleStep.CHANGE, node_id, role)
 
-    def _smooth(self, view: ClusterView, now_s: float) -> None:
+    def _smooth(self, view: ClusterView, now_s: float, waiting_s: float) -> None:
         passed_s = 0.0 if self._stepped_at_s is None else now_s - self._stepped_at_s
         gain = passed_s / (passed_s + self._settings.smoothing_s)
         self._stepped_at_s = now_s
-        for role, load in pool_loads(view, self._cost, self._settings).items():
+        for role, load in pool_loads(view, self._cost, self._settings, waiting_s).items():
             self._loads[role] += gain * (load - self._loads[role])
 
     def _needed(self, view: ClusterView) -> Role | None:
@@ -124,7 +127,9 @@ class RoleController:
         return None
 
 
-def pool_loads(view: ClusterView, cost: CostModel, settings: RoleSettings) -> dict[Role, float]:
+def pool_loads(
+    view: ClusterView, cost: CostModel, settings: RoleSettings, waiting_s: float = 0.0
+) -> dict[Role, float]:
     """Return each pool's load at this moment; 0 for a pool without nodes."""
     prefill = [view.node_at(slot) for slot in bits_of(view.prefill_mask)]
     decode = [view.node_at(slot) for slot in bits_of(view.decode_mask)]
@@ -135,7 +140,7 @@ def pool_loads(view: ClusterView, cost: CostModel, settings: RoleSettings) -> di
         step_s = cost.decode_step_s(node.decode_sequences, node.decode_context_tokens)
         blocks = 1.0 - max(0.0, node.free_tokens) / max(1, node.capacity_tokens)
         busy += max((step_s - idle_step_s) / budget_s, blocks)
-    queued_s = sum(node.queued_s + node.foreign_queue_s for node in prefill)
+    queued_s = waiting_s + sum(node.queued_s + node.foreign_queue_s for node in prefill)
     return {
         Role.PREFILL: queued_s / (settings.ttft_target_s * max(1, len(prefill))),
         Role.DECODE: busy / max(1, len(decode)),

@@ -33,6 +33,7 @@ from typing import NamedTuple
 from conductor.admission import RETRY_AFTER_S, refusal
 from conductor.cluster_view import ClusterView, NodeState
 from conductor.cost_model import CostModel
+from conductor.inline_prefill import inline_placement
 from conductor.load_order import bits_of
 from conductor.placement import Placement, PlacementRequest, Rejection, RejectReason
 from conductor.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
@@ -98,6 +99,8 @@ def place(
     if isinstance(decode, RejectReason):
         return Rejection(request.request_id, decode, _until_a_finish(view))
     placement = _combine(request, prefill, decode, view, cost)
+    if settings.inline_tokens:
+        placement = inline_placement(request, placement, groups, view, cost, settings)
     refused = refusal(request, placement, view, cost, settings, now_s)
     if refused is None:
         return placement

@@ -27,6 +27,9 @@ class SchedulerSettings:
     """Whether a prefix may be fetched from another node; False is local cache-awareness."""
     kvcache_balancing_threshold: float | None = None
     """Fetch where best match / own match is at least this; None: the cost model decides."""
+    inline_tokens: int = 0
+    """What a decode node may compute of a prompt itself, where that is sooner and breaks nobody's
+    TBT; 0: nothing, every prompt goes to a prefill node."""
     ttft_headroom: float = 1.0
     """A TTFT bound is kept for so much of it in the prediction: what is predicted is not exact."""
     ahead_s: float = inf
@@ -43,6 +46,7 @@ def scheduler_settings(config: SchedulerConfig) -> SchedulerSettings:
         reject=RejectPolicy(config.reject),
         fetches=config.fetch,
         kvcache_balancing_threshold=config.kvcache_balancing_threshold or None,
+        inline_tokens=config.inline_tokens,
         ttft_headroom=config.ttft_headroom,
         ahead_s=config.ahead_s,
     )

@@ -6,19 +6,20 @@ from typing import Any
 
 from base.messages import Heartbeat
 from base.metrics import ConductorMetrics
+from conductor.cluster_view import ClusterView
 from conductor.dispatch import Dispatcher
 from conductor.membership import Membership
 from conductor.nodes import NodeSession
 
 
-def status(dispatcher: Dispatcher, membership: Membership) -> dict[str, Any]:
+def status(dispatcher: Dispatcher, membership: Membership, view: ClusterView) -> dict[str, Any]:
     """Return a JSON object; the nodes are sorted by id."""
     sessions = sorted(membership.sessions, key=lambda session: session.info.node_id)
     return {
         "ready": dispatcher.is_ready,
         "running_requests": dispatcher.num_running,
         "waiting_requests": dispatcher.num_waiting,
-        "nodes": [_node(session) for session in sessions],
+        "nodes": [_node(session, view) for session in sessions],
     }
 
 
@@ -36,12 +37,12 @@ def export_gauges(metrics: ConductorMetrics, membership: Membership) -> None:
     metrics.kv_usage.set_function(kv_usage)
 
 
-def _node(session: NodeSession) -> dict[str, Any]:
+def _node(session: NodeSession, view: ClusterView) -> dict[str, Any]:
     info, heartbeat = session.info, session.last_heartbeat
     told: dict[str, Any] = {
         "id": info.node_id,
         "host": info.host,
-        "roles": sorted(role.value for role in info.roles),
+        "roles": sorted(role.value for role in view.node(info.node_id).info.roles),
         "epoch": f"{info.epoch:016x}",
         "transports": [endpoint.transport for endpoint in info.peer.endpoints],
         "blocks": info.num_blocks,

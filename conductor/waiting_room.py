@@ -65,6 +65,11 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._tickets)
 
+    @property
+    def waiting_s(self) -> float:
+        """Predicted seconds of prefill of those who wait."""
+        return sum(ticket.item.cost_s for ticket in self._tickets.values())
+
     async def placed(self, item: Waiting, attempt: Try, first_token_by_s: float, give_up_at_s: float) -> None:
         """Return when `attempt` has placed the request, or raise what it raised.
 

@@ -22,6 +22,9 @@ def history(seed, settings, num_requests=80):
     """Decisions of a small busy cluster, with corrections, fetches, drains and rejections."""
     rng = random.Random(seed)
     view, now_s, running, made = make_view(3, 3, COST), 0.0, [], []
+    if settings.inline_tokens:
+        for slot in range(3):
+            view.prefill_order.set(slot, 20.0)
     for number in range(num_requests):
         now_s += rng.random() * 0.8
         slo = Slo(rng.choice([1.0, 5.0, float("inf")]), rng.choice([0.02, 0.05, float("inf")]))
@@ -56,6 +59,7 @@ SETTINGS = [
     *(SchedulerSettings(reject=policy) for policy in RejectPolicy),
     SchedulerSettings(kvcache_balancing_threshold=1.5),
     SchedulerSettings(fetches=False),
+    SchedulerSettings(inline_tokens=20_000),
 ]
 
 
@@ -71,6 +75,8 @@ def test_a_recorded_decision_made_again_is_the_same(seed, settings):
 def test_histories_hold_fetches_and_both_kinds_of_rejection():
     results = [each.result for seed in range(4) for each in history(seed, SchedulerSettings())]
     assert any(isinstance(result, Placement) and result.source_node for result in results)
+    inline = SchedulerSettings(inline_tokens=20_000)
+    assert any(getattr(each.result, "is_inline", False) for each in history(0, inline))
     reasons = {result.reason for result in results if not isinstance(result, Placement)}
     assert reasons >= {RejectReason.TTFT, RejectReason.TBT}
 

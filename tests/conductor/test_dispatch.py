@@ -3,7 +3,6 @@
 import asyncio
 import random
 from contextlib import aclosing, asynccontextmanager
-from math import inf
 
 import grpc
 import pytest
@@ -84,9 +83,9 @@ class Conductor:
 
 
 @asynccontextmanager
-async def conductor(request_timeout_s=5.0, role_wait_s=0.0, max_waiting=8, ahead_s=inf):
+async def conductor(request_timeout_s=5.0, role_wait_s=0.0, max_waiting=8, **settings):
     limits = Limits(request_timeout_s, max_waiting, role_wait_s)
-    async with Conductor(limits, SchedulerSettings(ahead_s=ahead_s)).serving() as running:
+    async with Conductor(limits, SchedulerSettings(**settings)).serving() as running:
         yield running
 
 
@@ -130,6 +129,18 @@ async def test_tokens_come_from_prefill_and_decode_in_order():
         await until(lambda: not prefill.held() and not decode.held())
         assert [type(item) for item in prefill.received] == [Prefill, Release]
         assert [type(item) for item in decode.received] == [Reserve, Start, Release]
+        assert running.view.num_in_flight == 0
+
+
+async def test_a_short_prompt_may_be_computed_by_the_node_that_decodes_it():
+    async with conductor(inline_tokens=20) as running:
+        prefill, decode = ScriptedWork(), ScriptedWork()
+        await running.attach(prefill, node_id="p", roles=[Role.PREFILL])
+        await running.attach(decode, node_id="d", roles=[Role.DECODE])
+        assert await answer(running.dispatcher, request()) == ([11, 12, 13], FinishReason.LENGTH)
+        await until(lambda: not decode.held())
+        assert [type(item) for item in decode.received] == [Reserve, Prefill, Start, Release, Release]
+        assert prefill.received == []
         assert running.view.num_in_flight == 0
 
 

@@ -1,80 +1,28 @@
 """Ten times too much load, in virtual time: the dispatcher as it is, and nodes that take a profile's time."""
 
 import asyncio
-import contextlib
 import random
 from contextlib import aclosing
 
 import pytest
 
 from base.errors import RejectedError
-from base.metrics import ConductorMetrics, process_registry
-from base.request import Request, RequestId, Role, SamplingParams, StopParams
+from base.request import Request, RequestId, SamplingParams, StopParams
 from bench.overload import (
-    BLOCK_SIZE,
     CAPACITY,
     MAX_TOKENS,
     PROMPT_TOKENS,
     SLO,
     Asked,
     normal_after_s,
-    stub_info,
-    stub_profile,
     summary,
 )
-from bench.stub_node import StubNode
-from conductor.cluster_view import ClusterView
-from conductor.cost_model import CostModel
-from conductor.dispatch import Dispatcher, Limits
-from conductor.explain import Decisions
-from conductor.membership import Membership
-from conductor.nodes import NodeSession
-from conductor.observer import Observer
 from conductor.scheduler_settings import SchedulerSettings
+from tests.conductor.stub_cluster import cluster
 from tests.conductor.virtual_loop import run
 
-COST = CostModel(stub_profile())
 SETTINGS = SchedulerSettings(ttft_headroom=0.85, ahead_s=0.1)
 OVERLOAD_S = 8.0
-
-
-async def attached(membership, session, node, clock):
-    """Be the stream between a conductor and a stub node."""
-
-    def send(item):
-        loop.call_soon(deliver, item)
-
-    def deliver(item):
-        if events := node.kv_events():
-            membership.kv_events(session, events)
-        session.deliver([item])
-
-    loop = asyncio.get_running_loop()
-    node.send = send
-    membership.join(session)
-    while True:
-        node.receive(await session.outgoing(at_most_s=1.0))
-        membership.heartbeat(session, node.heartbeat(), clock.now_s())
-
-
-@contextlib.asynccontextmanager
-async def cluster(clock, settings=SETTINGS):
-    view = ClusterView(COST, BLOCK_SIZE)
-    membership = Membership("m", view, clock)
-    metrics = ConductorMetrics(process_registry(), "m")
-    observer = Observer(metrics, view, COST, Decisions(COST, settings), clock)
-    async with asyncio.TaskGroup() as group:
-        tasks = []
-        for number in range(4):
-            role = Role.PREFILL if number % 2 else Role.DECODE
-            node = StubNode(COST, 10_000, BLOCK_SIZE)
-            session = NodeSession(stub_info(f"n{number}", role, "m"))
-            tasks.append(group.create_task(attached(membership, session, node, clock)))
-            tasks.append(group.create_task(node.run()))
-        yield Dispatcher(membership, view, COST, observer, clock, settings, Limits())
-        for task in tasks:
-            task.cancel()
-    assert view.num_in_flight == 0
 
 
 async def ask(dispatcher, request, at_s, clock):
@@ -118,7 +66,7 @@ async def stretch(dispatcher, clock, rate, seconds, rng, priorities=(0,)):
 def test_ten_times_too_much_load_is_borne(seed):
     async def scenario(clock):
         rng = random.Random(seed)
-        async with cluster(clock) as dispatcher:
+        async with cluster(clock, SETTINGS) as (dispatcher, _):
             peak = 0.0
             for share in (0.8, 1.0, 1.2):
                 rows = [row for _, row in await stretch(dispatcher, clock, CAPACITY * share, 10.0, rng)]
@@ -140,7 +88,7 @@ def test_ten_times_too_much_load_is_borne(seed):
 def test_under_overload_the_higher_class_is_served_and_the_lowest_is_not():
     async def scenario(clock):
         rng = random.Random(3)
-        async with cluster(clock) as dispatcher:
+        async with cluster(clock, SETTINGS) as (dispatcher, _):
             return await stretch(dispatcher, clock, CAPACITY * 2.4, 10.0, rng, priorities=(-1, 0, 0, 1))
 
     rows = run(scenario)

@@ -1,0 +1,65 @@
+"""A dispatcher and the nodes of bench/stub_node.py, joined in memory, on any loop and clock."""
+
+import asyncio
+import contextlib
+
+from base.metrics import ConductorMetrics, process_registry
+from base.request import Role
+from bench.overload import BLOCK_SIZE, stub_info, stub_profile
+from bench.stub_node import StubNode
+from conductor.cluster_view import ClusterView
+from conductor.cost_model import CostModel
+from conductor.dispatch import Dispatcher, Limits
+from conductor.explain import Decisions
+from conductor.membership import Membership
+from conductor.nodes import NodeSession
+from conductor.observer import Observer
+from conductor.role_changes import change_roles
+from conductor.roles import RoleController
+
+COST = CostModel(stub_profile())
+
+
+async def attached(membership, session, node, clock):
+    """Be the stream between a conductor and a stub node."""
+
+    def send(item):
+        loop.call_soon(deliver, item)
+
+    def deliver(item):
+        if events := node.kv_events():
+            membership.kv_events(session, events)
+        session.deliver([item])
+
+    loop = asyncio.get_running_loop()
+    node.send = send
+    membership.join(session)
+    while True:
+        node.receive(await session.outgoing(at_most_s=1.0))
+        membership.heartbeat(session, node.heartbeat(), clock.now_s())
+
+
+@contextlib.asynccontextmanager
+async def cluster(clock, settings, num_prefill=2, num_decode=2, role_settings=None):
+    """A dispatcher with stub nodes; gives it and its view. At the end nothing is in flight."""
+    view = ClusterView(COST, BLOCK_SIZE)
+    membership = Membership("m", view, clock)
+    metrics = ConductorMetrics(process_registry(), "m")
+    observer = Observer(metrics, view, COST, Decisions(COST, settings), clock)
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for number in range(num_prefill + num_decode):
+            role = Role.PREFILL if number < num_prefill else Role.DECODE
+            node = StubNode(COST, 10_000, BLOCK_SIZE)
+            session = NodeSession(stub_info(f"n{number}", role, "m"))
+            tasks.append(group.create_task(attached(membership, session, node, clock)))
+            tasks.append(group.create_task(node.run()))
+        dispatcher = Dispatcher(membership, view, COST, observer, clock, settings, Limits())
+        if role_settings is not None:
+            controller = RoleController(COST, role_settings)
+            changes = change_roles(controller, view, dispatcher, clock)
+            tasks.append(group.create_task(changes))
+        yield dispatcher, view
+        for task in tasks:
+            task.cancel()
+    assert view.num_in_flight == 0
