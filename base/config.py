@@ -57,6 +57,9 @@ class EngineConfig:
     """CPU threads; 0: cores divided by the nodes on this host."""
     max_model_len: int = 0
     """0: what the model says."""
+    layer_groups: int = 1
+    """On a GPU: a long chunk's KV is sent in so many parts, each when its layers are computed.
+    1: when all are, which over NVLink exposes 0.6 % of the prefill at 16,384 tokens."""
     random_weights: bool = False
     """Draw the weights and read none: for measuring a model's shape without its files."""
 
@@ -71,6 +74,7 @@ class EngineConfig:
         _require(self.kv_cache_gib >= 0, "kv_cache_gib", "not negative")
         _require(self.chunk_tokens >= 16, "chunk_tokens", "at least 16")
         _require(self.max_batch >= 1, "max_batch", "at least 1")
+        _require(self.layer_groups >= 1, "layer_groups", "at least 1")
         _require(self.threads >= 0, "threads", "not negative")
         _require(self.max_model_len >= 0, "max_model_len", "not negative")
 

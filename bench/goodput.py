@@ -130,7 +130,13 @@ def line(tried: Tried, bounds: Sequence[Goodput]) -> str:
 
 def measure(shape: Shape, options: argparse.Namespace, bounds: Sequence[Goodput]) -> dict[str, Any]:
     """Run one shape's cluster and return its figures."""
-    limits = Limits(options.max_batch, options.max_model_len, options.kv_cache_gib, options.shared_gpu)
+    limits = Limits(
+        max_batch=options.max_batch,
+        max_model_len=options.max_model_len,
+        kv_cache_gib=options.kv_cache_gib,
+        layer_groups=options.layer_groups,
+        shared_gpu=options.shared_gpu,
+    )
     with running(options.model, shape, limits, options.logs) as cluster:
         tried = asyncio.run(try_rates(cluster.url, options, bounds))
     rates = [item.rate for item in tried]
@@ -174,6 +180,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--input-tokens", type=int, default=8192)
     add("--output-tokens", type=int, default=256)
     add("--max-batch", type=int, default=64)
+    add("--layer-groups", type=int, default=1, help="parts that a long chunk's KV is sent in")
     add("--max-model-len", type=int, default=16_384)
     add("--kv-cache-gib", type=float, default=0.0, help="of each node; 0: what is free")
     add("--shared-gpu", action="store_true", help="all nodes on one GPU, or on none")

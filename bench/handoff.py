@@ -194,6 +194,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--kv-cache-gib", type=float, default=0.0, help="of each node; 0: what is free")
     add("--chunk-tokens", type=int, default=4096)
     add("--max-batch", type=int, default=64)
+    add("--layer-groups", type=int, default=1, help="parts that a long chunk's KV is sent in")
     add("--max-model-len", type=int, default=0)
     add("--same-prompts", type=int, default=12, help="compared with one engine")
     add("--same-tokens", type=int, default=64, help="of each")
@@ -207,7 +208,13 @@ def main() -> None:
     options = make_parser().parse_args()
     rng = random.Random(0)
     shape = parse_shape(f"{options.shape}@{options.chunk_tokens}")
-    limits = Limits(options.max_batch, options.max_model_len, options.kv_cache_gib, options.shared_gpu)
+    limits = Limits(
+        max_batch=options.max_batch,
+        max_model_len=options.max_model_len,
+        kv_cache_gib=options.kv_cache_gib,
+        layer_groups=options.layer_groups,
+        shared_gpu=options.shared_gpu,
+    )
     report: dict[str, Any] = {"model": options.model, "shape": shape.name, **about(options.commit)}
     vocab_size = model_config(options.model).vocab_size
     lengths = [int(length) for length in options.lengths.split(",")]

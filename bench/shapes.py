@@ -101,6 +101,7 @@ class Limits:
     max_model_len: int = 0
     kv_cache_gib: float = 0.0
     """0: what is free."""
+    layer_groups: int = 1
     shared_gpu: bool = False
     """All nodes on one GPU, or on none; otherwise each has its own."""
 
@@ -111,6 +112,7 @@ class Limits:
             chunk_tokens=chunk_tokens,
             max_batch=max_batch,
             max_model_len=self.max_model_len,
+            layer_groups=self.layer_groups,
             random_weights=True,
         )
 
@@ -145,8 +147,10 @@ def running(model: str, shape: Shape, limits: Limits, logs: Path | None = None) 
     started_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as made:
         prepared = write_model(model, Path(made) / "model")
-        folder = Path(made) / "run" if logs is None else logs / shape.name
-        folder.mkdir(parents=True)  # a supervisor would go on with the configuration of another run
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+        # A new one each time: a supervisor would go on with the configuration of an earlier run.
+        folder = Path(tempfile.mkdtemp(prefix=f"{shape.name}-", dir=logs or made))
         with local_cluster(cluster_config(model, shape, limits), prepared, folder) as cluster:
             while len(cluster.status()["nodes"]) < shape.num_nodes:
                 time.sleep(0.05)

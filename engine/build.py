@@ -130,7 +130,7 @@ def _runner(
     from engine.gpu_runner import GpuRunner  # noqa: PLC0415
 
     return GpuRunner(
-        GpuModel(model.module, cache),
+        GpuModel(model.module, cache, layer_groups=config.layer_groups),
         config.block_size,
         config.max_batch,
         max_model_len,

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from engine.compiled import compile_layers
 from engine.fused_projections import fuse_projections, use_products
 from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, attach_cache
+from engine.layer_ends import LayerEnds
 from engine.paged_cache import PagedCache
 from engine.step_memory import StepShape, carve
 
@@ -22,20 +23,27 @@ class GpuModel:
 
     Args:
         compiled: False: every module as it is, for comparison.
+        layer_groups: More than 1: steps that are not captured tell when which layers are computed.
+
+    Attributes:
+        layer_ends: Of these groups; None: there is one.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: PagedCache, compiled: bool = True) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: PagedCache, compiled: bool = True, layer_groups: int = 1
+    ) -> None:
         self._model = model.eval()
         attach_cache(model, cache.tensor)
         model.set_attn_implementation(GPU_ATTENTION_NAME)
         if model.dtype != torch.bfloat16:
             # torch's grouped product is bfloat16's; its stand-in waits for the device at each layer.
             model.set_experts_implementation("batched_mm")
+        layers = _decoder_layers(model)
         if compiled:
-            layers = _decoder_layers(model)
             fuse_projections(layers)
             use_products(model)
             compile_layers(layers)
+        self.layer_ends = LayerEnds(layers, layer_groups) if layer_groups > 1 else None
         self.device: torch.device = model.device
         self.vocab_size: int = model.config.get_text_config().vocab_size
 

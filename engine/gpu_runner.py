@@ -11,7 +11,7 @@ the device.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,7 +21,7 @@ from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
 from engine.sampler import choose, logprobs_of, needs_only_argmax
 from engine.sequence import Sequence
-from engine.step import StepPlan, StepResult, sampled_tokens
+from engine.step import LayerGroup, StepPlan, StepResult, sampled_tokens
 from engine.step_memory import StepShape, StepWriter
 
 EAGER_TOKENS = 512
@@ -40,6 +40,7 @@ class LaunchedStep:
     logits: torch.Tensor | None
     """[num_sampling, vocab_size], where log probabilities are asked for."""
     ended: torch.Event
+    layer_groups: tuple[LayerGroup, ...] = ()
 
 
 class GpuRunner:
@@ -88,12 +89,17 @@ class GpuRunner:
             num_chunks = len(plan.entries) - plan.num_single
             shape = StepShape(_rounded(plan.num_tokens), plan.num_single, num_chunks, self._max_blocks)
         self._send(plan, shape)
+        ends = None if captured else self._model.layer_ends
+        if ends is not None:
+            ends.begin()
         if captured:
             self._graphs.replay(shape)
             logits = self._logits[shape]
         else:
             logits = self._run(shape, plan)
         launched = self._sample(plan, shape, logits)
+        if ends is not None:
+            launched = replace(launched, layer_groups=ends.end())
         self.num_launches += 1
         self.launch_total_s += self._clock.now_s() - started_s
         return launched

@@ -34,11 +34,12 @@ from base.uninterrupted import uninterrupted
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.step import SequenceOutput, StepPlan, StepResult
+from engine.step import LaunchedChunk, LayerGroup, SequenceOutput, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
 Listener = Callable[[SequenceOutput], None]
+LaunchListener = Callable[[LaunchedChunk], None]
 StepObserver = Callable[[StepPlan, float], None]
 
 
@@ -50,11 +51,20 @@ class StepRunner(Protocol):
         ...
 
 
+class Launched(Protocol):
+    """A step that is queued on the device."""
+
+    @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """When which layers' KV is complete; empty: when all of the step is."""
+        ...
+
+
 @runtime_checkable
 class LaunchingRunner(Protocol):
     """A runner whose steps can be queued on the device before earlier ones have ended."""
 
-    def launch(self, plan: StepPlan) -> Any:
+    def launch(self, plan: StepPlan) -> Launched:
         """Queue a step and return what `resolve` takes; may raise anything."""
         ...
 
@@ -69,7 +79,7 @@ class _Flight:
 
     plan: StepPlan
     sequences: frozenset[Sequence]
-    launched: Future[Any] | None
+    launched: Future[Launched] | None
     """None: the runner launches and waits in one."""
     launched_at_s: float
 
@@ -85,6 +95,7 @@ class EngineLoop:
         self.scheduler = scheduler
         self.pool = pool
         self._listeners: dict[Sequence, Listener] = {}
+        self._launch_listeners: dict[Sequence, LaunchListener] = {}
         self._flights: list[_Flight] = []
         self._released: list[Sequence] = []
         self._changed = asyncio.Event()
@@ -99,17 +110,23 @@ class EngineLoop:
         """Tell `observer` of each step that succeeded, and the seconds that the device had it."""
         self._on_step = observer
 
-    def add(self, sequence: Sequence, listener: Listener) -> None:
+    def add(self, sequence: Sequence, listener: Listener, on_launch: LaunchListener | None = None) -> None:
         """Run `sequence`; call `listener` on the event loop for each step that it was in.
 
         The listener is called until an output has a finish reason, or `release`. After
         that the sequence still has its blocks, until `release`.
+
+        Args:
+            on_launch: Called when a step with the sequence is queued on the device, before it
+                has run; never by a runner that cannot queue.
 
         Raises:
             InvalidRequestError, CapacityError: as `Scheduler.add`; nothing was taken.
         """
         self.scheduler.add(sequence)
         self._listeners[sequence] = listener
+        if on_launch is not None:
+            self._launch_listeners[sequence] = on_launch
         self._changed.set()
 
     def release(self, sequence: Sequence) -> None:
@@ -119,6 +136,7 @@ class EngineLoop:
         back to the pool when that step has ended.
         """
         self._listeners.pop(sequence, None)
+        self._launch_listeners.pop(sequence, None)
         if self._is_in_flight(sequence):
             if sequence.finish_reason is None:
                 self.scheduler.finish(sequence, FinishReason.CANCELLED)
@@ -148,9 +166,27 @@ class EngineLoop:
         launched = None
         if isinstance(self._runner, LaunchingRunner):
             launched = thread.submit(self._runner.launch, plan)
+            self._listen(plan, launched)
         flight = _Flight(plan, frozenset(entry.sequence for entry in plan.entries), launched, now_s)
         self._flights.append(flight)
         return flight
+
+    def _listen(self, plan: StepPlan, launched: Future[Launched]) -> None:
+        """Have the plan's launch listeners called, on the event loop, once it is launched."""
+        if not any(entry.sequence in self._launch_listeners for entry in plan.entries):
+            return
+        loop = asyncio.get_running_loop()
+
+        def tell() -> None:
+            for entry in plan.entries:
+                if listener := self._launch_listeners.get(entry.sequence):
+                    listener(LaunchedChunk(entry, launched.result().layer_groups))
+
+        def on_done(done: Future[Launched]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                loop.call_soon_threadsafe(tell)
+
+        launched.add_done_callback(on_done)
 
     async def _step(self, thread: ThreadPoolExecutor, flight: _Flight) -> _Flight | None:
         """Launch what can follow `flight`, wait for `flight`, and return what follows."""

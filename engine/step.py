@@ -7,7 +7,7 @@ be made before the result of an earlier one is known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from base.request import FinishReason, SampledToken, TokenLogprobs
@@ -66,6 +66,25 @@ def sampled_tokens(
         else:
             tokens.append(SampledToken(token_ids[row], logprobs[row] if logprobs else None))
     return StepResult(tuple(tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers of a launched step whose KV is complete together, while later ones compute."""
+
+    first: int
+    count: int
+    wait: Callable[[], None]
+    """Blocks until then, on any thread. Raises RuntimeError if the device failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedChunk:
+    """One sequence's share of a step that is queued on the device."""
+
+    entry: StepEntry
+    groups: tuple[LayerGroup, ...]
+    """All layers, in order; empty where the step does not tell its layers apart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from base.request_tasks import RequestTasks
 from engine.loop import EngineLoop
 from engine.paged_cache import PagedCache
 from engine.sequence import Sequence
-from engine.step import SequenceOutput
+from engine.step import LaunchedChunk, SequenceOutput
 from kvstore.engine_store import EngineStore
 from prefill_node.prefix_loader import LentPrefix, PrefixSource, loaded_prefix
 from prefill_node.sender import KvSender
@@ -71,14 +71,14 @@ class PrefillRole:
 
     async def _prefill(self, message: Prefill) -> None:
         arrived_at_s = self._clock.now_s()
-        outputs: asyncio.Queue[SequenceOutput] = asyncio.Queue()
+        news: asyncio.Queue[SequenceOutput | LaunchedChunk] = asyncio.Queue()
         sequence = one_token_sequence(message.work, arrived_at_s)
         sender = KvSender(self._agent, self._engine.pool, self._cache, self._segment, message)
         try:
             async with asyncio.timeout(message.work.deadline_s), self._loaded_prefix(message):
-                self._engine.add(sequence, outputs.put_nowait)
+                self._engine.add(sequence, news.put_nowait, news.put_nowait)
                 async with asyncio.TaskGroup() as writes:
-                    last = await self._compute(sequence, sender, outputs, writes)
+                    last = await self._compute(sequence, sender, news, writes)
                     computed_at_s = self._clock.now_s()
         except TimeoutError:
             raise DeadlineError("the prefill did not end in time") from None
@@ -116,15 +116,18 @@ class PrefillRole:
         self,
         sequence: Sequence,
         sender: KvSender,
-        outputs: asyncio.Queue[SequenceOutput],
+        news: asyncio.Queue[SequenceOutput | LaunchedChunk],
         writes: asyncio.TaskGroup,
     ) -> SequenceOutput:
         """Return the output with the first token; what each step finished is being written."""
         while True:
-            output = await outputs.get()
+            output = await news.get()
+            if isinstance(output, LaunchedChunk):
+                sender.send_launched(writes, output)
+                continue
             if output.finish_reason is FinishReason.ERROR:
                 raise LostError("the step that computed this prompt failed; see the node's log")
-            sender.send_finished(writes, sequence, sequence.num_computed_tokens)
+            sender.send_finished(writes, sequence.block_table, sequence.num_computed_tokens)
             if output.tokens:
                 return output
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +19,7 @@ from engine.block_pool import BlockPool
 from engine.loop import EngineLoop
 from engine.paged_cache import PagedCache
 from engine.scheduler import Scheduler
-from engine.step import StepResult
+from engine.step import LayerGroup, StepPlan, StepResult
 from transfer.agent import TransferAgent
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
@@ -38,10 +40,17 @@ class CountingRunner:
     def execute(self, plan):
         if self.broken:
             raise RuntimeError("the device is on fire")
+        for layer in range(LAYOUT.num_layers):
+            self.compute(plan, layer)
+        return self.sampled(plan)
+
+    def compute(self, plan, layer):
         for entry in plan.entries:
             for block in range(entry.start // 16, -(-entry.context_len // 16)):
                 content = sum(entry.sequence.token_ids[: min((block + 1) * 16, entry.context_len)])
-                self._cache.tensor[entry.block_table[block]] = content
+                self._cache.layer(layer)[entry.block_table[block]] = content
+
+    def sampled(self, plan):
         return StepResult(
             tuple(
                 SampledToken(entry.sequence.num_generated_tokens + 1) if entry.samples else None
@@ -50,15 +59,43 @@ class CountingRunner:
         )
 
 
+class LayeredRunner:
+    """Computes a launched step layer by layer, each when it is waited for, the last only once
+    `may_end` is set. As a GPU, it tells when which layers of a step are complete."""
+
+    def __init__(self, cache):
+        self._counting = CountingRunner(cache)
+        self.may_end = threading.Event()
+
+    def launch(self, plan):
+        groups = [LayerGroup(0, 1, lambda: self._counting.compute(plan, 0)), LayerGroup(1, 1, self._wait)]
+        return LayeredStep(plan, tuple(groups))
+
+    def resolve(self, launched):
+        self._wait()
+        for layer in range(LAYOUT.num_layers):
+            self._counting.compute(launched.plan, layer)
+        return self._counting.sampled(launched.plan)
+
+    def _wait(self):
+        assert self.may_end.wait(10)
+
+
+@dataclass(frozen=True)
+class LayeredStep:
+    plan: StepPlan
+    layer_groups: tuple[LayerGroup, ...]
+
+
 class Part:
     """One engine with its memory, its transfer agent and what it sent."""
 
-    def __init__(self, name, agent, role_class, group):
+    def __init__(self, name, agent, role_class, group, runner_class):
         self.agent = agent
         self.segment = agent.allocate(NUM_BLOCKS * LAYOUT.block_bytes)
         self.cache = PagedCache(LAYOUT, NUM_BLOCKS, torch.device("cpu"), self.segment.memory)
         self.pool = BlockPool(NUM_BLOCKS)
-        self.runner = CountingRunner(self.cache)
+        self.runner = runner_class(self.cache)
         clock = SystemClock()
         scheduler = Scheduler(self.pool, 16, chunk_tokens=16, max_batch=4, max_model_len=160)
         self.loop = EngineLoop(self.runner, scheduler, self.pool, clock)
@@ -87,7 +124,7 @@ class Part:
 
 
 @asynccontextmanager
-async def parts(**role_classes):
+async def parts(runner_class=CountingRunner, **role_classes):
     """Run one part for each name; all of it ends with the body."""
     clock = SystemClock()
     made = {}
@@ -95,7 +132,7 @@ async def parts(**role_classes):
         for epoch, (name, role_class) in enumerate(role_classes.items()):
             agent = TransferAgent(name, epoch + 1, TransferConfig(transports=("tcp",)), clock)
             await agent.start()
-            made[name] = Part(name, agent, role_class, group)
+            made[name] = Part(name, agent, role_class, group, runner_class)
         running = [group.create_task(part.loop.run()) for part in made.values()]
         yield made
         for part in made.values():

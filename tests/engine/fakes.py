@@ -1,10 +1,11 @@
 """A device without a model: it keeps in each slot what a model's KV would depend on."""
 
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 from base.request import SampledToken
 from engine.sequence import Sequence
-from engine.step import StepEntry, StepPlan, StepResult
+from engine.step import LayerGroup, StepEntry, StepPlan, StepResult
 
 
 def prefix_digest(token_ids: Items[int]) -> int:
@@ -54,6 +55,14 @@ class FakeDevice:
             assert block[offset] == digest, f"{entry.sequence.request_id} reads a foreign token at {position}"
 
 
+@dataclass(frozen=True, slots=True)
+class FakeLaunch:
+    """A step that has run already."""
+
+    result: StepResult
+    layer_groups: tuple[LayerGroup, ...] = ()
+
+
 class LaunchingFakeDevice:
     """The same for steps that are launched before the tokens of earlier ones are known."""
 
@@ -61,7 +70,7 @@ class LaunchingFakeDevice:
         self._device = FakeDevice(num_blocks, block_size)
         self._sampled: dict[Sequence, int] = {}
 
-    def launch(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> FakeLaunch:
         tokens = []
         for entry in plan.entries:
             token_ids = entry.sequence.token_ids[: entry.context_len]
@@ -73,7 +82,7 @@ class LaunchingFakeDevice:
             if sampled is not None:
                 self._sampled[entry.sequence] = sampled.token_id
             tokens.append(sampled)
-        return StepResult(tuple(tokens))
+        return FakeLaunch(StepResult(tuple(tokens)))
 
-    def resolve(self, launched: StepResult) -> StepResult:
-        return launched
+    def resolve(self, launched: FakeLaunch) -> StepResult:
+        return launched.result

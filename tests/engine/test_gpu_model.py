@@ -29,10 +29,10 @@ def make_family(name: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
-def make_gpu_model(model: PreTrainedModel, num_blocks: int = 32) -> GpuModel:
+def make_gpu_model(model: PreTrainedModel, num_blocks: int = 32, layer_groups: int = 1) -> GpuModel:
     shape = PagedModel(model).shape
     layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK_SIZE, "float32")
-    return GpuModel(model, PagedCache(layout, num_blocks, torch.device("cpu")), compiled=False)
+    return GpuModel(model, PagedCache(layout, num_blocks, torch.device("cpu")), False, layer_groups)
 
 
 def entry(sequence: Sequence, start: int, count: int, first_block: int) -> StepEntry:
@@ -93,6 +93,15 @@ def test_a_token_that_only_the_device_knows_is_taken_from_the_row_that_sampled_i
     logits = run(model, [ahead], StepShape(2, 2, 0, 8), {sequence: 5}, last_tokens)
     expected = expected_logits(reference, [*range(20), 77])
     torch.testing.assert_close(logits[0], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_layers_that_are_watched_compute_what_they_did(family: str) -> None:
+    reference = make_family(family)
+    model = make_gpu_model(copy.deepcopy(reference), layer_groups=2)
+    sequence = make_sequence("a", range(20))
+    logits = run(model, [entry(sequence, 0, 20, 0)], StepShape(32, 0, 1, 8))
+    torch.testing.assert_close(logits[0], expected_logits(reference, list(range(20))), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma"])

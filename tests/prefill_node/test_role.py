@@ -9,7 +9,7 @@ from base.grants import Operation
 from base.messages import Failed, Prefill, Prefilled
 from decode_node.role import DecodeRole
 from prefill_node.role import PrefillRole
-from tests.node_parts import LAYOUT, parts, work
+from tests.node_parts import LAYOUT, LayeredRunner, parts, work
 
 
 @pytest.fixture
@@ -128,3 +128,58 @@ async def test_a_prompt_that_can_never_fit_is_refused(both):
     prefill, decode = both
     ask(prefill, decode, work(num_tokens=500), granted(decode, 3))
     assert (await prefill.said(Failed)).reason == "InvalidRequestError"
+
+
+async def test_layers_leave_while_later_ones_compute():
+    async with parts(runner_class=LayeredRunner, prefill=PrefillRole, decode=DecodeRole) as made:
+        prefill, decode = made["prefill"], made["decode"]
+        grant = granted(decode, 1)
+        ask(prefill, decode, work(num_tokens=16), grant)
+        block = decode.cache.tensor[11]
+        async with asyncio.timeout(10):
+            while not block[0].any():
+                await asyncio.sleep(0)
+        assert not block[1].any(), "the second layer is not computed yet"
+        assert not any(isinstance(item, Prefilled) for item in prefill.sent)
+        prefill.runner.may_end.set()
+        answer = await prefill.said(Prefilled)
+        assert block.unique().tolist() == [float(sum(range(100, 116)))]
+        assert [checksum(content(decode, offset)) for offset in grant.offsets] == list(answer.checksums)
+        decode.runner.may_end.set()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 40, 150])
+async def test_a_prompt_that_was_sent_by_layers_arrives_whole(num_tokens):
+    async with parts(runner_class=LayeredRunner, prefill=PrefillRole, decode=DecodeRole) as made:
+        prefill, decode = made["prefill"], made["decode"]
+        for part in (prefill, decode):
+            part.runner.may_end.set()
+        num_blocks = LAYOUT.num_blocks(num_tokens)
+        for name in ("first", "again, with a matched prefix"):
+            grant = granted(decode, num_blocks)
+            decode.segment.memory[:] = bytes(decode.segment.memory.nbytes)
+            prefill.sent.clear()
+            ask(prefill, decode, work(num_tokens=num_tokens, name=name), grant)
+            answer = await prefill.said(Prefilled)
+            assert [checksum(content(decode, offset)) for offset in grant.offsets] == list(answer.checksums)
+            ends = [min(16 * (block + 1), num_tokens) for block in range(num_blocks)]
+            assert [decode.cache.tensor[11 - block].unique().tolist() for block in range(num_blocks)] == [
+                [float(sum(range(100, 100 + end)))] for end in ends
+            ]
+            await decode.agent.revoke(grant)
+        await finished(prefill)
+        assert prefill.pool.num_held == 0
+
+
+async def test_a_release_while_layers_leave_gives_everything_back():
+    async with parts(runner_class=LayeredRunner, prefill=PrefillRole, decode=DecodeRole) as made:
+        prefill, decode = made["prefill"], made["decode"]
+        ask(prefill, decode, work(num_tokens=40), granted(decode, 3))
+        async with asyncio.timeout(10):
+            while not decode.cache.tensor[11][0].any():
+                await asyncio.sleep(0)
+        prefill.role.release("r")
+        prefill.runner.may_end.set()
+        decode.runner.may_end.set()
+        await finished(prefill)
+        prefill.check_nothing_is_held()

@@ -1,0 +1,64 @@
+"""Groups of layers: what is marked, when, and that the model computes what it did before."""
+
+import pytest
+import torch
+from torch import nn
+
+from engine.layer_ends import LayerEnds
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(float(index + 1)))
+        self.kind = "full"
+
+    def forward(self, x: torch.Tensor, *, scale: float) -> torch.Tensor:
+        return x * self.weight * scale + 1
+
+
+@torch.no_grad()
+def run(layers: nn.ModuleList) -> torch.Tensor:
+    x = torch.ones(3)
+    for layer in layers[: len(layers)]:
+        x = layer(x, scale=0.5)
+    return x
+
+
+@pytest.mark.parametrize(("num_groups", "expected"), [(1, [5]), (2, [2, 3]), (4, [1, 1, 1, 2]), (9, [1] * 5)])
+def test_every_layer_is_in_one_group_and_the_result_is_the_same(num_groups: int, expected: list[int]) -> None:
+    layers = nn.ModuleList(Layer(index) for index in range(5))
+    before = run(layers)
+    marks: list[int] = []
+    ends = LayerEnds(layers, num_groups, lambda: lambda: marks.append(len(marks)))
+    run(layers)  # a step that nobody asked about
+    ends.begin()
+    assert torch.equal(run(layers), before)
+    groups = ends.end()
+    assert [group.count for group in groups] == expected
+    assert [group.first for group in groups] == [sum(expected[:index]) for index in range(len(expected))]
+    assert not marks
+    groups[0].wait()
+    assert marks == [0]
+    assert ends.end() == ()
+    assert all(layer.kind == "full" for layer in layers)
+
+
+def test_wrapped_layers_share_one_compiled_graph() -> None:
+    graphs = 0
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    torch._dynamo.reset()
+    layers = nn.ModuleList(Layer(index) for index in range(6))
+    before = run(layers)
+    for layer in layers:
+        layer.compile(backend=count, dynamic=True, fullgraph=True)
+    ends = LayerEnds(layers, 3, lambda: lambda: None)
+    ends.begin()
+    assert torch.equal(run(layers), before)
+    assert len(ends.end()) == 3
+    assert graphs == 1
