@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from base.block_hash import BlockHash
@@ -61,13 +61,18 @@ class EngineStore:
         own: Store | None,
         bytes_per_s: float,
         clock: Clock,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Begin. `own` is this process's store; None: blocks are saved to others."""
+        """Begin. `own` is this process's store; None: blocks are saved to others.
+
+        `pause` waits so many seconds, which is what keeps saving within `bytes_per_s`.
+        """
         self._engine = engine
         self._cache = cache
         self._own = own
         self._bytes_per_s = bytes_per_s
         self._clock = clock
+        self._pause = pause
         self._costs = LoadCosts(engine.block_tokens)
         self._offers: OrderedDict[BlockHash, tuple[BlockHash, ...]] = OrderedDict()
         self._offered = asyncio.Event()
@@ -132,7 +137,7 @@ class EngineStore:
             part = chain[: at + group]
             num_saved = await self._save_part(part, at)
             self.num_saved += num_saved
-            await asyncio.sleep(num_saved * size / self._bytes_per_s)
+            await self._pause(num_saved * size / self._bytes_per_s)
             if at + num_saved < len(part):
                 self.num_dropped += len(chain) - at - num_saved
                 return

@@ -6,9 +6,18 @@ from dataclasses import replace
 import pytest
 
 from base.block_hash import hash_chain
+from base.clock import SystemClock
 from base.grants import Operation
 from base.messages import Failed, Lend, Lent, Prefill, Prefilled, Source
 from decode_node.role import DecodeRole
+from deploy.node_store import PagedBlocks
+from kvstore.client import BlockCache
+from kvstore.directory import MemoryBoard, MemoryDirectory
+from kvstore.engine_store import EngineStore
+from kvstore.eviction import BY_NAME
+from kvstore.member import Member
+from kvstore.pool import HostPool
+from kvstore.store import Store
 from prefill_node.lender import Lender
 from prefill_node.role import PrefillRole
 from tests.node_parts import LAYOUT, ROOT, parts, work
@@ -24,8 +33,75 @@ async def three():
     ):
         warm = made["warm"]
         warm.lender = Lender(warm.pool, warm.cache, warm.segment, warm.agent, group, warm.send)
+        warm.group = group
         yield warm, made["cold"], made["decode"]
         warm.lender.release_all()
+
+
+def with_store(part, group):
+    """Give a node a store of its own: its prefill role saves to it, loads from it and lends it."""
+    pool = HostPool(8, BY_NAME["lru"], SystemClock())
+    part.store = Store(part.agent, pool, LAYOUT.block_bytes)
+    peer = part.agent.descriptor
+    member = Member(peer.node_id, peer.epoch, "here", "host", peer, LAYOUT.block_bytes)
+    cache = BlockCache(
+        part.agent, MemoryDirectory(MemoryBoard(), member), SystemClock(), (member, part.store)
+    )
+    part.store.join(cache.directory)
+    blocks = PagedBlocks(part.pool, part.cache, part.segment)
+    part.beside = EngineStore(blocks, cache, part.store, 1e9, SystemClock())
+    shared = (part.loop, part.cache, part.segment, part.agent, group, part.send, SystemClock())
+    part.role = PrefillRole(*shared, part.beside)
+    part.lender = Lender(part.pool, part.cache, part.segment, part.agent, group, part.send, part.store)
+    return group.create_task(part.beside.run())
+
+
+async def saved(part, count):
+    async with asyncio.timeout(10):
+        while part.beside.num_saved < count:
+            await asyncio.sleep(0)
+
+
+def forget(part):
+    """Let the engine's cache be filled with something else."""
+    part.pool.release(part.pool.allocate(part.pool.num_blocks))
+
+
+async def test_a_prefix_that_the_cache_forgot_comes_back_from_the_store(three):
+    warm, _, decode = three
+    saving = with_store(warm, warm.group)
+    expected = await prefilled(warm, decode, work(num_tokens=80))
+    await saved(warm, 5)
+    forget(warm)
+    answer = await prefilled(warm, decode, work(num_tokens=80, name="again"))
+    assert answer.num_cached_tokens == 64
+    assert answer.checksums == expected.checksums
+    forget(warm)
+    warm.store.segment.memory[LAYOUT.block_bytes] ^= 1
+    answer = await prefilled(warm, decode, work(num_tokens=80, name="damaged"))
+    assert answer.num_cached_tokens == 16
+    assert answer.checksums == expected.checksums
+    saving.cancel()
+    await asyncio.wait([saving])
+    warm.check_nothing_is_held()
+
+
+async def test_what_the_cache_forgot_is_lent_from_the_store(three):
+    warm, cold, decode = three
+    saving = with_store(warm, warm.group)
+    expected = await prefilled(warm, decode, work(num_tokens=80))
+    await saved(warm, 5)
+    forget(warm)
+    answer = await prefilled(cold, decode, work(num_tokens=80), await lent(warm, 0, 4))
+    assert answer.num_cached_tokens == 64
+    assert answer.checksums == expected.checksums
+    warm.lender.release("lend")
+    await warm.lender.idle()
+    saving.cancel()
+    await asyncio.wait([saving])
+    assert warm.store.pool.accounts().held == 0
+    for part in (warm, cold):
+        part.check_nothing_is_held()
 
 
 async def prefilled(part, decode, asked, source=None):

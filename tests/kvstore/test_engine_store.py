@@ -1,0 +1,195 @@
+"""What an engine's cache held is saved behind its back, and comes back when it has forgotten it."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from base.checksum import checksum
+from kvstore.engine_store import MAX_OFFERS, EngineStore
+from tests.kvstore.cluster import BLOCK_BYTES, bytes_of, chain_of, running_cluster
+
+NUM_BLOCKS = 8
+
+
+class Engine:
+    """An engine's cache of a few blocks, which computes instantly."""
+
+    block_bytes = BLOCK_BYTES
+    block_tokens = 16
+
+    def __init__(self, segment):
+        self.segment = segment
+        self.at = {}
+        self.num_held = 0
+
+    def compute(self, path):
+        for name in chain_of(path):
+            if name not in self.at:
+                block_id = len(self.at)
+                self.at[name] = block_id
+                self.view(block_id)[:] = bytes_of(name)
+
+    def forget(self):
+        self.at.clear()
+        self.segment.memory[:] = bytes(self.segment.num_bytes)
+
+    def view(self, block_id):
+        return self.segment.memory[block_id * BLOCK_BYTES : (block_id + 1) * BLOCK_BYTES]
+
+    def hold(self, chain):
+        held = []
+        for name in chain:
+            if name not in self.at:
+                break
+            held.append(self.at[name])
+        self.num_held += len(held)
+        return held
+
+    def release(self, block_ids):
+        self.num_held -= len(block_ids)
+
+    async def checksums(self, block_ids):
+        return [checksum(self.view(block_id)) for block_id in block_ids]
+
+
+class Beside:
+    """An `EngineStore` on a node of a cluster, and how long it paused."""
+
+    def __init__(self, node, bytes_per_s, own=True):
+        self.node = node
+        self.engine = Engine(node.agent.allocate(NUM_BLOCKS * BLOCK_BYTES))
+        self.paused_s = []
+        store = node.store if own else None
+        self.store = EngineStore(self.engine, node.cache, store, bytes_per_s, node.clock, self.pause)
+
+    async def pause(self, seconds):
+        self.paused_s.append(seconds)
+        await asyncio.sleep(0)
+
+    async def saved(self, count):
+        async with asyncio.timeout(10):
+            while self.store.num_saved + self.store.num_dropped < count:
+                await asyncio.sleep(0)
+        assert self.engine.num_held == 0
+
+    async def load(self, path, first=0):
+        """Load what should be; return the bytes of the blocks that came."""
+        chain = chain_of(path)
+        end = await self.store.reach(chain, first)
+        block_ids = list(range(NUM_BLOCKS))[::-1][: end - first]
+        count = await self.store.load(chain[:end], block_ids, first) if block_ids else 0
+        return [bytes(self.engine.view(block_id)) for block_id in block_ids[:count]]
+
+
+@asynccontextmanager
+async def beside(bytes_per_s=1e9, **node):
+    async with running_cluster() as cluster:
+        made = Beside(await cluster.node("one", **node), bytes_per_s)
+        made.cluster = cluster
+        saving = asyncio.ensure_future(made.store.run())
+        yield made
+        saving.cancel()
+        await asyncio.wait([saving])
+        made.node.store.check()
+
+
+def contents(path, first=0):
+    return [bytes_of(name) for name in chain_of(path)[first:]]
+
+
+async def test_what_was_offered_comes_back_when_the_engine_has_forgotten_it():
+    async with beside() as one:
+        one.engine.compute("abcdef")
+        one.store.offer(chain_of("abcdef"))
+        await one.saved(6)
+        one.engine.forget()
+        assert await one.load("abcdefgh") == contents("abcdef")
+        assert await one.load("abcdef", first=4) == contents("abcdef", 4)
+        assert one.store.num_loaded == 8
+
+
+async def test_only_what_is_new_is_saved():
+    async with beside() as one:
+        one.engine.compute("abcd")
+        one.store.offer(chain_of("ab"))
+        await one.saved(2)
+        one.store.offer(chain_of("abcd"))
+        await one.saved(4)
+        assert one.store.num_saved == 4
+
+
+async def test_saving_keeps_to_its_bandwidth():
+    bytes_per_s = 20.0 * BLOCK_BYTES
+    async with beside(bytes_per_s) as one:
+        one.engine.compute("abcdefg")
+        one.store.offer(chain_of("abcdefg"))
+        await one.saved(7)
+        assert max(one.paused_s) <= 2 / 20
+        assert sum(one.paused_s) == pytest.approx(7 / 20)
+
+
+async def test_what_the_engine_forgot_before_its_turn_is_dropped():
+    async with beside() as one:
+        one.store.offer(chain_of("abc"))
+        await one.saved(3)
+        assert (one.store.num_saved, one.store.num_dropped) == (0, 3)
+
+
+async def test_offers_have_a_bound_and_the_oldest_is_dropped():
+    async with running_cluster() as cluster:
+        idle = Beside(await cluster.node("one"), 1e9)
+        for number in range(MAX_OFFERS + 2):
+            idle.store.offer(chain_of(f"{number:05}"))
+        idle.store.offer(chain_of("99999"))
+        assert idle.store.num_dropped == 3 * 5
+
+
+async def test_a_store_that_is_full_drops_the_tail_and_keeps_the_head():
+    async with beside(num_blocks=3) as one:
+        one.engine.compute("abcdef")
+        one.store.offer(chain_of("abcdef"))
+        await one.saved(6)
+        assert await one.node.cache.num_saved(chain_of("abcdef")) == 3
+
+
+async def test_another_nodes_blocks_are_loaded_too():
+    async with beside() as one:
+        one.engine.compute("abc")
+        one.store.offer(chain_of("abc"))
+        await one.saved(3)
+        two = Beside(await one.cluster.node("two"), 1e9)
+        assert await two.load("abc") == contents("abc")
+
+
+async def test_a_damaged_block_ends_what_is_loaded():
+    async with beside() as one:
+        one.engine.compute("abcd")
+        one.store.offer(chain_of("abcd"))
+        await one.saved(4)
+        block_id = one.node.store.pool.block_id(chain_of("abc")[2])
+        one.node.store.segment.memory[block_id * BLOCK_BYTES] ^= 1
+        assert await one.load("abcd") == contents("ab")
+
+
+async def test_what_is_sooner_computed_is_not_loaded():
+    async with beside() as one:
+        one.engine.compute("ab")
+        one.store.offer(chain_of("ab"))
+        await one.saved(2)
+        slow = EngineStore(one.engine, one.node.cache, one.node.store, 1e9, TickingClock())
+        slow.computed(1000, 0.1)
+        assert await slow.reach(chain_of("ab"), 0) == 2
+        assert await slow.load(chain_of("ab"), [6, 7], 0) == 2
+        assert await slow.reach(chain_of("ab"), 0) == 0
+
+
+class TickingClock:
+    """Each look at it is a second after the one before."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def now_s(self):
+        self.seconds += 1.0
+        return self.seconds
