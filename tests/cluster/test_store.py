@@ -1,8 +1,13 @@
 """KV that left the engines' caches comes back from host memory, from disk and from storage nodes."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -85,3 +90,52 @@ def test_a_prefix_comes_back_from_memory_and_after_a_restart_from_disk(stored):
     assert usage.cached_tokens == FULL_BLOCKS * BLOCK_SIZE
     assert loaded(stored, "prefill-0") == FULL_BLOCKS
     assert metric(stored, "prefill-0", 'kvstore_unaccounted_blocks{tier="disk"}') == 0
+
+
+@contextmanager
+def storage_process(folder, **settings):
+    """A `python -m kvstore` in the body; yields what it said when it was ready."""
+    config = folder / "storage.json"
+    # smollm2: 30 layers, K and V, 3 heads of 64, 4 bytes
+    block_bytes = 30 * 2 * BLOCK_SIZE * 3 * 64 * 4
+    config.write_text(json.dumps({"node_id": "storage-0", "block_bytes": block_bytes, **settings}))
+    command = [sys.executable, "-m", "kvstore", "--config", str(config)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdin=pipe, stdout=pipe) as child:
+        try:
+            yield json.loads(child.stdout.readline())
+        finally:
+            child.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_nodes_without_memory_of_their_own_keep_their_blocks_on_a_storage_node(smollm2, tmp_path):
+    disk = {"folder": str(tmp_path / "disk"), "gib": 1.0}
+    with storage_process(tmp_path, pool_gib=0.3, disk=disk) as said:
+        store = StoreConfig(peers=(said["address"],))
+        with running(smollm2, tmp_path, store=store, kv_cache_gib=SMALL_CACHE_GIB) as cluster:
+            expected, _ = generated(cluster.grpc_address, PROMPT, 8)
+            until(lambda: saved(cluster, "prefill-0") + saved(cluster, "decode-0") >= FULL_BLOCKS)
+            push_out(cluster)
+            tokens, usage = generated(cluster.grpc_address, PROMPT, 8)
+            assert (tokens, usage.cached_tokens) == (expected, FULL_BLOCKS * BLOCK_SIZE)
+            assert loaded(cluster, "prefill-0") >= FULL_BLOCKS
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_storage_node_that_attaches_lends_what_is_on_its_disk(smollm2, tmp_path):
+    disk = {"folder": str(tmp_path / "disk"), "gib": 1.0}
+    with storage_process(tmp_path, pool_gib=0.3, disk=disk) as said:
+        store = StoreConfig(peers=(said["address"],))
+        with running(smollm2, tmp_path, store=store) as cluster:
+            expected, _ = generated(cluster.grpc_address, PROMPT, 8)
+            until(lambda: saved(cluster, "prefill-0") + saved(cluster, "decode-0") >= FULL_BLOCKS)
+    with running(smollm2, tmp_path / "second") as cluster:
+        with storage_process(tmp_path, pool_gib=0.3, disk=disk, conductor_address=cluster.grpc_address):
+            until(lambda: "storage-0" in epochs(cluster))
+            tokens, usage = generated(cluster.grpc_address, PROMPT, 8)
+            assert (tokens, usage.cached_tokens) == (expected, FULL_BLOCKS * BLOCK_SIZE)
+        until(lambda: "storage-0" not in epochs(cluster))
+        assert generated(cluster.grpc_address, PROMPT[::-1], 8)[1].cached_tokens == 0
