@@ -158,7 +158,7 @@ class TransferConfig:
         _require(1 <= self.connections <= 64, "connections", "between 1 and 64")
 
 
-EVICTION_POLICIES = ("lru", "lfu", "length_aware", "greedy_dual", "admission")
+EVICTION_POLICIES = ("lru", "lfu", "length_aware", "admission")
 """Made by `kvstore/eviction.py`."""
 
 

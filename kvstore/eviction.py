@@ -12,14 +12,17 @@ in order of use (one linked list for LRU, one for each count for LFU) were weigh
 need a structure for each policy, and a parent that becomes a leaf again belongs in the
 middle of a list, which a list cannot find.
 
-The rank may also look at whether the block's conversation was admitted (`admission.py`):
-blocks that were not go before all others. `BY_NAME` makes each policy; `python -m
+Under `admission` the rank also looks at what was learned of returns (`admission.py`), blocks of
+conversations that were not admitted go before all others, and before those the ends that a
+conversation's next turn left behind. `BY_NAME` makes each policy; `python -m
 bench.hit_rate` compares them.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -30,6 +33,9 @@ BRANCHES_OF_A_SHARED_HEAD = 3
 """A block that this many others follow ends a shared system prompt: what comes after it
 is another conversation. Fewer are one conversation's edits."""
 
+MAX_CREDITS = 2
+"""Uses that count: what was used often long ago is not kept for ever."""
+
 Block = TypeVar("Block", bound=Hashable)
 """What names a block: a `BlockHash` in a store, an integer in a trace."""
 
@@ -39,18 +45,20 @@ class Entry(Generic[Block]):
 
     __slots__ = (
         "block",
+        "branches",
         "children",
         "depth",
-        "floor",
+        "first_child",
         "is_admitted",
         "is_queued",
         "is_sampled",
         "parent",
+        "patience",
         "tick",
         "uses",
     )
 
-    def __init__(self, block: Block, parent: Entry[Block] | None, tick: int, floor: float) -> None:
+    def __init__(self, block: Block, parent: Entry[Block] | None, tick: int) -> None:
         self.block = block
         self.parent = parent
         self.depth: int = parent.depth + 1 if parent else 0
@@ -58,10 +66,14 @@ class Entry(Generic[Block]):
         """Requests that used the block since it came in, the first included."""
         self.tick = tick
         """When it was last used; moments are numbered by requests."""
-        self.floor = floor
-        """Rank of the last victim when this block was last used."""
+        self.patience = 0.0
+        """Requests that one use of it was worth when it was last used."""
         self.children = 0
         """Blocks of the tree that follow it, and holds on it."""
+        self.branches = 0
+        """Blocks that ever followed it."""
+        self.first_child: Entry[Block] | None = None
+        """While it is there, and no other has come."""
         self.is_queued = False
         self.is_admitted = True
         self.is_sampled = False
@@ -88,20 +100,13 @@ def length_aware(entry: Entry[Block]) -> tuple[float, ...]:
     return (entry.uses, -entry.depth, entry.tick)
 
 
-def greedy_dual(entry: Entry[Block]) -> tuple[float, ...]:
-    """Uses, counted from the rank of the last victim when the block was last used.
+def kept_while_it_may_return(entry: Entry[Block]) -> tuple[float, ...]:
+    """Least recently used first, where each use of a block but the first counts as that much later.
 
-    A block used n times outlives n - 1 generations of blocks used once, and then its past
-    counts no more. Source: Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-
-    Size-Frequency Caching Policy", HP Labs 1998, with equal sizes and costs.
+    Blocks of conversations that were not admitted go before all others, oldest first.
     """
-    return (entry.floor + entry.uses, entry.tick)
-
-
-def admitted_first(entry: Entry[Block]) -> tuple[float, ...]:
-    """Greedy dual among admitted conversations; all others go before them, oldest first."""
     if entry.is_admitted:
-        return (entry.floor + entry.uses, entry.tick)
+        return (entry.tick + entry.patience * min(entry.uses - 1, MAX_CREDITS), -entry.depth)
     return (0.0, entry.tick)
 
 
@@ -117,9 +122,12 @@ class Eviction(Generic[Block]):
         self._admission = admission
         self._entries: dict[Block, Entry[Block]] = {}
         self._heap: list[tuple[tuple[float, ...], int, Entry[Block]]] = []
+        self._superseded: deque[Entry[Block]] = deque()
         self._tick = 0
         self._pushes = 0
-        self._floor = 0.0
+        self._is_full = False
+        self._stay = 0
+        """Requests from the last victim's last use to its end."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -136,14 +144,15 @@ class Eviction(Generic[Block]):
         Call it once for a request, before its inserts, even if nothing matched.
         """
         self._tick += 1
-        tick, floor, entries = self._tick, self._floor, self._entries
+        tick, patience, entries = self._tick, 0.0, self._entries
         if self._admission is not None:
             self._admit(chain, self._admission)
+            patience = self._admission.patience
         for block in chain:
             entry = entries[block]
             entry.uses += 1
             entry.tick = tick
-            entry.floor = floor
+            entry.patience = patience
 
     def insert(self, block: Block, parent: Block | None) -> None:
         """Add `block`, absent so far, after `parent`, which is present or None.
@@ -152,12 +161,13 @@ class Eviction(Generic[Block]):
             KeyError: the parent is absent. Nothing has changed.
         """
         above = None if parent is None else self._entries[parent]
-        entry = Entry(block, above, self._tick, self._floor)
+        entry = Entry(block, above, self._tick)
         self._entries[block] = entry
         if self._admission is not None:
             self._draw(entry, self._admission)
         if above is not None:
             above.children += 1
+            self._branch(above, entry)
         self._queue(entry)
 
     def hold(self, block: Block) -> None:
@@ -211,10 +221,14 @@ class Eviction(Generic[Block]):
         Raises:
             CapacityError: every block is held, itself or by one after it.
         """
+        while self._superseded:
+            entry = self._superseded.popleft()
+            if self._is_there(entry) and not entry.children and entry.uses == 1:
+                return self._evict(entry)
         heap = self._heap
         while heap:
             rank, _, entry = heap[0]
-            if entry.children or self._entries.get(entry.block) is not entry:
+            if entry.children or not self._is_there(entry):
                 heapq.heappop(heap)
                 entry.is_queued = False
             elif (risen := self._rank(entry)) != rank:
@@ -222,12 +236,9 @@ class Eviction(Generic[Block]):
                 heapq.heapreplace(heap, (risen, self._pushes, entry))
             else:
                 heapq.heappop(heap)
-                # Ranks of blocks never admitted lie below the floor and do not move it.
-                self._floor = max(self._floor, rank[0])
-                if entry.is_sampled and self._admission is not None:
-                    self._admission.remember(entry.block, entry.tick, len(self._entries))
-                self._forget(entry)
-                return entry.block
+                if entry.is_admitted:
+                    self._stay = self._tick - entry.tick
+                return self._evict(entry)
         raise CapacityError("every block is held")
 
     def check(self) -> None:
@@ -245,7 +256,7 @@ class Eviction(Generic[Block]):
 
     def _admit(self, chain: Sequence[Block], admission: Admission[Block]) -> None:
         """A conversation that came back is kept, whatever was drawn for it."""
-        admission.request(len(self._entries))
+        admission.request(len(self._entries) if self._is_full else math.inf, self._stay)
         admission.count(len(chain))
         for block in chain:
             entry = self._entries[block]
@@ -262,6 +273,26 @@ class Eviction(Generic[Block]):
             entry.is_admitted, entry.is_sampled = above.is_admitted, above.is_sampled
         if admission.recall(entry.block, self._tick):
             entry.is_sampled = True
+
+    def _branch(self, above: Entry[Block], entry: Entry[Block]) -> None:
+        """Where a chain takes another way than one that ended here, the end of that one is done with:
+        the part of a prompt that the next turn's tokens changed. It goes before all others."""
+        above.branches += 1
+        first, above.first_child = above.first_child, None
+        if above.branches == 1:
+            above.first_child = entry
+        elif first is not None and self._admission is not None:
+            self._superseded.append(first)
+
+    def _is_there(self, entry: Entry[Block]) -> bool:
+        return self._entries.get(entry.block) is entry
+
+    def _evict(self, entry: Entry[Block]) -> Block:
+        if entry.is_sampled and self._admission is not None:
+            self._admission.remember(entry.block, entry.tick, len(self._entries))
+        self._is_full = True
+        self._forget(entry)
+        return entry.block
 
     def _queue(self, entry: Entry[Block]) -> None:
         if not entry.is_queued:
@@ -284,6 +315,8 @@ class Eviction(Generic[Block]):
     def _forget(self, entry: Entry[Block]) -> None:
         del self._entries[entry.block]
         if entry.parent is not None:
+            if entry.parent.first_child is entry:
+                entry.parent.first_child = None
             self._drop_child(entry.parent)
 
 
@@ -291,6 +324,5 @@ BY_NAME: dict[str, Callable[[], Eviction[Any]]] = {
     "lru": lambda: Eviction(lru),
     "lfu": lambda: Eviction(lfu),
     "length_aware": lambda: Eviction(length_aware),
-    "greedy_dual": lambda: Eviction(greedy_dual),
-    "admission": lambda: Eviction(admitted_first, Admission()),
+    "admission": lambda: Eviction(kept_while_it_may_return, Admission()),
 }

@@ -4,9 +4,11 @@ import random
 
 import pytest
 
+from base.config import EVICTION_POLICIES
 from base.errors import CapacityError
 from bench.hit_rate import OPEN_TRACE, hit_rate, insert_rest, read_trace
-from kvstore.eviction import BY_NAME, Eviction, greedy_dual, length_aware, lfu, lru
+from kvstore.admission import Admission
+from kvstore.eviction import BY_NAME, Eviction, kept_while_it_may_return, length_aware, lfu, lru
 
 needs_trace = pytest.mark.skipif(
     not OPEN_TRACE.exists(), reason="needs ../shared/traces/conversation_trace.jsonl"
@@ -48,15 +50,39 @@ def test_length_aware_evicts_the_deepest_of_those_used_equally_often():
     assert drain(tree(length_aware, "ab", "xyz")) == "zbyax"
 
 
-def test_greedy_dual_lets_a_chain_used_often_outlive_newer_ones_but_not_for_ever():
-    cache = tree(greedy_dual, "a", "a", "a", "b")
-    assert cache.victim() == "b"
-    for block in "cdefgh":
+def test_a_block_used_again_outlives_newer_ones_by_its_patience_and_not_for_ever():
+    admission = Admission()
+    admission.patience = 3.0
+    cache = Eviction(kept_while_it_may_return, admission)
+    for block in "aab":
         use(cache, block)
-        gone = cache.victim()
-        if gone == "a":
-            break
-    assert gone == "a"
+    gone = cache.victim()
+    for block in "cdef":
+        use(cache, block)
+        gone += cache.victim()
+    assert gone == "bcade"
+
+
+def test_the_end_that_the_next_turn_left_behind_goes_first():
+    cache = Eviction(kept_while_it_may_return, Admission())
+    for chain in ("xy", "abc", "abde"):
+        use(cache, chain)
+    assert cache.victim() == "c"
+    assert drain(cache) == "yxedba"
+
+
+def test_an_end_that_was_used_again_is_not_left_behind():
+    cache = Eviction(kept_while_it_may_return, Admission())
+    for chain in ("abc", "abde", "abc", "xy"):
+        use(cache, chain)
+    assert cache.victim() == "e"
+
+
+def test_conversations_under_a_shared_head_do_not_end_each_other():
+    cache = Eviction(kept_while_it_may_return, Admission())
+    for chain in ("s", "sa", "sb", "x", "sc", "sd"):
+        use(cache, chain)
+    assert drain(cache) == "abxcds"
 
 
 @pytest.mark.parametrize("make", BY_NAME.values(), ids=BY_NAME)
@@ -152,6 +178,10 @@ def test_admission_finds_conversations_again_where_lru_has_forgotten_all_of_them
 def test_admission_takes_everything_where_there_is_room():
     prompts = list(returning_conversations(2_000, gap=20))
     assert num_hits("admission", 1_000, prompts) >= 0.98 * num_hits("lru", 1_000, prompts)
+
+
+def test_the_configuration_knows_the_policies_that_there_are():
+    assert tuple(BY_NAME) == EVICTION_POLICIES
 
 
 @needs_trace

@@ -62,5 +62,5 @@ def test_every_policy_of_the_store_can_be_simulated(policy: str) -> None:
 
 
 def test_unknown_policy_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match="greedy_dual"):
+    with pytest.raises(ConfigError, match="admission"):
         make_cache("clock", 4)
