@@ -66,6 +66,7 @@ async def serve(config: ConductorProcess) -> None:
     services = [Service("conductor.v1.Nodes", partial(add_NodesServicer_to_server, nodes))]
     reports: dict[str, Callable[..., object]] = {
         "/status": partial(status, dispatcher, membership, view),
+        "/v1/explain": lambda: decisions.recent(clock.now_s()),
         "/v1/explain/{name}": decisions.explain,
     }
     async with listening(completions, server, config.slo, rng, services, reports) as ports:

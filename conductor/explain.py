@@ -7,6 +7,7 @@ request little, and an explanation cannot differ from what was done.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 from base.request import NodeId, RequestId
@@ -27,6 +28,8 @@ from conductor.scheduler_settings import SchedulerSettings
 
 MAX_KEPT = 1024
 """A decision of 16 nodes and 30 blocks takes some 6 KB."""
+
+MAX_LISTED = 100
 
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
 """Of the ids that HTTP clients see."""
@@ -89,6 +92,11 @@ class Decisions:
             return None
         return {"request_id": name, "attempts": [self._explained(kept) for kept in found]}
 
+    def recent(self, now_s: float) -> list[dict[str, Any]]:
+        """Return, for JSON, the last `MAX_LISTED` attempts, newest first; `now_s` on their clock."""
+        newest = islice(reversed(self._kept.values()), MAX_LISTED)
+        return [_listed(kept.made, kept.actual, now_s) for kept in newest]
+
     def _explained(self, kept: _Kept) -> dict[str, Any]:
         made, actual = kept.made, kept.actual
         told = decision_to(made)
@@ -106,6 +114,34 @@ class Decisions:
             if isinstance(made.result, Placement):
                 told["predicted_over_actual"] = _compared(made, made.result, actual)
         return told
+
+
+def _listed(made: Decision, actual: Actual | None, now_s: float) -> dict[str, Any]:
+    """Return one attempt as a row: `state` is running, a rejection's reason, or how it ended."""
+    told: dict[str, Any] = {
+        "request_id": made.asked.request_id,
+        "age_s": now_s - made.arrived_at_s,
+        "num_tokens": made.asked.num_tokens,
+    }
+    if not isinstance(made.result, Placement):
+        return told | {"state": f"rejected: {made.result.reason.value}"}
+    waited_s = made.decided_at_s - made.arrived_at_s
+    told |= {
+        "state": "running",
+        "prefill_node": made.result.prefill_node,
+        "decode_node": made.result.decode_node,
+        "source_node": made.result.source_node,
+        "predicted_ttft_s": waited_s + made.result.predicted_ttft_s,
+    }
+    if actual is not None:
+        told |= {
+            "state": actual.end,
+            "ttft_s": actual.ttft_s,
+            "mean_tbt_s": actual.mean_tbt_s,
+            "num_cached_tokens": actual.num_cached_tokens,
+            "num_output_tokens": actual.num_output_tokens,
+        }
+    return told
 
 
 def _prefill_candidates(

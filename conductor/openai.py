@@ -4,6 +4,7 @@
     GET  /v1/models             GET  /v1/models/{id}
     POST /tokenize              POST /detokenize
     GET  /health                GET  /metrics            GET  /version
+    GET  /ui                    web_page.py
 
 A route that reads a body is answered by `_Call`, from its first byte to its last: it
 counts as in progress while its body is read and its answer streams, it is given up when
@@ -41,6 +42,7 @@ from conductor.openai_schema import DetokenizeBody, TokenizeBody, chat_messages
 from conductor.openai_schema import read_body as parse_body
 from conductor.options import check_request_id, check_token_ids, require_model
 from conductor.prompt import chat_token_ids, text_token_ids
+from conductor.web_page import add_web_page
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +79,7 @@ def openai_app(
         endpoint = _endpoint(work, completions, default_slo, max_body_bytes, rng)
         app.add_api_route(path, endpoint, methods=["POST"])
     _add_operator_routes(app, completions)
+    add_web_page(app)
     for path, report in (reports or {}).items():
         answer = _report_on(report) if path.endswith("/{name}") else _report(report)
         app.add_api_route(path, answer, methods=["GET"], name=path)

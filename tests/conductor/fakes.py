@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -159,6 +159,7 @@ async def serving(
     max_calls: int = 64,
     drain_s: float = 5.0,
     slo: SloConfig | None = None,
+    reports: Mapping[str, Callable[..., object]] | None = None,
 ) -> AsyncIterator[Api]:
     """A conductor on free ports, for the length of the body."""
     dispatcher = ScriptedDispatcher(script)
@@ -166,7 +167,9 @@ async def serving(
     completions = Completions(model, dispatcher, metrics, SystemClock(), max_calls)
     config = ServerConfig(http_port=0, grpc_port=0, max_body_mib=max_body_mib)
     rng = random.Random(1)
-    async with listening(completions, config, slo or SloConfig(), rng, drain_s=drain_s) as ports:
+    async with listening(
+        completions, config, slo or SloConfig(), rng, reports=reports, drain_s=drain_s
+    ) as ports:
         yield Api(dispatcher, completions, ports)
 
 
