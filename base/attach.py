@@ -32,6 +32,9 @@ CONNECT_TIMEOUT_S = 5.0
 MAX_BACKOFF_S = 2.0
 MIN_BACKOFF_S = 0.1
 
+WAKE_DELAY_S = 0.002
+"""From a change of a node's state to the heartbeat that tells of it."""
+
 CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -71,6 +74,7 @@ class AttachClient:
         self._outbox: list[FromNode] = []
         self._outgoing = asyncio.Event()
         self._is_attached = False
+        self._waking: asyncio.TimerHandle | None = None
 
     def send(self, item: FromNode) -> None:
         """Queue `item` for the conductor; while there is none, it is dropped: all the
@@ -134,12 +138,20 @@ class AttachClient:
                 async with asyncio.timeout(lease.heartbeat_s):
                     await self._outgoing.wait()
             self._outgoing.clear()
+            if self._waking is not None:
+                self._waking.cancel()
+                self._waking = None
             items, self._outbox = self._outbox, []
             await call.write(from_node(items, work.heartbeat(), work.kv_events()))
 
     def wake(self) -> None:
-        """Send a heartbeat now: the node's state changed."""
-        self._outgoing.set()
+        """Send a heartbeat soon: the node's state changed.
+
+        Not at once: what changes the state mostly has something to say as well, which would
+        wait until the heartbeat is written.
+        """
+        if self._waking is None:
+            self._waking = asyncio.get_running_loop().call_later(WAKE_DELAY_S, self._outgoing.set)
 
 
 async def _read(call: Call) -> pb.ConductorMessage:

@@ -97,13 +97,17 @@ class AttachService(NodesServicer):
     async def _receive(self, session: NodeSession, context: Context) -> None:
         while True:
             message = await self._read(context)
+            if items := from_node_from(message):
+                session.deliver(items)
+                # A turn for the requests and one for what they send: KV events can wait.
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
             heartbeat = heartbeat_from(message)
             if heartbeat is not None:
                 self._membership.heartbeat(session, heartbeat, self._clock.now_s())
             kv_events = kv_events_from(message)
             if kv_events is not None:
                 self._membership.kv_events(session, kv_events)
-            session.deliver(from_node_from(message))
 
     async def _until_closed(self) -> None:
         await self._closing.wait()

@@ -79,8 +79,9 @@ def local_cluster(config: ClusterConfig, model: PreparedModel, folder: Path) -> 
         for node in planned_nodes(config, model, address, os.cpu_count() or 1):
             environment = node_environment(node.process.engine.threads)
             if node.room.gpus:
-                gpus = range(num_gpus, num_gpus := num_gpus + node.room.gpus)
+                gpus = range(num_gpus, num_gpus + node.room.gpus)
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+                num_gpus += node.room.gpus
             processes[node.process.node_id] = start(
                 node.process.node_id, "deploy.node", node.process, environment
             )

@@ -73,6 +73,8 @@ class KvSender:
         layout = self._cache.layout
         is_done = num_tokens >= len(self._message.work.token_ids)
         num_finished = layout.num_blocks(num_tokens) if is_done else num_tokens // layout.block_size
+        if len(block_table) < num_finished:
+            return  # preempted since: it is computed again, and sent then
         if num_finished > self._num_sent:
             first, self._num_sent = self._num_sent, num_finished
             block_ids = list(block_table[first:num_finished])

@@ -9,6 +9,7 @@ from base.grants import Operation
 from base.messages import Failed, Prefill, Prefilled
 from decode_node.role import DecodeRole
 from prefill_node.role import PrefillRole
+from prefill_node.sender import KvSender
 from tests.node_parts import LAYOUT, LayeredRunner, parts, work
 
 
@@ -183,3 +184,20 @@ async def test_a_release_while_layers_leave_gives_everything_back():
         decode.runner.may_end.set()
         await finished(prefill)
         prefill.check_nothing_is_held()
+
+
+async def test_blocks_that_were_preempted_before_they_were_sent_are_sent_when_they_are_computed_again(both):
+    prefill, decode = both
+    grant = granted(decode, 2)
+    message = Prefill(work(num_tokens=32), decode.agent.descriptor, grant, 0)
+    sender = KvSender(prefill.agent, prefill.pool, prefill.cache, prefill.segment, message)
+    async with asyncio.TaskGroup() as writes:
+        sender.send_finished(writes, [], 32)
+        assert prefill.pool.num_held == 0
+        computed = prefill.pool.allocate(2)
+        prefill.cache.tensor[computed] = 7
+        sender.send_finished(writes, computed, 32)
+    assert [checksum(content(decode, offset)) for offset in grant.offsets] == list(sender.checksums)
+    assert decode.cache.tensor[11].unique().tolist() == [7.0]
+    prefill.pool.release(computed)
+    assert prefill.pool.num_held == 0

@@ -1,0 +1,39 @@
+"""Checksums of a paged cache's blocks, on the device where the cache is."""
+
+import pytest
+import torch
+
+from base.checksum import checksum
+from base.kv_layout import KvLayout
+from engine.block_sums import UNSIGNED, block_sums, sum_kind
+from engine.kernels.sum_words import sum_words_definition
+from engine.paged_cache import PagedCache
+
+LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
+
+
+def random_cache(device: str) -> PagedCache:
+    cache = PagedCache(LAYOUT, 8, torch.device(device))
+    cache.tensor.copy_(torch.randn(cache.tensor.shape, generator=torch.Generator().manual_seed(0)))
+    return cache
+
+
+async def test_on_a_cpu_a_sum_is_of_a_blocks_bytes() -> None:
+    cache = random_cache("cpu")
+    assert await block_sums(cache, [5, 0]) == [checksum(cache.block_bytes_view(block)) for block in (5, 0)]
+    assert sum_kind(cache) == "xxh3"
+
+
+@pytest.mark.gpu
+async def test_on_a_gpu_a_sum_is_the_kernels_and_sees_one_bit() -> None:
+    cache = random_cache("cuda")
+    words = cache.tensor.view(8, -1).view(torch.int64)
+    ids = torch.tensor([5, 0], dtype=torch.int32, device="cuda")
+    expected = [value & UNSIGNED for value in sum_words_definition(words, ids, 0, words.shape[1]).tolist()]
+    assert await block_sums(cache, [5, 0]) == expected
+    words[0, 17] ^= 1 << 40
+    torch.cuda.synchronize()  # block_sums trusts that what was written is there
+    changed = await block_sums(cache, [5, 0])
+    assert changed[0] == expected[0]
+    assert changed[1] != expected[1]
+    assert sum_kind(cache) != "xxh3"
