@@ -146,6 +146,7 @@ _BY_NAME = {
         RejectedError,
         CapacityError,
         UnavailableError,
+        DeadlineError,
         LostError,
         LeaseExpiredError,
         StaleError,

@@ -3,7 +3,7 @@
     python -m bench.overload [--overload-s 60] [--json bench/results/overload.json]
 
 Three processes: `python -m conductor` as it is deployed, two prefill and two decode stub
-nodes (`stub_node.py`) that take a profile's time, and an open-loop gRPC client. First rates
+nodes (`stub_cluster.py`) that take a profile's time, and an open-loop gRPC client. First rates
 around the nodes' capacity, for the peak of goodput; then ten times the capacity; then 0.7
 times, for the return to normal. Every request has the same bounds on TTFT and TBT. Goodput
 is requests a second that ended well within both.
@@ -18,9 +18,6 @@ import json
 import os
 import platform
 import random
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -29,27 +26,12 @@ from typing import Any
 
 import grpc
 
-from base.attach import AttachClient
-from base.config import (
-    ClusterConfig,
-    EngineConfig,
-    PoolConfig,
-    SchedulerConfig,
-    ServerConfig,
-    process_config_json,
-)
-from base.grants import PeerDescriptor
-from base.messages import NodeInfo
-from base.request import NodeId, Role, Slo
-from bench.stub_node import StubNode
-from conductor.cost_model import CostModel, Profile, load_profile, profile_json
-from deploy.plan import PreparedModel, conductor_process
-from engine.model_store import prepare
+from base.request import Slo
+from bench.stub_cluster import stub_cluster
+from conductor.cost_model import Profile, load_profile
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceStub
 
-CACHE_DIR = Path("~/.cache/conductor-cluster")
-BLOCK_SIZE = 32
 PROMPT_TOKENS = 200
 MAX_TOKENS = 16
 NODES_OF_A_ROLE = 2
@@ -221,92 +203,14 @@ def told(figures: Stretch) -> Stretch:
     return figures
 
 
-# --- the nodes --------------------------------------------------------------------------
-
-
-def stub_info(name: str, role: Role, model_id: str) -> NodeInfo:
-    return NodeInfo(
-        node_id=NodeId(name),
-        epoch=1,
-        roles=frozenset({role}),
-        model_id=model_id,
-        layout_id="stub",
-        max_model_len=4096,
-        num_blocks=10_000,
-        block_size=BLOCK_SIZE,
-        peer=PeerDescriptor(name, 1, ()),
-        host="here",
-    )
-
-
-async def serve_nodes(address: str, model_id: str) -> None:
-    cost = CostModel(stub_profile())
-    async with asyncio.TaskGroup() as group:
-        for role in Role:
-            for number in range(NODES_OF_A_ROLE):
-                node = StubNode(cost, 10_000, BLOCK_SIZE)
-                info = stub_info(f"{role.value}-{number}", role, model_id)
-                client = AttachClient(info, address, random.Random(number))
-                node.send = client.send
-                group.create_task(node.run())
-                group.create_task(client.run(node))
-
-
-# --- all of it --------------------------------------------------------------------------
-
-
-def run(overload_s: float) -> dict[str, Any]:
-    prepared = prepare("smollm2", CACHE_DIR, lambda line: None)
-    model = PreparedModel(str(prepared.path), prepared.model_id, prepared.name)
-    with tempfile.TemporaryDirectory() as folder:
-        profile = Path(folder) / "stub.json"
-        profile.write_text(profile_json(stub_profile()))
-        cluster = ClusterConfig(
-            profile=str(profile),
-            server=ServerConfig(http_port=0, grpc_port=0),
-            prefill=PoolConfig(engine=EngineConfig(block_size=BLOCK_SIZE)),
-            decode=PoolConfig(engine=EngineConfig(block_size=BLOCK_SIZE)),
-            scheduler=SchedulerConfig(),
-        )
-        config = Path(folder) / "conductor.json"
-        config.write_text(process_config_json(conductor_process(cluster, model)))
-        conductor = started("conductor", "--config", str(config))
-        nodes = None
-        try:
-            assert conductor.stdout is not None
-            ready = json.loads(conductor.stdout.readline())
-            address = f"127.0.0.1:{ready['grpc_port']}"
-            nodes = started("bench.overload", "--nodes-of", address, "--model-id", model.model_id)
-            return asyncio.run(measure(address, overload_s))
-        finally:
-            for process in (conductor, nodes):
-                if process is not None:
-                    process.terminate()
-                    process.wait(40)
-
-
-def started(*command: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", *command],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.overload", description=__doc__)
     parser.add_argument("--overload-s", type=float, default=60.0)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--nodes-of", help=argparse.SUPPRESS)
-    parser.add_argument("--model-id", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.nodes_of:
-        asyncio.run(serve_nodes(arguments.nodes_of, arguments.model_id))
-        return
     load_average = os.getloadavg()[0]
-    result = run(arguments.overload_s)
+    with stub_cluster(stub_profile(), NODES_OF_A_ROLE, NODES_OF_A_ROLE) as cluster:
+        result = asyncio.run(measure(cluster.grpc_address, arguments.overload_s))
     if arguments.json:
         machine = {
             "python": platform.python_version(),

@@ -220,6 +220,7 @@ class Dispatcher:
             asked, placement, work = placed.asked, placed.placement, run.work(placed.root)
             decode = self._membership.session(placement.decode_node)
             prefill = self._membership.session(placement.prefill_node)
+            held.enter_context(run.deadline())
             held.enter_context(decode.exchange(run.attempt_id, run.mailbox))
             decode.send(Reserve(work))
             source = await self._lent(asked.chain, placement, held)
@@ -344,7 +345,7 @@ class Dispatcher:
     async def _prefill(
         self, run: Run, work: Work, decode: NodeSession, prefill: NodeSession, source: Source | None
     ) -> Prefilled:
-        reserved = await run.next_message()
+        reserved = await run.mailbox.next()
         if not isinstance(reserved, Reserved):
             raise ProtocolError(f"{type(reserved).__name__} where Reserved was expected")
         # Under a name of its own, because one node may have both roles. The exchange ends
@@ -353,21 +354,26 @@ class Dispatcher:
         with prefill.exchange(work.request_id, run.mailbox):
             target = decode.info.peer
             prefill.send(Prefill(work, target, reserved.grant, reserved.num_matched_blocks, source))
-            prefilled = await run.next_message()
+            prefilled = await run.mailbox.next()
         if not isinstance(prefilled, Prefilled):
             raise ProtocolError(f"{type(prefilled).__name__} where Prefilled was expected")
         return prefilled
 
     async def _decode(self, run: Run, prefilled: Prefilled) -> AsyncGenerator[Generated, None]:
+        """Yield the tokens as they come; those that came while the last were sent, together."""
+        num_cached_tokens = run.num_cached_tokens(prefilled)
         while True:
-            tokens = await run.next_message()
-            if not isinstance(tokens, Tokens):
-                raise ProtocolError(f"{type(tokens).__name__} where Tokens was expected")
-            if tokens.tokens:
-                self._observer.next_tokens(run.decoded(), len(tokens.tokens))
-            yield Generated(tokens.tokens, tokens.finish_reason, run.num_cached_tokens(prefilled))
-            if tokens.finish_reason is not None:
-                run.is_complete = True
+            message = await run.mailbox.next()
+            if not isinstance(message, Tokens):
+                raise ProtocolError(f"{type(message).__name__} where Tokens was expected")
+            tokens, finish_reason = message.tokens, message.finish_reason
+            for later in run.mailbox.take_tokens():
+                tokens, finish_reason = tokens + later.tokens, later.finish_reason
+            if tokens:
+                self._observer.next_tokens(run.decoded(), len(tokens))
+            run.is_complete = finish_reason is not None
+            yield Generated(tokens, finish_reason, num_cached_tokens)
+            if finish_reason is not None:
                 return
 
 

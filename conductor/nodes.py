@@ -10,11 +10,12 @@ decode node is noticed while the prefill node is waited for.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from base.errors import LostError, error_named
-from base.messages import Failed, FromNode, Heartbeat, NodeInfo, Release, ToNode
+from base.messages import Failed, FromNode, Heartbeat, NodeInfo, Release, Tokens, ToNode
 from base.request import RequestId
 
 
@@ -22,14 +23,18 @@ class Mailbox:
     """What the nodes of one request tell it, in order of arrival.
 
     Unbounded, and bounded all the same: a node sends at most one message for each token
-    of the request, and a request has at most `max_tokens`.
+    of the request, and a request has at most `max_tokens`. One task reads it: an
+    `asyncio.Queue`, which allows for many, takes twice as long for each token.
     """
 
     def __init__(self) -> None:
-        self._arrived: asyncio.Queue[FromNode] = asyncio.Queue()
+        self._arrived: deque[FromNode] = deque()
+        self._reader: asyncio.Future[None] | None = None
 
     def put(self, item: FromNode) -> None:
-        self._arrived.put_nowait(item)
+        self._arrived.append(item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def next(self) -> FromNode:
         """Return the next message.
@@ -38,10 +43,21 @@ class Mailbox:
             ServeError: the class that a node's `Failed` names; LostError when a node
                 left.
         """
-        item = await self._arrived.get()
+        if not self._arrived:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        item = self._arrived.popleft()
         if isinstance(item, Failed):
             raise error_named(item.reason, item.message)
         return item
+
+    def take_tokens(self) -> list[Tokens]:
+        """Return the tokens that have arrived before anything else, without waiting."""
+        taken: list[Tokens] = []
+        while self._arrived and isinstance(tokens := self._arrived[0], Tokens):
+            taken.append(tokens)
+            self._arrived.popleft()
+        return taken
 
 
 class NodeSession:

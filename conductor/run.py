@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from base.block_hash import BlockHash, hash_chain
 from base.clock import Clock
 from base.errors import DeadlineError
-from base.messages import FromNode, Prefilled, Work
+from base.messages import Failed, Prefilled, Work
 from base.request import FinishReason, Request, RequestId, Slo
 from conductor.decisions import Actual
 from conductor.fair_queue import Criticality, Waiting, criticality
@@ -134,13 +136,20 @@ class Run:
             cost_s,
         )
 
-    async def next_message(self) -> FromNode:
-        """Return the attempt's next message; raises DeadlineError when time is up."""
+    @contextmanager
+    def deadline(self) -> Iterator[None]:
+        """Let the mailbox raise DeadlineError in the body when the request's time is up.
+
+        One timer for the attempt: one for each message is a quarter of what a token costs.
+        """
+        told = Failed(
+            self.attempt_id, DeadlineError.__name__, f"request {self.request.request_id} ran out of time"
+        )
+        timer = asyncio.get_running_loop().call_later(self._remaining_s(), self.mailbox.put, told)
         try:
-            async with asyncio.timeout(self._remaining_s()):
-                return await self.mailbox.next()
-        except TimeoutError:
-            raise DeadlineError(f"request {self.request.request_id} ran out of time") from None
+            yield
+        finally:
+            timer.cancel()
 
     def finish_of_first(self, prefilled: Prefilled) -> FinishReason | None:
         """Return why the sequence is over with the token that prefill sampled, if it is."""

@@ -5,7 +5,8 @@ import contextlib
 
 from base.metrics import ConductorMetrics, process_registry
 from base.request import Role
-from bench.overload import BLOCK_SIZE, stub_info, stub_profile
+from bench.overload import stub_profile
+from bench.stub_cluster import BLOCK_SIZE, stub_info
 from bench.stub_node import StubNode
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel

@@ -227,6 +227,22 @@ async def test_failure_after_the_first_token_is_an_event_and_no_done(model):
     assert "[DONE]" not in raw.text
 
 
+async def test_a_rejection_tells_what_was_predicted_and_when_to_come_back(model):
+    failure = SloUnreachableError("too late", 2.5, predicted_ttft_s=1.25, predicted_tbt_s=0.03)
+    async with (
+        serving(model, lambda request: [failure]) as api,
+        httpx.AsyncClient(base_url=api.url) as client,
+    ):
+        answer = await client.post(CHAT, content=chat())
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
+    told = answer.json()["error"]
+    assert (told["code"], told["predicted_ttft_s"], told["predicted_tbt_s"]) == (
+        "slo_unreachable",
+        1.25,
+        0.03,
+    )
+
+
 async def test_one_failing_choice_fails_the_call_and_cancels_the_others(model):
     def script(request):
         if request.request_id.endswith("-1"):

@@ -7,8 +7,8 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from base.errors import LostError, ProtocolError, RejectedError, UnavailableError
-from base.request import FinishReason
+from base.errors import LostError, ProtocolError, RejectedError, SloUnreachableError, UnavailableError
+from base.request import FinishReason, Slo
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.conductor.fakes import MODEL, serving, spoken
@@ -176,6 +176,29 @@ async def test_failure_says_when_to_come_back(model, failure, code, retry_s):
     assert (error.code(), error.details()) == (code, str(failure))
     assert details["RetryInfo"].retry_delay.ToTimedelta().total_seconds() == retry_s
     assert details["ErrorInfo"].reason == type(failure).__name__
+
+
+async def test_a_rejection_tells_what_was_predicted(model):
+    failure = SloUnreachableError("too late", 2.0, predicted_ttft_s=1.25, predicted_tbt_s=0.03)
+    async with calling(model, lambda request: [failure]) as (stub, _):
+        _, details = await refusal(stub, text="x")
+    assert details["ErrorInfo"].metadata == {"predicted_ttft_s": "1.25", "predicted_tbt_s": "0.03"}
+
+
+async def test_metadata_bounds_a_request_the_message_goes_before_and_a_deadline_bounds_its_ttft(model):
+    metadata = (("x-slo-ttft-ms", "250"), ("x-slo-tpot-ms", "40"), ("x-tenant-id", "acme"))
+    async with calling(model, lambda request: spoken(model, "hi")) as (stub, api):
+        for fields, timeout in (({}, None), ({"slo": pb.Slo(ttft_s=2.0)}, None), ({}, 0.2)):
+            call = stub.Generate(pb.GenerateRequest(text="x", **fields), metadata=metadata, timeout=timeout)
+            assert [response async for response in call]
+        with pytest.raises(grpc.aio.AioRpcError, match="x-slo-ttft-ms"):
+            await anext(
+                aiter(stub.Generate(pb.GenerateRequest(text="x"), metadata=(("x-slo-ttft-ms", "-1"),)))
+            )
+    slos = [request.slo for request in api.dispatcher.requests]
+    assert slos[:2] == [Slo(0.25, 0.04), Slo(2.0, 0.04)]
+    assert 0 < slos[2].ttft_slo_s <= 0.2
+    assert {request.tenant for request in api.dispatcher.requests} == {"acme"}
 
 
 async def test_protocol_error_has_no_retry(model):

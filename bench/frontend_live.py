@@ -1,0 +1,220 @@
+"""How much one conductor process carries: requests a second, tokens a second, and what it adds to TTFT.
+
+    python -m bench.frontend_live [--json bench/results/frontend_live.json]
+
+`python -m conductor` as it is deployed, stub nodes that take next to no time, and one client
+process. All share the machine's cores, so the rates are of the whole; what the conductor
+itself needs is told as processor time of its process for each request and token, from which
+follows what one core of its own would carry. Rounds of HTTP and gRPC take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import platform
+import random
+import re
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import grpc
+
+from bench.frontend import cpu_seconds
+from bench.stub_cluster import StubCluster, stub_cluster
+from conductor.cost_model import Profile, load_profile
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import InferenceStub
+
+ROUNDS = 3
+STREAMS = 64
+TOKENS = 1_000
+"""Of each stream."""
+REQUESTS = 800
+"""Of one round; each is one token."""
+ASKING = 32
+"""Requests under way at once, in a round of requests."""
+PROMPT = list(range(1_000, 1_064))
+
+Ask = Callable[[int], Awaitable[int]]
+"""Asks for so many tokens; returns how many came."""
+
+
+def quick_profile() -> Profile:
+    """Return nodes that need 0.1 ms for a prompt and 2 ms for a step."""
+    return dataclasses.replace(
+        load_profile("cpu-smollm2"),
+        name="quick",
+        source="made up, for bench.frontend_live",
+        prefill_fixed_s=0.0001,
+        prefill_token_s=1e-9,
+        prefill_token2_s=0.0,
+        decode_fixed_s=0.002,
+        decode_sequence_s=0.0,
+        decode_context_token_s=0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What one way of asking carried: medians of the rounds."""
+
+    api: str
+    tokens_per_s: float
+    cpu_us_per_token: float
+    """Of the conductor's process."""
+    requests_per_s: float
+    cpu_us_per_request: float
+
+
+class HttpClient:
+    """Asks over HTTP, one connection for each request under way; reads no more than it must."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def ask(self, max_tokens: int) -> int:
+        body = json.dumps(
+            {"prompt": PROMPT, "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+            | {"return_token_ids": True}
+        ).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        answer = bytearray()
+        while part := await reader.read(1 << 18):
+            answer += part
+        writer.close()
+        if b"[DONE]" not in answer:
+            raise RuntimeError(f"the answer is not whole: {bytes(answer[-300:])!r}")
+        lists = re.findall(rb'"token_ids":\[([0-9,]*)\]', answer)
+        return sum(found.count(b",") + 1 for found in lists if found)
+
+
+class GrpcClient:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = InferenceStub(channel)
+
+    async def ask(self, max_tokens: int) -> int:
+        request = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=PROMPT),
+            sampling=pb.Sampling(temperature=0.0),
+            stop=pb.Stop(max_tokens=max_tokens, ignore_eos=True),
+        )
+        answer: Any = self._stub.Generate(request, timeout=120)
+        return sum([len(response.token_ids) async for response in answer])
+
+
+async def streamed(ask: Ask, pid: int) -> tuple[float, float]:
+    """Return tokens a second and the conductor's processor microseconds for each."""
+    cpu_s, begin_s = cpu_seconds(pid), time.perf_counter()
+    counts = await asyncio.gather(*(ask(TOKENS) for _ in range(STREAMS)))
+    took_s = time.perf_counter() - begin_s
+    if set(counts) != {TOKENS}:
+        raise RuntimeError(f"streams of {TOKENS} tokens had {sorted(set(counts))}")
+    return sum(counts) / took_s, (cpu_seconds(pid) - cpu_s) / sum(counts) * 1e6
+
+
+async def admitted(ask: Ask, pid: int) -> tuple[float, float]:
+    """Return requests a second and the conductor's processor microseconds for each."""
+    left = iter(range(REQUESTS))
+
+    async def one_after_another() -> None:
+        for _ in left:
+            await ask(1)
+
+    cpu_s, begin_s = cpu_seconds(pid), time.perf_counter()
+    await asyncio.gather(*(one_after_another() for _ in range(ASKING)))
+    took_s = time.perf_counter() - begin_s
+    return REQUESTS / took_s, (cpu_seconds(pid) - cpu_s) / REQUESTS * 1e6
+
+
+async def compare(cluster: StubCluster) -> list[Carried]:
+    async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
+        asks = {"http": HttpClient(cluster.http_port).ask, "grpc": GrpcClient(channel).ask}
+        for ask in asks.values():
+            await ask(20)
+        rows: dict[str, list[tuple[float, ...]]] = {api: [] for api in asks}
+        for _ in range(ROUNDS):
+            for api, ask in asks.items():
+                row = (
+                    *await streamed(ask, cluster.conductor_pid),
+                    *await admitted(ask, cluster.conductor_pid),
+                )
+                rows[api].append(row)
+                print(
+                    f"{api}: {row[0]:,.0f} tokens/s {row[1]:.1f} us, {row[2]:,.0f} requests/s {row[3]:.0f} us"
+                )
+        return [
+            Carried(api, *(statistics.median(column) for column in zip(*found, strict=True)))
+            for api, found in rows.items()
+        ]
+
+
+async def added(cluster: StubCluster, rate: float, seconds: float) -> dict[str, float]:
+    """Return shares of requests by what was added to their TTFT, at an open-loop rate over gRPC.
+
+    It is what the conductor's own metrics call frontend and dispatch: all that is neither
+    queue, nor prefill, nor transfer; the messages to the nodes and back are in it.
+    """
+    before = buckets(cluster)
+    rng = random.Random(1)
+    async with grpc.aio.insecure_channel(cluster.grpc_address) as channel, asyncio.TaskGroup() as group:
+        client = GrpcClient(channel)
+        end_s = time.perf_counter() + seconds
+        while time.perf_counter() < end_s:
+            group.create_task(client.ask(8))
+            await asyncio.sleep(rng.expovariate(rate))
+    after = buckets(cluster)
+    count = after["+Inf"] - before["+Inf"]
+    return {bound: (after[bound] - before[bound]) / count for bound in ("0.001", "0.005", "0.01", "0.02")}
+
+
+def buckets(cluster: StubCluster) -> dict[str, float]:
+    """Return the conductor's histogram of what dispatch adds, by upper bound in seconds."""
+    with urlopen(f"http://127.0.0.1:{cluster.http_port}/metrics") as response:
+        text = response.read().decode()
+    found = re.findall(r'conductor_ttft_part_seconds_bucket\{le="([^"]+)",part="dispatch"\} (\S+)', text)
+    return {bound: float(count) for bound, count in found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.frontend_live", description=__doc__)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    load_average = os.getloadavg()[0]
+    with stub_cluster(quick_profile(), 1, 1) as cluster:
+        carried = asyncio.run(compare(cluster))
+        by_grpc = next(row for row in carried if row.api == "grpc")
+        half = by_grpc.requests_per_s / 2
+        shares = asyncio.run(added(cluster, half, 8.0))
+    for row in carried:
+        print(row)
+    print(f"added to TTFT at {half:.0f} requests/s: {shares}")
+    if arguments.json:
+        machine = {
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+            "load_average_before": load_average,
+        }
+        result = {
+            "machine": machine,
+            "carried": [asdict(row) for row in carried],
+            "added_to_ttft": {"requests_per_s": half, "share_within_s": shares},
+        }
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""`python -m conductor` as it is deployed, with stub nodes in a process of their own.
+
+    with stub_cluster(profile, num_prefill=2, num_decode=2) as running: ...
+
+For benches of the conductor: what the nodes would do takes the time that the profile says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from base.attach import AttachClient
+from base.config import (
+    ClusterConfig,
+    EngineConfig,
+    PoolConfig,
+    SchedulerConfig,
+    ServerConfig,
+    process_config_json,
+)
+from base.grants import PeerDescriptor
+from base.messages import NodeInfo
+from base.request import NodeId, Role
+from bench.stub_node import StubNode
+from conductor.cost_model import CostModel, Profile, load_profile, profile_json
+from deploy.plan import PreparedModel, conductor_process
+from engine.model_store import prepare
+
+CACHE_DIR = Path("~/.cache/conductor-cluster")
+BLOCK_SIZE = 32
+NUM_BLOCKS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class StubCluster:
+    """A running one."""
+
+    http_port: int
+    grpc_port: int
+    conductor_pid: int
+
+    @property
+    def grpc_address(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+
+@contextmanager
+def stub_cluster(
+    profile: Profile, num_prefill: int, num_decode: int, scheduler: SchedulerConfig | None = None
+) -> Iterator[StubCluster]:
+    """Run a conductor for SmolLM2's tokenizer and stub nodes in the body."""
+    prepared = prepare("smollm2", CACHE_DIR, lambda line: None)
+    model = PreparedModel(str(prepared.path), prepared.model_id, prepared.name)
+    pool = PoolConfig(engine=EngineConfig(block_size=BLOCK_SIZE))
+    with tempfile.TemporaryDirectory() as folder:
+        profile_path, config_path = Path(folder) / "profile.json", Path(folder) / "conductor.json"
+        profile_path.write_text(profile_json(profile))
+        cluster = ClusterConfig(
+            profile=str(profile_path),
+            server=ServerConfig(http_port=0, grpc_port=0),
+            prefill=pool,
+            decode=pool,
+            scheduler=scheduler or SchedulerConfig(),
+        )
+        config_path.write_text(process_config_json(conductor_process(cluster, model)))
+        conductor = _started("conductor", "--config", str(config_path))
+        nodes = None
+        try:
+            assert conductor.stdout is not None
+            ready = json.loads(conductor.stdout.readline())
+            address = f"127.0.0.1:{ready['grpc_port']}"
+            counts = ("--prefill", str(num_prefill), "--decode", str(num_decode))
+            nodes = _started("bench.stub_cluster", address, model.model_id, str(profile_path), *counts)
+            yield StubCluster(ready["http_port"], ready["grpc_port"], conductor.pid)
+        finally:
+            for process in (conductor, nodes):
+                if process is not None:
+                    process.terminate()
+                    process.wait(40)
+
+
+def _started(*command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def stub_info(name: str, role: Role, model_id: str) -> NodeInfo:
+    """Return what a stub node says of itself."""
+    return NodeInfo(
+        node_id=NodeId(name),
+        epoch=1,
+        roles=frozenset({role}),
+        model_id=model_id,
+        layout_id="stub",
+        max_model_len=4096,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        peer=PeerDescriptor(name, 1, ()),
+        host="here",
+    )
+
+
+async def serve_nodes(address: str, model_id: str, profile: Profile, counts: dict[Role, int]) -> None:
+    cost = CostModel(profile)
+    async with asyncio.TaskGroup() as group:
+        for role, count in counts.items():
+            for number in range(count):
+                node = StubNode(cost, NUM_BLOCKS, BLOCK_SIZE)
+                info = stub_info(f"{role.value}-{number}", role, model_id)
+                client = AttachClient(info, address, random.Random(number))
+                node.send = client.send
+                group.create_task(node.run())
+                group.create_task(client.run(node))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.stub_cluster", description=__doc__)
+    for name in ("address", "model_id", "profile"):
+        parser.add_argument(name)
+    for name in ("--prefill", "--decode"):
+        parser.add_argument(name, type=int)
+    told = parser.parse_args()
+    counts = {Role.PREFILL: told.prefill, Role.DECODE: told.decode}
+    asyncio.run(serve_nodes(told.address, told.model_id, load_profile(told.profile), counts))
+
+
+if __name__ == "__main__":
+    main()
