@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Helpers beside the tests are imported as tests.*, from wherever pytest is started.
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+# A test that takes long is bounded by pytest-timeout; one example says little on a busy machine.
+settings.register_profile("busy", deadline=None)
+settings.load_profile("busy")
 
 # Where there is no GPU, Triton's kernels run in its interpreter. The choice is made when a
 # kernel is decorated, so it must stand before the first import.
