@@ -177,7 +177,7 @@ class StoreConfig:
     policy: str = "admission"
     """Which blocks go first."""
     tenant_quota: float = 1.0
-    """Of a node's memory, for each tenant of the context API."""
+    """Of a node's memory, for each tenant."""
     redis_url: str = ""
     """Where several conductors or other programs share the cache; empty: the conductor's
     index knows where blocks are."""

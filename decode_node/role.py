@@ -88,7 +88,8 @@ class DecodeRole:
             for sequence in held:
                 if self._store is not None:
                     # The answer's blocks too: they are the prefix of the next turn.
-                    self._store.offer(sequence.block_hashes[: sequence.num_published_blocks])
+                    published = sequence.block_hashes[: sequence.num_published_blocks]
+                    self._store.offer(published, sequence.chain_root)
                 self._engine.release(sequence)
 
     async def _receive(self, work: Work, held: list[Sequence]) -> None:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from base.block_hash import BlockHash
 from base.clock import Clock
-from base.config import NodeProcess
+from base.config import NodeProcess, StoreConfig
 from base.logs import event
 from base.metrics import StoreMetrics
 from engine.block_pool import BlockPool
 from engine.block_sums import block_sums
 from engine.build import Engine
 from engine.paged_cache import PagedCache
+from kvstore.client import BlockCache
 from kvstore.engine_store import EngineStore
 from kvstore.hosting import block_cache, hosted_store
 from kvstore.settings import of_node
@@ -80,19 +81,25 @@ async def node_store(
     settings = of_node(config.store, config.node_id, blocks.block_bytes, config.transfer)
     if config.store.dram_gib:
         async with hosted_store(settings, agent, clock, metrics) as hosted:
-            beside = EngineStore(
-                blocks, hosted.cache, hosted.store, config.store.save_mib_per_s * (1 << 20), clock
+            yield NodeStore(
+                _beside(config.store, blocks, hosted.cache, hosted.store, clock, metrics), hosted.store
             )
-            _observe(metrics, beside)
-            yield NodeStore(beside, hosted.store)
     else:
         async with block_cache(settings, agent, clock) as cache:
-            beside = EngineStore(blocks, cache, None, config.store.save_mib_per_s * (1 << 20), clock)
-            _observe(metrics, beside)
-            yield NodeStore(beside, None)
+            yield NodeStore(_beside(config.store, blocks, cache, None, clock, metrics), None)
 
 
-def _observe(metrics: StoreMetrics, beside: EngineStore) -> None:
+def _beside(
+    config: StoreConfig,
+    blocks: PagedBlocks,
+    cache: BlockCache,
+    own: Store | None,
+    clock: Clock,
+    metrics: StoreMetrics,
+) -> EngineStore:
+    bytes_per_s = config.save_mib_per_s * (1 << 20)
+    beside = EngineStore(blocks, cache, own, bytes_per_s, clock, has_quotas=config.tenant_quota < 1)
     metrics.engine_blocks.labels("saved").set_function(lambda: beside.num_saved)
     metrics.engine_blocks.labels("loaded").set_function(lambda: beside.num_loaded)
     metrics.engine_blocks.labels("dropped").set_function(lambda: beside.num_dropped)
+    return beside

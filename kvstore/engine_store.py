@@ -62,10 +62,13 @@ class EngineStore:
         bytes_per_s: float,
         clock: Clock,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        has_quotas: bool = False,
     ) -> None:
         """Begin. `own` is this process's store; None: blocks are saved to others.
 
-        `pause` waits so many seconds, which is what keeps saving within `bytes_per_s`.
+        `pause` waits so many seconds, which is what keeps saving within `bytes_per_s`. With
+        quotas a tenant pays for its blocks; without, nobody is told apart, and eviction
+        learns from all of them together.
         """
         self._engine = engine
         self._cache = cache
@@ -73,22 +76,26 @@ class EngineStore:
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._pause = pause
+        self._has_quotas = has_quotas
         self._costs = LoadCosts(engine.block_tokens)
-        self._offers: OrderedDict[BlockHash, tuple[BlockHash, ...]] = OrderedDict()
+        self._offers: OrderedDict[BlockHash, tuple[tuple[BlockHash, ...], str]] = OrderedDict()
         self._offered = asyncio.Event()
         self.num_saved = 0
         """Blocks, and so with the two below."""
         self.num_dropped = 0
         self.num_loaded = 0
 
-    def offer(self, chain: Sequence[BlockHash]) -> None:
-        """Let `chain`, which the engine has computed, be saved some time soon."""
+    def offer(self, chain: Sequence[BlockHash], root: BlockHash) -> None:
+        """Let `chain`, which the engine has computed, be saved some time soon.
+
+        `root` is what the chain was hashed from: it holds the tenant, and stands for it.
+        """
         if not chain:
             return
-        self._offers[chain[-1]] = tuple(chain)
+        self._offers[chain[-1]] = tuple(chain), root.hex() if self._has_quotas else ""
         self._offers.move_to_end(chain[-1])
         if len(self._offers) > MAX_OFFERS:
-            _, dropped = self._offers.popitem(last=False)
+            _, (dropped, _) = self._offers.popitem(last=False)
             self.num_dropped += len(dropped)
         self._offered.set()
 
@@ -100,8 +107,8 @@ class EngineStore:
         """Save what is offered, until cancelled."""
         while True:
             while self._offers:
-                _, chain = self._offers.popitem(last=False)
-                await self._save(chain)
+                _, (chain, tenant) = self._offers.popitem(last=False)
+                await self._save(chain, tenant)
             self._offered.clear()
             await self._offered.wait()
 
@@ -129,13 +136,13 @@ class EngineStore:
             return "elsewhere"
         return "memory" if found.num_in_memory == len(chain) else "disk"
 
-    async def _save(self, chain: tuple[BlockHash, ...]) -> None:
+    async def _save(self, chain: Sequence[BlockHash], tenant: str) -> None:
         size = self._engine.block_bytes
         group = max(1, int(self._bytes_per_s * GROUP_S) // size)
         at = await self._cache.num_saved(chain)
         while at < len(chain):
             part = chain[: at + group]
-            num_saved = await self._save_part(part, at)
+            num_saved = await self._save_part(part, at, tenant)
             self.num_saved += num_saved
             await self._pause(num_saved * size / self._bytes_per_s)
             if at + num_saved < len(part):
@@ -143,7 +150,7 @@ class EngineStore:
                 return
             at = len(part)
 
-    async def _save_part(self, chain: Sequence[BlockHash], first: int) -> int:
+    async def _save_part(self, chain: Sequence[BlockHash], first: int, tenant: str) -> int:
         block_ids = self._engine.hold(chain)
         try:
             if len(block_ids) <= first:
@@ -156,6 +163,7 @@ class EngineStore:
                 offsets,
                 sums,
                 first,
+                tenant,
                 priority=Priority.BACKGROUND,
             )
         finally:

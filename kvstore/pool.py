@@ -229,7 +229,7 @@ class HostPool:
         if len(checksums) != len(put.missing):
             raise ProtocolError(f"{len(checksums)} checksums for {len(put.missing)} blocks")
         self._forget_put(put)
-        account = self._tenants[put.tenant]
+        account = self._account(put.tenant)
         stored = []
         for index, block_id, checksum in zip(put.missing, put.block_ids, checksums, strict=True):
             block_hash, parent = put.chain[index], put.chain[index - 1] if index else None
@@ -354,6 +354,11 @@ class HostPool:
         """Free the bytes of a block that `leave` took out. Twice is once."""
         if self._books.leaving.pop(record.block_id, None) is not None:
             self._give_back(record.tenant, record.block_id)
+
+    def forget_idle_tenants(self) -> None:
+        """Drop the books of tenants that have nothing here: there is no end of tenants."""
+        for tenant in [name for name, account in self._tenants.items() if not account.num_blocks]:
+            del self._tenants[tenant]
 
     # --- accounting ---------------------------------------------------------------------
 

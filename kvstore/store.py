@@ -269,6 +269,7 @@ class Store:
                 async with self._lowering:
                     await uninterrupted(self._write_down(self._disk, records))
         self._tell_evicted()
+        self._pool.forget_idle_tenants()
         self._balance("host", asdict(self._pool.accounts()), self.num_damaged)
         if self._disk is not None:
             self._balance("disk", asdict(self._disk.accounts()), self._disk.damaged)

@@ -93,7 +93,8 @@ class PrefillRole:
         if self._store is not None:
             num_tokens = len(message.work.token_ids)
             self._store.computed(num_tokens - sequence.num_matched_tokens, times.compute_s)
-            self._store.offer(sequence.block_hashes[: num_tokens // self._cache.layout.block_size])
+            full = num_tokens // self._cache.layout.block_size
+            self._store.offer(sequence.block_hashes[:full], sequence.chain_root)
         is_over = last.finish_reason is FinishReason.STOP
         self._send(
             Prefilled(

@@ -5,11 +5,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from base.block_hash import BlockHash
 from base.checksum import checksum
 from kvstore.engine_store import MAX_OFFERS, EngineStore
 from tests.kvstore.cluster import BLOCK_BYTES, bytes_of, chain_of, running_cluster
 
 NUM_BLOCKS = 8
+ROOT = BlockHash(bytes(16))
 
 
 class Engine:
@@ -56,12 +58,13 @@ class Engine:
 class Beside:
     """An `EngineStore` on a node of a cluster, and how long it paused."""
 
-    def __init__(self, node, bytes_per_s, own=True):
+    def __init__(self, node, bytes_per_s, has_quotas=False):
         self.node = node
         self.engine = Engine(node.agent.allocate(NUM_BLOCKS * BLOCK_BYTES))
         self.paused_s = []
-        store = node.store if own else None
-        self.store = EngineStore(self.engine, node.cache, store, bytes_per_s, node.clock, self.pause)
+        self.store = EngineStore(
+            self.engine, node.cache, node.store, bytes_per_s, node.clock, self.pause, has_quotas
+        )
 
     async def pause(self, seconds):
         self.paused_s.append(seconds)
@@ -101,7 +104,7 @@ def contents(path, first=0):
 async def test_what_was_offered_comes_back_when_the_engine_has_forgotten_it():
     async with beside() as one:
         one.engine.compute("abcdef")
-        one.store.offer(chain_of("abcdef"))
+        one.store.offer(chain_of("abcdef"), ROOT)
         await one.saved(6)
         one.engine.forget()
         assert await one.load("abcdefgh") == contents("abcdef")
@@ -112,9 +115,9 @@ async def test_what_was_offered_comes_back_when_the_engine_has_forgotten_it():
 async def test_only_what_is_new_is_saved():
     async with beside() as one:
         one.engine.compute("abcd")
-        one.store.offer(chain_of("ab"))
+        one.store.offer(chain_of("ab"), ROOT)
         await one.saved(2)
-        one.store.offer(chain_of("abcd"))
+        one.store.offer(chain_of("abcd"), ROOT)
         await one.saved(4)
         assert one.store.num_saved == 4
 
@@ -123,7 +126,7 @@ async def test_saving_keeps_to_its_bandwidth():
     bytes_per_s = 20.0 * BLOCK_BYTES
     async with beside(bytes_per_s) as one:
         one.engine.compute("abcdefg")
-        one.store.offer(chain_of("abcdefg"))
+        one.store.offer(chain_of("abcdefg"), ROOT)
         await one.saved(7)
         assert max(one.paused_s) <= 2 / 20
         assert sum(one.paused_s) == pytest.approx(7 / 20)
@@ -131,24 +134,42 @@ async def test_saving_keeps_to_its_bandwidth():
 
 async def test_what_the_engine_forgot_before_its_turn_is_dropped():
     async with beside() as one:
-        one.store.offer(chain_of("abc"))
+        one.store.offer(chain_of("abc"), ROOT)
         await one.saved(3)
         assert (one.store.num_saved, one.store.num_dropped) == (0, 3)
+
+
+async def test_with_quotas_a_tenants_blocks_push_out_its_own_alone():
+    async with running_cluster() as cluster:
+        node = await cluster.node("one", num_blocks=4, tenant_quota=0.5)
+        one = Beside(node, 1e9, has_quotas=True)
+        saving = asyncio.ensure_future(one.store.run())
+        one.engine.compute("ab")
+        one.store.offer(chain_of("ab"), ROOT)
+        await one.saved(2)
+        one.engine.forget()
+        one.engine.compute("xyz")
+        one.store.offer(chain_of("xyz"), BlockHash(b"another tenant.."))
+        await one.saved(5)
+        saving.cancel()
+        await asyncio.wait([saving])
+        assert await node.cache.num_saved(chain_of("ab")) == 2
+        assert await node.cache.num_saved(chain_of("xyz")) == 2
 
 
 async def test_offers_have_a_bound_and_the_oldest_is_dropped():
     async with running_cluster() as cluster:
         idle = Beside(await cluster.node("one"), 1e9)
         for number in range(MAX_OFFERS + 2):
-            idle.store.offer(chain_of(f"{number:05}"))
-        idle.store.offer(chain_of("99999"))
+            idle.store.offer(chain_of(f"{number:05}"), ROOT)
+        idle.store.offer(chain_of("99999"), ROOT)
         assert idle.store.num_dropped == 3 * 5
 
 
 async def test_a_store_that_is_full_drops_the_tail_and_keeps_the_head():
     async with beside(num_blocks=3) as one:
         one.engine.compute("abcdef")
-        one.store.offer(chain_of("abcdef"))
+        one.store.offer(chain_of("abcdef"), ROOT)
         await one.saved(6)
         assert await one.node.cache.num_saved(chain_of("abcdef")) == 3
 
@@ -156,7 +177,7 @@ async def test_a_store_that_is_full_drops_the_tail_and_keeps_the_head():
 async def test_another_nodes_blocks_are_loaded_too():
     async with beside() as one:
         one.engine.compute("abc")
-        one.store.offer(chain_of("abc"))
+        one.store.offer(chain_of("abc"), ROOT)
         await one.saved(3)
         two = Beside(await one.cluster.node("two"), 1e9)
         assert await two.load("abc") == contents("abc")
@@ -165,7 +186,7 @@ async def test_another_nodes_blocks_are_loaded_too():
 async def test_a_damaged_block_ends_what_is_loaded():
     async with beside() as one:
         one.engine.compute("abcd")
-        one.store.offer(chain_of("abcd"))
+        one.store.offer(chain_of("abcd"), ROOT)
         await one.saved(4)
         block_id = one.node.store.pool.block_id(chain_of("abc")[2])
         one.node.store.segment.memory[block_id * BLOCK_BYTES] ^= 1
@@ -175,7 +196,7 @@ async def test_a_damaged_block_ends_what_is_loaded():
 async def test_what_is_sooner_computed_is_not_loaded():
     async with beside() as one:
         one.engine.compute("ab")
-        one.store.offer(chain_of("ab"))
+        one.store.offer(chain_of("ab"), ROOT)
         await one.saved(2)
         slow = EngineStore(one.engine, one.node.cache, one.node.store, 1e9, TickingClock())
         slow.computed(1000, 0.1)

@@ -257,6 +257,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.delete(chain_of(path))
 
     @rule()
+    def forget_idle_tenants(self):
+        self.pool.forget_idle_tenants()
+
+    @rule()
     def leave(self):
         self.leaving += self.pool.leave(2)
 
