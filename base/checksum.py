@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import xxhash
 
+CHECKSUM_KIND = "xxh3"
+"""Its name in a node's layout id: what is stored under one kind is not compared under another."""
+
 
 def checksum(data: memoryview | bytes | bytearray) -> int:
     """Return the 64-bit checksum of contiguous bytes."""

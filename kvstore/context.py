@@ -11,7 +11,7 @@ import mmap
 from collections.abc import Sequence
 
 from base.block_hash import BlockHash, chain_root, hash_chain
-from base.checksum import checksum
+from base.checksum import CHECKSUM_KIND, checksum
 from base.kv_layout import KvLayout
 from kvstore.client import BlockCache
 from transfer.segment import Segment, over
@@ -45,7 +45,8 @@ class ContextCache:
         self._cache = cache
         self._layout = layout
         self._tenant = tenant
-        self._root = chain_root(model_id, layout.layout_id, tenant_salt)
+        # As nodes name what they hand off with this checksum: their blocks are ours too.
+        self._root = chain_root(model_id, f"{layout.layout_id}/{CHECKSUM_KIND}", tenant_salt)
 
     def chain(self, token_ids: Sequence[int]) -> list[BlockHash]:
         """Return the names of the full blocks of `token_ids`."""
