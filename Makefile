@@ -16,7 +16,7 @@ export PIP_ROOT_USER_ACTION := ignore
 # Where `conductor up` looks; a test or a machine with a cache of its own may say otherwise.
 CACHE ?= $(HOME)/.cache/conductor-cluster
 
-.PHONY: run test test-full check protos lock clean
+.PHONY: run test test-full check bench-gpu protos lock clean
 
 run: $(VENV)/.model
 	$(BIN)/conductor up --prompt "$(PROMPT)"
@@ -31,6 +31,13 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# For a machine with two GPUs whose Python has what pyproject.toml names, CUDA's torch among it.
+bench-gpu:
+	$(PYTHON) -m bench.engine
+	$(PYTHON) -m bench.transfer --cuda
+	$(PYTHON) -m bench.handoff
+	$(PYTHON) -m bench.goodput
 
 # torch first and by exact version: a plain `torch` draws gigabytes of CUDA packages on
 # a machine that has no GPU.
