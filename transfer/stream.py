@@ -108,6 +108,11 @@ class FrameStream:
             if not self._wants_write:
                 self._send_some()
 
+    def poll(self) -> None:
+        """Receive what is there, without waiting to be told that something is."""
+        if self._is_open:
+            self._receive_some()
+
     def detach(self, owner: object) -> list[int]:
         """Leave the owner's memory alone from here on; return the ids of dropped frames."""
         dropped = []

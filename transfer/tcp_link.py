@@ -150,6 +150,12 @@ class TcpLink:
         if self.state is LinkState.OPEN:
             self._fill()
 
+    def poll(self) -> bool:
+        """Receive what is there; return whether answers are awaited still."""
+        if self._stream is not None and self._in_flight:
+            self._stream.poll()
+        return bool(self._in_flight)
+
     def let_go(self, hold: Frame) -> None:
         """Tell the peer that what was held is touched no more."""
         if self._stream is not None and hold.frame_id:

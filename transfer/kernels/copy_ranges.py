@@ -34,7 +34,7 @@ def copy_ranges_kernel(table, num_rows, tile_words: tl.constexpr):
 
 
 def copy_ranges(
-    table: Any, num_rows: int, max_bytes: int, tile_words: int = 2048, num_warps: int = 8
+    table: Any, num_rows: int, max_bytes: int, tile_words: int = 1024, num_warps: int = 4
 ) -> None:
     """Launch the copy on the current stream.
 
