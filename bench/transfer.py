@@ -2,6 +2,7 @@
 
     python -m bench.transfer                               tcp and shm, with their floors
     python -m bench.transfer --mooncake-python VENV/bin/python
+    python -m bench.transfer --transports rdma --blocks 1M --batches 32       beside ib_write_bw
     python -m bench.transfer --transports tcp --blocks 64K,1M --batches 1,64 --json out.json
 
 Every round runs each contender once on the same bytes, one after the other, so that a
@@ -32,7 +33,7 @@ from typing import Any
 from base.clock import SystemClock
 from base.config import TransferConfig
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
-from bench.transfer_rivals import BareSocket, Memcpy, Mooncake, Rival, serve_bare_socket
+from bench.transfer_rivals import BareSocket, IbWriteBw, Memcpy, Mooncake, Rival, serve_bare_socket
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
 from transfer.segment import Segment
@@ -40,6 +41,8 @@ from transfer.segment import Segment
 LEASE_S = 3600.0
 ROUND_S = 0.25
 """About how long one contender runs in one round; at least two transfers."""
+EXPECTED_BYTES_PER_S = {"tcp": 2e9, "shm": 2e9, "rdma": 5e7}
+"""rdma: software RoCE in an emulated machine."""
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -166,7 +169,9 @@ async def measure_transport(
     with ExitStack() as stack:
         child = Child(num_bytes, transport, stack)
         rivals: dict[str, Rival] = {"memcpy": Memcpy(num_bytes)}
-        if transport == "tcp":
+        if transport == "rdma":
+            rivals = {"ib_write_bw": IbWriteBw()}
+        elif transport == "tcp":
             rivals = {"bare socket": BareSocket(child.port, num_bytes)}
             if mooncake_python:
                 rivals["mooncake"] = Mooncake(mooncake_python, num_bytes, stack)
@@ -186,7 +191,7 @@ async def measure(
     await ours.run(case, grant, 2)
     for rival in rivals.values():
         rival.run(case.block, case.batch, 2)
-    count = max(2, min(400, int(ROUND_S * 2e9 / case.num_bytes)))
+    count = max(2, min(400, int(ROUND_S * EXPECTED_BYTES_PER_S[case.transport] / case.num_bytes)))
     elapsed_s: dict[str, list[float]] = {"ours": [], **{name: [] for name in rivals}}
     span_s = 0.0
     for _ in range(rounds):

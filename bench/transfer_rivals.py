@@ -109,6 +109,37 @@ class Mooncake:
         self._source.stdin.flush()
 
 
+class IbWriteBw:
+    """perftest's `ib_write_bw`, a C loop of one-sided writes, over the first RDMA device."""
+
+    def __init__(self, port: int = 18515) -> None:
+        self._port = port
+
+    def run(self, block: int, batch: int, count: int) -> list[float]:
+        """Return the mean time of a batch `count` times: the program tells no more."""
+        command = ["ib_write_bw", "-d", "rxe0", "-x", "1", "-F", "--report_gbits", "-p", str(self._port)]
+        command += ["-s", str(block), "-n", str(max(5, batch * count))]
+        with _process(command) as server:
+            while not _listens(self._port):
+                time.sleep(0.1)
+            client = subprocess.run([*command, "127.0.0.1"], capture_output=True, text=True, check=True)
+            server.wait()
+        rows = [line.split() for line in client.stdout.splitlines() if line.split()[:1] == [str(block)]]
+        gb_per_s = float(rows[0][3]) / 8
+        return [block * batch / gb_per_s / 1e9] * count
+
+
+def _listens(port: int) -> bool:
+    """Return whether a server listens; connecting would end this one."""
+    state, place = "0A", f":{port:04X}"
+    for name in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for row in Path(name).read_text().splitlines()[1:]:
+            fields = row.split()
+            if fields[1].endswith(place) and fields[3] == state:
+                return True
+    return False
+
+
 def _process(command: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -162,11 +162,14 @@ class TransferAgent:
     def allocate(self, num_bytes: int) -> Segment:
         """Return a new zeroed segment that every transport reaches.
 
+        With RDMA, its pages are pinned here and now, a second for some GB: make segments
+        before serving.
+
         Raises:
             ValueError: no bytes, or too many segments.
             OSError: no memory or no descriptor is left.
         """
-        return self._holdings.allocate(num_bytes)
+        return self._pinned(self._holdings.allocate(num_bytes))
 
     def register(self, memory: memoryview | bytearray) -> Segment:
         """Return a segment over existing memory, which must not move; shm does not reach it.
@@ -174,7 +177,7 @@ class TransferAgent:
         Raises:
             ValueError: it is read-only, empty or not contiguous.
         """
-        return self._holdings.register(memory)
+        return self._pinned(self._holdings.register(memory))
 
     def register_device(self, memory: DeviceMemory) -> Segment:
         """Return a segment over memory of a GPU, described by `transfer/cuda_ipc.py`.
@@ -277,6 +280,15 @@ class TransferAgent:
                 await self._started().move(peer, grant, pieces, priority)
         except TimeoutError as error:
             raise TransferFailedError(f"no end within {timeout_s:.3g} s") from error
+
+    def _pinned(self, segment: Segment) -> Segment:
+        for rail in self._rails:
+            try:
+                rail.keys(segment)
+            except TransferFailedError as error:
+                # Batches that would need it are told so again, and go by another transport.
+                event(log, "not registered", level=logging.WARNING, reason=error)
+        return segment
 
     def _started(self) -> Router:
         if self._router is None:

@@ -292,6 +292,8 @@ def _pid_on_this_host(address: str) -> int:
             return int(pid)
     except ValueError as error:
         raise TransferFailedError(f"{address!r} is no address of shared memory") from error
+    except OSError as error:
+        raise TransferFailedError(f"this host's boot cannot be told: {error}") from error
     raise TransferFailedError("the peer is on another host")
 
 

@@ -234,7 +234,7 @@ class _Slot:
             torch.cuda.set_stream(self._stream)
             try:
                 table = self._table[: 3 * num_rows]
-                # Read where it lies, from pinned memory, 16 KiB rows come to 340 GB/s of 365.
+                # Left in pinned memory it makes 16 KiB rows come to 336 GB/s instead of 362.
                 table.copy_(self._staged[: 3 * num_rows], non_blocking=True)
                 copy_ranges(table, num_rows, max_bytes)
                 self._event.record(self._stream)

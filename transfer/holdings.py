@@ -32,9 +32,9 @@ class Holdings:
     def allocate(self, num_bytes: int) -> Segment:
         """Return a new zeroed shared segment; raises ValueError or OSError."""
         segment = segments.allocate_shared(self._draw_id(), num_bytes)
-        self._segments[segment.segment_id] = segment
         if self._board is not None:
-            self._board.show(segment)
+            self._show(self._board, segment)
+        self._segments[segment.segment_id] = segment
         return segment
 
     def register(self, memory: memoryview | bytearray) -> Segment:
@@ -45,11 +45,11 @@ class Holdings:
 
     def register_device(self, memory: DeviceMemory) -> Segment:
         """Return a segment over memory of a GPU; raises ValueError without a board."""
-        segment = segments.on_device(self._draw_id(), memory)
-        self._segments[segment.segment_id] = segment
         if self._board is None:
             raise ValueError("a GPU's memory is reached by peers of this host: allow shm or cuda_ipc")
-        self._board.show(segment)
+        segment = segments.on_device(self._draw_id(), memory)
+        self._show(self._board, segment)
+        self._segments[segment.segment_id] = segment
         return segment
 
     def grant(
@@ -114,6 +114,13 @@ class Holdings:
         for segment in self._segments.values():
             segments.release(segment)
         self._segments.clear()
+
+    def _show(self, board: Board, segment: Segment) -> None:
+        try:
+            board.show(segment)
+        except ValueError:
+            segments.release(segment)
+            raise
 
     def _draw_id(self) -> int:
         while True:

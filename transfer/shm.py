@@ -3,8 +3,8 @@
 Large copies run on a thread of their own in steps, by `memmove` called through ctypes,
 which lets go of the interpreter (slice assignment of memoryviews does not: 256 MiB
 would stop the process for 60 ms). Between steps the thread looks whether the batch was
-cancelled, the grant ended or the peer died. Small copies are made in place: 256 KiB take
-60 us, a thread and back takes longer.
+cancelled, the grant ended or the peer died. Small copies are made in place: a MiB takes
+0.1 ms, a thread and back takes longer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transfer.batch import Pieces, Priority
 from transfer.completion import Completion
 from transfer.mapped import MappedPeer, MappedPeers
 
-INLINE_BYTES = 256 << 10
+INLINE_BYTES = 1 << 20
 """A batch up to this size is copied on the event loop."""
 STEP_BYTES = 4 << 20
 """Copied between two looks at the grant: 1 ms."""

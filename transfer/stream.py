@@ -160,7 +160,11 @@ class FrameStream:
         outgoing = self._outgoing[0]
         outgoing.begun = True
         views = outgoing.views
-        sent = self._sock.sendmsg(list(islice(views, MAX_VECTORS)))
+        if len(views) == 2:
+            # The head alone: the peer checks it while the payload is being copied.
+            sent = self._sock.send(views[0])
+        else:
+            sent = self._sock.sendmsg(list(islice(views, MAX_VECTORS)))
         _advance_views(views, sent)
         if not views:
             self._outgoing.popleft()

@@ -16,6 +16,7 @@ from tests.transfer.remote_peer import RemotePeer
 from transfer.agent import TransferAgent
 from transfer.batch import Priority, TransferBatch, batch_of
 from transfer.segment import Segment
+from transfer.tcp_socket import HEARTBEAT_S
 
 TRANSPORTS = ("tcp", "shm", pytest.param("rdma", marks=pytest.mark.rdma))
 BLOCK = 64 << 10
@@ -272,3 +273,43 @@ async def test_a_killed_peer_fails_the_batch_and_its_successor_is_reached(
         grant = second.grant(segment_id, OFFSETS, BLOCK)
         await agent.write(second.descriptor, grant, same_place(source, OFFSETS))
         assert second.checksum(segment_id, 0, NUM_BLOCKS * BLOCK) == checksum(source.memory)
+
+
+async def test_a_peer_killed_in_the_middle_of_batches_is_noticed_and_stalls_nobody(
+    agent: TransferAgent, transport: str, peer: RemotePeer, source: Segment, target: int
+) -> None:
+    others = asyncio.create_task(writes_until_failure(agent, peer, target, source))
+    with RemotePeer((transport,), "doomed") as doomed:
+        segment_id = doomed.allocate(NUM_BLOCKS * BLOCK)
+        writers = [
+            asyncio.create_task(writes_until_failure(agent, doomed, segment_id, source)) for _ in range(3)
+        ]
+        # Batches follow each other without a pause: whenever it dies, some are under way.
+        spare = doomed.grant(segment_id, OFFSETS, BLOCK)
+        await agent.write(doomed.descriptor, spare, same_place(source, OFFSETS))
+        doomed.kill()
+        async with asyncio.timeout(HEARTBEAT_S):
+            reasons = await asyncio.gather(*writers)
+    assert [type(reason) for reason in reasons] == [TransferFailedError] * 3
+    grant = peer.grant(target, OFFSETS, BLOCK)
+    async with asyncio.timeout(HEARTBEAT_S):
+        await agent.write(peer.descriptor, grant, same_place(source, OFFSETS))
+    assert not others.done()
+    others.cancel()
+    await asyncio.wait([others])
+    with RemotePeer((transport,), "doomed") as successor:
+        grant = successor.grant(successor.allocate(NUM_BLOCKS * BLOCK), OFFSETS, BLOCK)
+        await agent.write(successor.descriptor, grant, same_place(source, OFFSETS))
+
+
+async def writes_until_failure(
+    agent: TransferAgent, peer: RemotePeer, segment_id: int, source: Segment
+) -> Exception:
+    """Write one batch after the other; return what ended it."""
+    grant = peer.grant(segment_id, OFFSETS, BLOCK)
+    batch = same_place(source, OFFSETS)
+    try:
+        while True:
+            await agent.write(peer.descriptor, grant, batch)
+    except TransferFailedError as error:
+        return error

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent.parent
 RUNNER = ROOT.parent / "shared" / "rdma-vm" / "run-in-rdma-vm"
 # Every plugin costs a second of import under emulation.
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "pytest_asyncio.plugin"]
-PYTEST += ["-p", "pytest_timeout", "-q", "-x", "-m", "rdma", "--timeout", "240"]
+PYTEST += ["-p", "pytest_timeout", "-p", "xdist.plugin", "-q", "-x", "-m", "rdma", "--timeout", "240"]
 
 
 @pytest.mark.full

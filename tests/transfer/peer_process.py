@@ -63,12 +63,12 @@ class Peer:
         return {"generation": grant.generation}
 
 
-async def serve(transports: tuple[str, ...], epoch: int) -> None:
+async def serve(transports: tuple[str, ...], epoch: int, node_id: str) -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     async with (
-        TransferAgent("peer", epoch, TransferConfig(transports=transports), SystemClock()) as agent,
+        TransferAgent(node_id, epoch, TransferConfig(transports=transports), SystemClock()) as agent,
         asyncio.TaskGroup() as group,
     ):
         peer = Peer(agent)
@@ -83,4 +83,4 @@ async def reply(peer: Peer, command: dict) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(tuple(sys.argv[1].split(",")), int(sys.argv[2])))
+    asyncio.run(serve(tuple(sys.argv[1].split(",")), int(sys.argv[2]), sys.argv[3]))

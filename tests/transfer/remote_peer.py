@@ -31,9 +31,9 @@ class Answers:
 class RemotePeer:
     """Owns the process."""
 
-    def __init__(self, transports: tuple[str, ...]) -> None:
+    def __init__(self, transports: tuple[str, ...], node_id: str = "peer") -> None:
         epoch = str(secrets.randbits(63))
-        command = [sys.executable, "-m", "tests.transfer.peer_process", ",".join(transports), epoch]
+        command = [sys.executable, "-m", "tests.transfer.peer_process", ",".join(transports), epoch, node_id]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -1,6 +1,10 @@
 """What the agent does by itself: starting, refusing, saying why."""
 
+import os
+import resource
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -10,6 +14,7 @@ from base.errors import ProtocolError, TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
+from transfer.board import MAX_SEGMENTS
 
 
 def agent(**config) -> TransferAgent:
@@ -79,3 +84,49 @@ async def test_a_grant_to_read_is_not_written_by() -> None:
         grant = owner.grant(segment, (0,), 100, Operation.READ, 10.0)
         with pytest.raises(ProtocolError):
             await owner.write(owner.descriptor, grant, batch_of(segment, [0], [0], 100))
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Allow this process no descriptor beyond those it has, for the body."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in taken:
+            os.close(each)
+
+
+async def test_without_a_descriptor_a_segment_is_refused_and_says_why() -> None:
+    async with agent() as owner:
+        with no_descriptor_left(), pytest.raises(OSError, match="Too many open files"):
+            owner.allocate(100)
+        assert owner.allocate(100).num_bytes == 100
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+async def test_without_a_descriptor_a_new_peer_is_a_transfer_failure_that_says_why(transport: str) -> None:
+    async with (
+        agent(transports=(transport,)) as asker,
+        TransferAgent("them", 2, TransferConfig(transports=(transport,)), SystemClock()) as owner,
+    ):
+        source, target = asker.allocate(10), owner.allocate(10)
+        grant = owner.grant(target, (0,), 10, Operation.WRITE, 60.0)
+        batch, peer = batch_of(source, [0], [0], 10), owner.descriptor
+        with no_descriptor_left(), pytest.raises(TransferFailedError, match="Too many open files"):
+            await asker.write(peer, grant, batch)
+        await asker.write(peer, grant, batch)
+
+
+async def test_more_shared_segments_than_the_board_shows_are_refused() -> None:
+    async with agent() as owner:
+        for _ in range(MAX_SEGMENTS):
+            owner.allocate(1)
+        with pytest.raises(ValueError, match=f"at most {MAX_SEGMENTS}"):
+            owner.allocate(1)

@@ -10,11 +10,12 @@ import pytest
 from base.checksum import checksum
 from base.clock import SystemClock
 from base.config import TransferConfig
+from base.errors import TransferFailedError
 from tests.transfer.remote_peer import RemotePeer
 from transfer import segment as segments
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
-from transfer.rdma import Ended, Rail, open_rails
+from transfer.rdma import MAX_OUTSTANDING, Ended, Rail, open_rails
 
 pytestmark = pytest.mark.rdma
 
@@ -85,6 +86,32 @@ def test_a_wrong_key_is_refused_by_the_nic_and_told_apart_from_a_lost_peer() -> 
     assert [(each.work_id, each.is_refused) for each in ended] == [(1, True)]
     for owned in (near, far, *rails):
         owned.close()
+
+
+def test_more_work_than_a_queue_holds_is_a_transfer_failure() -> None:
+    rails, reason = open_rails()
+    assert rails, reason
+    rail = rails[0]
+    segment = segments.allocate_shared(1, BLOCK)
+    near, far = rail.queue_pair(), rail.queue_pair()
+    near.connect(far.end)
+    far.connect(near.end)
+    local, remote = rail.keys(segment)
+    one = (True, segment.address, 8, local, segment.address + 8, remote)
+    with pytest.raises(TransferFailedError, match=rail.name):
+        near.post([(number, *one) for number in range(16 * MAX_OUTSTANDING)], is_write=True)
+    for owned in (near, far, *rails):
+        owned.close()
+
+
+def test_memory_that_the_nic_refuses_is_a_transfer_failure_that_says_where_to_look() -> None:
+    rails, reason = open_rails()
+    assert rails, reason
+    unmapped = segments.Segment(1, memoryview(b""), 4096, None, BLOCK)
+    with pytest.raises(TransferFailedError, match=r"cannot be registered .* see ulimit -l"):
+        rails[0].keys(unmapped)
+    for rail in rails:
+        rail.close()
 
 
 def set_link(state: str) -> None:
