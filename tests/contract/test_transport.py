@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
@@ -21,6 +22,8 @@ from transfer.tcp_socket import HEARTBEAT_S
 TRANSPORTS = ("tcp", "shm", pytest.param("rdma", marks=pytest.mark.rdma))
 BLOCK = 64 << 10
 NUM_BLOCKS = 64
+NOTICED_WITHIN_S = {"rdma": 10 * HEARTBEAT_S}
+"""Software RoCE in a virtual machine without hardware help runs 10 to 15 times slower."""
 OFFSETS = tuple(range(0, NUM_BLOCKS * BLOCK, BLOCK))
 
 
@@ -288,8 +291,10 @@ async def test_a_peer_killed_in_the_middle_of_batches_is_noticed_and_stalls_nobo
         spare = doomed.grant(segment_id, OFFSETS, BLOCK)
         await agent.write(doomed.descriptor, spare, same_place(source, OFFSETS))
         doomed.kill()
-        async with asyncio.timeout(HEARTBEAT_S):
+        killed_at_s = time.perf_counter()
+        async with asyncio.timeout(NOTICED_WITHIN_S.get(transport, HEARTBEAT_S)):
             reasons = await asyncio.gather(*writers)
+        print(f"{transport}: noticed {time.perf_counter() - killed_at_s:.3f} s after the end of the process")
     assert [type(reason) for reason in reasons] == [TransferFailedError] * 3
     grant = peer.grant(target, OFFSETS, BLOCK)
     async with asyncio.timeout(HEARTBEAT_S):
