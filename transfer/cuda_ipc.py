@@ -10,7 +10,6 @@ GPU (the peer's imported by CUDA IPC) or shared host memory (pinned here at firs
 * The owner must outlive its importers, and does: a peer that ended is dropped.
 * Whoever calls has seen to it that the bytes are there: work on other streams that
   writes the source has ended.
-
 * The event loop plans, fills the row table and launches, because it owns the batch and all
   of it together takes less than the copy; a thread waits for the end, without the
   interpreter.
@@ -50,7 +49,6 @@ link full where one ends and the next begins."""
 _SLOT_ROWS = 4096
 _CUDA_HOST_REGISTER_MAPPED = 2
 _ALREADY_REGISTERED = 712
-
 
 T = TypeVar("T")
 
