@@ -68,7 +68,7 @@ async def reserved(
     chain = hash_chain(work.token_ids, layout.block_size, work.chain_root)
     matched = pool.match(chain)
     try:
-        block_ids = matched + pool.allocate(layout.num_blocks(len(work.token_ids)) - len(matched))
+        block_ids = matched + pool.allocate_spare(layout.num_blocks(len(work.token_ids)) - len(matched))
     except BaseException:
         pool.release(matched)
         raise

@@ -58,6 +58,7 @@ def paged_decode_attention(
     num_seqs, num_heads, head_dim = query.shape
     num_kv_heads = kv_cache.shape[3]
     key, value = _gather(kv_cache, block_tables)
+    _clear_unseen(key, value, context_lens)
     # The heads that share a KV head are the rows of one small matrix: no K or V is repeated.
     grouped = query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     # Its shape is num_seqs, 1, 1, keys.
@@ -117,6 +118,20 @@ def _gather(kv_cache: torch.Tensor, block_tables: torch.Tensor) -> tuple[torch.T
         for which in (0, 1)
     )
     return key.transpose(1, 2), value.transpose(1, 2)
+
+
+def _clear_unseen(key: torch.Tensor, value: torch.Tensor, context_lens: torch.Tensor) -> None:
+    """Set to 0 what was gathered past the end of each sequence.
+
+    A weight of 0 hides any number but NaN, and such a slot may hold what an earlier
+    sequence left there, or another one is writing.
+    """
+    num_seqs, num_kv_heads, num_keys, head_dim = key.shape
+    key_at = torch.arange(num_keys, device=key.device)
+    unseen = (key_at >= context_lens[:, None]).flatten().nonzero()[:, 0]
+    for gathered in (key, value):
+        rows = gathered.transpose(1, 2).view(num_seqs * num_keys, num_kv_heads * head_dim)
+        rows.index_fill_(0, unseen, 0.0)
 
 
 def _bias(num_keys: int, query_at: torch.Tensor, rule: AttentionRule, dtype: torch.dtype) -> torch.Tensor:

@@ -44,6 +44,8 @@ class BlockPool:
         self._stored: dict[BlockHash, None] = {}
         self._removed: dict[BlockHash, None] = {}
         self._listeners: list[Callable[[], None]] = []
+        self.num_promised = 0
+        """Blocks that come free first for whoever allocates, and not for `allocate_spare`."""
 
     def __contains__(self, block_hash: BlockHash) -> bool:
         """Whether `match` finds a block, given those before it."""
@@ -77,6 +79,22 @@ class BlockPool:
             self._ref_counts[block_id] = 1
             block_ids.append(block_id)
         return block_ids
+
+    def allocate_spare(self, count: int) -> list[int]:
+        """Take `count` blocks of those that are not promised; otherwise as `allocate`.
+
+        For blocks that are set aside for other nodes: one after the other could take what
+        comes free, and a sequence that was here before them would wait for ever.
+
+        Raises:
+            CapacityError: fewer than `count` are free or cached and not promised.
+        """
+        if count > self.num_available - self.num_promised:
+            raise CapacityError(
+                f"{count} blocks wanted, {self.num_available} of {self.num_blocks} available, "
+                f"of which {self.num_promised} are promised"
+            )
+        return self.allocate(count)
 
     def match(self, chain: Iterable[BlockHash]) -> list[int]:
         """Hold the longest cached prefix of `chain` and return its block ids."""

@@ -12,6 +12,8 @@ Rules:
 * A running sequence that needs a block may take it from sequences of lower rank, lowest
   first, which are then recomputed (preemption). One that finds nobody below it keeps
   what it has and waits. The first in rank can take from everybody, so there is progress.
+* The first of those that wait for blocks has a promise of the pool's: what comes free is
+  not set aside for other nodes before it has started.
 * A sequence that could not finish in an empty pool is refused when it is added.
 
 Pure: no I/O, no clock. Belongs to the event loop.
@@ -19,8 +21,11 @@ Pure: no I/O, no clock. Belongs to the event loop.
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections.abc import Sequence as TokenIds
+
+import numpy as np
 
 from base.errors import CapacityError, InvalidRequestError
 from base.request import FinishReason
@@ -109,6 +114,8 @@ class Scheduler:
         for queue in (self._waiting, self._running):
             if sequence in queue:
                 queue.remove(sequence)
+        if not self._waiting:
+            self._pool.num_promised = 0
         self._give_back(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -199,7 +206,9 @@ class Scheduler:
         return generated >= sequence.stop.max_tokens or num_tokens >= self.max_model_len
 
     def _require_tokens(self, param: str, token_ids: TokenIds[int]) -> None:
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
+        # An array is read in a tenth of the time of a list; prompts have 100,000 tokens.
+        numbers = np.array(array("q", token_ids))
+        if len(numbers) and not (numbers.min() >= 0 and numbers.max() < self.vocab_size):
             raise InvalidRequestError(f"{param}: token ids are 0 to {self.vocab_size - 1}", param=param)
 
     def _num_blocks(self, num_tokens: int) -> int:
@@ -227,6 +236,7 @@ class Scheduler:
         """Move the waiting sequences that can start in this step to the running ones."""
         admitted = []
         short_of_blocks = False
+        self._pool.num_promised = 0
         for sequence in list(self._waiting):
             if len(self._running) >= self.max_batch:
                 break
@@ -238,9 +248,11 @@ class Scheduler:
             if not held:
                 self._match_prefix(sequence)
             if self._num_missing_blocks(sequence) > self._pool.num_available:
-                short_of_blocks = True
                 if not held:
                     self._give_back(sequence)
+                if not short_of_blocks:
+                    self._pool.num_promised = self._num_missing_blocks(sequence)
+                short_of_blocks = True
                 continue
             self._start(sequence)
             admitted.append(sequence)

@@ -121,7 +121,7 @@ async def _load(pool: BlockPool, chain: Sequence[BlockHash], source: PrefixSourc
     end = min(await source.reach(chain, first), len(chain))
     if end <= first:
         return
-    block_ids = pool.allocate(end - first)
+    block_ids = pool.allocate_spare(end - first)
     count = 0
     try:
         count = await source.load(chain[:end], block_ids, first)

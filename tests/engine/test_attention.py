@@ -87,3 +87,24 @@ def test_a_value_smaller_than_the_slot_leaves_the_rest_alone() -> None:
     before = kv_cache.clone()
     write_kv(torch.randn(1, 2, 8), torch.randn(1, 2, 5), kv_cache, torch.tensor([17]))
     assert torch.equal(kv_cache[1, 1, 1, :, 5:], before[1, 1, 1, :, 5:])
+
+
+def test_what_a_sequence_does_not_see_cannot_reach_it_not_even_as_nan() -> None:
+    context_lens = [1, 17, 40, 5]
+    kv_cache, tables = layer_of_cache(2), tables_for(context_lens)
+    for seq, length in enumerate(context_lens):
+        key, value = gathered(kv_cache, tables[seq], tables.shape[1] * BLOCK_SIZE)
+        rows = torch.stack([key, value], 1).clone()
+        rows[length:] = float("nan")
+        kv_cache[tables[seq].long()] = rows.unflatten(0, (-1, BLOCK_SIZE)).transpose(1, 2)
+    query = torch.randn(len(context_lens), 4, 8)
+    lens = torch.tensor(context_lens).int()
+    decoded = paged_decode_attention(query, kv_cache, tables, lens, RULES["plain"])
+    starts = torch.arange(len(context_lens) + 1).int()
+    prefilled = paged_prefill_attention(query, kv_cache, tables, starts, lens, RULES["plain"])
+    for result in (decoded, prefilled):
+        for seq, length in enumerate(context_lens):
+            key, value = gathered(kv_cache, tables[seq], length)
+            torch.testing.assert_close(
+                result[seq, None], attend(query[seq, None], key, value, RULES["plain"])
+            )

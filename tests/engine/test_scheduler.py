@@ -230,6 +230,38 @@ def test_blocks_held_elsewhere_delay_a_sequence_and_preempt_nobody() -> None:
     assert bench.scheduler.num_preemptions == 0
 
 
+def test_a_steady_stream_of_reservations_does_not_starve_a_sequence_that_waits() -> None:
+    """Two reservations are there, one ends at each step, and the sequence needs more than that gives."""
+    bench = Bench(num_blocks=6)
+    reservations = [bench.pool.allocate_spare(2) for _ in range(2)]
+    sequence = make_sequence("a", range(14), max_tokens=2)
+    bench.scheduler.add(sequence)
+    refused = 0
+    for _ in range(10):
+        bench.step()
+        bench.pool.release(reservations.pop(0) if reservations else [])
+        try:
+            reservations.append(bench.pool.allocate_spare(2))
+        except CapacityError:
+            refused += 1
+    assert generated(sequence) == continuation(range(14), 2)
+    assert 0 < refused < 5
+    bench.scheduler.release(sequence)
+    assert bench.pool.num_promised == 0
+
+
+def test_a_promise_ends_with_the_sequence_that_it_was_made_for() -> None:
+    bench = Bench(num_blocks=4)
+    reserved = bench.pool.allocate(3)
+    sequence = make_sequence("a", range(8), max_tokens=2)
+    bench.scheduler.add(sequence)
+    bench.step()
+    with pytest.raises(CapacityError, match="promised"):
+        bench.pool.allocate_spare(1)
+    bench.scheduler.release(sequence)
+    bench.pool.release(bench.pool.allocate_spare(1) + reserved)
+
+
 def test_handed_off_sequences_give_way_when_nothing_else_can_run() -> None:
     """Each brought its blocks along and needs one more; there is none."""
     bench = Bench(num_blocks=4)
@@ -279,8 +311,8 @@ def test_random_histories_end_with_every_token_right(seed: int) -> None:
         elif action < 0.4:
             bench.pool.release(held)
             held = []
-        elif action < 0.45 and bench.pool.num_available > 2:
-            held += bench.pool.allocate(rng.randint(1, 2))
+        elif action < 0.45 and bench.pool.num_available - bench.pool.num_promised > 2:
+            held += bench.pool.allocate_spare(rng.randint(1, 2))
         else:
             finish_step(bench, unfinished)
     bench.pool.release(held)
