@@ -48,6 +48,36 @@ RATIO_LIMITS = (0.05, 20.0)
 
 
 @dataclass(frozen=True, slots=True)
+class Point:
+    """One measurement, and what the profile fitted to all of them says to it."""
+
+    tokens: int
+    """Of prefill: tokens computed. Of decode: sequences of the step."""
+    context: int
+    """Of prefill: tokens of the prefix. Of decode: tokens of each sequence."""
+    measured_s: float
+    predicted_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a profile was fitted to. Errors are relative; none of it enters a prediction."""
+
+    device: str = ""
+    model: str = ""
+    """Family and shape."""
+    versions: str = ""
+    commit: str = ""
+    date: str = ""
+    prefill: tuple[Point, ...] = ()
+    decode: tuple[Point, ...] = ()
+    prefill_left_out_error: float = 0.0
+    """Mean error at a point of a fit to all the others."""
+    decode_left_out_error: float = 0.0
+    worst_left_out_error: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """Measured costs of one kind of node with one model. Seconds, bytes, tokens."""
 
@@ -78,6 +108,7 @@ class Profile:
     """Tokens of KV in the node's share of host memory."""
     disk_kv_tokens: int = 0
     disk_bytes_per_s: float = 0.0
+    evidence: Evidence = Evidence()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "replay": ("conductor.replay.command:main", "Run a trace through the scheduler in virtual time."),
     "advise": ("conductor.replay.advise:main", "Find the split of a cluster that serves a trace best."),
     "bench": ("bench.load_command:main", "Open-loop load on a running cluster or any OpenAI server."),
+    "profile": ("bench.profile_command:main", "Time the engine on this device and write a profile."),
 }
 
 

@@ -1,0 +1,270 @@
+"""`conductor profile`: what prefill and decode cost on this device, as placement and replay read it.
+
+Prefill is timed on a grid of new tokens and prefix, decode on a grid of batch and
+context, each varied by itself, through the whole engine of a node. The profile holds the
+fitted coefficients, the points, and the error at each point of a fit to the others. What
+one device cannot tell, the rate of its links and the size of the host's cache, is given
+on the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from base.clock import SystemClock, wall_clock_s
+from base.config import EngineConfig
+from base.errors import ConfigError
+from bench.engine_shapes import SHAPES, build_model
+from bench.engine_work import Driver, Prompts
+from bench.profile_fit import Fit, Measured, fit_decode, fit_prefill
+from conductor.cost_model import CostModel, Evidence, Point, Profile, profile_json
+from engine.build import Engine, assemble_engine, build_engine
+from engine.model import PagedModel
+from engine.model_store import prepare
+
+COPY_BYTES = 1 << 28
+"""Copied from pinned host memory to time the link."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Grid:
+    """What is measured. Points that the cache or the model cannot hold are left out."""
+
+    new_tokens: tuple[int, ...]
+    prefixes: tuple[int, ...]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    steps: int
+    """Decode steps of a measurement."""
+    repeats: int
+
+
+GRIDS = {
+    "cpu": Grid((16, 64, 256, 512), (0, 512, 1024), (1, 4, 12), (128, 512, 1536), steps=4, repeats=2),
+    "cuda": Grid(
+        (128, 512, 2048, 8192, 32_768),
+        (0, 2048, 8192, 24_576),
+        (1, 8, 32, 128, 256),
+        (512, 2048, 8192),
+        steps=16,
+        repeats=3,
+    ),
+}
+
+ENGINES = {
+    "cpu": EngineConfig(device="cpu", kv_cache_gib=1.5, chunk_tokens=512, max_batch=16),
+    "cuda": EngineConfig(device="cuda", dtype="bfloat16", chunk_tokens=32_768, max_batch=256),
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    parser = argparse.ArgumentParser(
+        prog="conductor profile",
+        description="Time prefill and decode on this device and write a profile.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="smollm2", help="as in cluster.yaml")
+    add("--shape", choices=sorted(SHAPES), help="random weights of this shape instead, on a GPU")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--name", default="measured", help="of the profile")
+    add("--out", type=Path, default=Path("profile.json"))
+    add("--commit", default="", help="where the checkout has no .git")
+    add("--cache-dir", type=Path, default=Path("~/.cache/conductor-cluster"))
+    add("--link-bytes-per-s", type=float, default=1.5e9, help="of one node, each way; not measured here")
+    add("--link-latency-s", type=float, default=0.002, help="of a hand-off; not measured here")
+    add("--host-kv-tokens", type=int, default=0, help="KV in a node's share of host memory; 0: as on it")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    options = make_parser().parse_args(argv)
+    is_gpu = options.device != "cpu" and torch.cuda.is_available()
+    kind = "cuda" if is_gpu else "cpu"
+    try:
+        engine = _engine(options, ENGINES[kind])
+    except ConfigError as error:
+        sys.stderr.write(f"conductor profile: {error}\n")
+        return 1
+    prefill, decode = asyncio.run(measure(engine, GRIDS[kind]))
+    profile = make_profile(options, engine, prefill, decode)
+    options.out.write_text(profile_json(profile))
+    print_profile(profile)
+    print(f"written to {options.out}")
+    return 0
+
+
+def _engine(options: argparse.Namespace, config: EngineConfig) -> Engine:
+    if options.shape:
+        return assemble_engine(
+            config, PagedModel(build_model(SHAPES[options.shape])), config.dtype, SystemClock()
+        )
+    prepared = prepare(options.model, options.cache_dir, lambda line: print(line, flush=True))
+    return build_engine(config, prepared.path, SystemClock())
+
+
+async def measure(engine: Engine, grid: Grid) -> tuple[list[Measured], list[Measured]]:
+    """Return the points of prefill and of decode, each the median of its repeats after a warm-up."""
+    driver = Driver(engine, Prompts(engine.vocab_size, 0))
+    capacity = engine.cache.num_blocks * engine.layout.block_size
+    prefill, decode = [], []
+    try:
+        for prefix in grid.prefixes:
+            for new in grid.new_tokens:
+                if prefix + new < min(engine.max_model_len, capacity):
+                    seconds = await _median(lambda: driver.prefill_s(new, 1, prefix), grid.repeats)  # noqa: B023
+                    prefill.append(Measured(new, prefix, seconds))
+                    print(f"prefill {new:7,} after {prefix:7,}: {1e3 * seconds:9.2f} ms", flush=True)
+        for context in grid.contexts:
+            for batch in grid.batches:
+                longest = context + 2 * grid.steps
+                blocks = batch * engine.layout.num_blocks(longest)
+                if longest < engine.max_model_len and blocks <= engine.cache.num_blocks:
+                    seconds = await _median(
+                        lambda: driver.decode_step_s(batch, context, grid.steps),  # noqa: B023
+                        grid.repeats,
+                    )
+                    decode.append(Measured(batch, context + grid.steps // 2, seconds))
+                    print(f"decode {batch:5} x {context:7,}: {1e3 * seconds:9.2f} ms", flush=True)
+    finally:
+        await driver.close()
+    return prefill, decode
+
+
+async def _median(run: Callable[[], Awaitable[float]], repeats: int) -> float:
+    await run()
+    return statistics.median([await run() for _ in range(repeats)])
+
+
+def make_profile(
+    options: argparse.Namespace, engine: Engine, prefill: list[Measured], decode: list[Measured]
+) -> Profile:
+    """Return the profile that fits the points best."""
+    prefill_fit, small_tokens = fit_prefill(prefill)
+    decode_fit = fit_decode(decode)
+    fixed_s, token_s, token2_s, small_s = prefill_fit.coefficients
+    step_s, sequence_s, context_s = decode_fit.coefficients
+    layout = engine.layout
+    device_tokens = engine.cache.num_blocks * layout.block_size
+    profile = Profile(
+        name=options.name,
+        source="measured by conductor profile; link and host memory are given, not measured",
+        kv_token_bytes=layout.token_bytes,
+        num_layers=layout.num_layers,
+        prefill_fixed_s=fixed_s,
+        prefill_token_s=token_s,
+        prefill_token2_s=token2_s,
+        prefill_small_s=small_s,
+        prefill_small_tokens=small_tokens,
+        prefix_token_s=_load_s(engine) * layout.token_bytes,
+        decode_fixed_s=step_s,
+        decode_sequence_s=sequence_s,
+        decode_context_token_s=context_s,
+        transfer_bytes_per_s=options.link_bytes_per_s,
+        transfer_fixed_s=options.link_latency_s,
+        device_kv_tokens=device_tokens,
+        host_kv_tokens=options.host_kv_tokens or device_tokens,
+    )
+    evidence = _evidence(options, engine, profile, prefill, decode)
+    return dataclasses.replace(profile, evidence=_with_errors(evidence, prefill_fit, decode_fit))
+
+
+def _evidence(
+    options: argparse.Namespace,
+    engine: Engine,
+    profile: Profile,
+    prefill: list[Measured],
+    decode: list[Measured],
+) -> Evidence:
+    # The prefix was on the device: its load from host memory is no part of what was measured.
+    cost = CostModel(dataclasses.replace(profile, prefix_token_s=0.0))
+    is_gpu = engine.cache.tensor.is_cuda
+    device = torch.cuda.get_device_name() if is_gpu else f"{_cpu_name()}, {engine.num_threads} threads"
+    layout = engine.layout
+    return Evidence(
+        device=device,
+        model=f"{engine.family}, {layout.num_layers} layers, {layout.num_kv_heads} KV heads of "
+        f"{layout.head_dim}, vocabulary {engine.vocab_size}, {layout.dtype}",
+        versions=f"torch {torch.__version__}, transformers {version('transformers')}",
+        commit=options.commit or _commit(),
+        date=time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
+        prefill=tuple(
+            Point(item.tokens, item.context, item.seconds, cost.prefill_s(item.tokens, item.context))
+            for item in prefill
+        ),
+        decode=tuple(
+            Point(
+                item.tokens,
+                item.context,
+                item.seconds,
+                cost.decode_step_s(item.tokens, item.tokens * item.context),
+            )
+            for item in decode
+        ),
+    )
+
+
+def _with_errors(evidence: Evidence, prefill: Fit, decode: Fit) -> Evidence:
+    return dataclasses.replace(
+        evidence,
+        prefill_left_out_error=prefill.mean_error,
+        decode_left_out_error=decode.mean_error,
+        worst_left_out_error=max(*prefill.left_out_errors, *decode.left_out_errors),
+    )
+
+
+def _load_s(engine: Engine) -> float:
+    """Return the seconds to bring a byte from host memory to where attention reads it."""
+    if not engine.cache.tensor.is_cuda:
+        return 0.0
+    host = torch.zeros(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device=engine.cache.tensor.device)
+    seconds = []
+    for _ in range(4):
+        torch.cuda.synchronize()  # what is timed is the copy
+        started_s = time.perf_counter()
+        device.copy_(host)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started_s)
+    return min(seconds) / COPY_BYTES
+
+
+def _cpu_name() -> str:
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    return names[0].partition(":")[2].strip() if names else "CPU"
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def print_profile(profile: Profile) -> None:
+    """Print each point with what the fit says to it, and the errors."""
+    evidence = profile.evidence
+    for phase, points in (("prefill", evidence.prefill), ("decode", evidence.decode)):
+        print(f"{phase:8} {'tokens':>8} {'context':>8} {'measured ms':>12} {'fitted ms':>10} {'error':>6}")
+        for item in points:
+            error = item.predicted_s / item.measured_s - 1
+            print(
+                f"{'':8} {item.tokens:8,} {item.context:8,} {1e3 * item.measured_s:12.2f} "
+                f"{1e3 * item.predicted_s:10.2f} {error:6.1%}"
+            )
+    print(
+        f"left out one by one: prefill {evidence.prefill_left_out_error:.1%}, decode "
+        f"{evidence.decode_left_out_error:.1%} in the mean, {evidence.worst_left_out_error:.1%} at worst"
+    )

@@ -1,0 +1,36 @@
+"""A fit finds the costs that made the points, and says how far it is off where it was not asked."""
+
+import random
+
+import pytest
+
+from bench.profile_fit import Measured, fit_decode, fit_prefill
+
+
+def grid(cost, noise: float, seed: int) -> list[Measured]:
+    rng = random.Random(seed)
+    return [
+        Measured(tokens, context, cost(tokens, context) * (1 + rng.uniform(-noise, noise)))
+        for tokens in (1, 16, 128, 1024, 8192)
+        for context in (64, 1024, 16_384)
+    ]
+
+
+def test_a_fit_finds_the_coefficients_that_made_the_points() -> None:
+    found = fit_decode(grid(lambda batch, context: 5e-3 + 2e-5 * batch + 3e-8 * batch * context, 0, 0))
+    assert found.coefficients == pytest.approx((5e-3, 2e-5, 3e-8), rel=1e-6)
+    assert found.mean_error < 1e-6
+    found, small = fit_prefill(
+        grid(
+            lambda new, prefix: 2e-5 * new + 4e-10 * new * (new + 2 * prefix) + 0.01 * 128 / (new + 128), 0, 0
+        )
+    )
+    assert small == 128
+    assert found.coefficients == pytest.approx((0.0, 2e-5, 4e-10, 0.01), rel=1e-6, abs=1e-9)
+
+
+def test_no_coefficient_is_under_zero_and_the_error_of_noise_is_that_of_the_noise() -> None:
+    for seed in range(20):
+        found = fit_decode(grid(lambda batch, context: 5e-3 + 3e-8 * batch * context, 0.05, seed))
+        assert min(found.coefficients) >= 0
+        assert 0.005 < found.mean_error < 0.08
