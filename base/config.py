@@ -62,6 +62,9 @@ class EngineConfig:
     1: when all are, which over NVLink exposes 0.6 % of the prefill at 16,384 tokens."""
     random_weights: bool = False
     """Draw the weights and read none: for measuring a model's shape without its files."""
+    tensor_parallel: int = 1
+    """Ranks, each a process with a GPU of its own (or a share of the CPU), that hold one model.
+    Of a node, 1 alone: it hands off the KV of one rank."""
 
     def __post_init__(self) -> None:
         _require(self.device in ("auto", "cpu", "cuda"), "device", "one of auto, cpu, cuda")
@@ -75,6 +78,7 @@ class EngineConfig:
         _require(self.chunk_tokens >= 16, "chunk_tokens", "at least 16")
         _require(self.max_batch >= 1, "max_batch", "at least 1")
         _require(self.layer_groups >= 1, "layer_groups", "at least 1")
+        _require(self.tensor_parallel >= 1, "tensor_parallel", "at least 1")
         _require(self.threads >= 0, "threads", "not negative")
         _require(self.max_model_len >= 0, "max_model_len", "not negative")
 

@@ -18,19 +18,22 @@ import statistics
 import subprocess
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import PreTrainedConfig
 
 from base.clock import SystemClock, wall_clock_s
 from base.config import EngineConfig
-from bench.engine_work import Driver, Prompts
+from base.request import SamplingParams
+from bench.engine_rank import build_rank
+from bench.engine_shapes import SHAPES
+from bench.engine_work import GREEDY, Driver, Prompts
 from engine.build import Engine, assemble_engine
 from engine.gpu_runner import GpuRunner
-from engine.model import PagedModel
+from engine.ranks import start_ranks
 
 PEAK_FLOPS = 792e12
 """bf16 matrix product of 8192^3 on an H200, measured."""
@@ -38,33 +41,17 @@ PEAK_FLOPS = 792e12
 PEAK_BYTES_PER_S = 4.22e12
 """Copy within the memory of an H200, bytes read and written, measured."""
 
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "8b": LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=40_960,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    ),
-    "0.6b": Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=True,
-    ),
-}
-
 ENGINE = EngineConfig(
     device="cuda", dtype="bfloat16", block_size=64, kv_cache_gib=70, chunk_tokens=32_768, max_batch=256
 )
+
+
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "temperature": SamplingParams(temperature=0.8, seed=1),
+    "top-p": SamplingParams(temperature=0.8, top_p=0.95, seed=1),
+    "top-k and top-p": SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=1),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,28 +150,28 @@ def _seconds(run: Callable[[], object], times: int) -> float:
     return time.perf_counter() - started_s
 
 
-def build_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a model with random weights, made on the GPU."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    torch.manual_seed(0)
-    try:
-        with torch.device("cuda"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-            return model.eval()
-    finally:
-        torch.set_default_dtype(before)
+def build_bench_engine(shape: str, config: EngineConfig) -> Engine:
+    """Return an engine of as many ranks as the configuration says."""
+    if config.tensor_parallel == 1:
+        return assemble_engine(config, build_rank(shape, None), config.dtype, SystemClock())
+    spec = {"engine": asdict(config), "shape": shape}
+    ranks, group = start_ranks("bench.engine_rank", spec, config.tensor_parallel, is_gpu=True)
+    model = build_rank(shape, group)
+    return assemble_engine(config, model, config.dtype, SystemClock(), group=group, ranks=ranks)
 
 
-def work_of(config: PreTrainedConfig, model: PreTrainedModel) -> Work:
-    layers = sum(item.numel() for name, item in model.named_parameters() if ".layers." in name)
+def work_of(config: PreTrainedConfig, num_ranks: int) -> Work:
+    """Return what a model costs each of its ranks."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = config.num_attention_heads * head_dim
+    kv_heads = config.num_key_value_heads * head_dim
+    layer = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
     return Work(
-        layers,
+        config.num_hidden_layers * layer // num_ranks,
         config.vocab_size * config.hidden_size,
         config.num_hidden_layers,
-        config.num_attention_heads * head_dim,
-        2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim,
+        heads // num_ranks,
+        2 * 2 * config.num_hidden_layers * kv_heads // num_ranks,
     )
 
 
@@ -284,18 +271,35 @@ async def run_row(row: Row, driver: Driver, repeats: int) -> Outcome:
     )
 
 
-async def run_rows(name: str, work: Work, engine: Engine, repeats: int) -> list[Outcome]:
+async def run_rows(
+    name: str, work: Work, engine: Engine, repeats: int, wanted: str
+) -> tuple[list[Outcome], dict[str, float]]:
+    """Return the rows whose workload contains `wanted`, and milliseconds of a step for each sampling."""
     prompts = Prompts(engine.vocab_size, 0)
     rows = rows_of(name, work, prompts)
     driver = Driver(engine, prompts)
     outcomes = []
     try:
         for row in rows:
-            outcomes.append(await run_row(row, driver, repeats))
-            print_table(outcomes[-1:])
+            if wanted in row.workload:
+                outcomes.append(await run_row(row, driver, repeats))
+                print_table(outcomes[-1:])
+        sampled_ms = await sampling_ms(driver, repeats) if wanted in "sampling" else {}
     finally:
         await driver.close()
-    return outcomes
+    return outcomes, sampled_ms
+
+
+async def sampling_ms(driver: Driver, repeats: int) -> dict[str, float]:
+    """Return the milliseconds of a decode step at batch 256 for each way to sample, in turn."""
+    times: dict[str, list[float]] = {name: [] for name in SAMPLINGS}
+    for _ in range(repeats + 1):
+        for name, sampling in SAMPLINGS.items():
+            times[name].append(1e3 * await driver.decode_step_s(256, 1024, 64, sampling))
+    result = {name: statistics.median(values[1:]) for name, values in times.items()}
+    for name, value in result.items():
+        print(f"decode step, batch 256, {name:24} {value:8.3f} ms  {value / result['greedy'] - 1:6.2%}")
+    return result
 
 
 def print_table(outcomes: list[Outcome]) -> None:
@@ -319,26 +323,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=sorted(CONFIGS), default="8b")
+    parser.add_argument("--model", choices=sorted(SHAPES), default="8b")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rows", default="", help="only rows with this in their name; 'sampling' is one")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that hold the model together")
+    parser.add_argument("--chunk-tokens", type=int, default=ENGINE.chunk_tokens)
     parser.add_argument("--commit", default="", help="where the checkout has no .git")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     started_s = time.perf_counter()
-    config = CONFIGS[options.model]
-    model = build_model(config)
-    work = work_of(config, model)
-    engine = assemble_engine(ENGINE, PagedModel(model), "bfloat16", SystemClock())
+    engine_config = replace(ENGINE, chunk_tokens=options.chunk_tokens, tensor_parallel=options.ranks)
+    engine = build_bench_engine(options.model, engine_config)
+    work = work_of(SHAPES[options.model], options.ranks)
     torch.cuda.synchronize()
     start_up_s = time.perf_counter() - started_s
     print(f"{options.model}: start-up (build, check, compile, capture) {start_up_s:.1f} s", flush=True)
-    outcomes = asyncio.run(run_rows(options.model, work, engine, options.repeats))
+    outcomes, sampled_ms = asyncio.run(run_rows(options.model, work, engine, options.repeats, options.rows))
     card = measure_card()
     print(
         f"this card: {card.gemm_tflops:.0f} TFLOP/s, {card.sustained_gemm_tflops:.0f} sustained, "
         f"{card.copy_tb_per_s:.2f} TB/s",
         flush=True,
     )
+    if engine.ranks is not None:
+        engine.ranks.close()
     assert isinstance(engine.runner, GpuRunner)
     launch_s = engine.runner.launch_total_s / engine.runner.num_launches
     print(f"\nCPU time of a launch: {1e3 * launch_s:.2f} ms (mean of {engine.runner.num_launches} steps)")
@@ -355,6 +363,9 @@ def main() -> None:
         "start_up_s": start_up_s,
         "memory_gib": torch.cuda.max_memory_reserved() / 2**30,
         "launch_cpu_ms": 1e3 * launch_s,
+        "ranks": options.ranks,
+        "chunk_tokens": options.chunk_tokens,
+        "sampling_step_ms_at_256": sampled_ms,
         "rows": [asdict(outcome) for outcome in outcomes],
     }
     if options.out:

@@ -23,7 +23,7 @@ from base.block_hash import BlockHash
 from base.clock import SystemClock
 from base.config import EngineConfig
 from base.request import RequestId, SampledToken, SamplingParams, StopParams
-from bench.engine import CONFIGS, build_model
+from bench.engine_shapes import SHAPES, build_model
 from bench.engine_work import Prompts
 from engine.build import Engine, assemble_engine
 from engine.model import PagedModel
@@ -75,7 +75,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    halves = build_model(CONFIGS["0.6b"])
+    halves = build_model(SHAPES["0.6b"])
     reference = copy.deepcopy(halves).float()
     engine = assemble_engine(CONFIG, PagedModel(copy.deepcopy(halves)), "bfloat16", SystemClock())
     source = Prompts(engine.vocab_size, 1)

@@ -32,12 +32,12 @@ class Prompts:
         draw = self._random.randint
         return [(draw(low, high), draw(low, high)) for _ in range(count)]
 
-    def sequence(self, num_tokens: int, max_tokens: int) -> Sequence:
-        """Return a greedy sequence with a random prompt."""
+    def sequence(self, num_tokens: int, max_tokens: int, sampling: SamplingParams = GREEDY) -> Sequence:
+        """Return a sequence with a random prompt."""
         self._made += 1
         token_ids = self._random.choices(range(self._vocab_size), k=num_tokens)
         name = RequestId(f"{self._made:06}")
-        return Sequence(name, token_ids, num_tokens, ROOT, GREEDY, StopParams(max_tokens))
+        return Sequence(name, token_ids, num_tokens, ROOT, sampling, StopParams(max_tokens))
 
 
 class Driver:
@@ -50,6 +50,8 @@ class Driver:
     def __init__(self, engine: Engine, prompts: Prompts) -> None:
         self._engine = engine
         self._prompts = prompts
+        # What a sequence finds in blocks that count as computed; a GPU multiplies zeros faster.
+        engine.cache.tensor.normal_()
         self._steps = asyncio.create_task(engine.loop.run())
 
     async def close(self) -> None:
@@ -60,17 +62,28 @@ class Driver:
         """Return seconds from adding requests of (prompt, output) tokens at once to their last token."""
         return (await self._run([self._prompts.sequence(prompt, output) for prompt, output in lens]))[-1]
 
-    async def prefill_s(self, length: int, count: int) -> float:
-        """Return seconds from adding `count` prompts at once to the first token of the last one."""
-        return await self.throughput_s([(length, 1)] * count)
+    async def prefill_s(self, length: int, count: int, prefix: int = 0) -> float:
+        """Return seconds from adding `count` prompts at once to the first token of the last one.
 
-    async def decode_step_s(self, batch: int, context: int, steps: int) -> float:
+        Args:
+            length: Tokens to compute.
+            prefix: Tokens before them that count as computed; whole blocks.
+        """
+        sequences = [self._prompts.sequence(prefix + length, 1) for _ in range(count)]
+        for sequence in sequences:
+            sequence.block_table += self._engine.pool.allocate(self._engine.layout.num_blocks(prefix))
+            sequence.num_computed_tokens = prefix
+        return (await self._run(sequences))[-1]
+
+    async def decode_step_s(
+        self, batch: int, context: int, steps: int, sampling: SamplingParams = GREEDY
+    ) -> float:
         """Return the mean seconds of a decode step of `batch` sequences.
 
         Their first `context` tokens count as computed, as after a hand-off from another
         node; the KV is whatever the blocks hold. The first step is left out.
         """
-        sequences = [self._prompts.sequence(context, steps + 1) for _ in range(batch)]
+        sequences = [self._prompts.sequence(context, steps + 1, sampling) for _ in range(batch)]
         for sequence in sequences:
             blocks = self._engine.layout.num_blocks(context)
             sequence.block_table += self._engine.pool.allocate(blocks)

@@ -130,6 +130,8 @@ class Node:
 
 async def serve(config: NodeProcess) -> None:
     """Run the node until it is told to stop. The wiring diagram of the process."""
+    if config.engine.tensor_parallel > 1:
+        raise ConfigError("engine.tensor_parallel: a node hands off the KV of one rank; only 1 is possible")
     clock = SystemClock()
     epoch = secrets.randbits(63)
     registry = process_registry()

@@ -74,6 +74,45 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
     )
 
 
+def batch_numbers(batch: Batch) -> torch.Tensor:
+    """Return a batch as one row of int64, from which `batch_from_numbers` makes it again."""
+    parts = (
+        batch.token_ids,
+        batch.position_ids,
+        batch.slots,
+        batch.logit_rows,
+        batch.query_starts,
+        batch.singles.context_lens,
+        batch.chunks.context_lens,
+        batch.singles.block_tables,
+        batch.chunks.block_tables,
+    )
+    sizes = torch.tensor([batch.num_single, *(part.numel() for part in parts)])
+    return torch.cat([sizes, *(part.cpu().flatten().long() for part in parts)])
+
+
+def batch_from_numbers(numbers: torch.Tensor, device: torch.device) -> Batch:
+    """Return the batch of `batch_numbers`."""
+    num_single, *sizes = numbers[:10].tolist()
+    parts = torch.split(numbers[10:].to(device), sizes)
+    token_ids, positions, slots, logit_rows = parts[:4]
+    query_starts, single_lens, chunk_lens, single_tables, chunk_tables = (part.int() for part in parts[4:])
+    return Batch(
+        token_ids=token_ids[None],
+        position_ids=positions[None],
+        slots=slots,
+        logit_rows=logit_rows,
+        num_single=num_single,
+        singles=PagedRows(_rows_of(single_tables, len(single_lens)), single_lens),
+        chunks=PagedRows(_rows_of(chunk_tables, len(chunk_lens)), chunk_lens),
+        query_starts=query_starts,
+    )
+
+
+def _rows_of(tables: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return tables.view(num_rows, len(tables) // num_rows if num_rows else 0)
+
+
 def _slots(block_table: tuple[int, ...], start: int, stop: int, block_size: int) -> list[int]:
     slots: list[int] = []
     while start < stop:

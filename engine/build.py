@@ -6,6 +6,7 @@ configuration is not written to.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,9 +23,11 @@ from engine.loop import EngineLoop, LaunchingRunner
 from engine.model import PagedModel
 from engine.packed_linear import pack_linears
 from engine.paged_cache import TORCH_DTYPES, PagedCache
-from engine.runner import Runner
+from engine.ranks import Ranks, start_ranks
+from engine.runner import Runner, Tell
 from engine.scheduler import Scheduler
 from engine.self_check import require_faithful
+from engine.tensor_parallel import TensorGroup, cut_causal_model
 from engine.weights import load_model, random_model
 
 CPU_CACHE_GIB = 1.0
@@ -49,6 +52,8 @@ class Engine:
     vocab_size: int
     family: str
     num_threads: int
+    ranks: Ranks | None = None
+    """The processes that hold the rest of the model."""
 
 
 def build_engine(
@@ -67,15 +72,38 @@ def build_engine(
     Raises:
         ConfigError: the model cannot be served, or the cache has no room for a block.
     """
-    device = device_of(config)
     num_threads = config.threads or max(1, len(os.sched_getaffinity(0)) // nodes_on_host)
+    num_threads = max(1, num_threads // config.tensor_parallel)
     torch.set_num_threads(num_threads)
+    if config.tensor_parallel == 1:
+        model, dtype = load_rank(config, model_path, None)
+        return assemble_engine(config, model, dtype, clock, allocate)
+    spec = {"engine": dataclasses.asdict(config), "model_path": model_path, "threads": num_threads}
+    is_gpu = device_of(config).type == "cuda"
+    ranks, group = start_ranks("engine.rank", spec, config.tensor_parallel, is_gpu)
+    try:
+        model, dtype = load_rank(config, model_path, group)
+        return assemble_engine(config, model, dtype, clock, allocate, group, ranks)
+    except ConfigError:
+        ranks.close()
+        raise
+
+
+def load_rank(config: EngineConfig, model_path: str, group: TensorGroup | None) -> tuple[PagedModel, str]:
+    """Return this rank's share of a prepared model, and its dtype; of one rank, the whole.
+
+    Raises:
+        ConfigError: the model cannot be served, or cannot be cut.
+    """
+    device = device_of(config)
     dtype = _dtype_name(config.dtype, device)
     load = random_model if config.random_weights else load_model
     weights = load(Path(model_path), TORCH_DTYPES[dtype], device)
+    if group is not None:
+        cut_causal_model(weights, group)
     if device.type == "cpu" and dtype == "float32":
         pack_linears(weights)
-    return assemble_engine(config, PagedModel(weights), dtype, clock, allocate)
+    return PagedModel(weights), dtype
 
 
 def assemble_engine(
@@ -84,6 +112,8 @@ def assemble_engine(
     dtype: str,
     clock: Clock,
     allocate: Callable[[int], memoryview] | None = None,
+    group: TensorGroup | None = None,
+    ranks: Ranks | None = None,
 ) -> Engine:
     """Put an engine around a model that is loaded.
 
@@ -92,6 +122,8 @@ def assemble_engine(
         dtype: The model's, and the cache's.
         allocate: Gives that many writable bytes for a CPU cache to lie in; None: the
             engine's own memory.
+        group: The ranks that hold the model, of which `model` is this one's share; each calls this.
+        ranks: The others, on rank 0.
 
     Raises:
         ConfigError: the model cannot be served, or the cache has no room for a block.
@@ -99,13 +131,13 @@ def assemble_engine(
     shape = model.shape
     layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, dtype)
     require_faithful(model, layout)
-    cache = _cache(layout, config.kv_cache_gib, model.device, allocate)
+    cache = _cache(layout, config.kv_cache_gib, model.device, allocate, group)
     max_model_len = min(_max_model_len(config, model), cache.num_blocks * config.block_size)
     pool = BlockPool(cache.num_blocks)
     scheduler = Scheduler(
         pool, config.block_size, config.chunk_tokens, config.max_batch, max_model_len, model.vocab_size
     )
-    runner = _runner(config, model, cache, max_model_len, clock)
+    runner = _runner(config, model, cache, max_model_len, clock, group, ranks.tell if ranks else None)
     return Engine(
         loop=EngineLoop(runner, scheduler, pool, clock),
         runner=runner,
@@ -117,26 +149,27 @@ def assemble_engine(
         vocab_size=model.vocab_size,
         family=model.family,
         num_threads=torch.get_num_threads(),
+        ranks=ranks,
     )
 
 
 def _runner(
-    config: EngineConfig, model: PagedModel, cache: PagedCache, max_model_len: int, clock: Clock
+    config: EngineConfig,
+    model: PagedModel,
+    cache: PagedCache,
+    max_model_len: int,
+    clock: Clock,
+    group: TensorGroup | None,
+    tell: Tell | None,
 ) -> Runner | LaunchingRunner:
     if model.device.type == "cpu":
-        return Runner(model, cache)
+        return Runner(model, cache, tell)
     # Triton is 1 GB and only machines with a GPU have it.
     from engine.gpu_model import GpuModel  # noqa: PLC0415
     from engine.gpu_runner import GpuRunner  # noqa: PLC0415
 
-    return GpuRunner(
-        GpuModel(model.module, cache, layer_groups=config.layer_groups),
-        config.block_size,
-        config.max_batch,
-        max_model_len,
-        config.chunk_tokens,
-        clock,
-    )
+    gpu_model = GpuModel(model.module, cache, layer_groups=config.layer_groups)
+    return GpuRunner(gpu_model, config, max_model_len, clock, group, tell)
 
 
 def device_of(config: EngineConfig) -> torch.device:
@@ -154,10 +187,16 @@ def _dtype_name(wanted: str, device: torch.device) -> str:
 
 
 def _cache(
-    layout: KvLayout, kv_cache_gib: float, device: torch.device, allocate: Callable[[int], memoryview] | None
+    layout: KvLayout,
+    kv_cache_gib: float,
+    device: torch.device,
+    allocate: Callable[[int], memoryview] | None,
+    group: TensorGroup | None,
 ) -> PagedCache:
     size = int(kv_cache_gib * GIB) or _default_cache_bytes(device)
     num_blocks = size // layout.block_bytes
+    if group is not None:
+        num_blocks = group.least(num_blocks, device)
     if not num_blocks:
         raise ConfigError(
             f"kv_cache_gib: {size / GIB:.3g} GiB is less than one block ({layout.block_bytes / GIB:.3g} GiB)"

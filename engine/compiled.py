@@ -8,7 +8,9 @@ in the number of tokens; a step of one token is compiled by itself.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -58,10 +60,19 @@ class SharedProducts(CustomGraphPass):
         return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
+# One object: a compiled variant is shared by those who ask with equal options.
+OPTIONS: dict[str, Any] = {"post_grad_custom_pre_pass": SharedProducts()}
+
+
 def compile_layers(layers: nn.ModuleList) -> None:
-    """Compile the modules of `layers` in place, on their next call."""
+    """Compile `forward` of the modules of `layers` in place, on their next call."""
     # One for each kind of step and of layer; fullgraph makes a layer beyond that an error.
     torch._dynamo.config.recompile_limit = MAX_VARIANTS
-    options = {"post_grad_custom_pre_pass": SharedProducts()}
     for layer in layers:
-        layer.compile(dynamic=True, fullgraph=True, options=options)
+        layer.forward = compiled(layer.forward)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` as it will be compiled on its next call."""
+    result: Callable[..., Any] = torch.compile(function, dynamic=True, fullgraph=True, options=OPTIONS)
+    return result

@@ -68,7 +68,8 @@ class StepGraphs:
             self._run(shape)
             torch.cuda.synchronize()  # capture must not overlap with other work of this thread
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Of this thread alone: NCCL has one that looks after its events.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._run(shape)
             self._graphs[shape] = graph
 

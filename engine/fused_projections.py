@@ -22,6 +22,9 @@ from engine.kernels.thin_product import MAX_ROWS, thin_product
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names that the families of transformers give to projections of one input."""
 
+LAST_GROUPS = (("k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""In a last layer that computes K and V of more tokens than anything else."""
+
 WIDE = 100_000
 """Columns from which the kernel for few rows beats cuBLAS with more than one: output heads."""
 
@@ -69,7 +72,7 @@ class Slice(nn.Module):
         return columns
 
 
-def fuse_projections(layers: nn.Module) -> int:
+def fuse_projections(layers: nn.Module, groups: tuple[tuple[str, ...], ...] = GROUPS) -> int:
     """Replace linear layers inside of `layers` that read the same input by slices of one product.
 
     Returns:
@@ -77,7 +80,7 @@ def fuse_projections(layers: nn.Module) -> int:
     """
     fused = 0
     for module in list(layers.modules()):
-        for names in GROUPS:
+        for names in groups:
             parts = [module._modules.get(name) for name in names]
             linears = [part for part in parts if type(part) is nn.Linear]
             if len(linears) == len(names) and _can_stack(linears):

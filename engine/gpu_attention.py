@@ -11,6 +11,7 @@ that of tokens, and one CUDA graph serves all steps of a shape.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,15 @@ MAX_WHOLE_PROMPTS = 32
 """Prompts of one step that go to cuDNN at most; there is no gain in many small ones."""
 
 
+class StepPart(Enum):
+    """What of a step a layer is called for."""
+
+    SINGLES = "one token of each sequence"
+    CHUNKS = "chunks, and perhaps tokens of other sequences before them"
+    KEEP_KV = "the K and V of all tokens alone; what attention returns is not used"
+    LAST_ROWS = "the last token of each sequence, all K and V being in the cache"
+
+
 class StepCall(NamedTuple):
     """What a layer's attention is handed; travels through the model as an argument."""
 
@@ -47,7 +57,9 @@ class StepCall(NamedTuple):
     """[capacity] int32 on the device."""
     header: torch.Tensor
     """[4 + MAX_WHOLE_PROMPTS] int64 on the host, as `step_header` makes it."""
-    has_chunks: bool
+    part: StepPart
+    rows: torch.Tensor
+    """[num_rows] int64 on the device; the last token of each sequence."""
 
 
 def step_header(shape: StepShape, plan: StepPlan | None) -> torch.Tensor:
@@ -100,19 +112,17 @@ def _attention(
     kv_layer: torch.Tensor = module.kv_layer  # type: ignore[assignment]
     scale = arguments.get("scaling") or query.shape[-1] ** -0.5
     value_dim, cache_dim = value.shape[-1], kv_layer.shape[-1]
-    output = paged_attention(
-        _token_rows(query, cache_dim),
-        _token_rows(key, cache_dim),
-        _token_rows(value, cache_dim),
-        kv_layer,
-        call.memory,
-        call.header,
-        call.has_chunks,
-        scale,
-        arguments.get("sliding_window") or 0,
-        arguments.get("softcap") or 0.0,
-        arguments.get("s_aux"),
-    )
+    rows = [_token_rows(item, cache_dim) for item in (query, key, value)]
+    where = (kv_layer, call.memory, call.header)
+    rule = (scale, arguments.get("sliding_window") or 0, arguments.get("softcap") or 0.0)
+    sinks = arguments.get("s_aux")
+    if call.part is StepPart.KEEP_KV:
+        keep_kv(rows[1], rows[2], *where)
+        output = torch.zeros_like(rows[0])
+    elif call.part is StepPart.LAST_ROWS:
+        output = last_rows_attention(rows[0], *where, *rule, sinks)
+    else:
+        output = paged_attention(*rows, *where, *rule, sinks)
     return output[None, ..., :value_dim], None
 
 
@@ -130,7 +140,6 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
     kv_layer: torch.Tensor,
     memory: torch.Tensor,
     header: torch.Tensor,
-    has_chunks: bool,
     scale: float,
     sliding_window: int,
     soft_cap: float,
@@ -138,6 +147,7 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
 ) -> torch.Tensor:
     """Write K and V, attend; [num_tokens, heads, head_dim] in and out."""
     shape, views, whole_lens = _read(memory, header)
+    has_chunks = shape.num_chunks > 0
     rule = AttentionRule(scale, sliding_window, soft_cap)
     # singles that are decoded with no chunk beside them are written by the decode kernel
     if has_chunks:
@@ -165,9 +175,42 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
     return output
 
 
+@torch.library.custom_op("conductor::last_rows_attention", mutates_args=())
+def last_rows_attention(
+    query: torch.Tensor,
+    kv_layer: torch.Tensor,
+    memory: torch.Tensor,
+    header: torch.Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend for the last token of each sequence, [num_rows, heads, head_dim] in and out; KV is written."""
+    _, views, _ = _read(memory, header)
+    tables = torch.cat([views.single_tables, views.chunk_tables])
+    lens = torch.cat([views.single_lens, views.chunk_lens])
+    rule = AttentionRule(scale, sliding_window, soft_cap)
+    return paged_decode(query, kv_layer, tables, lens, rule, sinks)
+
+
 @paged_attention.register_fake
+@last_rows_attention.register_fake
 def _(query: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+@torch.library.custom_op("conductor::keep_kv", mutates_args=("kv_layer",))
+def keep_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_layer: torch.Tensor,
+    memory: torch.Tensor,
+    header: torch.Tensor,
+) -> None:
+    """Write K and V of all tokens, each [num_tokens, heads, head_dim]."""
+    _, views, _ = _read(memory, header)
+    write_kv(key, value, kv_layer, views.slots)
 
 
 def _read(memory: torch.Tensor, header: torch.Tensor) -> tuple[StepShape, StepViews[torch.Tensor], list[int]]:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.compiled import compile_layers
-from engine.fused_projections import fuse_projections, use_products
-from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, attach_cache
+from engine.compiled import compile_layers, compiled
+from engine.fused_projections import GROUPS, LAST_GROUPS, fuse_projections, use_products
+from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, StepPart, attach_cache
+from engine.last_layer import LastLayer, can_be_cut, dropping_result
 from engine.layer_ends import LayerEnds
 from engine.paged_cache import PagedCache
 from engine.step_memory import StepShape, carve
@@ -22,7 +23,7 @@ class GpuModel:
     """Owns a causal language model on a GPU. Belongs to the device thread.
 
     Args:
-        compiled: False: every module as it is, for comparison.
+        is_compiled: False: every module as it is, for comparison.
         layer_groups: More than 1: steps that are not captured tell when which layers are computed.
 
     Attributes:
@@ -30,7 +31,7 @@ class GpuModel:
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: PagedCache, compiled: bool = True, layer_groups: int = 1
+        self, model: PreTrainedModel, cache: PagedCache, is_compiled: bool = True, layer_groups: int = 1
     ) -> None:
         self._model = model.eval()
         attach_cache(model, cache.tensor)
@@ -39,10 +40,16 @@ class GpuModel:
             # torch's grouped product is bfloat16's; its stand-in waits for the device at each layer.
             model.set_experts_implementation("batched_mm")
         layers = _decoder_layers(model)
-        if compiled:
-            fuse_projections(layers)
+        self._cuts_last_layer = can_be_cut(model, layers)
+        if self._cuts_last_layer:
+            keep_kv = dropping_result(layers[-1].forward)
+        if is_compiled:
+            fuse_projections(layers[:-1])
+            fuse_projections(layers[-1:], LAST_GROUPS if self._cuts_last_layer else GROUPS)
             use_products(model)
             compile_layers(layers)
+        if self._cuts_last_layer:
+            layers[-1].forward = LastLayer(layers[-1], compiled(keep_kv) if is_compiled else keep_kv)
         self.layer_ends = LayerEnds(layers, layer_groups) if layer_groups > 1 else None
         self.device: torch.device = model.device
         self.vocab_size: int = model.config.get_text_config().vocab_size
@@ -65,12 +72,14 @@ class GpuModel:
         views = carve(memory, shape)
         earlier = last_tokens[views.sources.clamp(min=0)]
         token_ids = torch.where(views.sources < 0, views.token_ids, earlier)
+        rows = views.logit_rows.long()
+        part = StepPart.CHUNKS if shape.num_chunks else StepPart.SINGLES
         output = self._model(
             input_ids=token_ids.long()[None],
             position_ids=views.positions.long()[None],
             use_cache=False,
-            logits_to_keep=views.logit_rows.long(),
-            paged=StepCall(memory, header, shape.num_chunks > 0),
+            logits_to_keep=0 if self._cuts_last_layer else rows,
+            paged=StepCall(memory, header, part, rows),
         )
         logits: torch.Tensor = output.logits[0]
         return logits

@@ -16,13 +16,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from base.clock import Clock
+from base.config import EngineConfig
+from base.request import TokenLogprobs
 from engine.cuda_graph import GRAPH_CHUNKS, MIXED_TOKENS, StepGraphs
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
-from engine.sampler import choose, logprobs_of, needs_only_argmax
+from engine.kernels.sample_rows import sample_rows
+from engine.runner import Tell
+from engine.sampler import logprobs_of, needs_logits, shape_logits
 from engine.sequence import Sequence
 from engine.step import LayerGroup, StepPlan, StepResult, sampled_tokens
-from engine.step_memory import StepShape, StepWriter
+from engine.step_memory import StepShape, StepWriter, carve
+from engine.tensor_parallel import TensorGroup
 
 EAGER_TOKENS = 512
 """Steps that are not captured are padded to a multiple of this: it bounds how many lengths cuDNN sees."""
@@ -38,13 +43,20 @@ class LaunchedStep:
     tokens: torch.Tensor
     """[num_rows] int64, pinned; valid once `ended`."""
     logits: torch.Tensor | None
-    """[num_sampling, vocab_size], where log probabilities are asked for."""
+    """[len(special), vocab_size] float32"""
+    special: tuple[int, ...]
+    """Which sampling entries ask for more than a draw."""
     ended: torch.Event
     layer_groups: tuple[LayerGroup, ...] = ()
 
 
 class GpuRunner:
     """Owns the model's steps on one GPU. Belongs to the device thread.
+
+    Args:
+        model: Of this rank, if it is cut into several.
+        group: The ranks; None: one alone.
+        tell: Sends a row of int64 to the other ranks, on the first.
 
     Attributes:
         num_launches, launch_total_s: Steps launched, and the seconds of CPU that launching took.
@@ -53,13 +65,16 @@ class GpuRunner:
     def __init__(
         self,
         model: GpuModel,
-        block_size: int,
-        max_batch: int,
+        config: EngineConfig,
         max_model_len: int,
-        chunk_tokens: int,
         clock: Clock,
+        group: TensorGroup | None = None,
+        tell: Tell | None = None,
     ) -> None:
+        block_size, max_batch, chunk_tokens = config.block_size, config.max_batch, config.chunk_tokens
         self._model = model
+        self._group = group
+        self._tell = tell
         self._clock = clock
         self._max_blocks = -(-max_model_len // block_size)
         max_tokens = max(_rounded(chunk_tokens + max_batch), MIXED_TOKENS[-1])
@@ -86,18 +101,18 @@ class GpuRunner:
         shape = self._graphs.shape_of(plan)
         captured = shape is not None
         if shape is None:
-            num_chunks = len(plan.entries) - plan.num_single
+            # Two at least: the compiler would make a variant of the last layer for one row.
+            num_chunks = max(2, len(plan.entries) - plan.num_single)
             shape = StepShape(_rounded(plan.num_tokens), plan.num_single, num_chunks, self._max_blocks)
+        header = step_header(shape, None if captured else plan)
         self._send(plan, shape)
+        if self._tell is not None:
+            self._tell(torch.cat([torch.tensor([captured]), header]))
         ends = None if captured else self._model.layer_ends
         if ends is not None:
             ends.begin()
-        if captured:
-            self._graphs.replay(shape)
-            logits = self._logits[shape]
-        else:
-            logits = self._run(shape, plan)
-        launched = self._sample(plan, shape, logits)
+        logits = self._compute(shape, header, captured)
+        launched = self._finish(plan, shape, logits)
         if ends is not None:
             launched = replace(launched, layer_groups=ends.end())
         self.num_launches += 1
@@ -108,12 +123,27 @@ class GpuRunner:
         """Wait for a launched step and return its tokens."""
         launched.ended.synchronize()  # the host needs the tokens to tell its listeners
         tokens = launched.tokens[list(launched.rows)]
-        logprobs = None
+        logprobs: dict[int, TokenLogprobs | None] = dict.fromkeys(range(len(tokens)))
         if launched.logits is not None:
-            logprobs = logprobs_of(
-                launched.logits, tokens.to(launched.logits.device), _sampling(launched.plan)
-            )
+            sequences = _sampling(launched.plan)
+            chosen = tokens[list(launched.special)].to(launched.logits.device)
+            found = logprobs_of(launched.logits, chosen, [sequences[index] for index in launched.special])
+            logprobs |= {index: found[row] for row, index in enumerate(launched.special)}
         return sampled_tokens(launched.plan, tokens.tolist(), logprobs)
+
+    def follow(self, numbers: torch.Tensor) -> None:
+        """Run this rank's share of a step that the first rank launches."""
+        captured, header = bool(numbers[0]), numbers[1:]
+        self._compute(StepShape(*header[:4].tolist()), header, captured)
+
+    def _compute(self, shape: StepShape, header: torch.Tensor, captured: bool) -> torch.Tensor:
+        """Compute what lies in the first rank's step memory; return the logits."""
+        if self._group is not None:
+            self._group.from_first(self._memory[: shape.size])
+        if not captured:
+            return self._run(shape, header)
+        self._graphs.replay(shape)
+        return self._logits[shape]
 
     def _send(self, plan: StepPlan, shape: StepShape) -> None:
         writer, copied = self._writers[0], self._copied[0]
@@ -124,32 +154,44 @@ class GpuRunner:
         self._writers.reverse()
         self._copied.reverse()
 
-    def _run(self, shape: StepShape, plan: StepPlan | None) -> torch.Tensor:
-        """Compute logits; leave the token of the highest one of each row in `_last_tokens`."""
-        logits = self._model.forward(self._memory, shape, step_header(shape, plan), self._last_tokens)
-        torch.argmax(logits, dim=-1, out=self._last_tokens[: shape.num_rows])
+    def _run(self, shape: StepShape, header: torch.Tensor) -> torch.Tensor:
+        """Compute logits, and leave the token that each row samples in `_last_tokens`."""
+        if self._group is not None:
+            self._group.from_first(self._last_tokens)
+        logits = self._model.forward(self._memory, shape, header, self._last_tokens)
+        sample_rows(logits, carve(self._memory, shape).sampling, self._last_tokens)
         return logits
 
     def _run_captured(self, shape: StepShape) -> None:
-        self._logits[shape] = self._run(shape, None)
+        self._logits[shape] = self._run(shape, step_header(shape, None))
 
-    def _sample(self, plan: StepPlan, shape: StepShape, logits: torch.Tensor) -> LaunchedStep:
+    def _finish(self, plan: StepPlan, shape: StepShape, logits: torch.Tensor) -> LaunchedStep:
+        """Sample again where a sequence asks for more than a draw, and send for the tokens."""
         rows = _rows(plan, shape)
         sequences = _sampling(plan)
+        special = tuple(index for index, sequence in enumerate(sequences) if needs_logits(sequence))
         kept = None
-        if not all(needs_only_argmax(sequence) for sequence in sequences):
-            index = torch.tensor(rows, device=logits.device)
-            wanted = logits[index].float()
-            positions = [entry.context_len for entry in plan.entries if entry.samples]
-            self._last_tokens[index] = choose(wanted, sequences, positions)
-            if any(sequence.num_logprobs is not None for sequence in sequences):
-                kept = wanted
+        if special:
+            kept = self._sample_special(
+                shape, logits, [rows[index] for index in special], [sequences[index] for index in special]
+            )
         self._rows_of = dict(zip(sequences, rows, strict=True))
         tokens = torch.empty(shape.num_rows, dtype=torch.int64, pin_memory=True)
         tokens.copy_(self._last_tokens[: shape.num_rows], non_blocking=True)
         ended = torch.Event("cuda")
         ended.record()
-        return LaunchedStep(plan, rows, tokens, kept, ended)
+        return LaunchedStep(plan, rows, tokens, kept, special, ended)
+
+    def _sample_special(
+        self, shape: StepShape, logits: torch.Tensor, rows: list[int], sequences: Rows[Sequence]
+    ) -> torch.Tensor:
+        """Sample rows after penalties, bias and held-back stop tokens; return their logits before that."""
+        index = torch.tensor(rows, pin_memory=True).to(logits.device, non_blocking=True)
+        wanted = logits[index].float()
+        tokens = torch.empty_like(index)
+        sample_rows(shape_logits(wanted, sequences), carve(self._memory, shape).sampling[index], tokens)
+        self._last_tokens[index] = tokens
+        return wanted
 
 
 def _rows(plan: StepPlan, shape: StepShape) -> tuple[int, ...]:

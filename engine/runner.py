@@ -5,24 +5,52 @@ Called by the device thread alone (`engine/loop.py`), so nothing in here is shar
 
 from __future__ import annotations
 
-from engine.batch import build_batch
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from engine.batch import batch_from_numbers, batch_numbers, build_batch
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
 from engine.sampler import sample
 from engine.step import StepPlan, StepResult
 
+Tell = Callable[[torch.Tensor], None]
+"""Sends a row of int64 on the host to the other ranks of a model, for their `follow`."""
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """What a rank that is not the first runs."""
+
+    def follow(self, numbers: torch.Tensor) -> None:
+        """Run this rank's share of a step of which the first rank told; may raise anything."""
+        ...
+
 
 class Runner:
-    """Owns the model and the cache while a step runs."""
+    """Owns the model and the cache while a step runs.
 
-    def __init__(self, model: PagedModel, cache: PagedCache) -> None:
+    Args:
+        tell: Where the model is cut into ranks, on the first.
+    """
+
+    def __init__(self, model: PagedModel, cache: PagedCache, tell: Tell | None = None) -> None:
         self._model = model
         self._cache = cache
+        self._tell = tell
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens, write their KV, and sample where the plan says so."""
         batch = build_batch(plan, self._cache.layout.block_size, self._model.device)
+        if self._tell is not None:
+            self._tell(batch_numbers(batch))
         logits = self._model.forward(batch, self._cache)
         sampling = [entry.sequence for entry in plan.entries if entry.samples]
         tokens = iter(sample(logits, sampling))
         return StepResult(tuple(next(tokens) if entry.samples else None for entry in plan.entries))
+
+    def follow(self, numbers: torch.Tensor) -> None:
+        """Run this rank's share of a step of the first rank's; who samples is the first."""
+        self._model.forward(batch_from_numbers(numbers, self._model.device), self._cache)

@@ -12,6 +12,9 @@ weighed: logits differ in their last bits with the size of the batch, and of 49,
 at a high temperature each is so narrow that such a bit moves the number into a neighbour.
 Here it decides only between two tokens that are that close to equal.
 
+A GPU draws in `kernels/sample_rows.py`; of this file it takes what comes before, and the
+log probabilities.
+
 Work that no sequence of the batch asks for is not done; a greedy batch is one argmax.
 """
 
@@ -48,28 +51,17 @@ def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[SampledToken
     if not sequences:
         return []
     logits = logits.float()
-    token_ids = choose(logits, sequences, [sequence.num_tokens for sequence in sequences])
+    params = [sequence.sampling for sequence in sequences]
+    token_ids = _choose(shape_logits(logits, sequences), params, [item.num_tokens for item in sequences])
     # The host waits for the device here: the tokens are what the step is for.
     chosen: list[int] = token_ids.tolist()
     logprobs = logprobs_of(logits, token_ids, sequences)
     return [SampledToken(token_id, logprobs[row]) for row, token_id in enumerate(chosen)]
 
 
-def needs_only_argmax(sequence: Sequence) -> bool:
-    """Return whether the token of the highest logit is all that a sequence asks for."""
-    plain = sequence.sampling.temperature == 0 and not sequence.sampling.logit_bias
-    return plain and not sequence.needs_history
-
-
-@torch.inference_mode()
-def choose(logits: torch.Tensor, sequences: Rows[Sequence], positions: Rows[int]) -> torch.Tensor:
-    """Return the next token of each sequence, [num_seqs] int64, without waiting for the device.
-
-    Args:
-        logits: [num_seqs, vocab_size] float32; not changed.
-        positions: Where in its sequence each token will stand.
-    """
-    return _choose(_shaped(logits, sequences), [sequence.sampling for sequence in sequences], positions)
+def needs_logits(sequence: Sequence) -> bool:
+    """Return whether a sequence asks for more than a draw from the logits as they are."""
+    return sequence.needs_history or bool(sequence.sampling.logit_bias)
 
 
 def noise_seed(seed: int, position: int) -> int:
@@ -89,7 +81,7 @@ def _mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _shaped(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
+def shape_logits(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
     """Return the logits after penalties, bias and held-back stop tokens; a copy if any applies."""
     shaped = logits
     for row, sequence in enumerate(sequences):

@@ -11,6 +11,7 @@ row of that step in which it was sampled (`sources`).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
@@ -19,6 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from base.request import SamplingParams
+from engine.kernels.sample_rows import FIELDS, POSITION
+from engine.sampler import GREEDY_BELOW
 from engine.sequence import Sequence
 from engine.step import StepEntry, StepPlan
 
@@ -28,6 +32,8 @@ T = TypeVar("T")
 ALIGN = 4
 """Regions start at multiples of 16 bytes, which kernels turn into wide loads."""
 
+
+MASK_64 = (1 << 64) - 1
 
 MAX_KEPT_VIEWS = 64
 """More shapes than a ladder has."""
@@ -59,6 +65,7 @@ class StepShape:
             tokens,
             tokens,
             (self.num_rows,),
+            (self.num_rows, FIELDS),
             (self.num_single,),
             chunks,
             (self.num_chunks + 1,),
@@ -83,6 +90,8 @@ class StepViews(NamedTuple, Generic[T]):
     """block_id * block_size + offset; -1: padding."""
     logit_rows: T
     """Token whose logits are wanted, for each sequence; 0 where none are."""
+    sampling: T
+    """How each sequence's next token is chosen, as `sample_rows` reads it; zeros: the best one."""
     single_lens: T
     """Context of each sequence of one token; 0: padding."""
     chunk_lens: T
@@ -106,7 +115,8 @@ def carve(memory: torch.Tensor, shape: StepShape) -> StepViews[torch.Tensor]:
 class StepWriter:
     """Writes plans into one host buffer. The caller sees to it that no copy still reads it.
 
-    Block tables change little from step to step: a row is written only if it changed.
+    What changes little from step to step, block tables and how to sample, is written only
+    where a row changed.
     """
 
     def __init__(self, capacity: int, block_size: int, pinned: bool) -> None:
@@ -115,6 +125,7 @@ class StepWriter:
         self._views: dict[StepShape, StepViews[Numbers]] = {}
         self._shape: StepShape | None = None
         self._rows: list[tuple[int, ...]] = []
+        self._sequences: list[Sequence | None] = []
 
     def write(self, plan: StepPlan, shape: StepShape, rows_of: Mapping[Sequence, int]) -> torch.Tensor:
         """Lay out `plan` and return the part of `memory` that holds it.
@@ -125,9 +136,13 @@ class StepWriter:
         views = self._views_of(shape)
         if shape != self._shape:
             self._shape, self._rows = shape, [()] * shape.num_rows
+            self._sequences = [None] * shape.num_rows
+            views.sampling[:] = 0
         singles, chunks = plan.entries[: plan.num_single], plan.entries[plan.num_single :]
         self._write_singles(views, singles, rows_of)
         self._write_chunks(views, shape, chunks, plan.num_single)
+        self._write_sampling(views, 0, shape.num_single, singles)
+        self._write_sampling(views, shape.num_single, shape.num_rows, chunks)
         return self.memory[: shape.size]
 
     def _views_of(self, shape: StepShape) -> StepViews[Numbers]:
@@ -172,7 +187,9 @@ class StepWriter:
             stop = start + entry.num_tokens
             positions = np.arange(entry.start, entry.context_len, dtype=np.int32)
             table = np.array(entry.block_table, dtype=np.int32)
-            views.token_ids[start:stop] = entry.sequence.token_ids[entry.start : entry.context_len]
+            # array reads a list of numbers twice as fast as numpy
+            token_ids = array("i", entry.sequence.token_ids[entry.start : entry.context_len])
+            views.token_ids[start:stop] = np.frombuffer(token_ids, np.int32)
             views.positions[start:stop] = positions
             views.slots[start:stop] = table[positions // self._block_size] * self._block_size
             views.slots[start:stop] += positions % self._block_size
@@ -188,10 +205,35 @@ class StepWriter:
         views.slots[start:] = -1
         views.sources[num_single:] = -1
 
+    def _write_sampling(
+        self, views: StepViews[Numbers], start: int, stop: int, entries: tuple[StepEntry, ...]
+    ) -> None:
+        for row, entry in enumerate(entries, start):
+            if self._sequences[row] is not entry.sequence:
+                self._sequences[row] = entry.sequence
+                views.sampling[row] = sampling_numbers(entry.sequence.sampling)
+        used = start + len(entries)
+        views.sampling[start:used, POSITION] = [entry.context_len for entry in entries]
+        if any(self._sequences[used:stop]):
+            self._sequences[used:stop] = [None] * (stop - used)
+            views.sampling[used:stop] = 0
+
     def _write_table(self, tables: Numbers, index: int, row: int, entry: StepEntry) -> None:
         if self._rows[row] != entry.block_table:
             tables[index, : len(entry.block_table)] = entry.block_table
             self._rows[row] = entry.block_table
+
+
+def sampling_numbers(sampling: SamplingParams) -> Numbers:
+    """Return a row of `StepViews.sampling`, its position 0."""
+    numbers = np.zeros(FIELDS, np.int32)
+    if sampling.temperature > GREEDY_BELOW:
+        numbers[:3] = np.array([sampling.temperature, sampling.min_p, sampling.top_p], np.float32).view(
+            np.int32
+        )
+        numbers[3] = min(sampling.top_k, np.iinfo(np.int32).max)
+        numbers[4:6] = np.array([sampling.seed & MASK_64], np.uint64).view(np.int32)
+    return numbers
 
 
 def _count(region: tuple[int, ...]) -> int:

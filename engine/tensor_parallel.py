@@ -19,6 +19,7 @@ from fnmatch import fnmatch
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 from base.errors import ConfigError
 
@@ -34,10 +35,21 @@ class TensorGroup:
     rank: int
     size: int
 
-    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the sum of every rank's `part`, in place."""
-        dist.all_reduce(part, group=self.group)
-        return part
+    def from_first(self, tensor: torch.Tensor) -> None:
+        """Make `tensor` on every rank what it is on rank 0."""
+        dist.broadcast(tensor, 0, group=self.group)
+
+    def least(self, value: int, device: torch.device) -> int:
+        """Return the smallest `value` of any rank."""
+        values = torch.tensor([value], device=device)
+        dist.all_reduce(values, dist.ReduceOp.MIN, group=self.group)
+        return int(values.item())
+
+
+@torch.library.custom_op("conductor::all_reduce", mutates_args=("part",))
+def all_reduce(part: torch.Tensor, group_name: str) -> None:
+    """Sum `part` over the ranks, in place. Opaque: the compiler would make a copy for it."""
+    dist.all_reduce(part, group=dist.distributed_c10d._resolve_process_group(group_name))  # type: ignore
 
 
 class RowParallel(nn.Module):
@@ -50,11 +62,21 @@ class RowParallel(nn.Module):
         super().__init__()
         self.linear = linear
         self.bias = bias
-        self._group = group
+        # The compiler follows a name, and not a group.
+        self._group_name: str = group.group.group_name
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        output = self._group.all_reduce(self.linear(hidden))
+        output: torch.Tensor = self.linear(hidden)
+        all_reduce(output, self._group_name)
         return output if self.bias is None else output + self.bias
+
+
+def cut_causal_model(model: PreTrainedModel, group: TensorGroup) -> None:
+    """Keep this rank's share of a causal model, in place; as `cut_model`."""
+    config = model.config.get_text_config()
+    num_heads: int = config.num_attention_heads
+    num_kv_heads: int = getattr(config, "num_key_value_heads", None) or num_heads
+    cut_model(model.base_model, config.base_model_tp_plan or {}, (num_heads, num_kv_heads), group)
 
 
 def cut_model(model: nn.Module, plan: dict[str, str], heads: tuple[int, int], group: TensorGroup) -> int:

@@ -59,6 +59,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "engine/model.py",
         "engine/gpu_model.py",
         "engine/gpu_attention.py",
+        "engine/tensor_parallel.py",
         "bench/",
     ),
     "triton": ("engine/kernels/", "transfer/kernels/"),

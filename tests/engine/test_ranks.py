@@ -1,0 +1,81 @@
+"""An engine of several ranks says what one says, token for token, and leaves no process behind."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from base.clock import SystemClock
+from base.config import EngineConfig
+from base.errors import ConfigError
+from base.request import SamplingParams
+from engine.batch import batch_from_numbers, batch_numbers, build_batch
+from engine.build import build_engine
+from engine.step import StepEntry, StepPlan
+from tests.engine.builders import make_sequence, run_sequences
+from tests.engine.test_gpu_model import make_family
+
+
+def tokens_of(folder: Path, num_ranks: int) -> dict[str, list[int]]:
+    """Run a dozen sequences, greedy and sampled, through more than their cache holds at once."""
+    config = EngineConfig(
+        device="cpu", block_size=16, kv_cache_gib=0.001, chunk_tokens=48, max_batch=6, threads=1,
+        tensor_parallel=num_ranks,
+    )  # fmt: skip
+    engine = build_engine(config, str(folder), SystemClock())
+    rng = random.Random(3)
+    sequences = [
+        make_sequence(
+            f"{index:02}",
+            [rng.randrange(211) for _ in range(rng.randint(1, 90))],
+            20,
+            sampling=SamplingParams(temperature=0.8 * (index % 2), seed=index),
+        )
+        for index in range(12)
+    ]
+    try:
+        results = asyncio.run(run_sequences(engine.loop, sequences))
+    finally:
+        if engine.ranks is not None:
+            engine.ranks.close()
+            torch.distributed.destroy_process_group()
+    return {name: [token.token_id for token in tokens] for name, tokens in results.items()}
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_ranks_generate_the_tokens_of_one(num_ranks: int, tmp_path: Path) -> None:
+    make_family("llama with all heads").save_pretrained(tmp_path)
+    alone = tokens_of(tmp_path, 1)
+    assert sum(len(tokens) for tokens in alone.values()) == 12 * 20
+    assert tokens_of(tmp_path, num_ranks) == alone
+
+
+def test_a_family_that_cannot_be_cut_is_refused_and_no_rank_is_left(tmp_path: Path) -> None:
+    make_family("opt").save_pretrained(tmp_path)
+    config = EngineConfig(device="cpu", kv_cache_gib=0.001, threads=1, tensor_parallel=2)
+    try:
+        with pytest.raises(ConfigError, match="no plan for this family"):
+            build_engine(config, str(tmp_path), SystemClock())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_batch_survives_the_way_to_the_other_ranks() -> None:
+    entries = (
+        StepEntry(make_sequence("a", range(40)), 39, 1, (5, 6, 7), samples=True),
+        StepEntry(make_sequence("b", range(30)), 10, 12, (1, 2), samples=False),
+        StepEntry(make_sequence("c", range(9)), 0, 9, (0,), samples=True),
+    )
+    for plan in (StepPlan(entries, 1), StepPlan(entries[:1], 1), StepPlan(entries[1:], 0)):
+        batch = build_batch(plan, 16, torch.device("cpu"))
+        again = batch_from_numbers(batch_numbers(batch), torch.device("cpu"))
+        for name in ("token_ids", "position_ids", "slots", "logit_rows", "query_starts"):
+            torch.testing.assert_close(getattr(again, name), getattr(batch, name), rtol=0, atol=0)
+        for part in ("singles", "chunks"):
+            torch.testing.assert_close(
+                getattr(again, part).context_lens, getattr(batch, part).context_lens, rtol=0, atol=0
+            )
+            assert torch.equal(getattr(again, part).block_tables, getattr(batch, part).block_tables)
+        assert again.num_single == batch.num_single
