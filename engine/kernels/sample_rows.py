@@ -7,6 +7,11 @@ it once more for the draw (the Gumbel-max trick), and some times in between wher
 top-p is asked for: nothing is sorted; the value at which the row is cut is found two bits
 at a time from the highest on, 8 passes for bfloat16, over logits that stay in the L2 cache.
 
+256 rows of 128,256 in bfloat16 on an H200 (2026-11-21): greedy 35 us (torch.argmax 53),
+drawn 152, a decode step of the 8B shape being 16,300. With top-p 490, with top-k too 788:
+3 and 4.5 % of a step, when values were compared as integers on 8 warps; as floats on 16,
+as here, it was not measured.
+
 The noise of a token is a pure function of (seed, position, token id): Philox (Salmon et
 al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 """
@@ -26,6 +31,9 @@ POSITION = 6
 """Which of them is the position, the only one that differs from step to step."""
 
 NUM_WARPS = 16
+
+LOW_BITS = {torch.bfloat16: 16, torch.float16: 12, torch.float32: 0}
+"""Bits of a float32 that are 0 in every number of a dtype: a cut is not looked for among them."""
 
 TILE = 4096
 """Tokens read at a time. A call of Philox gives the noise of four, a quarter of a tile apart, so
@@ -90,6 +98,8 @@ def sample_rows(logits: torch.Tensor, sampling: torch.Tensor, tokens: torch.Tens
     num_rows, vocab_size = logits.shape
     if sampling.shape != (num_rows, FIELDS) or sampling.dtype != torch.int32 or not sampling.is_contiguous():
         raise ValueError(f"sampling must be contiguous [{num_rows}, {FIELDS}] int32")
+    if logits.dtype not in LOW_BITS:
+        raise ValueError(f"logits are {logits.dtype}")
     if tokens.dtype != torch.int64 or tokens.dim() != 1 or tokens.shape[0] < num_rows:
         raise ValueError(f"tokens must be [>= {num_rows}] int64")
     if logits.stride(1) != 1:
@@ -97,7 +107,7 @@ def sample_rows(logits: torch.Tensor, sampling: torch.Tensor, tokens: torch.Tens
     if num_rows:
         _sample_row[(num_rows,)](
             logits, sampling, tokens, vocab_size, logits.stride(0),
-            FIELDS=FIELDS, TILE=TILE, LOW_BITS=32 - 8 * logits.element_size(), num_warps=NUM_WARPS,
+            FIELDS=FIELDS, TILE=TILE, LOW_BITS=LOW_BITS[logits.dtype], num_warps=NUM_WARPS,
         )  # fmt: skip
 
 

@@ -1,0 +1,40 @@
+"""A deep model costs the compiler no more than a shallow one."""
+
+import pytest
+import torch
+
+from base.kv_layout import KvLayout
+from engine.gpu_attention import step_header
+from engine.gpu_model import GpuModel
+from engine.model import PagedModel
+from engine.paged_cache import PagedCache
+from engine.step import StepPlan
+from engine.step_memory import StepShape, StepWriter
+from tests.engine.builders import make_sequence
+from tests.engine.test_families import SMALL
+from tests.engine.test_gpu_model import BLOCK_SIZE, NO_TOKENS, entry, make_family
+
+
+def graphs_of(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run a chunk and a token through a compiled model, and return how many graphs that took."""
+    monkeypatch.setitem(SMALL, "num_hidden_layers", num_layers)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = make_family("llama")
+    shape = PagedModel(model).shape
+    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK_SIZE, "float32")
+    gpu_model = GpuModel(model, PagedCache(layout, 32, torch.device("cpu")))
+    sequence = make_sequence("a", range(20))
+    for entries, step in (
+        ([entry(sequence, 0, 19, 0)], StepShape(32, 0, 2, 8)),
+        ([entry(sequence, 19, 1, 0)], StepShape(4, 4, 0, 8)),
+    ):
+        plan = StepPlan(tuple(entries), sum(item.num_tokens == 1 for item in entries))
+        memory = StepWriter(4096, BLOCK_SIZE, pinned=False).write(plan, step, {})
+        gpu_model.forward(memory, step, step_header(step, None), NO_TOKENS)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.full
+def test_layers_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert graphs_of(5, monkeypatch) == graphs_of(2, monkeypatch) <= 5
