@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import statistics
 import subprocess
 import sys
 import time
@@ -117,7 +116,7 @@ def _engine(options: argparse.Namespace, config: EngineConfig) -> Engine:
 
 
 async def measure(engine: Engine, grid: Grid) -> tuple[list[Measured], list[Measured]]:
-    """Return the points of prefill and of decode, each the median of its repeats after a warm-up."""
+    """Return the points of prefill and of decode, each the shortest of its repeats after a warm-up."""
     driver = Driver(engine, Prompts(engine.vocab_size, 0))
     capacity = engine.cache.num_blocks * engine.layout.block_size
     prefill, decode = [], []
@@ -125,7 +124,7 @@ async def measure(engine: Engine, grid: Grid) -> tuple[list[Measured], list[Meas
         for prefix in grid.prefixes:
             for new in grid.new_tokens:
                 if prefix + new < min(engine.max_model_len, capacity):
-                    seconds = await _median(lambda: driver.prefill_s(new, 1, prefix), grid.repeats)  # noqa: B023
+                    seconds = await _least(lambda: driver.prefill_s(new, 1, prefix), grid.repeats)  # noqa: B023
                     prefill.append(Measured(new, prefix, seconds))
                     print(f"prefill {new:7,} after {prefix:7,}: {1e3 * seconds:9.2f} ms", flush=True)
         for context in grid.contexts:
@@ -133,7 +132,7 @@ async def measure(engine: Engine, grid: Grid) -> tuple[list[Measured], list[Meas
                 longest = context + 2 * grid.steps
                 blocks = batch * engine.layout.num_blocks(longest)
                 if longest < engine.max_model_len and blocks <= engine.cache.num_blocks:
-                    seconds = await _median(
+                    seconds = await _least(
                         lambda: driver.decode_step_s(batch, context, grid.steps),  # noqa: B023
                         grid.repeats,
                     )
@@ -144,9 +143,10 @@ async def measure(engine: Engine, grid: Grid) -> tuple[list[Measured], list[Meas
     return prefill, decode
 
 
-async def _median(run: Callable[[], Awaitable[float]], repeats: int) -> float:
+async def _least(run: Callable[[], Awaitable[float]], repeats: int) -> float:
+    """Return the shortest of some runs after one to warm up: what disturbs a run only adds to it."""
     await run()
-    return statistics.median([await run() for _ in range(repeats)])
+    return min([await run() for _ in range(repeats)])
 
 
 def make_profile(

@@ -23,7 +23,8 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from base.clock import wall_clock_s
 from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig
-from bench.engine import CONFIGS, commit
+from bench.engine import commit
+from bench.engine_shapes import SHAPES
 from deploy.local import LocalCluster, local_cluster
 from deploy.plan import PreparedModel
 
@@ -81,7 +82,7 @@ def parse_shape(text: str) -> Shape:
 
 def model_config(name: str) -> PreTrainedConfig:
     """Return the configuration of `8b`, `0.6b` or `tiny`; raises KeyError."""
-    return {**CONFIGS, "tiny": TINY}[name]
+    return {**SHAPES, "tiny": TINY}[name]
 
 
 def write_model(name: str, folder: Path) -> PreparedModel:
