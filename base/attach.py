@@ -67,9 +67,21 @@ class NodeWork(Protocol):
 class AttachClient:
     """Keeps one node attached to one conductor."""
 
-    def __init__(self, info: NodeInfo, address: str, rng: random.Random) -> None:
+    def __init__(
+        self,
+        info: NodeInfo,
+        address: str,
+        rng: random.Random,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        """Begin unattached.
+
+        Args:
+            credentials: From `base/tls.py`; None: the conductor has no TLS.
+        """
         self._info = info
         self._address = address
+        self._credentials = credentials
         self._rng = rng
         self._outbox: list[FromNode] = []
         self._outgoing = asyncio.Event()
@@ -104,7 +116,7 @@ class AttachClient:
 
     @asynccontextmanager
     async def _attached(self) -> AsyncIterator[tuple[Call, Lease]]:
-        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
+        async with self._channel() as channel:
             call: Call = NodesStub(channel).Attach()
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -115,6 +127,11 @@ class AttachClient:
                 yield call, lease
             finally:
                 call.cancel()
+
+    def _channel(self) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(self._address, self._credentials, options=CHANNEL_OPTIONS)
 
     async def _serve(self, call: Call, lease: Lease, work: NodeWork) -> None:
         await call.write(from_node((), work.heartbeat(), work.kv_snapshot()))

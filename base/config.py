@@ -104,6 +104,27 @@ class PoolConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """PEM files of one end of TLS connections; read by `base/tls.py`."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
+
+    cert: str = ""
+    """The chain, own certificate first. Empty: no TLS."""
+    key: str = ""
+    ca: str = ""
+    """Signed the other end's certificate."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.cert) == bool(self.key), "key", "set where cert is, and only there")
+        _require(bool(self.cert) or not self.ca, "ca", "only with cert and key")
+
+    @property
+    def is_set(self) -> bool:
+        return bool(self.cert)
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """What the conductor listens on and refuses."""
 
@@ -113,9 +134,15 @@ class ServerConfig:
     http_port: int = 8000
     """0: a free one, printed at start."""
     grpc_port: int = 50051
-    """Clients' and nodes'. 0: a free one."""
+    """Clients', and nodes' where there is no TLS. 0: a free one."""
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    """Of HTTP and gRPC. With a `ca`, clients must show a certificate that it signed."""
+    keys_file: str = ""
+    """API keys, by `conductor keys`. Empty: clients need none."""
+    open_metrics: bool = False
+    """Whether metrics need no key."""
     insecure: bool = False
-    """Needed to bind anything but loopback: there is no TLS on this listener."""
+    """Allows to bind anything but loopback without TLS or without keys."""
     max_body_mib: float = 8.0
     max_waiting: int = 1024
     """Requests admitted and not finished; more are rejected at once."""
@@ -133,7 +160,29 @@ class ServerConfig:
         _require(self.heartbeat_s > 0, "heartbeat_s", "more than 0")
         _require(self.lease_s >= 3 * self.heartbeat_s, "lease_s", "at least three heartbeats")
         loopback = self.host in ("127.0.0.1", "::1", "localhost")
-        _require(loopback or self.insecure, "host", "loopback, or set insecure: true on a trusted network")
+        _require(
+            loopback or self.insecure or (self.tls.is_set and bool(self.keys_file)),
+            "host",
+            "loopback, or set tls and keys_file, or insecure: true on a trusted network",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NodesConfig:
+    """How nodes reach the conductor where it has TLS: by a listener of their own."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
+
+    attach_port: int = 0
+    """0: a free one."""
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    """A node's; the conductor checks nodes by the same `ca`."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.attach_port <= 65535, "attach_port", "between 0 and 65535")
+        _require(
+            bool(self.tls.ca) == self.tls.is_set, "tls.ca", "set where tls.cert is: both ends are checked"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +322,7 @@ class ClusterConfig:
     profile: str = "cpu-smollm2"
     """Costs that placement starts from: a preset or a file that `conductor profile` wrote."""
     server: ServerConfig = field(default_factory=ServerConfig)
+    nodes: NodesConfig = field(default_factory=NodesConfig)
     prefill: PoolConfig = field(default_factory=PoolConfig)
     decode: PoolConfig = field(default_factory=PoolConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
@@ -287,6 +337,11 @@ class ClusterConfig:
             bounded or not self.scheduler.change_roles,
             "scheduler.change_roles",
             "false, or slo.ttft_s and slo.tbt_s set, by which load is measured",
+        )
+        _require(
+            self.nodes.tls.is_set == self.server.tls.is_set,
+            "nodes.tls.cert",
+            "set where server.tls.cert is, and only there",
         )
         sizes = {self.prefill.engine.block_size, self.decode.engine.block_size}
         _require(len(sizes) == 1, "decode.engine.block_size", "equal to prefill.engine.block_size")
@@ -304,6 +359,7 @@ class ConductorProcess:
     server: ServerConfig
     slo: SloConfig
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    nodes: NodesConfig = field(default_factory=NodesConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +374,8 @@ class NodeProcess:
     engine: EngineConfig
     transfer: TransferConfig
     store: StoreConfig = field(default_factory=StoreConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    """To the conductor."""
     metrics_port: int = 0
     """0: a free one, on loopback."""
 

@@ -3,6 +3,8 @@
 * ServeError
   - InvalidRequestError      the caller must change the request
     . UnknownModelError      no such model is served
+  - UnauthenticatedError     the caller showed no valid key or certificate
+  - ForbiddenError           the caller is known and may not do this
   - RejectedError            the cluster is healthy but will not take this request
     . SloUnreachableError    predicted TTFT or TBT is past the request's SLO
     . CapacityError          no node has the blocks free
@@ -38,6 +40,14 @@ class InvalidRequestError(ServeError):
 
 class UnknownModelError(InvalidRequestError):
     """The request names a model this cluster does not serve."""
+
+
+class UnauthenticatedError(ServeError):
+    """The caller showed no valid API key or certificate."""
+
+
+class ForbiddenError(ServeError):
+    """The caller may not do this, whatever it changes in the request."""
 
 
 class RejectedError(ServeError):
@@ -120,6 +130,8 @@ def retry_after_s(error: ServeError) -> float | None:
 STATUS_OF: tuple[tuple[type[ServeError], grpc.StatusCode], ...] = (
     (UnknownModelError, grpc.StatusCode.NOT_FOUND),
     (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
+    (ForbiddenError, grpc.StatusCode.PERMISSION_DENIED),
     (RejectedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (UnavailableError, grpc.StatusCode.UNAVAILABLE),
     (DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),

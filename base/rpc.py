@@ -18,13 +18,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf import any_pb2
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -99,23 +99,47 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return states(status=states.SERVING if self._is_serving() else states.NOT_SERVING)
 
 
+@dataclass(frozen=True, slots=True)
+class Port:
+    """Where a server listens."""
+
+    address: str
+    """host:port; port 0 is a free one."""
+    credentials: grpc.ServerCredentials | None = None
+    """From `base/tls.py`; None: without TLS."""
+
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Admit: TypeAlias = Callable[[str, Context], AbstractContextManager[None]]
+"""Entered with a method's full name for the length of each call; raises a ServeError to refuse it."""
+
+
+def admit_all(method: str, context: Context) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 async def start_server(
-    services: Sequence[Service], is_serving: Callable[[], bool], address: str, max_message_bytes: int
-) -> tuple[grpc.aio.Server, int, Health]:
-    """Start a server with health and reflection; return it, its port, and its health.
+    services: Sequence[Service],
+    is_serving: Callable[[], bool],
+    ports: Sequence[Port],
+    max_message_bytes: int,
+    admit: Admit = admit_all,
+) -> tuple[grpc.aio.Server, list[int], Health]:
+    """Start a server with health and reflection; return it, its ports, and its health.
 
     Stop it with `await server.stop(grace_s)`.
 
     Args:
-        services: What it serves.
+        services: What it serves, at each port alike.
         is_serving: For health.
-        address: host:port; port 0 is a free one.
+        ports: Where.
         max_message_bytes: Longer messages are refused, with RESOURCE_EXHAUSTED.
+        admit: Who may call what.
 
     Raises:
-        ConfigError: the address cannot be bound.
+        ConfigError: an address cannot be bound.
     """
-    server = grpc.aio.server(interceptors=[_Border()], options=_options(max_message_bytes))
+    server = grpc.aio.server(interceptors=[_Border(admit)], options=_options(max_message_bytes))
     names = [service.full_name for service in services]
     health = Health(is_serving, names)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
@@ -124,12 +148,18 @@ async def start_server(
     reflection.enable_server_reflection(
         [*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME], server
     )
-    try:
-        port = server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {address}: {error}") from error
+    bound = [_bind(server, port) for port in ports]
     await server.start()
-    return server, port, health
+    return server, bound, health
+
+
+def _bind(server: grpc.aio.Server, port: Port) -> int:
+    try:
+        if port.credentials is None:
+            return server.add_insecure_port(port.address)
+        return server.add_secure_port(port.address, port.credentials)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {port.address}: {error}") from error
 
 
 def _options(max_message_bytes: int) -> list[tuple[str, int]]:
@@ -137,6 +167,8 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_metadata_size", 16 << 10),
+        ("grpc.max_concurrent_streams", 1024),
+        ("grpc.server_handshake_timeout_ms", 10_000),
         # A second process on the same port is a mistake, not a share of the load.
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", 30_000),
@@ -166,7 +198,7 @@ def error_details(error: ServeError) -> list[Message]:
     return details
 
 
-async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: ServeError) -> NoReturn:
+async def abort_with(context: Context, error: ServeError) -> NoReturn:
     """End a call with `error`'s status; raises what grpc ends handlers with."""
     code = status_of(error)
     message = str(error)[:MAX_MESSAGE_CHARS]
@@ -181,6 +213,9 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: ServeEr
 
 class _Border(grpc.aio.ServerInterceptor):
     """Stands around every handler of the server."""
+
+    def __init__(self, admit: Admit) -> None:
+        self._admit = admit
 
     async def intercept_service(
         self,
@@ -198,23 +233,35 @@ class _Border(grpc.aio.ServerInterceptor):
         }
         make, behaviour = kinds[handler.request_streaming, handler.response_streaming]
         return make(
-            _bordered(behaviour, handler_call_details.method),
-            handler.request_deserializer,
+            _bordered(_parsing(behaviour, handler), handler_call_details.method, self._admit),
+            handler.request_deserializer if handler.request_streaming else None,
             handler.response_serializer,
         )
 
 
-def _bordered(behaviour: Callable[[Any, Any], Any], method: str) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def run(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+def _parsing(behaviour: Callable[[Any, Any], Any], handler: Any) -> Callable[[Any, Any], Any]:
+    """Return `behaviour` of a message's bytes: what grpc itself cannot parse it calls UNKNOWN."""
+    if handler.request_streaming:
+        return behaviour
+    return lambda request, context: behaviour(handler.request_deserializer(request), context)
+
+
+def _bordered(
+    behaviour: Callable[[Any, Any], Any], method: str, admit: Admit
+) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def run(request: Any, context: Context) -> Any:
         try:
-            answer = behaviour(request, context)
-            if not isinstance(answer, AsyncGenerator):
-                return await answer
-            async with aclosing(answer) as responses:
-                async for response in responses:
-                    await context.write(response)
+            with admit(method, context):
+                answer = behaviour(request, context)
+                if not isinstance(answer, AsyncGenerator):
+                    return await answer
+                async with aclosing(answer) as responses:
+                    async for response in responses:
+                        await context.write(response)
         except ServeError as error:
             await abort_with(context, error)
+        except DecodeError as error:
+            await abort_with(context, InvalidRequestError(f"no message of this method: {error}"))
         except grpc.aio.AbortError:
             raise
         except Exception:

@@ -403,8 +403,8 @@ def register_from(message: pb.NodeMessage) -> NodeInfo:
     if not message.HasField("register"):
         raise ProtocolError("the first message of a node is not Register")
     told = message.register
-    if not told.node_id:
-        raise ProtocolError("register.node_id: empty")
+    if not 0 < len(told.node_id) <= 128 or not told.node_id.isprintable():
+        raise ProtocolError("register.node_id: 1 to 128 printable characters are wanted")
     return NodeInfo(
         node_id=NodeId(told.node_id),
         epoch=told.epoch,

@@ -8,6 +8,9 @@ uvicorn can do: an application that writes one constant event again and again. T
 reads raw bytes and counts events, in a process of its own. Rates depend on what else the
 machine does; the ratio of the two, and the server's processor time per event, less so.
 
+A third server is the conductor with TLS 1.3 (a P-256 certificate made by `openssl`), whose
+client decrypts on the same machine.
+
 The second table is the formatting of one event alone, against an object for each.
 """
 
@@ -19,11 +22,13 @@ import json
 import os
 import platform
 import random
+import ssl
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +36,7 @@ from typing import Any
 import uvicorn
 
 from base.clock import SystemClock
-from base.config import ServerConfig, SloConfig
+from base.config import ServerConfig, SloConfig, TlsConfig
 from base.metrics import ConductorMetrics, process_registry
 from base.request import FinishReason, Request, SampledToken
 from conductor.completion import Completions, Piece
@@ -42,6 +47,8 @@ from conductor.server import listening, tcp_listener
 from engine.model_store import prepare
 
 CACHE_DIR = Path("~/.cache/conductor-cluster")
+TLS = "tls"
+SERVERS = ("bare", "conductor", TLS)
 TOKENS = 2_000
 """Of each stream."""
 ROUNDS = 5
@@ -84,12 +91,12 @@ def served_model() -> ServedModel:
     return load_served_model(Path(prepared.path), prepared.name)
 
 
-async def serve_conductor() -> None:
+async def serve_conductor(tls: TlsConfig) -> None:
     model = served_model()
     token_ids = model.tokenizer.encode(" a few words, as a model would say them", add_special_tokens=False)
     metrics = ConductorMetrics(process_registry(), model.name)
     completions = Completions(model, ReadyTokens(token_ids), metrics, SystemClock(), max_calls=1024)
-    config = ServerConfig(http_port=0, grpc_port=0)
+    config = ServerConfig(http_port=0, grpc_port=0, tls=tls)
     async with listening(completions, config, SloConfig(), random.Random(0)) as ports:
         sys.stdout.write(f"{ports.http_port}\n")
         sys.stdout.flush()
@@ -116,9 +123,35 @@ async def serve_bare() -> None:
         server.should_exit = True
 
 
-async def count_events(port: int) -> int:
+def certificate(folder: Path) -> TlsConfig:
+    """Return a certificate of its own authority, made in `folder` unless it is there."""
+    cert, key = folder / "cert.pem", folder / "cert.key"
+    if not cert.exists():
+        command = [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+        ]
+        command += ["-days", "30", "-subj", "/CN=bench", "-keyout", str(key), "-out", str(cert)]
+        subprocess.run(command, check=True, capture_output=True)
+    return TlsConfig(str(cert), str(key))
+
+
+def unchecked() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+async def count_events(port: int, secured: ssl.SSLContext | None) -> int:
     """Read one stream to its end; return its events."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=secured)
     body = json.dumps(BODY).encode()
     writer.write(
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
@@ -134,7 +167,8 @@ async def count_events(port: int) -> int:
 
 async def measure(server: str, process: subprocess.Popen[str], port: int, streams: int) -> Rate:
     cpu_s, begin_s = cpu_seconds(process.pid), time.perf_counter()
-    events = sum(await asyncio.gather(*(count_events(port) for _ in range(streams))))
+    secured = unchecked() if server == TLS else None
+    events = sum(await asyncio.gather(*(count_events(port, secured) for _ in range(streams))))
     took_s = time.perf_counter() - begin_s
     return Rate(server, streams, events / took_s, (cpu_seconds(process.pid) - cpu_s) / events * 1e6)
 
@@ -145,19 +179,19 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def started(server: str) -> tuple[subprocess.Popen[str], int]:
-    command = [sys.executable, "-m", "bench.frontend", "--serve", server]
+def started(server: str, folder: str) -> tuple[subprocess.Popen[str], int]:
+    command = [sys.executable, "-m", "bench.frontend", "--serve", server, "--folder", folder]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, int(process.stdout.readline())
 
 
-def compare() -> list[Rate]:
+def compare(folder: str, names: Sequence[str], streams_of: Sequence[int]) -> list[Rate]:
     """Return the median of each server at each number of streams, measured in turns."""
-    servers = {name: started(name) for name in ("bare", "conductor")}
+    servers = {name: started(name, folder) for name in names}
     try:
         rates = []
-        for streams in (1, 16, 64):
+        for streams in streams_of:
             of_rounds = [
                 asyncio.run(measure(name, *servers[name], streams)) for _ in range(ROUNDS) for name in servers
             ]
@@ -207,13 +241,20 @@ def _timed(way: Callable[[], object], count: int = 20_000) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.frontend", description=__doc__)
-    parser.add_argument("--serve", choices=("bare", "conductor"), help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=SERVERS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=SERVERS)
+    parser.add_argument("--streams", nargs="+", type=int, default=(1, 16, 64))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if arguments.serve:
-        asyncio.run(serve_bare() if arguments.serve == "bare" else serve_conductor())
+    if arguments.serve == "bare":
+        asyncio.run(serve_bare())
         return
-    rates = compare()
+    if arguments.serve:
+        asyncio.run(serve_conductor(certificate(arguments.folder) if arguments.serve == TLS else TlsConfig()))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rates = compare(folder, arguments.servers, arguments.streams)
     formats = format_us()
     print(f"{'server':<12}{'streams':>8}{'events/s':>12}{'cpu us/event':>14}")
     for rate in rates:

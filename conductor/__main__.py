@@ -69,10 +69,17 @@ async def serve(config: ConductorProcess) -> None:
         "/v1/explain": lambda: decisions.recent(clock.now_s()),
         "/v1/explain/{name}": decisions.explain,
     }
-    async with listening(completions, server, config.slo, rng, services, reports) as ports:
+    async with listening(
+        completions, server, config.slo, rng, services, reports, nodes=config.nodes
+    ) as ports:
         export_gauges(metrics, membership)
         membership.on_change(ports.health.refresh)
-        ready = {"event": "ready", "http_port": ports.http_port, "grpc_port": ports.grpc_port}
+        ready = {
+            "event": "ready",
+            "http_port": ports.http_port,
+            "grpc_port": ports.grpc_port,
+            "attach_port": ports.attach_port,
+        }
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         async with asyncio.TaskGroup() as tasks:

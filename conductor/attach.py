@@ -18,9 +18,10 @@ from collections.abc import AsyncIterator
 from typing import TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from base.clock import Clock
-from base.errors import ServeError, status_of
+from base.errors import ProtocolError, ServeError, status_of
 from base.logs import event
 from base.messages import Lease
 from base.wire import (
@@ -89,7 +90,10 @@ class AttachService(NodesServicer):
 
     async def _read(self, context: Context) -> pb.NodeMessage:
         async with asyncio.timeout(self._lease.lease_s):
-            message = await context.read()
+            try:
+                message = await context.read()
+            except DecodeError as error:
+                raise ProtocolError(f"no message of a node: {error}") from error
         if not isinstance(message, pb.NodeMessage):  # grpc.aio.EOF
             raise _StreamEnded
         return message

@@ -16,17 +16,23 @@ import random
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import uvicorn
 
-from base.config import ServerConfig, SloConfig
+from base.clock import Clock
+from base.config import NodesConfig, ServerConfig, SloConfig, TlsConfig
 from base.errors import ConfigError
 from base.logs import event
 from base.request import Slo
-from base.rpc import Health, Service, start_server
+from base.rpc import Health, Port, Service, start_server
+from base.tls import Certificates
+from conductor.access import Access
 from conductor.completion import Completions
+from conductor.http_connection import BoundedConnection
 from conductor.http_reply import first_failure
+from conductor.keys import KeyRing
 from conductor.openai import openai_app
 from conductor.service import InferenceService
 
@@ -46,6 +52,8 @@ class Listening:
 
     http_port: int
     grpc_port: int
+    attach_port: int
+    """The same, where nodes have no listener of their own."""
     health: Health
     """To be refreshed when `Dispatcher.is_ready` changes."""
 
@@ -59,6 +67,7 @@ async def listening(
     services: Sequence[Service] = (),
     reports: Mapping[str, Callable[..., object]] | None = None,
     drain_s: float = DRAIN_S,
+    nodes: NodesConfig | None = None,
 ) -> AsyncIterator[Listening]:
     """Serve clients for the length of the body, then drain and stop.
 
@@ -71,26 +80,27 @@ async def listening(
         reports: More for the HTTP listener: GET paths and what answers them, with JSON. A
             path may end with `{name}`, which is handed over; None is answered as 404.
         drain_s: Calls in progress after so long are cancelled.
+        nodes: Their listener, where there is TLS.
 
     Raises:
-        ConfigError: an address cannot be bound.
+        ConfigError: an address cannot be bound, or certificate or keys not be read.
     """
     default_slo = Slo(slo.ttft_s or float("inf"), slo.tbt_s or float("inf"))
     max_bytes = int(config.max_body_mib * (1 << 20))
-    inference = InferenceService(completions, default_slo, rng)
+    ports = _grpc_ports(config, nodes or NodesConfig())
+    access = _access(config, completions.clock)
+    inference = InferenceService(completions, default_slo, rng, access)
     with tcp_listener(config.host, config.http_port) as http_socket:
-        grpc_server, grpc_port, health = await start_server(
-            [inference.service(), *services],
-            lambda: completions.is_ready,
-            _address(config.host, config.grpc_port),
-            max_bytes,
+        grpc_server, grpc_ports, health = await start_server(
+            [inference.service(), *services], lambda: completions.is_ready, ports, max_bytes, access.rpc
         )
-        http_server = _HttpServer(_http_config(openai_app(completions, default_slo, max_bytes, rng, reports)))
+        app = openai_app(completions, default_slo, max_bytes, rng, reports)
+        http_server = _HttpServer(_http_config(access.http(app), config.tls))
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(http_server.serve(sockets=[http_socket]))
                 try:
-                    yield Listening(http_socket.getsockname()[1], grpc_port, health)
+                    yield Listening(http_socket.getsockname()[1], grpc_ports[0], grpc_ports[-1], health)
                 finally:
                     await _drain(completions, health, drain_s)
                     http_server.should_exit = True
@@ -118,18 +128,42 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def _http_config(app: object) -> uvicorn.Config:
-    return uvicorn.Config(
+def _grpc_ports(config: ServerConfig, nodes: NodesConfig) -> list[Port]:
+    """Return where clients, and last where nodes are listened for."""
+    own = _address(config.host, config.grpc_port)
+    if not config.tls.is_set:
+        return [Port(own)]
+    for_clients = Certificates(config.tls, "server.tls")
+    # The conductor shows nodes the certificate that it shows clients, and trusts others.
+    for_nodes = Certificates(replace(config.tls, ca=nodes.tls.ca), "nodes.tls")
+    return [
+        Port(own, for_clients.for_grpc()),
+        Port(_address(config.host, nodes.attach_port), for_nodes.for_grpc()),
+    ]
+
+
+def _access(config: ServerConfig, clock: Clock) -> Access:
+    keys = KeyRing(Path(config.keys_file).expanduser(), clock) if config.keys_file else None
+    return Access(config.tls.is_set, keys, config.open_metrics)
+
+
+def _http_config(app: object, tls: TlsConfig) -> uvicorn.Config:
+    config = uvicorn.Config(
         app,  # type: ignore[arg-type]
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        http=BoundedConnection,
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(STOP_S),
     )
+    config.load()
+    if tls.is_set:
+        config.ssl = Certificates(tls, "server.tls").for_http()
+    return config
 
 
 def _address(host: str, port: int) -> str:

@@ -18,9 +18,10 @@ import grpc
 from base.errors import InvalidRequestError
 from base.request import SampledToken, Slo
 from base.rpc import Service
+from conductor.access import Access, metadata
 from conductor.chat_template import ChatMessage, ChatRole
 from conductor.completion import Completions, Piece
-from conductor.headers import TENANT_HEADER, header_slo
+from conductor.headers import header_slo
 from conductor.options import (
     Options,
     TextRequest,
@@ -60,7 +61,10 @@ _PROMPT_FIELD_OF = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """Answers clients. Owned by the event loop."""
 
-    def __init__(self, completions: Completions, default_slo: Slo, rng: random.Random) -> None:
+    def __init__(
+        self, completions: Completions, default_slo: Slo, rng: random.Random, access: Access
+    ) -> None:
+        self._access = access
         self._completions = completions
         self._model = completions.model
         self._default_slo = default_slo
@@ -109,7 +113,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> tuple[TextRequest, str]:
         check_request_id(message.request_id)
         require_model(self._model, message.model or None)
-        options = _options(message, self._default_slo, _metadata(context), context.time_remaining())
+        said = metadata(context)
+        slo = _slo(message.slo, header_slo(said, self._default_slo), context.time_remaining())
+        options = _options(message, slo, self._access.tenant(said), context.time_remaining())
         check_options(options, self._model)
         token_ids = await self._token_ids(message)
         request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"
@@ -137,16 +143,8 @@ def _chat_message(turn: inference_pb2.ChatMessage) -> ChatMessage:
     raise InvalidRequestError(f"role: one of {', '.join(get_args(ChatRole))} is wanted", "messages")
 
 
-def _metadata(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
-    found: Any = context.invocation_metadata() or ()
-    return {key: value for key, value in found if isinstance(value, str)}
-
-
 def _options(
-    message: inference_pb2.GenerateRequest,
-    default_slo: Slo,
-    metadata: dict[str, str],
-    deadline_s: float | None,
+    message: inference_pb2.GenerateRequest, slo: Slo, tenant: str, deadline_s: float | None
 ) -> Options:
     sampling, stop = message.sampling, message.stop
     given = {name: getattr(sampling, name) for name in (*_SAMPLING, "seed") if sampling.HasField(name)}
@@ -161,8 +159,8 @@ def _options(
         logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
         priority=message.priority,
         cache_salt=message.cache_salt,
-        tenant=metadata.get(TENANT_HEADER, ""),
-        slo=_slo(message.slo, header_slo(metadata, default_slo), deadline_s),
+        tenant=tenant,
+        slo=slo,
         deadline_s=deadline_s,
     )
 

@@ -1,5 +1,9 @@
 """The conductor's HTTP API, as the command line needs it: the standard library suffices.
 
+An address is `host:port`, or `https://host:port`; who signed the server's certificate is then
+told by the environment, as for all programs of OpenSSL: SSL_CERT_FILE. The API key, where one
+is needed, is CONDUCTOR_API_KEY there: not an argument, which every user of the host can read.
+
 Calls block. `ChatStream.close` may be called from another thread, to end a call that is
 waiting: the server then sees its client leave.
 """
@@ -9,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,34 +30,66 @@ class ApiError(Exception):
     """The cluster did not answer, or answered with an error; the message says which."""
 
 
+def split_address(address: str) -> tuple[str, str]:
+    """Return http or https, and `host:port`."""
+    scheme, found, bare = address.rpartition("://")
+    return (scheme if found else "http"), bare
+
+
+def url(address: str) -> str:
+    return "://".join(split_address(address))
+
+
+def _connection(address: str, timeout_s: float, check: bool = True) -> http.client.HTTPConnection:
+    scheme, bare = split_address(address)
+    if scheme == "http":
+        return http.client.HTTPConnection(bare, timeout=timeout_s)
+    context = ssl.create_default_context()
+    if not check:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return http.client.HTTPSConnection(bare, timeout=timeout_s, context=context)
+
+
+def _headers() -> dict[str, str]:
+    key = os.environ.get("CONDUCTOR_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 def read_json(address: str, path: str) -> Any:
     """Return what GET `path` answers.
-
-    Args:
-        address: `host:port`.
 
     Raises:
         ApiError: no answer, a status of 400 or above, or no JSON.
     """
-    with contextlib.closing(http.client.HTTPConnection(address, timeout=TIMEOUT_S)) as connection:
+    return _read_json(_connection(address, TIMEOUT_S), address, path, _headers())
+
+
+def _read_json(
+    connection: http.client.HTTPConnection, address: str, path: str, headers: dict[str, str]
+) -> Any:
+    with contextlib.closing(connection):
         try:
-            connection.request("GET", path)
+            connection.request("GET", path, headers=headers)
             response = connection.getresponse()
             body = response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise ApiError(f"http://{address}{path}: {error}") from error
+            raise ApiError(f"{url(address)}{path}: {error}") from error
     if response.status >= 400:
         raise ApiError(_told(address, response.status, body))
     try:
         return json.loads(body)
     except ValueError as error:
-        raise ApiError(f"http://{address}{path}: no JSON: {error}") from error
+        raise ApiError(f"{url(address)}{path}: no JSON: {error}") from error
 
 
 def is_healthy(address: str) -> bool:
-    """Return whether the conductor can serve: it answers /health, and not with an error."""
+    """Return whether the conductor can serve: it answers /health, and not with an error.
+
+    Nothing secret is sent, so nobody's certificate is checked.
+    """
     try:
-        read_json(address, "/health")
+        _read_json(_connection(address, TIMEOUT_S, check=False), address, "/health", {})
     except ApiError:
         return False
     return True
@@ -67,7 +105,7 @@ class ChatStream:
             options: Further keys of the request's body: `max_tokens`, `temperature`.
         """
         self._address = address
-        self._connection = http.client.HTTPConnection(address, timeout=SILENCE_S)
+        self._connection = _connection(address, SILENCE_S)
         self._socket: socket.socket | None = None
         self._is_closed = False
         self._body = json.dumps({"model": model, "messages": messages, "stream": True, **options})
@@ -84,9 +122,8 @@ class ChatStream:
             self._socket = self._connection.sock
             if self._is_closed:
                 raise ApiError("closed before it was asked")
-            self._connection.request(
-                "POST", "/v1/chat/completions", self._body, {"Content-Type": "application/json"}
-            )
+            headers = {"Content-Type": "application/json", **_headers()}
+            self._connection.request("POST", "/v1/chat/completions", self._body, headers)
             response = self._connection.getresponse()
             if response.status >= 400:
                 raise ApiError(_told(self._address, response.status, response.read()))
@@ -97,8 +134,8 @@ class ChatStream:
                 if data:
                     yield self._piece(data)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ApiError(f"http://{self._address}: {error}") from error
-        raise ApiError(f"http://{self._address}: the answer was cut short")
+            raise ApiError(f"{url(self._address)}: {error}") from error
+        raise ApiError(f"{url(self._address)}: the answer was cut short")
 
     def close(self) -> None:
         """Hang up. `pieces`, if it is waiting, raises ApiError. Idempotent."""
@@ -120,4 +157,4 @@ def _told(address: str, status: int, body: bytes) -> str:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = body.decode(errors="replace")[:200]
-    return f"http://{address} answered {status}: {message}"
+    return f"{url(address)} answered {status}: {message}"

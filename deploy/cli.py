@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "top": ("deploy.top:main", "Watch a running cluster."),
     "explain": ("deploy.explain:main", "Show why a request went where it went, and how it went."),
     "doctor": ("deploy.doctor:main", "Look for what is wrong with this host or cluster."),
+    "keys": ("deploy.keys:main", "Make, list and remove API keys."),
     "replay": ("conductor.replay.command:main", "Run a trace through the scheduler in virtual time."),
     "advise": ("conductor.replay.advise:main", "Find the split of a cluster that serves a trace best."),
     "bench": ("bench.load_command:main", "Open-loop load on a running cluster or any OpenAI server."),

@@ -26,7 +26,7 @@ from typing import Any
 from base.config import ClusterConfig
 from base.errors import ConfigError
 from deploy import plan
-from deploy.api_client import is_healthy
+from deploy.api_client import is_healthy, split_address
 from deploy.launch import Launched, RayCluster, package_path
 from deploy.progress import Progress
 from deploy.supervisor import LOG_TAIL_LINES, ProcessSpec
@@ -97,13 +97,15 @@ class Cluster:
                 "conductor", self._programs.conductor, conductor, {}, plan.Room(on_head=True)
             )
             host = _reachable(conductor.server.host, launched.host)
+            scheme = "https://" if conductor.server.tls.is_set else ""
             endpoints = Endpoints(
-                http_address=f"{host}:{launched.ready['http_port']}",
+                http_address=f"{scheme}{host}:{launched.ready['http_port']}",
                 grpc_address=f"{host}:{launched.ready['grpc_port']}",
                 model=conductor.served_model_name,
             )
             note(f"http {endpoints.http_address}, grpc {endpoints.grpc_address}")
-        await self._start_nodes(model, endpoints.grpc_address)
+            nodes_address = f"{host}:{launched.ready.get('attach_port', launched.ready['grpc_port'])}"
+        await self._start_nodes(model, nodes_address)
         await self._wait_healthy(endpoints.http_address)
         self._write_targets(endpoints.http_address)
         return endpoints
@@ -189,7 +191,8 @@ class Cluster:
 
     def _write_targets(self, http_address: str) -> None:
         """Tell Prometheus where the metrics are, in the form its file_sd reads."""
-        targets = [{"targets": [http_address], "labels": {"process": "conductor"}}]
+        scheme, bare = split_address(http_address)
+        targets = [{"targets": [bare], "labels": {"process": "conductor", "__scheme__": scheme}}]
         for node in self._nodes:
             if port := node.ready.get("metrics_port"):
                 # A node's metrics are on its own loopback.
@@ -213,7 +216,7 @@ class Cluster:
             problem = (
                 f"not healthy {ATTACH_TIMEOUT_S:g} s after its nodes were ready; logs: {self.log_folder}"
             )
-            raise RuntimeError(f"http://{http_address}/health: {problem}") from error
+            raise RuntimeError(f"{http_address}/health: {problem}") from error
 
     async def _launch(
         self,

@@ -26,6 +26,9 @@ from base.config import ClusterConfig
 from base.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
+MAX_DEPTH = 20
+MAX_VALUES = 10_000
+"""In a file, with its aliases spelled out: ten lines of them can stand for billions."""
 
 # pydantic speaks of Python; a person editing YAML thinks of these.
 KIND_NAMES = {
@@ -72,13 +75,18 @@ def read_cluster_config(path: Path) -> ClusterConfig:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
     try:
+        _require_shallow(text)
+        root = yaml.compose(text, yaml.SafeLoader)
+        _require_bounded(root, {})
         table = yaml.load(text, _Loader)
-        lines = _lines_of_keys(yaml.compose(text, yaml.SafeLoader))
+        lines = _lines_of_keys(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}:{mark.line + 1}" if mark else f"{path}"
         raise ConfigError(f"{where}: {error.problem or error.context}") from error
-    except yaml.YAMLError as error:
+    except RecursionError as error:
+        raise ConfigError(f"{path}: a table or list is within itself") from error
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
     document = json.dumps({} if table is None else table, default=str)
     try:
@@ -86,6 +94,29 @@ def read_cluster_config(path: Path) -> ClusterConfig:
     except ValidationError as error:
         told = [_sentence(path, lines, item) for item in error.errors()]
         raise ConfigError("\n".join(told)) from error
+
+
+def _require_shallow(text: str) -> None:
+    """Raise ValueError for tables too deep for what reads them by calling itself."""
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"tables and lists are nested more than {MAX_DEPTH} deep")
+
+
+def _require_bounded(node: yaml.Node | None, counted: dict[int, int]) -> int:
+    """Return the values below `node`, an alias's each time; raises ValueError for too many."""
+    if node is None or id(node) in counted:
+        return counted.get(id(node), 0)
+    parts = node.value if isinstance(node, yaml.SequenceNode) else []
+    if isinstance(node, yaml.MappingNode):
+        parts = [part for pair in node.value for part in pair]
+    size = 1 + sum(_require_bounded(part, counted) for part in parts)
+    if size > MAX_VALUES:
+        raise ValueError(f"more than {MAX_VALUES} values, with aliases spelled out")
+    counted[id(node)] = size
+    return size
 
 
 def _lines_of_keys(root: yaml.Node | None) -> dict[KeyPath, int]:

@@ -73,7 +73,7 @@ def local_cluster(config: ClusterConfig, model: PreparedModel, folder: Path) -> 
 
         conductor = start("conductor", "conductor", conductor_process(config, model), {})
         ready = conductor.wait_ready()
-        address = f"127.0.0.1:{ready['grpc_port']}"
+        address = f"127.0.0.1:{ready['attach_port']}"
         processes = {"conductor": conductor}
         num_gpus = 0
         for node in planned_nodes(config, model, address, os.cpu_count() or 1):

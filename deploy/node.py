@@ -30,6 +30,7 @@ from base.logs import configure, event
 from base.messages import Heartbeat, KvEvents, Lend, NodeInfo, Prefill, Release, Reserve, Start, ToNode
 from base.metrics import NodeMetrics, StoreMetrics, process_registry, serve_metrics
 from base.request import NodeId, Role
+from base.tls import channel_credentials
 from decode_node.role import DecodeRole
 from deploy.node_metrics import observe
 from deploy.node_store import node_store
@@ -148,7 +149,8 @@ async def serve(config: NodeProcess) -> None:
         # On a GPU the first sum compiles its kernel: seconds that no request shall wait.
         await block_sums(engine.cache, [0])
         info = _info(config, epoch, engine, agent)
-        client = AttachClient(info, config.conductor_address, random.Random(epoch))
+        credentials = channel_credentials(config.tls, "nodes.tls")
+        client = AttachClient(info, config.conductor_address, random.Random(epoch), credentials)
         # The conductor counts on free blocks, so it is told at once.
         engine.pool.on_release(client.wake)
         async with (

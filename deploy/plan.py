@@ -63,6 +63,7 @@ def conductor_process(config: ClusterConfig, model: PreparedModel) -> ConductorP
         server=config.server,
         slo=config.slo,
         scheduler=config.scheduler,
+        nodes=config.nodes,
     )
 
 
@@ -93,6 +94,7 @@ def planned_nodes(
                 engine=dataclasses.replace(pool.engine, threads=threads),
                 transfer=dataclasses.replace(config.transfer, host=_transfer_host(config)),
                 store=config.store,
+                tls=config.nodes.tls,
             )
             planned.append(PlannedNode(process, _room(pool)))
     return planned

@@ -25,7 +25,7 @@ from rich.markup import escape
 from base.clock import Clock, SystemClock, wall_clock_s
 from base.config import ClusterConfig
 from base.errors import ConfigError
-from deploy.api_client import ApiError, ChatStream
+from deploy.api_client import ApiError, ChatStream, url
 from deploy.cluster import Cluster, Endpoints, Programs
 from deploy.config_file import read_cluster_config
 from deploy.progress import Progress
@@ -152,7 +152,7 @@ class _Up:
             return 0
         self._is_serving = True
         self._progress.say(
-            f"{endpoints.model} is served at http://{endpoints.http_address}/v1 and, by gRPC, at "
+            f"{endpoints.model} is served at {url(endpoints.http_address)}/v1 and, by gRPC, at "
             f"{endpoints.grpc_address}\nlogs are in {cluster.log_folder}; Ctrl-C drains and ends"
         )
         async for event in cluster.events():

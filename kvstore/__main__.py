@@ -24,6 +24,7 @@ from base.errors import ConfigError
 from base.lifetime import stop_requested
 from base.logs import configure, event
 from base.metrics import StoreMetrics, process_registry, serve_metrics
+from base.tls import channel_credentials
 from kvstore.attached import AttachedStore, storage_info
 from kvstore.hosting import HostedStore, hosted_store
 from kvstore.settings import StoreProcess
@@ -62,7 +63,8 @@ async def _attached(config: StoreProcess, hosted: HostedStore, group: asyncio.Ta
         return
     num_blocks = config.num_blocks + config.num_disk_blocks
     info = storage_info(config.node_id, hosted.member.peer, num_blocks)
-    client = AttachClient(info, config.conductor_address, random.Random(info.epoch))
+    credentials = channel_credentials(config.tls, "tls")
+    client = AttachClient(info, config.conductor_address, random.Random(info.epoch), credentials)
     work = AttachedStore(hosted.store, group, client.send)
     # Who asks next may be placed by what has just come.
     hosted.store.on_change(lambda _: client.wake())

@@ -23,7 +23,7 @@ from base.clock import Clock
 from base.logs import event
 from base.metrics import StoreMetrics
 from base.request import NodeId
-from base.rpc import start_server
+from base.rpc import Port, start_server
 from kvstore.client import BlockCache
 from kvstore.directory import RedisDirectory
 from kvstore.disk import DiskTier, opened
@@ -75,10 +75,10 @@ async def hosted_store(
     disk = await _opened_disk(settings)
     store = Store(agent, pool, settings.block_bytes, disk, metrics)
     members: list[Member] = []
-    server, port, _ = await start_server(
+    server, (port,), _ = await start_server(
         [store_service(store, lambda: members[0])],
         lambda: True,
-        f"{settings.host}:{settings.port}",
+        [Port(f"{settings.host}:{settings.port}")],
         MAX_MESSAGE_BYTES,
     )
     member = Member(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from base.config import GIB, StoreConfig, TransferConfig
+from base.config import GIB, StoreConfig, TlsConfig, TransferConfig
 from base.errors import ConfigError
 from kvstore.eviction import BY_NAME
 from kvstore.record import HEADER_BYTES
@@ -50,6 +50,8 @@ class StoreProcess:
     """Copying of hot blocks to other hosts, at most; 0: none."""
     conductor_address: str = ""
     """host:port of the conductor's gRPC, which then reads from here; empty: none."""
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    """To the conductor."""
     metrics_port: int = 0
     """On loopback. 0: a free one, printed at start."""
 

@@ -163,7 +163,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _json_object(line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"no JSON: {error}") from error
     if not isinstance(row, dict):
         raise ValueError("a JSON object is wanted")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -147,6 +148,10 @@ class Api:
         return f"http://127.0.0.1:{self.ports.http_port}"
 
     @property
+    def secure_url(self) -> str:
+        return f"https://127.0.0.1:{self.ports.http_port}"
+
+    @property
     def grpc_address(self) -> str:
         return f"127.0.0.1:{self.ports.grpc_port}"
 
@@ -159,17 +164,19 @@ async def serving(
     max_calls: int = 64,
     drain_s: float = 5.0,
     slo: SloConfig | None = None,
-    reports: Mapping[str, Callable[..., object]] | None = None,
+    **more: Any,
 ) -> AsyncIterator[Api]:
-    """A conductor on free ports, for the length of the body."""
+    """A conductor on free ports, for the length of the body.
+
+    Args:
+        more: For `listening`; `server`: keys of its section.
+    """
     dispatcher = ScriptedDispatcher(script)
     metrics = ConductorMetrics(process_registry(), MODEL)
     completions = Completions(model, dispatcher, metrics, SystemClock(), max_calls)
-    config = ServerConfig(http_port=0, grpc_port=0, max_body_mib=max_body_mib)
+    config = ServerConfig(http_port=0, grpc_port=0, max_body_mib=max_body_mib, **more.pop("server", {}))
     rng = random.Random(1)
-    async with listening(
-        completions, config, slo or SloConfig(), rng, reports=reports, drain_s=drain_s
-    ) as ports:
+    async with listening(completions, config, slo or SloConfig(), rng, drain_s=drain_s, **more) as ports:
         yield Api(dispatcher, completions, ports)
 
 

@@ -9,7 +9,7 @@ from base.checksum import checksum
 from base.clock import ManualClock, SystemClock
 from base.config import TransferConfig
 from base.request import NodeId
-from base.rpc import start_server
+from base.rpc import Port, start_server
 from kvstore.client import BlockCache
 from kvstore.context import private_segment
 from kvstore.directory import MemoryBoard, MemoryDirectory
@@ -81,7 +81,7 @@ class Cluster:
         )
         members = []
         service = store_service(store, lambda: members[0])
-        server, port, _ = await start_server([service], lambda: True, "127.0.0.1:0", 16 << 20)
+        server, (port,), _ = await start_server([service], lambda: True, [Port("127.0.0.1:0")], 16 << 20)
         self.stack.push_async_callback(server.stop, 0)
         peer = agent.descriptor
         member = Member(NodeId(name), peer.epoch, f"127.0.0.1:{port}", name, peer, BLOCK_BYTES)

@@ -1,0 +1,161 @@
+"""Certificates: from PEM files to what gRPC and HTTP listen and dial with.
+
+Whoever listens reads its files again when they change, so a renewed certificate needs no
+restart: gRPC asks at each handshake, and so does OpenSSL, through its callback for server
+names. A file that was renewed and is wrong is told in the log, and the last good one stays.
+
+A peer is told nothing of why a handshake failed but what TLS itself says; the log is told
+the reason. (gRPC writes its own to standard error.)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import grpc
+
+from base.config import TlsConfig
+from base.errors import ConfigError
+from base.logs import event
+
+log = logging.getLogger(__name__)
+
+NODE_NAME = "urn:conductor:node"
+"""Among the names of a certificate (a URI): it may attach as a node."""
+
+
+def is_node(auth_context: Mapping[str, Iterable[bytes]]) -> bool:
+    """Return whether a call's peer proved, by a certificate, that it is a node."""
+    return NODE_NAME.encode() in auth_context.get("x509_subject_alternative_name", ())
+
+
+class Certificates:
+    """The certificate of one listener, as its files are now. Each listener has its own."""
+
+    def __init__(self, tls: TlsConfig, where: str) -> None:
+        """Read the files.
+
+        Args:
+            tls: `cert` and `key` are set; with `ca`, peers must show a certificate.
+            where: What the configuration calls `tls`.
+
+        Raises:
+            ConfigError: a file is missing or wrong; the message names key and file.
+        """
+        self._tls = tls
+        self._where = where
+        self._seen = self._stamps()
+        self._pem = _read(tls, where)
+        self._context = _context(tls, where)
+
+    def for_grpc(self) -> grpc.ServerCredentials:
+        configuration = self._configuration()
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            """Called on a thread of grpc's; None: no change, which the types do not know."""
+            return self._configuration() if self._reread() else None
+
+        needs_peers = bool(self._tls.ca)
+        return grpc.dynamic_ssl_server_credentials(configuration, renewed, needs_peers)  # type: ignore[arg-type]
+
+    def for_http(self) -> ssl.SSLContext:
+        def renew(connection: object, name: str | None, context: ssl.SSLContext) -> None:
+            """Called at each handshake; what it loads is shown from the next one on."""
+            if self._reread():
+                context.load_cert_chain(self._tls.cert, self._tls.key, password="")
+
+        self._context.sni_callback = renew
+        return self._context
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        cert, key, ca = self._pem
+        return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
+
+    def _reread(self) -> bool:
+        stamps = self._stamps()
+        if stamps == self._seen:
+            return False
+        self._seen = stamps
+        try:
+            _context(self._tls, self._where)
+            self._pem = _read(self._tls, self._where)
+        except ConfigError as error:
+            event(log, "certificate not renewed", level=logging.ERROR, reason=error)
+            return False
+        event(log, "certificate renewed", cert=self._tls.cert)
+        return True
+
+    def _stamps(self) -> tuple[tuple[int, int] | None, ...]:
+        return tuple(_stamp(path) for path in (self._tls.cert, self._tls.key, self._tls.ca) if path)
+
+
+def channel_credentials(tls: TlsConfig, where: str) -> grpc.ChannelCredentials | None:
+    """Return what a process dials with; None: without TLS. Raises ConfigError as `Certificates`."""
+    if not tls.is_set:
+        return None
+    cert, key, ca = _read(tls, where)
+    _context(tls, where)
+    return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def _read(tls: TlsConfig, where: str) -> tuple[bytes, bytes, bytes | None]:
+    cert = _pem(tls.cert, f"{where}.cert", b"CERTIFICATE")
+    key = _pem(tls.key, f"{where}.key", b"PRIVATE KEY")
+    return cert, key, _pem(tls.ca, f"{where}.ca", b"CERTIFICATE") if tls.ca else None
+
+
+def _pem(path: str, key: str, kind: bytes) -> bytes:
+    try:
+        pem = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{key}: {path}: {error.strerror}") from error
+    if b"ENCRYPTED" in pem:
+        raise ConfigError(f"{key}: {path}: it is encrypted; a key without a passphrase is wanted")
+    if kind + b"-----" not in pem:
+        raise ConfigError(f"{key}: {path}: no {kind.decode()} in PEM form is in it")
+    return pem
+
+
+def _context(tls: TlsConfig, where: str) -> ssl.SSLContext:
+    _read(tls, where)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.sslobject_class = _LoggedHandshake
+    try:
+        context.load_cert_chain(tls.cert, tls.key, password="")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(f"{where}.key: {tls.key}: it is not the key of {where}.cert") from error
+        raise ConfigError(f"{where}.cert: {tls.cert}, or {where}.key: {tls.key}: {error}") from error
+    if tls.ca:
+        try:
+            context.load_verify_locations(tls.ca)
+        except ssl.SSLError as error:
+            raise ConfigError(f"{where}.ca: {tls.ca}: {error}") from error
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino
+
+
+class _LoggedHandshake(ssl.SSLObject):
+    """asyncio closes a connection whose handshake fails and says nothing."""
+
+    def do_handshake(self) -> None:
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as error:
+            event(log, "tls handshake failed", level=logging.WARNING, reason=error)
+            raise

@@ -1,0 +1,132 @@
+"""Who may call what, over gRPC and HTTP alike.
+
+    health, the page's files   everybody: they tell nothing; metrics, if `server.open_metrics`
+    Nodes.Attach               a node: where there is TLS, by the name in its certificate
+    inference, models, texts   clients: where there are keys, who shows one
+    everything else            operators: where there are keys, who shows an operator's
+
+This is the one table, and what stands in no line of it needs an operator: a route that is
+added is closed. Of an HTTP call nothing but its head was read when it is decided.
+
+With keys, a call's tenant is its key's, whatever its headers say. A tenant's name is in the
+root of its block hashes (`base/block_hash.py`), so tenants share no cached prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from base.errors import ForbiddenError, ServeError, UnauthenticatedError
+from base.rpc import Context
+from base.tls import NODE_NAME, is_node
+from conductor.headers import TENANT_HEADER
+from conductor.keys import KeyRing
+from conductor.openai_errors import http_error
+from conductor.web_page import FILES
+
+OPEN_SERVICE = "/grpc.health.v1.Health/"
+NODE_SERVICE = "/conductor.v1.Nodes/"
+CLIENT_SERVICE = "/conductor.v1.Inference/"
+CLIENT_PATHS = {
+    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/version")
+}
+CLIENT_FOLDER = "/v1/models/"
+BEARER = "bearer "
+
+
+class Access:
+    """Admits calls. Owned by the event loop."""
+
+    def __init__(
+        self, nodes_have_certificates: bool, keys: KeyRing | None = None, open_metrics: bool = False
+    ) -> None:
+        self._nodes_have_certificates = nodes_have_certificates
+        self._keys = keys
+        self._open_paths = {"/health", *FILES, *(["/metrics"] if open_metrics else [])}
+
+    @contextmanager
+    def rpc(self, method: str, context: Context) -> Iterator[None]:
+        """Be in the middle of a gRPC call; raises ServeError where it may not be made."""
+        if method.startswith(OPEN_SERVICE):
+            yield
+        elif method.startswith(NODE_SERVICE):
+            self._require_node(context)
+            yield
+        else:
+            with self._client(metadata(context), method.startswith(CLIENT_SERVICE)):
+                yield
+
+    def tenant(self, said: Mapping[str, str]) -> str:
+        """Return whose call it is, by its headers or metadata; raises UnauthenticatedError."""
+        if self._keys is None:
+            return said.get(TENANT_HEADER, "")
+        return self._keys.find(_bearer(said)).tenant
+
+    def http(self, app: ASGIApp) -> ASGIApp:
+        """Return `app` behind the gate."""
+
+        async def gated(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                with self._http(scope):
+                    await app(scope, receive, send)
+            except ServeError as error:
+                # The application answers its own errors: this one is the gate's.
+                await _refuse(send, error)
+
+        return gated
+
+    @contextmanager
+    def _http(self, scope: Scope) -> Iterator[None]:
+        path = scope["path"]
+        if path in self._open_paths:
+            yield
+            return
+        headers = MutableHeaders(scope=scope)
+        with self._client(headers, path in CLIENT_PATHS or path.startswith(CLIENT_FOLDER)) as tenant:
+            if tenant is not None:
+                # What reads the header behind the gate reads the truth.
+                headers[TENANT_HEADER] = tenant
+            yield
+
+    @contextmanager
+    def _client(self, said: Mapping[str, str], for_clients: bool) -> Iterator[str | None]:
+        if self._keys is None:
+            yield None
+            return
+        key = self._keys.find(_bearer(said))
+        if not for_clients and not key.operator:
+            raise ForbiddenError("this is for operators: conductor keys add NAME --operator")
+        with self._keys.request(key.tenant):
+            yield key.tenant
+
+    def _require_node(self, context: Context) -> None:
+        if self._nodes_have_certificates and not is_node(context.auth_context()):
+            raise ForbiddenError(f"only a node may attach: its certificate must name {NODE_NAME}")
+
+
+def metadata(context: Context) -> dict[str, str]:
+    """Return what a gRPC call says of itself beside its message."""
+    found: Any = context.invocation_metadata() or ()
+    return {key: value for key, value in found if isinstance(value, str)}
+
+
+def _bearer(said: Mapping[str, str]) -> str:
+    given = said.get("authorization", "")
+    if given[: len(BEARER)].lower() != BEARER:
+        raise UnauthenticatedError("an API key is wanted: Authorization: Bearer ck-...")
+    return given[len(BEARER) :].strip()
+
+
+async def _refuse(send: Send, error: ServeError) -> None:
+    told = http_error(error)
+    headers = {**told.headers, "content-length": str(len(told.body)), "connection": "close"}
+    if isinstance(error, UnauthenticatedError):
+        headers["www-authenticate"] = "Bearer"
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": told.status, "headers": raw})
+    await send({"type": "http.response.body", "body": told.body})

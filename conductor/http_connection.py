@@ -1,0 +1,82 @@
+"""One HTTP connection, bounded where uvicorn leaves it open: the head of a call.
+
+A head that is longer than `MAX_HEAD_BYTES`, or not there within `HEAD_TIMEOUT_S` of the
+connection's opening or of its own first byte, ends the connection; so does one connection
+more than `MAX_CONNECTIONS`. Between two calls uvicorn's own timeout counts, in a body
+`http_reply.BODY_TIMEOUT_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from base.logs import event
+
+log = logging.getLogger(__name__)
+
+HEAD_TIMEOUT_S = 10.0
+MAX_HEAD_BYTES = 32 << 10
+HEADER_OVERHEAD_BYTES = 32
+"""What one more header counts as, as in HTTP/2: each is some objects here."""
+MAX_CONNECTIONS = 8192
+"""Within the file descriptors that a process is usually allowed, where it may have many."""
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """uvicorn's connection; the parser calls `on_message_begin` to `on_headers_complete`."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _head_bytes = 0
+    _arrived_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            event(log, "http connection refused", level=logging.WARNING, limit=MAX_CONNECTIONS)
+            transport.abort()
+        else:
+            self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head_timer is not None:
+            # The parser keeps a header to itself until its end.
+            self._arrived_bytes += len(data)
+            if self._arrived_bytes > MAX_HEAD_BYTES:
+                self._give_up("too long")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value) + HEADER_OVERHEAD_BYTES
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise ValueError("the head is too long")  # uvicorn answers 400
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def _expect_head(self) -> None:
+        self._stop_timer()
+        self._head_bytes = self._arrived_bytes = 0
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up, "too slow")
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self, reason: str) -> None:
+        event(log, "http connection closed", level=logging.DEBUG, reason=f"its head is {reason}")
+        self._stop_timer()
+        self.transport.abort()

@@ -1,0 +1,217 @@
+"""API keys: whose calls they are, and how many a tenant may make.
+
+    {"tenants": {"acme": {"requests_per_s": 5, "burst": 20, "concurrent": 8}},
+     "keys": [{"id": "1f0c9a2b", "name": "web", "tenant": "acme", "sha256": "..."}]}
+
+A key is `ck-ID-SECRET`. Only its SHA-256 is kept: the secret has 256 random bits, so a slow
+hash would protect nothing that this one does not. The ID finds the record, and the digests
+are compared in constant time; for an unknown ID too one comparison is made.
+
+The file is read again when it changes, so keys come and go without a restart. One that is
+broken is told in the log, and the keys of before stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from base.clock import Clock
+from base.errors import ConfigError, RejectedError, UnauthenticatedError
+from base.logs import event
+
+log = logging.getLogger(__name__)
+
+PREFIX = "ck"
+LOOK_AGAIN_S = 1.0
+"""A key that was added or removed counts so much later at most."""
+BUSY_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key, as the file has it."""
+
+    id: str
+    name: str
+    tenant: str
+    sha256: str
+    operator: bool = False
+    """It opens what is about the cluster too, not one tenant's calls alone."""
+
+    def __post_init__(self) -> None:
+        texts = (self.id, self.name, self.tenant)
+        if not all(isinstance(text, str) for text in texts) or not isinstance(self.operator, bool):
+            raise ValueError(f"key {self.id!r}: id, name and tenant are text, operator true or false")
+        if len(bytes.fromhex(self.sha256)) != hashlib.sha256().digest_size:
+            raise ValueError(f"key {self.id!r}: no SHA-256")
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What one tenant may do with all its keys together; 0: without bound."""
+
+    requests_per_s: float = 0.0
+    burst: int = 1
+    """Requests at once after a rest."""
+    concurrent: int = 0
+
+    def __post_init__(self) -> None:
+        values = (self.requests_per_s, self.burst, self.concurrent)
+        if not all(isinstance(value, int | float) and value >= 0 for value in values) or self.burst < 1:
+            raise ValueError("quotas are numbers, not negative, and a burst of at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFile:
+    """All that the file says."""
+
+    tenants: dict[str, Quota]
+    keys: tuple[Key, ...]
+
+
+def new_key(name: str, tenant: str, operator: bool = False) -> tuple[Key, str]:
+    """Return a key's record, and the key itself, which is kept nowhere."""
+    key_id = secrets.token_hex(4)
+    secret = f"{PREFIX}-{key_id}-{secrets.token_urlsafe(32)}"
+    return Key(key_id, name, tenant, _digest(secret), operator), secret
+
+
+def read_keys(path: Path) -> KeyFile:
+    """Read a file of keys; raises ConfigError, which names what is wrong in it."""
+    try:
+        table = json.loads(path.read_text())
+        tenants = {name: Quota(**quota) for name, quota in table["tenants"].items()}
+        keys = tuple(Key(**key) for key in table["keys"])
+    except OSError as error:
+        raise ConfigError(f"server.keys_file: {path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"server.keys_file: {path}: {type(error).__name__}: {error}") from error
+    for key in keys:
+        if key.tenant not in tenants:
+            raise ConfigError(
+                f"server.keys_file: {path}: key {key.id!r}: the tenant {key.tenant!r} is not there"
+            )
+    return KeyFile(tenants, keys)
+
+
+def write_keys(path: Path, file: KeyFile) -> None:
+    """Replace the file, for its owner's eyes only; raises OSError."""
+    draft = path.with_name(path.name + ".draft")
+    # Exclusive, so that of two who write at once one is told.
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        json.dump(dataclasses.asdict(file), out, indent=1)
+    draft.replace(path)
+
+
+class TokenBucket:
+    """Requests of one tenant: so many a second, so many at once, so many in progress."""
+
+    def __init__(self, quota: Quota, clock: Clock) -> None:
+        self._quota = quota
+        self._clock = clock
+        self._tokens = float(quota.burst)
+        self._filled_at_s = clock.now_s()
+        self.num_running = 0
+
+    def change(self, quota: Quota) -> None:
+        self._quota = quota
+
+    def take(self, tenant: str) -> None:
+        """Count a request in; raises RejectedError, which says when to come back."""
+        quota = self._quota
+        if quota.concurrent and self.num_running >= quota.concurrent:
+            raise RejectedError(f"tenant {tenant} has {self.num_running} requests in progress", BUSY_RETRY_S)
+        if quota.requests_per_s:
+            now_s = self._clock.now_s()
+            filled = self._tokens + (now_s - self._filled_at_s) * quota.requests_per_s
+            self._tokens, self._filled_at_s = min(float(quota.burst), filled), now_s
+            if self._tokens < 1.0:
+                retry_s = (1.0 - self._tokens) / quota.requests_per_s
+                raise RejectedError(f"tenant {tenant} asks more than its {quota.requests_per_s:g}/s", retry_s)
+            self._tokens -= 1.0
+        self.num_running += 1
+
+    def give_back(self) -> None:
+        self.num_running -= 1
+
+
+class KeyRing:
+    """The keys of a running conductor. Owned by the event loop."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        """Read the file; raises ConfigError."""
+        self._path = path
+        self._clock = clock
+        self._keys: dict[str, Key] = {}
+        self._buckets: dict[str, TokenBucket] = {}
+        self._stamp = _stamp(path)
+        self._looked_at_s = clock.now_s()
+        self._take(read_keys(path))
+
+    def find(self, presented: str) -> Key:
+        """Return which `presented` is; raises UnauthenticatedError."""
+        self._look_again()
+        prefix, _, rest = presented.partition("-")
+        found = self._keys.get(rest.partition("-")[0]) if prefix == PREFIX else None
+        expected = found.sha256 if found is not None else "0" * 64
+        if not hmac.compare_digest(_digest(presented), expected) or found is None:
+            raise UnauthenticatedError("a valid API key is wanted: Authorization: Bearer ck-...")
+        return found
+
+    @contextmanager
+    def request(self, tenant: str) -> Iterator[None]:
+        """Be one request of `tenant`; raises RejectedError where its quota is used up."""
+        bucket = self._buckets[tenant]
+        bucket.take(tenant)
+        try:
+            yield
+        finally:
+            bucket.give_back()
+
+    def _look_again(self) -> None:
+        now_s = self._clock.now_s()
+        if now_s - self._looked_at_s < LOOK_AGAIN_S:
+            return
+        self._looked_at_s = now_s
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._take(read_keys(self._path))
+            event(log, "keys read again", keys=len(self._keys))
+        except ConfigError as error:
+            event(log, "keys not read again", level=logging.ERROR, reason=error)
+
+    def _take(self, file: KeyFile) -> None:
+        self._keys = {key.id: key for key in file.keys}
+        for tenant, quota in file.tenants.items():
+            if tenant in self._buckets:
+                self._buckets[tenant].change(quota)
+            else:
+                self._buckets[tenant] = TokenBucket(quota, self._clock)
+        for tenant in self._buckets.keys() - file.tenants.keys():
+            if not self._buckets[tenant].num_running:
+                del self._buckets[tenant]
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino

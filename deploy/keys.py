@@ -1,0 +1,67 @@
+"""`conductor keys`: the API keys of a cluster, in the file that `server.keys_file` names."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from base.errors import ConfigError
+from conductor.keys import Key, KeyFile, Quota, new_key, read_keys, write_keys
+
+MAX_TENANT_CHARS = 128
+FILE = Path("~/.config/conductor-cluster/keys.json")
+
+
+def main(
+    action: Annotated[str, typer.Argument(help="add, list or remove")],
+    name: Annotated[str, typer.Argument(help="Of the key, for people")] = "",
+    file: Annotated[Path, typer.Option(help="As in server.keys_file")] = FILE,
+    tenant: Annotated[str, typer.Option(help="Whose key; default: NAME. Keys of a tenant share all")] = "",
+    rate: Annotated[float | None, typer.Option(help="Requests a second of the tenant; 0: any")] = None,
+    burst: Annotated[int | None, typer.Option(help="Requests at once after a rest")] = None,
+    concurrent: Annotated[int | None, typer.Option(help="Requests in progress; 0: any")] = None,
+    operator: Annotated[bool, typer.Option(help="Also for what is about the cluster")] = False,
+) -> None:
+    """Make, list and remove API keys; a running conductor sees it within a second."""
+    path = file.expanduser()
+    asked = {"requests_per_s": rate, "burst": burst, "concurrent": concurrent}
+    limits = {key: value for key, value in asked.items() if value is not None}
+    try:
+        keys = read_keys(path) if path.exists() else KeyFile({}, ())
+        if action == "add" and name:
+            key, secret = new_key(name, tenant or name, operator)
+            _add(path, keys, key, limits)
+            print("This key is shown once and kept nowhere:", file=sys.stderr)
+            print(secret)
+        elif action == "remove" and name:
+            _remove(path, keys, name)
+        elif action == "list":
+            for key in keys.keys:
+                print(f"{key.name}\t{key.tenant}\tck-{key.id}-...{'  operator' if key.operator else ''}")
+        else:
+            raise ConfigError("add NAME, list or remove NAME is wanted")
+    except (ConfigError, OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from error
+
+
+def _add(path: Path, file: KeyFile, added: Key, limits: dict[str, Any]) -> None:
+    if any(key.name == added.name for key in file.keys):
+        raise ConfigError(f"{path}: a key named {added.name} is there already")
+    if not (added.tenant.isascii() and added.tenant.isprintable() and len(added.tenant) <= MAX_TENANT_CHARS):
+        raise ConfigError(f"the tenant's name: at most {MAX_TENANT_CHARS} printable ASCII characters")
+    quota = dataclasses.replace(file.tenants.get(added.tenant, Quota()), **limits)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_keys(path, KeyFile({**file.tenants, added.tenant: quota}, (*file.keys, added)))
+
+
+def _remove(path: Path, file: KeyFile, name: str) -> None:
+    left = tuple(key for key in file.keys if key.name != name)
+    if len(left) == len(file.keys):
+        raise ConfigError(f"{path}: there is no key named {name}")
+    tenants = {key.tenant: file.tenants[key.tenant] for key in left}
+    write_keys(path, KeyFile(tenants, left))

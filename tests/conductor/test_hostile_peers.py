@@ -1,0 +1,215 @@
+"""Bytes that no well-meant peer sends, on the conductor's listeners: refused soon, and nobody harmed.
+
+Bodies of calls: test_openai_errors.py and test_openai_fuzz.py. The data plane:
+tests/transfer/test_tcp_server.py and test_frame.py. Records on disk: tests/kvstore/test_disk.py.
+Files: tests/test_hostile_files.py.
+"""
+
+import asyncio
+import contextlib
+import time
+from functools import partial
+
+import grpc
+import pytest
+
+from conductor import http_connection
+from protos import inference_pb2, inference_pb2_grpc, nodes_pb2
+from tests.conductor.fakes import serving, spoken
+from tests.conductor.scripted_node import ScriptedWork
+from tests.conductor.test_dispatch import conductor
+
+SOON_S = 0.05
+"""Of processor time, ours and the peer's."""
+
+MEBI = 1 << 20
+HOSTILE_HTTP = {
+    "noise": b"\x16\x03\x01\x00\xff\x01" * 50 + b"\r\n\r\n",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0" * 100,
+    "another version": b"GET / HTTP/9.9\r\n\r\n",
+    "no method": b"\r\n\r\n /health HTTP/1.1\r\n\r\n",
+    "NUL in the path": b"GET /\0 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "two lengths": b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 9\r\n\r\nx",
+    "length and chunks": b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "a negative length": b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+    "a length of 2^70": b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % 2**70,
+    "a body of a tebibyte": b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % 2**40,
+    "a chunk of 2^60": b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"fffffffffffffff\r\n" + b"x" * (2 * MEBI),
+    "a chunk of no size": b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "a header without a name": b"GET /health HTTP/1.1\r\n: x\r\n\r\n",
+    "10,000 headers": b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 10_000 + b"\r\n",
+    "a header without end": b"GET /health HTTP/1.1\r\nx: " + b"y" * MEBI,
+    "a path without end": b"GET /" + b"y" * MEBI,
+}
+
+
+async def soon(name, ask):
+    """Return what `ask` returns, which must be soon in one of three tries."""
+    took_s = []
+    for _ in range(3):
+        begin_s = time.process_time()
+        try:
+            answer = await ask()
+        except TimeoutError:
+            pytest.fail(f"{name}: no answer")
+        took_s.append(time.process_time() - begin_s)
+        if took_s[-1] < SOON_S:
+            return answer
+    return pytest.fail(f"{name}: {min(took_s)} s")
+
+
+async def told(port, sent):
+    """Send, and return what comes back until the connection ends or the answer is whole."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        # A server that has seen enough closes while we still send.
+        with contextlib.suppress(ConnectionError):
+            writer.write(sent)
+            await writer.drain()
+            async with asyncio.timeout(2.0):
+                return await reader.readuntil(b"\r\n\r\n")
+        return b""
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    finally:
+        writer.close()
+
+
+async def test_no_bytes_on_the_http_port_make_it_fail(model):
+    async with serving(model, lambda request: spoken(model, "hi")) as api:
+        for name, sent in HOSTILE_HTTP.items():
+            answer = await soon(name, partial(told, api.ports.http_port, sent))
+            assert answer == b"" or answer.split()[1] in (b"400", b"404", b"413", b"505"), (name, answer[:80])
+        assert b"200 OK" in await told(api.ports.http_port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert not api.dispatcher.requests
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost:"], ids=["nothing", "half a head"])
+@pytest.mark.parametrize("is_second", [False, True], ids=["first call", "second call"])
+async def test_a_head_that_does_not_come_ends_the_connection(model, monkeypatch, sent, is_second):
+    monkeypatch.setattr(http_connection, "HEAD_TIMEOUT_S", 0.05)
+    async with serving(model, lambda request: []) as api:
+        if is_second and not sent:
+            return  # between two calls uvicorn's own timeout counts
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.ports.http_port)
+        if is_second:
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            await reader.readuntil(b"}")
+        writer.write(sent)
+        async with asyncio.timeout(2.0):
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_connection_too_many_is_closed_and_the_others_are_served(model, monkeypatch):
+    monkeypatch.setattr(http_connection, "MAX_CONNECTIONS", 2)
+    async with serving(model, lambda request: []) as api:
+        opened = [await asyncio.open_connection("127.0.0.1", api.ports.http_port) for _ in range(2)]
+        assert await told(api.ports.http_port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n") == b""
+        reader, writer = opened[0]
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+        for _, writer in opened:
+            writer.close()
+
+
+GENERATE = inference_pb2.GenerateRequest
+HOSTILE_GENERATE = {
+    "nothing": b"",
+    "noise": b"\xff" * 100,
+    "a length past the end": b"\x0a\xff\xff\xff\xff\x0f",
+    "a group without end": b"\x0b" * 1000,
+    "text that is no UTF-8": b"\x12\x02\xff\xfe",
+    "a negative token": GENERATE(token_ids=inference_pb2.TokenIds(ids=[2**31 - 1])).SerializeToString(),
+    "no tokens": GENERATE(token_ids=inference_pb2.TokenIds()).SerializeToString(),
+    "no turns": GENERATE(chat=inference_pb2.ChatMessages()).SerializeToString(),
+    "another model": GENERATE(text="x", model="y" * 1000).SerializeToString(),
+    "NaN": GENERATE(text="x", sampling=inference_pb2.Sampling(temperature=float("nan"))).SerializeToString(),
+    "100 stops": GENERATE(text="x", stop=inference_pb2.Stop(strings=["s"] * 100)).SerializeToString(),
+    "an endless answer": GENERATE(
+        text="x", stop=inference_pb2.Stop(max_tokens=2**31 - 1)
+    ).SerializeToString(),
+    "a name with a line break": GENERATE(text="x", request_id="a\nb").SerializeToString(),
+    "a long prompt": GENERATE(text="x" * 900_000).SerializeToString(),
+    "a message too long": GENERATE(text="x" * 2_000_000).SerializeToString(),
+}
+REFUSALS = {"INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "INTERNAL"}
+
+
+async def test_no_message_to_inference_reaches_a_worker(model):
+    async with (
+        serving(model, lambda request: spoken(model, "hi")) as api,
+        grpc.aio.insecure_channel(api.grpc_address) as channel,
+    ):
+        generate = channel.unary_stream("/conductor.v1.Inference/Generate")
+        for name, sent in HOSTILE_GENERATE.items():
+            code = await soon(name, lambda sent=sent: generate(sent, timeout=5).code())
+            assert code.name in REFUSALS, name
+        headers = (("x-long", "y" * 100_000),)
+        assert await generate(b"", timeout=5, metadata=headers).code() != grpc.StatusCode.OK
+        assert await channel.unary_unary("/conductor.v1.Nowhere/At")(b"", timeout=5).code() == (
+            grpc.StatusCode.UNIMPLEMENTED
+        )
+        assert not api.dispatcher.requests
+        assert [part async for part in inference_pb2_grpc.InferenceStub(channel).Generate(GENERATE(text="x"))]
+
+
+async def test_bytes_that_are_no_http2_are_cut_off(model):
+    async with serving(model, lambda request: spoken(model, "hi")) as api:
+        for sent in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\xff" * 5_000,
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 5_000,
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", api.ports.grpc_port)
+            with contextlib.suppress(ConnectionError):
+                writer.write(sent)
+                async with asyncio.timeout(5.0):
+                    await reader.read()
+            writer.close()
+        async with grpc.aio.insecure_channel(api.grpc_address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            assert (await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)).models
+
+
+async def refused(attach, sent):
+    call = attach(timeout=5)
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        await call.write(sent)
+        await call.done_writing()
+    return await call.code()
+
+
+def registered(**fields):
+    return nodes_pb2.NodeMessage(register=nodes_pb2.Register(**fields)).SerializeToString()
+
+
+HOSTILE_NODES = {
+    "nothing": b"",
+    "noise": b"\xff" * 100,
+    "no registration": nodes_pb2.NodeMessage(heartbeat=nodes_pb2.Heartbeat(sequence=1)).SerializeToString(),
+    "an empty registration": registered(),
+    "no name": registered(node_id="", epoch=1, protocol_version=1),
+    "another protocol": registered(node_id="x", epoch=1, protocol_version=99),
+    "another model": registered(node_id="x", epoch=1, model_id="other", protocol_version=1),
+    "a role that is none": registered(node_id="x", epoch=1, roles=["root"]),
+    "no blocks": registered(node_id="x", epoch=1, num_blocks=0, block_size=16),
+    "more blocks than there is memory": registered(node_id="x", epoch=2**63, num_blocks=2**31 - 1),
+    "a name without end": registered(node_id="x" * 2**20, epoch=1),
+    "an endpoint that is none": registered(node_id="x", epoch=1, host="\0" * 100),
+}
+
+
+async def test_no_message_of_a_node_harms_the_others():
+    async with conductor() as running:
+        await running.attach(ScriptedWork())
+        async with grpc.aio.insecure_channel(running.address) as channel:
+            attach = channel.stream_stream("/conductor.v1.Nodes/Attach")
+            for name, sent in HOSTILE_NODES.items():
+                code = await soon(name, partial(refused, attach, sent))
+                assert code.name in {"INTERNAL", "FAILED_PRECONDITION", "INVALID_ARGUMENT"}, name
+                assert len(running.membership.sessions) == 1, name
+        assert running.membership.sessions[0].info.node_id != "x"

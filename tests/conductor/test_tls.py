@@ -1,0 +1,262 @@
+"""TLS of both listeners: who gets in, what is said of who does not, and renewal."""
+
+import asyncio
+import contextlib
+import dataclasses
+import datetime
+import logging
+import os
+import random
+import socket
+import ssl
+from functools import partial
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from base.attach import AttachClient
+from base.clock import SystemClock
+from base.config import NodesConfig, TlsConfig
+from base.errors import ConfigError
+from base.messages import Lease
+from base.rpc import Service
+from base.tls import NODE_NAME, Certificates, channel_credentials
+from conductor.attach import AttachService
+from conductor.cluster_view import ClusterView
+from conductor.cost_model import CostModel, load_profile
+from conductor.membership import Membership
+from protos import inference_pb2, inference_pb2_grpc
+from protos.nodes_pb2_grpc import add_NodesServicer_to_server
+from tests.certificates import Authority
+from tests.conductor.fakes import serving, spoken
+from tests.conductor.test_dispatch import BLOCK_SIZE, MODEL_ID, node_info
+
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.fixture
+def authority(tmp_path):
+    return Authority(tmp_path)
+
+
+class Secure:
+    """A conductor with TLS; nodes may attach to it."""
+
+    def __init__(self, model, authority, client_ca=""):
+        clock = SystemClock()
+        view = ClusterView(CostModel(load_profile("cpu-smollm2")), BLOCK_SIZE)
+        self.membership = Membership(MODEL_ID, view, clock)
+        self.attach = AttachService(self.membership, Lease(10.0, 2.0, 1), clock)
+        tls = dataclasses.replace(authority.issue("server"), ca=client_ca)
+        self.listening = serving(
+            model,
+            lambda request: spoken(model, "hi"),
+            server={"tls": tls},
+            services=[Service("conductor.v1.Nodes", partial(add_NodesServicer_to_server, self.attach))],
+            nodes=NodesConfig(tls=authority.issue("node", NODE_NAME)),
+        )
+
+    async def __aenter__(self):
+        self.api = await self.listening.__aenter__()
+        return self
+
+    async def __aexit__(self, *error):
+        self.attach.close()
+        await self.listening.__aexit__(*error)
+
+    @property
+    def attach_address(self):
+        return f"127.0.0.1:{self.api.ports.attach_port}"
+
+
+def context_of(authority, own=None):
+    context = ssl.create_default_context(cafile=authority.path)
+    if own is not None:
+        context.load_cert_chain(own.cert, own.key)
+    return context
+
+
+async def generated(address, credentials):
+    async with grpc.aio.secure_channel(address, credentials) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        request = inference_pb2.GenerateRequest(text="hello", stop=inference_pb2.Stop(max_tokens=4))
+        return "".join([part.text async for part in stub.Generate(request, timeout=5)])
+
+
+async def refused_code(address, credentials):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generated(address, credentials)
+    return caught.value.code()
+
+
+async def test_both_apis_answer_over_tls(model, authority):
+    async with Secure(model, authority) as secure:
+        async with httpx.AsyncClient(verify=context_of(authority)) as client:
+            answer = await client.post(f"{secure.api.secure_url}{CHAT}", json=HELLO)
+        credentials = grpc.ssl_channel_credentials(authority.pem)
+        assert await generated(secure.api.grpc_address, credentials) == "hi"
+    assert answer.json()["choices"][0]["message"]["content"] == "hi"
+
+
+async def test_plain_text_reaches_nothing(model, authority):
+    async with Secure(model, authority) as secure:
+        async with httpx.AsyncClient() as client:
+            with pytest.raises(httpx.TransportError):
+                await client.post(f"{secure.api.url}{CHAT}", json=HELLO)
+        for address in (secure.api.grpc_address, secure.attach_address):
+            async with grpc.aio.insecure_channel(address) as channel:
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await inference_pb2_grpc.InferenceStub(channel).ListModels(
+                        inference_pb2.ListModelsRequest(), timeout=5
+                    )
+        assert not secure.api.dispatcher.requests
+
+
+def strangers(authority, folder):
+    """Clients' certificates that are not good, and none at all."""
+    other = Authority(folder / "other", "other")
+    return {
+        "none": None,
+        "another authority's": other.issue("client"),
+        "expired": authority.issue("late", end=datetime.datetime(2021, 1, 1)),
+    }
+
+
+async def test_clients_certificates_are_checked_where_there_is_an_authority(model, authority, tmp_path):
+    async with Secure(model, authority, client_ca=authority.path) as secure:
+        url = f"{secure.api.secure_url}/health"
+        async with httpx.AsyncClient(verify=context_of(authority, authority.issue("client"))) as client:
+            assert (await client.get(url)).status_code == 200
+        good = channel_credentials(authority.issue("client"), "tls")
+        assert await generated(secure.api.grpc_address, good) == "hi"
+        for own in strangers(authority, tmp_path).values():
+            async with httpx.AsyncClient(verify=context_of(authority, own)) as client:
+                with pytest.raises(httpx.TransportError):
+                    await client.get(url)
+            credentials = grpc.ssl_channel_credentials(authority.pem)
+            if own is not None:
+                credentials = channel_credentials(dataclasses.replace(own, ca=authority.path), "tls")
+            assert await refused_code(secure.api.grpc_address, credentials) == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_failed_handshake_is_named_in_the_log_and_not_to_the_peer(model, authority, tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "base.tls")
+    async with Secure(model, authority, client_ca=authority.path) as secure:
+        for own in strangers(authority, tmp_path).values():
+            async with httpx.AsyncClient(verify=context_of(authority, own)) as client:
+                with pytest.raises(httpx.TransportError):
+                    await client.get(f"{secure.api.secure_url}/health")
+        with socket.create_connection(("127.0.0.1", secure.api.ports.http_port), timeout=5) as plain:
+            plain.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+            said = await asyncio.to_thread(plain.recv, 1000)
+        assert b"HTTP" not in said
+    told = [record.getMessage() for record in caplog.records if "handshake failed" in record.getMessage()]
+    assert any("did not return a certificate" in line for line in told)
+    assert any("unable to get local issuer" in line for line in told)
+    assert any("certificate has expired" in line for line in told)
+    assert any("http request" in line.lower() for line in told)
+
+
+class Idle:
+    """A node with nothing to say."""
+
+    def receive(self, items):
+        pass
+
+    def heartbeat(self):
+        return None
+
+    def kv_events(self):
+        return None
+
+    kv_snapshot = kv_events
+
+    def lost(self):
+        pass
+
+
+async def attached_within_a_second(secure, address, credentials):
+    client = AttachClient(node_info(), address, random.Random(0), credentials)
+    arrived = asyncio.Event()
+    secure.membership.on_change(arrived.set)
+    task = asyncio.create_task(client.run(Idle()))
+    try:
+        async with asyncio.timeout(1.0):
+            await arrived.wait()
+        return True
+    except TimeoutError:
+        return False
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_a_node_attaches_by_its_certificate(model, authority):
+    async with Secure(model, authority) as secure:
+        credentials = channel_credentials(authority.issue("node", NODE_NAME), "nodes.tls")
+        assert await attached_within_a_second(secure, secure.attach_address, credentials)
+
+
+async def test_a_clients_certificate_does_not_attach(model, authority, caplog):
+    caplog.set_level(logging.WARNING, "base.attach")
+    async with Secure(model, authority) as secure:
+        credentials = channel_credentials(authority.issue("client"), "nodes.tls")
+        assert not await attached_within_a_second(secure, secure.attach_address, credentials)
+        ca = grpc.ssl_channel_credentials(authority.pem)
+        assert not await attached_within_a_second(secure, secure.api.grpc_address, ca)
+    assert sum("PERMISSION_DENIED" in record.getMessage() for record in caplog.records) >= 2
+
+
+async def test_a_renewed_certificate_is_shown_without_a_restart(model, authority):
+    def shown(port):
+        context = context_of(authority, authority.issue("client"))
+        context.set_alpn_protocols(["h2"])
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=5) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
+        ):
+            return dict(secured.getpeercert()["subject"][0])["commonName"]
+
+    async with Secure(model, authority) as secure:
+        ports = (secure.api.ports.http_port, secure.api.ports.grpc_port, secure.api.ports.attach_port)
+        assert [await asyncio.to_thread(shown, port) for port in ports] == ["server"] * 3
+        renewed = authority.issue("renewed")
+        folder = Path(renewed.cert).parent
+        for new, old in ((renewed.key, "server.key"), (renewed.cert, "server.pem")):
+            os.replace(new, folder / old)
+        await asyncio.to_thread(shown, ports[0])
+        assert [await asyncio.to_thread(shown, port) for port in ports] == ["renewed"] * 3
+        # A broken file leaves the last good one in use.
+        (folder / "server.pem").write_text("nothing")
+        assert [await asyncio.to_thread(shown, port) for port in ports] == ["renewed"] * 3
+
+
+@pytest.mark.parametrize(
+    ("field", "content", "told"),
+    [
+        ("cert", None, r"tls\.cert: .*: No such file"),
+        ("key", None, r"tls\.key: .*: No such file"),
+        ("ca", None, r"tls\.ca: .*: No such file"),
+        ("cert", "garbage", r"tls\.cert: .*: no CERTIFICATE"),
+        ("key", "garbage", r"tls\.key: .*: no PRIVATE KEY"),
+        ("ca", "garbage", r"tls\.ca: .*: no CERTIFICATE"),
+        ("key", "another", r"tls\.key: .*: it is not the key of tls\.cert"),
+        ("key", "-----BEGIN ENCRYPTED PRIVATE KEY-----", r"tls\.key: .*: it is encrypted"),
+        ("ca", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", r"tls\.ca: "),
+    ],
+)
+def test_a_file_that_is_wrong_is_named_with_its_key(authority, tmp_path, field, content, told):
+    good = authority.issue("server")
+    path = tmp_path / "wrong"
+    if content == "another":
+        path = Path(authority.issue("another").key)
+    elif content is not None:
+        path.write_text(content)
+    tls = TlsConfig(**{**dataclasses.asdict(good), field: str(path)})
+    for use in (Certificates, channel_credentials):
+        with pytest.raises(ConfigError, match=told):
+            use(tls, "tls")
