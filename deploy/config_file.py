@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import typing
 from pathlib import Path
@@ -90,10 +91,16 @@ def read_cluster_config(path: Path) -> ClusterConfig:
         raise ConfigError(f"{path}: {error}") from error
     document = json.dumps({} if table is None else table, default=str)
     try:
-        return TypeAdapter(ClusterConfig).validate_json(document, strict=True)
+        return _schema().validate_json(document, strict=True)
     except ValidationError as error:
         told = [_sentence(path, lines, item) for item in error.errors()]
         raise ConfigError("\n".join(told)) from error
+
+
+@functools.cache
+def _schema() -> TypeAdapter[ClusterConfig]:
+    """Built once: it takes as long as reading ten files."""
+    return TypeAdapter(ClusterConfig)
 
 
 def _require_shallow(text: str) -> None:
