@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+import uvloop
 
 from base.clock import SystemClock
 from base.config import ServerConfig, SloConfig, TlsConfig
@@ -251,7 +252,9 @@ def main() -> None:
         asyncio.run(serve_bare())
         return
     if arguments.serve:
-        asyncio.run(serve_conductor(certificate(arguments.folder) if arguments.serve == TLS else TlsConfig()))
+        # As conductor/__main__.py does.
+        run = uvloop.run if arguments.serve == TLS else asyncio.run
+        run(serve_conductor(certificate(arguments.folder) if arguments.serve == TLS else TlsConfig()))
         return
     with tempfile.TemporaryDirectory() as folder:
         rates = compare(folder, arguments.servers, arguments.streams)

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import uvloop
+
 from base.clock import SystemClock
 from base.config import ConductorProcess, read_process_config
 from base.errors import ConfigError
@@ -110,7 +112,9 @@ def main() -> int:
     configure("conductor")
     try:
         config = read_process_config(arguments.config, ConductorProcess)
-        asyncio.run(serve(config))
+        # TLS costs less of the processor with uvloop; without TLS it was no faster.
+        run = uvloop.run if config.server.tls.is_set else asyncio.run
+        run(serve(config))
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2

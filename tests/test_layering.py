@@ -65,6 +65,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "triton": ("engine/kernels/", "transfer/kernels/"),
     "typer": ("deploy/", "bench/"),
     "uvicorn": ("conductor/", "bench/"),
+    "uvloop": ("conductor/__main__.py", "bench/"),
     "xxhash": ("base/checksum.py",),
     "yaml": ("deploy/config_file.py",),
 }
