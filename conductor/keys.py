@@ -79,7 +79,7 @@ class KeyFile:
     keys: tuple[Key, ...]
 
 
-def new_key(name: str, tenant: str, operator: bool = False) -> tuple[Key, str]:
+def made_key(name: str, tenant: str, operator: bool = False) -> tuple[Key, str]:
     """Return a key's record, and the key itself, which is kept nowhere."""
     key_id = secrets.token_hex(4)
     secret = f"{PREFIX}-{key_id}-{secrets.token_urlsafe(32)}"

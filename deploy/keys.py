@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from base.errors import ConfigError
-from conductor.keys import Key, KeyFile, Quota, new_key, read_keys, write_keys
+from conductor.keys import Key, KeyFile, Quota, made_key, read_keys, write_keys
 
 MAX_TENANT_CHARS = 128
 FILE = Path("~/.config/conductor-cluster/keys.json")
@@ -33,7 +33,7 @@ def main(
     try:
         keys = read_keys(path) if path.exists() else KeyFile({}, ())
         if action == "add" and name:
-            key, secret = new_key(name, tenant or name, operator)
+            key, secret = made_key(name, tenant or name, operator)
             _add(path, keys, key, limits)
             print("This key is shown once and kept nowhere:", file=sys.stderr)
             print(secret)

@@ -19,7 +19,7 @@ from base.block_hash import chain_root
 from base.config import ServerConfig, TlsConfig
 from base.errors import ConfigError, RejectedError, UnauthenticatedError
 from base.request import Slo
-from conductor.keys import KeyFile, KeyRing, Quota, TokenBucket, new_key, read_keys, write_keys
+from conductor.keys import KeyFile, KeyRing, Quota, TokenBucket, made_key, read_keys, write_keys
 from conductor.openai import openai_app
 from protos import inference_pb2, inference_pb2_grpc, nodes_pb2
 from tests.conductor.fakes import WAIT, serving, spoken
@@ -42,7 +42,7 @@ class Keys:
 
     def __init__(self, folder, **quota):
         self.path = folder / "keys.json"
-        made = {name: new_key(name, name, name == "operator") for name in ("a", "b", "operator")}
+        made = {name: made_key(name, name, name == "operator") for name in ("a", "b", "operator")}
         self.secrets = {name: secret for name, (_, secret) in made.items()}
         tenants = {name: Quota(**quota) if name == "a" else Quota() for name in made}
         write_keys(self.path, KeyFile(tenants, tuple(key for key, _ in made.values())))
@@ -250,7 +250,7 @@ def test_keys_come_and_go_without_a_restart(keys):
     clock = SetClock()
     ring = KeyRing(keys.path, clock)
     file = read_keys(keys.path)
-    added, secret = new_key("new", "a")
+    added, secret = made_key("new", "a")
     with pytest.raises(UnauthenticatedError):
         ring.find(secret)
     write_keys(keys.path, dataclasses.replace(file, keys=(added,)))
