@@ -1,7 +1,7 @@
 """What the block cache adds to the transports, the disk and Redis below it.
 
-    python -m bench.kvstore [transfer] [local] [disk] [directory] [--rounds N] [--json FILE]
-                            [--mooncake-python VENV/bin/python] [--lmcache-python VENV/bin/python]
+    python -m bench.kvstore [transfer] [disk] [directory] [--rounds N] [--json FILE]
+                            [--mooncake-python VENV/bin/python]
 
 Every comparison is between two things measured in turn, within one run, on one machine:
 
@@ -11,8 +11,6 @@ Every comparison is between two things measured in turn, within one run, on one 
   the bare ones do not. With --mooncake-python, which names the Python of an environment
   that has the `mooncake-transfer-engine` wheel, its store puts and gets one batch at a time over tcp
   between two processes in every round, without checksums.
-* local: the same within one process, to and from its own store, against LMCache's backend in
-  host memory (--lmcache-python), which copies each block once and makes no checksums.
 * disk: `DiskTier.read` with 16 under way, against `fio --iodepth=16` on the same file.
 * directory: a chain of 256 blocks looked up in Redis (a Valkey server on a unix socket),
   against a bare PING by the same client.
@@ -44,16 +42,14 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.grants import Grant, PeerDescriptor
 from base.request import NodeId
-from bench.store_rivals import lmcache_backend, mooncake_store
+from bench.store_rivals import mooncake_store
 from kvstore.access import RemoteAccess
 from kvstore.client import BlockCache
 from kvstore.directory import RedisDirectory
 from kvstore.disk import FILE_NAME, opened
-from kvstore.hosting import hosted_store
 from kvstore.member import Member
 from kvstore.peers import PeerDirectory
 from kvstore.record import HEADER_BYTES
-from kvstore.settings import StoreProcess
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
 from transfer.segment import Segment
@@ -84,20 +80,17 @@ class Figure:
 async def main() -> None:
     """Measure what is asked for and print a line for each figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parts = ("transfer", "local", "disk", "directory")
+    parts = ("transfer", "disk", "directory")
     parser.add_argument("parts", nargs="*", default=parts, help=", ".join(parts))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--mooncake-python", type=Path)
-    parser.add_argument("--lmcache-python", type=Path)
     options = parser.parse_args()
     figures: list[Figure] = []
     if "transfer" in options.parts:
         for transport in ("shm", "tcp"):
             python = options.mooncake_python if transport == "tcp" else None
             figures += await measure_transfer(transport, options.rounds, python)
-    if "local" in options.parts and options.lmcache_python:
-        figures += await measure_local(options.rounds, options.lmcache_python)
     if "disk" in options.parts:
         figures += await measure_disk(options.rounds)
     if "directory" in options.parts:
@@ -165,42 +158,6 @@ async def measure_transfer(transport: str, rounds: int, mooncake_python: Path | 
             Figure(f"{transport} load", gb["load"], "GB/s", gb["read"], gb["load"] / gb["read"], rounds),
             Figure(f"{transport} save + load", ours, "GB/s", bare, ours / bare, rounds),
         ]
-
-
-async def measure_local(rounds: int, lmcache_python: Path) -> list[Figure]:
-    """Save to and load from a store of this process against LMCache's put and get, in turn."""
-    total = NUM_BLOCKS * BLOCK_BYTES
-    clock = SystemClock()
-    saves: list[float] = []
-    loads: list[float] = []
-    puts: list[float] = []
-    gets: list[float] = []
-    settings = StoreProcess("own", BLOCK_BYTES, pool_gib=3 * total / (1 << 30), policy="lru")
-    with lmcache_backend(lmcache_python, BLOCK_BYTES, NUM_BLOCKS) as rival:
-        async with (
-            TransferAgent("own", random.getrandbits(60), TransferConfig(), clock) as agent,
-            hosted_store(settings, agent, clock) as hosted,
-        ):
-            segment = agent.allocate(total)
-            segment.memory[:] = random.Random(1).randbytes(1 << 20) * (total >> 20)
-            offsets = [index * BLOCK_BYTES for index in range(NUM_BLOCKS)]
-            sums = [checksum(segment.memory[at : at + BLOCK_BYTES]) for at in offsets]
-            for _ in range(rounds + 2):
-                chain = fresh_chain(NUM_BLOCKS)
-                began_at_s = time.perf_counter()
-                assert await hosted.cache.save(chain, segment, offsets, sums) == NUM_BLOCKS
-                saves.append(time.perf_counter() - began_at_s)
-                began_at_s = time.perf_counter()
-                assert await hosted.cache.load(chain, segment, offsets) == NUM_BLOCKS
-                loads.append(time.perf_counter() - began_at_s)
-                rival(puts, gets)
-    figures = []
-    for name, ours, theirs in (("save", saves, puts), ("load", loads, gets)):
-        rate, rival_rate = (total / 1e9 / statistics.median(taken[2:]) for taken in (ours, theirs))
-        figures.append(
-            Figure(f"own {name} against LMCache's", rate, "GB/s", rival_rate, rate / rival_rate, rounds)
-        )
-    return figures
 
 
 class Side:

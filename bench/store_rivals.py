@@ -1,7 +1,7 @@
 """Other caches of KV blocks, measured by `bench/kvstore.py` in the same run as ours.
 
 Each lives in an environment of its own, named by its Python, and answers through a pipe
-(`mooncake_store_driver.py`, `lmcache_driver.py`): puts and gets one batch of blocks when called.
+(`mooncake_store_driver.py`): puts and gets one batch of blocks when called.
 """
 
 from __future__ import annotations
@@ -17,17 +17,6 @@ ROOT = Path(__file__).parent.parent
 
 PutAndGet = Callable[[list[float], list[float]], None]
 """Adds the seconds of a put and of a get to the lists."""
-
-
-@contextmanager
-def lmcache_backend(python: Path, block_bytes: int, num_blocks: int) -> Iterator[PutAndGet]:
-    """LMCache's backend in host memory, in a process of its own."""
-    command = [str(python), str(ROOT / "bench" / "lmcache_driver.py")]
-    pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True) as child:
-        answer_of(child, '{"ready"')
-        yield asked(child, block_bytes, num_blocks)
-        child.terminate()
 
 
 @contextmanager
