@@ -22,6 +22,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("deploy.status:main", "Show nodes, blocks and queues of a running cluster."),
     "top": ("deploy.top:main", "Watch a running cluster."),
     "explain": ("deploy.explain:main", "Show why a request went where it went, and how it went."),
+    "scale": ("deploy.scale:scale", "Start or drain nodes of a running cluster; no request is lost."),
+    "restart": ("deploy.scale:restart", "Restart the nodes one after the other; no request is lost."),
     "doctor": ("deploy.doctor:main", "Look for what is wrong with this host or cluster."),
     "keys": ("deploy.keys:main", "Make, list and remove API keys."),
     "replay": ("conductor.replay.command:main", "Run a trace through the scheduler in virtual time."),

@@ -26,13 +26,19 @@ from typing import Any
 from base.config import ClusterConfig
 from base.errors import ConfigError
 from deploy import plan
-from deploy.api_client import is_healthy, split_address
+from deploy.api_client import ApiError, is_healthy, read_json, split_address
 from deploy.launch import Launched, RayCluster, package_path
 from deploy.progress import Progress
 from deploy.supervisor import LOG_TAIL_LINES, ProcessSpec
 
 ATTACH_TIMEOUT_S = 30.0
 HEALTH_PERIOD_S = 0.1
+
+MAX_EVENTS = 100
+"""Told and not yet shown."""
+
+NODE_DRAIN_S = 40.0
+"""For a node that is taken out; it drains itself in 30 s."""
 
 MAX_KEPT_RUNS = 10
 """Folders of logs, one for each start."""
@@ -75,7 +81,12 @@ class Cluster:
         self.log_folder = self._cache_dir / "runs" / run_name
         self._ray = RayCluster()
         self._ray_start: asyncio.Future[None] | None = None
-        self._nodes: list[Launched] = []
+        self._nodes: dict[str, Launched] = {}
+        self._model: plan.PreparedModel | None = None
+        self._endpoints: Endpoints | None = None
+        self._attach_address = ""
+        self._events: asyncio.Queue[dict[str, Any] | RuntimeError] = asyncio.Queue(MAX_EVENTS)
+        self._watchers: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> Endpoints:
         """Start everything; return when every process is ready.
@@ -105,7 +116,8 @@ class Cluster:
             )
             note(f"http {endpoints.http_address}, grpc {endpoints.grpc_address}")
             nodes_address = f"{host}:{launched.ready.get('attach_port', launched.ready['grpc_port'])}"
-        await self._start_nodes(model, nodes_address)
+        self._model, self._endpoints, self._attach_address = model, endpoints, nodes_address
+        await self._start_nodes()
         await self._wait_healthy(endpoints.http_address)
         self._write_targets(endpoints.http_address)
         return endpoints
@@ -116,27 +128,107 @@ class Cluster:
         Raises:
             RuntimeError: Ray has lost an actor for good.
         """
-        queue: asyncio.Queue[dict[str, Any] | RuntimeError] = asyncio.Queue(maxsize=100)
-
-        async def watch(name: str) -> None:
-            seen = 1  # the first event is the ready that `start` waited for
-            try:
-                while True:
-                    seen, event = await self._ray.next_event(name, seen)
-                    await queue.put(event)
-            except RuntimeError as error:
-                await queue.put(error)
-
-        watchers = [asyncio.create_task(watch(name)) for name in self._ray.names]
+        for name in self._ray.names:
+            self._watch(name)
         try:
             while True:
-                event = await queue.get()
+                event = await self._events.get()
                 if isinstance(event, RuntimeError):
                     raise event
                 yield event
         finally:
-            for watcher in watchers:
+            for watcher in self._watchers.values():
                 watcher.cancel()
+
+    def _watch(self, name: str) -> None:
+        async def watch() -> None:
+            seen = 1  # the first event is the ready that its start waited for
+            try:
+                while True:
+                    seen, event = await self._ray.next_event(name, seen)
+                    await self._events.put(event)
+            except RuntimeError as error:
+                await self._events.put(error)
+
+        self._watchers[name] = asyncio.create_task(watch())
+
+    async def scale(self, prefill: int | None, decode: int | None, say: Callable[[str], None]) -> None:
+        """Start nodes, wait until they are attached, then drain those that are too many.
+
+        Args:
+            prefill: Nodes of that pool; None: as many as there are.
+            decode: The same.
+
+        Raises:
+            ConfigError: the sizes cannot be had by adding and removing nodes.
+            RuntimeError: a new node did not become ready. Nothing was removed.
+        """
+        before = self._config
+        after = before
+        for pool, size in (("prefill", prefill), ("decode", decode)):
+            if size is not None:
+                now = getattr(before, pool).nodes
+                if bool(size) != bool(now):
+                    raise ConfigError(f"{pool}={size}: with or without a pool is a start's choice; now {now}")
+                after = dataclasses.replace(
+                    after, **{pool: dataclasses.replace(getattr(after, pool), nodes=size)}
+                )
+        wanted = {node.process.node_id: node for node in self._planned(after)}
+        added = [node for name, node in wanted.items() if name not in self._nodes]
+        await self._add(added, say)
+        for name in sorted(self._nodes.keys() - wanted.keys()):
+            await self._remove(name, say)
+        self._config = after
+
+    async def restart(self, say: Callable[[str], None]) -> None:
+        """Restart all nodes, one after the other.
+
+        A node that is its pool's only one is stood in for by another meanwhile, for which there
+        must be room.
+
+        Raises:
+            RuntimeError: a node did not become ready; the rest go on as they were.
+        """
+        sizes = {"prefill": self._config.prefill.nodes, "decode": self._config.decode.nodes}
+        alone = {pool: 2 for pool, size in sizes.items() if size == 1}
+        names = list(self._nodes)
+        await self.scale(alone.get("prefill"), alone.get("decode"), say)
+        planned = {node.process.node_id: node for node in self._planned(self._config)}
+        for name in names:
+            await self._remove(name, say)
+            await self._add([planned[name]], say)
+        await self.scale(sizes["prefill"] or None, sizes["decode"] or None, say)
+
+    async def _add(self, nodes: list[plan.PlannedNode], say: Callable[[str], None]) -> None:
+        async def add(node: plan.PlannedNode) -> None:
+            name = node.process.node_id
+            try:
+                self._nodes[name] = await self._launch_node(node)
+            except RuntimeError:
+                await self._ray.end(name, 0.0)
+                raise
+            self._watch(name)
+            say(f"{name}: ready")
+
+        if nodes:
+            results = await asyncio.gather(*(add(node) for node in nodes), return_exceptions=True)
+            for failed in results:
+                if failed is not None:
+                    raise failed
+            assert self._endpoints is not None
+            await self._wait_attached({node.process.node_id for node in nodes}, self._endpoints.http_address)
+            self._write_targets(self._endpoints.http_address)
+
+    async def _remove(self, name: str, say: Callable[[str], None]) -> None:
+        say(f"{name}: draining")
+        self._watchers.pop(name).cancel()
+        await self._ray.end(name, NODE_DRAIN_S)
+        del self._nodes[name]
+        say(f"{name}: gone")
+
+    def _planned(self, config: ClusterConfig) -> list[plan.PlannedNode]:
+        assert self._model is not None
+        return plan.planned_nodes(config, self._model, self._attach_address, os.cpu_count() or 1)
 
     async def drain(self, grace_s: float) -> None:
         """Finish admitted requests, then end every process; `grace_s` for each half."""
@@ -173,27 +265,24 @@ class Cluster:
                 "a local one, on loopback" if self._ray.is_local else f"joined, {self._ray.num_hosts()} hosts"
             )
 
-    async def _start_nodes(self, model: plan.PreparedModel, conductor_address: str) -> None:
-        planned = plan.planned_nodes(self._config, model, conductor_address, os.cpu_count() or 1)
+    async def _start_nodes(self) -> None:
+        planned = self._planned(self._config)
         with self._progress.stage("nodes") as note:
             note(", ".join(node.process.node_id for node in planned))
-
-            async def start(node: plan.PlannedNode) -> Launched:
-                process = node.process
-                environment = plan.node_environment(process.engine.threads)
-                return await self._launch(
-                    process.node_id, self._programs.node, process, environment, node.room
-                )
-
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(start(node)) for node in planned]
-            self._nodes = [task.result() for task in tasks]
+                tasks = [group.create_task(self._launch_node(node)) for node in planned]
+            self._nodes = {task.result().name: task.result() for task in tasks}
+
+    async def _launch_node(self, node: plan.PlannedNode) -> Launched:
+        process = node.process
+        environment = plan.node_environment(process.engine.threads)
+        return await self._launch(process.node_id, self._programs.node, process, environment, node.room)
 
     def _write_targets(self, http_address: str) -> None:
         """Tell Prometheus where the metrics are, in the form its file_sd reads."""
         scheme, bare = split_address(http_address)
         targets = [{"targets": [bare], "labels": {"process": "conductor", "__scheme__": scheme}}]
-        for node in self._nodes:
+        for node in self._nodes.values():
             if port := node.ready.get("metrics_port"):
                 # A node's metrics are on its own loopback.
                 targets.append({"targets": [f"127.0.0.1:{port}"], "labels": {"process": node.name}})
@@ -218,6 +307,17 @@ class Cluster:
             )
             raise RuntimeError(f"{http_address}/health: {problem}") from error
 
+    async def _wait_attached(self, names: set[str], http_address: str) -> None:
+        """Wait until the conductor knows all of `names`, so that others may go."""
+        try:
+            async with asyncio.timeout(ATTACH_TIMEOUT_S):
+                while not names <= await asyncio.to_thread(_attached, http_address):  # noqa: ASYNC110
+                    await asyncio.sleep(HEALTH_PERIOD_S)
+        except TimeoutError as error:
+            raise RuntimeError(
+                f"{', '.join(sorted(names))}: not attached; logs: {self.log_folder}"
+            ) from error
+
     async def _launch(
         self,
         name: str,
@@ -235,6 +335,13 @@ class Cluster:
             folder=str(self.log_folder),
         )
         return await self._ray.launch(spec, room)
+
+
+def _attached(http_address: str) -> set[str]:
+    try:
+        return {node["id"] for node in read_json(http_address, "/status")["nodes"]}
+    except ApiError:
+        return set()
 
 
 def _reachable(bound: str, host: str) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
@@ -29,6 +30,9 @@ from deploy.config_file import read_cluster_config
 GIB = 1 << 30
 LEAST_OPEN_FILES = 4096
 """Ray and gRPC hold several for each peer, and the conductor one for each client."""
+
+REDIS_PORT = 6379
+PROBE_TIMEOUT_S = 2.0
 
 REQUIRED = ("torch", "transformers", "grpcio", "protobuf", "ray", "safetensors", "tokenizers", "xxhash")
 
@@ -55,6 +59,8 @@ class Host:
     busy_ports: tuple[int, ...]
     """Of those that the configuration asks for."""
     ray_token: bool
+    silent: tuple[tuple[str, str], ...] = ()
+    """Services that are named and do not answer: by what, and where."""
 
 
 def main(
@@ -102,6 +108,8 @@ def check_host(host: Host, config: ClusterConfig) -> Iterator[Finding]:
     for port in host.busy_ports:
         what = f"port {port} is in use"
         yield Finding("wrong", what, "end what has it, or set server.http_port and server.grpc_port")
+    for named_by, where in host.silent:
+        yield Finding("wrong", f"{named_by}: nobody answers at {where}", f"start it, or correct {named_by}")
     if not host.ray_token and config.server.host not in ("127.0.0.1", "::1", "localhost"):
         what = "there is no Ray token on this host, and the cluster has several"
         yield Finding(
@@ -158,8 +166,30 @@ def _look_at_host(config: ClusterConfig, address: str) -> Host:
         locked_memory_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         shm_free_bytes=shm.f_bavail * shm.f_frsize,
         busy_ports=tuple(port for port in ports if port and _is_busy(config.server.host, port)),
+        silent=tuple(service for service in _services(config) if not _answers(service[1])),
         ray_token="RAY_AUTH_TOKEN" in os.environ or Path("~/.ray/auth_token").expanduser().exists(),
     )
+
+
+def _services(config: ClusterConfig) -> Iterator[tuple[str, str]]:
+    """Yield what else a cluster is told to use: who names it, and its host:port."""
+    if config.store.redis_url:
+        url = urlsplit(config.store.redis_url)
+        yield "store.redis_url", f"{url.hostname}:{url.port or REDIS_PORT}"
+    for peer in config.store.peers:
+        yield "store.peers", peer
+    ray = os.environ.get("RAY_ADDRESS", "")
+    if ":" in ray and "//" not in ray:  # not auto, nor a Ray client's
+        yield "RAY_ADDRESS", ray
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _is_busy(host: str, port: int) -> bool:

@@ -94,14 +94,8 @@ class RayCluster:
             self._start_local(needed, quiet)
 
     def _start_local(self, needed: dict[str, float], quiet: dict[str, Any]) -> None:
-        # More CPUs than there are is no harm on one host: they are Ray's unit of account,
-        # and a laptop with two cores may well run four nodes. So it is with custom
-        # resources, which only keep hosts apart; GPUs are counted.
-        cpus = max(os.cpu_count() or 1, int(-(-needed.get("CPU", 0.0) // 1)))
         ray.init(
             address="local",
-            num_cpus=cpus,
-            resources={name: amount for name, amount in needed.items() if name not in ("CPU", "GPU")},
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             **quiet,
@@ -122,8 +116,11 @@ class RayCluster:
         # Restarted without end, and calls to it repeated: an actor's worker may be killed
         # (by the kernel for memory, by hand) without the cluster's end being meant.
         options = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 4}
-        taken = {"num_cpus": room.cpus, "num_gpus": room.gpus}
-        custom = {**({room.resource: 1.0} if room.resource else {}), **(HEAD if room.on_head else {})}
+        # On one host CPUs are no more than Ray's unit of account, a laptop with two cores may well
+        # run four nodes, and custom resources only keep hosts apart. GPUs are counted.
+        cpus, resource = (0.0, "") if self.is_local else (room.cpus, room.resource)
+        taken = {"num_cpus": cpus, "num_gpus": room.gpus}
+        custom = {**({resource: 1.0} if resource else {}), **(HEAD if room.on_head else {})}
         actor = (
             ray.remote(ActorProcess)
             .options(**options, **taken, resources=custom)
@@ -157,6 +154,11 @@ class RayCluster:
         # An actor that is gone has drained: its process ended with it. One that has no place
         # yet does not answer: it has nothing to drain.
         await asyncio.gather(*calls, return_exceptions=True)
+
+    async def end(self, name: str, grace_s: float) -> None:
+        """Drain one process, and give its room back."""
+        await self.drain({name}, grace_s)
+        ray.kill(self._actors.pop(name))
 
     def stop(self) -> None:
         """End our actors, and the Ray that we started. Idempotent."""

@@ -28,6 +28,7 @@ from base.errors import ConfigError
 from deploy.api_client import ApiError, ChatStream, url
 from deploy.cluster import Cluster, Endpoints, Programs
 from deploy.config_file import read_cluster_config
+from deploy.control import control_path, controlled
 from deploy.progress import Progress
 
 DRAIN_S = 40.0
@@ -79,7 +80,7 @@ def run(config: ClusterConfig, options: UpOptions, programs: Programs, clock: Cl
     """Run a cluster to its end; return the exit status."""
     progress = Progress(clock)
     started = time.strftime("%Y%m%d-%H%M%S", time.gmtime(wall_clock_s()))
-    up = _Up(options, progress, clock, _own_stdout())
+    up = _Up(options, progress, clock, _own_stdout(), control_path(config))
     cluster = Cluster(config, programs, progress, f"{started}-{os.getpid()}", up.watch_signals)
     return asyncio.run(up.run(cluster))
 
@@ -98,8 +99,11 @@ def _own_stdout() -> TextIO:
 class _Up:
     """One run of the command, from its start to its exit status."""
 
-    def __init__(self, options: UpOptions, progress: Progress, clock: Clock, stdout: TextIO) -> None:
+    def __init__(
+        self, options: UpOptions, progress: Progress, clock: Clock, stdout: TextIO, control: Path
+    ) -> None:
         self._stdout = stdout
+        self._control_path = control
         self._options = options
         self._progress = progress
         self._clock = clock
@@ -155,11 +159,12 @@ class _Up:
             f"{endpoints.model} is served at {url(endpoints.http_address)}/v1 and, by gRPC, at "
             f"{endpoints.grpc_address}\nlogs are in {cluster.log_folder}; Ctrl-C drains and ends"
         )
-        async for event in cluster.events():
-            details = " ".join(
-                f"{key}={value}" for key, value in event.items() if key not in ("event", "name")
-            )
-            self._progress.say(escape(f"{event['name']}: {event['event']} {details}"))
+        async with controlled(cluster, self._control_path):
+            async for event in cluster.events():
+                details = " ".join(
+                    f"{key}={value}" for key, value in event.items() if key not in ("event", "name")
+                )
+                self._progress.say(escape(f"{event['name']}: {event['event']} {details}"))
         return 1
 
     def _print(self, text: str) -> None:

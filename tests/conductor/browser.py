@@ -33,7 +33,7 @@ class Page:
         promise = (
             "new Promise((yes, no) => { let n = 0; const look = () => { "
             f"let value = null; try {{ value = {expression}; }} catch (e) {{}} "
-            "if (value) yes(value); else if (++n > 200) no(new Error(document.body?.innerText)); "
+            "if (value) yes(value); else if (++n > 200) no(new Error('it never was')); "
             "else setTimeout(look, 50); }; look(); })"
         )
         return self.run(promise)
@@ -47,8 +47,9 @@ class Page:
     def click(self, selector):
         """Press and release the mouse over the middle of an element."""
         place = self.run(
-            f"(() => {{ const r = document.querySelector({json.dumps(selector)}); r.scrollIntoView(); "
-            "const b = r.getBoundingClientRect(); return {x: b.x + b.width / 2, y: b.y + b.height / 2}; })()"
+            f"(() => {{ const r = document.querySelector({json.dumps(selector)}); "
+            "r.scrollIntoView({block: 'center'}); const b = r.getBoundingClientRect(); "
+            "return {x: b.x + b.width / 2, y: b.y + b.height / 2}; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
             self._call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)

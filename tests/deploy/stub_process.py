@@ -50,7 +50,11 @@ class Api(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        answers = {"/status": STATUS, "/health": {"status": "ok"}, "/v1/models": {"data": [{"id": "m"}]}}
+        # A stub of a node does not attach: one that was configured in the same folder counts as attached.
+        names = [path.stem for path in self.server.folder.glob("*.json")]
+        attached = [{"id": name} for name in names if name not in ("conductor", "decode-0")]
+        status = {**STATUS, "nodes": [*STATUS["nodes"], *attached]}
+        answers = {"/status": status, "/health": {"status": "ok"}, "/v1/models": {"data": [{"id": "m"}]}}
         table = answers[self.path]
         self._answer(200, json.dumps(table))
 
@@ -103,6 +107,7 @@ def main():
     config = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
     if role == "conductor":
         server = ThreadingHTTPServer(("127.0.0.1", config["server"]["http_port"]), Api)
+        server.folder = Path(sys.argv[sys.argv.index("--config") + 1]).parent
         threading.Thread(target=server.serve_forever, daemon=True).start()
         grpc = socket.create_server(("127.0.0.1", config["server"]["grpc_port"]))
         said = {"http_port": server.server_address[1], "grpc_port": grpc.getsockname()[1]}

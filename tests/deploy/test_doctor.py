@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import socket
 
 import pytest
 
@@ -50,6 +51,7 @@ def test_a_healthy_host_has_no_troubles():
         ),
         ({}, LARGE_CACHES, "wrong", "take 13.0"),
         ({"busy_ports": (8000,)}, ClusterConfig(), "wrong", "port 8000"),
+        ({"silent": (("store.redis_url", "h:1"),)}, ClusterConfig(), "wrong", "nobody answers at h:1"),
         ({"ray_token": False}, SEVERAL_HOSTS, "warning", "no Ray token"),
     ],
 )
@@ -105,3 +107,18 @@ def test_a_configuration_that_cannot_be_read_is_a_finding(tmp_path, capsys):
         cli.main(["doctor", "-c", str(file)])
     assert caught.value.code == 1
     assert "did you mean model?" in capsys.readouterr().out
+
+
+def test_services_that_are_named_are_called(tmp_path, capsys, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as redis:
+        port = redis.getsockname()[1]
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+        file = tmp_path / "c.yaml"
+        file.write_text(f"store: {{redis_url: redis://127.0.0.1:{port}, peers: ['127.0.0.1:2']}}\n")
+        with pytest.raises(SystemExit):
+            cli.main(["doctor", "-c", str(file), "--json"])
+    wrong = [item["what"] for item in json.loads(capsys.readouterr().out) if item["level"] == "wrong"]
+    assert [what for what in wrong if "nobody answers" in what] == [
+        "store.peers: nobody answers at 127.0.0.1:2",
+        "RAY_ADDRESS: nobody answers at 127.0.0.1:1",
+    ]

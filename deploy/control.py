@@ -1,0 +1,99 @@
+"""How a command reaches a running `conductor up`: a socket file in its cache folder.
+
+    client    {"verb": "scale", "prefill": 3}         one line of JSON
+    server    {"said": "prefill-2: ready"}            any number of lines
+              {"done": true}  or  {"error": "..."}    the last
+
+A socket file and no port: who may write to the folder may stop the cluster anyway, and
+nobody else can reach it. One change is made at a time; others wait their turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from base.config import ClusterConfig
+from base.errors import ConfigError
+from deploy.cluster import Cluster
+
+MAX_LINE_BYTES = 4096
+CHANGE_TIMEOUT_S = 3600.0
+"""Between two lines of an answer: a host may first have to be started for a node."""
+
+
+def control_path(config: ClusterConfig) -> Path:
+    """Return where the latest `conductor up` of this cache folder listens."""
+    return Path(config.cache_dir).expanduser() / "control.sock"
+
+
+@asynccontextmanager
+async def controlled(cluster: Cluster, path: Path) -> AsyncIterator[None]:
+    """Take changes to `cluster` for the length of the body."""
+    turn = asyncio.Lock()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def say(line: dict[str, Any]) -> None:
+            writer.write(json.dumps(line).encode() + b"\n")
+
+        with contextlib.closing(writer):
+            try:
+                asked = json.loads(await reader.readline())
+                async with turn:
+                    await _change(cluster, asked, lambda text: say({"said": text}))
+                say({"done": True})
+            except (ConfigError, RuntimeError, ValueError) as error:
+                say({"error": str(error)})
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    server = await asyncio.start_unix_server(serve, path, limit=MAX_LINE_BYTES)
+    os.chmod(path, 0o600)
+    try:
+        yield
+    finally:
+        server.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+async def _change(cluster: Cluster, asked: dict[str, Any], say: Callable[[str], None]) -> None:
+    match asked:
+        case {"verb": "scale", **sizes}:
+            await cluster.scale(sizes.get("prefill"), sizes.get("decode"), say)
+        case {"verb": "restart"}:
+            await cluster.restart(say)
+        case _:
+            raise ValueError(f"unknown request {asked}")
+
+
+def ask(path: Path, request: dict[str, Any]) -> Iterator[str]:
+    """Ask a running `conductor up` for a change; yield what it says until it is made.
+
+    Raises:
+        ConfigError: nobody listens there, or the change was not made; the message says why.
+    """
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as connection:
+        connection.settimeout(CHANGE_TIMEOUT_S)
+        try:
+            connection.connect(str(path))
+        except OSError as error:
+            raise ConfigError(f"{path}: {error}: is `conductor up` running with this cache_dir?") from error
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        for line in connection.makefile():
+            told = json.loads(line)
+            if "error" in told:
+                raise ConfigError(told["error"])
+            if "said" not in told:
+                return
+            yield told["said"]
+    raise ConfigError(f"{path}: `conductor up` ended before the change was made")

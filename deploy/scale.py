@@ -1,0 +1,52 @@
+"""`conductor scale prefill=3 decode=2` and `conductor restart`: change a running cluster."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from base.config import ClusterConfig
+from base.errors import ConfigError
+from deploy.config_file import read_cluster_config
+from deploy.control import ask, control_path
+
+CONFIG_HELP = "The cluster.yaml that `conductor up` was given: says where it listens"
+
+Config = Annotated[Path | None, typer.Option("-c", "--config", help=CONFIG_HELP)]
+
+
+def scale(
+    sizes: Annotated[list[str], typer.Argument(help="prefill=N, decode=N")], config: Config = None
+) -> None:
+    """Start or drain nodes until the pools have these sizes; no request is lost."""
+    try:
+        wanted = dict(_size(size) for size in sizes)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from error
+    _show({"verb": "scale", **wanted}, config)
+
+
+def restart(config: Config = None) -> None:
+    """Restart every node, one after the other; no request is lost."""
+    _show({"verb": "restart"}, config)
+
+
+def _size(text: str) -> tuple[str, int]:
+    pool, _, number = text.partition("=")
+    if pool not in ("prefill", "decode") or not number.isdecimal():
+        raise ValueError(f"{text}: prefill=N or decode=N is wanted")
+    return pool, int(number)
+
+
+def _show(request: dict[str, Any], config: Path | None) -> None:
+    try:
+        cluster = read_cluster_config(config) if config else ClusterConfig()
+        for line in ask(control_path(cluster), request):
+            print(line, flush=True)
+    except (ConfigError, TimeoutError, ConnectionError) as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from error

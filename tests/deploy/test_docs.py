@@ -1,0 +1,41 @@
+"""Every `conductor ...` line of the documents is one that the command line takes."""
+
+import re
+import shlex
+
+import pytest
+import typer
+
+from deploy import cli
+from tests.deploy.processes import ROOT
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINE = re.compile(r"^    (?:\.venv/bin/)?conductor ([a-z]\S*.*?)(?:\s+#.*)?$", re.MULTILINE)
+COMMANDS = sorted({(path.name, line) for path in DOCUMENTS for line in LINE.findall(path.read_text())})
+
+
+def test_there_are_commands_to_test():
+    assert {line.split()[0] for _, line in COMMANDS} >= {
+        "up",
+        "status",
+        "scale",
+        "restart",
+        "doctor",
+        "replay",
+    }
+
+
+@pytest.mark.parametrize(("document", "line"), COMMANDS)
+def test_the_command_line_takes(document, line, capsys):
+    name, *arguments = shlex.split(line)
+    assert name in cli.COMMANDS
+    command = typer.main.get_command(cli.app(name)).commands[name]
+    if command.add_help_option:
+        command.make_context(name, arguments)  # raises for anything it does not know
+    else:
+        for each in {name, "replay"} if name == "advise" else {name}:  # it hands on what is replay's
+            with pytest.raises(SystemExit):
+                cli.main([each, "--help"])
+        told = capsys.readouterr().out
+        for option in (word for word in arguments if word.startswith("--")):
+            assert re.search(rf"{option}\b", told), f"{document}: {name} has no {option}"
