@@ -191,9 +191,10 @@ def buckets(cluster: StubCluster) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.frontend_live", description=__doc__)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--interval-ms", type=float, default=0.0, help="server.stream_interval_ms")
     arguments = parser.parse_args()
     load_average = os.getloadavg()[0]
-    with stub_cluster(quick_profile(), 1, 1) as cluster:
+    with stub_cluster(quick_profile(), 1, 1, arguments.interval_ms) as cluster:
         carried = asyncio.run(compare(cluster))
         by_grpc = next(row for row in carried if row.api == "grpc")
         half = by_grpc.requests_per_s / 2
@@ -210,6 +211,7 @@ def main() -> None:
         }
         result = {
             "machine": machine,
+            "stream_interval_ms": arguments.interval_ms,
             "carried": [asdict(row) for row in carried],
             "added_to_ttft": {"requests_per_s": half, "share_within_s": shares},
         }

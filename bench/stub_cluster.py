@@ -24,7 +24,6 @@ from base.config import (
     ClusterConfig,
     EngineConfig,
     PoolConfig,
-    SchedulerConfig,
     ServerConfig,
     process_config_json,
 )
@@ -56,7 +55,7 @@ class StubCluster:
 
 @contextmanager
 def stub_cluster(
-    profile: Profile, num_prefill: int, num_decode: int, scheduler: SchedulerConfig | None = None
+    profile: Profile, num_prefill: int, num_decode: int, stream_interval_ms: float = 0.0
 ) -> Iterator[StubCluster]:
     """Run a conductor for SmolLM2's tokenizer and stub nodes in the body."""
     prepared = prepare("smollm2", CACHE_DIR, lambda line: None)
@@ -67,10 +66,9 @@ def stub_cluster(
         profile_path.write_text(profile_json(profile))
         cluster = ClusterConfig(
             profile=str(profile_path),
-            server=ServerConfig(http_port=0, grpc_port=0),
+            server=ServerConfig(http_port=0, grpc_port=0, stream_interval_ms=stream_interval_ms),
             prefill=pool,
             decode=pool,
-            scheduler=scheduler or SchedulerConfig(),
         )
         config_path.write_text(process_config_json(conductor_process(cluster, model)))
         conductor = _started("conductor", "--config", str(config_path))

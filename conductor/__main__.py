@@ -61,7 +61,12 @@ async def serve(config: ConductorProcess) -> None:
     )
     observer = Observer(metrics, view, cost, decisions, clock)
     server = config.server
-    limits = Limits(server.request_timeout_s, config.scheduler.max_waiting, config.scheduler.role_wait_s)
+    limits = Limits(
+        server.request_timeout_s,
+        config.scheduler.max_waiting,
+        config.scheduler.role_wait_s,
+        server.stream_interval_ms / 1e3,
+    )
     dispatcher = Dispatcher(membership, view, cost, observer, clock, settings, limits)
     completions = Completions(model, dispatcher, metrics, clock, server.max_waiting)
     nodes = AttachService(membership, Lease(server.lease_s, server.heartbeat_s, rng.getrandbits(63)), clock)

@@ -1,7 +1,7 @@
 """Cost model: seconds of prefill, decode, transfer and load, predicted from a profile.
 
 A profile is a dozen numbers of one kind of node running one model, read from a JSON file
-(`conductor profile` writes one; presets are in `conductor/profiles/`). The forms:
+(presets are in `conductor/profiles/`). The forms:
 
     prefill(n new, p prefix) = fixed + a n + b ((p+n)^2 - p^2) + c h / (n + h) + d p
     decode step(B, K)        = fixed + e B + f K

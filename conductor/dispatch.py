@@ -99,6 +99,8 @@ class Limits:
     """Requests that wait to be placed."""
     role_wait_s: float = 10.0
     """For a role that has no node left."""
+    stream_interval_s: float = 0.0
+    """Between two pieces of one stream at least; what comes meanwhile goes out together."""
 
 
 DEFAULT_LIMITS = Limits()
@@ -128,6 +130,7 @@ class Dispatcher:
         self._view = view
         self._cost = cost
         self._request_timeout_s = limits.request_timeout_s
+        self._stream_interval_s = limits.stream_interval_s
         self._observer = observer
         self._clock = clock
         self._settings = settings
@@ -367,6 +370,8 @@ class Dispatcher:
             if not isinstance(message, Tokens):
                 raise ProtocolError(f"{type(message).__name__} where Tokens was expected")
             tokens, finish_reason = message.tokens, message.finish_reason
+            if self._stream_interval_s and finish_reason is None:
+                await asyncio.sleep(self._stream_interval_s - run.since_last_s)
             for later in run.mailbox.take_tokens():
                 tokens, finish_reason = tokens + later.tokens, later.finish_reason
             if tokens:

@@ -59,6 +59,11 @@ class Run:
             self._ttft_s = self._first_at_s - self.arrived_at_s
         return self._ttft_s
 
+    @property
+    def since_last_s(self) -> float:
+        """Seconds since tokens last came."""
+        return self._clock.now_s() - self._last_at_s
+
     def decoded(self) -> float:
         """Note that tokens came; return the seconds since those before."""
         gap_s, self._last_at_s = self._clock.now_s() - self._last_at_s, self._clock.now_s()

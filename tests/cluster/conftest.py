@@ -10,6 +10,7 @@ from base.config import (
     ClusterConfig,
     EngineConfig,
     PoolConfig,
+    SchedulerConfig,
     ServerConfig,
     StoreConfig,
     TransferConfig,
@@ -37,6 +38,7 @@ def running(
     decode: int = 1,
     transports=("shm", "tcp"),
     store: StoreConfig | None = None,
+    scheduler: SchedulerConfig | None = None,
     kv_cache_gib: float = 0.75,
 ) -> Iterator[LocalCluster]:
     """Run a cluster whose chunks (50 tokens) divide neither the prompts nor the blocks."""
@@ -47,6 +49,7 @@ def running(
         decode=PoolConfig(nodes=decode, engine=engine),
         transfer=TransferConfig(transports=transports),
         store=store or StoreConfig(),
+        scheduler=scheduler or SchedulerConfig(),
     )
     with local_cluster(config, model, folder) as cluster:
         until(lambda: len(cluster.status()["nodes"]) == prefill + decode)

@@ -10,7 +10,7 @@ from bench.stub_cluster import BLOCK_SIZE, stub_info
 from bench.stub_node import StubNode
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
-from conductor.dispatch import Dispatcher, Limits
+from conductor.dispatch import DEFAULT_LIMITS, Dispatcher
 from conductor.explain import Decisions
 from conductor.membership import Membership
 from conductor.nodes import NodeSession
@@ -41,7 +41,7 @@ async def attached(membership, session, node, clock):
 
 
 @contextlib.asynccontextmanager
-async def cluster(clock, settings, num_prefill=2, num_decode=2, role_settings=None):
+async def cluster(clock, settings, num_prefill=2, num_decode=2, role_settings=None, limits=DEFAULT_LIMITS):
     """A dispatcher with stub nodes; gives it and its view. At the end nothing is in flight."""
     view = ClusterView(COST, BLOCK_SIZE)
     membership = Membership("m", view, clock)
@@ -55,7 +55,7 @@ async def cluster(clock, settings, num_prefill=2, num_decode=2, role_settings=No
             session = NodeSession(stub_info(f"n{number}", role, "m"))
             tasks.append(group.create_task(attached(membership, session, node, clock)))
             tasks.append(group.create_task(node.run()))
-        dispatcher = Dispatcher(membership, view, COST, observer, clock, settings, Limits())
+        dispatcher = Dispatcher(membership, view, COST, observer, clock, settings, limits)
         if role_settings is not None:
             controller = RoleController(COST, role_settings)
             changes = change_roles(controller, view, dispatcher, clock)
