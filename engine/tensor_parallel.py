@@ -99,18 +99,19 @@ def cut_model(model: nn.Module, plan: dict[str, str], heads: tuple[int, int], gr
     for count in heads:
         if count % group.size:
             raise ConfigError(f"tensor parallel: {count} heads do not divide among {group.size} ranks")
-    cut = 0
-    for name, module in list(model.named_modules()):
+    to_cut: list[tuple[str, nn.Linear, str]] = []
+    for name, module in model.named_modules():
         style = next((style for pattern, style in plan.items() if fnmatch(name, pattern)), None)
         if style is None or style in UNCUT:
             continue
         if type(module) is not nn.Linear or style not in ("colwise", "rowwise"):
             raise ConfigError(f"tensor parallel: {name} is to be cut {style!r}, which is not known here")
+        to_cut.append((name, module, style))
+    for name, linear, style in to_cut:
         parent, _, child = name.rpartition(".")
-        made = _columns(module, group) if style == "colwise" else _rows(module, group)
+        made = _columns(linear, group) if style == "colwise" else _rows(linear, group)
         setattr(model.get_submodule(parent), child, made)
-        cut += 1
-    return cut
+    return len(to_cut)
 
 
 def _columns(linear: nn.Linear, group: TensorGroup) -> nn.Linear:
