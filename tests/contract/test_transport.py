@@ -281,22 +281,24 @@ async def test_a_killed_peer_fails_the_batch_and_its_successor_is_reached(
 async def test_a_peer_killed_in_the_middle_of_batches_is_noticed_and_stalls_nobody(
     agent: TransferAgent, transport: str, peer: RemotePeer, source: Segment, target: int
 ) -> None:
-    others = asyncio.create_task(writes_until_failure(agent, peer, target, source))
+    begun = asyncio.Semaphore(0)
+    grant = peer.grant(target, OFFSETS, BLOCK)
+    others = asyncio.create_task(writes_until_failure(agent, peer, grant, source, begun))
     with RemotePeer((transport,), "doomed") as doomed:
         segment_id = doomed.allocate(NUM_BLOCKS * BLOCK)
+        lost = doomed.grant(segment_id, OFFSETS, BLOCK)
         writers = [
-            asyncio.create_task(writes_until_failure(agent, doomed, segment_id, source)) for _ in range(3)
+            asyncio.create_task(writes_until_failure(agent, doomed, lost, source, begun)) for _ in range(3)
         ]
-        # Batches follow each other without a pause: whenever it dies, some are under way.
-        spare = doomed.grant(segment_id, OFFSETS, BLOCK)
-        await agent.write(doomed.descriptor, spare, same_place(source, OFFSETS))
+        # From here on batches follow each other without a pause: some are under way when it dies.
+        for _ in range(4):
+            await begun.acquire()
         doomed.kill()
         killed_at_s = time.perf_counter()
         async with asyncio.timeout(NOTICED_WITHIN_S.get(transport, HEARTBEAT_S)):
             reasons = await asyncio.gather(*writers)
         print(f"{transport}: noticed {time.perf_counter() - killed_at_s:.3f} s after the end of the process")
     assert [type(reason) for reason in reasons] == [TransferFailedError] * 3
-    grant = peer.grant(target, OFFSETS, BLOCK)
     async with asyncio.timeout(HEARTBEAT_S):
         await agent.write(peer.descriptor, grant, same_place(source, OFFSETS))
     assert not others.done()
@@ -308,12 +310,13 @@ async def test_a_peer_killed_in_the_middle_of_batches_is_noticed_and_stalls_nobo
 
 
 async def writes_until_failure(
-    agent: TransferAgent, peer: RemotePeer, segment_id: int, source: Segment
+    agent: TransferAgent, peer: RemotePeer, grant: Grant, source: Segment, begun: asyncio.Semaphore
 ) -> Exception:
-    """Write one batch after the other; return what ended it."""
-    grant = peer.grant(segment_id, OFFSETS, BLOCK)
+    """Write one batch after the other, the first of which is told; return what ended it."""
     batch = same_place(source, OFFSETS)
     try:
+        await agent.write(peer.descriptor, grant, batch)
+        begun.release()
         while True:
             await agent.write(peer.descriptor, grant, batch)
     except TransferFailedError as error:
