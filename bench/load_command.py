@@ -20,7 +20,7 @@ from bench.load import LoadRun, run_load, warm_up
 from bench.load_report import parse_goodput, report, table
 from bench.sse_client import Server
 from bench.workload import LoadRequest, gamma_arrivals, synthetic_load, trace_load
-from conductor.replay.trace import read_trace
+from conductor.replay.trace_formats import read_trace
 
 
 def make_parser() -> argparse.ArgumentParser:

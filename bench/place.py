@@ -25,7 +25,8 @@ from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel, load_profile
 from conductor.placement import Placement, PlacementRequest, Rejection
 from conductor.replay.cluster import Cluster, ClusterOptions
-from conductor.replay.trace import Trace, arrivals, read_trace
+from conductor.replay.trace import Trace, arrivals
+from conductor.replay.trace_formats import read_trace
 from conductor.scheduler import PrefillPolicy, place
 from conductor.scheduler_settings import SchedulerSettings
 from kvstore.index import PrefixIndex

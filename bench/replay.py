@@ -22,7 +22,8 @@ from typing import Any
 from conductor.cost_model import CostModel, load_profile
 from conductor.replay.cluster import ClusterOptions
 from conductor.replay.simulate import Plan, simulate
-from conductor.replay.trace import Trace, read_trace
+from conductor.replay.trace import Trace
+from conductor.replay.trace_formats import read_trace
 
 
 def measure(trace: Trace, nodes: int, copies: int, rows: int | None) -> dict[str, float]:

@@ -21,6 +21,7 @@ from collections.abc import Container, Sequence
 from typing import Protocol
 
 from base.errors import ConfigError
+from conductor.cost_model import Profile
 from kvstore.eviction import BY_NAME, Eviction
 from kvstore.index import Key
 
@@ -34,6 +35,10 @@ class Cache(Protocol):
         """Return how many leading blocks of `chain` are held."""
         ...
 
+    def num_on_disk(self, chain: Sequence[Key], matched: int) -> int:
+        """Return how many of the `matched` blocks have to be read from disk."""
+        ...
+
     def store(self, chain: Sequence[Key]) -> tuple[Sequence[Key], list[Key]]:
         """Hold all of `chain`, as far as it fits; return what is new and what had to go."""
         ...
@@ -43,15 +48,20 @@ class Cache(Protocol):
         ...
 
 
-def make_cache(policy: str, capacity: int) -> Cache:
-    """Return an empty cache under a policy of `kvstore.eviction.BY_NAME`.
+def make_cache(policy: str, profile: Profile, block_size: int) -> Cache:
+    """Return an empty cache as large as a node's host memory and disk, under a policy of BY_NAME.
 
     Raises:
-        ConfigError: there is no such policy.
+        ConfigError: there is no such policy, or it is simulated without a disk alone.
     """
     if policy not in BY_NAME:
         raise ConfigError(f"eviction {policy!r}: one of {', '.join(BY_NAME)}")
-    return BlockCache(capacity) if policy == "lru" else PolicyCache(policy, capacity)
+    capacity, on_disk = profile.host_kv_tokens // block_size, profile.disk_kv_tokens // block_size
+    if policy == "lru":
+        return TieredCache(capacity, on_disk) if on_disk else BlockCache(capacity)
+    if on_disk:
+        raise ConfigError(f"eviction {policy!r}: a disk is simulated with lru alone")
+    return PolicyCache(policy, capacity)
 
 
 class _Run:
@@ -118,6 +128,10 @@ class BlockCache:
             by_use.move_to_end(run)
         return stored, self._evict(self._size - self.capacity) if self._size > self.capacity else []
 
+    def num_on_disk(self, chain: Sequence[Key], matched: int) -> int:
+        """Return 0: there is no disk."""
+        return 0
+
     def clear(self) -> None:
         """Forget everything: the node died."""
         self._size = 0
@@ -146,6 +160,39 @@ class BlockCache:
             excess -= len(keys)
             del self._by_use[oldest], self._by_first[keys[0]]
         return evicted
+
+
+class TieredCache:
+    """Host memory, and a disk for what memory has no room for: one order of use, cut in two.
+
+    What is used is in memory; the least recently used of memory goes to disk, and of disk
+    for good. Both are LRU, so memory holds the latest of what is held at all.
+    """
+
+    def __init__(self, in_memory: int, on_disk: int) -> None:
+        self._memory = BlockCache(in_memory)
+        self._all = BlockCache(in_memory + on_disk)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def match(self, chain: Sequence[Key]) -> int:
+        """Return how many leading blocks of `chain` are held."""
+        return self._all.match(chain)
+
+    def num_on_disk(self, chain: Sequence[Key], matched: int) -> int:
+        """Return how many of the `matched` blocks have to be read from disk."""
+        return max(0, matched - self._memory.match(chain))
+
+    def store(self, chain: Sequence[Key]) -> tuple[Sequence[Key], list[Key]]:
+        """Hold all of `chain`, as far as it fits; return what is new and what had to go."""
+        self._memory.store(chain)
+        return self._all.store(chain)
+
+    def clear(self) -> None:
+        """Forget everything: the node died."""
+        self._memory.clear()
+        self._all.clear()
 
 
 class PolicyCache:
@@ -185,6 +232,10 @@ class PolicyCache:
         for key in held:
             blocks.release(key)
         return chain[depth:], evicted
+
+    def num_on_disk(self, chain: Sequence[Key], matched: int) -> int:
+        """Return 0: there is no disk."""
+        return 0
 
     def clear(self) -> None:
         """Forget everything: the node died."""

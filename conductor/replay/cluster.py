@@ -25,10 +25,10 @@ from typing import Any
 from base.errors import ConfigError
 from base.grants import PeerDescriptor
 from base.messages import NodeInfo
-from base.request import NodeId, RequestId, Role, Slo
+from base.request import NodeId, Role, Slo
 from conductor.admission import admit_to_decode
 from conductor.cluster_view import ClusterView
-from conductor.cost_model import CostModel
+from conductor.cost_model import CostModel, Profile
 from conductor.load_order import bits_of
 from conductor.placement import Placement, PlacementRequest, Rejection
 from conductor.replay.block_cache import make_cache
@@ -36,6 +36,7 @@ from conductor.replay.decode_node import DecodeNode, Sequence
 from conductor.replay.faults import Fault
 from conductor.replay.links import Flow, Links
 from conductor.replay.outcome import Outcomes, worst_gaps_s
+from conductor.replay.pipeline import CHUNK_TOKENS, grouped, run_through
 from conductor.replay.policies import prefill_policy
 from conductor.replay.sim_node import SimNode, SimRequest
 from conductor.replay.trace import TraceRequest
@@ -46,6 +47,11 @@ from kvstore.index import Key
 
 # How often a role change is thought about.
 ROLE_STEP_S = 2.0
+
+# Requests between two looks at the progress of a run.
+WATCH_EVERY = 1_000
+
+Watch = Callable[[float, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,10 @@ class ClusterOptions:
     roles: RoleSettings | None = None
     """When nodes may change roles; None: never."""
     seed: int = 0
+    stages: int = 1
+    """Nodes that prefill each prompt together, in a pipeline of chunks; divides `prefill_nodes`."""
+    decode_caches: bool = False
+    """Whether a decode node keeps the prompts that it received, and lends them."""
 
 
 Placer = Callable[
@@ -84,6 +94,9 @@ class Cluster:
     def __init__(self, cost: CostModel, options: ClusterOptions, placer: Placer = place) -> None:
         """`placer` may wrap `scheduler.place`, to time or record it."""
         self.options = options
+        self._node_cost = cost
+        if options.stages > 1:
+            cost = CostModel(grouped(cost.profile, options.stages))
         self._place = placer
         self.outcomes = Outcomes(options.block_size)
         self.view = ClusterView(cost, options.block_size)
@@ -92,6 +105,8 @@ class Cluster:
         self.samples: list[tuple[float, float, float]] = []
         """(moment, mean seconds of prefill queued, mean decode step) of each sample."""
         self._cost = cost
+        self._prefill_s = cost.prefill_s
+        self._has_disk = cost.profile.disk_kv_tokens > 0
         self._settings = SchedulerSettings(
             reject=options.reject,
             fetches=options.policy == "global",
@@ -102,7 +117,8 @@ class Cluster:
         self._num_scheduled = 0
         self._is_arriving = False
         self._nodes: dict[NodeId, SimNode] = {}
-        self._in_flight: dict[str, SimRequest] = {}
+        self._in_flight: dict[SimRequest, None] = {}
+        self._num_turns_to_come = 0
         self._roles = RoleController(cost, options.roles) if options.roles else None
         self._build()
 
@@ -111,8 +127,11 @@ class Cluster:
         """All nodes, those named p first."""
         return list(self._nodes.values())
 
-    def run(self, arrivals: Iterable[TraceRequest]) -> None:
-        """Serve every request of `arrivals`, which come in order of time, to its end."""
+    def run(self, arrivals: Iterable[TraceRequest], watch: Watch | None = None) -> None:
+        """Serve every request of `arrivals`, which come in order of time, to its end.
+
+        `watch` is told the simulated time and the requests that arrived, now and then.
+        """
         if self.options.sample_every_s:
             self._at(self.options.sample_every_s, self._sample)
         if self._roles is not None:
@@ -120,10 +139,12 @@ class Cluster:
         for fault in self.options.faults:
             self._at(fault.at_s, self._node_dies, fault)
         self._is_arriving = True
-        for row in arrivals:
+        for number, row in enumerate(arrivals):
             self._run_until(row.arrival_s)
             self.now_s = row.arrival_s
             self._arrived(row)
+            if watch is not None and not number % WATCH_EVERY:
+                watch(self.now_s, number + 1)
         self._is_arriving = False
         self._run_until(inf)
 
@@ -141,23 +162,27 @@ class Cluster:
     @property
     def _is_busy(self) -> bool:
         """Whether something will happen that is worth watching."""
-        return self._is_arriving or bool(self._in_flight)
+        return self._is_arriving or bool(self._in_flight) or self._num_turns_to_come > 0
 
     # Nodes
 
     def _build(self) -> None:
-        counts = ((Role.PREFILL, self.options.prefill_nodes), (Role.DECODE, self.options.decode_nodes))
-        for role, count in counts:
-            for number in range(count):
-                self._add(NodeId(f"{role.value[0]}{number}"), role)
-        if unknown := [fault.node_id for fault in self.options.faults if fault.node_id not in self._nodes]:
+        options = self.options
+        if options.prefill_nodes % options.stages:
+            raise ConfigError(
+                f"{options.prefill_nodes} prefill nodes in groups of {options.stages}: --stages divides them"
+            )
+        for number in range(options.prefill_nodes // options.stages):
+            self._add(NodeId(f"p{number}"), Role.PREFILL, self._cost.profile)
+        for number in range(options.decode_nodes):
+            self._add(NodeId(f"d{number}"), Role.DECODE, self._node_cost.profile)
+        if unknown := [fault.node_id for fault in options.faults if fault.node_id not in self._nodes]:
             raise ConfigError(f"fault of node {unknown[0]!r}: there is none of that name")
 
-    def _add(self, node_id: NodeId, role: Role) -> None:
-        profile = self._cost.profile
-        cache = make_cache(self.options.eviction, profile.host_kv_tokens // self.options.block_size)
+    def _add(self, node_id: NodeId, role: Role, profile: Profile) -> None:
+        cache = make_cache(self.options.eviction, profile, self.options.block_size)
         decode = DecodeNode(self._cost, profile.device_kv_tokens, self._at, self._finished)
-        node = SimNode(node_id, cache, decode, profile.transfer_bytes_per_s)
+        node = SimNode(node_id, cache, decode, profile.transfer_bytes_per_s, self.options.stages)
         self._nodes[node_id] = node
         self._register(node, frozenset({role}))
 
@@ -191,14 +216,14 @@ class Cluster:
             request = sequence.owner
             request.num_tokens, request.tokens_left = sequence.context_tokens, sequence.steps_left
             request.gaps, request.last_token_s = sequence.gaps, sequence.started_at_s
-        for request in list(self._in_flight.values()):
+        for request in list(self._in_flight):
             placement = request.placement
             if node.node_id in (placement.prefill_node, placement.decode_node):
                 # what is decoding elsewhere does not need the node that prefilled it
-                if placement.decode_node == node.node_id or request.waits_for or request.flows:
+                if placement.decode_node == node.node_id or request.waits_for or request.flow:
                     self._retry(request)
             elif placement.source_node == node.node_id and request.fetching:
-                self._stop_flows(request)
+                self._stop_flow(request)
                 request.fetching = False
                 self._start_prefill(self._nodes[placement.prefill_node])
         if fault.for_s < inf:
@@ -207,23 +232,21 @@ class Cluster:
     def _retry(self, request: SimRequest) -> None:
         """Begin a lost request again, with the tokens that it has."""
         self.view.finished(request.request_id, self.now_s)
-        self._stop_flows(request)
+        self._stop_flow(request)
         node = self._nodes[request.placement.prefill_node]
         if request in node.queue:
             node.queue.remove(request)
-        request.attempt += 1
-        request.request_id = RequestId(f"{request.name}.{request.attempt}")
-        request.fetching = False
+        request.begin_again()
         if node.running is request:
             node.running = None
             self._start_prefill(node)
         self.outcomes.num_retried += 1
         self._begin(request)
 
-    def _stop_flows(self, request: SimRequest) -> None:
-        for flow in request.flows:
-            self.links.cancel(flow, self.now_s)
-        request.flows.clear()
+    def _stop_flow(self, request: SimRequest) -> None:
+        if request.flow is not None:
+            self.links.cancel(request.flow, self.now_s)
+            request.flow = None
 
     def _step_roles(self, roles: RoleController) -> None:
         action = roles.step(self.view, self.now_s)
@@ -254,27 +277,24 @@ class Cluster:
     # The path of one request
 
     def _arrived(self, row: TraceRequest) -> None:
-        output_tokens = min(row.output_tokens, self.options.output_limit or row.output_tokens)
-        request = SimRequest(row, str(self.outcomes.num_arrived), output_tokens)
-        self.outcomes.arrived()
-        self._begin(request)
+        number = self.outcomes.num_arrived
+        self.outcomes.num_arrived = number + 1
+        self._begin(SimRequest(row, number, self.options.output_limit))
 
     def _begin(self, request: SimRequest) -> None:
         """Place a request, or reject it."""
+        now_s = self.now_s
         asked = PlacementRequest(
             request.request_id, request.chain, request.num_tokens, request.tokens_left, self.options.slo
         )
-        placement = self._place(
-            asked, self.view, self._cost, self.now_s, self._settings, self._choose_prefill
-        )
+        placement = self._place(asked, self.view, self._cost, now_s, self._settings, self._choose_prefill)
         if not isinstance(placement, Placement):
-            self._in_flight.pop(request.name, None)
-            self.outcomes.rejected(placement.reason.value, 0.0)
+            self._rejected(request, placement.reason.value, 0.0)
             return
-        self.view.placed(asked, placement, self.now_s)
+        self.view.placed(asked, placement, now_s)
         request.placement = placement
         request.waits_for = 1
-        self._in_flight[request.name] = request
+        self._in_flight[request] = None
         node = self._nodes[placement.prefill_node]
         if placement.source_node is not None:
             self._fetch(request, node, self._nodes[placement.source_node], placement)
@@ -282,60 +302,90 @@ class Cluster:
         if node.running is None:
             self._start_prefill(node)
 
+    def _rejected(self, request: SimRequest, reason: str, wasted_prefill_s: float) -> None:
+        self._in_flight.pop(request, None)
+        self.outcomes.rejected(request.number, request.arrival_s, reason, wasted_prefill_s)
+        self._next_turn(request)
+
     def _fetch(self, request: SimRequest, node: SimNode, source: SimNode, placement: Placement) -> None:
         tokens = placement.matched_tokens - placement.local_blocks * self.options.block_size
         num_bytes = tokens * self._cost.profile.kv_token_bytes
         request.fetching = True
 
         def fetched(now_s: float) -> None:
-            request.flows.clear()
+            request.flow = None
             request.fetching = False
             # what the source dropped meanwhile did not come
             blocks = request.chain[: min(placement.matched_blocks, source.cache.match(request.chain))]
-            stored = self._store(node, blocks)
-            self.outcomes.replicas_created += stored
+            self.outcomes.replicas_created += self._store(node, blocks)
             if node.running is None:
                 self._start_prefill(node)
 
-        self._start_flow(request, Flow(source.sends, node.receives, num_bytes, inf, fetched))
-
-    def _start_flow(self, request: SimRequest, flow: Flow) -> None:
-        request.flows.append(flow)
-        self.links.start(flow, self.now_s)
+        request.flow = Flow(source.sends, node.receives, num_bytes, inf, fetched)
+        self.links.start(request.flow, self.now_s)
 
     def _start_prefill(self, node: SimNode) -> None:
-        request = node.take_ready() if node.running is None else None
+        """Compute the next prompt whose blocks have come, if the node is free."""
+        if not node.queue or node.running is not None:
+            return
+        request = node.take_ready()
         if request is None:
             return
         node.running = request
-        size = self.options.block_size
-        request.prefix_tokens = min(node.cache.match(request.chain) * size, request.num_tokens - 1)
-        request.started_at_s = self.now_s
-        new_tokens = request.num_tokens - request.prefix_tokens
-        request.prefill_s = self._cost.prefill_s(new_tokens, request.prefix_tokens)
+        now_s = self.now_s
+        matched = node.cache.match(request.chain)
+        matched_tokens, last = matched * self.options.block_size, request.num_tokens - 1
+        request.prefix_tokens = prefix = matched_tokens if matched_tokens < last else last
+        request.started_at_s = now_s
+        request.prefill_s = prefill_s = self._prefill_s(request.num_tokens - prefix, prefix)
+        if self._has_disk:
+            prefill_s += self._shown_load_s(node, request.chain, matched, prefill_s)
+        free_at_s = ends_at_s = now_s + prefill_s
+        if node.free_at_s:
+            free_at_s, ends_at_s = run_through(node.free_at_s, now_s, self._chunks(request))
         node.busy_s += request.prefill_s
-        self._hand_off(request, node)
-        self._at(self.now_s + request.prefill_s, self._prefilled, request, node, request.attempt)
+        self._hand_off(request, node, ends_at_s - now_s)
+        self._at(free_at_s, self._prefilled, request, node, request.attempt)
+        if ends_at_s > free_at_s:
+            # the first stage is free for the next prompt while later stages work on this one
+            request.waits_for += 1
+            self._at(ends_at_s, self._left_pipeline, request, request.attempt)
 
-    def _hand_off(self, request: SimRequest, node: SimNode) -> None:
+    def _shown_load_s(self, node: SimNode, chain: ChainOf[Key], matched: int, prefill_s: float) -> float:
+        """Return what is seen of loading blocks from disk, layer by layer while others compute."""
+        tokens = node.cache.num_on_disk(chain, matched) * self.options.block_size
+        load_s = self._node_cost.load_s(tokens, from_disk=True)
+        return max(0.0, load_s - prefill_s) + min(load_s, prefill_s) / self._cost.profile.num_layers
+
+    def _chunks(self, request: SimRequest) -> list[float]:
+        """Return the seconds that one node alone would take for each chunk of a prompt."""
+        prefix, end, size = request.prefix_tokens, request.num_tokens, CHUNK_TOKENS
+        alone_s = self._node_cost.prefill_s
+        return [alone_s(min(size, end - at), at) for at in range(prefix, end, size)]
+
+    def _left_pipeline(self, request: SimRequest, attempt: int) -> None:
+        if request.attempt == attempt:
+            self._one_part_done(request)
+
+    def _hand_off(self, request: SimRequest, node: SimNode, prefill_s: float) -> None:
         """Stream the prompt's KV to the decode node while it is computed."""
         placement = request.placement
         tokens = request.num_tokens - placement.decode_matched_blocks * self.options.block_size
         if tokens <= 0 or request.tokens_left <= 1:
             return
-        request.waits_for = 2
+        request.waits_for += 1
         num_bytes = tokens * self._cost.profile.kv_token_bytes
         # No layer can leave before it is computed, and the last leaves after all of it:
         # a flow slowed to that pace ends when a streamed hand-off would.
         tail_s = self._cost.transfer_s(tokens) / self._cost.profile.num_layers
-        limit = num_bytes / (request.prefill_s + tail_s)
-        receives = self._nodes[placement.decode_node].receives
 
         def arrived(now_s: float) -> None:
-            request.flows.clear()
+            request.flow = None
             self._one_part_done(request)
 
-        self._start_flow(request, Flow(node.sends, receives, num_bytes, limit, arrived))
+        receives = self._nodes[placement.decode_node].receives
+        request.flow = Flow(node.sends, receives, num_bytes, num_bytes / (prefill_s + tail_s), arrived)
+        self.links.start(request.flow, self.now_s)
 
     def _prefilled(self, request: SimRequest, node: SimNode, attempt: int) -> None:
         if request.attempt != attempt:
@@ -352,15 +402,17 @@ class Cluster:
 
     def _next_token(self, request: SimRequest) -> None:
         """The token that prefill makes came: the first, or after a fault the next."""
-        now_s, options = self.now_s, self.options
-        decode_id = request.placement.decode_node
-        state = self.view.node(decode_id)
-        if not admit_to_decode(state, self._cost, request.num_tokens, options.slo, options.reject):
-            self.view.finished(request.request_id, now_s)
-            del self._in_flight[request.name]
-            self.outcomes.rejected("tbt_late", request.prefill_s)
+        now_s, options, view = self.now_s, self.options, self.view
+        node = self._nodes[request.placement.decode_node]
+        if options.reject is not RejectPolicy.NONE and not admit_to_decode(
+            view.node(node.node_id), self._cost, request.num_tokens, options.slo, options.reject
+        ):
+            view.finished(request.request_id, now_s)
+            self._rejected(request, "tbt_late", request.prefill_s)
             return
-        self.view.prefill_done(request.request_id, now_s)
+        view.prefill_done(request.request_id, now_s)
+        if options.decode_caches:
+            self._store(node, request.chain)
         if request.first_token_s is None:
             request.first_token_s = now_s
         else:
@@ -370,22 +422,29 @@ class Cluster:
         if request.tokens_left <= 1:
             self._finished(sequence, now_s)
         else:
-            self._nodes[decode_id].decode.join(sequence, now_s)
+            node.decode.join(sequence, now_s)
 
     def _finished(self, sequence: Sequence[SimRequest], now_s: float) -> None:
         request = sequence.owner
-        assert request.first_token_s is not None, "a sequence decodes after its first token"
         self.view.finished(request.request_id, now_s, request.tokens_left)
-        del self._in_flight[request.name]
-        self.outcomes.completed(
-            arrival_s=request.arrival_s,
-            ttft_s=request.first_token_s - request.arrival_s,
-            tbt_s=worst_gaps_s(sequence.gaps),
-            num_tokens=request.prompt_tokens,
-            prefix_tokens=min(request.prefix_tokens, request.prompt_tokens),
-            prefill_s=request.prefill_s,
-            queue_s=request.started_at_s - request.arrival_s,
-        )
+        del self._in_flight[request]
+        placement = request.placement
+        tbt_s = worst_gaps_s(sequence.gaps)
+        self.outcomes.completed(request, tbt_s, placement.prefill_node, placement.decode_node)
+        if request.next_turn is not None:
+            self._next_turn(request)
+
+    def _next_turn(self, request: SimRequest) -> None:
+        """Let a session go on, as long after this answer as its user took."""
+        row = request.next_turn
+        if row is not None:
+            self._num_turns_to_come += 1
+            arrival_s = self.now_s + row.arrival_s
+            self._at(arrival_s, self._turn_came, row._replace(arrival_s=arrival_s))
+
+    def _turn_came(self, row: TraceRequest) -> None:
+        self._num_turns_to_come -= 1
+        self._arrived(row)
 
     def _store(self, node: SimNode, chain: ChainOf[Key]) -> int:
         """Put blocks into a node's cache and tell the view; return how many are new."""

@@ -19,8 +19,8 @@ from math import ceil
 from typing import Any
 
 from conductor.cost_model import CostModel
-from conductor.replay.block_cache import make_cache
-from conductor.replay.outcome import Outcomes, worst_gaps_s
+from conductor.replay.block_cache import BlockCache
+from conductor.replay.outcome import Outcomes, Segment, worst_gaps_s
 from conductor.replay.trace import TraceRequest
 
 CHUNK_TOKENS = 512
@@ -31,23 +31,30 @@ class _Sequence:
     """One request on a node."""
 
     __slots__ = (
+        "arrival_s",
         "context_tokens",
+        "first_token_s",
         "gaps",
-        "last_token_s",
+        "number",
+        "output_tokens",
         "prefill_s",
         "prefix_tokens",
+        "prompt_tokens",
         "row",
+        "started_at_s",
         "steps_left",
-        "ttft_s",
     )
 
-    def __init__(self, row: TraceRequest) -> None:
+    def __init__(self, row: TraceRequest, number: int) -> None:
         self.row = row
-        self.context_tokens = row.num_tokens
+        self.number = number
+        self.arrival_s = row.arrival_s
+        self.prompt_tokens = self.context_tokens = row.num_tokens
+        self.output_tokens = row.output_tokens
         self.steps_left = row.output_tokens - 1
-        self.gaps: list[tuple[float, int, float]] = []
-        self.last_token_s = 0.0
-        self.ttft_s = 0.0
+        self.gaps: list[Segment] = []
+        self.started_at_s = 0.0
+        self.first_token_s: float | None = None
         self.prefill_s = 0.0
         self.prefix_tokens = 0
 
@@ -55,10 +62,11 @@ class _Sequence:
 class _Node:
     """One colocated node: prompts in order, a batch, a cache."""
 
-    def __init__(self, cost: CostModel, block_size: int) -> None:
+    def __init__(self, name: str, cost: CostModel, block_size: int) -> None:
+        self.name = name
         self.cost = cost
         self.block_size = block_size
-        self.cache = make_cache("lru", cost.profile.host_kv_tokens // block_size)
+        self.cache = BlockCache(cost.profile.host_kv_tokens // block_size)
         self.prompts: deque[_Sequence] = deque()
         self.batch: list[_Sequence] = []
         self.context_tokens = 0
@@ -104,7 +112,7 @@ class ColocatedCluster:
         self.outcomes = Outcomes(block_size)
         self.num_nodes = num_nodes
         self.now_s = 0.0
-        self._nodes = [_Node(cost, block_size) for _ in range(num_nodes)]
+        self._nodes = [_Node(f"c{number}", cost, block_size) for number in range(num_nodes)]
         self._cost = cost
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = 0
@@ -127,9 +135,12 @@ class ColocatedCluster:
 
     def _arrived(self, row: TraceRequest, arrivals: Iterator[TraceRequest]) -> None:
         self._next_arrival(arrivals)
-        self.outcomes.arrived()
+        self._place(row)
+
+    def _place(self, row: TraceRequest) -> None:
         node = min(self._nodes, key=lambda node: self._predicted_s(node, row))
-        sequence = _Sequence(row)
+        sequence = _Sequence(row, self.outcomes.num_arrived)
+        self.outcomes.num_arrived += 1
         node.queued_s += self._own_s(node, row)
         node.prompts.append(sequence)
         if not node.is_stepping:
@@ -177,7 +188,8 @@ class ColocatedCluster:
         sequence = node.prompts.popleft()
         node.queued_s = node.queued_s - sequence.prefill_s if node.prompts else 0.0
         node.cache.store(sequence.row.chain)
-        sequence.ttft_s = self.now_s - sequence.row.arrival_s
+        sequence.first_token_s = self.now_s
+        sequence.started_at_s = max(sequence.arrival_s, self.now_s - sequence.prefill_s)
         node.context_tokens += sequence.context_tokens
         if sequence.steps_left:
             node.batch.append(sequence)
@@ -186,15 +198,10 @@ class ColocatedCluster:
 
     def _finish(self, node: _Node, sequence: _Sequence) -> None:
         node.context_tokens -= sequence.context_tokens
-        self.outcomes.completed(
-            arrival_s=sequence.row.arrival_s,
-            ttft_s=sequence.ttft_s,
-            tbt_s=worst_gaps_s(sequence.gaps),
-            num_tokens=sequence.row.num_tokens,
-            prefix_tokens=sequence.prefix_tokens,
-            prefill_s=sequence.prefill_s,
-            queue_s=max(0.0, sequence.ttft_s - sequence.prefill_s),
-        )
+        self.outcomes.completed(sequence, worst_gaps_s(sequence.gaps), node.name, node.name)
+        if (turn := sequence.row.next_turn) is not None:
+            arrival_s = self.now_s + turn.arrival_s
+            self._at(arrival_s, self._place, turn._replace(arrival_s=arrival_s))
 
 
 MAX_STEPS = 16

@@ -36,7 +36,8 @@ from conductor.replay.report import (
     trace_report,
 )
 from conductor.replay.simulate import Plan, simulate, simulate_colocated
-from conductor.replay.trace import Trace, read_trace
+from conductor.replay.trace import Trace
+from conductor.replay.trace_formats import read_trace
 from conductor.roles import RoleSettings
 from conductor.scheduler_settings import RejectPolicy
 from kvstore.eviction import BY_NAME

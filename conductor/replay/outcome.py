@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from math import ceil
+from typing import NamedTuple, Protocol
 
 Segment = tuple[float, int, float]
 """Token gaps that grow evenly: (seconds of the last and longest, gaps, growth of each next)."""
@@ -16,53 +17,71 @@ Segment = tuple[float, int, float]
 LONGEST_SHARE = 0.1
 
 
+class Finished(Protocol):
+    """What is noted of a request that had its last token."""
+
+    number: int
+    arrival_s: float
+    first_token_s: float | None
+    started_at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prefix_tokens: int
+    prefill_s: float
+
+
+class Rejected(NamedTuple):
+    """A request that was refused."""
+
+    number: int
+    arrival_s: float
+    reason: str
+
+
 class Outcomes:
     """Counts every request once: completed, or rejected with a reason."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.num_arrived = 0
-        self.rejections: Counter[str] = Counter()
+        self.refused: list[Rejected] = []
         self.wasted_prefill_s = 0.0
         self.replicas_created = 0
         self.num_retried = 0
         self.role_changes = 0
+        self.number = array("q")
         self.arrival_s = array("d")
         self.ttft_s = array("d")
         self.tbt_s = array("d")
         self.num_tokens = array("q")
+        self.output_tokens = array("q")
         self.prefix_tokens = array("q")
         self.prefill_s = array("d")
         self.queue_s = array("d")
+        self.prefill_node: list[str] = []
+        self.decode_node: list[str] = []
 
-    def arrived(self) -> None:
-        """A request came."""
-        self.num_arrived += 1
-
-    def rejected(self, reason: str, wasted_prefill_s: float) -> None:
+    def rejected(self, number: int, arrival_s: float, reason: str, wasted_prefill_s: float) -> None:
         """A request was refused; `wasted_prefill_s` had been spent on it."""
-        self.rejections[reason] += 1
+        self.refused.append(Rejected(number, arrival_s, reason))
         self.wasted_prefill_s += wasted_prefill_s
 
-    def completed(
-        self,
-        *,
-        arrival_s: float,
-        ttft_s: float,
-        tbt_s: float,
-        num_tokens: int,
-        prefix_tokens: int,
-        prefill_s: float,
-        queue_s: float,
-    ) -> None:
+    def completed(self, request: Finished, tbt_s: float, prefill_node: str, decode_node: str) -> None:
         """A request had its last token."""
+        arrival_s, first_token_s = request.arrival_s, request.first_token_s
+        assert first_token_s is not None, "a request completes after its first token"
+        prompt_tokens, prefix_tokens = request.prompt_tokens, request.prefix_tokens
+        self.number.append(request.number)
         self.arrival_s.append(arrival_s)
-        self.ttft_s.append(ttft_s)
+        self.ttft_s.append(first_token_s - arrival_s)
         self.tbt_s.append(tbt_s)
-        self.num_tokens.append(num_tokens)
-        self.prefix_tokens.append(prefix_tokens)
-        self.prefill_s.append(prefill_s)
-        self.queue_s.append(queue_s)
+        self.num_tokens.append(prompt_tokens)
+        self.output_tokens.append(request.output_tokens)
+        self.prefix_tokens.append(prefix_tokens if prefix_tokens < prompt_tokens else prompt_tokens)
+        self.prefill_s.append(request.prefill_s)
+        self.queue_s.append(request.started_at_s - arrival_s)
+        self.prefill_node.append(prefill_node)
+        self.decode_node.append(decode_node)
 
     @property
     def num_completed(self) -> int:
@@ -72,7 +91,12 @@ class Outcomes:
     @property
     def num_rejected(self) -> int:
         """Requests that were refused, early or late."""
-        return self.rejections.total()
+        return len(self.refused)
+
+    @property
+    def rejections(self) -> Counter[str]:
+        """Requests refused, by reason."""
+        return Counter(refused.reason for refused in self.refused)
 
     def hit_rate_tokens(self) -> float:
         """Return matched over all prompt tokens of completed requests."""

@@ -26,11 +26,13 @@ class SimRequest:
         "chain",
         "fetching",
         "first_token_s",
-        "flows",
+        "flow",
         "gaps",
         "last_token_s",
-        "name",
+        "next_turn",
         "num_tokens",
+        "number",
+        "output_tokens",
         "placement",
         "prefill_s",
         "prefix_tokens",
@@ -41,19 +43,19 @@ class SimRequest:
         "waits_for",
     )
 
-    def __init__(self, row: TraceRequest, name: str, output_tokens: int) -> None:
-        self.name = name
+    def __init__(self, row: TraceRequest, number: int, output_limit: int | None) -> None:
+        self.arrival_s, self.prompt_tokens, output_tokens, self.chain, self.next_turn = row
+        if output_limit is not None and output_limit < output_tokens:
+            output_tokens = output_limit
+        self.number = number
         self.attempt = 0
-        self.request_id = RequestId(name)
+        self.request_id = RequestId(str(number))
         """Of the present attempt."""
-        self.arrival_s = row.arrival_s
-        self.chain = row.chain
-        self.prompt_tokens = row.num_tokens
-        self.num_tokens = row.num_tokens
+        self.num_tokens = self.prompt_tokens
         """To have in the cache before the next token: the prompt, and after a fault what came of it."""
-        self.tokens_left = output_tokens
+        self.output_tokens = self.tokens_left = output_tokens
         self.placement: Placement
-        self.flows: list[Flow] = []
+        self.flow: Flow | None = None
         self.fetching = False
         self.waits_for = 0
         self.started_at_s = 0.0
@@ -62,6 +64,12 @@ class SimRequest:
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
         self.gaps: list[Segment] = []
+
+    def begin_again(self) -> None:
+        """Become another attempt, which has yet to be placed."""
+        self.attempt += 1
+        self.request_id = RequestId(f"{self.number}.{self.attempt}")
+        self.fetching = False
 
 
 class SimNode:
@@ -72,6 +80,7 @@ class SimNode:
         "cache",
         "decode",
         "epoch",
+        "free_at_s",
         "next_event",
         "node_id",
         "queue",
@@ -81,13 +90,21 @@ class SimNode:
     )
 
     def __init__(
-        self, node_id: NodeId, cache: Cache, decode: DecodeNode[SimRequest], link_rate: float
+        self,
+        node_id: NodeId,
+        cache: Cache,
+        decode: DecodeNode[SimRequest],
+        link_rate: float,
+        stages: int = 1,
     ) -> None:
         self.node_id = node_id
         self.cache = cache
         self.decode = decode
         self.queue: deque[SimRequest] = deque()
         self.running: SimRequest | None = None
+        """In the first stage."""
+        self.free_at_s = [0.0] * stages if stages > 1 else []
+        """When each stage of a pipelined group is free."""
         self.sends = Link(link_rate)
         self.receives = Link(link_rate)
         self.busy_s = 0.0
@@ -96,8 +113,11 @@ class SimNode:
 
     def take_ready(self) -> SimRequest | None:
         """Return and dequeue the first request whose blocks have come."""
-        for at, request in enumerate(self.queue):
+        queue = self.queue
+        if not queue[0].fetching:
+            return queue.popleft()
+        for at, request in enumerate(queue):
             if not request.fetching:
-                del self.queue[at]
+                del queue[at]
                 return request
         return None

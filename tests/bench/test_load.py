@@ -17,7 +17,7 @@ from bench.load_command import main
 from bench.load_report import Goodput, parse_goodput, report, table
 from bench.sse_client import Outcome, Server, complete
 from bench.workload import LoadRequest, gamma_arrivals, synthetic_load, trace_load
-from conductor.replay.trace import read_trace
+from conductor.replay.trace_formats import read_trace
 
 # --- workloads ---
 

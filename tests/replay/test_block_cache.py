@@ -1,12 +1,19 @@
 """The block cache against a plain list in order of use."""
 
+import dataclasses
 import random
 
 import pytest
 
 from base.errors import ConfigError
+from conductor.cost_model import Profile, load_profile
 from conductor.replay.block_cache import BlockCache, PolicyCache, make_cache
 from kvstore.eviction import BY_NAME
+
+
+def sized(in_memory: int, on_disk: int = 0) -> Profile:
+    profile = load_profile("a800-llama70b")
+    return dataclasses.replace(profile, host_kv_tokens=in_memory, disk_kv_tokens=on_disk)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -52,7 +59,7 @@ def test_fast_cache_evicts_as_the_live_code_does_under_lru(seed: int) -> None:
 
 @pytest.mark.parametrize("policy", BY_NAME)
 def test_every_policy_of_the_store_can_be_simulated(policy: str) -> None:
-    cache = make_cache(policy, 4)
+    cache = make_cache(policy, sized(4), 1)
     assert list(cache.store([1, 2, 3])[0]) == [1, 2, 3]
     cache.store([1, 5, 6])
     assert len(cache) == 4
@@ -63,4 +70,19 @@ def test_every_policy_of_the_store_can_be_simulated(policy: str) -> None:
 
 def test_unknown_policy_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="admission"):
-        make_cache("clock", 4)
+        make_cache("clock", sized(4), 1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_memory_and_disk_hold_what_one_larger_cache_would_and_memory_the_latest_of_it(seed: int) -> None:
+    rng = random.Random(seed)
+    tiers, whole, memory = make_cache("lru", sized(10, 15), 1), BlockCache(25), BlockCache(10)
+    for _ in range(200):
+        path = [rng.randrange(5), *(rng.randrange(2) for _ in range(rng.randrange(7)))]
+        chain = [tuple(path[: depth + 1]) for depth in range(len(path))]
+        matched = tiers.match(chain)
+        assert matched == whole.match(chain)
+        assert tiers.num_on_disk(chain, matched) == matched - memory.match(chain)
+        assert tiers.store(chain) == whole.store(chain)
+        memory.store(chain)
+        assert tiers.num_on_disk(chain, tiers.match(chain)) == 0

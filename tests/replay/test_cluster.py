@@ -12,7 +12,8 @@ from conductor.replay.cluster import Cluster, ClusterOptions
 from conductor.replay.faults import Fault
 from conductor.replay.peers import RULES
 from conductor.replay.policies import POLICIES
-from conductor.replay.trace import Trace, TraceRequest, arrivals, read_trace
+from conductor.replay.trace import Trace, TraceRequest, arrivals
+from conductor.replay.trace_formats import read_trace
 from conductor.roles import RoleSettings
 from conductor.scheduler_settings import RejectPolicy
 from tests.replay.builders import REJECTING, SHARED_TRACE, TIGHT, run, small_trace
@@ -186,3 +187,47 @@ def test_nodes_change_roles_where_one_pool_is_overloaded_and_no_request_is_lost(
 def test_roles_stay_where_load_is_even() -> None:
     roles = RoleSettings(ttft_target_s=5.0, tbt_target_s=0.1)
     assert run(small_trace(), "12P8D", roles=roles).outcomes.role_changes == 0
+
+
+def test_next_turn_waits_for_the_answer_and_then_as_long_as_its_user() -> None:
+    second = TraceRequest(30.0, 6_000, 11, range(12))
+    trace = Trace("session", 512, [TraceRequest(1.0, 5_120, 101, range(10), second)])
+    outcomes = run(trace, "1P1D").outcomes
+    decode_s = sum(COST.decode_step_s(1, 5_120 + step) for step in range(100))
+    assert outcomes.num_completed == 2
+    assert outcomes.arrival_s[1] == pytest.approx(1.0 + outcomes.ttft_s[0] + decode_s + 30.0)
+    assert outcomes.prefix_tokens[1] == 5_120
+
+
+def test_pipelined_group_prefills_a_long_prompt_sooner_and_short_ones_no_slower_together() -> None:
+    long = Trace("long", 512, [TraceRequest(0.0, 65_536, 2, range(128))])
+    alone_s, together_s = (run(long, "4P1D", stages=stages).outcomes.ttft_s[0] for stages in (1, 4))
+    assert alone_s / 4 < together_s < alone_s / 2
+    check_ends(run(small_trace(), "4P4D", stages=2), 300)
+
+
+def test_stages_that_do_not_divide_the_prefill_nodes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--stages"):
+        run(small_trace(10), "3P1D", stages=2)
+
+
+def test_disk_gives_back_what_memory_dropped_for_the_seconds_of_reading_it() -> None:
+    rows = [
+        TraceRequest(at * 50.0, 5_120, 2, range(first, first + 10)) for at, first in ((0, 0), (1, 50), (2, 0))
+    ]
+    small = dataclasses.replace(COST.profile, host_kv_tokens=10 * 512)
+    disk = dataclasses.replace(small, disk_kv_tokens=100 * 512, disk_bytes_per_s=1e9)
+    cluster = Cluster(CostModel(disk), ClusterOptions(1, 1, 512))
+    cluster.run(iter(rows))
+    assert list(cluster.outcomes.prefix_tokens) == [0, 0, 5_119]
+    # 1.7 GB at 1 GB/s: slower than computing one token, faster than computing all
+    assert cluster.outcomes.ttft_s[2] > 5_120 * COST.profile.kv_token_bytes / 1e9
+
+
+def test_decode_nodes_that_keep_prompts_receive_less_of_the_next_turn() -> None:
+    rows = [TraceRequest(0.0, 5_120, 2, range(10)), TraceRequest(50.0, 10_240, 2, range(20))]
+    without, kept = (
+        run(Trace("turns", 512, rows), "1P1D", decode_caches=keeps).links.bytes_moved
+        for keeps in (False, True)
+    )
+    assert without - kept == pytest.approx(5_120 * COST.profile.kv_token_bytes)

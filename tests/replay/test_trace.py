@@ -6,7 +6,8 @@ import pytest
 
 from base.errors import ConfigError
 from conductor.replay.generate import WORKLOADS, generate
-from conductor.replay.trace import arrivals, read_trace, write_trace
+from conductor.replay.trace import arrivals, write_trace
+from conductor.replay.trace_formats import read_trace
 from tests.replay.builders import small_trace
 
 GOOD = {"timestamp": 1500, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
@@ -98,3 +99,67 @@ def test_generated_trace_is_well_formed_and_repeatable(workload: str, tmp_path) 
     assert trace.span_s == pytest.approx(50.0)
     write_trace(trace, tmp_path / "g.jsonl")
     assert len(read_trace(tmp_path / "g.jsonl").requests) == 200
+
+
+def test_id_after_another_predecessor_is_a_bad_row(tmp_path) -> None:
+    file = write(tmp_path, GOOD, {**GOOD, "hash_ids": [2, 1]})
+    with pytest.raises(ConfigError, match=r"t\.jsonl:2: id 1 follows 2 here and 0 elsewhere"):
+        read_trace(file)
+
+
+def test_session_is_a_first_turn_and_the_delays_of_the_others(tmp_path) -> None:
+    later = {"session_id": "s", "delay_ms": 4000, "input_length": 700, "output_length": 5, "hash_ids": [0, 2]}
+    trace = read_trace(write(tmp_path, {**GOOD, "session_id": "s"}, GOOD, later))
+    alone, first = trace.requests
+    assert (len(trace.requests), trace.num_requests, alone.next_turn) == (2, 3, None)
+    assert first.next_turn is not None
+    assert (first.next_turn.arrival_s, first.next_turn.num_tokens) == (4.0, 700)
+    row, copy = list(arrivals(trace, 2.0, 2, 0.0, None, 0))[2:]
+    assert (row.arrival_s, row.next_turn.arrival_s) == (0.75, 2.0)
+    assert not set(row.next_turn.chain) & set(copy.next_turn.chain)
+
+
+def test_session_reads_back_as_it_was_written(tmp_path) -> None:
+    later = {"session_id": "s", "delay_ms": 4000, "input_length": 700, "output_length": 5, "hash_ids": [0, 2]}
+    trace = read_trace(write(tmp_path, {**GOOD, "session_id": "s"}, later))
+    write_trace(trace, tmp_path / "again.jsonl.gz")
+    assert read_trace(tmp_path / "again.jsonl.gz").requests == trace.requests
+
+
+def test_bailian_rows_have_seconds_and_short_blocks(tmp_path) -> None:
+    row = {"chat_id": 1, "parent_chat_id": -1, "timestamp": 61.5, "input_length": 33, "output_length": 7}
+    trace = read_trace(write(tmp_path, {**row, "turn": 1, "type": "text", "hash_ids": [10, 11, 12]}))
+    assert (trace.block_size, trace.requests[0].arrival_s) == (16, 61.5)
+
+
+def test_burstgpt_rows_share_no_block_and_failures_are_bad_rows(tmp_path) -> None:
+    file = tmp_path / "b.csv"
+    file.write_text(
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "5,ChatGPT,1000,20,1020,Conversation log\n45,GPT-4,600,0,600,API log\n47,GPT-4,600,9,609,API log\n"
+    )
+    with pytest.raises(ConfigError, match=r"b\.csv:3: Response tokens: 0"):
+        read_trace(file)
+    trace = read_trace(file, skip_bad=True)
+    assert [(row.arrival_s, row.num_tokens, row.output_tokens) for row in trace.requests] == [
+        (0.0, 1000, 20),
+        (42.0, 600, 9),
+    ]
+    assert not set(trace.requests[0].chain) & set(trace.requests[1].chain)
+
+
+def test_azure_rows_are_dated(tmp_path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
+        "2023-11-16 18:15:50.9951690,396,109\n"
+    )
+    first, second = read_trace(file).requests
+    assert (first.arrival_s, second.num_tokens) == (0.0, 396)
+    assert second.arrival_s == pytest.approx(4.314579, abs=1e-5)
+
+
+def test_table_of_unknown_columns_is_refused(tmp_path) -> None:
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match="neither BurstGPT"):
+        read_trace(tmp_path / "x.csv")
