@@ -109,6 +109,8 @@ class Profile:
     disk_kv_tokens: int = 0
     disk_bytes_per_s: float = 0.0
     evidence: Evidence = Evidence()
+    request_s: float = 0.0
+    """Of a prefill node's time, that a request takes beside its prefill: scheduling, sampling, storing."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -151,7 +153,8 @@ class CostModel:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         # read once: these are evaluated several times for each placement
-        self._prefill = (profile.prefill_fixed_s, profile.prefill_token_s, profile.prefill_token2_s)
+        fixed_s = profile.prefill_fixed_s + profile.request_s
+        self._prefill = (fixed_s, profile.prefill_token_s, profile.prefill_token2_s)
         half = profile.prefill_small_tokens
         self._small = (profile.prefill_small_s * half, half, profile.prefix_token_s)
         computed_bytes_per_s = profile.kv_token_bytes / profile.prefill_token_s

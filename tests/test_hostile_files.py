@@ -7,7 +7,7 @@ import time
 import pytest
 
 from base.errors import ConfigError
-from conductor.replay.trace import read_trace
+from conductor.replay.trace_formats import read_trace
 from deploy.config_file import read_cluster_config
 
 SOON_S = 0.05

@@ -25,9 +25,14 @@ from conductor.replay.report import Report, to_table
 TIMEOUT_S = 1800.0
 
 
-def splits(num_nodes: int) -> list[str]:
-    """Return every arrangement of `num_nodes`, as `--nodes` takes them."""
-    return [f"{num_nodes}C", *(f"{prefill}P{num_nodes - prefill}D" for prefill in range(1, num_nodes))]
+def splits(num_nodes: int, most_stages: int = 1) -> list[tuple[str, int]]:
+    """Return every arrangement of `num_nodes`, as `--nodes` and `--stages` take them."""
+    return [(f"{num_nodes}C", 1)] + [
+        (f"{prefill}P{num_nodes - prefill}D", stages)
+        for prefill in range(1, num_nodes)
+        for stages in range(1, most_stages + 1)
+        if prefill % stages == 0
+    ]
 
 
 def ranked(runs: Sequence[Report]) -> list[Report]:
@@ -54,12 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("trace", type=Path)
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="nodes to split, 2 at least")
+    parser.add_argument(
+        "--most-stages", type=int, default=1, metavar="X", help="pipelined prefill groups of 2 to X nodes too"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="replays at a time")
     args, passed = parser.parse_known_args(argv)
     if args.gpus < 2:
         parser.error("--gpus: 2 at least, one to prefill and one to decode")
     with ThreadPoolExecutor(max(1, args.jobs)) as pool:
-        results = list(pool.map(lambda nodes: _replay(args.trace, nodes, passed), splits(args.gpus)))
+        arrangements = splits(args.gpus, args.most_stages)
+        results = list(pool.map(lambda each: _replay(args.trace, *each, passed), arrangements))
     for result in results:
         if isinstance(result, str):
             sys.stderr.write(result)
@@ -75,10 +84,11 @@ def name_of(run: Report) -> str:
     """Return how `--nodes` would say it."""
     if "colocated_nodes" in run:
         return f"{run['colocated_nodes']}C (colocate)"
-    return f"{run['prefill_nodes']}P{run['decode_nodes']}D"
+    stages = f" in groups of {run['stages']}" if run["stages"] > 1 else ""
+    return f"{run['prefill_nodes']}P{run['decode_nodes']}D{stages}"
 
 
-def _replay(trace: Path, nodes: str, passed: Sequence[str]) -> Report | str:
+def _replay(trace: Path, nodes: str, stages: int, passed: Sequence[str]) -> Report | str:
     """Return the report of one split, or what the replay wrote to its standard error."""
     command = [
         sys.executable,
@@ -87,6 +97,8 @@ def _replay(trace: Path, nodes: str, passed: Sequence[str]) -> Report | str:
         str(trace),
         "--nodes",
         nodes,
+        "--stages",
+        str(stages),
         "--json",
         *passed,
     ]

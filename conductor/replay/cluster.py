@@ -78,6 +78,8 @@ class ClusterOptions:
     seed: int = 0
     stages: int = 1
     """Nodes that prefill each prompt together, in a pipeline of chunks; divides `prefill_nodes`."""
+    watched_blocks: tuple[int, ...] = ()
+    """Blocks whose replicas are counted with each sample."""
     decode_caches: bool = False
     """Whether a decode node keeps the prompts that it received, and lends them."""
 
@@ -98,14 +100,17 @@ class Cluster:
         if options.stages > 1:
             cost = CostModel(grouped(cost.profile, options.stages))
         self._place = placer
-        self.outcomes = Outcomes(options.block_size)
+        self.outcomes = Outcomes(options.block_size, cost.profile.request_s)
         self.view = ClusterView(cost, options.block_size)
         self.now_s = 0.0
         self.links = Links(self._at)
         self.samples: list[tuple[float, float, float]] = []
         """(moment, mean seconds of prefill queued, mean decode step) of each sample."""
+        self.replicas: list[tuple[float, list[int]]] = []
+        """(moment, replicas of each watched block) of each sample."""
         self._cost = cost
         self._prefill_s = cost.prefill_s
+        self._request_s = cost.profile.request_s
         self._has_disk = cost.profile.disk_kv_tokens > 0
         self._settings = SchedulerSettings(
             reject=options.reject,
@@ -271,6 +276,10 @@ class Cluster:
         queue_s = sum(node.queued_s for node in prefill) / max(1, len(prefill))
         step_s = sum(self._cost.decode_step_s(node.batch, node.context_tokens) for node in decode)
         self.samples.append((self.now_s, queue_s, step_s / max(1, len(decode))))
+        if self.options.watched_blocks:
+            holders = view.index.holders
+            counts = [holders(block).bit_count() for block in self.options.watched_blocks]
+            self.replicas.append((self.now_s, counts))
         if self._is_busy:
             self._at(self.now_s + self.options.sample_every_s, self._sample)
 
@@ -342,7 +351,7 @@ class Cluster:
             prefill_s += self._shown_load_s(node, request.chain, matched, prefill_s)
         free_at_s = ends_at_s = now_s + prefill_s
         if node.free_at_s:
-            free_at_s, ends_at_s = run_through(node.free_at_s, now_s, self._chunks(request))
+            free_at_s, ends_at_s = run_through(node.free_at_s, now_s + self._request_s, self._chunks(request))
         node.busy_s += request.prefill_s
         self._hand_off(request, node, ends_at_s - now_s)
         self._at(free_at_s, self._prefilled, request, node, request.attempt)
@@ -360,8 +369,8 @@ class Cluster:
     def _chunks(self, request: SimRequest) -> list[float]:
         """Return the seconds that one node alone would take for each chunk of a prompt."""
         prefix, end, size = request.prefix_tokens, request.num_tokens, CHUNK_TOKENS
-        alone_s = self._node_cost.prefill_s
-        return [alone_s(min(size, end - at), at) for at in range(prefix, end, size)]
+        alone_s, request_s = self._node_cost.prefill_s, self._request_s
+        return [alone_s(min(size, end - at), at) - request_s for at in range(prefix, end, size)]
 
     def _left_pipeline(self, request: SimRequest, attempt: int) -> None:
         if request.attempt == attempt:

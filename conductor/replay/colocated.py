@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from heapq import heappop, heappush
 from math import ceil
 from typing import Any
@@ -109,6 +110,8 @@ class ColocatedCluster:
     """One run. `run` may be called once."""
 
     def __init__(self, cost: CostModel, num_nodes: int, block_size: int) -> None:
+        # what a request takes beside its prefill was measured on nodes that only prefill
+        cost = CostModel(replace(cost.profile, request_s=0.0))
         self.outcomes = Outcomes(block_size)
         self.num_nodes = num_nodes
         self.now_s = 0.0

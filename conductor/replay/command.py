@@ -19,10 +19,10 @@ from base.clock import Clock, SystemClock
 from base.errors import ConfigError
 from base.request import Slo
 from conductor.cost_model import CostModel, Profile, load_profile, preset_names
-from conductor.replay.cluster import ClusterOptions
+from conductor.replay.cluster import WATCH_EVERY, ClusterOptions
 from conductor.replay.faults import read_faults
 from conductor.replay.generate import WORKLOADS, generate
-from conductor.replay.page import POINTS, RunLines, page, run_lines
+from conductor.replay.page import POINTS, RunLines, hot_blocks, page, run_lines
 from conductor.replay.paper import EXPERIMENTS
 from conductor.replay.peers import RULES
 from conductor.replay.policies import POLICIES
@@ -35,6 +35,7 @@ from conductor.replay.report import (
     to_table,
     trace_report,
 )
+from conductor.replay.requests_table import write_requests
 from conductor.replay.simulate import Plan, simulate, simulate_colocated
 from conductor.replay.trace import Trace
 from conductor.replay.trace_formats import read_trace
@@ -73,7 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     workloads = ", ".join(WORKLOADS)
-    add("trace", type=Path, help=f"Mooncake JSON Lines, plain or .gz; or a generated one: {workloads}")
+    add("trace", type=Path, help=f"a file (docs/replay.md), plain or .gz; or a generated one: {workloads}")
     add(
         "--nodes",
         type=parse_nodes,
@@ -99,12 +100,23 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help='nodes that die: {"at_s": 600, "node": "p3", "for_s": 120} a line',
     )
+    add("--stages", type=int, default=1, metavar="X", help="prefill nodes that pipeline each prompt (CPP)")
+    add("--disk", type=float, metavar="TOKENS", help="tokens of KV on each node's disk (the profile's)")
+    add("--disk-rate", type=_positive, metavar="B/S", help="bytes a second of a disk (the profile's)")
+    add(
+        "--decode-caches",
+        action="store_true",
+        help="decode nodes keep the prompts they receive, and lend them",
+    )
     add("--flip-roles", action="store_true", help="nodes change roles with the load")
     add("--block-size", type=int, metavar="N", help="tokens per hash id (the header's, or 512)")
     add("--seed", type=int, default=0)
     add("--skip-bad", action="store_true", help="count bad rows instead of stopping")
     add("--report", type=Path, metavar="OUT.json")
+    add("--requests", type=Path, metavar="OUT.csv", help="a row for each request; .gz compresses")
+    add("--progress", action="store_true", help="say on stderr how far a run is")
     add("--html", type=Path, metavar="OUT.html", help="a page with charts")
+    add("--sweep", action="store_true", help="on that page, also every split of as many nodes")
     add("--timing", action="store_true", help="put wall times into the report too")
     add("--paper", choices=[*EXPERIMENTS, "all"], help="a published experiment, the paper's row beside ours")
     add("--json", action="store_true", help="print the report instead of the table")
@@ -130,7 +142,7 @@ def _replay(args: argparse.Namespace, clock: Clock) -> int:
     trace = _trace(args)
     for reason in trace.bad_rows:
         sys.stderr.write(f"passed over {reason}\n")
-    profile = load_profile(args.profile)
+    profile = _profile(args)
     if args.paper:
         return _paper(args.paper, trace, profile)
     slo = Slo(args.slo_ttft, args.slo_tbt)
@@ -142,11 +154,14 @@ def _replay(args: argparse.Namespace, clock: Clock) -> int:
     for policy in policies:
         plan = _plan(args, trace, CostModel(profile), policy, slo)
         started_s = clock.now_s()
+        watch = Progress(plan, clock).watch if args.progress else None
         if is_colocated:
             report = colocated_report(simulate_colocated(plan), slo)
         else:
-            cluster = simulate(plan)
+            cluster = simulate(plan, watch)
             report = run_report(cluster, slo)
+            if args.requests:
+                write_requests(cluster.outcomes, _named(args.requests, policy, len(policies)))
             if args.html:
                 lines.append(run_lines(cluster))
         wall_s = max(clock.now_s() - started_s, 1e-9)
@@ -158,9 +173,59 @@ def _replay(args: argparse.Namespace, clock: Clock) -> int:
     if args.report:
         args.report.write_text(text)
     if args.html:
-        args.html.write_text(page(f"conductor replay {trace.name}", runs, lines))
+        sweep = _sweep(args, trace, profile, slo) if args.sweep and not is_colocated else []
+        args.html.write_text(page(f"conductor replay {trace.name}", runs, lines, sweep))
     sys.stdout.write(text if args.json else f"{_heading(about, profile.source)}\n{to_table(timed)}\n")
     return 0
+
+
+def _sweep(args: argparse.Namespace, trace: Trace, profile: Profile, slo: Slo) -> list[Report]:
+    """Return the runs of the last policy at every split of the same nodes."""
+    policy, num_nodes = POLICY_SETS.get(args.policy, (args.policy,))[-1], sum(args.nodes)
+    reports = []
+    for prefill in range(args.stages, num_nodes, args.stages):
+        split = argparse.Namespace(**vars(args) | {"nodes": (prefill, num_nodes - prefill), "html": None})
+        reports.append(run_report(simulate(_plan(split, trace, CostModel(profile), policy, slo)), slo))
+    return reports
+
+
+def _profile(args: argparse.Namespace) -> Profile:
+    profile = load_profile(args.profile)
+    if args.disk is not None:
+        profile = dataclasses.replace(profile, disk_kv_tokens=int(args.disk))
+    if args.disk_rate is not None:
+        profile = dataclasses.replace(profile, disk_bytes_per_s=args.disk_rate)
+    if profile.disk_kv_tokens and not profile.disk_bytes_per_s:
+        raise ConfigError("a disk without a rate: --disk-rate says how fast it reads")
+    return profile
+
+
+def _named(path: Path, policy: str, num_policies: int) -> Path:
+    """Return where one policy's rows go: the path itself, or one with the policy's name in it."""
+    return path if num_policies == 1 else path.with_name(f"{policy}-{path.name}")
+
+
+class Progress:
+    """Tells how far a run is, on standard error."""
+
+    def __init__(self, plan: Plan, clock: Clock) -> None:
+        self._clock = clock
+        self._policy = plan.options.policy
+        self._num_requests = len(plan.trace.requests[: plan.limit]) * plan.scale
+        self._started_s = clock.now_s()
+
+    def watch(self, now_s: float, num_arrived: int) -> None:
+        """Write one line over the one before."""
+        passed_s = max(1e-9, self._clock.now_s() - self._started_s)
+        per_s = num_arrived / passed_s
+        left_s = max(0.0, self._num_requests - num_arrived) / per_s
+        sys.stderr.write(
+            f"\r{self._policy}: {num_arrived} of {self._num_requests} requests, {now_s:.0f} s simulated, "
+            f"{per_s:.0f} requests/s, {left_s:.0f} s left "
+        )
+        if num_arrived + WATCH_EVERY > self._num_requests:
+            sys.stderr.write("\n")
+        sys.stderr.flush()
 
 
 def _trace(args: argparse.Namespace) -> Trace:
@@ -191,7 +256,10 @@ def _plan(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str, 
         faults=read_faults(args.fault) if args.fault else (),
         roles=RoleSettings(slo.ttft_slo_s / FLIP_TTFT_SHARE, slo.tbt_slo_s) if args.flip_roles else None,
         view_delay_s=args.view_delay,
+        stages=args.stages,
+        decode_caches=args.decode_caches,
         sample_every_s=max(1.0, trace.span_s / args.speed / POINTS) if args.html else 0.0,
+        watched_blocks=hot_blocks(trace) if args.html else (),
         seed=args.seed,
     )
     return Plan(trace, cost, options, args.speed, args.scale, args.jitter, args.until)

@@ -41,8 +41,10 @@ class Rejected(NamedTuple):
 class Outcomes:
     """Counts every request once: completed, or rejected with a reason."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, request_s: float = 0.0) -> None:
+        """`request_s` of each `prefill_s` is no prefill."""
         self._block_size = block_size
+        self._request_s = request_s
         self.num_arrived = 0
         self.refused: list[Rejected] = []
         self.wasted_prefill_s = 0.0
@@ -107,6 +109,10 @@ class Outcomes:
         size = self._block_size
         matched = sum(-(-tokens // size) for tokens in self.prefix_tokens)
         return matched / max(1, sum(-(-tokens // size) for tokens in self.num_tokens))
+
+    def mean_prefill_s(self) -> float:
+        """Return the seconds of prefill of a completed request, without what goes beside it."""
+        return sum(self.prefill_s) / max(1, self.num_completed) - self._request_s
 
     def share_within(self, ttft_slo_s: float, tbt_slo_s: float) -> float:
         """Return the share of all requests that completed within both bounds: effective capacity."""

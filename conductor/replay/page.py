@@ -1,13 +1,15 @@
 """The HTML report: one self-contained page, drawn as SVG, without scripts.
 
 It holds the table of all runs and, for each measure, one chart with a line for each run:
-the distributions of TTFT and TBT, the load of both pools over time, and the hit rate over
-time. What the lines are made of is computed here from a finished cluster; what the page
+the distributions of TTFT and TBT, the load of both pools, the hit rate and the rejections
+over time, and the replicas of the hottest blocks; and, where splits were swept, what each
+gave. What the lines are made of is computed here from a finished cluster; what the page
 looks like is below it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -15,6 +17,7 @@ from html import escape
 from conductor.replay.cluster import Cluster
 from conductor.replay.outcome import Outcomes
 from conductor.replay.report import Report, table_rows
+from conductor.replay.trace import Trace, turns
 
 Line = list[tuple[float, float]]
 
@@ -34,6 +37,24 @@ class RunLines:
     prefill_load: Line
     decode_load: Line
     hit_rate: Line
+    rejections: dict[str, Line]
+    """By reason: requests refused so far."""
+    replicas: list[Line]
+    """Of the blocks of HOT_RANKS."""
+
+
+HOT_RANKS = (10, 100, 1_000, 10_000)
+"""Blocks by how often the trace uses them, as in FAST'25 Fig. 11."""
+
+Chart = tuple[str, str, list[tuple[str, Line]]]
+"""(heading, unit of x, lines by name)."""
+
+
+def hot_blocks(trace: Trace) -> tuple[int, ...]:
+    """Return the blocks of HOT_RANKS, as far as the trace has so many."""
+    uses = Counter(block for first in trace.requests for turn in turns(first) for block in turn.chain)
+    ranked = sorted(uses, key=lambda block: (-uses[block], block))
+    return tuple(ranked[rank - 1] for rank in HOT_RANKS if rank <= len(ranked))
 
 
 CHARTS = (
@@ -56,11 +77,41 @@ def run_lines(cluster: Cluster) -> RunLines:
         [(at_s, queued_s) for at_s, queued_s, _ in samples],
         [(at_s, step_s) for at_s, _, step_s in samples],
         _hit_rate(outcomes),
+        _rejections(outcomes),
+        [
+            [(at_s, float(counts[block])) for at_s, counts in cluster.replicas]
+            for block in range(len(options.watched_blocks))
+        ],
     )
 
 
-def page(title: str, reports: Sequence[Report], lines: Sequence[RunLines]) -> str:
-    """Return the whole page."""
+def sweep_charts(reports: Sequence[Report]) -> list[Chart]:
+    """Return the charts of one policy's runs at every split of the same nodes."""
+    measures = (
+        ("P:D sweep: mean TTFT, seconds", lambda run: run["ttft_s"]["mean"]),
+        ("P:D sweep: 99th percentile of TBT, seconds", lambda run: run["tbt_s"]["p99"]),
+        ("P:D sweep: share of requests within the SLO", lambda run: run["effective_capacity"]),
+    )
+    name = reports[0]["policy"]
+    return [
+        (heading, "prefill nodes", [(name, [(run["prefill_nodes"], measure(run)) for run in reports])])
+        for heading, measure in measures
+    ]
+
+
+def _more_charts(lines: Sequence[RunLines]) -> list[Chart]:
+    refused = [(f"{run.name} {reason}", line) for run in lines for reason, line in run.rejections.items()]
+    charts: list[Chart] = [("Requests refused so far, by reason", "seconds of the trace", refused)]
+    for run in lines[-1:]:
+        hot = [(f"use rank {rank}", line) for rank, line in zip(HOT_RANKS, run.replicas, strict=False)]
+        charts.append((f"Nodes that hold the hottest blocks, {run.name}", "seconds of the trace", hot))
+    return charts
+
+
+def page(
+    title: str, reports: Sequence[Report], lines: Sequence[RunLines], sweep: Sequence[Report] = ()
+) -> str:
+    """Return the whole page; `sweep` has one policy's runs at every split."""
     heads, *rows = table_rows(reports)
     head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
@@ -68,6 +119,8 @@ def page(title: str, reports: Sequence[Report], lines: Sequence[RunLines]) -> st
         _chart(heading, unit, [(run.name, getattr(run, name)) for run in lines])
         for name, heading, unit in CHARTS
     )
+    more = [*_more_charts(lines), *(sweep_charts(sweep) if sweep else [])]
+    charts += "".join(_chart(*chart) for chart in more)
     reasons = "".join(f"<li>{escape(_reasons(run))}</li>" for run in reports)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
@@ -143,6 +196,16 @@ def _hit_rate(outcomes: Outcomes) -> Line:
         (part[0][0], sum(prefix for _, prefix, _ in part) / sum(tokens for _, _, tokens in part))
         for part in slices
     ]
+
+
+def _rejections(outcomes: Outcomes) -> dict[str, Line]:
+    lines: dict[str, Line] = {}
+    for refused in sorted(outcomes.refused, key=lambda refused: refused.arrival_s):
+        line = lines.setdefault(refused.reason, [(0.0, 0.0)])
+        line.append((refused.arrival_s, len(line)))
+    return {
+        reason: line[:: max(1, len(line) // POINTS)] + line[-1:] for reason, line in sorted(lines.items())
+    }
 
 
 def _thinned(samples: list[tuple[float, float, float]]) -> list[tuple[float, float, float]]:

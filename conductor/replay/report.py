@@ -28,7 +28,7 @@ def trace_report(trace: Trace, speed: float, scale: int) -> Report:
     return {
         "name": trace.name,
         "block_size": trace.block_size,
-        "requests": len(trace.requests),
+        "requests": trace.num_requests,
         "span_s": round(trace.span_s, DIGITS),
         "speed": speed,
         "scale": scale,
@@ -48,6 +48,7 @@ def run_report(cluster: Cluster, slo: Slo) -> Report:
         "policy": options.policy,
         "reject": options.reject.value,
         "prefill_nodes": options.prefill_nodes,
+        "stages": options.stages,
         "decode_nodes": options.decode_nodes,
         **_outcome_report(outcomes, slo),
         "bytes_moved": round(cluster.links.bytes_moved),
@@ -72,7 +73,6 @@ def colocated_report(cluster: ColocatedCluster, slo: Slo) -> Report:
 
 
 def _outcome_report(outcomes: Outcomes, slo: Slo) -> Report:
-    prefill_s = sum(outcomes.prefill_s) / max(1, outcomes.num_completed)
     return {
         "requests": outcomes.num_arrived,
         "completed": outcomes.num_completed,
@@ -84,7 +84,7 @@ def _outcome_report(outcomes: Outcomes, slo: Slo) -> Report:
         "effective_capacity": round(outcomes.share_within(slo.ttft_slo_s, slo.tbt_slo_s), DIGITS),
         "hit_rate_blocks": round(outcomes.hit_rate_blocks(), DIGITS),
         "hit_rate_tokens": round(outcomes.hit_rate_tokens(), DIGITS),
-        "prefill_gpu_s_per_request": round(prefill_s, DIGITS),
+        "prefill_gpu_s_per_request": round(outcomes.mean_prefill_s(), DIGITS),
         "wasted_prefill_s": round(outcomes.wasted_prefill_s, DIGITS),
     }
 
@@ -98,6 +98,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("policy", "policy", "{}"),
     ("reject", "reject", "{}"),
     ("P", "prefill_nodes", "{}"),
+    ("stages", "stages", "{}"),
     ("D", "decode_nodes", "{}"),
     ("C", "colocated_nodes", "{}"),
     ("done", "completed", "{}"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from conductor.cost_model import CostModel
-from conductor.replay.cluster import Cluster, ClusterOptions
+from conductor.replay.cluster import Cluster, ClusterOptions, Watch
 from conductor.replay.colocated import ColocatedCluster
-from conductor.replay.trace import Trace, arrivals
+from conductor.replay.trace import Trace, TraceRequest, arrivals
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,10 @@ class Plan:
     limit: int | None = None
 
 
-def simulate(plan: Plan) -> Cluster:
-    """Return the cluster after every request of the plan ended."""
+def simulate(plan: Plan, watch: Watch | None = None) -> Cluster:
+    """Return the cluster after every request of the plan ended; `watch` is told how far it is."""
     cluster = Cluster(plan.cost, plan.options)
-    _run(cluster, plan)
+    _run(lambda rows: cluster.run(rows, watch), plan)
     return cluster
 
 
@@ -36,18 +37,18 @@ def simulate_colocated(plan: Plan) -> ColocatedCluster:
     options = plan.options
     num_nodes = options.prefill_nodes + options.decode_nodes
     cluster = ColocatedCluster(plan.cost, num_nodes, options.block_size)
-    _run(cluster, plan)
+    _run(cluster.run, plan)
     return cluster
 
 
-def _run(cluster: Cluster | ColocatedCluster, plan: Plan) -> None:
+def _run(run: Callable[[Iterator[TraceRequest]], None], plan: Plan) -> None:
     rows = arrivals(plan.trace, plan.speed, plan.scale, plan.jitter_s, plan.limit, plan.options.seed)
     # The run makes millions of objects and no cycles; looking for some takes time for
     # nothing.
     gc.freeze()
     gc.disable()
     try:
-        cluster.run(rows)
+        run(rows)
     finally:
         gc.enable()
         gc.unfreeze()

@@ -254,7 +254,7 @@ def _decision_log(rows: _Rows, block_size: int | None) -> tuple[list[_Read], int
 def _json_object(line: str) -> Row:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"no JSON: {error}") from error
     if not isinstance(row, dict):
         raise ValueError("a JSON object is wanted")

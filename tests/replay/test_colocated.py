@@ -25,7 +25,7 @@ def test_every_request_ends_once(seed: int) -> None:
 
 def test_lone_request_is_prefilled_as_fast_as_anywhere() -> None:
     cluster = run(Trace("one", 512, [TraceRequest(0.0, 5_000, 50, range(10))]), 2)
-    assert list(cluster.outcomes.ttft_s) == [pytest.approx(COST.prefill_s(5_000, 0))]
+    assert list(cluster.outcomes.ttft_s) == [pytest.approx(COST.prefill_s(5_000, 0) - COST.profile.request_s)]
 
 
 def test_prompt_of_another_slows_down_those_who_decode() -> None:
@@ -37,7 +37,11 @@ def test_prompt_of_another_slows_down_those_who_decode() -> None:
 
 
 def test_all_splits_and_colocation_are_tried() -> None:
-    assert splits(3) == ["3C", "1P2D", "2P1D"]
+    assert splits(3) == [("3C", 1), ("1P2D", 1), ("2P1D", 1)]
+
+
+def test_groups_of_prefill_nodes_are_tried_where_they_come_out_even() -> None:
+    assert [each for each in splits(4, 3) if each[1] > 1] == [("2P2D", 2), ("3P1D", 3)]
 
 
 def test_best_has_the_largest_capacity_then_the_shortest_ttft() -> None:

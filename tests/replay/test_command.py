@@ -1,5 +1,6 @@
 """`conductor replay`: the contract of its arguments and its report."""
 
+import csv
 import json
 import os
 import subprocess
@@ -104,7 +105,7 @@ def test_page_is_well_formed_and_needs_nothing_from_elsewhere(trace_file, tmp_pa
     assert main([str(trace_file), "--nodes", "2P2D", "--policy", "all", "--html", str(out)]) == 0
     text = out.read_text()
     root = ElementTree.fromstring(text.partition("\n")[2])
-    assert len(root.findall(".//svg")) == 5
+    assert len(root.findall(".//svg")) == 7
     assert len(root.findall(".//tbody/tr")) == 4
     assert all(line.get("points") for line in root.findall(".//polyline"))
     assert "http" not in text
@@ -120,3 +121,39 @@ def test_workload_can_be_named_instead_of_a_file(capsys) -> None:
 
 def test_shipped_trace_replays() -> None:
     assert main([str(ROOT / "bench" / "traces" / "sample.jsonl"), "--nodes", "2P2D"]) == 0
+
+
+def test_requests_table_has_one_row_each_completed_and_rejected(trace_file, tmp_path) -> None:
+    out = tmp_path / "requests.csv"
+    args = ["--nodes", "2P1D", "--speed", "4", "--reject", "predict", "--slo-ttft", "5", "--slo-tbt", "0.05"]
+    assert main([str(trace_file), *args, "--requests", str(out)]) == 0
+    rows = list(csv.DictReader(out.open()))
+    assert [int(row["request"]) for row in rows] == list(range(150))
+    ends = {row["end"] for row in rows}
+    assert "completed" in ends
+    assert len(ends) > 1
+    assert all((row["ttft_s"] != "") == (row["end"] == "completed") for row in rows)
+
+
+def test_page_shows_the_sweep_the_hot_blocks_and_the_rejections(trace_file, tmp_path) -> None:
+    out = tmp_path / "page.html"
+    args = ["--nodes", "2P2D", "--speed", "6", "--reject", "early", "--slo-ttft", "5", "--slo-tbt", "0.04"]
+    assert main([str(trace_file), *args, "--html", str(out), "--sweep"]) == 0
+    root = ElementTree.fromstring(out.read_text().partition("\n")[2])
+    headings = [node.text for node in root.iter("figcaption")]
+    assert sum(str(heading).startswith("P:D sweep") for heading in headings) == 3
+    assert any("hottest blocks" in str(heading) for heading in headings)
+    assert "early early ttft" in out.read_text() or "global early" in out.read_text()
+
+
+def test_progress_says_how_far_a_run_is(trace_file, capsys) -> None:
+    assert main([str(trace_file), "--nodes", "2P2D", "--progress"]) == 0
+    assert "of 150 requests" in capsys.readouterr().err
+
+
+def test_disk_without_a_rate_is_refused_and_groups_are_reported(trace_file, capsys) -> None:
+    assert main([str(trace_file), "--disk", "1e6"]) == 2
+    assert "--disk-rate" in capsys.readouterr().err
+    args = ["--nodes", "4P2D", "--stages", "2", "--disk", "1e6", "--disk-rate", "3e9", "--decode-caches"]
+    assert main([str(trace_file), *args]) == 0
+    assert "stages" in capsys.readouterr().out
