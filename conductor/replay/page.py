@@ -10,7 +10,7 @@ looks like is below it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -87,7 +87,7 @@ def run_lines(cluster: Cluster) -> RunLines:
 
 def sweep_charts(reports: Sequence[Report]) -> list[Chart]:
     """Return the charts of one policy's runs at every split of the same nodes."""
-    measures = (
+    measures: tuple[tuple[str, Callable[[Report], float]], ...] = (
         ("P:D sweep: mean TTFT, seconds", lambda run: run["ttft_s"]["mean"]),
         ("P:D sweep: 99th percentile of TBT, seconds", lambda run: run["tbt_s"]["p99"]),
         ("P:D sweep: share of requests within the SLO", lambda run: run["effective_capacity"]),

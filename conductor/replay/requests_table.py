@@ -6,6 +6,8 @@ CSV alone: every tool that reads Parquet reads it, and no library is needed for 
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from conductor.replay.outcome import Outcomes
@@ -48,7 +50,9 @@ def write_requests(outcomes: Outcomes, path: Path) -> None:
         (refused.number, f"{refused.arrival_s:.6f}", refused.reason, *[""] * (len(HEADS) - 3))
         for refused in outcomes.refused
     ]
+    rows: list[Sequence[object]] = [*completed, *rejected]
+    rows.sort(key=itemgetter(0))
     with open_trace(path, "w") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(HEADS)
-        writer.writerows(sorted([*completed, *rejected], key=lambda row: row[0]))
+        writer.writerows(rows)
