@@ -135,12 +135,16 @@ class AttachClient:
 
     async def _serve(self, call: Call, lease: Lease, work: NodeWork) -> None:
         await call.write(from_node((), work.heartbeat(), work.kv_snapshot()))
+        lost: list[BaseException] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._receive(call, lease, work))
                 tasks.create_task(self._send(call, lease, work))
         except* (grpc.aio.AioRpcError, TimeoutError, ProtocolError) as errors:
-            raise errors.exceptions[0] from None
+            lost.extend(errors.exceptions)
+        if lost:
+            # Not within `except*`: before Python 3.11.4 that wraps it in a group again.
+            raise lost[0]
 
     async def _receive(self, call: Call, lease: Lease, work: NodeWork) -> None:
         while True:

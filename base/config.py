@@ -401,12 +401,17 @@ def read_process_config(path: Path, into: type[T]) -> T:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
     try:
-        return _build(into, table, "")
+        return from_table(into, table, "")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _build(into: type[T], table: Any, where: str) -> T:
+def from_table(into: type[T], table: Any, where: str) -> T:
+    """Return a dataclass from a table of JSON's kinds of values, as `read_process_config` does.
+
+    Raises:
+        TypeError, ValueError: the message begins with `where` and names the key.
+    """
     if not isinstance(table, dict):
         raise TypeError(f"{where or 'the file'}: a table is wanted, not {type(table).__name__}")
     hints = typing.get_type_hints(into)
@@ -422,7 +427,7 @@ def _build(into: type[T], table: Any, where: str) -> T:
 
 def _value(kind: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
-        return _build(typing.cast(type, kind), value, f"{where}.")
+        return from_table(typing.cast(type, kind), value, f"{where}.")
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, list):
             raise TypeError(f"{where}: a list is wanted")

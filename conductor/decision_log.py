@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from base.block_hash import BlockHash
+from base.config import from_table
 from base.errors import ConfigError
 from base.logs import event
 from base.request import NodeId, RequestId, Slo
@@ -124,7 +125,8 @@ def shared_from(told: dict[str, Any]) -> Shared:
     if told["format"] != FORMAT:
         raise ValueError(f"format {told['format']}, this release reads {FORMAT}")
     settings = told["settings"] | {"reject": RejectPolicy(told["settings"]["reject"])}
-    return Shared(Profile(**told["profile"]), SchedulerSettings(**settings), told["model_id"])
+    profile = from_table(Profile, told["profile"], "profile.")
+    return Shared(profile, SchedulerSettings(**settings), told["model_id"])
 
 
 def decision_to(made: Decision) -> dict[str, Any]:
