@@ -15,8 +15,9 @@ def about_run(*packages: str) -> dict[str, object]:
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 2),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": commit_or_empty(),
+        "commit": current_commit(),
         "python": platform.python_version(),
+        "kernel": platform.release(),
         "versions": {package: version(package) for package in packages},
     }
 
@@ -28,7 +29,8 @@ def processor_name() -> str:
     return next(names, platform.machine())
 
 
-def commit_or_empty() -> str:
+def current_commit() -> str:
     """Return the commit of the working directory, with a + if there are changes on top."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"

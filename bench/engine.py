@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +27,7 @@ from transformers import PreTrainedConfig
 from base.clock import SystemClock, wall_clock_s
 from base.config import EngineConfig
 from base.request import SamplingParams
+from bench.about_run import current_commit
 from bench.engine_rank import build_rank
 from bench.engine_shapes import SHAPES
 from bench.engine_work import GREEDY, Driver, Prompts
@@ -312,13 +312,6 @@ def print_table(outcomes: list[Outcome]) -> None:
         )
 
 
-def commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -357,7 +350,7 @@ def main() -> None:
         "torch": torch.__version__,
         "triton": version("triton"),
         "transformers": version("transformers"),
-        "commit": options.commit or commit(),
+        "commit": options.commit or current_commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
         "card": asdict(card),
         "start_up_s": start_up_s,

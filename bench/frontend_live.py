@@ -14,8 +14,6 @@ import argparse
 import asyncio
 import dataclasses
 import json
-import os
-import platform
 import random
 import re
 import statistics
@@ -28,6 +26,7 @@ from urllib.request import urlopen
 
 import grpc
 
+from bench.about_run import about_run
 from bench.frontend import cpu_seconds
 from bench.stub_cluster import StubCluster, stub_cluster
 from conductor.cost_model import Profile, load_profile
@@ -193,7 +192,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--interval-ms", type=float, default=0.0, help="server.stream_interval_ms")
     arguments = parser.parse_args()
-    load_average = os.getloadavg()[0]
+    about = about_run()
     with stub_cluster(quick_profile(), 1, 1, arguments.interval_ms) as cluster:
         carried = asyncio.run(compare(cluster))
         by_grpc = next(row for row in carried if row.api == "grpc")
@@ -203,14 +202,8 @@ def main() -> None:
         print(row)
     print(f"added to TTFT at {half:.0f} requests/s: {shares}")
     if arguments.json:
-        machine = {
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
-            "load_average_before": load_average,
-        }
         result = {
-            "machine": machine,
+            "about": about,
             "stream_interval_ms": arguments.interval_ms,
             "carried": [asdict(row) for row in carried],
             "added_to_ttft": {"requests_per_s": half, "share_within_s": shares},

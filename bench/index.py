@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 
+from bench.about_run import about_run
 from bench.hit_rate import OPEN_TRACE, read_trace
 from bench.place import measure_index
-from bench.replay import about_machine
 from kvstore.index import PrefixIndex
 
 SIZES = (8, 500)
@@ -68,7 +68,7 @@ def main() -> None:
             tails[nodes].append(micros[int(len(micros) * 0.99)])
         events.append(measure_index(SIZES[-1]))
     result = {
-        **about_machine(),
+        "about": about_run(),
         "blocks_of_a_prompt": mean(map(len, chains)),
         "match_us": {
             str(nodes): {"mean": median(means[nodes]), "p99": median(tails[nodes])} for nodes in SIZES

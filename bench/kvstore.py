@@ -22,8 +22,6 @@ import argparse
 import asyncio
 import json
 import mmap
-import os
-import platform
 import random
 import shutil
 import statistics
@@ -42,6 +40,7 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.grants import Grant, PeerDescriptor
 from base.request import NodeId
+from bench.about_run import about_run
 from bench.store_rivals import mooncake_store
 from kvstore.access import RemoteAccess
 from kvstore.client import BlockCache
@@ -101,7 +100,7 @@ async def main() -> None:
             f" against {figure.against:8.3f}  ratio {figure.ratio:.2f}"
         )
     if options.json:
-        result = {"run": about_the_run(), "figures": [asdict(figure) for figure in figures]}
+        result = {"about": about_run(), "figures": [asdict(figure) for figure in figures]}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -386,23 +385,6 @@ async def measure_directory() -> list[Figure]:
         )
         for percent in (10, 50, 99)
     ]
-
-
-def about_the_run() -> dict[str, object]:
-    """Return where, when and of what the figures are."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return {
-        "processor": next(names, "unknown"),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(),
-    }
 
 
 if __name__ == "__main__":

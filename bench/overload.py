@@ -15,8 +15,6 @@ import argparse
 import asyncio
 import dataclasses
 import json
-import os
-import platform
 import random
 import time
 from collections.abc import Iterable
@@ -27,6 +25,7 @@ from typing import Any
 import grpc
 
 from base.request import Slo
+from bench.about_run import about_run
 from bench.stub_cluster import stub_cluster
 from conductor.cost_model import Profile, load_profile
 from protos import inference_pb2 as pb
@@ -208,17 +207,11 @@ def main() -> None:
     parser.add_argument("--overload-s", type=float, default=60.0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    load_average = os.getloadavg()[0]
+    about = about_run()
     with stub_cluster(stub_profile(), NODES_OF_A_ROLE, NODES_OF_A_ROLE) as cluster:
         result = asyncio.run(measure(cluster.grpc_address, arguments.overload_s))
     if arguments.json:
-        machine = {
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
-            "load_average_before": load_average,
-        }
-        arguments.json.write_text(json.dumps({"machine": machine, **result}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"about": about, **result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

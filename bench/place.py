@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.replay import about_machine
+from bench.about_run import about_run
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel, load_profile
 from conductor.placement import Placement, PlacementRequest, Rejection
@@ -103,7 +103,7 @@ def main() -> None:
         rounds.append(row)
         print(json.dumps(row))
     result = {
-        **about_machine(),
+        "about": about_run(),
         "median": {
             **{
                 size: {

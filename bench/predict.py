@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import statistics
 import tempfile
@@ -28,6 +27,7 @@ from typing import Any
 import grpc
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig, ServerConfig
+from bench.about_run import about_run
 from conductor.decision_log import read_log
 from conductor.decisions import Actual, Decision
 from conductor.placement import Placement
@@ -150,18 +150,12 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.8)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    load_average = os.getloadavg()[0]
+    about = about_run()
     result = measure(arguments.requests, arguments.rate)
     for term, error in result["relative_error"].items():
         print(f"{term:<24}median {error['median']:6.1%}   p90 {error['p90']:6.1%}   of {error['count']}")
     if arguments.json:
-        machine = {
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
-            "load_average_before": load_average,
-        }
-        arguments.json.write_text(json.dumps({"machine": machine, **result}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"about": about, **result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,6 +23,7 @@ import torch
 from base.clock import SystemClock, wall_clock_s
 from base.config import EngineConfig
 from base.errors import ConfigError
+from bench.about_run import current_commit, processor_name
 from bench.engine_shapes import SHAPES, build_model
 from bench.engine_work import Driver, Prompts
 from bench.profile_fit import Fit, Measured, fit_decode, fit_prefill
@@ -192,14 +192,14 @@ def _evidence(
     # The prefix was on the device: its load from host memory is no part of what was measured.
     cost = CostModel(dataclasses.replace(profile, prefix_token_s=0.0))
     is_gpu = engine.cache.tensor.is_cuda
-    device = torch.cuda.get_device_name() if is_gpu else f"{_cpu_name()}, {engine.num_threads} threads"
+    device = torch.cuda.get_device_name() if is_gpu else f"{processor_name()}, {engine.num_threads} threads"
     layout = engine.layout
     return Evidence(
         device=device,
         model=f"{engine.family}, {layout.num_layers} layers, {layout.num_kv_heads} KV heads of "
         f"{layout.head_dim}, vocabulary {engine.vocab_size}, {layout.dtype}",
         versions=f"torch {torch.__version__}, transformers {version('transformers')}",
-        commit=options.commit or _commit(),
+        commit=options.commit or current_commit(),
         date=time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
         prefill=tuple(
             Point(item.tokens, item.context, item.seconds, cost.prefill_s(item.tokens, item.context))
@@ -240,17 +240,6 @@ def _load_s(engine: Engine) -> float:
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started_s)
     return min(seconds) / COPY_BYTES
-
-
-def _cpu_name() -> str:
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    return names[0].partition(":")[2].strip() if names else "CPU"
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 def print_profile(profile: Profile) -> None:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
-import subprocess
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.about_run import about_run
 from conductor.cost_model import CostModel, load_profile
 from conductor.replay.cluster import ClusterOptions
 from conductor.replay.simulate import Plan, simulate
@@ -35,21 +34,6 @@ def measure(trace: Trace, nodes: int, copies: int, rows: int | None) -> dict[str
     seconds, wall_s = time.thread_time() - started_s, time.perf_counter() - began_s
     count = cluster.outcomes.num_arrived
     return {"requests": count, "per_cpu_s": count / seconds, "per_wall_s": count / wall_s}
-
-
-def about_machine() -> dict[str, str]:
-    """Return what a figure needs beside it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "processor": model,
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(),
-    }
 
 
 def main() -> None:
@@ -69,7 +53,7 @@ def main() -> None:
         rounds.append({"16": small, "1000": large, "large_to_small": large["per_cpu_s"] / small["per_cpu_s"]})
         print(json.dumps(rounds[-1]))
     result = {
-        **about_machine(),
+        "about": about_run(),
         "16_nodes_per_cpu_s": {
             "median": median(row["16"]["per_cpu_s"] for row in rounds),
             "best": max(row["16"]["per_cpu_s"] for row in rounds),

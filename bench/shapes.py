@@ -23,7 +23,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from base.clock import wall_clock_s
 from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig
-from bench.engine import commit
+from bench.about_run import current_commit
 from bench.engine_shapes import SHAPES
 from deploy.local import LocalCluster, local_cluster
 from deploy.plan import PreparedModel
@@ -164,7 +164,7 @@ def about(named_commit: str) -> dict[str, Any]:
     return {
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "torch": torch.__version__,
-        "commit": named_commit or commit(),
+        "commit": named_commit or current_commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
     }
 

@@ -18,7 +18,6 @@ import asyncio
 import importlib
 import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -33,6 +32,7 @@ from typing import Any
 from base.clock import SystemClock
 from base.config import TransferConfig
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
+from bench.about_run import about_run
 from bench.transfer_rivals import BareSocket, IbWriteBw, Memcpy, Mooncake, Rival, serve_bare_socket
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
@@ -241,27 +241,6 @@ def numbers(text: str) -> list[int]:
     return [size_of(part) for part in text.split(",")]
 
 
-def about_this_run() -> dict[str, str]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    model = next(
-        (
-            line.split(": ")[1]
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.machine(),
-    )
-    return {
-        "hardware": f"{model}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.transfer", description=__doc__)
     parser.add_argument("--transports", default="tcp,shm")
@@ -281,7 +260,7 @@ def main() -> None:
     if options.cuda:
         # By name, because it imports torch, which nothing else here needs.
         measured = asyncio.run(importlib.import_module("bench.transfer_cuda").run())
-        write_report({**about_this_run(), **measured}, options.json)
+        write_report({"about": about_run(), **measured}, options.json)
         return
     results = []
     for transport in transports:
@@ -293,7 +272,7 @@ def main() -> None:
             if block * batch <= 1 << 30
         ]
         results += asyncio.run(measure_transport(transport, cases, options.rounds, options.mooncake_python))
-    write_report({**about_this_run(), "results": results}, options.json)
+    write_report({"about": about_run(), "results": results}, options.json)
 
 
 def write_report(report: dict[str, Any], path: Path | None) -> None:
