@@ -20,6 +20,7 @@ Pure state: no I/O, no clock. `waiting_room.py` asks it.
 from __future__ import annotations
 
 from bisect import insort
+from collections import defaultdict
 from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
@@ -122,17 +123,21 @@ class FairQueue:
         Another tenant of the class gets, until then, what brings its virtual time to where
         this one's will be, if it has so much waiting.
         """
-        ahead_s = 0.0
+        higher: defaultdict[str, float] = defaultdict(float)
         for each, tenants in self._lines.items():
             if each > item.criticality:
-                ahead_s += sum(_seconds(line) for line in tenants.values())
+                for tenant, line in tenants.items():
+                    higher[tenant] += _seconds(line)
         tenants = self._lines[item.criticality]
         own = tenants.get(item.tenant, [])
         own_s = sum(other.cost_s for due_at_s, _, other in own if due_at_s <= item.due_at_s and other != item)
-        reached_s = self._given(item.tenant) + own_s
+        # What a tenant is given in higher classes counts when the turn of this one comes.
+        reached_s = self._given(item.tenant) + higher[item.tenant] + own_s
+        ahead_s = sum(higher.values())
         for tenant, line in tenants.items():
             if tenant != item.tenant:
-                ahead_s += min(_seconds(line), max(0.0, reached_s - self._given(tenant)))
+                behind_s = reached_s - self._given(tenant) - higher[tenant]
+                ahead_s += min(_seconds(line), max(0.0, behind_s))
         return ahead_s + own_s
 
     def check(self) -> None:

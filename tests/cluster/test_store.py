@@ -61,6 +61,7 @@ def stored(smollm2, tmp_path_factory):
         yield cluster
 
 
+@pytest.mark.full
 def test_the_next_turn_finds_the_answer_of_the_last_one(stored):
     prompt = PROMPT[::-1][:80]
     answer, _ = generated(stored.grpc_address, prompt, 60)
@@ -76,6 +77,7 @@ def test_the_next_turn_finds_the_answer_of_the_last_one(stored):
     assert usage.cached_tokens >= blocks * BLOCK_SIZE
 
 
+@pytest.mark.full
 def test_a_prefix_comes_back_from_memory_and_after_a_restart_from_disk(stored):
     address = stored.grpc_address
     expected, usage = generated(address, PROMPT, 8)

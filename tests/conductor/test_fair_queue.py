@@ -109,6 +109,16 @@ def test_a_tenant_that_paused_does_not_save_up():
     assert sorted(first) == ["a"] * 3 + ["b"] * 3
 
 
+def test_what_a_tenant_gets_in_a_higher_class_lets_others_go_first():
+    queue = FairQueue(100)
+    queue.push(waiting("paid", Criticality.STANDARD, "c", due_at_s=0.0, cost_s=6.0))
+    queue.push(waiting("other", Criticality.SHEDDABLE, "a", due_at_s=0.0, cost_s=4.0))
+    late = waiting("late", Criticality.SHEDDABLE, "c", due_at_s=3.0)
+    assert queue.seconds_ahead(late) == 10.0
+    queue.push(late)
+    assert [item.request_id for item in drained(queue)] == ["paid", "other", "late"]
+
+
 @given(crowds(), st.sampled_from("abc"), st.sampled_from(CLASSES))
 @settings(deadline=None)
 def test_the_seconds_ahead_are_those_served_before(crowd, tenant, level):
