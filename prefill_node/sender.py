@@ -78,23 +78,22 @@ class KvSender:
         if num_finished > self._num_sent:
             first, self._num_sent = self._num_sent, num_finished
             block_ids = list(block_table[first:num_finished])
+            write = writes.create_task(self._write(first, block_ids, groups))
+            # Not in the task itself: one that is cancelled before it begins runs no `finally`.
             self._pool.hold(block_ids)
-            writes.create_task(self._write(first, block_ids, groups))
+            write.add_done_callback(lambda _: self._pool.release(block_ids))
 
     async def _write(self, first: int, block_ids: list[int], groups: tuple[LayerGroup, ...]) -> None:
-        try:
-            for group in groups:
-                await asyncio.to_thread(group.wait)
-                if group is not groups[-1]:
-                    await self._send(first, block_ids, group.first, group.count)
-            rest = groups[-1].first if groups else 0
-            async with asyncio.TaskGroup() as both:
-                # Of whole blocks, once: it takes less than the last group's way.
-                sums = both.create_task(block_sums(self._cache, block_ids))
-                both.create_task(self._send(first, block_ids, rest, self._cache.layout.num_layers - rest))
-            self._checksums.update(enumerate(sums.result(), first))
-        finally:
-            self._pool.release(block_ids)
+        for group in groups:
+            await asyncio.to_thread(group.wait)
+            if group is not groups[-1]:
+                await self._send(first, block_ids, group.first, group.count)
+        rest = groups[-1].first if groups else 0
+        async with asyncio.TaskGroup() as both:
+            # Of whole blocks, once: it takes less than the last group's way.
+            sums = both.create_task(block_sums(self._cache, block_ids))
+            both.create_task(self._send(first, block_ids, rest, self._cache.layout.num_layers - rest))
+        self._checksums.update(enumerate(sums.result(), first))
 
     async def _send(self, first: int, block_ids: list[int], layer: int, num_layers: int) -> None:
         layout, grant = self._cache.layout, self._message.grant

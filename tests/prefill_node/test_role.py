@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from base.checksum import checksum
+from base.errors import LostError
 from base.grants import Operation
 from base.messages import Failed, Prefill, Prefilled
 from decode_node.role import DecodeRole
@@ -199,5 +200,23 @@ async def test_blocks_that_were_preempted_before_they_were_sent_are_sent_when_th
         sender.send_finished(writes, computed, 32)
     assert [checksum(content(decode, offset)) for offset in grant.offsets] == list(sender.checksums)
     assert decode.cache.tensor[11].unique().tolist() == [7.0]
+    prefill.pool.release(computed)
+    assert prefill.pool.num_held == 0
+
+
+async def test_blocks_of_a_write_that_never_began_are_given_back(both):
+    prefill, decode = both
+    grant = granted(decode, 2)
+    message = Prefill(work(num_tokens=32), decode.agent.descriptor, grant, 0)
+    sender = KvSender(prefill.agent, prefill.pool, prefill.cache, prefill.segment, message)
+    computed = prefill.pool.allocate(2)
+
+    async def broken():
+        async with asyncio.TaskGroup() as writes:
+            sender.send_finished(writes, computed, 32)
+            raise LostError("the group ends before its tasks begin")
+
+    with pytest.raises(BaseExceptionGroup):
+        await broken()
     prefill.pool.release(computed)
     assert prefill.pool.num_held == 0
