@@ -21,12 +21,11 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.load import run_load, warm_up
 from bench.load_report import Goodput, report
-from bench.shapes import Limits, Shape, about, parse_shape, running
+from bench.shapes import Shape, about, limits_of, options_parser, parse_shape, running
 from bench.sse_client import Outcome, Server
 from bench.workload import gamma_arrivals, synthetic_load
 
@@ -130,14 +129,7 @@ def line(tried: Tried, bounds: Sequence[Goodput]) -> str:
 
 def measure(shape: Shape, options: argparse.Namespace, bounds: Sequence[Goodput]) -> dict[str, Any]:
     """Run one shape's cluster and return its figures."""
-    limits = Limits(
-        max_batch=options.max_batch,
-        max_model_len=options.max_model_len,
-        kv_cache_gib=options.kv_cache_gib,
-        layer_groups=options.layer_groups,
-        shared_gpu=options.shared_gpu,
-    )
-    with running(options.model, shape, limits, options.logs) as cluster:
+    with running(options.model, shape, limits_of(options), options.logs) as cluster:
         tried = asyncio.run(try_rates(cluster.url, options, bounds))
     rates = [item.rate for item in tried]
     found = [goodput(rates, [item.shares[index] for item in tried]) for index in range(len(bounds))]
@@ -167,11 +159,8 @@ def parse_bounds(text: str) -> list[Goodput]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_parser(__doc__, max_model_len=16_384)
     add = parser.add_argument
-    add("--model", default="8b", choices=["8b", "0.6b", "tiny"])
     add("--shapes", default="1p1d,2c")
     add("--rates", type=lambda text: [float(part) for part in text.split(",")], default=[1, 2, 3, 4, 5])
     add("--bounds", type=parse_bounds, default=parse_bounds("2:0.008,2:0.015,2:0.03"))
@@ -179,14 +168,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--min-requests", type=int, default=30, help="at each rate")
     add("--input-tokens", type=int, default=8192)
     add("--output-tokens", type=int, default=256)
-    add("--max-batch", type=int, default=64)
-    add("--layer-groups", type=int, default=1, help="parts that a long chunk's KV is sent in")
-    add("--max-model-len", type=int, default=16_384)
-    add("--kv-cache-gib", type=float, default=0.0, help="of each node; 0: what is free")
-    add("--shared-gpu", action="store_true", help="all nodes on one GPU, or on none")
-    add("--logs", type=Path, help="configurations and logs of the processes are kept here")
-    add("--commit", default="", help="where the checkout has no .git")
-    add("--out", type=Path)
     return parser
 
 

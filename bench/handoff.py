@@ -35,7 +35,7 @@ from base.block_hash import BlockHash
 from base.clock import SystemClock
 from base.config import EngineConfig
 from base.request import RequestId, SamplingParams, StopParams
-from bench.shapes import Limits, about, model_config, parse_shape, running, write_model
+from bench.shapes import about, limits_of, model_config, options_parser, parse_shape, running, write_model
 from deploy.local import LocalCluster
 from engine.build import build_engine
 from engine.sequence import Sequence
@@ -182,25 +182,14 @@ async def alone(
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_parser(__doc__, max_model_len=0)
     add = parser.add_argument
-    add("--model", default="8b", choices=["8b", "0.6b", "tiny"])
     add("--shape", default="1p1d")
     add("--lengths", default="512,2048,8192,16384,32768")
     add("--repeats", type=int, default=5)
-    add("--shared-gpu", action="store_true", help="all nodes on one GPU")
-    add("--kv-cache-gib", type=float, default=0.0, help="of each node; 0: what is free")
     add("--chunk-tokens", type=int, default=4096)
-    add("--max-batch", type=int, default=64)
-    add("--layer-groups", type=int, default=1, help="parts that a long chunk's KV is sent in")
-    add("--max-model-len", type=int, default=0)
     add("--same-prompts", type=int, default=12, help="compared with one engine")
     add("--same-tokens", type=int, default=64, help="of each")
-    add("--logs", type=Path, help="configurations and logs of the processes are written here")
-    add("--commit", default="", help="where the checkout has no .git")
-    add("--out", type=Path)
     return parser
 
 
@@ -208,13 +197,6 @@ def main() -> None:
     options = make_parser().parse_args()
     rng = random.Random(0)
     shape = parse_shape(f"{options.shape}@{options.chunk_tokens}")
-    limits = Limits(
-        max_batch=options.max_batch,
-        max_model_len=options.max_model_len,
-        kv_cache_gib=options.kv_cache_gib,
-        layer_groups=options.layer_groups,
-        shared_gpu=options.shared_gpu,
-    )
     report: dict[str, Any] = {"model": options.model, "shape": shape.name, **about(options.commit)}
     vocab_size = model_config(options.model).vocab_size
     lengths = [int(length) for length in options.lengths.split(",")]
@@ -222,7 +204,7 @@ def main() -> None:
         _prompt(1 + max(lengths) // 4 * index // options.same_prompts, vocab_size, rng)
         for index in range(options.same_prompts)
     ]
-    with running(options.model, shape, limits, options.logs) as cluster:
+    with running(options.model, shape, limits_of(options), options.logs) as cluster:
         rows = []
         for length in lengths:
             rows.append(asdict(measure(cluster, length, options.repeats, vocab_size, rng)))
@@ -230,7 +212,7 @@ def main() -> None:
         report["rows"] = rows
         found = [ask(cluster, prompt, options.same_tokens).token_ids for prompt in prompts]
     if prompts:
-        engine = limits.engine(shape.chunk_tokens, options.max_batch)
+        engine = limits_of(options).engine(shape.chunk_tokens, options.max_batch)
         expected = asyncio.run(alone(options.model, engine, prompts, options.same_tokens))
         report["same_tokens"] = agreement(found, expected)
         print(json.dumps(report["same_tokens"]), flush=True)

@@ -8,6 +8,7 @@ streams as a real model's does.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import tempfile
@@ -135,6 +136,39 @@ def cluster_config(model: str, shape: Shape, limits: Limits) -> ClusterConfig:
             gpus_per_node=gpus,
             engine=limits.engine(DECODE_CHUNK, limits.max_batch),
         ),
+    )
+
+
+def options_parser(description: str | None, max_model_len: int) -> argparse.ArgumentParser:
+    """Return a parser of what every bench of a cluster is told; `limits_of` reads the bounds.
+
+    Args:
+        max_model_len: Default; 0 is the model's own.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="8b", choices=["8b", "0.6b", "tiny"])
+    add("--max-batch", type=int, default=64)
+    add("--layer-groups", type=int, default=1, help="parts that a long chunk's KV is sent in")
+    add("--max-model-len", type=int, default=max_model_len, help="0: the model's own")
+    add("--kv-cache-gib", type=float, default=0.0, help="of each node; 0: what is free")
+    add("--shared-gpu", action="store_true", help="all nodes on one GPU, or on none")
+    add("--logs", type=Path, help="configurations and logs of the processes are kept here")
+    add("--commit", default="", help="where the checkout has no .git")
+    add("--out", type=Path)
+    return parser
+
+
+def limits_of(options: argparse.Namespace) -> Limits:
+    """Return what `options_parser` was told bounds every node."""
+    return Limits(
+        max_batch=options.max_batch,
+        max_model_len=options.max_model_len,
+        kv_cache_gib=options.kv_cache_gib,
+        layer_groups=options.layer_groups,
+        shared_gpu=options.shared_gpu,
     )
 
 

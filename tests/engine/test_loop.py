@@ -104,7 +104,8 @@ async def test_a_sequence_added_while_idle_wakes_the_loop() -> None:
             heard = Collected()
             sequence = make_sequence(name, range(3), 2)
             loop.add(sequence, heard)
-            await heard.ended()
+            assert await heard.ended() is FinishReason.LENGTH
+            assert heard.tokens == continuation(sequence.token_ids[:3], 2)
             loop.release(sequence)
 
 
