@@ -1,6 +1,7 @@
 """The rules of CONTRIBUTING.md that a program can check."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,11 @@ def source_files() -> Iterator[tuple[str, str]]:
             yield file.relative_to(ROOT).as_posix(), file.read_text()
 
 
+@functools.cache
+def tree_of(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def test_files_are_short() -> None:
     long = {name: text.count("\n") for name, text in source_files() if text.count("\n") > MAX_FILE_LINES}
     assert not long, f"over {MAX_FILE_LINES} lines: {long}"
@@ -43,7 +49,7 @@ def test_files_are_short() -> None:
 def test_functions_are_short() -> None:
     long = []
     for name, text in source_files():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree_of(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 size = (node.end_lineno or node.lineno) - node.lineno + 1
                 if size > MAX_FUNCTION_LINES and node.name not in FUSED_KERNELS:
@@ -56,7 +62,7 @@ def test_files_have_names_that_say_something() -> None:
 
 
 def test_every_file_says_what_it_owns() -> None:
-    silent = [name for name, text in source_files() if not ast.get_docstring(ast.parse(text))]
+    silent = [name for name, text in source_files() if not ast.get_docstring(tree_of(text))]
     assert not silent, f"no docstring at the head of {silent}"
 
 
@@ -75,7 +81,7 @@ def test_nothing_is_left_for_later(word: str) -> None:
 def test_no_version_suffixes_in_names() -> None:
     pattern = re.compile(r"(_v2|_V2|^new_|^legacy_|^old_)")
     for name, text in source_files():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree_of(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 assert not pattern.search(node.name), f"{name}:{node.lineno} {node.name}"
 
@@ -83,7 +89,7 @@ def test_no_version_suffixes_in_names() -> None:
 def test_broad_except_stands_only_at_the_borders() -> None:
     borders = {"base/rpc.py", "base/request_tasks.py", "engine/loop.py", "conductor/openai.py"}
     for name, text in source_files():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree_of(text)):
             if isinstance(node, ast.ExceptHandler) and name not in borders:
                 broad = node.type is None or (isinstance(node.type, ast.Name) and node.type.id == "Exception")
                 assert not broad, f"{name}:{node.lineno} catches everything"

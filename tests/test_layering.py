@@ -1,6 +1,7 @@
 """Imports point down the layers, and each library is imported through its door alone."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,7 @@ DOORS: dict[str, tuple[str, ...]] = {
 }
 
 
+@functools.cache
 def imported_packages(file: Path) -> set[str]:
     """Top-level names a file imports, function-local imports included."""
     names: set[str] = set()
@@ -83,6 +85,7 @@ def imported_packages(file: Path) -> set[str]:
     return names
 
 
+@functools.cache
 def source_files(package: str) -> list[Path]:
     return [file for file in sorted((ROOT / package).rglob("*.py")) if "_pb2" not in file.name]
 

@@ -21,7 +21,7 @@ def covers(ranges: Ranges, *requests: tuple[int, int]) -> bool:
     requests=st.lists(st.tuples(st.integers(-3, 120), st.integers(-1, 30)), min_size=1, max_size=4),
     shift=st.sampled_from([0, 7, MAX_TABLE * 100]),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_requests_are_covered_if_each_lies_in_one_run_of_granted_bytes(
     blocks: list[int], scale: int, length: int, requests: list[tuple[int, int]], shift: int
 ) -> None:
