@@ -16,7 +16,7 @@ In Redis (keys under one prefix; values are bytes):
     members      set of epochs            nodes    hash of node id to epoch
 
 A chain is looked up by one script (`lua/lookup.lua`), one string in and one out. An MGET
-from here takes twice the processor time, a pipeline of single commands ten times.
+from here takes twice our processor time, a pipeline of single commands ten times.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Protocol, TypeVar
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from base.block_hash import BlockHash
+from base.block_hash import HASH_BYTES, BlockHash
 from base.clock import Clock
 from base.errors import ProtocolError
 from base.logs import event
@@ -64,6 +64,8 @@ WRITE_BATCH = 1_024
 LOOKUP_BATCH = 2_048
 """Blocks in one script; Lua unpacks some 8,000 values at most."""
 _EPOCH = struct.Struct("<Q")
+_RUN = struct.Struct("<HB")
+"""Blocks with the same holders, and the number of those."""
 _LUA = Path(__file__).parent / "lua"
 
 Replicas = tuple[Member, ...]
@@ -196,6 +198,8 @@ class RedisDirectory:
         self._outbox: OrderedDict[BlockHash, bool] = OrderedDict()
         self._has_news = asyncio.Event()
         self._settled = asyncio.Event()
+        self._num_begun = self._num_settled = 0
+        """Rounds of `run`."""
         self._is_joined = False
         self._is_readable = True
         self._is_writable = True
@@ -239,9 +243,11 @@ class RedisDirectory:
         await _answer(self._reader.ping())
 
     async def flush(self) -> None:
-        self._settled.clear()
-        self._has_news.set()
-        await self._settled.wait()
+        wanted = self._num_begun + 1  # a round under way may be past what was told last
+        while self._num_settled < wanted:
+            self._settled.clear()
+            self._has_news.set()
+            await self._settled.wait()
 
     async def leave(self) -> None:
         if self._member is not None:
@@ -256,6 +262,7 @@ class RedisDirectory:
     async def run(self) -> None:
         """Keep Redis told, until cancelled."""
         while True:
+            self._num_begun += 1
             try:
                 await self._carry()
                 self._is_readable = self._is_writable = True
@@ -267,6 +274,7 @@ class RedisDirectory:
                 self._is_writable = False
                 wait_s = self._backoff_s * (0.5 + self._rng.random())
                 self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+            self._num_settled = self._num_begun
             self._settled.set()
             await self._wait_for_news(wait_s)
 
@@ -323,14 +331,15 @@ class RedisDirectory:
         ]
 
     async def _found(self, chain: Sequence[BlockHash]) -> list[bytes]:
-        args: list[bytes] = [self._prefix + b"b:", b"".join(chain)]
+        prefix = self._prefix + b"b:"
+        args: list[bytes | int] = [prefix + prefix.join(chain), len(prefix) + HASH_BYTES]
         answer: bytes = await _answer(self._scripts["lookup"](args=args, client=self._reader))
-        found = []
+        found: list[bytes] = []
         at = 0
         while at < len(answer):
-            end = at + 1 + answer[at] * _EPOCH.size
-            found.append(answer[at + 1 : end])
-            at = end
+            num_blocks, num_holders = _RUN.unpack_from(answer, at)
+            begin, at = at + _RUN.size, at + _RUN.size + num_holders * _EPOCH.size
+            found += [answer[begin:at]] * num_blocks
         return found
 
     def _lost_reading(self, error: Exception) -> None:

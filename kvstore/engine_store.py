@@ -3,8 +3,8 @@
 Saving goes on behind the requests. When a sequence has ended, in either role, its chain is
 offered; one task works the offers off, a group of blocks at a time, in the background class
 of the transfer agent and within a bandwidth. A block is held for the length of one copy. An
-offer that waits too long is dropped, and so is what the engine's cache has forgotten by then:
-it is a cache.
+offer that waits too long is dropped, and so is what the engine's cache has forgotten by then,
+or what nobody takes: it is a cache.
 
 Loading goes before the computing of a prompt, from wherever the block cache has the blocks,
 if that has been the quicker way on this node (`load_costs.py`).
@@ -13,17 +13,22 @@ if that has been the quicker way on this node (`load_costs.py`).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from base.block_hash import BlockHash
 from base.clock import Clock
+from base.errors import ServeError
+from base.logs import event
 from kvstore.client import BlockCache
 from kvstore.load_costs import LoadCosts
 from kvstore.store import Store
 from transfer.batch import Priority
 from transfer.segment import Segment
+
+log = logging.getLogger(__name__)
 
 MAX_OFFERS = 1024
 GROUP_S = 0.1
@@ -137,18 +142,23 @@ class EngineStore:
         return "memory" if found.num_in_memory == len(chain) else "disk"
 
     async def _save(self, chain: Sequence[BlockHash], tenant: str) -> None:
+        """Save what is missing of `chain`; drop what cannot be, from the first such block on."""
         size = self._engine.block_bytes
         group = max(1, int(self._bytes_per_s * GROUP_S) // size)
-        at = await self._cache.num_saved(chain)
-        while at < len(chain):
-            part = chain[: at + group]
-            num_saved = await self._save_part(part, at, tenant)
-            self.num_saved += num_saved
-            await self._pause(num_saved * size / self._bytes_per_s)
-            if at + num_saved < len(part):
-                self.num_dropped += len(chain) - at - num_saved
-                return
-            at = len(part)
+        at = 0
+        try:
+            at = await self._cache.num_saved(chain)
+            while at < len(chain):
+                end = min(at + group, len(chain))
+                num_saved = await self._save_part(chain[:end], at, tenant)
+                self.num_saved += num_saved
+                at += num_saved
+                await self._pause(num_saved * size / self._bytes_per_s)
+                if at < end:
+                    break
+        except ServeError as error:
+            event(log, "blocks not saved", level=logging.WARNING, blocks=len(chain) - at, error=error)
+        self.num_dropped += len(chain) - at
 
     async def _save_part(self, chain: Sequence[BlockHash], first: int, tenant: str) -> int:
         block_ids = self._engine.hold(chain)

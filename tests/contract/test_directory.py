@@ -67,6 +67,13 @@ class RedisWorld:
             await directory.close()
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A test waits for an answer as long as a busy machine takes to give it."""
+    monkeypatch.setattr(under_test, "LOOKUP_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(under_test, "WRITE_TIMEOUT_S", 30.0)
+
+
 @pytest.fixture(scope="module")
 def server():
     with running_server() as running:
@@ -172,6 +179,23 @@ async def test_who_only_looks_up_finds_and_is_not_listed(world):
     assert [member.node_id for member in await outside.members()] == ["one"]
 
 
+async def test_a_chain_of_many_blocks_with_changing_holders_is_found_whole(world):
+    one, two = await world.join("one", 1), await world.join("two", 2)
+    chain = [BlockHash(number.to_bytes(16, "little")) for number in range(5_000)]
+    one.publish(chain)
+    two.publish(chain[1_000:1_700] + chain[2_047:2_049] + chain[4_000:4_001])
+    for party in (one, two):
+        await party.flush()
+    found = [len(replicas) for replicas in await one.lookup(chain)]
+    assert [number for number, count in enumerate(found) if count == 2] == [
+        *range(1_000, 1_700),
+        2_047,
+        2_048,
+        4_000,
+    ]
+    assert len(found) == len(chain)
+
+
 async def test_an_empty_chain_is_found_nowhere(world):
     assert await (await world.join("one", 1)).lookup([]) == []
 
@@ -213,16 +237,16 @@ def test_random_histories_agree_with_a_naive_model(request, kind, steps, asked):
 
 @pytest.fixture
 def fast(monkeypatch):
-    """Members that notice within a tenth of a second."""
-    monkeypatch.setattr(under_test, "HEARTBEAT_S", 0.05)
+    """Members that try again within a tenth of a second."""
     monkeypatch.setattr(under_test, "MAX_BACKOFF_S", 0.05)
 
 
-async def eventually(condition):
-    """Wait, a second at most, for what another task is about to do."""
-    async with asyncio.timeout(5):
+async def eventually(condition, *members):
+    """Let the members carry what they have to tell until it is so."""
+    async with asyncio.timeout(60):
         while not await condition():
-            await asyncio.sleep(0.01)
+            for member in members:
+                await member.flush()
 
 
 async def test_lookups_go_on_with_the_last_view_while_redis_is_gone(redis_world, fast):
@@ -247,7 +271,8 @@ async def test_a_redis_that_comes_back_empty_is_told_everything_again(redis_worl
         return await holders(third, "abc") == [["one"]] * 3
 
     third = await redis_world.join()
-    await eventually(third_knows)
+    await eventually(third_knows, one)
+    await two.flush()
     assert (await two.members()) == [member_of("one", 1), member_of("two", 2)]
 
 
@@ -262,7 +287,7 @@ async def test_a_flush_is_repaired_and_not_believed_meanwhile(redis_world, fast)
     async def is_repaired():
         return await holders(outside, "ab") == [["one"]] * 2
 
-    await eventually(is_repaired)
+    await eventually(is_repaired, one)
 
 
 async def test_a_redis_that_refuses_writes_is_still_read(redis_world, fast):
@@ -280,21 +305,22 @@ async def test_a_redis_that_refuses_writes_is_still_read(redis_world, fast):
     async def is_told():
         return await holders(two, "abc") == [["one"]] * 3
 
-    await eventually(is_told)
+    await eventually(is_told, one)
 
 
-async def test_a_slow_redis_costs_one_lookup_its_bound_and_the_next_nothing(redis_world):
+async def test_a_slow_redis_costs_one_lookup_its_bound_and_the_next_nothing(redis_world, monkeypatch):
+    monkeypatch.setattr(under_test, "LOOKUP_TIMEOUT_S", 0.05)
     one = await redis_world.join("one", 1)
     await publish(one, "ab")
-    loop = asyncio.get_running_loop()
     async with redis.asyncio.Redis.from_url(redis_world.server.url) as client:
-        await client.client_pause(1_000)
-        began_at_s = loop.time()
-        assert await holders(one, "ab") == [["one"]] * 2
-        assert loop.time() - began_at_s < 0.5
-        began_at_s = loop.time()
-        assert await holders(one, "ab") == [["one"]] * 2
-        assert loop.time() - began_at_s < 0.02
+        await client.client_pause(600_000)
+        async with asyncio.timeout(60):
+            assert await holders(one, "ab") == [["one"]] * 2
+        assert not one.health.is_readable
+        with pytest.raises(StopIteration) as answered:
+            one.lookup(chain_of("ab")).send(None)  # it waits for nothing
+        assert len(answered.value.value) == 2
+        redis_world.server.kill()
 
 
 async def test_a_process_that_starts_without_redis_serves_what_it_holds():

@@ -61,7 +61,7 @@ class Cluster:
 
     async def agent(self, name, transports=("tcp",), wrap=lambda transport: transport):
         self.last_epoch += 1
-        config = TransferConfig(transports=transports, timeout_s=5.0)
+        config = TransferConfig(transports=transports, timeout_s=60.0)
         agent = TransferAgent(name, self.last_epoch, config, SystemClock(), wrap)
         life = AsyncExitStack()
         self.lives[agent] = life

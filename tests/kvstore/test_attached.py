@@ -24,7 +24,7 @@ class Attached:
         self.work.receive([Lend(name, tuple(chain_of(path)), 10.0, first)])
 
     async def said(self):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await self.sent.get()
 
     def listen(self):
@@ -68,7 +68,7 @@ async def test_what_it_lends_is_read_by_another_until_the_release(pair):
     assert bytes(into.memory) == b"".join(bytes_of(name) for name in chain_of("abcd")[1:])
     assert attached.work.heartbeat().num_held_blocks == 4
     attached.work.receive([Release("r")])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while attached.node.store.pool.accounts().held:
             await asyncio.sleep(0)
     assert attached.node.agent.num_grants == 0

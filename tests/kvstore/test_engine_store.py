@@ -7,6 +7,7 @@ import pytest
 
 from base.block_hash import BlockHash
 from base.checksum import checksum
+from base.errors import ChecksumError, UnavailableError
 from kvstore.engine_store import MAX_OFFERS, EngineStore
 from tests.kvstore.cluster import BLOCK_BYTES, bytes_of, chain_of, running_cluster
 
@@ -71,7 +72,7 @@ class Beside:
         await asyncio.sleep(0)
 
     async def saved(self, count):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.store.num_saved + self.store.num_dropped < count:
                 await asyncio.sleep(0)
         assert self.engine.num_held == 0
@@ -137,6 +138,46 @@ async def test_what_the_engine_forgot_before_its_turn_is_dropped():
         one.store.offer(chain_of("abc"), ROOT)
         await one.saved(3)
         assert (one.store.num_saved, one.store.num_dropped) == (0, 3)
+
+
+class Failing:
+    """A way into the block cache that raises once, at one of its calls."""
+
+    def __init__(self, cache, call, error):
+        self.cache = cache
+        self.plan = {call: error}
+
+    async def num_saved(self, chain):
+        self.fail("num_saved")
+        return await self.cache.num_saved(chain)
+
+    async def save(self, *args, **options):
+        self.fail("save")
+        return await self.cache.save(*args, **options)
+
+    def fail(self, call):
+        if (error := self.plan.pop(call, None)) is not None:
+            raise error
+
+
+@pytest.mark.parametrize(
+    ("call", "error"), [("num_saved", UnavailableError("its home is gone")), ("save", ChecksumError("bytes"))]
+)
+async def test_an_offer_that_fails_is_dropped_and_the_next_is_saved(call, error, caplog):
+    async with running_cluster() as cluster:
+        one = Beside(await cluster.node("one"), 1e9)
+        cache = Failing(one.node.cache, call, error)
+        one.store = EngineStore(one.engine, cache, one.node.store, 1e9, one.node.clock, one.pause)
+        one.engine.compute("abc")
+        one.store.offer(chain_of("abc"), ROOT)
+        one.store.offer(chain_of("ab"), ROOT)
+        saving = asyncio.ensure_future(one.store.run())
+        await one.saved(5)
+        assert (one.store.num_saved, one.store.num_dropped) == (2, 3)
+        assert str(error) in caplog.text
+        assert not saving.done()
+        saving.cancel()
+        await asyncio.wait([saving])
 
 
 async def test_with_quotas_a_tenants_blocks_push_out_its_own_alone():
