@@ -93,3 +93,21 @@ def test_broad_except_stands_only_at_the_borders() -> None:
             if isinstance(node, ast.ExceptHandler) and name not in borders:
                 broad = node.type is None or (isinstance(node.type, ast.Name) and node.type.id == "Exception")
                 assert not broad, f"{name}:{node.lineno} catches everything"
+
+
+# Their clocks are virtual: to sleep there is to say what time it is.
+VIRTUAL_CLOCKS = {
+    "tests/conductor/test_overload.py",
+    "tests/conductor/test_role_changes.py",
+}
+
+
+def test_no_test_sleeps_in_order_to_wait() -> None:
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        name = file.relative_to(ROOT).as_posix()
+        for node in ast.walk(tree_of(file.read_text())):
+            if isinstance(node, ast.Call) and name not in VIRTUAL_CLOCKS:
+                is_sleep = ast.unparse(node.func) in ("asyncio.sleep", "sleep", "time.sleep")
+                assert not is_sleep or ast.unparse(node.args[0]) == "0", (
+                    f"{name}:{node.lineno} waits by sleeping"
+                )
