@@ -1,7 +1,8 @@
-"""The node's side of the stream to its conductor. `conductor/attach.py` is the other.
+"""The node's side of the stream to a conductor. `conductor/attach.py` is the other.
 
 The client dials, registers, and serves until the stream ends or stays silent for the
 lease; then the node lets go of everything it held for that conductor and dials again.
+A node has a client, and a `NodeWork`, for each conductor of its cluster.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import grpc
 from base.errors import ProtocolError
 from base.logs import event
 from base.messages import FromNode, Heartbeat, KvEvents, Lease, NodeInfo, ToNode
-from base.wire import from_node, lease_from, register, to_node_from
+from base.wire import from_node, to_node_from
+from base.wire_membership import add_state, lease_from, register
 from protos import nodes_pb2 as pb
 from protos.nodes_pb2_grpc import NodesStub
 
@@ -31,6 +33,9 @@ CONNECT_TIMEOUT_S = 5.0
 # stays short; it is jittered so that a thousand nodes do not dial at once.
 MAX_BACKOFF_S = 2.0
 MIN_BACKOFF_S = 0.1
+
+SEND_GAP_S = 0.001
+"""Between two messages at least; the first after a pause goes at once."""
 
 WAKE_DELAY_S = 0.002
 """From a change of a node's state to the heartbeat that tells of it."""
@@ -51,6 +56,10 @@ Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.NodeMessage, pb.ConductorMessage
 class NodeWork(Protocol):
     """What a node does with its conductor's messages, and what it has to say."""
 
+    def attached(self, conductor_epoch: int) -> None:
+        """The stream is open. What follows is of that conductor, until `lost`."""
+        ...
+
     def receive(self, items: list[ToNode]) -> None: ...
 
     def heartbeat(self) -> Heartbeat: ...
@@ -60,7 +69,7 @@ class NodeWork(Protocol):
     def kv_snapshot(self) -> KvEvents: ...
 
     def lost(self) -> None:
-        """Let go of everything held for the conductor."""
+        """Let go of everything held for the conductor; also where none was attached."""
         ...
 
 
@@ -134,7 +143,10 @@ class AttachClient:
         return grpc.aio.secure_channel(self._address, self._credentials, options=CHANNEL_OPTIONS)
 
     async def _serve(self, call: Call, lease: Lease, work: NodeWork) -> None:
-        await call.write(from_node((), work.heartbeat(), work.kv_snapshot()))
+        work.attached(lease.conductor_epoch)
+        message = pb.NodeMessage()
+        add_state(message, work.heartbeat(), work.kv_snapshot())
+        await call.write(message)
         lost: list[BaseException] = []
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -153,17 +165,25 @@ class AttachClient:
             work.receive(to_node_from(message))
 
     async def _send(self, call: Call, lease: Lease, work: NodeWork) -> None:
-        """Send what waits, at once; and the node's load with it, at least every heartbeat."""
+        """Send what waits, and the node's load with it, at least every heartbeat."""
+        sent_at_s = 0.0
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(lease.heartbeat_s):
-                    await self._outgoing.wait()
+            if not self._outgoing.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(lease.heartbeat_s):
+                        await self._outgoing.wait()
+            # What is about to be said goes along: each message is a system call, here and there.
+            now_s = asyncio.get_running_loop().time()
+            await asyncio.sleep(max(0.0, sent_at_s + SEND_GAP_S - now_s))
+            sent_at_s = max(now_s, sent_at_s + SEND_GAP_S)
             self._outgoing.clear()
             if self._waking is not None:
                 self._waking.cancel()
                 self._waking = None
             items, self._outbox = self._outbox, []
-            await call.write(from_node(items, work.heartbeat(), work.kv_events()))
+            message = from_node(items)
+            add_state(message, work.heartbeat(), work.kv_events())
+            await call.write(message)
 
     def wake(self) -> None:
         """Send a heartbeat soon: the node's state changed.

@@ -131,10 +131,12 @@ class ServerConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = STRICT
 
     host: str = "127.0.0.1"
+    conductors: int = 1
+    """Processes. Nodes attach to each, and clients may ask any of them."""
     http_port: int = 8000
-    """0: a free one, printed at start."""
+    """0: a free one, printed at start. Of several conductors the first one's; the others count up."""
     grpc_port: int = 50051
-    """Clients', and nodes' where there is no TLS. 0: a free one."""
+    """Clients', and nodes' where there is no TLS. 0: a free one. Counts up as `http_port`."""
     tls: TlsConfig = field(default_factory=TlsConfig)
     """Of HTTP and gRPC. With a `ca`, clients must show a certificate that it signed."""
     keys_file: str = ""
@@ -156,7 +158,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         for key in ("http_port", "grpc_port"):
-            _require(0 <= getattr(self, key) <= 65535, key, "between 0 and 65535")
+            _require(0 <= getattr(self, key) <= 65536 - self.conductors, key, "between 0 and 65535")
+        _require(1 <= self.conductors <= 100, "conductors", "between 1 and 100")
         _require(self.max_body_mib > 0, "max_body_mib", "more than 0")
         _require(self.max_waiting >= 1, "max_waiting", "at least 1")
         _require(self.request_timeout_s > 0, "request_timeout_s", "more than 0")
@@ -178,7 +181,7 @@ class NodesConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = STRICT
 
     attach_port: int = 0
-    """0: a free one."""
+    """0: a free one. Counts up as `server.http_port`."""
     tls: TlsConfig = field(default_factory=TlsConfig)
     """A node's; the conductor checks nodes by the same `ca`."""
 
@@ -236,8 +239,7 @@ class StoreConfig:
     tenant_quota: float = 1.0
     """Of a node's memory, for each tenant."""
     redis_url: str = ""
-    """Where several conductors or other programs share the cache; empty: the conductor's
-    index knows where blocks are."""
+    """Where other programs share the cache; empty: the conductor's index knows where blocks are."""
     peers: tuple[str, ...] = ()
     """host:port of storage processes, where there is no Redis."""
     save_mib_per_s: float = 512.0
@@ -291,6 +293,8 @@ class SchedulerConfig:
     change_roles: bool = False
     """Whether a node may change from prefill to decode and back, by the load of both pools. Load is
     measured by the bounds of the slo section, which must be set then."""
+    replicate: bool = False
+    """Whether hot prefixes are copied to more prefill nodes before requests ask there."""
     max_waiting: int = 512
     """There; more are let go, the lowest class first."""
     role_wait_s: float = 10.0
@@ -374,7 +378,7 @@ class NodeProcess:
     roles: tuple[str, ...]
     model_path: str
     model_id: str
-    conductor_address: str
+    conductor_addresses: tuple[str, ...]
     engine: EngineConfig
     transfer: TransferConfig
     store: StoreConfig = field(default_factory=StoreConfig)

@@ -12,7 +12,7 @@ from base.block_hash import BlockHash
 from base.grants import Grant, PeerDescriptor
 from base.request import FinishReason, NodeId, RequestId, Role, SampledToken, SamplingParams, StopParams
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Of protos/nodes.proto. A node of another version is refused, with both named."""
 
 
@@ -85,7 +85,36 @@ class Release:
     request_id: RequestId
 
 
-ToNode = Reserve | Lend | Prefill | Start | Release
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Copies blocks of another node into this one's cache, before anybody asks for them."""
+
+    request_id: RequestId
+    chain: tuple[BlockHash, ...]
+    """From the first block of the prompt to the last of the source."""
+    source: Source
+    fence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Gives up cached blocks that nobody holds. Nothing answers."""
+
+    hashes: tuple[BlockHash, ...]
+    fence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """How a node is to serve from now on."""
+
+    roles: frozenset[Role]
+    is_draining: bool
+    fence: int
+    """The one that the node told; another is void."""
+
+
+ToNode = Reserve | Lend | Prefill | Start | Release | Fetch | Forget | Serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +175,15 @@ class Failed:
     message: str
 
 
-FromNode = Reserved | Lent | Prefilled | Tokens | Failed
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """So many blocks of a `Fetch`'s chain are here now."""
+
+    request_id: RequestId
+    num_blocks: int
+
+
+FromNode = Reserved | Lent | Prefilled | Tokens | Fetched | Failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +222,10 @@ class Heartbeat:
     num_context_tokens: int
     """Of running sequences."""
     is_draining: bool = False
+    roles: frozenset[Role] = frozenset()
+    """As the node serves now; empty: those it registered with."""
+    fence: int = 0
+    """Above 0: of the conductors, the one that is told this is in control."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ REQUEST_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+REJECTION_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 TOKEN_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))  # 1 to 500,000
 
 ERROR_BUCKETS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
@@ -117,6 +118,12 @@ class ConductorMetrics:
         )
         self.rejections = Counter(
             "conductor_rejections", "Sequences not taken, by reason", ["reason"], registry=registry
+        )
+        self.rejection_seconds = Histogram(
+            "conductor_rejection_seconds",
+            "Arrival to the rejection",
+            buckets=REJECTION_BUCKETS,
+            registry=registry,
         )
         self.slo_misses = Counter(
             "conductor_slo_misses",

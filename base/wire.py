@@ -1,4 +1,4 @@
-"""Our values to protobuf messages and back: every conversion between processes.
+"""Our values to protobuf messages and back: work and results. `wire_membership.py` has the rest.
 
 A message off the wire is not trusted: each `*_from` raises ProtocolError, naming the
 field, for what our own values could not hold.
@@ -14,19 +14,19 @@ from base.errors import ProtocolError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from base.messages import (
     Failed,
+    Fetch,
+    Fetched,
+    Forget,
     FromNode,
-    Heartbeat,
-    KvEvents,
-    Lease,
     Lend,
     Lent,
-    NodeInfo,
     Prefill,
     Prefilled,
     PrefillTimes,
     Release,
     Reserve,
     Reserved,
+    Serve,
     Source,
     Start,
     Tokens,
@@ -35,7 +35,6 @@ from base.messages import (
 )
 from base.request import (
     FinishReason,
-    NodeId,
     RequestId,
     Role,
     SampledToken,
@@ -54,7 +53,8 @@ _OPERATIONS = {
 }
 
 
-def _enum(kind: Callable[[str], T], value: str, field: str) -> T:
+def enum_from(kind: Callable[[str], T], value: str, field: str) -> T:
+    """Raises ProtocolError, naming the field."""
     try:
         return kind(value)
     except ValueError:
@@ -128,7 +128,8 @@ def _source_from(message: pb.Source) -> Source:
     )
 
 
-def _hashes(hashes: Iterable[bytes], field: str) -> tuple[BlockHash, ...]:
+def hashes_from(hashes: Iterable[bytes], field: str) -> tuple[BlockHash, ...]:
+    """Raises ProtocolError, naming the field."""
     found = tuple(BlockHash(block_hash) for block_hash in hashes)
     if any(len(block_hash) != HASH_BYTES for block_hash in found):
         raise ProtocolError(f"{field}: a block hash is not {HASH_BYTES} bytes")
@@ -232,7 +233,25 @@ def to_node(items: Iterable[ToNode], heartbeat: bool = False) -> pb.ConductorMes
                 )
             case Release():
                 message.release.add(request_id=item.request_id)
+            case Fetch() | Forget() | Serve():
+                _order_to(message, item)
     return message
+
+
+def _order_to(message: pb.ConductorMessage, item: Fetch | Forget | Serve) -> None:
+    match item:
+        case Fetch():
+            message.fetch.add(
+                request_id=item.request_id,
+                chain=item.chain,
+                source=_source_to(item.source),
+                fence=item.fence,
+            )
+        case Forget():
+            message.forget.add(hashes=item.hashes, fence=item.fence)
+        case Serve():
+            roles = sorted(role.value for role in item.roles)
+            message.serve.add(roles=roles, draining=item.is_draining, fence=item.fence)
 
 
 def to_node_from(message: pb.ConductorMessage) -> list[ToNode]:
@@ -249,12 +268,30 @@ def to_node_from(message: pb.ConductorMessage) -> list[ToNode]:
         for item in message.prefill
     ]
     items += [
-        Lend(RequestId(item.request_id), _hashes(item.chain, "lend.chain"), item.lease_s, item.first_block)
+        Lend(
+            RequestId(item.request_id), hashes_from(item.chain, "lend.chain"), item.lease_s, item.first_block
+        )
         for item in message.lend
     ]
     items += [
         Start(RequestId(item.request_id), item.first_token_id, tuple(item.checksums))
         for item in message.start
+    ]
+    items += [
+        Fetch(
+            RequestId(item.request_id),
+            hashes_from(item.chain, "fetch.chain"),
+            _source_from(item.source),
+            item.fence,
+        )
+        for item in message.fetch
+    ]
+    items += [Forget(hashes_from(item.hashes, "forget.hashes"), item.fence) for item in message.forget]
+    items += [
+        Serve(
+            frozenset(enum_from(Role, role, "serve.roles") for role in item.roles), item.draining, item.fence
+        )
+        for item in message.serve
     ]
     items += [Release(RequestId(item.request_id)) for item in message.release]
     return items
@@ -285,18 +322,12 @@ def _finish_to(reason: FinishReason | None) -> str:
 
 
 def _finish_from(value: str) -> FinishReason | None:
-    return _enum(FinishReason, value, "finish_reason") if value else None
+    return enum_from(FinishReason, value, "finish_reason") if value else None
 
 
-def from_node(
-    items: Iterable[FromNode], heartbeat: Heartbeat | None = None, kv_events: KvEvents | None = None
-) -> pb.NodeMessage:
+def from_node(items: Iterable[FromNode]) -> pb.NodeMessage:
     """Pack everything that waits for the conductor into one message."""
     message = pb.NodeMessage()
-    if heartbeat is not None:
-        message.heartbeat.CopyFrom(_heartbeat_to(heartbeat))
-    if kv_events is not None:
-        message.kv_events.CopyFrom(_kv_events_to(kv_events))
     for item in items:
         match item:
             case Tokens():
@@ -317,6 +348,8 @@ def from_node(
                 )
             case Prefilled():
                 message.prefilled.append(_prefilled_to(item))
+            case Fetched():
+                message.fetched.add(request_id=item.request_id, num_blocks=item.num_blocks)
             case Failed():
                 message.failed.add(request_id=item.request_id, reason=item.reason, message=item.message)
     return message
@@ -345,6 +378,7 @@ def from_node_from(message: pb.NodeMessage) -> list[FromNode]:
         )
         for item in message.tokens
     ]
+    items += [Fetched(RequestId(item.request_id), item.num_blocks) for item in message.fetched]
     items += [Failed(RequestId(item.request_id), item.reason, item.message) for item in message.failed]
     return items
 
@@ -373,120 +407,4 @@ def _prefilled_from(message: pb.Prefilled) -> Prefilled:
         message.num_cached_tokens,
         tuple(message.checksums),
         PrefillTimes(times.queue_s, times.compute_s, times.exposed_transfer_s),
-    )
-
-
-# --- membership -------------------------------------------------------------------------
-
-
-def register(node: NodeInfo) -> pb.NodeMessage:
-    """Return the first message of a stream."""
-    return pb.NodeMessage(
-        register=pb.Register(
-            node_id=node.node_id,
-            epoch=node.epoch,
-            roles=sorted(role.value for role in node.roles),
-            model_id=node.model_id,
-            layout_id=node.layout_id,
-            max_model_len=node.max_model_len,
-            num_blocks=node.num_blocks,
-            block_size=node.block_size,
-            peer=peer_to(node.peer),
-            protocol_version=node.protocol_version,
-            host=node.host,
-        )
-    )
-
-
-def register_from(message: pb.NodeMessage) -> NodeInfo:
-    """Raises ProtocolError if the message is no registration."""
-    if not message.HasField("register"):
-        raise ProtocolError("the first message of a node is not Register")
-    told = message.register
-    if not 0 < len(told.node_id) <= 128 or not told.node_id.isprintable():
-        raise ProtocolError("register.node_id: 1 to 128 printable characters are wanted")
-    return NodeInfo(
-        node_id=NodeId(told.node_id),
-        epoch=told.epoch,
-        roles=frozenset(_enum(Role, role, "register.roles") for role in told.roles),
-        model_id=told.model_id,
-        layout_id=told.layout_id,
-        max_model_len=told.max_model_len,
-        num_blocks=told.num_blocks,
-        block_size=told.block_size,
-        peer=peer_from(told.peer),
-        host=told.host,
-        protocol_version=told.protocol_version,
-    )
-
-
-def lease_to(lease: Lease) -> pb.ConductorMessage:
-    return pb.ConductorMessage(
-        registered=pb.Registered(
-            lease_s=lease.lease_s,
-            heartbeat_s=lease.heartbeat_s,
-            conductor_epoch=lease.conductor_epoch,
-        )
-    )
-
-
-def lease_from(message: pb.ConductorMessage) -> Lease:
-    """Raises ProtocolError if the message does not answer a registration."""
-    if not message.HasField("registered"):
-        raise ProtocolError("the first message of the conductor is not Registered")
-    told = message.registered
-    if not 0 < told.heartbeat_s < told.lease_s:
-        raise ProtocolError(f"registered: heartbeat {told.heartbeat_s} s, lease {told.lease_s} s")
-    return Lease(told.lease_s, told.heartbeat_s, told.conductor_epoch)
-
-
-def _heartbeat_to(heartbeat: Heartbeat) -> pb.Heartbeat:
-    return pb.Heartbeat(
-        sequence=heartbeat.sequence,
-        num_free_blocks=heartbeat.num_free_blocks,
-        num_held_blocks=heartbeat.num_held_blocks,
-        num_waiting=heartbeat.num_waiting,
-        num_running=heartbeat.num_running,
-        num_queued_tokens=heartbeat.num_queued_tokens,
-        num_context_tokens=heartbeat.num_context_tokens,
-        draining=heartbeat.is_draining,
-    )
-
-
-def heartbeat_from(message: pb.NodeMessage) -> Heartbeat | None:
-    """Return the heartbeat in a node's message, if one is."""
-    if not message.HasField("heartbeat"):
-        return None
-    told = message.heartbeat
-    return Heartbeat(
-        told.sequence,
-        told.num_free_blocks,
-        told.num_held_blocks,
-        told.num_waiting,
-        told.num_running,
-        told.num_queued_tokens,
-        told.num_context_tokens,
-        told.draining,
-    )
-
-
-def _kv_events_to(events: KvEvents) -> pb.KvEvents:
-    return pb.KvEvents(
-        first_number=events.first_number,
-        snapshot=events.is_snapshot,
-        stored=events.stored,
-        removed=events.removed,
-    )
-
-
-def kv_events_from(message: pb.NodeMessage) -> KvEvents | None:
-    """Return the KV events in a node's message, if any are."""
-    if not message.HasField("kv_events"):
-        return None
-    told = message.kv_events
-    return KvEvents(
-        told.first_number,
-        told.snapshot,
-        _hashes(told.stored, "kv_events.stored"),
-        _hashes(told.removed, "kv_events.removed"),
     )

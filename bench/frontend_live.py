@@ -75,29 +75,35 @@ class Carried:
 
 
 class HttpClient:
-    """Asks over HTTP, one connection for each request under way; reads no more than it must."""
+    """Asks over HTTP on connections that stay open; reads no more than it must."""
 
     def __init__(self, port: int) -> None:
         self._port = port
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def ask(self, max_tokens: int) -> int:
         body = json.dumps(
             {"prompt": PROMPT, "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
             | {"return_token_ids": True}
         ).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        connection = self._idle.pop() if self._idle else await self._connected()
+        reader, writer = connection
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
             b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
         )
         answer = bytearray()
-        while part := await reader.read(1 << 18):
+        while not answer.endswith(b"[DONE]\n\n\r\n0\r\n\r\n"):
+            part = await reader.read(1 << 18)
+            if not part:
+                raise RuntimeError(f"the answer is not whole: {bytes(answer[-300:])!r}")
             answer += part
-        writer.close()
-        if b"[DONE]" not in answer:
-            raise RuntimeError(f"the answer is not whole: {bytes(answer[-300:])!r}")
+        self._idle.append(connection)
         lists = re.findall(rb'"token_ids":\[([0-9,]*)\]', answer)
         return sum(found.count(b",") + 1 for found in lists if found)
+
+    async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self._port)
 
 
 class GrpcClient:

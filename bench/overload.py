@@ -16,17 +16,20 @@ import asyncio
 import dataclasses
 import json
 import random
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import grpc
 
 from base.request import Slo
 from bench.about_run import about_run
-from bench.stub_cluster import stub_cluster
+from bench.frontend import cpu_seconds
+from bench.stub_cluster import StubCluster, stub_cluster
 from conductor.cost_model import Profile, load_profile
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceStub
@@ -164,9 +167,18 @@ async def stretch(stub: InferenceStub, rate: float, seconds: float, rng: random.
     return [task.result() for task in tasks]
 
 
-async def measure(address: str, overload_s: float) -> dict[str, Any]:
+def rejections_within(http_port: int) -> dict[str, float]:
+    """Return shares of all rejections by what the conductor itself took, by bound in seconds."""
+    with urlopen(f"http://127.0.0.1:{http_port}/metrics") as response:
+        text = response.read().decode()
+    found = re.findall(r'conductor_rejection_seconds_bucket\{le="([^"]+)"\} (\S+)', text)
+    count = max(1.0, float(dict(found).get("+Inf", 0)))
+    return {bound: float(value) / count for bound, value in found}
+
+
+async def measure(cluster: StubCluster, overload_s: float) -> dict[str, Any]:
     rng = random.Random(1)
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
         stub = InferenceStub(channel)
         await stretch(stub, CAPACITY / 2, 3.0, rng)
         sweep = []
@@ -174,7 +186,9 @@ async def measure(address: str, overload_s: float) -> dict[str, Any]:
             rows = await stretch(stub, CAPACITY * share, 8.0, rng)
             sweep.append(told(summary(CAPACITY * share, 8.0, rows, WARM_UP_S)))
         peak = max(each.goodput for each in sweep)
+        cpu_s = cpu_seconds(cluster.conductor_pid)
         rows = await stretch(stub, CAPACITY * 10, overload_s, rng)
+        cpu_s = cpu_seconds(cluster.conductor_pid) - cpu_s
         overload = told(summary(CAPACITY * 10, overload_s, rows, WARM_UP_S))
         after = await stretch(stub, CAPACITY * 0.7, 12.0, rng)
         told(summary(CAPACITY * 0.7, 12.0, after, 0.0))
@@ -185,10 +199,19 @@ async def measure(address: str, overload_s: float) -> dict[str, Any]:
         "ttft_slo_s": SLO.ttft_slo_s,
         "rejection_p99_s": overload.rejection_p99_s,
         "normal_after_s": normal_after_s(after),
+        "conductor_cpu_ms_per_request": cpu_s / max(1, len(rows)) * 1e3,
+        "conductor_cpu_share_of_a_core": cpu_s / overload_s,
     }
     for name, value in result.items():
         print(f"{name}: {value:.4g}")
-    return {**result, "sweep": [asdict(each) for each in sweep], "overload": asdict(overload)}
+    within = rejections_within(cluster.http_port)
+    print(f"rejections by the conductor's own time: {within}")
+    return {
+        **result,
+        "rejections_within_s_of_arrival": within,
+        "sweep": [asdict(each) for each in sweep],
+        "overload": asdict(overload),
+    }
 
 
 def told(figures: Stretch) -> Stretch:
@@ -209,7 +232,7 @@ def main() -> None:
     arguments = parser.parse_args()
     about = about_run()
     with stub_cluster(stub_profile(), NODES_OF_A_ROLE, NODES_OF_A_ROLE) as cluster:
-        result = asyncio.run(measure(cluster.grpc_address, arguments.overload_s))
+        result = asyncio.run(measure(cluster, arguments.overload_s))
     if arguments.json:
         arguments.json.write_text(json.dumps({"about": about, **result}, indent=1) + "\n")
 

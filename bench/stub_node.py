@@ -15,6 +15,8 @@ from collections.abc import Callable
 from base.block_hash import BlockHash, hash_chain
 from base.grants import Grant, Operation
 from base.messages import (
+    Fetch,
+    Forget,
     FromNode,
     Heartbeat,
     KvEvents,
@@ -25,12 +27,13 @@ from base.messages import (
     Release,
     Reserve,
     Reserved,
+    Serve,
     Start,
     Tokens,
     ToNode,
     Work,
 )
-from base.request import FinishReason, RequestId, SampledToken
+from base.request import FinishReason, RequestId, Role, SampledToken
 from conductor.cost_model import CostModel
 
 TOKEN = SampledToken(5)
@@ -57,6 +60,8 @@ class StubNode:
         self._news: list[BlockHash] = []
         self._next_event = 1
         self._beats = 0
+        self._roles: frozenset[Role] = frozenset()
+        self._is_draining = False
         self._reserved: dict[RequestId, Work] = {}
         self._prompts: deque[Prefill] = deque()
         self._running: dict[RequestId, _Running] = {}
@@ -84,8 +89,13 @@ class StubNode:
                 case Release(request_id):
                     self._reserved.pop(request_id, None)
                     self._running.pop(request_id, None)
-                case Lend():
+                case Serve(roles, is_draining):
+                    self._roles, self._is_draining = roles, is_draining
+                case Lend() | Fetch() | Forget():
                     pass
+
+    def attached(self, conductor_epoch: int) -> None:
+        pass
 
     def heartbeat(self) -> Heartbeat:
         self._beats += 1
@@ -98,6 +108,9 @@ class StubNode:
             num_running=len(self._running),
             num_queued_tokens=sum(len(item.work.token_ids) for item in self._prompts),
             num_context_tokens=sum(running.context_tokens for running in self._running.values()),
+            is_draining=self._is_draining,
+            roles=self._roles,
+            fence=1,
         )
 
     def kv_events(self) -> KvEvents | None:
@@ -150,6 +163,7 @@ class StubNode:
                     self.send(Tokens(request_id, (TOKEN,), reason))
                     if reason is not None:
                         del self._running[request_id]
+                        self._reserved.pop(request_id, None)
 
     def _matched(self, chain: list[BlockHash]) -> int:
         depth = next((at for at, key in enumerate(chain) if key not in self._known), len(chain))

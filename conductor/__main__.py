@@ -37,6 +37,8 @@ from conductor.dispatch import Dispatcher, Limits
 from conductor.explain import Decisions
 from conductor.membership import Membership
 from conductor.observer import Observer
+from conductor.replicas import Replicas
+from conductor.replication import Replication
 from conductor.role_changes import change_roles
 from conductor.roles import RoleController, RoleSettings
 from conductor.scheduler_settings import scheduler_settings
@@ -59,7 +61,8 @@ async def serve(config: ConductorProcess) -> None:
     decisions = Decisions(
         cost, settings, _decision_log(config, Shared(cost.profile, settings, config.model_id))
     )
-    observer = Observer(metrics, view, cost, decisions, clock)
+    replicas = Replicas(cost) if config.scheduler.replicate else None
+    observer = Observer(metrics, view, cost, decisions, clock, replicas)
     server = config.server
     limits = Limits(
         server.request_timeout_s,
@@ -91,10 +94,15 @@ async def serve(config: ConductorProcess) -> None:
         sys.stdout.flush()
         async with asyncio.TaskGroup() as tasks:
             roles = _role_changes(config, cost)
-            changing = roles and tasks.create_task(change_roles(roles, view, dispatcher, clock))
+            background = []
+            if roles:
+                background.append(tasks.create_task(change_roles(roles, view, membership, dispatcher, clock)))
+            if replicas:
+                replication = Replication(replicas, view, membership, clock)
+                background.append(tasks.create_task(replication.run()))
             await stop_requested()
-            if changing:
-                changing.cancel()
+            for task in background:
+                task.cancel()
 
 
 def _role_changes(config: ConductorProcess, cost: CostModel) -> RoleController | None:
@@ -117,9 +125,7 @@ def main() -> int:
     configure("conductor")
     try:
         config = read_process_config(arguments.config, ConductorProcess)
-        # TLS costs less of the processor with uvloop; without TLS it was no faster.
-        run = uvloop.run if config.server.tls.is_set else asyncio.run
-        run(serve(config))
+        uvloop.run(serve(config))
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2

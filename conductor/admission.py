@@ -77,7 +77,7 @@ def decode_tbt_s(
     """Return the step time that this request would meet: on its node now, or in the mean node then."""
     if policy is RejectPolicy.PREDICT:
         num_nodes = view.decode_mask.bit_count()
-        in_pool, in_pool_tokens = view.projection.at(now_s + placement.predicted_ttft_s)
+        in_pool, in_pool_tokens = view.projected(now_s + placement.predicted_ttft_s)
         sequences, tokens = in_pool / num_nodes, in_pool_tokens / num_nodes
     else:
         node = view.node(placement.decode_node)

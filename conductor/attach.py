@@ -24,20 +24,17 @@ from base.clock import Clock
 from base.errors import ProtocolError, ServeError, status_of
 from base.logs import event
 from base.messages import Lease
-from base.wire import (
-    from_node_from,
-    heartbeat_from,
-    kv_events_from,
-    lease_to,
-    register_from,
-    to_node,
-)
+from base.wire import from_node_from, to_node
+from base.wire_membership import heartbeat_from, kv_events_from, lease_to, register_from
 from conductor.membership import Membership
 from conductor.nodes import NodeSession
 from protos import nodes_pb2 as pb
 from protos.nodes_pb2_grpc import NodesServicer
 
 log = logging.getLogger(__name__)
+
+RENEWAL = 0.02
+"""Of a lease, that passes before it is renewed again."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[pb.NodeMessage, pb.ConductorMessage]"
 
@@ -59,7 +56,9 @@ class AttachService(NodesServicer):
         self, request_iterator: AsyncIterator[pb.NodeMessage], context: Context
     ) -> None:
         try:
-            session = self._join(await self._read(context))
+            async with asyncio.timeout(self._lease.lease_s):
+                first = await self._read(context)
+            session = self._join(first)
         except ServeError as error:
             event(log, "node refused", level=logging.WARNING, reason=error)
             await context.abort(status_of(error), str(error))
@@ -89,29 +88,37 @@ class AttachService(NodesServicer):
         return session
 
     async def _read(self, context: Context) -> pb.NodeMessage:
-        async with asyncio.timeout(self._lease.lease_s):
-            try:
-                message = await context.read()
-            except DecodeError as error:
-                raise ProtocolError(f"no message of a node: {error}") from error
+        try:
+            message = await context.read()
+        except DecodeError as error:
+            raise ProtocolError(f"no message of a node: {error}") from error
         if not isinstance(message, pb.NodeMessage):  # grpc.aio.EOF
             raise _StreamEnded
         return message
 
     async def _receive(self, session: NodeSession, context: Context) -> None:
-        while True:
-            message = await self._read(context)
-            if items := from_node_from(message):
-                session.deliver(items)
-                # A turn for the requests and one for what they send: KV events can wait.
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
-            heartbeat = heartbeat_from(message)
-            if heartbeat is not None:
-                self._membership.heartbeat(session, heartbeat, self._clock.now_s())
-            kv_events = kv_events_from(message)
-            if kv_events is not None:
-                self._membership.kv_events(session, kv_events)
+        lease_s = self._lease.lease_s
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(lease_s) as lease:
+            while True:
+                message = await self._read(context)
+                # To renew it for each message takes longer than to read one.
+                if (ends_at := loop.time() + lease_s) - (lease.when() or 0.0) > lease_s * RENEWAL:
+                    lease.reschedule(ends_at)
+                await self._take(session, message)
+
+    async def _take(self, session: NodeSession, message: pb.NodeMessage) -> None:
+        if items := from_node_from(message):
+            session.deliver(items)
+            # A turn for the requests and one for what they send: KV events can wait.
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        heartbeat = heartbeat_from(message)
+        if heartbeat is not None:
+            self._membership.heartbeat(session, heartbeat, self._clock.now_s())
+        kv_events = kv_events_from(message)
+        if kv_events is not None:
+            self._membership.kv_events(session, kv_events)
 
     async def _until_closed(self) -> None:
         await self._closing.wait()

@@ -36,6 +36,9 @@ from kvstore.index import Key, NodeEvents, PrefixIndex
 OUTPUT_GAIN = 0.02
 INITIAL_OUTPUT_TOKENS = 256.0
 
+# Stays below any need, whatever is given back before the node's next heartbeat.
+NO_ROOM = -1e15
+
 
 class NodeState:
     """One node: its own words and our account of what we placed on it."""
@@ -48,6 +51,7 @@ class NodeState:
         "events",
         "foreign_context_tokens",
         "foreign_queue_s",
+        "foreign_sequences",
         "heard_at_s",
         "info",
         "is_member",
@@ -79,14 +83,16 @@ class NodeState:
         self.queued_s = 0.0
         self.queued_tokens = 0
         self.foreign_queue_s = 0.0
-        # placed here to decode, in prefill ones included
+        # to decode here, in prefill ones included; with what other conductors have running here
         self.decode_sequences = 0
         self.decode_context_tokens = 0.0
         self.peak_tokens = 0.0
         # of those, decoding already
         self.running_sequences = 0
         self.running_context_tokens = 0.0
-        self.foreign_context_tokens = 0.0
+        # another conductor's, of those that run
+        self.foreign_context_tokens = 0
+        self.foreign_sequences = 0
         self.reported_free_tokens = float(self.capacity_tokens)
         self.num_outgoing = 0
         # of what was placed here to decode: how many have each bound, and the least
@@ -150,6 +156,9 @@ class ClusterView:
         self.projection = DecodeProjection(initial_decode_s)
         self.running_sequences = 0
         self.running_context_tokens = 0.0
+        self.foreign_sequences = 0
+        """Of those that run: another conductor's, as far as heartbeats told."""
+        self.foreign_context_tokens = 0
         self.num_in_flight = 0
         """Requests placed and not finished."""
         self.mean_output_tokens = INITIAL_OUTPUT_TOKENS
@@ -203,6 +212,7 @@ class ClusterView:
         if node is None:
             return
         node.is_member = False
+        self._note_foreign(node, None)
         self._refresh_roles(node, 0.0)
         self._slots[node.slot] = None
         self.index.remove_node(node.slot)
@@ -252,12 +262,12 @@ class ClusterView:
             return
         node.heard_at_s = now_s
         node.reported_free_tokens = float(beat.num_free_blocks * self.block_size)
-        foreign_tokens = max(0, beat.num_queued_tokens - node.queued_tokens)
-        foreign_s = self._cost.prefill_s(foreign_tokens, 0) if foreign_tokens else 0.0
-        node.foreign_context_tokens = max(0.0, beat.num_context_tokens - node.running_context_tokens)
-        if beat.is_draining != node.reports_draining:
+        foreign_s = self._foreign_queue_s(node, beat)
+        self._note_foreign(node, beat)
+        roles = beat.roles or node.info.roles
+        if beat.is_draining != node.reports_draining or roles != node.info.roles:
             node.reports_draining = beat.is_draining
-            self._refresh_roles(node, now_s)
+            self.set_roles(node_id, roles, now_s)
         if self.prefill_mask >> node.slot & 1:
             # the prefill under way is part done: our own queue goes on ending when it did
             ours_ends_s = self.prefill_order.value(node.slot) - node.foreign_queue_s
@@ -354,12 +364,54 @@ class ClusterView:
             self.projection.observe(now_s - flight.decode_from_s)
             self.mean_output_tokens += OUTPUT_GAIN * (output_tokens - self.mean_output_tokens)
 
+    def projected(self, moment_s: float) -> tuple[int, int]:
+        """Return (sequences, context tokens) expected to decode at a moment, on all nodes.
+
+        Of another conductor's requests it is known that they run, not since when: they stay.
+        """
+        sequences, tokens = self.projection.at(moment_s)
+        return sequences + self.foreign_sequences, tokens + self.foreign_context_tokens
+
+    def refused(self, node_id: NodeId) -> None:
+        """A node had no blocks for a reservation: it is full until it says otherwise."""
+        if node := self._nodes.get(node_id):
+            node.reported_free_tokens = NO_ROOM
+
     def expected_output_tokens(self, max_tokens: int) -> float:
         """Return how long an output is expected to be, by those seen so far."""
         mean = self.mean_output_tokens
         return mean if mean < max_tokens else float(max_tokens)
 
     # Private
+
+    def _foreign_queue_s(self, node: NodeState, beat: Heartbeat) -> float:
+        """Return the seconds of prefill that a node has to do for other conductors, by its heartbeat."""
+        tokens = beat.num_queued_tokens - node.queued_tokens
+        if tokens <= 0:
+            return 0.0
+        # their lengths are not told, their number is: attention takes the square of each
+        prompts = max(1, beat.num_waiting + beat.num_running - node.num_queued)
+        return prompts * self._cost.prefill_s(max(1, tokens // prompts), 0)
+
+    def _note_foreign(self, node: NodeState, beat: Heartbeat | None) -> None:
+        """Count what decodes on a node for other conductors, as its heartbeat tells; None: it has left."""
+        sequences = context_tokens = 0
+        if beat is not None and Role.DECODE in node.info.roles:
+            own = node.running_sequences - node.foreign_sequences + node.num_queued
+            own_tokens = node.running_context_tokens - node.foreign_context_tokens
+            sequences = max(0, beat.num_running - own)
+            # contexts are estimated: where every sequence is ours, so is every token
+            context_tokens = max(0, beat.num_context_tokens - int(own_tokens)) if sequences else 0
+        more, more_tokens = sequences - node.foreign_sequences, context_tokens - node.foreign_context_tokens
+        if not more and not more_tokens:
+            return
+        for owner in (node, self):
+            owner.foreign_sequences += more
+            owner.foreign_context_tokens += more_tokens
+            owner.running_sequences += more
+            owner.running_context_tokens += more_tokens
+        node.decode_sequences += more
+        node.decode_context_tokens += more_tokens
 
     def _leave_prefill(self, flight: InFlight, now_s: float) -> None:
         node = flight.prefill
@@ -377,8 +429,7 @@ class ClusterView:
 
     def _reorder(self, node: NodeState) -> None:
         if self.decode_mask >> node.slot & 1 and node.is_member:
-            tokens = node.decode_context_tokens + node.foreign_context_tokens
-            step_s = self._cost.decode_step_s(node.decode_sequences, tokens)
+            step_s = self._cost.decode_step_s(node.decode_sequences, node.decode_context_tokens)
             self.decode_order.set(node.slot, step_s * self.corrections.ratio(node.info.node_id, "decode"))
 
     def _refresh_roles(self, node: NodeState, now_s: float) -> None:

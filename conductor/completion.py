@@ -181,6 +181,7 @@ class _Book:
         if isinstance(error, RejectedError):
             reason = "slo" if isinstance(error, SloUnreachableError) else "capacity"
             self._metrics.rejections.labels(reason).inc()
+            self._metrics.rejection_seconds.observe(self._clock.now_s() - self._arrived_at_s)
 
     def close(self) -> None:
         self._metrics.running.dec()

@@ -156,7 +156,7 @@ def _seen(
         view.num_in_flight,
         view.running_sequences,
         view.projection.decode_s,
-        view.projection.at(now_s + result.predicted_ttft_s),
+        view.projected(now_s + result.predicted_ttft_s),
         tuple(_node_seen(view, node, matched[node.slot]) for node in nodes)
         if len(nodes) <= MAX_NODES
         else None,

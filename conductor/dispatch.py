@@ -30,6 +30,7 @@ from base.errors import (
     ProtocolError,
     ServeError,
     SloUnreachableError,
+    StaleError,
     UnavailableError,
 )
 from base.logs import event
@@ -67,6 +68,11 @@ log = logging.getLogger(__name__)
 # must not meet them all.
 MAX_ATTEMPTS = 4
 
+
+PIECE_S = 1e-4
+"""Of the event loop's time, that a piece of a stream takes: measured, bench/results/conductor_live.md."""
+STREAMING_SHARE = 0.25
+"""Of the event loop's time, at most, for pieces: where more would come, tokens go out together."""
 
 LEND_TIMEOUT_S = 1.0
 """For a node to lend blocks. One that needs longer would not have saved any time."""
@@ -135,6 +141,7 @@ class Dispatcher:
         self._clock = clock
         self._settings = settings
         self._num_running = 0
+        self._num_streaming = 0
         self._room = WaitingRoom(
             limits.max_waiting,
             limits.role_wait_s,
@@ -237,6 +244,8 @@ class Dispatcher:
             if finish is not None:
                 run.is_complete = True
                 return
+            self._num_streaming += 1
+            held.callback(self._ended_stream)
             async with aclosing(self._decode(run, prefilled)) as pieces:
                 async for piece in pieces:
                     yield piece
@@ -348,7 +357,14 @@ class Dispatcher:
     async def _prefill(
         self, run: Run, work: Work, decode: NodeSession, prefill: NodeSession, source: Source | None
     ) -> Prefilled:
-        reserved = await run.mailbox.next()
+        try:
+            reserved = await run.mailbox.next()
+        except CapacityError as error:
+            # Another conductor was there first: the blocks are the node's to give.
+            if run.num_attempts == MAX_ATTEMPTS:
+                raise
+            self._view.refused(decode.info.node_id)
+            raise StaleError(f"node {decode.info.node_id} has no room any more") from error
         if not isinstance(reserved, Reserved):
             raise ProtocolError(f"{type(reserved).__name__} where Reserved was expected")
         # Under a name of its own, because one node may have both roles. The exchange ends
@@ -366,12 +382,10 @@ class Dispatcher:
         """Yield the tokens as they come; those that came while the last were sent, together."""
         num_cached_tokens = run.num_cached_tokens(prefilled)
         while True:
-            message = await run.mailbox.next()
+            message = await run.mailbox.next(self._pace_s() - run.since_last_s)
             if not isinstance(message, Tokens):
                 raise ProtocolError(f"{type(message).__name__} where Tokens was expected")
             tokens, finish_reason = message.tokens, message.finish_reason
-            if self._stream_interval_s and finish_reason is None:
-                await asyncio.sleep(self._stream_interval_s - run.since_last_s)
             for later in run.mailbox.take_tokens():
                 tokens, finish_reason = tokens + later.tokens, later.finish_reason
             if tokens:
@@ -380,6 +394,13 @@ class Dispatcher:
             yield Generated(tokens, finish_reason, num_cached_tokens)
             if finish_reason is not None:
                 return
+
+    def _ended_stream(self) -> None:
+        self._num_streaming -= 1
+
+    def _pace_s(self) -> float:
+        """Return the seconds between two pieces of a stream, so that all streams leave time for the rest."""
+        return max(self._stream_interval_s, self._num_streaming * PIECE_S / STREAMING_SHARE)
 
 
 def refusal(rejection: Rejection, waited_s: float) -> ServeError:

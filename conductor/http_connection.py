@@ -4,12 +4,16 @@ A head that is longer than `MAX_HEAD_BYTES`, or not there within `HEAD_TIMEOUT_S
 connection's opening or of its own first byte, ends the connection; so does one connection
 more than `MAX_CONNECTIONS`. Between two calls uvicorn's own timeout counts, in a body
 `http_reply.BODY_TIMEOUT_S`.
+
+What is written in one turn of the event loop goes out together: an answer is written in up to
+four parts, and a system call costs more than all that makes them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -21,8 +25,55 @@ HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 32 << 10
 HEADER_OVERHEAD_BYTES = 32
 """What one more header counts as, as in HTTP/2: each is some objects here."""
+MAX_CORKED_BYTES = 32 << 10
 MAX_CONNECTIONS = 8192
 """Within the file descriptors that a process is usually allowed, where it may have many."""
+
+
+class Corked(asyncio.Transport):
+    """A transport that passes on what was written in a turn of the event loop at its end."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._transport = transport
+        self._loop = loop
+        self._written: list[bytes | bytearray | memoryview] = []
+        self._num_bytes = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if not self._written:
+            self._loop.call_soon(self._flush)
+        self._written.append(data)
+        self._num_bytes += len(data)
+        if self._num_bytes > MAX_CORKED_BYTES:
+            # The transport says when a slow client is to be waited for.
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._written.clear()
+        self._transport.abort()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+    def _flush(self) -> None:
+        if self._written and not self._transport.is_closing():
+            self._transport.write(b"".join(self._written))
+        self._written.clear()
+        self._num_bytes = 0
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -33,7 +84,7 @@ class BoundedConnection(HttpToolsProtocol):
     _arrived_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(Corked(transport, self.loop))
         if len(self.connections) > MAX_CONNECTIONS:
             event(log, "http connection refused", level=logging.WARNING, limit=MAX_CONNECTIONS)
             transport.abort()

@@ -130,6 +130,9 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Do all of `work` at once; the first that fails cancels the others and is raised."""
+    work = list(work)
+    if len(work) == 1:
+        return await work[0]
     try:
         async with asyncio.TaskGroup() as group:
             for item in work:

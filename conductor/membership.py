@@ -92,6 +92,11 @@ class Membership:
         except KeyError:
             raise StaleError(f"node {node_id} has left") from None
 
+    def in_control(self) -> bool:
+        """Return whether what one conductor alone may do is for this one: every node says so."""
+        beats = [session.last_heartbeat for session in self._sessions.values() if session.info.roles]
+        return bool(beats) and all(beat is not None and beat.fence for beat in beats)
+
     def _tell_change(self) -> None:
         for call in self._on_change:
             call()

@@ -15,8 +15,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from base.errors import LostError, error_named
-from base.messages import Failed, FromNode, Heartbeat, NodeInfo, Release, Tokens, ToNode
+from base.messages import Failed, Fetched, FromNode, Heartbeat, NodeInfo, Prefilled, Release, Tokens, ToNode
 from base.request import RequestId
+
+SEND_GAP_S = 0.001
+"""Between two messages to a node at least; the first after a pause goes at once."""
 
 
 class Mailbox:
@@ -30,26 +33,51 @@ class Mailbox:
     def __init__(self) -> None:
         self._arrived: deque[FromNode] = deque()
         self._reader: asyncio.Future[None] | None = None
+        self._is_paused = False
+        self._is_urgent = False
 
     def put(self, item: FromNode) -> None:
         self._arrived.append(item)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        if not (isinstance(item, Tokens) and item.finish_reason is None):
+            self._is_urgent = True
+        if not self._is_paused or self._is_urgent:
+            self._wake()
 
-    async def next(self) -> FromNode:
-        """Return the next message.
+    async def next(self, pause_s: float = 0.0) -> FromNode:
+        """Return the next message; tokens that are not the last ones not before `pause_s`.
 
         Raises:
             ServeError: the class that a node's `Failed` names; LostError when a node
                 left.
         """
-        if not self._arrived:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
+        if pause_s > 0 and not self._is_urgent:
+            self._is_paused = True
+            timer = asyncio.get_running_loop().call_later(pause_s, self._end_pause)
+            try:
+                await self._woken()
+            finally:
+                timer.cancel()
+                self._is_paused = False
+        elif not self._arrived:
+            await self._woken()
         item = self._arrived.popleft()
+        self._is_urgent = self._is_urgent and bool(self._arrived)
         if isinstance(item, Failed):
             raise error_named(item.reason, item.message)
         return item
+
+    async def _woken(self) -> None:
+        self._reader = asyncio.get_running_loop().create_future()
+        await self._reader
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _end_pause(self) -> None:
+        self._is_paused = False
+        if self._arrived:
+            self._wake()
 
     def take_tokens(self) -> list[Tokens]:
         """Return the tokens that have arrived before anything else, without waiting."""
@@ -70,13 +98,14 @@ class NodeSession:
         self._outgoing = asyncio.Event()
         self._mailboxes: dict[RequestId, Mailbox] = {}
         self._is_lost = False
+        self._sent_at_s = 0.0
 
     @contextmanager
     def exchange(self, request_id: RequestId, mailbox: Mailbox) -> Iterator[None]:
         """Deliver the node's messages on `request_id` to `mailbox` in the body.
 
         Leaving the body, for whatever reason, releases what the node holds of the
-        request. That is the only clean-up there is.
+        request, unless the node has said its last of it. That is the only clean-up there is.
 
         Raises:
             LostError: the node has left already.
@@ -102,7 +131,8 @@ class NodeSession:
             mailbox = self._mailboxes.get(item.request_id)
             if mailbox is None:
                 continue
-            if isinstance(item, Failed):
+            if _is_last(item):
+                # The node holds nothing any more: there is nothing to release.
                 del self._mailboxes[item.request_id]
             mailbox.put(item)
 
@@ -119,15 +149,32 @@ class NodeSession:
 
     async def outgoing(self, at_most_s: float) -> list[ToNode]:
         """Return what waits to be sent; empty if nothing came in `at_most_s`."""
-        try:
-            async with asyncio.timeout(at_most_s):
-                await self._outgoing.wait()
-        except TimeoutError:
-            return []
+        if not self._outgoing.is_set():
+            try:
+                async with asyncio.timeout(at_most_s):
+                    await self._outgoing.wait()
+            except TimeoutError:
+                return []
+        # For what is about to be sent as well: each message is a system call, here and there.
+        now_s = asyncio.get_running_loop().time()
+        await asyncio.sleep(max(0.0, self._sent_at_s + SEND_GAP_S - now_s))
+        self._sent_at_s = max(now_s, self._sent_at_s + SEND_GAP_S)
         self._outgoing.clear()
         items, self._outbox = self._outbox, []
         return items
 
     @property
+    def fence(self) -> int:
+        """Under which orders to the node are valid; 0: none are."""
+        return self.last_heartbeat.fence if self.last_heartbeat is not None else 0
+
+    @property
     def num_requests(self) -> int:
         return len(self._mailboxes)
+
+
+def _is_last(item: FromNode) -> bool:
+    """Return whether a node is done with a request when it says so."""
+    if isinstance(item, Tokens):
+        return item.finish_reason is not None
+    return isinstance(item, Prefilled | Fetched | Failed)

@@ -162,7 +162,7 @@ def _prompt_list(value: Any) -> list[str | list[int]]:
 
 
 def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 _PromptForms = str | list[str] | list[int] | list[list[int]]

@@ -1,9 +1,11 @@
 """Carries out role changes on the attached nodes. `roles.py` decides them.
 
-A node can do both at any time, because prefill and decode are roles of one process: a change
-is a change of the view. While it drains nothing new is placed on it; what it has goes on, and
-its blocks stay where they are and are found by their hashes. A node that attaches again has
-the roles it was started with.
+A node can do both at any time, because prefill and decode are roles of one process. It is told
+how to serve, and tells every conductor in its heartbeats. While it drains nothing new is placed
+on it; what it has goes on, and its blocks stay where they are and are found by their hashes.
+
+Of several conductors only the one in control decides (`deploy/node_work.py`); the nodes obey no
+other. A drain ends with the control of who ordered it, so that nothing is left half done.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import logging
 
 from base.clock import Clock
 from base.logs import event
+from base.messages import Serve
 from conductor.cluster_view import ClusterView
 from conductor.dispatch import Dispatcher
-from conductor.roles import RoleController, RoleStep
+from conductor.membership import Membership
+from conductor.roles import RoleAction, RoleController, RoleStep
 
 log = logging.getLogger(__name__)
 
@@ -24,19 +28,26 @@ STEP_S = 2.0
 
 
 async def change_roles(
-    controller: RoleController, view: ClusterView, dispatcher: Dispatcher, clock: Clock
+    controller: RoleController,
+    view: ClusterView,
+    membership: Membership,
+    dispatcher: Dispatcher,
+    clock: Clock,
 ) -> None:
-    """Let nodes change roles, until cancelled."""
+    """Let nodes change roles, until cancelled. `dispatcher` knows who waits for a node."""
     while True:
         await asyncio.sleep(STEP_S)
-        action = controller.step(view, clock.now_s(), dispatcher.waiting_s)
-        if action is None:
+        if not membership.in_control():
+            controller.forget()
             continue
-        now_s = clock.now_s()
-        if action.step is RoleStep.DRAIN:
-            view.set_draining(action.node_id, now_s)
-        else:
-            view.set_roles(action.node_id, frozenset({action.role}), now_s)
-            view.set_draining(action.node_id, now_s, False)
-        event(log, f"role change: {action.step.value}", node_id=action.node_id, role=action.role.value)
-        dispatcher.placement_changed()
+        action = controller.step(view, clock.now_s(), dispatcher.waiting_s)
+        if action is not None:
+            _order(action, view, membership)
+
+
+def _order(action: RoleAction, view: ClusterView, membership: Membership) -> None:
+    session = membership.session(action.node_id)
+    is_drain = action.step is RoleStep.DRAIN
+    roles = view.node(action.node_id).info.roles if is_drain else frozenset({action.role})
+    session.send(Serve(roles, is_drain, session.fence))
+    event(log, f"role change: {action.step.value}", node_id=action.node_id, role=action.role.value)

@@ -93,6 +93,10 @@ class RoleController:
         self._draining = (node.info.node_id, wanted)
         return RoleAction(RoleStep.DRAIN, node.info.node_id, wanted)
 
+    def forget(self) -> None:
+        """Let go of a change under way: another conductor has taken over."""
+        self._draining = self._wanted = None
+
     def _finish(self, view: ClusterView, now_s: float) -> RoleAction | None:
         assert self._draining is not None
         node_id, role = self._draining
@@ -100,7 +104,7 @@ class RoleController:
             self._draining = None
             return None
         node = view.node(node_id)
-        if node.num_queued or node.decode_sequences:
+        if node.num_queued or node.foreign_queue_s or node.decode_sequences:
             return None
         self._draining = None
         self._wanted = None

@@ -17,6 +17,7 @@ def status(dispatcher: Dispatcher, membership: Membership, view: ClusterView) ->
     sessions = sorted(membership.sessions, key=lambda session: session.info.node_id)
     return {
         "ready": dispatcher.is_ready,
+        "in_control": membership.in_control(),
         "running_requests": dispatcher.num_running,
         "waiting_requests": dispatcher.num_waiting,
         "nodes": [_node(session, view) for session in sessions],

@@ -82,9 +82,11 @@ class Cluster:
         self._ray = RayCluster()
         self._ray_start: asyncio.Future[None] | None = None
         self._nodes: dict[str, Launched] = {}
+        self._conductors: dict[str, str] = {}
+        """HTTP addresses, by name."""
         self._model: plan.PreparedModel | None = None
         self._endpoints: Endpoints | None = None
-        self._attach_address = ""
+        self._attach_addresses: tuple[str, ...] = ()
         self._events: asyncio.Queue[dict[str, Any] | RuntimeError] = asyncio.Queue(MAX_EVENTS)
         self._watchers: dict[str, asyncio.Task[None]] = {}
 
@@ -102,25 +104,36 @@ class Cluster:
             model_task = group.create_task(self._prepare_model())
             group.create_task(self._start_ray())
         model = model_task.result()
-        conductor = plan.conductor_process(self._config, model)
-        with self._progress.stage("conductor") as note:
-            launched = await self._launch(
-                "conductor", self._programs.conductor, conductor, {}, plan.Room(on_head=True)
-            )
-            host = _reachable(conductor.server.host, launched.host)
-            scheme = "https://" if conductor.server.tls.is_set else ""
-            endpoints = Endpoints(
-                http_address=f"{scheme}{host}:{launched.ready['http_port']}",
-                grpc_address=f"{host}:{launched.ready['grpc_port']}",
-                model=conductor.served_model_name,
-            )
-            note(f"http {endpoints.http_address}, grpc {endpoints.grpc_address}")
-            nodes_address = f"{host}:{launched.ready.get('attach_port', launched.ready['grpc_port'])}"
-        self._model, self._endpoints, self._attach_address = model, endpoints, nodes_address
+        self._model = model
+        self._endpoints = await self._start_conductors(model)
         await self._start_nodes()
-        await self._wait_healthy(endpoints.http_address)
-        self._write_targets(endpoints.http_address)
-        return endpoints
+        for http_address in self._conductors.values():
+            await self._wait_healthy(http_address)
+        self._write_targets()
+        return self._endpoints
+
+    async def _start_conductors(self, model: plan.PreparedModel) -> Endpoints:
+        """Return where the first one is reached; the others serve as it does."""
+        endpoints = []
+        attach_addresses = []
+        with self._progress.stage("conductor") as note:
+            for name, conductor in plan.conductor_processes(self._config, model).items():
+                launched = await self._launch(
+                    name, self._programs.conductor, conductor, {}, plan.Room(on_head=True)
+                )
+                host, ready = _reachable(conductor.server.host, launched.host), launched.ready
+                scheme = "https://" if conductor.server.tls.is_set else ""
+                found = Endpoints(
+                    http_address=f"{scheme}{host}:{ready['http_port']}",
+                    grpc_address=f"{host}:{ready['grpc_port']}",
+                    model=conductor.served_model_name,
+                )
+                endpoints.append(found)
+                attach_addresses.append(f"{host}:{ready.get('attach_port', ready['grpc_port'])}")
+                self._conductors[name] = found.http_address
+            note("; ".join(f"http {found.http_address}, grpc {found.grpc_address}" for found in endpoints))
+        self._attach_addresses = tuple(attach_addresses)
+        return endpoints[0]
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield what happens to processes after their start: ready, exited.
@@ -215,9 +228,9 @@ class Cluster:
             for failed in results:
                 if failed is not None:
                     raise failed
-            assert self._endpoints is not None
-            await self._wait_attached({node.process.node_id for node in nodes}, self._endpoints.http_address)
-            self._write_targets(self._endpoints.http_address)
+            for http_address in self._conductors.values():
+                await self._wait_attached({node.process.node_id for node in nodes}, http_address)
+            self._write_targets()
 
     async def _remove(self, name: str, say: Callable[[str], None]) -> None:
         say(f"{name}: draining")
@@ -228,14 +241,15 @@ class Cluster:
 
     def _planned(self, config: ClusterConfig) -> list[plan.PlannedNode]:
         assert self._model is not None
-        return plan.planned_nodes(config, self._model, self._attach_address, os.cpu_count() or 1)
+        return plan.planned_nodes(config, self._model, self._attach_addresses, os.cpu_count() or 1)
 
     async def drain(self, grace_s: float) -> None:
         """Finish admitted requests, then end every process; `grace_s` for each half."""
         if self._ray_start is None or not self._ray_start.done():
             return
-        await self._ray.drain({"conductor"}, grace_s)
-        await self._ray.drain(self._ray.names - {"conductor"}, grace_s)
+        conductors = set(self._conductors)
+        await self._ray.drain(conductors, grace_s)
+        await self._ray.drain(self._ray.names - conductors, grace_s)
 
     async def stop(self) -> None:
         """End whatever is left, at once. Idempotent."""
@@ -278,10 +292,12 @@ class Cluster:
         environment = plan.node_environment(process.engine.threads)
         return await self._launch(process.node_id, self._programs.node, process, environment, node.room)
 
-    def _write_targets(self, http_address: str) -> None:
+    def _write_targets(self) -> None:
         """Tell Prometheus where the metrics are, in the form its file_sd reads."""
-        scheme, bare = split_address(http_address)
-        targets = [{"targets": [bare], "labels": {"process": "conductor", "__scheme__": scheme}}]
+        targets = []
+        for name, http_address in self._conductors.items():
+            scheme, bare = split_address(http_address)
+            targets.append({"targets": [bare], "labels": {"process": name, "__scheme__": scheme}})
         for node in self._nodes.values():
             if port := node.ready.get("metrics_port"):
                 # A node's metrics are on its own loopback.

@@ -17,7 +17,7 @@ from typing import Any
 from base.clock import SystemClock
 from base.config import ClusterConfig
 from deploy.api_client import read_json
-from deploy.plan import PreparedModel, conductor_process, node_environment, planned_nodes
+from deploy.plan import PreparedModel, conductor_processes, node_environment, planned_nodes
 from deploy.supervisor import ProcessSpec, Supervisor
 
 GRACE_S = 10.0
@@ -28,10 +28,18 @@ GRACE_S = 10.0
 class LocalCluster:
     """A running cluster."""
 
-    http_port: int
-    grpc_port: int
+    ready: dict[str, dict[str, Any]]
+    """What each conductor said when it was."""
     processes: dict[str, Supervisor]
     """By name: conductor, prefill-0, decode-0."""
+
+    @property
+    def http_port(self) -> int:
+        return self.http_port_of("conductor")
+
+    def http_port_of(self, conductor: str) -> int:
+        """Return the HTTP port of one of several conductors."""
+        return int(self.ready[conductor]["http_port"])
 
     @property
     def url(self) -> str:
@@ -39,11 +47,15 @@ class LocalCluster:
 
     @property
     def grpc_address(self) -> str:
-        return f"127.0.0.1:{self.grpc_port}"
+        return self.grpc_address_of("conductor")
 
-    def status(self) -> dict[str, Any]:
+    def grpc_address_of(self, conductor: str) -> str:
+        """Return where one of several conductors takes gRPC."""
+        return f"127.0.0.1:{self.ready[conductor]['grpc_port']}"
+
+    def status(self, conductor: str = "conductor") -> dict[str, Any]:
         """Return what GET /status answers; raises ApiError."""
-        told: dict[str, Any] = read_json(f"127.0.0.1:{self.http_port}", "/status")
+        told: dict[str, Any] = read_json(f"127.0.0.1:{self.http_port_of(conductor)}", "/status")
         return told
 
 
@@ -71,12 +83,14 @@ def local_cluster(config: ClusterConfig, model: PreparedModel, folder: Path) -> 
             running.callback(supervisor.drain, GRACE_S)
             return supervisor
 
-        conductor = start("conductor", "conductor", conductor_process(config, model), {})
-        ready = conductor.wait_ready()
-        address = f"127.0.0.1:{ready['attach_port']}"
-        processes = {"conductor": conductor}
+        processes = {
+            name: start(name, "conductor", process, {})
+            for name, process in conductor_processes(config, model).items()
+        }
+        ready = {name: conductor.wait_ready() for name, conductor in processes.items()}
+        addresses = tuple(f"127.0.0.1:{told['attach_port']}" for told in ready.values())
         num_gpus = 0
-        for node in planned_nodes(config, model, address, os.cpu_count() or 1):
+        for node in planned_nodes(config, model, addresses, os.cpu_count() or 1):
             environment = node_environment(node.process.engine.threads)
             if node.room.gpus:
                 gpus = range(num_gpus, num_gpus + node.room.gpus)
@@ -87,4 +101,4 @@ def local_cluster(config: ClusterConfig, model: PreparedModel, folder: Path) -> 
             )
         for supervisor in processes.values():
             supervisor.wait_ready()
-        yield LocalCluster(ready["http_port"], ready["grpc_port"], processes)
+        yield LocalCluster(ready, processes)

@@ -18,26 +18,30 @@ import random
 import secrets
 import socket
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from base.attach import AttachClient
+from base.block_hash import BlockHash
 from base.clock import SystemClock
 from base.config import NodeProcess, TransferConfig, read_process_config
 from base.errors import ConfigError
 from base.lifetime import stop_requested
 from base.logs import configure, event
-from base.messages import Heartbeat, KvEvents, Lend, NodeInfo, Prefill, Release, Reserve, Start, ToNode
+from base.messages import NodeInfo
 from base.metrics import NodeMetrics, StoreMetrics, process_registry, serve_metrics
 from base.request import NodeId, Role
 from base.tls import channel_credentials
 from decode_node.role import DecodeRole
 from deploy.node_metrics import observe
 from deploy.node_store import node_store
+from deploy.node_work import ConductorWork, KvNews, NodeState
 from engine.block_sums import block_sums, sum_kind
 from engine.build import Engine, build_engine, device_of
 from kvstore.findable import Findable
 from kvstore.store import Store
+from prefill_node.fetcher import Fetcher
 from prefill_node.lender import Lender
 from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
@@ -47,86 +51,6 @@ log = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
 """Of a node that was told to stop; Kubernetes' own default grace period."""
-
-
-class Node:
-    """Routes the conductor's messages to the roles and answers for the whole node."""
-
-    def __init__(
-        self, engine: Engine, prefill: PrefillRole, decode: DecodeRole, lender: Lender, store: Store | None
-    ) -> None:
-        self._engine = engine
-        self._store = store
-        self._findable = Findable(engine.pool.__contains__, lambda name: store is not None and name in store)
-        if store is not None:
-            store.on_change(self._findable.store_changed)
-        self._prefill = prefill
-        self._decode = decode
-        self._lender = lender
-        self._num_heartbeats = 0
-        self._next_event = 1
-        self.is_draining = False
-
-    def receive(self, items: list[ToNode]) -> None:
-        for item in items:
-            match item:
-                case Reserve():
-                    self._decode.reserve(item)
-                case Prefill():
-                    self._prefill.prefill(item)
-                case Start():
-                    self._decode.start(item)
-                case Lend():
-                    self._lender.lend(item)
-                case Release():
-                    self._lender.release(item.request_id)
-                    self._prefill.release(item.request_id)
-                    self._decode.release(item.request_id)
-
-    def heartbeat(self) -> Heartbeat:
-        self._num_heartbeats += 1
-        pool, scheduler = self._engine.loop.pool, self._engine.loop.scheduler
-        return Heartbeat(
-            sequence=self._num_heartbeats,
-            num_free_blocks=pool.num_available,
-            num_held_blocks=pool.num_held,
-            num_waiting=scheduler.num_waiting,
-            num_running=scheduler.num_running,
-            num_queued_tokens=scheduler.num_remaining_tokens,
-            num_context_tokens=scheduler.num_context_tokens,
-            is_draining=self.is_draining,
-        )
-
-    def kv_events(self) -> KvEvents | None:
-        stored, removed = self._findable.take(*self._engine.loop.pool.take_events())
-        if not stored and not removed:
-            return None
-        return self._numbered(KvEvents(self._next_event, False, tuple(stored), tuple(removed)))
-
-    def kv_snapshot(self) -> KvEvents:
-        pool = self._engine.loop.pool
-        self._findable.take(*pool.take_events())  # the snapshot says it all
-        in_store = self._store.hashes if self._store is not None else []
-        stored = dict.fromkeys([*pool.snapshot(), *in_store])
-        return self._numbered(KvEvents(self._next_event, True, tuple(stored), ()))
-
-    def _numbered(self, events: KvEvents) -> KvEvents:
-        self._next_event = events.next_number
-        return events
-
-    def lost(self) -> None:
-        self._lender.release_all()
-        self._prefill.release_all()
-        self._decode.release_all()
-
-    async def idle(self) -> None:
-        """Return when no request is at work."""
-        await self._decode.idle()
-        await self._prefill.idle()
-
-    @property
-    def num_requests(self) -> int:
-        return self._prefill.num_requests + self._decode.num_requests
 
 
 async def serve(config: NodeProcess) -> None:
@@ -150,30 +74,53 @@ async def serve(config: NodeProcess) -> None:
         await block_sums(engine.cache, [0])
         info = _info(config, epoch, engine, agent)
         credentials = channel_credentials(config.tls, "nodes.tls")
-        client = AttachClient(info, config.conductor_address, random.Random(epoch), credentials)
-        # The conductor counts on free blocks, so it is told at once.
-        engine.pool.on_release(client.wake)
+        clients = [
+            AttachClient(info, address, random.Random(f"{epoch} {address}"), credentials)
+            for address in config.conductor_addresses
+        ]
         async with (
             node_store(config, engine, segments[0], agent, clock, StoreMetrics(registry)) as stored,
             asyncio.TaskGroup() as tasks,
         ):
             own = stored.own if stored is not None else None
             beside = stored.beside if stored is not None else None
-            shared = (engine.loop, engine.cache, segments[0], agent, tasks, client.send, clock, beside)
-            lender = Lender(engine.pool, engine.cache, segments[0], agent, tasks, client.send, own)
-            node = Node(engine, PrefillRole(*shared), DecodeRole(*shared), lender, own)
+            state = _state(engine, info, own)
+            works = []
+            background = [tasks.create_task(engine.loop.run())]
+            for client in clients:
+                part = (engine.cache, segments[0], agent, tasks, client.send)
+                shared = (engine.loop, *part, clock, beside)
+                lender, fetcher = Lender(engine.pool, *part, own), Fetcher(engine.pool, *part)
+                roles = (PrefillRole(*shared), DecodeRole(*shared))
+                works.append(ConductorWork(state, client.wake, *roles, lender, fetcher))
+                background.append(tasks.create_task(client.run(works[-1])))
             observe(NodeMetrics(registry), engine)
-            background = [tasks.create_task(engine.loop.run()), tasks.create_task(client.run(node))]
-            if own is not None:
-                own.on_change(lambda _: client.wake())
             if beside is not None:
                 background.append(tasks.create_task(beside.run()))
             _print_ready(config, serve_metrics(registry, "127.0.0.1", config.metrics_port))
             await stop_requested()
-            await _drain(node)
+            await _drain(state, works)
             for task in background:
                 task.cancel()
-            node.lost()
+            for work in works:
+                work.lost()
+
+
+def _state(engine: Engine, info: NodeInfo, store: Store | None) -> NodeState:
+    pool = engine.pool
+    findable = Findable(pool.__contains__, lambda name: store is not None and name in store)
+    news = KvNews(lambda: findable.take(*pool.take_events()))
+
+    def snapshot() -> Iterable[BlockHash]:
+        return dict.fromkeys([*pool.snapshot(), *(store.hashes if store is not None else [])])
+
+    state = NodeState(engine, info.roles, news, snapshot)
+    # Conductors count on free blocks, so they are told at once.
+    pool.on_release(state.changed)
+    if store is not None:
+        store.on_change(findable.store_changed)
+        store.on_change(lambda _: state.changed())
+    return state
 
 
 def _transfer(config: NodeProcess) -> TransferConfig:
@@ -192,14 +139,17 @@ def _device_segment(agent: TransferAgent, engine: Engine) -> Segment:
     return segment
 
 
-async def _drain(node: Node) -> None:
-    node.is_draining = True
-    event(log, "draining", requests=node.num_requests)
+async def _drain(state: NodeState, works: Sequence[ConductorWork]) -> None:
+    state.is_leaving = True
+    state.changed()
+    event(log, "draining", requests=sum(work.num_requests for work in works))
     try:
         async with asyncio.timeout(DRAIN_S):
-            await node.idle()
+            for work in works:
+                await work.idle()
     except TimeoutError:
-        event(log, "drain cut short", level=logging.WARNING, requests=node.num_requests)
+        left = sum(work.num_requests for work in works)
+        event(log, "drain cut short", level=logging.WARNING, requests=left)
 
 
 def _info(config: NodeProcess, epoch: int, engine: Engine, agent: TransferAgent) -> NodeInfo:

@@ -52,30 +52,46 @@ class PlannedNode:
     room: Room
 
 
-def conductor_process(config: ClusterConfig, model: PreparedModel) -> ConductorProcess:
-    """Return what the conductor is started with."""
+def conductor_processes(config: ClusterConfig, model: PreparedModel) -> dict[str, ConductorProcess]:
+    """Return what each conductor is started with, by name."""
+    names = ["conductor", *(f"conductor-{number}" for number in range(1, config.server.conductors))]
+    return {name: conductor_process(config, model, number) for number, name in enumerate(names)}
+
+
+def conductor_process(config: ClusterConfig, model: PreparedModel, number: int = 0) -> ConductorProcess:
+    """Return what one conductor is started with: ports and decision log are its own."""
+    server, nodes, scheduler = config.server, config.nodes, config.scheduler
+    if number:
+        server = dataclasses.replace(
+            server,
+            http_port=server.http_port and server.http_port + number,
+            grpc_port=server.grpc_port and server.grpc_port + number,
+        )
+        nodes = dataclasses.replace(nodes, attach_port=nodes.attach_port and nodes.attach_port + number)
+        log = scheduler.decision_log and f"{scheduler.decision_log}-{number}"
+        scheduler = dataclasses.replace(scheduler, decision_log=log)
     return ConductorProcess(
         model_path=model.path,
         model_id=model.model_id,
         served_model_name=config.served_model_name or model.name,
         block_size=config.prefill.engine.block_size,
         profile=config.profile,
-        server=config.server,
+        server=server,
         slo=config.slo,
-        scheduler=config.scheduler,
-        nodes=config.nodes,
+        scheduler=scheduler,
+        nodes=nodes,
     )
 
 
 def planned_nodes(
-    config: ClusterConfig, model: PreparedModel, conductor_address: str, host_cores: int
+    config: ClusterConfig, model: PreparedModel, conductor_addresses: tuple[str, ...], host_cores: int
 ) -> list[PlannedNode]:
     """Return the nodes of both pools, prefill first.
 
     A pool of no nodes leaves its role to the other: its nodes then have both.
 
     Args:
-        conductor_address: `host:port` of the conductor's gRPC.
+        conductor_addresses: `host:port` of each conductor's gRPC.
         host_cores: Of one host, shared by the nodes that leave `threads` open.
     """
     num_nodes = max(config.prefill.nodes + config.decode.nodes, 1)
@@ -90,7 +106,7 @@ def planned_nodes(
                 roles=roles,
                 model_path=model.path,
                 model_id=model.model_id,
-                conductor_address=conductor_address,
+                conductor_addresses=conductor_addresses,
                 engine=dataclasses.replace(pool.engine, threads=threads),
                 transfer=dataclasses.replace(config.transfer, host=_transfer_host(config)),
                 store=config.store,

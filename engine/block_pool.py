@@ -159,6 +159,15 @@ class BlockPool:
         else:
             self._stored[block_hash] = None
 
+    def forget(self, hashes: Iterable[BlockHash]) -> int:
+        """Free the cached blocks of these names that nobody holds; return how many."""
+        block_ids = [self._block_of[name] for name in hashes if name in self._block_of]
+        forgotten = [block_id for block_id in block_ids if block_id in self._evictable]
+        for block_id in forgotten:
+            self._give_up(block_id)
+            self._free.append(block_id)
+        return len(forgotten)
+
     def generation(self, block_id: int) -> int:
         """Return how often this block's content has been given up."""
         return self._generations[block_id]
@@ -200,10 +209,13 @@ class BlockPool:
 
     def _evict_oldest(self) -> int:
         block_id = next(iter(self._evictable))
+        self._give_up(block_id)
+        return block_id
+
+    def _give_up(self, block_id: int) -> None:
         del self._evictable[block_id]
         self._generations[block_id] += 1
         self._forget(self._hash_of.pop(block_id), block_id)
-        return block_id
 
     def _forget(self, block_hash: BlockHash, block_id: int) -> None:
         copies = self._copies.get(block_hash)

@@ -42,7 +42,10 @@ async def serve(config: StoreProcess) -> None:
         hosted_store(config, agent, clock, StoreMetrics(registry)) as hosted,
         asyncio.TaskGroup() as tasks,
     ):
-        attached = tasks.create_task(_attached(config, hosted, tasks))
+        attached = [
+            tasks.create_task(_attached(address, config, hosted, tasks))
+            for address in config.conductor_addresses
+        ]
         stopping = tasks.create_task(stop_requested())
         await asyncio.sleep(0)  # signals are heard before it says that it is ready
         ready = {
@@ -54,17 +57,18 @@ async def serve(config: StoreProcess) -> None:
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         event(log, "stopping", reason=await stopping)
-        attached.cancel()
+        for attachment in attached:
+            attachment.cancel()
 
 
-async def _attached(config: StoreProcess, hosted: HostedStore, group: asyncio.TaskGroup) -> None:
-    """Be a node of the conductor's, if there is one."""
-    if not config.conductor_address:
-        return
+async def _attached(
+    address: str, config: StoreProcess, hosted: HostedStore, group: asyncio.TaskGroup
+) -> None:
+    """Be a node of one conductor's."""
     num_blocks = config.num_blocks + config.num_disk_blocks
     info = storage_info(config.node_id, hosted.member.peer, num_blocks)
     credentials = channel_credentials(config.tls, "tls")
-    client = AttachClient(info, config.conductor_address, random.Random(info.epoch), credentials)
+    client = AttachClient(info, address, random.Random(f"{info.epoch} {address}"), credentials)
     work = AttachedStore(hosted.store, group, client.send)
     # Who asks next may be placed by what has just come.
     hosted.store.on_change(lambda _: client.wake())

@@ -47,6 +47,9 @@ class AttachedStore:
         self._next_event = 1
         store.on_change(self._findable.store_changed)
 
+    def attached(self, conductor_epoch: int) -> None:
+        pass  # nothing here is for one conductor alone
+
     def receive(self, items: list[ToNode]) -> None:
         for item in items:
             match item:

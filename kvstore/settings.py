@@ -48,8 +48,8 @@ class StoreProcess:
     """Addresses of all stores, where there is no Redis; our own may be among them."""
     replicate_mib_per_s: float = 0.0
     """Copying of hot blocks to other hosts, at most; 0: none."""
-    conductor_address: str = ""
-    """host:port of the conductor's gRPC, which then reads from here; empty: none."""
+    conductor_addresses: tuple[str, ...] = ()
+    """host:port of each conductor's gRPC, which then lets nodes read from here."""
     tls: TlsConfig = field(default_factory=TlsConfig)
     """To the conductor."""
     metrics_port: int = 0

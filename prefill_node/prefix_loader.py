@@ -92,7 +92,7 @@ async def loaded_prefix(
         held += pool.match(chain) if sources else []
         for source in sources:
             try:
-                await _load(pool, chain, source, held)
+                await load_missing(pool, chain, source, held)
             except ServeError as error:
                 reason = f"{type(error).__name__}: {error}"
                 event(
@@ -108,7 +108,9 @@ async def loaded_prefix(
         pool.release(held)
 
 
-async def _load(pool: BlockPool, chain: Sequence[BlockHash], source: PrefixSource, held: list[int]) -> None:
+async def load_missing(
+    pool: BlockPool, chain: Sequence[BlockHash], source: PrefixSource, held: list[int]
+) -> None:
     """Put into `held` the blocks that come from `source`, after those that are there.
 
     Raises:

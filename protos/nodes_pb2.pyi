@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class NodeMessage(_message.Message):
-    __slots__ = ("register", "heartbeat", "reserved", "prefilled", "tokens", "failed", "kv_events", "lent")
+    __slots__ = ("register", "heartbeat", "reserved", "prefilled", "tokens", "failed", "kv_events", "lent", "fetched")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class NodeMessage(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     LENT_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
     register: Register
     heartbeat: Heartbeat
     reserved: _containers.RepeatedCompositeFieldContainer[Reserved]
@@ -25,27 +26,32 @@ class NodeMessage(_message.Message):
     failed: _containers.RepeatedCompositeFieldContainer[Failed]
     kv_events: KvEvents
     lent: _containers.RepeatedCompositeFieldContainer[Lent]
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., reserved: _Optional[_Iterable[_Union[Reserved, _Mapping]]] = ..., prefilled: _Optional[_Iterable[_Union[Prefilled, _Mapping]]] = ..., tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[Failed, _Mapping]]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., lent: _Optional[_Iterable[_Union[Lent, _Mapping]]] = ...) -> None: ...
+    fetched: _containers.RepeatedCompositeFieldContainer[Fetched]
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., reserved: _Optional[_Iterable[_Union[Reserved, _Mapping]]] = ..., prefilled: _Optional[_Iterable[_Union[Prefilled, _Mapping]]] = ..., tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[Failed, _Mapping]]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., lent: _Optional[_Iterable[_Union[Lent, _Mapping]]] = ..., fetched: _Optional[_Iterable[_Union[Fetched, _Mapping]]] = ...) -> None: ...
 
 class ConductorMessage(_message.Message):
-    __slots__ = ("registered", "reserve", "prefill", "start", "release", "heartbeat", "drain", "lend")
+    __slots__ = ("registered", "reserve", "prefill", "start", "release", "heartbeat", "lend", "fetch", "forget", "serve")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
-    DRAIN_FIELD_NUMBER: _ClassVar[int]
     LEND_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
+    SERVE_FIELD_NUMBER: _ClassVar[int]
     registered: Registered
     reserve: _containers.RepeatedCompositeFieldContainer[Reserve]
     prefill: _containers.RepeatedCompositeFieldContainer[Prefill]
     start: _containers.RepeatedCompositeFieldContainer[Start]
     release: _containers.RepeatedCompositeFieldContainer[Release]
     heartbeat: bool
-    drain: bool
     lend: _containers.RepeatedCompositeFieldContainer[Lend]
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., reserve: _Optional[_Iterable[_Union[Reserve, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., start: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., release: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., heartbeat: _Optional[bool] = ..., drain: _Optional[bool] = ..., lend: _Optional[_Iterable[_Union[Lend, _Mapping]]] = ...) -> None: ...
+    fetch: _containers.RepeatedCompositeFieldContainer[Fetch]
+    forget: _containers.RepeatedCompositeFieldContainer[Forget]
+    serve: _containers.RepeatedCompositeFieldContainer[Serve]
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., reserve: _Optional[_Iterable[_Union[Reserve, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., start: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., release: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., heartbeat: _Optional[bool] = ..., lend: _Optional[_Iterable[_Union[Lend, _Mapping]]] = ..., fetch: _Optional[_Iterable[_Union[Fetch, _Mapping]]] = ..., forget: _Optional[_Iterable[_Union[Forget, _Mapping]]] = ..., serve: _Optional[_Iterable[_Union[Serve, _Mapping]]] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("node_id", "epoch", "roles", "model_id", "layout_id", "max_model_len", "num_blocks", "block_size", "peer", "protocol_version", "host")
@@ -84,7 +90,7 @@ class Registered(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., conductor_epoch: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("sequence", "num_free_blocks", "num_held_blocks", "num_waiting", "num_running", "num_queued_tokens", "num_context_tokens", "draining")
+    __slots__ = ("sequence", "num_free_blocks", "num_held_blocks", "num_waiting", "num_running", "num_queued_tokens", "num_context_tokens", "draining", "roles", "fence")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +99,8 @@ class Heartbeat(_message.Message):
     NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     num_free_blocks: int
     num_held_blocks: int
@@ -101,7 +109,9 @@ class Heartbeat(_message.Message):
     num_queued_tokens: int
     num_context_tokens: int
     draining: bool
-    def __init__(self, sequence: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_context_tokens: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    fence: int
+    def __init__(self, sequence: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_context_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., roles: _Optional[_Iterable[str]] = ..., fence: _Optional[int] = ...) -> None: ...
 
 class KvEvents(_message.Message):
     __slots__ = ("first_number", "snapshot", "stored", "removed")
@@ -226,6 +236,44 @@ class Source(_message.Message):
     checksums: _containers.RepeatedScalarFieldContainer[int]
     first_block: int
     def __init__(self, peer: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., checksums: _Optional[_Iterable[int]] = ..., first_block: _Optional[int] = ...) -> None: ...
+
+class Fetch(_message.Message):
+    __slots__ = ("request_id", "chain", "source", "fence")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    chain: _containers.RepeatedScalarFieldContainer[bytes]
+    source: Source
+    fence: int
+    def __init__(self, request_id: _Optional[str] = ..., chain: _Optional[_Iterable[bytes]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., fence: _Optional[int] = ...) -> None: ...
+
+class Fetched(_message.Message):
+    __slots__ = ("request_id", "num_blocks")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    num_blocks: int
+    def __init__(self, request_id: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class Forget(_message.Message):
+    __slots__ = ("hashes", "fence")
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    fence: int
+    def __init__(self, hashes: _Optional[_Iterable[bytes]] = ..., fence: _Optional[int] = ...) -> None: ...
+
+class Serve(_message.Message):
+    __slots__ = ("roles", "draining", "fence")
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    draining: bool
+    fence: int
+    def __init__(self, roles: _Optional[_Iterable[str]] = ..., draining: _Optional[bool] = ..., fence: _Optional[int] = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("work", "target", "grant", "first_block", "source")

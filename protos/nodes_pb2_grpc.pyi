@@ -3,7 +3,10 @@
 isort:skip_file
 Between the conductor and its nodes: one stream for each node, opened by the node.
 
-The stream is the membership, the lease and the work channel in one. The node sends
+The stream is the membership, the lease and the work channel in one. A node has one for each
+conductor of its cluster: what one of them asked for ends with its stream, and no other's does.
+Of the conductors that are attached, the one with the smallest epoch is in control: what all
+would otherwise do at once (roles, copies of hot blocks) is for it alone. The node sends
 Register first; then heartbeats. Everything the node holds for this conductor is held
 on the life of the stream: when it ends, or stays silent for the lease, all of it is
 released. Within it each request has its own life, ended by its last Tokens or by Failed

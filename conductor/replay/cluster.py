@@ -38,6 +38,8 @@ from conductor.replay.links import Flow, Links
 from conductor.replay.outcome import Outcomes, worst_gaps_s
 from conductor.replay.pipeline import CHUNK_TOKENS, grouped, run_through
 from conductor.replay.policies import prefill_policy
+from conductor.replay.replication import STEP_S as REPLICA_STEP_S
+from conductor.replay.replication import SimReplication
 from conductor.replay.sim_node import SimNode, SimRequest
 from conductor.replay.trace import TraceRequest
 from conductor.roles import RoleController, RoleSettings, RoleStep
@@ -80,6 +82,8 @@ class ClusterOptions:
     """Nodes that prefill each prompt together, in a pipeline of chunks; divides `prefill_nodes`."""
     watched_blocks: tuple[int, ...] = ()
     """Blocks whose replicas are counted with each sample."""
+    replicate: bool = False
+    """Whether hot prefixes are copied ahead of requests."""
     decode_caches: bool = False
     """Whether a decode node keeps the prompts that it received, and lends them."""
 
@@ -126,6 +130,9 @@ class Cluster:
         self._num_turns_to_come = 0
         self._roles = RoleController(cost, options.roles) if options.roles else None
         self._build()
+        self.replication: SimReplication | None = None
+        if options.replicate:
+            self.replication = SimReplication(cost, self.view, self.links, self._nodes, self._store)
 
     @property
     def nodes(self) -> list[SimNode]:
@@ -141,6 +148,8 @@ class Cluster:
             self._at(self.options.sample_every_s, self._sample)
         if self._roles is not None:
             self._at(ROLE_STEP_S, self._step_roles, self._roles)
+        if self.replication is not None:
+            self._at(REPLICA_STEP_S, self._step_replicas, self.replication)
         for fault in self.options.faults:
             self._at(fault.at_s, self._node_dies, fault)
         self._is_arriving = True
@@ -264,6 +273,11 @@ class Cluster:
         if self._is_busy:
             self._at(self.now_s + ROLE_STEP_S, self._step_roles, roles)
 
+    def _step_replicas(self, replication: SimReplication) -> None:
+        replication.step(self.now_s)
+        if self._is_busy:
+            self._at(self.now_s + REPLICA_STEP_S, self._step_replicas, replication)
+
     def _at(self, moment_s: float, call: Callable[..., None], *arguments: Any) -> None:
         self._num_scheduled += 1
         heappush(self._events, (moment_s, self._num_scheduled, call, arguments))
@@ -300,6 +314,8 @@ class Cluster:
         if not isinstance(placement, Placement):
             self._rejected(request, placement.reason.value, 0.0)
             return
+        if self.replication is not None:
+            self.replication.placed(asked, placement, now_s)
         self.view.placed(asked, placement, now_s)
         request.placement = placement
         request.waits_for = 1

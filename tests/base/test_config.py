@@ -23,7 +23,7 @@ NODE = NodeProcess(
     roles=("prefill", "decode"),
     model_path="/models/m",
     model_id="m",
-    conductor_address="127.0.0.1:50051",
+    conductor_addresses=("127.0.0.1:50051",),
     engine=EngineConfig(chunk_tokens=256),
     transfer=TransferConfig(transports=("tcp",)),
 )

@@ -9,6 +9,9 @@ from base.errors import ProtocolError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from base.messages import (
     Failed,
+    Fetch,
+    Fetched,
+    Forget,
     Heartbeat,
     KvEvents,
     Lease,
@@ -21,23 +24,22 @@ from base.messages import (
     Release,
     Reserve,
     Reserved,
+    Serve,
     Source,
     Start,
     Tokens,
     Work,
 )
 from base.request import FinishReason, Role, SampledToken, SamplingParams, StopParams, TokenLogprobs
-from base.wire import (
-    from_node,
-    from_node_from,
+from base.wire import from_node, from_node_from, to_node, to_node_from
+from base.wire_membership import (
+    add_state,
     heartbeat_from,
     kv_events_from,
     lease_from,
     lease_to,
     register,
     register_from,
-    to_node,
-    to_node_from,
 )
 from protos import nodes_pb2 as pb
 
@@ -81,6 +83,7 @@ LOGPROBS = st.builds(TokenLogprobs, REALS, st.lists(st.tuples(U32, REALS), max_s
 TOKENS = st.builds(SampledToken, U32, st.none() | LOGPROBS)
 SOURCES = st.builds(Source, PEERS, GRANTS, st.lists(U64, max_size=4).map(tuple), U32)
 REASONS = st.none() | st.sampled_from(FinishReason)
+ROLES = st.frozensets(st.sampled_from(Role))
 SUMS = st.lists(U64, max_size=4).map(tuple)
 
 
@@ -91,6 +94,9 @@ SUMS = st.lists(U64, max_size=4).map(tuple)
         st.builds(Lend, st.text(), st.lists(HASHES).map(tuple), REALS, U32),
         st.builds(Start, st.text(), U32, SUMS),
         st.builds(Release, st.text()),
+        st.builds(Fetch, st.text(), st.lists(HASHES).map(tuple), SOURCES, U64),
+        st.builds(Forget, st.lists(HASHES).map(tuple), U64),
+        st.builds(Serve, ROLES, st.booleans(), U64),
     )
 )
 def test_a_message_to_a_node_arrives_as_it_was_sent(item):
@@ -106,13 +112,16 @@ def test_a_message_to_a_node_arrives_as_it_was_sent(item):
         ),
         st.builds(Lent, st.text(), GRANTS, SUMS),
         st.builds(Tokens, st.text(), st.lists(TOKENS, max_size=4).map(tuple), REASONS),
+        st.builds(Fetched, st.text(), U32),
         st.builds(Failed, st.text(), st.text(), st.text()),
     ),
-    st.builds(Heartbeat, U64, U32, U32, U32, U32, U64, U64, st.booleans()),
+    st.builds(Heartbeat, U64, U32, U32, U32, U32, U64, U64, st.booleans(), ROLES, U64),
     st.builds(KvEvents, U64, st.booleans(), st.lists(HASHES).map(tuple), st.lists(HASHES).map(tuple)),
 )
 def test_a_message_from_a_node_arrives_as_it_was_sent(item, heartbeat, events):
-    message = pb.NodeMessage.FromString(from_node([item], heartbeat, events).SerializeToString())
+    packed = from_node([item])
+    add_state(packed, heartbeat, events)
+    message = pb.NodeMessage.FromString(packed.SerializeToString())
     assert from_node_from(message) == [item]
     assert heartbeat_from(message) == heartbeat
     assert kv_events_from(message) == events

@@ -40,11 +40,12 @@ def running(
     store: StoreConfig | None = None,
     scheduler: SchedulerConfig | None = None,
     kv_cache_gib: float = 0.75,
+    conductors: int = 1,
 ) -> Iterator[LocalCluster]:
     """Run a cluster whose chunks (50 tokens) divide neither the prompts nor the blocks."""
     engine = EngineConfig(block_size=BLOCK_SIZE, kv_cache_gib=kv_cache_gib, chunk_tokens=50, threads=1)
     config = ClusterConfig(
-        server=ServerConfig(http_port=0, grpc_port=0),
+        server=ServerConfig(http_port=0, grpc_port=0, conductors=conductors),
         prefill=PoolConfig(nodes=prefill, engine=engine),
         decode=PoolConfig(nodes=decode, engine=engine),
         transfer=TransferConfig(transports=transports),

@@ -47,10 +47,14 @@ class ScriptedWork:
         self.send = None
         self.received = []
         self.num_lost = 0
+        self.done = set()
         self.snapshot = ()
         self._answer = answer_tokens
         self._silent_on = silent_on
         self._beats = 0
+
+    def attached(self, conductor_epoch):
+        pass
 
     def receive(self, items):
         self.received += items
@@ -65,9 +69,11 @@ class ScriptedWork:
             case Reserve(work):
                 return [Reserved(work.request_id, 0, GRANT)]
             case Prefill(work):
+                self.done.add(work.request_id)
                 return [self.prefilled(work)]
             case Start(request_id):
                 *middle, last = rest
+                self.done.add(request_id)
                 answers = [Tokens(request_id, (SampledToken(token),), None) for token in middle]
                 return [*answers, Tokens(request_id, (SampledToken(last),), FinishReason.LENGTH)]
         return []
@@ -90,7 +96,7 @@ class ScriptedWork:
         self.num_lost += 1
 
     def held(self):
-        """Return the request ids that were reserved or prefilled and not released."""
+        """Return the ids that were reserved or prefilled, not released, and not answered to the end."""
         held = set()
         for item in self.received:
             match item:
@@ -98,4 +104,4 @@ class ScriptedWork:
                     held.add(work.request_id)
                 case Release(request_id):
                     held.discard(request_id)
-        return held
+        return held - self.done

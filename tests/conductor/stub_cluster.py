@@ -58,7 +58,7 @@ async def cluster(clock, settings, num_prefill=2, num_decode=2, role_settings=No
         dispatcher = Dispatcher(membership, view, COST, observer, clock, settings, limits)
         if role_settings is not None:
             controller = RoleController(COST, role_settings)
-            changes = change_roles(controller, view, dispatcher, clock)
+            changes = change_roles(controller, view, membership, dispatcher, clock)
             tasks.append(group.create_task(changes))
         yield dispatcher, view
         for task in tasks:

@@ -104,6 +104,70 @@ def test_own_load_in_the_heartbeat_is_not_counted_twice() -> None:
     assert view.prefill_order.value(0) == pytest.approx(queue_ends_s)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_view_that_heard_of_anothers_load_places_nearly_as_well_as_that_one_does(seed: int) -> None:
+    rng = random.Random(seed)
+    ours, theirs = make_view(4, 4), make_view(4, 4)
+    for number in range(24):
+        # prompts share nothing: a queue is then told in tokens as well as in seconds
+        request = make_request(f"r{number}", rng.randrange(1, 20), 100 * number, max_tokens=2)
+        ours.placed(request, require_placement(place(request, ours, COST, 0.0)), 0.0)
+        if number % 2:
+            ours.prefill_done(request.request_id, 0.0)
+    for node in ours.nodes():
+        beat = make_heartbeat(
+            num_waiting=node.num_queued,
+            num_queued_tokens=node.queued_tokens,
+            num_running=node.running_sequences,
+            num_context_tokens=int(node.running_context_tokens),
+        )
+        theirs.heartbeat(node.info.node_id, beat, 0.0)
+    assert theirs.projected(0.0)[0] == ours.running_sequences
+    request = make_request("q", first_block=9_000)
+    own, other = (require_placement(place(request, view, COST, 0.0)) for view in (ours, theirs))
+    waits_s = {
+        name: ours.prefill_order.value(ours.node(NodeId(name)).slot) for name in ("p0", "p1", "p2", "p3")
+    }
+    assert waits_s[other.prefill_node] <= waits_s[own.prefill_node] * 1.25
+    steps_s = {
+        name: ours.decode_order.value(ours.node(NodeId(name)).slot) for name in ("d0", "d1", "d2", "d3")
+    }
+    assert steps_s[other.decode_node] <= steps_s[own.decode_node] * 1.25
+
+
+def test_load_of_another_conductor_goes_when_its_heartbeat_says_so_and_with_the_node() -> None:
+    view = make_view(1, 2)
+    busy = make_heartbeat(num_running=5, num_context_tokens=9_000)
+    view.heartbeat(NodeId("d0"), busy, 0.0)
+    view.heartbeat(NodeId("d1"), busy, 0.0)
+    assert view.projected(0.0) == (10, 18_000)
+    view.heartbeat(NodeId("d0"), make_heartbeat(), 1.0)
+    assert require_placement(place(make_request(), view, COST, 1.0)).decode_node == "d0"
+    view.remove_node(NodeId("d1"))
+    assert view.projected(1.0) == (0, 0)
+    assert (view.running_sequences, view.running_context_tokens) == (0, 0.0)
+
+
+def test_a_node_that_refused_a_reservation_is_full_until_its_next_heartbeat() -> None:
+    view = make_view(1, 2)
+    request = make_request()
+    placement = require_placement(place(request, view, COST, 0.0))
+    view.placed(request, placement, 0.0)
+    view.refused(placement.decode_node)
+    view.finished(request.request_id, 0.0)
+    assert require_placement(place(request, view, COST, 0.0)).decode_node != placement.decode_node
+    view.heartbeat(placement.decode_node, make_heartbeat(), 1.0)
+    assert require_placement(place(request, view, COST, 1.0)).decode_node == placement.decode_node
+
+
+def test_roles_are_those_that_the_node_tells() -> None:
+    view = make_view(1, 2)
+    view.heartbeat(NodeId("d0"), make_heartbeat(roles=frozenset({Role.PREFILL})), 0.0)
+    assert (view.prefill_mask.bit_count(), view.decode_mask.bit_count()) == (2, 1)
+    view.heartbeat(NodeId("d0"), make_heartbeat(), 1.0)
+    assert view.prefill_mask.bit_count() == 2, "a heartbeat without roles changes none"
+
+
 def test_silent_nodes_are_named() -> None:
     view = make_view(1, 1)
     view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=1), 9.0)

@@ -10,7 +10,7 @@ import pytest
 from base.attach import AttachClient
 from base.clock import SystemClock
 from base.errors import DeadlineError, LostError, RejectedError, SloUnreachableError, UnavailableError
-from base.messages import Failed, Lease, Prefill, Release, Reserve, Start, Tokens
+from base.messages import Failed, Lease, Prefill, Reserve, Start, Tokens
 from base.request import FinishReason, Request, Role, SamplingParams, Slo, StopParams
 from conductor.attach import AttachService
 from conductor.cluster_view import ClusterView
@@ -127,8 +127,8 @@ async def test_tokens_come_from_prefill_and_decode_in_order():
         await running.attach(decode, node_id="d", roles=[Role.DECODE])
         assert await answer(running.dispatcher, request()) == ([11, 12, 13], FinishReason.LENGTH)
         await until(lambda: not prefill.held() and not decode.held())
-        assert [type(item) for item in prefill.received] == [Prefill, Release]
-        assert [type(item) for item in decode.received] == [Reserve, Start, Release]
+        assert [type(item) for item in prefill.received] == [Prefill]
+        assert [type(item) for item in decode.received] == [Reserve, Start]
         assert running.view.num_in_flight == 0
 
 
@@ -139,7 +139,7 @@ async def test_a_short_prompt_may_be_computed_by_the_node_that_decodes_it():
         await running.attach(decode, node_id="d", roles=[Role.DECODE])
         assert await answer(running.dispatcher, request()) == ([11, 12, 13], FinishReason.LENGTH)
         await until(lambda: not decode.held())
-        assert [type(item) for item in decode.received] == [Reserve, Prefill, Start, Release, Release]
+        assert [type(item) for item in decode.received] == [Reserve, Prefill, Start]
         assert prefill.received == []
         assert running.view.num_in_flight == 0
 

@@ -174,6 +174,9 @@ class Idle:
 
     kv_snapshot = kv_events
 
+    def attached(self, conductor_epoch):
+        pass
+
     def lost(self):
         pass
 

@@ -1,0 +1,94 @@
+"""What copying hot prefixes ahead of requests does, in replay: mean and p99 TTFT with and without.
+
+    python -m bench.replicas TRACE [--json bench/results/replicas.json]
+
+The conversation trace at 8P8D, and two generated traces: `toolagent`, whose sessions share a
+few bases, and `burst`, where a document of 16,384 tokens that nobody held before is asked about
+by 40 requests within 20 s, six times: heat and skew at their worst. Everything is virtual, so a
+run says the same each time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Any
+
+from bench.about_run import about_run
+from conductor.cost_model import CostModel, load_profile
+from conductor.replay.cluster import Cluster, ClusterOptions
+from conductor.replay.generate import generate
+from conductor.replay.trace import TraceRequest
+from conductor.replay.trace_formats import read_trace
+
+BLOCK_SIZE = 512
+DOCUMENT_BLOCKS = 32
+BURSTS = 6
+READERS = 40
+BURST_S = 20.0
+EVERY_S = 60.0
+
+
+def burst(seed: int) -> list[TraceRequest]:
+    """Return requests of which those of one burst share a document and nothing else."""
+    rng = Random(seed)
+    made: list[TraceRequest] = []
+    number = 0
+    for at in range(BURSTS):
+        document = [10_000_000 * (at + 1) + block for block in range(DOCUMENT_BLOCKS)]
+        for _ in range(READERS):
+            arrival_s = at * EVERY_S + rng.uniform(0.0, BURST_S)
+            own = [1_000 * number + block for block in range(rng.randrange(1, 5))]
+            number += 1
+            chain = tuple(document + own)
+            made.append(TraceRequest(arrival_s, len(chain) * BLOCK_SIZE, 100, chain))
+    return sorted(made, key=lambda request: request.arrival_s)
+
+
+def measure(rows: Sequence[TraceRequest], policy: str, replicate: bool, nodes: int) -> dict[str, Any]:
+    cost = CostModel(load_profile("a800-llama70b"))
+    options = ClusterOptions(nodes, nodes, BLOCK_SIZE, policy=policy, replicate=replicate)
+    cluster = Cluster(cost, options)
+    cluster.run(rows)
+    ttft_s = sorted(cluster.outcomes.ttft_s)
+    copies = cluster.replication
+    return {
+        "policy": policy,
+        "replicate": replicate,
+        "mean_ttft_s": fmean(ttft_s),
+        "p99_ttft_s": ttft_s[int(0.99 * len(ttft_s))],
+        "hit_rate_tokens": cluster.outcomes.hit_rate_tokens(),
+        "copies": copies.num_copies if copies is not None else 0,
+        "copied_tb": copies.bytes_copied / 1e12 if copies is not None else 0.0,
+        "moved_tb": cluster.links.bytes_moved / 1e12,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.replicas", description=__doc__)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    traces: dict[str, Sequence[TraceRequest]] = {
+        "burst": burst(1),
+        "toolagent": generate("toolagent", 3_000, 8.0, 1).requests,
+        "conversation": read_trace(arguments.trace).requests,
+    }
+    result: dict[str, Any] = {"about": about_run()}
+    for name, rows in traces.items():
+        result[name] = []
+        for policy in ("global", "local"):
+            for replicate in (False, True):
+                row = measure(rows, policy, replicate, 8)
+                result[name].append(row)
+                print(name, json.dumps(row), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""What a node does for one of its conductors, and what all of them share.
+
+A node is attached to each conductor of its cluster by a stream of its own. What one of them
+asked for is in roles of its own (`ConductorWork`), so that it ends with that stream and no
+other's does. The engine, its cache and its blocks are one: a reservation is granted or refused
+here, where the blocks are, whoever asks, and each conductor sees the others' load in the
+heartbeats.
+
+`NodeState` holds what must not be done by two at once: it says which conductor is in control,
+and obeys that one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from base.block_hash import BlockHash
+from base.messages import (
+    Fetch,
+    Forget,
+    Heartbeat,
+    KvEvents,
+    Lend,
+    Prefill,
+    Release,
+    Reserve,
+    Serve,
+    Start,
+    ToNode,
+)
+from base.request import Role
+from decode_node.role import DecodeRole
+from engine.build import Engine
+from prefill_node.fetcher import Fetcher
+from prefill_node.lender import Lender
+from prefill_node.role import PrefillRole
+
+
+class Control:
+    """Which conductor may say how the node serves: of those attached, the one with the smallest epoch.
+
+    All nodes then name the same one, with no word between them. Each change has a number, the
+    fence: an order that was sent under an earlier one is void, also from the one in control.
+    """
+
+    def __init__(self, roles: frozenset[Role]) -> None:
+        self.roles = roles
+        self.is_draining = False
+        """By order; ends with the control of who ordered it."""
+        self._attached: list[int] = []
+        self._fence = 0
+
+    def attached(self, epoch: int) -> None:
+        self._change([*self._attached, epoch])
+
+    def left(self, epoch: int) -> None:
+        self._change([other for other in self._attached if other != epoch])
+
+    def fence(self, epoch: int) -> int:
+        """Return the fence for the conductor in control; 0 for any other."""
+        return self._fence if self._attached and self._attached[0] == epoch else 0
+
+    def obey(self, epoch: int, order: Serve) -> bool:
+        """Serve as ordered; False: the order is void."""
+        if not self.may(epoch, order.fence):
+            return False
+        self.roles, self.is_draining = order.roles, order.is_draining
+        return True
+
+    def may(self, epoch: int, fence: int) -> bool:
+        """Return whether an order of that fence is valid."""
+        return fence > 0 and fence == self.fence(epoch)
+
+    def _change(self, attached: list[int]) -> None:
+        before = self._attached[:1]
+        self._attached = sorted(attached)
+        if self._attached[:1] != before:
+            self._fence += 1
+            self.is_draining = False
+
+
+class KvNews:
+    """What became findable on the node and what it forgot, for each of several listeners.
+
+    The engine's cache tells it once; here it is kept for everybody until they ask. A listener
+    that has not asked for a snapshot yet is kept nothing.
+    """
+
+    def __init__(self, take: Callable[[], tuple[Iterable[BlockHash], Iterable[BlockHash]]]) -> None:
+        """`take` returns (stored, removed) since its last call, net."""
+        self._take = take
+        self._changes: dict[object, dict[BlockHash, bool]] = {}
+
+    def begin(self, listener: object) -> None:
+        """Keep what happens from now on."""
+        self._note()
+        self._changes[listener] = {}
+
+    def end(self, listener: object) -> None:
+        self._changes.pop(listener, None)
+
+    def take(self, listener: object) -> tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]:
+        """Return (stored, removed) since the listener's last call, net."""
+        self._note()
+        changes = self._changes.get(listener)
+        if not changes:
+            return (), ()
+        self._changes[listener] = {}
+        stored = tuple(name for name, is_here in changes.items() if is_here)
+        return stored, tuple(name for name, is_here in changes.items() if not is_here)
+
+    def _note(self) -> None:
+        stored, removed = self._take()
+        for changes in self._changes.values():
+            for names, is_here in ((removed, False), (stored, True)):
+                for name in names:
+                    # a change that undoes one not yet told is none
+                    if changes.get(name, is_here) != is_here:
+                        del changes[name]
+                    else:
+                        changes[name] = is_here
+
+
+class NodeState:
+    """What the node is, whichever conductor asks."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        roles: frozenset[Role],
+        news: KvNews,
+        snapshot: Callable[[], Iterable[BlockHash]],
+    ) -> None:
+        self.engine = engine
+        self.control = Control(roles)
+        self.news = news
+        self.snapshot = snapshot
+        """Every block that can be found on the node."""
+        self.is_leaving = False
+        """The process was told to stop."""
+        self._wakes: list[Callable[[], None]] = []
+
+    def on_change(self, wake: Callable[[], None]) -> None:
+        """Call `wake` whenever its conductor should hear of the node's state."""
+        self._wakes.append(wake)
+
+    def changed(self, but: Callable[[], None] | None = None) -> None:
+        """Let all conductors know, `but` one that knows."""
+        for wake in self._wakes:
+            if wake is not but:
+                wake()
+
+
+class ConductorWork:
+    """What the node does for one conductor: a `base.attach.NodeWork`."""
+
+    def __init__(
+        self,
+        state: NodeState,
+        wake: Callable[[], None],
+        prefill: PrefillRole,
+        decode: DecodeRole,
+        lender: Lender,
+        fetcher: Fetcher,
+    ) -> None:
+        self._state = state
+        self._wake = wake
+        state.on_change(wake)
+        self._prefill = prefill
+        self._decode = decode
+        self._lender = lender
+        self._fetcher = fetcher
+        self._num_heartbeats = 0
+        self._next_event = 1
+        self._epoch: int | None = None
+
+    def attached(self, conductor_epoch: int) -> None:
+        self._epoch = conductor_epoch
+        self._state.control.attached(conductor_epoch)
+        self._state.changed()
+
+    def receive(self, items: list[ToNode]) -> None:
+        for item in items:
+            match item:
+                case Reserve():
+                    self._decode.reserve(item)
+                case Prefill():
+                    self._prefill.prefill(item)
+                case Start():
+                    self._decode.start(item)
+                case Lend():
+                    self._lender.lend(item)
+                case Release():
+                    for part in (self._lender, self._fetcher, self._prefill, self._decode):
+                        part.release(item.request_id)
+                case Fetch() | Forget() | Serve():
+                    self._obey(item)
+        if items:
+            # The other conductors place by what they see of this one's load.
+            self._state.changed(but=self._wake)
+
+    def heartbeat(self) -> Heartbeat:
+        self._num_heartbeats += 1
+        pool, scheduler = self._state.engine.loop.pool, self._state.engine.loop.scheduler
+        control = self._state.control
+        return Heartbeat(
+            sequence=self._num_heartbeats,
+            num_free_blocks=pool.num_available,
+            num_held_blocks=pool.num_held,
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_queued_tokens=scheduler.num_remaining_tokens,
+            num_context_tokens=scheduler.num_context_tokens,
+            is_draining=self._state.is_leaving or control.is_draining,
+            roles=control.roles,
+            fence=0 if self._epoch is None else control.fence(self._epoch),
+        )
+
+    def kv_events(self) -> KvEvents | None:
+        stored, removed = self._state.news.take(self)
+        if not stored and not removed:
+            return None
+        return self._numbered(KvEvents(self._next_event, False, stored, removed))
+
+    def kv_snapshot(self) -> KvEvents:
+        self._state.news.begin(self)
+        return self._numbered(KvEvents(self._next_event, True, tuple(self._state.snapshot()), ()))
+
+    def lost(self) -> None:
+        self._state.news.end(self)
+        if self._epoch is not None:
+            self._state.control.left(self._epoch)
+            self._epoch = None
+            self._state.changed()
+        for part in (self._lender, self._fetcher, self._prefill, self._decode):
+            part.release_all()
+
+    async def idle(self) -> None:
+        """Return when no request is at work."""
+        await self._decode.idle()
+        await self._prefill.idle()
+
+    @property
+    def num_requests(self) -> int:
+        return self._prefill.num_requests + self._decode.num_requests
+
+    def _obey(self, order: Fetch | Forget | Serve) -> None:
+        control = self._state.control
+        if self._epoch is None or not control.may(self._epoch, order.fence):
+            return
+        match order:
+            case Fetch():
+                self._fetcher.fetch(order)
+            case Forget():
+                self._state.engine.loop.pool.forget(order.hashes)
+            case Serve():
+                control.obey(self._epoch, order)
+
+    def _numbered(self, events: KvEvents) -> KvEvents:
+        self._next_event = events.next_number
+        return events

@@ -1,0 +1,97 @@
+"""What a node shares among its conductors: one of them is in control, and each hears all news."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from base.messages import Serve
+from base.request import Role
+from deploy.node_work import Control, KvNews
+
+BOTH = frozenset(Role)
+PREFILL = frozenset({Role.PREFILL})
+STEPS = st.lists(st.tuples(st.sampled_from(["attached", "left"]), st.integers(1, 4)), max_size=30)
+
+
+@given(STEPS)
+def test_one_conductor_is_in_control_and_each_change_has_another_fence(steps):
+    control = Control(BOTH)
+    attached, holder, last = set(), None, 0
+    for verb, epoch in steps:
+        if (verb == "attached") == (epoch in attached):
+            continue
+        getattr(control, verb)(epoch)
+        attached ^= {epoch}
+        fences = {epoch: control.fence(epoch) for epoch in range(1, 5)}
+        expected = min(attached, default=None)
+        assert [epoch for epoch, fence in fences.items() if fence] == ([expected] if attached else [])
+        if expected is not None:
+            assert fences[expected] >= last
+            assert expected == holder or fences[expected] > last
+            last = fences[expected]
+        holder = expected
+
+
+def test_an_order_is_obeyed_only_from_the_one_in_control_and_under_its_present_fence():
+    control = Control(BOTH)
+    control.attached(7)
+    first = control.fence(7)
+    control.attached(3)
+    assert not control.obey(7, Serve(PREFILL, True, first)), "an order from one that lost control"
+    assert not control.obey(3, Serve(PREFILL, True, 0))
+    assert control.obey(3, Serve(PREFILL, True, control.fence(3)))
+    assert (control.roles, control.is_draining) == (PREFILL, True)
+    control.left(3)
+    assert not control.obey(7, Serve(BOTH, True, first)), "an order from before"
+    assert control.obey(7, Serve(BOTH, False, control.fence(7)))
+
+
+def test_a_drain_ends_with_the_control_of_who_ordered_it():
+    control = Control(BOTH)
+    control.attached(3)
+    control.attached(7)
+    control.obey(3, Serve(BOTH, True, control.fence(3)))
+    control.left(3)
+    assert not control.is_draining
+
+
+@given(st.lists(st.tuples(st.sampled_from("abtAB"), st.integers(0, 3)), max_size=60))
+def test_every_listener_ends_up_with_what_is_there(steps):
+    here, stored, removed = set(), [], []
+
+    def take():
+        told = list(stored), list(removed)
+        stored.clear()
+        removed.clear()
+        return told
+
+    news = KvNews(take)
+    known = {}
+
+    def hear(listener):
+        came, went = news.take(listener)
+        if listener in known:
+            assert not known[listener] & set(came), "told twice"
+            assert set(went) <= known[listener], "forgot what it never knew"
+            known[listener] = known[listener] - set(went) | set(came)
+        else:
+            assert (came, went) == ((), ())
+
+    for verb, name in steps:
+        if verb == "t":  # a block comes or goes; the cache tells the net change
+            undone, done = (removed, stored) if name not in here else (stored, removed)
+            if name in undone:
+                undone.remove(name)
+            else:
+                done.append(name)
+            here ^= {name}
+        elif verb in "ab":
+            hear(verb)
+        elif verb.lower() in known:
+            news.end(verb.lower())
+            del known[verb.lower()]
+        else:
+            news.begin(verb.lower())
+            known[verb.lower()] = set(here)
+    for listener in list(known):
+        hear(listener)
+        assert known[listener] == here
