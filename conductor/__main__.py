@@ -8,9 +8,7 @@ ends when its standard input closes (its supervisor is gone) and drains on SIGTE
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import secrets
 import sys
@@ -21,12 +19,11 @@ from pathlib import Path
 import uvloop
 
 from base.clock import SystemClock
-from base.config import ConductorProcess, read_process_config
-from base.errors import ConfigError
+from base.config import ConductorProcess
 from base.lifetime import stop_requested
-from base.logs import configure
 from base.messages import Lease
 from base.metrics import ConductorMetrics, process_registry
+from base.process import run_process, say_ready
 from base.rpc import Service
 from conductor.attach import AttachService
 from conductor.cluster_view import ClusterView
@@ -84,14 +81,7 @@ async def serve(config: ConductorProcess) -> None:
     ) as ports:
         export_gauges(metrics, membership)
         membership.on_change(ports.health.refresh)
-        ready = {
-            "event": "ready",
-            "http_port": ports.http_port,
-            "grpc_port": ports.grpc_port,
-            "attach_port": ports.attach_port,
-        }
-        sys.stdout.write(json.dumps(ready) + "\n")
-        sys.stdout.flush()
+        say_ready(http_port=ports.http_port, grpc_port=ports.grpc_port, attach_port=ports.attach_port)
         async with asyncio.TaskGroup() as tasks:
             roles = _role_changes(config, cost)
             background = []
@@ -119,17 +109,9 @@ def _decision_log(config: ConductorProcess, shared: Shared) -> DecisionLog | Non
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m conductor")
-    parser.add_argument("--config", type=Path, required=True, help="JSON of base.config.ConductorProcess")
-    arguments = parser.parse_args()
-    configure("conductor")
-    try:
-        config = read_process_config(arguments.config, ConductorProcess)
-        uvloop.run(serve(config))
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    return 0
+    return run_process(
+        "conductor", ConductorProcess, lambda _: "conductor", lambda config: uvloop.run(serve(config))
+    )
 
 
 if __name__ == "__main__":

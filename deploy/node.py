@@ -9,10 +9,8 @@ SIGTERM: no new work, what runs is finished, for `DRAIN_S` at most.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib
-import json
 import logging
 import random
 import secrets
@@ -20,17 +18,17 @@ import socket
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from base.attach import AttachClient
 from base.block_hash import BlockHash
 from base.clock import SystemClock
-from base.config import NodeProcess, TransferConfig, read_process_config
+from base.config import NodeProcess, TransferConfig
 from base.errors import ConfigError
 from base.lifetime import stop_requested
-from base.logs import configure, event
+from base.logs import event
 from base.messages import NodeInfo
 from base.metrics import NodeMetrics, StoreMetrics, process_registry, serve_metrics
+from base.process import run_process, say_ready
 from base.request import NodeId, Role
 from base.tls import channel_credentials
 from decode_node.role import DecodeRole
@@ -97,7 +95,8 @@ async def serve(config: NodeProcess) -> None:
             observe(NodeMetrics(registry), engine)
             if beside is not None:
                 background.append(tasks.create_task(beside.run()))
-            _print_ready(config, serve_metrics(registry, "127.0.0.1", config.metrics_port))
+            metrics_port = serve_metrics(registry, "127.0.0.1", config.metrics_port)
+            say_ready(node_id=config.node_id, metrics_port=metrics_port)
             await stop_requested()
             await _drain(state, works)
             for task in background:
@@ -167,24 +166,10 @@ def _info(config: NodeProcess, epoch: int, engine: Engine, agent: TransferAgent)
     )
 
 
-def _print_ready(config: NodeProcess, metrics_port: int) -> None:
-    ready = {"event": "ready", "node_id": config.node_id, "metrics_port": metrics_port}
-    sys.stdout.write(json.dumps(ready) + "\n")
-    sys.stdout.flush()
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m deploy.node")
-    parser.add_argument("--config", type=Path, required=True, help="JSON of base.config.NodeProcess")
-    arguments = parser.parse_args()
-    try:
-        config = read_process_config(arguments.config, NodeProcess)
-        configure(config.node_id)
-        asyncio.run(serve(config))
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    return 0
+    return run_process(
+        "deploy.node", NodeProcess, lambda config: config.node_id, lambda config: asyncio.run(serve(config))
+    )
 
 
 if __name__ == "__main__":

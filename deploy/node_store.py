@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from base.block_hash import BlockHash
+from base.block_hash import HASH_BYTES, BlockHash
 from base.clock import Clock
 from base.config import NodeProcess, StoreConfig
+from base.errors import LostError, TransferFailedError
 from base.logs import event
 from base.metrics import StoreMetrics
 from engine.block_pool import BlockPool
@@ -22,9 +23,13 @@ from kvstore.hosting import block_cache, hosted_store
 from kvstore.settings import of_node
 from kvstore.store import Store
 from transfer.agent import TransferAgent
+from transfer.batch import batch_of
 from transfer.segment import Segment
 
 log = logging.getLogger(__name__)
+
+PIN_TRIES = 3
+"""Each as long as a transfer may take; a pool that is pinned later costs its first request that time."""
 
 
 class PagedBlocks:
@@ -73,20 +78,43 @@ async def node_store(
     if not config.store.is_used:
         yield None
         return
-    if segment.device is not None:
-        event(log, "no store beside a GPU's cache yet", level=logging.WARNING)
-        yield None
-        return
     blocks = PagedBlocks(engine.pool, engine.cache, segment)
     settings = of_node(config.store, config.node_id, blocks.block_bytes, config.transfer)
     if config.store.dram_gib:
         async with hosted_store(settings, agent, clock, metrics) as hosted:
+            if segment.device is not None:
+                await _pin(hosted.store, agent, segment)
             yield NodeStore(
                 _beside(config.store, blocks, hosted.cache, hosted.store, clock, metrics), hosted.store
             )
     else:
         async with block_cache(settings, agent, clock) as cache:
             yield NodeStore(_beside(config.store, blocks, cache, None, clock, metrics), None)
+
+
+async def _pin(store: Store, agent: TransferAgent, segment: Segment) -> None:
+    """Copy one block from a GPU's cache to the store and forget it.
+
+    It has the pool pinned and the copying kernel compiled, many seconds for a large pool,
+    which no request shall wait for. Pinning goes on when a copy runs out of time, so the
+    next one finds more of it done.
+    """
+    reserved = store.reserve([BlockHash(bytes(HASH_BYTES))], "")
+    if reserved.grant is None:
+        return
+    batch = batch_of(segment, [0], reserved.grant.offsets, reserved.grant.length)
+    try:
+        for _ in range(PIN_TRIES):
+            try:
+                await agent.write(agent.descriptor, reserved.grant, batch)
+            except TransferFailedError as error:
+                event(log, "store not pinned", level=logging.WARNING, reason=error)
+            else:
+                return
+    except LostError as error:
+        event(log, "store not pinned", level=logging.WARNING, reason=error)
+    finally:
+        await store.abort(reserved.ticket)
 
 
 def _beside(

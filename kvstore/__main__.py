@@ -8,22 +8,18 @@ when standard input closes, or on SIGTERM, after calls under way have been answe
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import logging
 import random
 import secrets
 import sys
-from pathlib import Path
 
 from base.attach import AttachClient
 from base.clock import SystemClock
-from base.config import read_process_config
-from base.errors import ConfigError
 from base.lifetime import stop_requested
-from base.logs import configure, event
+from base.logs import event
 from base.metrics import StoreMetrics, process_registry, serve_metrics
+from base.process import run_process, say_ready
 from base.tls import channel_credentials
 from kvstore.attached import AttachedStore, storage_info
 from kvstore.hosting import HostedStore, hosted_store
@@ -48,14 +44,11 @@ async def serve(config: StoreProcess) -> None:
         ]
         stopping = tasks.create_task(stop_requested())
         await asyncio.sleep(0)  # signals are heard before it says that it is ready
-        ready = {
-            "event": "ready",
-            "node_id": config.node_id,
-            "address": hosted.member.address,
-            "metrics_port": serve_metrics(registry, "127.0.0.1", config.metrics_port),
-        }
-        sys.stdout.write(json.dumps(ready) + "\n")
-        sys.stdout.flush()
+        say_ready(
+            node_id=config.node_id,
+            address=hosted.member.address,
+            metrics_port=serve_metrics(registry, "127.0.0.1", config.metrics_port),
+        )
         event(log, "stopping", reason=await stopping)
         for attachment in attached:
             attachment.cancel()
@@ -76,18 +69,9 @@ async def _attached(
 
 
 def main() -> int:
-    """Read the configuration and serve; 2: the configuration is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m kvstore", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="JSON of kvstore.settings.StoreProcess")
-    arguments = parser.parse_args()
-    try:
-        config = read_process_config(arguments.config, StoreProcess)
-        configure(config.node_id)
-        asyncio.run(serve(config))
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    return 0
+    return run_process(
+        "kvstore", StoreProcess, lambda config: config.node_id, lambda config: asyncio.run(serve(config))
+    )
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from base.block_hash import BlockHash
 from base.checksum import checksum
@@ -37,8 +38,29 @@ from transfer.segment import Segment
 
 GROUP_BYTES = 32 << 20
 """Moved while the group before it is compared with its checksums."""
+Sums = Callable[[Sequence[int]], Awaitable[Sequence[int]]]
+"""Returns the checksums of the blocks that lie at these offsets."""
+
 MAX_TRIES = 2
 """Of one member within one load: bytes may be damaged on their way."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    """Where loaded blocks go, and how they are looked at there."""
+
+    into: Segment
+    priority: Priority
+    sums: Sums | None
+
+    async def num_right(self, offsets: Sequence[int], length: int, expected: Sequence[int]) -> int:
+        """Return how many leading blocks are what they should be."""
+        if self.sums is not None:
+            found = await self.sums(offsets)
+        else:
+            found = await asyncio.to_thread(_sums_on_host, self.into.memory, length, offsets)
+        pairs = zip(found, expected, strict=True)
+        return next((count for count, (sum_, wanted) in enumerate(pairs) if sum_ != wanted), len(offsets))
 
 
 class BlockCache:
@@ -84,14 +106,19 @@ class BlockCache:
         offsets: Sequence[int],
         first: int = 0,
         priority: Priority = Priority.FOREGROUND,
+        sums: Sums | None = None,
     ) -> int:
         """Load blocks `first`, `first + 1`, ... of `chain` to `offsets` of `into`.
+
+        `sums` takes the checksums of what came, where `into` is no host memory or the
+        blocks were not made on a host.
 
         Returns how many came, from `first` on; their bytes are right. What lies at the
         other offsets is undefined.
         """
         end = min(first + len(offsets), len(chain))
         replicas = await self._directory.lookup(chain[:end])
+        landing = _Landing(into, priority, sums)
         tries: Counter[int] = Counter()
         at = first
         while at < len(replicas):
@@ -100,7 +127,7 @@ class BlockCache:
                 break
             run_end = _run_end(replicas, at, member)
             wanted = offsets[at - first : run_end - first]
-            num_loaded = await self._load_from(member, chain[:run_end], at, into, wanted, priority)
+            num_loaded = await self._load_from(member, chain[:run_end], at, landing, wanted)
             tries[member.epoch] += num_loaded < run_end - at
             at += num_loaded
         return max(at - first, 0)
@@ -244,9 +271,8 @@ class BlockCache:
         member: Member,
         chain: Sequence[BlockHash],
         first: int,
-        into: Segment,
+        landing: _Landing,
         offsets: Sequence[int],
-        priority: Priority,
     ) -> int:
         """Return how many blocks from `first` on came from this member, and are right."""
         try:
@@ -258,7 +284,7 @@ class BlockCache:
         if leased.grant is None:
             return 0
         try:
-            num_right = await self._read(member, leased, into, offsets, priority)
+            num_right = await self._read(member, leased, landing, offsets)
             self._resting.answered(member.epoch)
         except ServeError as error:
             self._resting.failed(member.epoch, error)
@@ -270,14 +296,7 @@ class BlockCache:
             await self._quietly(access.report(chain[first + num_right]))
         return num_right
 
-    async def _read(
-        self,
-        member: Member,
-        leased: Leased,
-        into: Segment,
-        offsets: Sequence[int],
-        priority: Priority,
-    ) -> int:
+    async def _read(self, member: Member, leased: Leased, landing: _Landing, offsets: Sequence[int]) -> int:
         """Return how many leading blocks of the lease are right, all having come."""
         grant = leased.grant
         if grant is None or not len(leased.checksums) == len(grant.offsets) <= len(offsets):
@@ -290,11 +309,10 @@ class BlockCache:
             try:
                 for at in range(0, len(grant.offsets), group):
                     here = offsets[at : at + group]
-                    batch = batch_of(into, grant.offsets[at : at + group], here, grant.length)
-                    await self._agent.read(member.peer, grant, batch, priority=priority)
-                    sums = leased.checksums[at : at + group]
-                    work = asyncio.to_thread(_num_right, into.memory, here, grant.length, sums)
-                    checks.append(tasks.create_task(work))
+                    batch = batch_of(landing.into, grant.offsets[at : at + group], here, grant.length)
+                    await self._agent.read(member.peer, grant, batch, priority=landing.priority)
+                    expected = leased.checksums[at : at + group]
+                    checks.append(tasks.create_task(landing.num_right(here, grant.length, expected)))
             except ServeError as error:
                 failure = error
         if failure is not None:
@@ -331,8 +349,5 @@ def _run_end(replicas: Sequence[Replicas], first: int, member: Member) -> int:
     return end
 
 
-def _num_right(memory: memoryview, offsets: Sequence[int], length: int, sums: Sequence[int]) -> int:
-    for count, (offset, expected) in enumerate(zip(offsets, sums, strict=True)):
-        if checksum(memory[offset : offset + length]) != expected:
-            return count
-    return len(sums)
+def _sums_on_host(memory: memoryview, length: int, offsets: Sequence[int]) -> list[int]:
+    return [checksum(memory[offset : offset + length]) for offset in offsets]

@@ -126,8 +126,11 @@ class DiskTier:
                 self._sequence = max(self._sequence, header.sequence)
         return len(self._slots)
 
-    async def write(self, block_hash: BlockHash, payload: memoryview, payload_checksum: int) -> bool:
-        """Store a block; return whether it is stored. `payload` must not change meanwhile."""
+    async def write(self, block_hash: BlockHash, payload: memoryview, block_checksum: int) -> bool:
+        """Store a block; return whether it is stored. `payload` must not change meanwhile.
+
+        `block_checksum` is given back by `read`; of which kind it is does not matter here.
+        """
         if payload.nbytes != self._block_bytes:
             raise ValueError(f"a block has {self._block_bytes} bytes, not {payload.nbytes}")
         if block_hash in self._slots:
@@ -140,12 +143,11 @@ class DiskTier:
             return False
         self._writing.add(block_hash)
         self._sequence += 1
-        header = RecordHeader(block_hash, self._block_bytes, self._sequence, payload_checksum)
         # The thread uses the slot and the payload to its end, cancelled or not.
-        return await uninterrupted(self._write(index, header, payload))
+        return await uninterrupted(self._write(index, self._sequence, block_hash, payload, block_checksum))
 
     async def read(self, block_hash: BlockHash, into: memoryview) -> int | None:
-        """Read a block into memory and return its checksum, which has been compared.
+        """Read a block into memory and return the checksum it was written with.
 
         None: a miss, and `into` holds anything. A damaged record is forgotten.
         """
@@ -192,14 +194,22 @@ class DiskTier:
         if self._direct_fd != self._fd:
             os.close(self._direct_fd)
 
-    async def _write(self, index: int, header: RecordHeader, payload: memoryview) -> bool:
+    async def _write(
+        self, index: int, sequence: int, block_hash: BlockHash, payload: memoryview, block_checksum: int
+    ) -> bool:
         loop = asyncio.get_running_loop()
-        error_number = await loop.run_in_executor(self._threads, self._write_slot, index, header, payload)
-        self._writing.discard(header.block_hash)
+
+        def write() -> int:
+            length, whole = self._block_bytes, checksum(payload)
+            header = RecordHeader(block_hash, length, sequence, block_checksum, whole)
+            return self._write_slot(index, header, payload)
+
+        error_number = await loop.run_in_executor(self._threads, write)
+        self._writing.discard(block_hash)
         if error_number:
             self._give_up(index, error_number)
             return False
-        self._slots[header.block_hash] = _Slot(index, header.checksum)
+        self._slots[block_hash] = _Slot(index, block_checksum)
         return True
 
     async def _read(self, slot: _Slot, block_hash: BlockHash, into: memoryview) -> int | None:
@@ -275,7 +285,7 @@ class DiskTier:
             count == HEADER_BYTES + self._block_bytes
             and header is not None
             and header.block_hash == block_hash
-            and header.checksum == checksum(into)
+            and header.payload_xxh3 == checksum(into)
         )
 
     def _fd_for(self, memory: memoryview) -> int:

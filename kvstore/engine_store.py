@@ -8,6 +8,9 @@ or what nobody takes: it is a cache.
 
 Loading goes before the computing of a prompt, from wherever the block cache has the blocks,
 if that has been the quicker way on this node (`load_costs.py`).
+
+The engine's cache may be on a GPU. Then its blocks come and go by a transport that reaches
+it, straight between the GPU and the pool, and the engine alone can take their checksums.
 """
 
 from __future__ import annotations
@@ -126,8 +129,13 @@ class EngineStore:
         """Load blocks `first` and on into the engine's `block_ids`; return how many came, all right."""
         place = self._place(chain)
         began_at_s = self._clock.now_s()
-        offsets = [block_id * self._engine.block_bytes for block_id in block_ids]
-        count = await self._cache.load(chain, self._engine.segment, offsets, first)
+        size = self._engine.block_bytes
+        offsets = [block_id * size for block_id in block_ids]
+
+        async def sums(landed: Sequence[int]) -> Sequence[int]:
+            return await self._engine.checksums([offset // size for offset in landed])
+
+        count = await self._cache.load(chain, self._engine.segment, offsets, first, sums=sums)
         self._costs.loaded(place, count, self._clock.now_s() - began_at_s)
         self.num_loaded += count
         return count

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from base.block_hash import BlockHash
-from base.checksum import checksum
+from base.checksum import is_checksum_of
 from base.errors import LeaseExpiredError
 from base.grants import Grant, Operation
 from base.logs import event
@@ -242,8 +242,7 @@ class Store:
         if block_hash not in self._pool:
             return False
         expected = self._pool.checksum(block_hash)
-        lease_view = self._view(self._pool.block_id(block_hash))
-        if checksum(lease_view) == expected:
+        if is_checksum_of(expected, self._view(self._pool.block_id(block_hash))):
             return False
         self.num_damaged += 1
         gone = self._pool.discard(block_hash)

@@ -258,8 +258,12 @@ class PeerBoard:
 
     def _map(self, row: int) -> memoryview:
         fd = _open_memfd(self._pid, self._words[row + 1], os.O_RDWR, "conductor-segment")
+        num_bytes = self._words[row + 2]
         try:
-            return memoryview(mmap.mmap(fd, self._words[row + 2]))
+            memory = memoryview(mmap.mmap(fd, 0))  # whole: huge pages cannot be mapped in part
+            if memory.nbytes < num_bytes:
+                raise ValueError(f"{memory.nbytes} bytes of {num_bytes}")
+            return memory[:num_bytes]
         except (OSError, ValueError) as error:
             raise TransferFailedError(f"the peer's segment cannot be mapped: {error}") from error
         finally:

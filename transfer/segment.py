@@ -4,14 +4,16 @@ Allocated segments are anonymous shared memory (memfd). It has no name, so there
 nothing to unlink: the kernel frees it when the last process that maps it is gone,
 however it went. A peer of the same user on the same host opens it by /proc/PID/fd,
 which POSIX shared memory could offer only by leaking its file when we are killed.
+Where its pages lie: `host_memory.py`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 from dataclasses import dataclass
+
+from transfer import host_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +53,10 @@ def allocate_shared(segment_id: int, num_bytes: int) -> Segment:
     """
     if num_bytes <= 0:
         raise ValueError(f"a segment has at least one byte, not {num_bytes}")
-    fd = os.memfd_create("conductor-segment", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, num_bytes)
-        memory = memoryview(mmap.mmap(fd, num_bytes))
-        return Segment(segment_id, memory, address_of(memory), fd, num_bytes)
-    except BaseException:
-        os.close(fd)
-        raise
+    fd, pages = host_memory.mapped("conductor-segment", num_bytes)
+    memory = memoryview(pages)[:num_bytes]
+    host_memory.place(address_of(memory), num_bytes)
+    return Segment(segment_id, memory, address_of(memory), fd, num_bytes)
 
 
 def over(segment_id: int, memory: memoryview | bytearray) -> Segment:

@@ -32,6 +32,10 @@ def bytes_of(block_hash):
     return random.Random(bytes(block_hash)).randbytes(BLOCK_BYTES)
 
 
+def unwrapped(transport):
+    return transport
+
+
 @dataclass
 class Node:
     """A member: its store, its server, and a cache client that saves to it."""
@@ -59,7 +63,7 @@ class Cluster:
         self.last_epoch = 0
         self.lives = {}
 
-    async def agent(self, name, transports=("tcp",), wrap=lambda transport: transport):
+    async def agent(self, name, transports=("tcp",), wrap=unwrapped):
         self.last_epoch += 1
         config = TransferConfig(transports=transports, timeout_s=60.0)
         agent = TransferAgent(name, self.last_epoch, config, SystemClock(), wrap)
@@ -68,8 +72,10 @@ class Cluster:
         self.stack.push_async_callback(life.aclose)
         return await life.enter_async_context(agent)
 
-    async def node(self, name, num_blocks=16, folder=None, transports=("tcp",), num_slots=64, **limits):
-        agent = await self.agent(name, transports)
+    async def node(
+        self, name, num_blocks=16, folder=None, transports=("tcp",), num_slots=64, wrap=unwrapped, **limits
+    ):
+        agent = await self.agent(name, transports, wrap)
         clock = ManualClock()
         disk = None
         if folder is not None:
@@ -93,7 +99,7 @@ class Cluster:
         self.stack.push_async_callback(store.close)
         return Node(member, store, cache, agent, self.lives[agent], clock, server)
 
-    async def client(self, transports=("tcp",), wrap=lambda transport: transport):
+    async def client(self, transports=("tcp",), wrap=unwrapped):
         """A program outside: an agent and a cache client without a store."""
         agent = await self.agent("outside", transports, wrap)
         clock = ManualClock()

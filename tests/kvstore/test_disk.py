@@ -102,7 +102,7 @@ async def test_every_one_of_a_tenth_of_records_corrupted_is_caught(tmp_path, see
     corrupted = set(rng.sample(range(100), 10))
     data = bytearray((tmp_path / FILE_NAME).read_bytes())
     for number in corrupted:
-        inside = rng.choice([rng.randrange(60), HEADER_BYTES + rng.randrange(BLOCK_BYTES)])
+        inside = rng.choice([rng.randrange(68), HEADER_BYTES + rng.randrange(BLOCK_BYTES)])
         data[number * SLOT_BYTES + inside] ^= 1 << rng.randrange(8)
     (tmp_path / FILE_NAME).write_bytes(data)
     tier = await open_tier(tmp_path, num_slots=100)
@@ -115,7 +115,7 @@ async def test_a_record_under_another_blocks_name_is_a_miss(tmp_path):
     tier = await open_tier(tmp_path)
     await write(tier, 1)
     payload = payload_of(name_of(2))
-    header = RecordHeader(name_of(2), BLOCK_BYTES, 9, checksum(payload))
+    header = RecordHeader(name_of(2), BLOCK_BYTES, 9, checksum(payload), checksum(payload))
     (tmp_path / FILE_NAME).write_bytes(encode_header(header) + payload)
     assert not await reads(tier, 1)
     assert tier.damaged == 1
@@ -203,14 +203,14 @@ def test_a_link_is_not_followed(tmp_path):
 
 
 def test_no_damaged_header_is_believed():
-    header = RecordHeader(name_of(1), BLOCK_BYTES, 3, 4)
+    header = RecordHeader(name_of(1), BLOCK_BYTES, 3, 4, 5)
     data = bytearray(encode_header(header))
     assert header_or_none(data) == header
-    for bit in range(60 * 8):
+    for bit in range(68 * 8):
         data[bit // 8] ^= 1 << bit % 8
         assert header_or_none(data) is None
         data[bit // 8] ^= 1 << bit % 8
-    for length in range(60):
+    for length in range(68):
         assert header_or_none(data[:length]) is None
 
 

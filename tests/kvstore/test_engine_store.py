@@ -6,10 +6,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from base.block_hash import BlockHash
-from base.checksum import checksum
+from base.checksum import checksum, sum_of_words
 from base.errors import ChecksumError, UnavailableError
 from kvstore.engine_store import MAX_OFFERS, EngineStore
 from tests.kvstore.cluster import BLOCK_BYTES, bytes_of, chain_of, running_cluster
+from tests.kvstore.fake_gpu import FakeGpu
 
 NUM_BLOCKS = 8
 ROOT = BlockHash(bytes(16))
@@ -21,8 +22,11 @@ class Engine:
     block_bytes = BLOCK_BYTES
     block_tokens = 16
 
-    def __init__(self, segment):
+    def __init__(self, segment, memory=None, sum_of=checksum):
+        """`memory`: what the segment is of, where it shows none."""
         self.segment = segment
+        self.memory = memoryview(segment.memory if memory is None else memory)
+        self.sum_of = sum_of
         self.at = {}
         self.num_held = 0
 
@@ -35,10 +39,10 @@ class Engine:
 
     def forget(self):
         self.at.clear()
-        self.segment.memory[:] = bytes(self.segment.num_bytes)
+        self.memory[:] = bytes(len(self.memory))
 
     def view(self, block_id):
-        return self.segment.memory[block_id * BLOCK_BYTES : (block_id + 1) * BLOCK_BYTES]
+        return self.memory[block_id * BLOCK_BYTES : (block_id + 1) * BLOCK_BYTES]
 
     def hold(self, chain):
         held = []
@@ -53,15 +57,15 @@ class Engine:
         self.num_held -= len(block_ids)
 
     async def checksums(self, block_ids):
-        return [checksum(self.view(block_id)) for block_id in block_ids]
+        return [self.sum_of(self.view(block_id)) for block_id in block_ids]
 
 
 class Beside:
     """An `EngineStore` on a node of a cluster, and how long it paused."""
 
-    def __init__(self, node, bytes_per_s, has_quotas=False):
+    def __init__(self, node, bytes_per_s, has_quotas=False, engine=None):
         self.node = node
-        self.engine = Engine(node.agent.allocate(NUM_BLOCKS * BLOCK_BYTES))
+        self.engine = engine or Engine(node.agent.allocate(NUM_BLOCKS * BLOCK_BYTES))
         self.paused_s = []
         self.store = EngineStore(
             self.engine, node.cache, node.store, bytes_per_s, node.clock, self.pause, has_quotas
@@ -244,6 +248,61 @@ async def test_what_is_sooner_computed_is_not_loaded():
         assert await slow.reach(chain_of("ab"), 0) == 2
         assert await slow.load(chain_of("ab"), [6, 7], 0) == 2
         assert await slow.reach(chain_of("ab"), 0) == 0
+
+
+# --- beside a GPU ------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def beside_a_gpu(cluster, name="one", **node):
+    gpu = FakeGpu(NUM_BLOCKS * BLOCK_BYTES)
+    made = await cluster.node(name, transports=("shm", "tcp"), wrap=gpu.wrap, **node)
+    engine = Engine(gpu.segment(made.agent), gpu.memory, sum_of_words)
+    one = Beside(made, 1e9, engine=engine)
+    one.gpu = gpu
+    saving = asyncio.ensure_future(one.store.run())
+    yield one
+    saving.cancel()
+    await asyncio.wait([saving])
+    made.store.check()
+
+
+async def test_blocks_of_a_gpu_come_back_to_it():
+    async with running_cluster() as cluster, beside_a_gpu(cluster) as one:
+        one.engine.compute("abcdef")
+        one.store.offer(chain_of("abcdef"), ROOT)
+        await one.saved(6)
+        one.engine.forget()
+        assert await one.load("abcdefgh") == contents("abcdef")
+        assert one.gpu.num_moved == 2 * 6 * BLOCK_BYTES
+        assert one.store.num_loaded == 6
+
+
+async def test_blocks_of_a_gpu_come_back_from_disk_and_from_another_node(tmp_path):
+    limits = {"num_blocks": 8, "folder": tmp_path, "high_watermark": 0.5, "low_watermark": 0.05}
+    async with running_cluster() as cluster, beside_a_gpu(cluster, **limits) as one:
+        one.engine.compute("abcdef")
+        one.store.offer(chain_of("abcdef"), ROOT)
+        await one.saved(6)
+        await one.node.store.tick()
+        assert one.node.store.match(chain_of("abcdef")).num_in_memory == 0
+        one.engine.forget()
+        assert await one.load("abcdef") == contents("abcdef")
+        async with beside_a_gpu(cluster, "two") as two:
+            assert await two.load("abcdef") == contents("abcdef")
+
+
+async def test_a_block_of_a_gpu_that_was_damaged_in_memory_is_found_out_and_forgotten():
+    async with running_cluster() as cluster, beside_a_gpu(cluster) as one:
+        one.engine.compute("abcd")
+        one.store.offer(chain_of("abcd"), ROOT)
+        await one.saved(4)
+        block_id = one.node.store.pool.block_id(chain_of("abc")[2])
+        one.node.store.segment.memory[block_id * BLOCK_BYTES] ^= 1
+        one.engine.forget()
+        assert await one.load("abcd") == contents("ab")
+        assert one.node.store.num_damaged == 1
+        assert await one.node.cache.match(chain_of("abcd")) == 2
 
 
 class TickingClock:

@@ -1,0 +1,53 @@
+"""How a process of the cluster begins and says that it is ready.
+
+Every one is `python -m PACKAGE --config FILE`: a JSON file that whoever starts it has written
+out of `cluster.yaml`. Its exit status is 2 where the configuration is wrong, and a
+supervisor that sees it does not start the process again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from base.config import read_process_config
+from base.errors import ConfigError
+from base.logs import configure
+
+T = TypeVar("T")
+
+WRONG_CONFIGURATION = 2
+
+
+def run_process(module: str, into: type[T], name_of: Callable[[T], str], run: Callable[[T], None]) -> int:
+    """Read what `--config` names, run with it, and return the exit status.
+
+    Args:
+        module: As after `python -m`, for the help text.
+        into: The dataclass that the file holds.
+        name_of: Returns what the process is called in its log lines.
+        run: Returns when the process has ended in order.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}")
+    parser.add_argument(
+        "--config", type=Path, required=True, help=f"JSON of {into.__module__}.{into.__name__}"
+    )
+    arguments = parser.parse_args()
+    try:
+        config = read_process_config(arguments.config, into)
+        configure(name_of(config))
+        run(config)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return WRONG_CONFIGURATION
+    return 0
+
+
+def say_ready(**fields: object) -> None:
+    """Write the one line on standard output that a supervisor waits for: where we are reached."""
+    sys.stdout.write(json.dumps({"event": "ready", **fields}) + "\n")
+    sys.stdout.flush()
