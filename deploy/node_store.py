@@ -83,7 +83,7 @@ async def node_store(
     if config.store.dram_gib:
         async with hosted_store(settings, agent, clock, metrics) as hosted:
             if segment.device is not None:
-                await _pin(hosted.store, agent, segment)
+                await pin_pool(hosted.store, agent, segment)
             yield NodeStore(
                 _beside(config.store, blocks, hosted.cache, hosted.store, clock, metrics), hosted.store
             )
@@ -92,7 +92,7 @@ async def node_store(
             yield NodeStore(_beside(config.store, blocks, cache, None, clock, metrics), None)
 
 
-async def _pin(store: Store, agent: TransferAgent, segment: Segment) -> None:
+async def pin_pool(store: Store, agent: TransferAgent, segment: Segment) -> None:
     """Copy one block from a GPU's cache to the store and forget it.
 
     It has the pool pinned and the copying kernel compiled, many seconds for a large pool,
