@@ -11,11 +11,15 @@ Where KV is made on a GPU its checksum is a sum that a GPU takes at the rate of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import xxhash
 
 CHECKSUM_KIND = "xxh3"
 """Its name in a node's layout id: what is stored under one kind is not compared under another."""
+DEVICE_CHECKSUM_KIND = "sum-words"
+"""The name of the other, which a GPU makes."""
 
 _KEY_STEP = np.uint64(0x9E3779B1)
 _OTHER_KEY = np.uint64(0x85EBCA77)
@@ -38,6 +42,11 @@ def sum_of_words(data: memoryview | bytes | bytearray) -> int:
     low = (words & _LOW) + key & _LOW
     high = (words >> _HALF) + (key ^ _OTHER_KEY) & _LOW
     return int(np.add.reduce(low * high + words))
+
+
+def checksum_of_kind(kind: str) -> Callable[[memoryview], int]:
+    """Return what makes the checksums of a kind; raises KeyError if there is no such kind."""
+    return {CHECKSUM_KIND: checksum, DEVICE_CHECKSUM_KIND: sum_of_words}[kind]
 
 
 def is_checksum_of(value: int, data: memoryview | bytes | bytearray) -> bool:

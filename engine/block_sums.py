@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from base.checksum import CHECKSUM_KIND, checksum
+from base.checksum import CHECKSUM_KIND, DEVICE_CHECKSUM_KIND, checksum
 from engine.paged_cache import PagedCache
 
 UNSIGNED = (1 << 64) - 1
@@ -20,7 +20,7 @@ UNSIGNED = (1 << 64) - 1
 
 def sum_kind(cache: PagedCache) -> str:
     """Return the name of the checksum of this cache's blocks."""
-    return "sum-words" if cache.tensor.is_cuda else CHECKSUM_KIND
+    return DEVICE_CHECKSUM_KIND if cache.tensor.is_cuda else CHECKSUM_KIND
 
 
 async def block_sums(cache: PagedCache, block_ids: Sequence[int]) -> list[int]:

@@ -7,11 +7,12 @@ or deletes what another stored, and none can tell whether it is there.
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 from collections.abc import Sequence
 
 from base.block_hash import BlockHash, chain_root, hash_chain
-from base.checksum import CHECKSUM_KIND, checksum
+from base.checksum import CHECKSUM_KIND, checksum_of_kind
 from base.kv_layout import KvLayout
 from kvstore.client import BlockCache
 from transfer.segment import Segment, over
@@ -32,6 +33,7 @@ class ContextCache:
         layout: KvLayout,
         tenant: str,
         tenant_salt: str,
+        checksum_kind: str = CHECKSUM_KIND,
     ) -> None:
         """Begin.
 
@@ -41,12 +43,15 @@ class ContextCache:
             layout: As the nodes'.
             tenant: Whose quota pays.
             tenant_salt: A secret of the tenant.
+            checksum_kind: As the nodes'; it ends their layout id: xxh3, or sum-words where they
+                are on GPUs.
         """
         self._cache = cache
         self._layout = layout
         self._tenant = tenant
+        self._checksum = checksum_of_kind(checksum_kind)
         # As nodes name what they hand off with this checksum: their blocks are ours too.
-        self._root = chain_root(model_id, f"{layout.layout_id}/{CHECKSUM_KIND}", tenant_salt)
+        self._root = chain_root(model_id, f"{layout.layout_id}/{checksum_kind}", tenant_salt)
 
     def chain(self, token_ids: Sequence[int]) -> list[BlockHash]:
         """Return the names of the full blocks of `token_ids`."""
@@ -64,7 +69,12 @@ class ContextCache:
     async def get(self, token_ids: Sequence[int], into: Segment) -> int:
         """Load the KV of the longest stored prefix; return its tokens, as `match` does."""
         chain = self.chain(token_ids)
-        return await self._cache.load(chain, into, self._offsets(len(chain))) * self._layout.block_size
+
+        async def sums(offsets: Sequence[int]) -> Sequence[int]:
+            return await asyncio.to_thread(self._sums, into, offsets)
+
+        num_blocks = await self._cache.load(chain, into, self._offsets(len(chain)), sums=sums)
+        return num_blocks * self._layout.block_size
 
     async def put(self, token_ids: Sequence[int], source: Segment) -> int:
         """Store the KV of the full blocks of `token_ids`; return the tokens newly stored.
@@ -74,14 +84,17 @@ class ContextCache:
         """
         chain = self.chain(token_ids)
         offsets = self._offsets(len(chain))
-        size = self._layout.block_bytes
-        sums = [checksum(source.memory[offset : offset + size]) for offset in offsets]
+        sums = await asyncio.to_thread(self._sums, source, offsets)
         num_stored = await self._cache.save(chain, source, offsets, sums, tenant=self._tenant)
         return num_stored * self._layout.block_size
 
     async def delete(self, token_ids: Sequence[int]) -> int:
         """Forget the prompt wherever nothing else of this tenant needs its blocks."""
         return await self._cache.delete(self.chain(token_ids))
+
+    def _sums(self, segment: Segment, offsets: Sequence[int]) -> list[int]:
+        size = self._layout.block_bytes
+        return [self._checksum(segment.memory[offset : offset + size]) for offset in offsets]
 
     def _offsets(self, num_blocks: int) -> list[int]:
         return [index * self._layout.block_bytes for index in range(num_blocks)]

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from base.block_hash import BlockHash
+from base.errors import ServeError
 from base.logs import event
 from kvstore.client import BlockCache
 from kvstore.heat import Heat
@@ -82,8 +83,12 @@ class Replicator:
         chains = self._chains(self._store.heat) if most else []
         members = await self._cache.directory.members() if chains else []
         for chain, score in chains:
-            if left > 0:
+            if left <= 0:
+                break
+            try:
                 left -= await self._copy(chain, score, members, left)
+            except ServeError as error:
+                event(log, "not replicated", level=logging.WARNING, blocks=len(chain), error=error)
         self._store.heat.fade()
         return (most - left) * self._store.block_bytes
 

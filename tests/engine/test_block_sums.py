@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from base.checksum import checksum
+from base.checksum import checksum, is_checksum_of, sum_of_words
 from base.kv_layout import KvLayout
 from engine.block_sums import UNSIGNED, block_sums, sum_kind
 from engine.kernels.sum_words import sum_words_definition
@@ -22,6 +22,18 @@ async def test_on_a_cpu_a_sum_is_of_a_blocks_bytes() -> None:
     cache = random_cache("cpu")
     assert await block_sums(cache, [5, 0]) == [checksum(cache.block_bytes_view(block)) for block in (5, 0)]
     assert sum_kind(cache) == "xxh3"
+
+
+def test_a_host_takes_the_sum_that_a_gpu_takes() -> None:
+    cache = random_cache("cpu")
+    words = cache.tensor.view(8, -1).view(torch.int64)
+    defined = sum_words_definition(words, torch.arange(8), 0, words.shape[1]).tolist()
+    for block, value in enumerate(defined):
+        data = cache.block_bytes_view(block)
+        assert sum_of_words(data) == value & UNSIGNED
+        assert is_checksum_of(value & UNSIGNED, data)
+        assert is_checksum_of(checksum(data), data)
+        assert not is_checksum_of(value + 1 & UNSIGNED, data)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from base.checksum import CHECKSUM_KIND, DEVICE_CHECKSUM_KIND
 from base.kv_layout import KvLayout
 from kvstore.context import ContextCache
 from tests.kvstore.cluster import BLOCK_BYTES, running_cluster
@@ -11,13 +12,15 @@ from tests.kvstore.cluster import BLOCK_BYTES, running_cluster
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=128, block_size=16, dtype="bfloat16")
 
 
-@pytest.fixture
-async def caches():
+@pytest.fixture(params=[CHECKSUM_KIND, DEVICE_CHECKSUM_KIND])
+async def caches(request):
     assert LAYOUT.block_bytes == BLOCK_BYTES
     async with running_cluster() as cluster:
         await cluster.node("one")
         cache, _ = await cluster.client()
-        yield [ContextCache(cache, "model", LAYOUT, name, f"secret of {name}") for name in "ab"]
+        yield [
+            ContextCache(cache, "model", LAYOUT, name, f"secret of {name}", request.param) for name in "ab"
+        ]
 
 
 def filled(cache, token_ids):

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from base.errors import CapacityError
 from base.grants import PeerDescriptor
 from base.request import NodeId
 from kvstore.heat import Heat
@@ -103,6 +104,34 @@ async def test_a_round_copies_no_more_than_its_bytes_and_the_next_goes_on(nodes)
         copied.append(await replicator.round(2 * BLOCK_BYTES + 5))
         one.store.heat.fade()
     assert copied == [2 * BLOCK_BYTES, 2 * BLOCK_BYTES, BLOCK_BYTES, 0]
+
+
+class Refusing:
+    """A store that cannot lend the chains with some block in them."""
+
+    def __init__(self, store, refused):
+        self.__dict__.update(inner=store, refused=refused)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    async def lease(self, chain, first):
+        if self.refused in chain:
+            raise CapacityError("too many grants are live")
+        return await self.inner.lease(chain, first)
+
+
+async def test_a_chain_that_cannot_be_copied_does_not_end_the_round(nodes):
+    one, two, _ = nodes
+    await save(one.cache, "abc")
+    await save(one.cache, "xyz")
+    for _ in range(4):
+        await load(two.cache, "abc")
+        await load(two.cache, "xyz")
+    store = Refusing(one.store, chain_of("abc")[2])
+    assert await Replicator(store, one.cache, one.member).round(1 << 30) == 3 * BLOCK_BYTES
+    assert [len(holders) for holders in await names(one, "xyz")] == [2, 2, 2]
+    assert await names(one, "abc") == [["one"]] * 3
 
 
 async def test_when_a_replicas_node_goes_the_block_is_copied_again(nodes):
