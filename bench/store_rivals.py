@@ -1,7 +1,7 @@
 """Other caches of KV blocks, measured by `bench/kvstore.py` in the same run as ours.
 
 Each lives in an environment of its own, named by its Python, and answers through a pipe
-(`mooncake_store_driver.py`): puts and gets one batch of blocks when called.
+(`mooncake_store_driver.py`, `lmcache_driver.py`): puts and gets one batch of blocks when called.
 """
 
 from __future__ import annotations
@@ -45,6 +45,19 @@ def mooncake_store(python: Path, block_bytes: int, num_blocks: int) -> Iterator[
         for child in children:
             answer_of(child, '{"ready"')
         yield asked(children[1], block_bytes, num_blocks)
+
+
+@contextmanager
+def lmcache(python: Path, block_bytes: int, num_blocks: int) -> Iterator[PutAndGet]:
+    """LMCache's CPU backend in a process of its own."""
+    command = [str(python), str(ROOT / "bench" / "lmcache_driver.py")]
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True) as child:
+        try:
+            answer_of(child, '{"ready"')
+            yield asked(child, block_bytes, num_blocks)
+        finally:
+            child.terminate()
 
 
 def asked(child: subprocess.Popen[str], block_bytes: int, num_blocks: int) -> PutAndGet:
