@@ -51,6 +51,10 @@ class EngineConfig:
     """0: what is left of GPU memory, or 1 GiB on a CPU."""
     chunk_tokens: int = 512
     """Prompt tokens computed in one step at most."""
+    chunk_attention: float = -1.0
+    """Shortens the later chunks of a prompt, so that each takes as long as the first: seconds of
+    attention for each token squared over those of the linear layers for each token. 0: chunks are
+    equally long; -1: in a pipeline what the profile says, elsewhere 0."""
     max_batch: int = 64
     """Sequences in one step at most."""
     threads: int = 0
@@ -63,8 +67,13 @@ class EngineConfig:
     random_weights: bool = False
     """Draw the weights and read none: for measuring a model's shape without its files."""
     tensor_parallel: int = 1
-    """Ranks, each a process with a GPU of its own (or a share of the CPU), that hold one model.
-    Of a node, 1 alone: it hands off the KV of one rank."""
+    """Ranks, each a process with a GPU of its own (or a share of the CPU), that share the heads of
+    each layer."""
+    pipeline_parallel: int = 1
+    """Stages, each of `tensor_parallel` ranks with a range of the layers: chunks of a prompt follow
+    each other through them. For nodes that prefill: others gain nothing by it."""
+    stage_layers: tuple[int, ...] = ()
+    """Of each stage; empty: as equal as can be."""
 
     def __post_init__(self) -> None:
         _require(self.device in ("auto", "cpu", "cuda"), "device", "one of auto, cpu, cuda")
@@ -76,9 +85,19 @@ class EngineConfig:
         _require(self.block_size >= 16 and self.block_size % 16 == 0, "block_size", "a multiple of 16")
         _require(self.kv_cache_gib >= 0, "kv_cache_gib", "not negative")
         _require(self.chunk_tokens >= 16, "chunk_tokens", "at least 16")
+        _require(
+            self.chunk_attention >= 0 or self.chunk_attention == -1, "chunk_attention", "not negative, or -1"
+        )
         _require(self.max_batch >= 1, "max_batch", "at least 1")
         _require(self.layer_groups >= 1, "layer_groups", "at least 1")
         _require(self.tensor_parallel >= 1, "tensor_parallel", "at least 1")
+        _require(self.pipeline_parallel >= 1, "pipeline_parallel", "at least 1")
+        _require(
+            not self.stage_layers
+            or (len(self.stage_layers) == self.pipeline_parallel and min(self.stage_layers) >= 1),
+            "stage_layers",
+            "empty, or one number of layers for each stage",
+        )
         _require(self.threads >= 0, "threads", "not negative")
         _require(self.max_model_len >= 0, "max_model_len", "not negative")
 
@@ -100,6 +119,12 @@ class PoolConfig:
     def __post_init__(self) -> None:
         _require(self.nodes >= 0, "nodes", "not negative")
         _require(self.gpus_per_node >= 0, "gpus_per_node", "not negative")
+        ranks = self.engine.tensor_parallel * self.engine.pipeline_parallel
+        _require(
+            self.gpus_per_node == 0 or self.gpus_per_node >= ranks,
+            "gpus_per_node",
+            "0, or one at least for each rank of engine.tensor_parallel and engine.pipeline_parallel",
+        )
         _require(self.cpus_per_node > 0, "cpus_per_node", "more than 0")
 
 
@@ -327,6 +352,8 @@ class ClusterConfig:
     served_model_name: str = ""
     """Empty: the last part of `model`."""
     cache_dir: str = "~/.cache/conductor-cluster"
+    trace_out: str = ""
+    """A folder on each host for nodes' timelines, which Chrome and Perfetto show; empty: none."""
     profile: str = "cpu-smollm2"
     """Costs that placement starts from: a preset, or a JSON file of the same form."""
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -386,6 +413,8 @@ class NodeProcess:
     """To the conductor."""
     metrics_port: int = 0
     """0: a free one, on loopback."""
+    trace_out: str = ""
+    """A folder for a timeline, written at the end; empty: none is kept."""
 
 
 def process_config_json(config: Any) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from base.kv_layout import KvPart
+
 
 class Operation(Enum):
     """What a grant allows; the values are those of `protos/transfer.proto`."""
@@ -64,3 +66,14 @@ class Grant:
         # What is remembered of a grant is looked up for each batch; hashing thousands of
         # offsets would cost as much as moving the bytes.
         return hash(self.generation)
+
+
+@dataclass(frozen=True, slots=True)
+class RankGrant:
+    """Leave to write the part of blocks that one rank of a node has."""
+
+    peer: PeerDescriptor
+    """The rank."""
+    part: KvPart
+    """What its segment has of each block."""
+    grant: Grant

@@ -14,7 +14,8 @@ while the block-major cache can be sent, stored and checksummed with no repackin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -68,3 +69,86 @@ class KvLayout:
     def layout_id(self) -> str:
         """Equal ids mean that bytes are interchangeable between two nodes."""
         return f"bm1/l{self.num_layers}/h{self.num_kv_heads}/d{self.head_dim}/b{self.block_size}/{self.dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class KvPart:
+    """Which layers and KV heads of a block one rank's cache has."""
+
+    first_layer: int
+    num_layers: int
+    first_head: int
+    num_heads: int
+
+    def overlap(self, other: KvPart) -> KvPart | None:
+        """Return what both have; None: nothing."""
+        first_layer = max(self.first_layer, other.first_layer)
+        first_head = max(self.first_head, other.first_head)
+        layers = min(self.first_layer + self.num_layers, other.first_layer + other.num_layers) - first_layer
+        heads = min(self.first_head + self.num_heads, other.first_head + other.num_heads) - first_head
+        return KvPart(first_layer, layers, first_head, heads) if layers > 0 and heads > 0 else None
+
+    def of(self, layout: KvLayout) -> KvLayout:
+        """Return the layout of such a part's blocks."""
+        return replace(layout, num_layers=self.num_layers, num_kv_heads=self.num_heads)
+
+    def within(self, outer: KvPart) -> KvPart:
+        """Return the same, counted from where `outer` begins."""
+        first_layer, first_head = self.first_layer - outer.first_layer, self.first_head - outer.first_head
+        return replace(self, first_layer=first_layer, first_head=first_head)
+
+
+def whole_layout(layout: KvLayout, parts: Sequence[KvPart]) -> KvLayout:
+    """Return the layout of the blocks that `parts` divide among them.
+
+    Args:
+        layout: Of the blocks of any part.
+    """
+    num_layers = max(part.first_layer + part.num_layers for part in parts)
+    num_heads = max(part.first_head + part.num_heads for part in parts)
+    return replace(layout, num_layers=num_layers, num_kv_heads=num_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class PartRuns:
+    """Where the bytes of a part are in a block of one rank and in a block of another."""
+
+    source_offsets: tuple[int, ...]
+    target_offsets: tuple[int, ...]
+    """From the start of the block, as many as in the source, in the same order."""
+    length: int
+    """Bytes at each."""
+
+
+def part_runs(layout: KvLayout, part: KvPart, source: KvPart, target: KvPart) -> PartRuns:
+    """Return the runs of bytes that `part` consists of, which both ranks have.
+
+    Where both have the same heads, layers that follow each other are one run. Otherwise it is
+    the heads of one token in one of K and V: heads are the innermost but one dimension.
+
+    Args:
+        layout: Of any part of the blocks.
+        source, target: What the blocks on either side have.
+    """
+    ends = [(part.within(side), side.of(layout)) for side in (source, target)]
+    if all(inner.num_heads == block.num_kv_heads for inner, block in ends):
+        first, second = (inner.first_layer * block.layer_bytes for inner, block in ends)
+        return PartRuns((first,), (second,), part.num_layers * source.of(layout).layer_bytes)
+    head_bytes = layout.head_dim * DTYPE_BYTES[layout.dtype]
+    offsets = [
+        tuple(
+            inner.first_layer * block.layer_bytes + (row * block.num_kv_heads + inner.first_head) * head_bytes
+            for row in range(part.num_layers * 2 * layout.block_size)
+        )
+        for inner, block in ends
+    ]
+    return PartRuns(offsets[0], offsets[1], part.num_heads * head_bytes)
+
+
+def is_partition(parts: Sequence[KvPart], whole: KvPart) -> bool:
+    """Return whether each layer's each head of `whole` is in exactly one of `parts`."""
+    if any(part.overlap(whole) != part for part in parts):
+        return False
+    if any(one.overlap(other) for index, one in enumerate(parts) for other in parts[:index]):
+        return False
+    return sum(part.num_layers * part.num_heads for part in parts) == whole.num_layers * whole.num_heads

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from base.block_hash import BlockHash
-from base.grants import Grant, PeerDescriptor
+from base.grants import Grant, PeerDescriptor, RankGrant
+from base.kv_layout import KvPart
 from base.request import FinishReason, NodeId, RequestId, Role, SampledToken, SamplingParams, StopParams
 
 PROTOCOL_VERSION = 3
@@ -71,6 +72,8 @@ class Prefill:
     """One offset for each block from `first_block` on; None: there is none to write."""
     first_block: int
     source: Source | None = None
+    ranks: tuple[RankGrant, ...] = ()
+    """In place of `target` and `grant`, where several ranks of the decode node have its KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,8 @@ class Start:
     request_id: RequestId
     first_token_id: int
     checksums: tuple[int, ...]
+    parts: tuple[KvPart, ...] = ()
+    """As in `Prefilled`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,8 @@ class Reserved:
     """Leading blocks whose KV the decode node has."""
     grant: Grant | None
     """One offset for each block after those; None: there is none to write."""
+    ranks: tuple[RankGrant, ...] = ()
+    """In place of `grant`, where several ranks have the node's KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +149,10 @@ class PrefillTimes:
     queue_s: float
     compute_s: float
     exposed_transfer_s: float
+    exposed_load_s: float = 0.0
+    """Of `queue_s`: a prefix was loaded and nothing of the request computed."""
+    bubble_s: float = 0.0
+    """Of `compute_s`: the last stage of a pipeline was not at this request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +162,10 @@ class Prefilled:
     finish_reason: FinishReason | None
     num_cached_tokens: int
     checksums: tuple[int, ...]
+    """One for each block written, for each of `parts` in turn."""
     times: PrefillTimes
+    parts: tuple[KvPart, ...] = ()
+    """None: the checksums are of whole blocks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,6 +209,13 @@ class NodeMetrics:
         self.prefill_step = Histogram(
             "prefill_step_seconds", "One step with a chunk in it", buckets=TBT_BUCKETS, registry=registry
         )
+        self.prefill_exposed = Histogram(
+            "prefill_exposed_seconds",
+            "Of a request, hidden by nothing: load (prefix), transfer (KV), bubble (last stage idle)",
+            ["what"],
+            buckets=TTFT_BUCKETS,
+            registry=registry,
+        )
         self.decode_step = Histogram(
             "decode_step_seconds", "One step of decode alone", buckets=TBT_BUCKETS, registry=registry
         )

@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from base.block_hash import HASH_BYTES, BlockHash
 from base.errors import ProtocolError
-from base.grants import Endpoint, Grant, Operation, PeerDescriptor
+from base.grants import Endpoint, Grant, Operation, PeerDescriptor, RankGrant
+from base.kv_layout import KvPart
 from base.messages import (
     Failed,
     Fetch,
@@ -105,6 +106,29 @@ def grant_from(message: transfer_pb.Grant) -> Grant:
         length=message.length,
         expires_in_s=message.expires_in_s,
     )
+
+
+def part_to(part: KvPart) -> transfer_pb.KvPart:
+    return transfer_pb.KvPart(
+        first_layer=part.first_layer,
+        num_layers=part.num_layers,
+        first_head=part.first_head,
+        num_heads=part.num_heads,
+    )
+
+
+def part_from(message: transfer_pb.KvPart) -> KvPart:
+    if not message.num_layers or not message.num_heads:
+        raise ProtocolError("part: it has no layer or no head")
+    return KvPart(message.first_layer, message.num_layers, message.first_head, message.num_heads)
+
+
+def rank_grant_to(told: RankGrant) -> transfer_pb.RankGrant:
+    return transfer_pb.RankGrant(peer=peer_to(told.peer), part=part_to(told.part), grant=grant_to(told.grant))
+
+
+def rank_grant_from(message: transfer_pb.RankGrant) -> RankGrant:
+    return RankGrant(peer_from(message.peer), part_from(message.part), grant_from(message.grant))
 
 
 def _grant_or_none_to(grant: Grant | None) -> transfer_pb.Grant | None:
@@ -217,6 +241,7 @@ def to_node(items: Iterable[ToNode], heartbeat: bool = False) -> pb.ConductorMes
                     grant=_grant_or_none_to(item.grant),
                     first_block=item.first_block,
                     source=_source_to(item.source),
+                    ranks=map(rank_grant_to, item.ranks),
                 )
             case Lend():
                 message.lend.add(
@@ -230,6 +255,7 @@ def to_node(items: Iterable[ToNode], heartbeat: bool = False) -> pb.ConductorMes
                     request_id=item.request_id,
                     first_token_id=item.first_token_id,
                     checksums=item.checksums,
+                    parts=map(part_to, item.parts),
                 )
             case Release():
                 message.release.add(request_id=item.request_id)
@@ -264,6 +290,7 @@ def to_node_from(message: pb.ConductorMessage) -> list[ToNode]:
             grant_from(item.grant) if item.HasField("grant") else None,
             item.first_block,
             _source_from(item.source) if item.HasField("source") else None,
+            tuple(map(rank_grant_from, item.ranks)),
         )
         for item in message.prefill
     ]
@@ -274,7 +301,12 @@ def to_node_from(message: pb.ConductorMessage) -> list[ToNode]:
         for item in message.lend
     ]
     items += [
-        Start(RequestId(item.request_id), item.first_token_id, tuple(item.checksums))
+        Start(
+            RequestId(item.request_id),
+            item.first_token_id,
+            tuple(item.checksums),
+            tuple(map(part_from, item.parts)),
+        )
         for item in message.start
     ]
     items += [
@@ -341,6 +373,7 @@ def from_node(items: Iterable[FromNode]) -> pb.NodeMessage:
                     request_id=item.request_id,
                     num_matched_blocks=item.num_matched_blocks,
                     grant=_grant_or_none_to(item.grant),
+                    ranks=map(rank_grant_to, item.ranks),
                 )
             case Lent():
                 message.lent.add(
@@ -362,6 +395,7 @@ def from_node_from(message: pb.NodeMessage) -> list[FromNode]:
             RequestId(item.request_id),
             item.num_matched_blocks,
             grant_from(item.grant) if item.HasField("grant") else None,
+            tuple(map(rank_grant_from, item.ranks)),
         )
         for item in message.reserved
     ]
@@ -394,7 +428,10 @@ def _prefilled_to(item: Prefilled) -> pb.Prefilled:
             queue_s=item.times.queue_s,
             compute_s=item.times.compute_s,
             exposed_transfer_s=item.times.exposed_transfer_s,
+            exposed_load_s=item.times.exposed_load_s,
+            bubble_s=item.times.bubble_s,
         ),
+        parts=map(part_to, item.parts),
     )
 
 
@@ -406,5 +443,8 @@ def _prefilled_from(message: pb.Prefilled) -> Prefilled:
         _finish_from(message.finish_reason),
         message.num_cached_tokens,
         tuple(message.checksums),
-        PrefillTimes(times.queue_s, times.compute_s, times.exposed_transfer_s),
+        PrefillTimes(
+            times.queue_s, times.compute_s, times.exposed_transfer_s, times.exposed_load_s, times.bubble_s
+        ),
+        tuple(map(part_from, message.parts)),
     )

@@ -33,6 +33,7 @@ from bench.engine_shapes import SHAPES
 from bench.engine_work import GREEDY, Driver, Prompts
 from engine.build import Engine, assemble_engine
 from engine.gpu_runner import GpuRunner
+from engine.rank_group import GroupShape
 from engine.ranks import start_ranks
 
 PEAK_FLOPS = 792e12
@@ -155,8 +156,10 @@ def build_bench_engine(shape: str, config: EngineConfig) -> Engine:
     if config.tensor_parallel == 1:
         return assemble_engine(config, build_rank(shape, None), config.dtype, SystemClock())
     spec = {"engine": asdict(config), "shape": shape}
-    ranks, group = start_ranks("bench.engine_rank", spec, config.tensor_parallel, is_gpu=True)
-    model = build_rank(shape, group)
+    ranks, group = start_ranks(
+        "bench.engine_rank", spec, GroupShape(tensor=config.tensor_parallel), is_gpu=True
+    )
+    model = build_rank(shape, group.tensor)
     return assemble_engine(config, model, config.dtype, SystemClock(), group=group, ranks=ranks)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from base.clock import SystemClock
-from base.config import EngineConfig
+from base.config import EngineConfig, from_table
 from bench.engine_shapes import SHAPES, build_model
 from engine.build import assemble_engine
 from engine.model import PagedModel
-from engine.ranks import join_ranks
+from engine.ranks import follow_steps, join_ranks
 from engine.runner import Follower
 from engine.tensor_parallel import TensorGroup, cut_causal_model
 
@@ -21,13 +21,12 @@ def build_rank(shape: str, group: TensorGroup | None) -> PagedModel:
 
 
 def main() -> None:
-    spec, group, steps = join_ranks()
-    config = EngineConfig(**spec["engine"])
-    model = build_rank(spec["shape"], group)
+    spec, group, pipe = join_ranks()
+    config = from_table(EngineConfig, spec["engine"], "engine.")
+    model = build_rank(spec["shape"], group.tensor)
     runner = assemble_engine(config, model, "bfloat16", SystemClock(), group=group).runner
     assert isinstance(runner, Follower)
-    for numbers in steps:
-        runner.follow(numbers)
+    follow_steps(pipe, group.device, runner.follow, lambda message: None)
 
 
 if __name__ == "__main__":

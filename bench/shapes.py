@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,8 @@ class Limits:
     kv_cache_gib: float = 0.0
     """0: what is free."""
     layer_groups: int = 1
+    stages: int = 1
+    """Of each prefill node."""
     shared_gpu: bool = False
     """All nodes on one GPU, or on none; otherwise each has its own."""
 
@@ -123,13 +125,14 @@ def cluster_config(model: str, shape: Shape, limits: Limits) -> ClusterConfig:
     """Return the configuration of a cluster. `model`: as for `model_config`."""
     gpus = 0 if limits.shared_gpu else 1
     prompts_only = PREFILL_BATCH if shape.decode else limits.max_batch
+    computing = replace(limits.engine(shape.chunk_tokens, prompts_only), pipeline_parallel=limits.stages)
     return ClusterConfig(
         profile=PROFILES[model],
         server=ServerConfig(http_port=0, grpc_port=0),
         prefill=PoolConfig(
             nodes=shape.prefill,
-            gpus_per_node=gpus,
-            engine=limits.engine(shape.chunk_tokens, prompts_only),
+            gpus_per_node=gpus * limits.stages,
+            engine=computing,
         ),
         decode=PoolConfig(
             nodes=shape.decode,

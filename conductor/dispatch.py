@@ -239,7 +239,8 @@ class Dispatcher:
             finish = run.finish_of_first(prefilled)
             if finish is None:
                 # Before the client is told of the first token: the decode node need not wait for that.
-                decode.send(Start(run.attempt_id, prefilled.first_token.token_id, prefilled.checksums))
+                token_id, sums, parts = prefilled.first_token.token_id, prefilled.checksums, prefilled.parts
+                decode.send(Start(run.attempt_id, token_id, sums, parts))
             yield Generated((prefilled.first_token,), finish, run.num_cached_tokens(prefilled))
             if finish is not None:
                 run.is_complete = True
@@ -371,8 +372,8 @@ class Dispatcher:
         # with the answer: the prefill node keeps nothing then.
         work = replace(work, request_id=RequestId(f"{run.attempt_id}.prefill"))
         with prefill.exchange(work.request_id, run.mailbox):
-            target = decode.info.peer
-            prefill.send(Prefill(work, target, reserved.grant, reserved.num_matched_blocks, source))
+            target, first = decode.info.peer, reserved.num_matched_blocks
+            prefill.send(Prefill(work, target, reserved.grant, first, source, reserved.ranks))
             prefilled = await run.mailbox.next()
         if not isinstance(prefilled, Prefilled):
             raise ProtocolError(f"{type(prefilled).__name__} where Prefilled was expected")

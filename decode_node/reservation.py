@@ -1,8 +1,8 @@
 """Blocks set aside for KV to come: taken before the prefill starts, given back by one path.
 
 What the node holds of the sequence's prefix already is matched, and needs no bytes; a
-grant lets the prefill node write the other blocks. The grant ends before the blocks are
-read or given back, and its end waits for writes in flight: no byte arrives in a block
+grant of each rank lets the prefill node write the other blocks. Grants end before the blocks
+are read or given back, and their end waits for writes in flight: no byte arrives in a block
 that has another owner.
 """
 
@@ -13,39 +13,48 @@ from contextlib import asynccontextmanager
 
 from base.block_hash import BlockHash, hash_chain
 from base.errors import ChecksumError
-from base.grants import Grant, Operation
-from base.messages import Work
+from base.grants import RankGrant
+from base.kv_layout import KvPart, is_partition
+from base.messages import Reserved, Start, Work
+from base.request import RequestId
 from base.uninterrupted import uninterrupted
 from engine.block_pool import BlockPool
-from engine.block_sums import block_sums
-from engine.paged_cache import PagedCache
-from transfer.agent import TransferAgent
-from transfer.segment import Segment
+from transfer.shard import NodeKv
 
 
 class Reservation:
     """The blocks of one sequence's prompt, in order."""
 
-    def __init__(
-        self, chain: list[BlockHash], block_ids: list[int], num_matched: int, grant: Grant | None
-    ) -> None:
+    def __init__(self, kv: NodeKv, chain: list[BlockHash], block_ids: list[int], num_matched: int) -> None:
+        self._kv = kv
         self.chain = chain
         """Of the full blocks."""
         self.block_ids = block_ids
         self.num_matched = num_matched
         """Leading blocks that were here; the others are to be written."""
-        self.grant = grant
-        """None: nothing is to be written."""
+        self.grants: list[RankGrant] = []
+        """One for each rank; none: nothing is to be written."""
         self.is_taken = False
 
     @property
     def written(self) -> list[int]:
         return self.block_ids[self.num_matched :]
 
-    async def close(self, agent: TransferAgent) -> None:
+    def told(self, request_id: RequestId) -> Reserved:
+        """Return what the conductor is told."""
+        if len(self.grants) == 1:
+            return Reserved(request_id, self.num_matched, self.grants[0].grant)
+        return Reserved(request_id, self.num_matched, None, tuple(self.grants))
+
+    async def open(self, lease_s: float) -> None:
+        """Let peers write what is to be written."""
+        for shard in self._kv.shards if self.written else ():
+            self.grants.append(await shard.grant(self.written, lease_s))
+
+    async def close(self) -> None:
         """Refuse further writes, and return when none is in flight. Again: no effect."""
-        if self.grant is not None:
-            await uninterrupted(agent.revoke(self.grant))
+        for shard, granted in zip(self._kv.shards, self.grants, strict=False):
+            await uninterrupted(shard.revoke(granted.grant))
 
     def take(self) -> list[int]:
         """Return the block ids; whoever calls this releases them."""
@@ -54,50 +63,55 @@ class Reservation:
 
 
 @asynccontextmanager
-async def reserved(
-    pool: BlockPool, cache: PagedCache, segment: Segment, agent: TransferAgent, work: Work
-) -> AsyncIterator[Reservation]:
-    """Hold blocks for the prompt of `work` in the body, and a grant to write them.
+async def reserved(pool: BlockPool, kv: NodeKv, work: Work) -> AsyncIterator[Reservation]:
+    """Hold blocks for the prompt of `work` in the body, and grants to write them.
 
     The body may take the blocks over; otherwise they are given back when it is left.
 
     Raises:
         CapacityError: too few blocks are free. Nothing was taken.
     """
-    layout = cache.layout
-    chain = hash_chain(work.token_ids, layout.block_size, work.chain_root)
+    chain = hash_chain(work.token_ids, kv.layout.block_size, work.chain_root)
     matched = pool.match(chain)
     try:
-        block_ids = matched + pool.allocate_spare(layout.num_blocks(len(work.token_ids)) - len(matched))
+        block_ids = matched + pool.allocate_spare(kv.layout.num_blocks(len(work.token_ids)) - len(matched))
     except BaseException:
         pool.release(matched)
         raise
-    reservation = Reservation(chain, block_ids, len(matched), None)
+    reservation = Reservation(kv, chain, block_ids, len(matched))
     try:
-        offsets = [layout.offset(block_id) for block_id in reservation.written]
-        if offsets:
-            reservation.grant = agent.grant(
-                segment, offsets, layout.block_bytes, Operation.WRITE, lease_s=work.deadline_s
-            )
         try:
+            # Cancelled halfway, nobody would know of a grant that another rank has given.
+            await uninterrupted(reservation.open(work.deadline_s))
             yield reservation
         finally:
-            await reservation.close(agent)
+            await reservation.close()
     finally:
         if not reservation.is_taken:
             pool.release(block_ids)
 
 
-async def require_intact(cache: PagedCache, reservation: Reservation, checksums: tuple[int, ...]) -> None:
-    """Compare the written blocks with what their writer computed.
+async def require_intact(kv: NodeKv, reservation: Reservation, start: Start) -> None:
+    """Compare the written blocks with what their writers computed.
 
     Raises:
-        ChecksumError: a block is not what was sent. The blocks must not be read.
+        ChecksumError: a block is not what was sent, or nobody vouches for some of it. The blocks
+            must not be read.
     """
-    written = reservation.written
-    if len(written) != len(checksums):
-        raise ChecksumError(f"{len(checksums)} checksums for {len(written)} blocks")
-    arrived = await block_sums(cache, written)
-    for index, (found, expected) in enumerate(zip(arrived, checksums, strict=True)):
+    written, parts = reservation.written, start.parts or (kv.whole,)
+    if not is_partition(parts, kv.whole) or len(start.checksums) != len(written) * len(parts):
+        raise ChecksumError(
+            f"{len(start.checksums)} checksums for {len(written)} blocks in {len(parts)} parts"
+        )
+    arrived = [found for part in parts for found in await _sums(kv, written, part)]
+    for index, (found, expected) in enumerate(zip(arrived, start.checksums, strict=True)):
         if found != expected:
-            raise ChecksumError(f"block {reservation.num_matched + index} of the prompt arrived damaged")
+            block = reservation.num_matched + index % len(written)
+            raise ChecksumError(f"block {block} of the prompt arrived damaged")
+
+
+async def _sums(kv: NodeKv, block_ids: list[int], part: KvPart) -> list[int]:
+    for shard in kv.shards:
+        if shard.part.overlap(part) == part:
+            return await shard.sums(block_ids, part)
+    raise ChecksumError("a checksum is of what several ranks have")

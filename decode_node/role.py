@@ -16,17 +16,15 @@ from collections.abc import Callable
 
 from base.clock import Clock
 from base.errors import DeadlineError, LostError
-from base.messages import FromNode, Reserve, Reserved, Start, Tokens, Work
+from base.messages import FromNode, Reserve, Start, Tokens, Work
 from base.request import FinishReason, RequestId
 from base.request_tasks import RequestTasks
 from decode_node.reservation import Reservation, require_intact, reserved
 from engine.loop import EngineLoop
-from engine.paged_cache import PagedCache
 from engine.sequence import Sequence
 from engine.step import SequenceOutput
 from kvstore.engine_store import EngineStore
-from transfer.agent import TransferAgent
-from transfer.segment import Segment
+from transfer.shard import NodeKv
 
 
 class DecodeRole:
@@ -35,18 +33,14 @@ class DecodeRole:
     def __init__(
         self,
         engine: EngineLoop,
-        cache: PagedCache,
-        segment: Segment,
-        agent: TransferAgent,
+        kv: NodeKv,
         group: asyncio.TaskGroup,
         send: Callable[[FromNode], None],
         clock: Clock,
         store: EngineStore | None = None,
     ) -> None:
         self._engine = engine
-        self._cache = cache
-        self._segment = segment
-        self._agent = agent
+        self._kv = kv
         self._send = send
         self._clock = clock
         self._store = store
@@ -99,11 +93,11 @@ class DecodeRole:
         self._starts[work.request_id] = started
         pool = self._engine.pool
         try:
-            async with reserved(pool, self._cache, self._segment, self._agent, work) as reservation:
-                self._send(Reserved(work.request_id, reservation.num_matched, reservation.grant))
+            async with reserved(pool, self._kv, work) as reservation:
+                self._send(reservation.told(work.request_id))
                 start = await started
-                await reservation.close(self._agent)
-                await require_intact(self._cache, reservation, start.checksums)
+                await reservation.close()
+                await require_intact(self._kv, reservation, start)
                 for block_id, block_hash in zip(reservation.block_ids, reservation.chain, strict=False):
                     pool.publish(block_id, block_hash)
                 held.append(self._sequence(work, reservation, start.first_token_id))

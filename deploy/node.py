@@ -10,40 +10,46 @@ SIGTERM: no new work, what runs is finished, for `DRAIN_S` at most.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
+import os
 import random
 import secrets
 import socket
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 
 from base.attach import AttachClient
 from base.block_hash import BlockHash
-from base.clock import SystemClock
-from base.config import NodeProcess, TransferConfig
-from base.errors import ConfigError
+from base.clock import Clock, SystemClock
+from base.config import NodeProcess
 from base.lifetime import stop_requested
 from base.logs import event
-from base.messages import NodeInfo
+from base.messages import NodeInfo, PrefillTimes
 from base.metrics import NodeMetrics, StoreMetrics, process_registry, serve_metrics
 from base.process import run_process, say_ready
-from base.request import NodeId, Role
+from base.request import NodeId, RequestId, Role
 from base.tls import channel_credentials
 from decode_node.role import DecodeRole
-from deploy.node_metrics import observe
+from deploy.node_kv import node_kv, node_segment, transfer_config
+from deploy.node_metrics import observe, observe_prefill
 from deploy.node_store import node_store
+from deploy.node_timeline import NodeTimeline
 from deploy.node_work import ConductorWork, KvNews, NodeState
 from engine.block_sums import block_sums, sum_kind
-from engine.build import Engine, build_engine, device_of
+from engine.build import Engine, build_engine
 from kvstore.findable import Findable
 from kvstore.store import Store
 from prefill_node.fetcher import Fetcher
 from prefill_node.lender import Lender
+from prefill_node.prefix_loader import LentPrefix
 from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
 from transfer.segment import Segment
+from transfer.shard import NodeKv
 
 log = logging.getLogger(__name__)
 
@@ -53,21 +59,14 @@ DRAIN_S = 30.0
 
 async def serve(config: NodeProcess) -> None:
     """Run the node until it is told to stop. The wiring diagram of the process."""
-    if config.engine.tensor_parallel > 1:
-        raise ConfigError("engine.tensor_parallel: a node hands off the KV of one rank; only 1 is possible")
     clock = SystemClock()
     epoch = secrets.randbits(63)
     registry = process_registry()
-    async with TransferAgent(config.node_id, epoch, _transfer(config), clock) as agent:
-        segments: list[Segment] = []
-
-        def allocate(num_bytes: int) -> memoryview:
-            segments.append(agent.allocate(num_bytes))
-            return segments[-1].memory
-
-        engine = await asyncio.to_thread(build_engine, config.engine, config.model_path, clock, allocate)
-        if not segments:
-            segments.append(_device_segment(agent, engine))
+    timeline = NodeTimeline(config.node_id, clock) if config.trace_out else None
+    async with (
+        TransferAgent(config.node_id, epoch, transfer_config(config), clock) as agent,
+        _built(config, agent, clock) as (engine, segment),
+    ):
         # On a GPU the first sum compiles its kernel: seconds that no request shall wait.
         await block_sums(engine.cache, [0])
         info = _info(config, epoch, engine, agent)
@@ -77,22 +76,35 @@ async def serve(config: NodeProcess) -> None:
             for address in config.conductor_addresses
         ]
         async with (
-            node_store(config, engine, segments[0], agent, clock, StoreMetrics(registry)) as stored,
+            node_store(config, engine, segment, agent, clock, StoreMetrics(registry)) as stored,
             asyncio.TaskGroup() as tasks,
         ):
             own = stored.own if stored is not None else None
             beside = stored.beside if stored is not None else None
             state = _state(engine, info, own)
+            kv = node_kv(engine, segment, agent)
+            metrics = NodeMetrics(registry)
+            if timeline is not None:
+                timeline.watch(engine)
+                kv = NodeKv(kv.layout, tuple(map(timeline.shard, kv.shards)))
+
+            def prefilled(request_id: RequestId, times: PrefillTimes) -> None:
+                observe_prefill(metrics, times)
+                if timeline is not None:
+                    timeline.prefilled(request_id, times)
+
+            is_whole = engine.ranks is None
+            lent = partial(LentPrefix, agent, segment, engine.cache) if is_whole else None
             works = []
             background = [tasks.create_task(engine.loop.run())]
             for client in clients:
-                part = (engine.cache, segments[0], agent, tasks, client.send)
-                shared = (engine.loop, *part, clock, beside)
-                lender, fetcher = Lender(engine.pool, *part, own), Fetcher(engine.pool, *part)
-                roles = (PrefillRole(*shared), DecodeRole(*shared))
-                works.append(ConductorWork(state, client.wake, *roles, lender, fetcher))
+                here = (engine.pool, engine.cache, segment, agent, tasks, client.send)
+                lender, fetcher = Lender(*here, own, is_whole), Fetcher(*here, is_whole)
+                prefill = PrefillRole(engine.loop, kv, tasks, client.send, clock, lent, beside, prefilled)
+                decode = DecodeRole(engine.loop, kv, tasks, client.send, clock, beside)
+                works.append(ConductorWork(state, client.wake, prefill, decode, lender, fetcher))
                 background.append(tasks.create_task(client.run(works[-1])))
-            observe(NodeMetrics(registry), engine)
+            observe(metrics, engine)
             if beside is not None:
                 background.append(tasks.create_task(beside.run()))
             metrics_port = serve_metrics(registry, "127.0.0.1", config.metrics_port)
@@ -103,6 +115,8 @@ async def serve(config: NodeProcess) -> None:
                 task.cancel()
             for work in works:
                 work.lost()
+    if timeline is not None:
+        timeline.write(Path(config.trace_out) / f"{config.node_id}.json")
 
 
 def _state(engine: Engine, info: NodeInfo, store: Store | None) -> NodeState:
@@ -122,20 +136,39 @@ def _state(engine: Engine, info: NodeInfo, store: Store | None) -> NodeState:
     return state
 
 
-def _transfer(config: NodeProcess) -> TransferConfig:
-    """Return how KV travels; nothing but cuda_ipc reaches what is on a GPU."""
-    transports = config.transfer.transports
-    if device_of(config.engine).type == "cpu" or "cuda_ipc" in transports:
-        return config.transfer
-    return replace(config.transfer, transports=("cuda_ipc", *transports))
+@asynccontextmanager
+async def _built(
+    config: NodeProcess, agent: TransferAgent, clock: Clock
+) -> AsyncIterator[tuple[Engine, Segment]]:
+    """Build the engine over memory that peers reach, and end its other ranks with the body."""
+    build = partial(
+        build_engine,
+        config.engine,
+        config.model_path,
+        clock,
+        rank_module="deploy.rank",
+        for_ranks={"node": asdict(config)},
+    )
+    engine, segment = await asyncio.to_thread(node_segment, agent, build)
+    if engine.ranks is None:
+        yield engine, segment
+        return
+    engine.ranks.on_lost(_end_broken)
+    try:
+        yield engine, segment
+    finally:
+        await asyncio.to_thread(engine.ranks.close)
 
 
-def _device_segment(agent: TransferAgent, engine: Engine) -> Segment:
-    """Return the segment over the paged cache of a GPU."""
-    # By name, because it imports Triton, which only machines with a GPU have.
-    cuda_ipc = importlib.import_module("transfer.cuda_ipc")
-    segment: Segment = agent.register_device(cuda_ipc.described(engine.cache.tensor))
-    return segment
+def _end_broken() -> None:
+    """End this process because another rank has ended; its supervisor starts the node again.
+
+    At once and from any thread: a part of every block is gone, and the device thread may wait
+    for a rank that is not there. The end of the stream tells the conductor that all requests
+    of this node are lost, and the end of their pipes ends the other ranks.
+    """
+    event(log, "a rank of the engine has ended, and so does the node", level=logging.CRITICAL)
+    os._exit(1)
 
 
 async def _drain(state: NodeState, works: Sequence[ConductorWork]) -> None:
@@ -157,7 +190,7 @@ def _info(config: NodeProcess, epoch: int, engine: Engine, agent: TransferAgent)
         epoch=epoch,
         roles=frozenset(Role(role) for role in config.roles),
         model_id=config.model_id,
-        layout_id=f"{engine.cache.layout.layout_id}/{sum_kind(engine.cache)}",
+        layout_id=f"{engine.layout.layout_id}/{sum_kind(engine.cache)}",
         max_model_len=engine.max_model_len,
         num_blocks=engine.loop.pool.num_blocks,
         block_size=engine.cache.layout.block_size,

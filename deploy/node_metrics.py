@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from base.messages import PrefillTimes
 from base.metrics import NodeMetrics
 from engine.build import Engine
 from engine.step import StepPlan
+
+
+def observe_prefill(metrics: NodeMetrics, times: PrefillTimes) -> None:
+    """Count where the seconds of one request went that nothing hid."""
+    exposed = {"load": times.exposed_load_s, "transfer": times.exposed_transfer_s, "bubble": times.bubble_s}
+    for what, seconds in exposed.items():
+        metrics.prefill_exposed.labels(what).observe(seconds)
 
 
 def observe(metrics: NodeMetrics, engine: Engine) -> None:

@@ -78,6 +78,10 @@ async def node_store(
     if not config.store.is_used:
         yield None
         return
+    if engine.ranks is not None:
+        event(log, "no store beside a cache of several ranks yet", level=logging.WARNING)
+        yield None
+        return
     blocks = PagedBlocks(engine.pool, engine.cache, segment)
     settings = of_node(config.store, config.node_id, blocks.block_bytes, config.transfer)
     if config.store.dram_gib:

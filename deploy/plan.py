@@ -1,6 +1,7 @@
 """Which processes a cluster consists of: a `ClusterConfig` to what each is started with.
 
-Pure. `launch.py` carries it out; it adds what only it can know, the hosts' addresses.
+It reads a cost profile and nothing else. `launch.py` carries it out; it adds what only it
+can know, the hosts' addresses.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from base.config import ClusterConfig, ConductorProcess, NodeProcess, PoolConfig
+from base.config import ClusterConfig, ConductorProcess, EngineConfig, NodeProcess, PoolConfig
 from base.request import Role
+from conductor.cost_model import load_profile
 
 ANY_ADDRESSES = ("0.0.0.0", "::")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -107,13 +109,28 @@ def planned_nodes(
                 model_path=model.path,
                 model_id=model.model_id,
                 conductor_addresses=conductor_addresses,
-                engine=dataclasses.replace(pool.engine, threads=threads),
+                engine=dataclasses.replace(
+                    pool.engine, threads=threads, chunk_attention=chunk_attention(pool.engine, config.profile)
+                ),
                 transfer=dataclasses.replace(config.transfer, host=_transfer_host(config)),
                 store=config.store,
                 tls=config.nodes.tls,
+                trace_out=config.trace_out,
             )
             planned.append(PlannedNode(process, _room(pool)))
     return planned
+
+
+def chunk_attention(engine: EngineConfig, profile: str) -> float:
+    """Return what an engine's `chunk_attention` is, where it leaves that open; raises ConfigError.
+
+    Args:
+        profile: A preset, or a file.
+    """
+    if engine.chunk_attention >= 0 or engine.pipeline_parallel == 1:
+        return max(engine.chunk_attention, 0.0)
+    costs = load_profile(profile)
+    return costs.prefill_token2_s / costs.prefill_token_s
 
 
 def _transfer_host(config: ClusterConfig) -> str:

@@ -62,6 +62,9 @@ def main(
     exit_: Annotated[bool, typer.Option("--exit", help="End after the start (and the answer)")] = False,
     http_port: Annotated[int | None, typer.Option(help="Instead of server.http_port; 0: a free one")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object a line")] = False,
+    trace_out: Annotated[
+        Path | None, typer.Option(help="A folder for nodes' timelines, for Chrome and Perfetto")
+    ] = None,
 ) -> None:
     """Start a cluster, serve, drain on Ctrl-C."""
     clock = SystemClock()
@@ -70,6 +73,8 @@ def main(
         if http_port is not None:
             server = dataclasses.replace(cluster_config.server, http_port=http_port)
             cluster_config = dataclasses.replace(cluster_config, server=server)
+        if trace_out is not None:
+            cluster_config = dataclasses.replace(cluster_config, trace_out=str(trace_out.absolute()))
     except (ConfigError, ValueError) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2) from error

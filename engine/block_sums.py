@@ -13,9 +13,13 @@ from collections.abc import Sequence
 import torch
 
 from base.checksum import CHECKSUM_KIND, DEVICE_CHECKSUM_KIND, checksum
+from base.kv_layout import KvPart
 from engine.paged_cache import PagedCache
 
 UNSIGNED = (1 << 64) - 1
+
+COPIED_BLOCKS = 64
+"""At once, where a part of them is summed: 512 MiB of blocks of 8 MiB."""
 
 
 def sum_kind(cache: PagedCache) -> str:
@@ -23,23 +27,48 @@ def sum_kind(cache: PagedCache) -> str:
     return DEVICE_CHECKSUM_KIND if cache.tensor.is_cuda else CHECKSUM_KIND
 
 
-async def block_sums(cache: PagedCache, block_ids: Sequence[int]) -> list[int]:
+async def block_sums(cache: PagedCache, block_ids: Sequence[int], part: KvPart | None = None) -> list[int]:
     """Return the 64-bit checksum of each block. The caller holds them meanwhile, and has
-    seen to it that what was written to them is there: steps that wrote have ended."""
-    return await asyncio.to_thread(_sums, cache, list(block_ids))
+    seen to it that what was written to them is there: steps that wrote have ended.
+
+    Args:
+        part: Of these layers and heads of the cache, counted from its first, alone: the sum of a
+            block of a cache that has no others.
+    """
+    layout = cache.layout
+    if part == KvPart(0, layout.num_layers, 0, layout.num_kv_heads):
+        part = None
+    return await asyncio.to_thread(_sums, cache, list(block_ids), part)
 
 
-def _sums(cache: PagedCache, block_ids: list[int]) -> list[int]:
+def _sums(cache: PagedCache, block_ids: list[int], part: KvPart | None) -> list[int]:
+    if part is not None:
+        return _sums_of_part(cache, block_ids, part)
     if cache.tensor.is_cuda:
-        return _sums_on_device(cache, block_ids)
+        return _sums_on_device(cache.tensor, block_ids)
     return [checksum(cache.block_bytes_view(block_id)) for block_id in block_ids]
 
 
-def _sums_on_device(cache: PagedCache, block_ids: list[int]) -> list[int]:
+def _sums_of_part(cache: PagedCache, block_ids: list[int], part: KvPart) -> list[int]:
+    layers = slice(part.first_layer, part.first_layer + part.num_layers)
+    heads = slice(part.first_head, part.first_head + part.num_heads)
+    sums: list[int] = []
+    for start in range(0, len(block_ids), COPIED_BLOCKS):
+        some = block_ids[start : start + COPIED_BLOCKS]
+        copied = cache.tensor[some, layers, :, :, heads].contiguous()
+        if copied.is_cuda:
+            torch.cuda.current_stream(copied.device).synchronize()  # another stream sums it
+            sums += _sums_on_device(copied, list(range(len(some))))
+        else:
+            sums += [checksum(block.view(-1).view(torch.uint8).numpy().data) for block in copied]
+    return sums
+
+
+def _sums_on_device(blocks: torch.Tensor, block_ids: list[int]) -> list[int]:
     # Triton is 1 GB and only machines with a GPU have it.
     from engine.kernels.sum_words import sum_words  # noqa: PLC0415
 
-    words = cache.tensor.view(cache.num_blocks, -1).view(torch.int64)
+    words = blocks.view(len(blocks), -1).view(torch.int64)
     # A stream of its own, and before the steps' kernels in line: a request waits for this.
     with torch.cuda.stream(torch.cuda.Stream(words.device, priority=-1)):  # type: ignore[no-untyped-call]
         ids = torch.tensor(block_ids, dtype=torch.int32).to(words.device)

@@ -11,24 +11,30 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from base.clock import Clock
-from base.config import GIB, EngineConfig
+from base.config import GIB, EngineConfig, from_table
 from base.errors import ConfigError
-from base.kv_layout import KvLayout
+from base.kv_layout import KvLayout, KvPart, whole_layout
 from engine.block_pool import BlockPool
 from engine.loop import EngineLoop, LaunchingRunner
 from engine.model import PagedModel
 from engine.packed_linear import pack_linears
 from engine.paged_cache import TORCH_DTYPES, PagedCache
+from engine.pipeline import Stage, split_layers
+from engine.pipeline_runner import PipelineRunner
+from engine.rank_group import GroupShape, RankGroup
 from engine.ranks import Ranks, start_ranks
 from engine.runner import Runner, Tell
 from engine.scheduler import Scheduler
-from engine.self_check import require_faithful
+from engine.self_check import eager_logits, require_faithful
 from engine.tensor_parallel import TensorGroup, cut_causal_model
 from engine.weights import load_model, random_model
+
+Allocate = Callable[[int], memoryview]
 
 CPU_CACHE_GIB = 1.0
 """On a CPU, where the configuration does not say."""
@@ -46,12 +52,16 @@ class Engine:
     scheduler: Scheduler
     pool: BlockPool
     cache: PagedCache
+    """Of this rank."""
     layout: KvLayout
+    """Of all ranks together."""
     max_model_len: int
     """Tokens of prompt and answer: what the model takes and the cache can hold."""
     vocab_size: int
     family: str
     num_threads: int
+    parts: tuple[KvPart, ...]
+    """What each rank's cache has of a block."""
     ranks: Ranks | None = None
     """The processes that hold the rest of the model."""
 
@@ -60,37 +70,56 @@ def build_engine(
     config: EngineConfig,
     model_path: str,
     clock: Clock,
-    allocate: Callable[[int], memoryview] | None = None,
+    allocate: Allocate | None = None,
     nodes_on_host: int = 1,
+    rank_module: str = "engine.rank",
+    for_ranks: dict[str, Any] | None = None,
 ) -> Engine:
     """Load a prepared model and lay out its cache. Blocks for seconds.
 
     Args:
         nodes_on_host: Nodes that share this host's cores, where `threads` is 0.
         allocate: as for `assemble_engine`.
+        rank_module: What the other ranks run.
+        for_ranks: More for its `join_ranks` to return; JSON.
 
     Raises:
         ConfigError: the model cannot be served, or the cache has no room for a block.
     """
+    shape = GroupShape(config.tensor_parallel, config.pipeline_parallel)
     num_threads = config.threads or max(1, len(os.sched_getaffinity(0)) // nodes_on_host)
-    num_threads = max(1, num_threads // config.tensor_parallel)
+    num_threads = max(1, num_threads // shape.size)
     torch.set_num_threads(num_threads)
-    if config.tensor_parallel == 1:
+    if shape.size == 1:
         model, dtype = load_rank(config, model_path, None)
         return assemble_engine(config, model, dtype, clock, allocate)
     spec = {"engine": dataclasses.asdict(config), "model_path": model_path, "threads": num_threads}
     is_gpu = device_of(config).type == "cuda"
-    ranks, group = start_ranks("engine.rank", spec, config.tensor_parallel, is_gpu)
+    ranks, group = start_ranks(rank_module, {**spec, **(for_ranks or {})}, shape, is_gpu)
     try:
-        model, dtype = load_rank(config, model_path, group)
+        model, dtype = load_rank(config, model_path, group.tensor)
         return assemble_engine(config, model, dtype, clock, allocate, group, ranks)
-    except ConfigError:
-        ranks.close()
+    except BaseException:
+        ranks.close(0.0)
         raise
 
 
+def build_rank(
+    spec: dict[str, Any], group: RankGroup, clock: Clock, allocate: Allocate | None = None
+) -> Engine:
+    """Build in another rank what `build_engine` builds in the first; raises ConfigError.
+
+    Args:
+        spec: From `join_ranks`.
+    """
+    torch.set_num_threads(spec["threads"])
+    config = from_table(EngineConfig, spec["engine"], "engine.")
+    model, dtype = load_rank(config, spec["model_path"], group.tensor)
+    return assemble_engine(config, model, dtype, clock, allocate, group)
+
+
 def load_rank(config: EngineConfig, model_path: str, group: TensorGroup | None) -> tuple[PagedModel, str]:
-    """Return this rank's share of a prepared model, and its dtype; of one rank, the whole.
+    """Return this rank's share of a prepared model's heads, and its dtype; of one rank, the whole.
 
     Raises:
         ConfigError: the model cannot be served, or cannot be cut.
@@ -111,8 +140,8 @@ def assemble_engine(
     model: PagedModel,
     dtype: str,
     clock: Clock,
-    allocate: Callable[[int], memoryview] | None = None,
-    group: TensorGroup | None = None,
+    allocate: Allocate | None = None,
+    group: RankGroup | None = None,
     ranks: Ranks | None = None,
 ) -> Engine:
     """Put an engine around a model that is loaded.
@@ -128,29 +157,88 @@ def assemble_engine(
     Raises:
         ConfigError: the model cannot be served, or the cache has no room for a block.
     """
-    shape = model.shape
-    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.block_size, dtype)
-    require_faithful(model, layout)
+    stage = group.stage if group is not None else None
+    split = split_layers(model.shape.num_layers, config.pipeline_parallel, config.stage_layers)
+    parts = _parts(split, model.shape.num_kv_heads, config.tensor_parallel)
+    layout = _checked_layout(model, config.block_size, dtype, stage, split)
     cache = _cache(layout, config.kv_cache_gib, model.device, allocate, group)
     max_model_len = min(_max_model_len(config, model), cache.num_blocks * config.block_size)
     pool = BlockPool(cache.num_blocks)
     scheduler = Scheduler(
-        pool, config.block_size, config.chunk_tokens, config.max_batch, max_model_len, model.vocab_size
+        pool,
+        config.block_size,
+        config.chunk_tokens,
+        config.max_batch,
+        max_model_len,
+        model.vocab_size,
+        max(config.chunk_attention, 0.0),
     )
-    runner = _runner(config, model, cache, max_model_len, clock, group, ranks.tell if ranks else None)
+    if stage is not None:
+        sizes = config.chunk_tokens, config.max_batch, layout.num_blocks(max_model_len)
+        runner = _stage_runner(model, cache, stage, sizes, split, clock, ranks)
+    else:
+        tensor = group.tensor if group is not None else None
+        runner = _runner(config, model, cache, max_model_len, clock, tensor, ranks.tell if ranks else None)
     return Engine(
         loop=EngineLoop(runner, scheduler, pool, clock),
         runner=runner,
         scheduler=scheduler,
         pool=pool,
         cache=cache,
-        layout=layout,
+        layout=whole_layout(layout, parts),
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
         family=model.family,
         num_threads=torch.get_num_threads(),
+        parts=parts,
         ranks=ranks,
     )
+
+
+def _checked_layout(
+    model: PagedModel, block_size: int, dtype: str, stage: Stage | None, split: tuple[int, ...]
+) -> KvLayout:
+    """Cut a model to its stage, if it has one, and return the layout of its blocks.
+
+    Raises:
+        ConfigError: the model cannot be cut, or says something else than it did whole.
+    """
+    expected = eager_logits(model)
+    if stage is not None:
+        first = sum(split[: stage.index])
+        model.keep_stage(stage, range(first, first + split[stage.index]))
+    shape = model.shape
+    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, dtype)
+    require_faithful(model, layout, expected)
+    return layout
+
+
+def _parts(split: tuple[int, ...], num_heads: int, tensor: int) -> tuple[KvPart, ...]:
+    """Return what each rank has of a block, if each rank of a stage has `num_heads` KV heads."""
+    group = GroupShape(tensor, len(split))
+    places = [group.place(rank) for rank in range(group.size)]
+    return tuple(
+        KvPart(sum(split[:stage]), split[stage], place * num_heads, num_heads) for stage, place in places
+    )
+
+
+def _stage_runner(
+    model: PagedModel,
+    cache: PagedCache,
+    stage: Stage,
+    sizes: tuple[int, int, int],
+    split: tuple[int, ...],
+    clock: Clock,
+    ranks: Ranks | None,
+) -> Runner | LaunchingRunner:
+    if model.device.type == "cpu":
+        return PipelineRunner(model, cache, stage, split, clock, ranks)
+    # As in `_runner`.
+    from engine.gpu_model import GpuModel  # noqa: PLC0415
+    from engine.gpu_pipeline_runner import GpuPipelineRunner  # noqa: PLC0415
+
+    gpu_model = GpuModel(model.module, cache, stage=stage)
+    return GpuPipelineRunner(gpu_model, stage, cache.layout.block_size, sizes, split, ranks)
 
 
 def _runner(
@@ -190,13 +278,13 @@ def _cache(
     layout: KvLayout,
     kv_cache_gib: float,
     device: torch.device,
-    allocate: Callable[[int], memoryview] | None,
-    group: TensorGroup | None,
+    allocate: Allocate | None,
+    group: RankGroup | None,
 ) -> PagedCache:
     size = int(kv_cache_gib * GIB) or _default_cache_bytes(device)
     num_blocks = size // layout.block_bytes
     if group is not None:
-        num_blocks = group.least(num_blocks, device)
+        num_blocks = group.world.least(num_blocks, device)
     if not num_blocks:
         raise ConfigError(
             f"kv_cache_gib: {size / GIB:.3g} GiB is less than one block ({layout.block_bytes / GIB:.3g} GiB)"

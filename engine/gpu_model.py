@@ -6,6 +6,8 @@ model is here its weights have moved into fused products, and it runs in no othe
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,6 +18,7 @@ from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, StepPart, attach_
 from engine.last_layer import LastLayer, can_be_cut, dropping_result
 from engine.layer_ends import LayerEnds
 from engine.paged_cache import PagedCache
+from engine.pipeline import Stage
 from engine.step_memory import StepShape, carve
 
 
@@ -24,6 +27,7 @@ class GpuModel:
 
     Args:
         is_compiled: False: every module as it is, for comparison.
+        stage: Of a pipeline, the one that the model was cut to.
         layer_groups: More than 1: steps that are not captured tell when which layers are computed.
 
     Attributes:
@@ -31,16 +35,23 @@ class GpuModel:
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: PagedCache, is_compiled: bool = True, layer_groups: int = 1
+        self,
+        model: PreTrainedModel,
+        cache: PagedCache,
+        is_compiled: bool = True,
+        layer_groups: int = 1,
+        stage: Stage | None = None,
     ) -> None:
         self._model = model.eval()
+        self._stage = stage
+        is_last = stage is None or stage.is_last
         attach_cache(model, cache.tensor)
         model.set_attn_implementation(GPU_ATTENTION_NAME)
         if model.dtype != torch.bfloat16:
             # torch's grouped product is bfloat16's; its stand-in waits for the device at each layer.
             model.set_experts_implementation("batched_mm")
         layers = _decoder_layers(model)
-        self._cuts_last_layer = can_be_cut(model, layers)
+        self._cuts_last_layer = is_last and can_be_cut(model, layers)
         if self._cuts_last_layer:
             keep_kv = dropping_result(layers[-1].forward)
         if is_compiled:
@@ -53,6 +64,7 @@ class GpuModel:
         self.layer_ends = LayerEnds(layers, layer_groups) if layer_groups > 1 else None
         self.device: torch.device = model.device
         self.vocab_size: int = model.config.get_text_config().vocab_size
+        self._hidden_size: int = model.config.get_text_config().hidden_size
 
     @torch.no_grad()
     def forward(
@@ -68,20 +80,30 @@ class GpuModel:
             memory: [>= shape.size] int32 on the device, as `StepWriter` lays it out.
             header: `step_header` of the step.
             last_tokens: [any] int64 on the device; what the last step sampled.
+
+        Of a pipeline, every stage calls this, in the same order of steps; the last one's result
+        are logits.
         """
         views = carve(memory, shape)
         earlier = last_tokens[views.sources.clamp(min=0)]
         token_ids = torch.where(views.sources < 0, views.token_ids, earlier)
         rows = views.logit_rows.long()
         part = StepPart.CHUNKS if shape.num_chunks else StepPart.SINGLES
-        output = self._model(
-            input_ids=token_ids.long()[None],
-            position_ids=views.positions.long()[None],
-            use_cache=False,
-            logits_to_keep=0 if self._cuts_last_layer else rows,
-            paged=StepCall(memory, header, part, rows),
-        )
-        logits: torch.Tensor = output.logits[0]
+        arguments: dict[str, Any] = {
+            "position_ids": views.positions.long()[None],
+            "use_cache": False,
+            "paged": StepCall(memory, header, part, rows),
+        }
+        hidden = None
+        if self._stage is not None:
+            hidden = self._stage.taken_in((1, shape.num_tokens, self._hidden_size), self._model.dtype)
+        arguments |= {"input_ids": token_ids.long()[None]} if hidden is None else {"inputs_embeds": hidden}
+        if self._stage is not None and not self._stage.is_last:
+            handed_on: torch.Tensor = self._model.base_model(**arguments).last_hidden_state
+            self._stage.hand_on(handed_on)
+            return handed_on[0, :0]
+        keep = 0 if self._cuts_last_layer else rows
+        logits: torch.Tensor = self._model(**arguments, logits_to_keep=keep).logits[0]
         return logits
 
 

@@ -12,6 +12,9 @@ of this one are known.
 
     launch n | launch n+1 | resolve n, commit n | launch n+2 | resolve n+1, commit n+1 | ...
 
+A runner that is a pipeline takes more: as many steps as fill it, each planned from what is
+known. Their chunks follow each other through the stages, of one prompt or of several.
+
 A step that raises ends its sequences with `FinishReason.ERROR` and nobody else's: the
 sequences of other steps go on. What raised is logged and counted, because the owner of
 a sequence is told only that it ended.
@@ -73,7 +76,17 @@ class LaunchingRunner(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@runtime_checkable
+class PipelinedRunner(LaunchingRunner, Protocol):
+    """A runner of which several steps are under way, and which knows no token before `resolve`."""
+
+    @property
+    def num_steps_under_way(self) -> int:
+        """That keep all of it at work."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
 class _Flight:
     """A step that was handed to the device thread and not committed yet."""
 
@@ -82,6 +95,8 @@ class _Flight:
     launched: Future[Launched] | None
     """None: the runner launches and waits in one."""
     launched_at_s: float
+    landing: asyncio.Future[StepResult] | None = None
+    """Once it is waited for."""
 
 
 class EngineLoop:
@@ -91,6 +106,12 @@ class EngineLoop:
         self, runner: StepRunner | LaunchingRunner, scheduler: Scheduler, pool: BlockPool, clock: Clock
     ) -> None:
         self._runner = runner
+        self._max_flights = 1
+        self._is_pipelined = isinstance(runner, PipelinedRunner)
+        if isinstance(runner, PipelinedRunner):
+            self._max_flights = runner.num_steps_under_way
+        elif isinstance(runner, LaunchingRunner):
+            self._max_flights = 2
         self._clock = clock
         self.scheduler = scheduler
         self.pool = pool
@@ -102,13 +123,13 @@ class EngineLoop:
         self.num_steps = 0
         self.num_failed_steps = 0
         self._last_landed_at_s = clock.now_s()
-        self._on_step: StepObserver = lambda plan, seconds: None
+        self._observers: list[StepObserver] = []
         # Whoever releases blocks, in here or not, may have made room for who waits.
         pool.on_release(self._changed.set)
 
     def on_step(self, observer: StepObserver) -> None:
         """Tell `observer` of each step that succeeded, and the seconds that the device had it."""
-        self._on_step = observer
+        self._observers.append(observer)
 
     def add(self, sequence: Sequence, listener: Listener, on_launch: LaunchListener | None = None) -> None:
         """Run `sequence`; call `listener` on the event loop for each step that it was in.
@@ -147,18 +168,32 @@ class EngineLoop:
     async def run(self) -> None:
         """Run steps until cancelled. Then the steps in flight are waited for: memory that they
         write to may be unmapped once this has returned."""
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="device") as thread:
-            while True:
-                plan = self.scheduler.schedule()
-                if plan is None:
-                    self._changed.clear()
-                    await self._changed.wait()
-                    continue
-                flight: _Flight | None = self._launch(thread, plan)
-                while flight is not None:
-                    flight = await self._step(thread, flight)
+        with (
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix="device") as device,
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix="pipeline-end") as end,
+        ):
+            # A step must be launched into a pipeline while another one is waited for.
+            waiting = end if self._is_pipelined else device
+            try:
+                while True:
+                    if (plan := self._next_plan()) is not None:
+                        self._launch(device, plan)
+                    else:
+                        await self._change(waiting)
+            finally:
+                await uninterrupted(self._land_all(waiting))
 
-    def _launch(self, thread: ThreadPoolExecutor, plan: StepPlan) -> _Flight:
+    def _next_plan(self) -> StepPlan | None:
+        """Return a step to launch now; None: first something has to land or to change."""
+        if len(self._flights) == self._max_flights:
+            return None
+        if not self._flights or self._is_pipelined:
+            return self.scheduler.schedule()
+        # Once the device thread waits for a step, it launches nothing before that has ended.
+        is_waited_for = self._flights[0].landing is not None
+        return None if is_waited_for else self.scheduler.schedule_ahead(self._flights[-1].plan)
+
+    def _launch(self, thread: ThreadPoolExecutor, plan: StepPlan) -> None:
         now_s = self._clock.now_s()
         for entry in plan.entries:
             if entry.sequence.started_at_s is None:
@@ -169,7 +204,6 @@ class EngineLoop:
             self._listen(plan, launched)
         flight = _Flight(plan, frozenset(entry.sequence for entry in plan.entries), launched, now_s)
         self._flights.append(flight)
-        return flight
 
     def _listen(self, plan: StepPlan, launched: Future[Launched]) -> None:
         """Have the plan's launch listeners called, on the event loop, once it is launched."""
@@ -188,37 +222,51 @@ class EngineLoop:
 
         launched.add_done_callback(on_done)
 
-    async def _step(self, thread: ThreadPoolExecutor, flight: _Flight) -> _Flight | None:
-        """Launch what can follow `flight`, wait for `flight`, and return what follows."""
-        ahead = None
-        if flight.launched is not None:
-            plan = self.scheduler.schedule_ahead(flight.plan)
-            ahead = self._launch(thread, plan) if plan is not None else None
-        try:
-            await self._land(thread, flight)
-        except asyncio.CancelledError:
-            if ahead is not None:
-                await self._land(thread, ahead)
-            raise
-        return ahead
+    async def _change(self, waiting: ThreadPoolExecutor) -> None:
+        """Return when a step has landed, or something changed that another step may come of."""
+        self._changed.clear()
+        first = self._flights[0] if self._flights else None
+        if first is not None and first.landing is None:
+            first.landing = self._wait_in(waiting, first)
+            first.landing.add_done_callback(lambda _: self._changed.set())
+        await self._changed.wait()
+        if first is not None and first.landing is not None and first.landing.done():
+            self._land(first, first.landing)
 
-    async def _land(self, thread: ThreadPoolExecutor, flight: _Flight) -> None:
-        done = asyncio.get_running_loop().run_in_executor(thread, self._wait_for, flight)
-        try:
-            result = await uninterrupted(done)
-        except Exception as error:
+    async def _land_all(self, waiting: ThreadPoolExecutor) -> None:
+        """Wait for what is in flight, and take nothing of it."""
+        landings = [flight.landing or self._wait_in(waiting, flight) for flight in self._flights]
+        await asyncio.gather(*landings, return_exceptions=True)
+        self._flights.clear()
+        self._release_landed()
+
+    def _wait_in(self, waiting: ThreadPoolExecutor, flight: _Flight) -> asyncio.Future[StepResult]:
+        return asyncio.get_running_loop().run_in_executor(waiting, self._wait_for, flight)
+
+    def _land(self, flight: _Flight, landing: asyncio.Future[StepResult]) -> None:
+        self._flights.remove(flight)
+        if error := landing.exception():
+            if not isinstance(error, Exception):
+                raise error
             outputs = self._failed(flight.plan, error)
         else:
-            self._on_step(flight.plan, self._seconds_of(flight))
+            seconds = self._seconds_of(flight)
+            for observe in self._observers:
+                observe(flight.plan, seconds)
+            result = landing.result()
+            for sequence in flight.sequences:
+                sequence.busy_s += result.busy_s
             outputs = self.scheduler.commit(flight.plan, result)
-        finally:
-            self._flights.remove(flight)
-            released, self._released = self._released, []
-            for sequence in released:
-                self.release(sequence)
+        self._release_landed()
         self.num_steps += 1
         for output in outputs:
             self._tell(output)
+
+    def _release_landed(self) -> None:
+        """Give back what was released while steps were in flight that wrote to it."""
+        released, self._released = self._released, []
+        for sequence in released:
+            self.release(sequence)
 
     def _seconds_of(self, flight: _Flight) -> float:
         """Return how long the device had a step: one launched ahead waited for the one before."""

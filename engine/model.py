@@ -16,7 +16,7 @@ and one row of tokens may hold many sequences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from engine.attention import paged_decode_attention, paged_prefill_attention, wr
 from engine.attention_rule import AttentionRule
 from engine.batch import Batch
 from engine.paged_cache import PagedCache
+from engine.pipeline import Stage, cut_to_stage
 
 ATTENTION_NAME = "conductor_paged"
 """What our attention function is called in a model's configuration."""
@@ -116,6 +117,8 @@ class PagedModel:
         self.module = model.eval()
         text_config = model.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
+        self._hidden_size: int = text_config.hidden_size
+        self._stage: Stage | None = None
         self.max_model_len: int = text_config.max_position_embeddings
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
@@ -123,9 +126,27 @@ class PagedModel:
         model.set_attn_implementation(ATTENTION_NAME)
         self.shape = self._find_shape()
 
+    def keep_stage(self, stage: Stage, layers: range) -> None:
+        """Keep these layers, and from here on compute batches together with the other stages.
+
+        Raises:
+            ConfigError: the family cannot be cut so.
+        """
+        cut_to_stage(self.module, layers)
+        self.shape = replace(self.shape, num_layers=len(layers))
+        self._stage = stage
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether `forward` returns any: the last stage's does."""
+        return self._stage is None or self._stage.is_last
+
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
-        """Compute a batch, write its KV, and return the wanted logits [num_sampling, vocab_size]."""
+        """Compute a batch, write its KV, and return the wanted logits [num_sampling, vocab_size].
+
+        Of a pipeline, every stage calls this, in the same order of batches.
+        """
         return self._run(batch.token_ids, batch.position_ids, batch.logit_rows, PagedAttention(batch, cache))
 
     @torch.inference_mode()
@@ -142,10 +163,16 @@ class PagedModel:
     def _run(
         self, token_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor, paged: AttentionCall
     ) -> torch.Tensor:
-        output = self.module(
-            input_ids=token_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows, paged=paged
-        )
-        logits: torch.Tensor = output.logits[0]
+        arguments: dict[str, Any] = {"position_ids": position_ids, "use_cache": False, "paged": paged}
+        hidden = None
+        if self._stage is not None:
+            hidden = self._stage.taken_in((*token_ids.shape, self._hidden_size), self.dtype)
+        arguments |= {"input_ids": token_ids} if hidden is None else {"inputs_embeds": hidden}
+        if self._stage is not None and not self._stage.is_last:
+            handed_on: torch.Tensor = self.module.base_model(**arguments).last_hidden_state
+            self._stage.hand_on(handed_on)
+            return handed_on[0, :0]
+        logits: torch.Tensor = self.module(**arguments, logits_to_keep=rows).logits[0]
         return logits
 
     @torch.inference_mode()

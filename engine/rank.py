@@ -1,37 +1,31 @@
 """`python -m engine.rank`: one of the other ranks of an engine; see `engine/ranks.py`.
 
-Builds what rank 0 builds, in the same order, and follows its steps until the pipe ends.
+Builds what rank 0 builds, in the same order, and follows its steps until the pipe ends. A rank
+of a node, whose KV travels, is `deploy/rank.py`.
 """
 
 from __future__ import annotations
 
 import sys
-
-import torch
+from typing import NoReturn
 
 from base.clock import SystemClock
-from base.config import EngineConfig
 from base.errors import ConfigError
-from engine.build import assemble_engine, load_rank
-from engine.ranks import join_ranks
+from engine.build import build_rank
+from engine.ranks import follow_steps, join_ranks
 from engine.runner import Follower
 
 
-def main() -> int:
-    """Follow rank 0; return the exit status. What cannot be served is rank 0's to tell."""
-    spec, group, steps = join_ranks()
-    torch.set_num_threads(spec["threads"])
-    config = EngineConfig(**spec["engine"])
+def main() -> NoReturn:
+    """Follow rank 0 to its end. What cannot be served is rank 0's to tell."""
+    spec, group, pipe = join_ranks()
     try:
-        model, dtype = load_rank(config, spec["model_path"], group)
-        runner = assemble_engine(config, model, dtype, SystemClock(), group=group).runner
+        engine = build_rank(spec, group, SystemClock())
     except ConfigError:
-        return 1
-    assert isinstance(runner, Follower)
-    for numbers in steps:
-        runner.follow(numbers)
-    return 0
+        sys.exit(1)
+    assert isinstance(engine.runner, Follower)
+    follow_steps(pipe, group.device, engine.runner.follow, lambda message: None)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

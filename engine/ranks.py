@@ -1,10 +1,11 @@
 """The processes that hold one model together: how they start, hear of a step, and end.
 
 Rank 0 is the engine. It starts the others and writes to the standard input of each: a
-line of JSON that says what to load, then for each step a row of int64. There is nothing
-else to agree on, because all ranks build the same engine in the same order and the sums
-of a step make them wait for each other. The end of that pipe, however it comes, ends a
-rank: no rank outlives its engine, and none has to be asked.
+line of JSON that says what to load, then frames: a step, which is a row of int64, or a
+message, which means nothing here. They answer on their standard output: that a step has
+run, or a message. There is nothing else to agree on, because all ranks build the same engine
+in the same order and what a step sends and sums makes them wait for each other. The end of
+that pipe, however it comes, ends a rank: no rank outlives its engine, and none has to be asked.
 
 A collective over pickled objects was weighed: no pickle is read anywhere here, and a
 rank that waits in a collective for a step that comes in an hour looks like a hung one.
@@ -13,110 +14,270 @@ rank that waits in a collective for a step that comes in an hour looks like a hu
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from datetime import timedelta
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
-from engine.tensor_parallel import TensorGroup
-
-TIMEOUT_S = 300.0
-"""For a rank to join, load and take part; loading differs by as much as the disk does."""
+from base.errors import LostError
+from engine.rank_group import GroupShape, RankGroup, join_group
+from engine.runner import Follow
 
 END_S = 10.0
 """For a rank to end by itself."""
 
 NUMBER_BYTES = 8
 
+OnMessage = Callable[[bytes], None]
+
+
+class Kind(Enum):
+    """What a frame is."""
+
+    STEP = b"s"
+    """To a rank: numbers for `follow`."""
+    RAN = b"r"
+    """To rank 0: the next of the steps has run, and its KV is in the cache."""
+    MESSAGE = b"m"
+
+
+class Pipe:
+    """Frames over a pipe pair. Any thread may send; one receives."""
+
+    def __init__(self, source: IO[bytes], sink: IO[bytes]) -> None:
+        self._source = source
+        self._sink = sink
+        self._sending = threading.Lock()
+
+    def send(self, kind: Kind, payload: bytes = b"") -> None:
+        """Raises OSError, or ValueError once it is closed: nobody is there any more."""
+        with self._sending:
+            self._sink.write(kind.value + len(payload).to_bytes(NUMBER_BYTES, "little") + payload)
+            self._sink.flush()
+
+    def receive(self) -> tuple[Kind, bytes] | None:
+        """Return the next frame; None: the other end is closed."""
+        head = self._source.read(1 + NUMBER_BYTES)
+        if len(head) < 1 + NUMBER_BYTES:
+            return None
+        size = int.from_bytes(head[1:], "little")
+        payload = self._source.read(size)
+        return (Kind(head[:1]), payload) if len(payload) == size else None
+
+    def close(self) -> None:
+        # What was not flushed to a rank that has ended is nobody's loss.
+        with suppress(OSError):
+            self._sink.close()
+
 
 class Ranks:
     """Owns the processes of the other ranks. `tell` belongs to the device thread."""
 
-    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
-        self._processes = processes
+    def __init__(self, shape: GroupShape) -> None:
+        self.shape = shape
+        self.num_told = 0
+        """Steps."""
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[Pipe] = []
+        self._changed = threading.Condition()
+        self._num_ran = [0] * shape.size
+        self._lost: int | None = None
+        self._is_closing = False
+        self._on_message: dict[int, OnMessage] = {}
+        self._on_lost: Callable[[], None] = lambda: None
+        self._on_step: Callable[[int, int], None] = lambda rank, step: None
+
+    def start(self, module: str, call: dict[str, Any]) -> None:
+        """Start `python -m module` for the next rank, and have it `join_ranks`."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._processes.append(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        pipe = Pipe(process.stdout, process.stdin)
+        self._pipes.append(pipe)
+        rank = len(self._processes)
+        process.stdin.write(json.dumps({"rank": rank, **call}).encode() + b"\n")
+        process.stdin.flush()
+        threading.Thread(target=self._listen, args=(rank, pipe), name=f"rank-{rank}", daemon=True).start()
 
     def tell(self, numbers: torch.Tensor) -> None:
-        """Send a row of int64 to every other rank.
+        """Send a row of int64 to every other rank, for its `follow`.
 
         Raises:
             OSError: a rank has ended.
         """
         row = numbers.numpy().tobytes()
-        message = len(row).to_bytes(NUMBER_BYTES, "little") + row
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(message)
-            process.stdin.flush()
+        self.num_told += 1
+        self._on_step(0, self.num_told)
+        for pipe in self._pipes:
+            pipe.send(Kind.STEP, row)
 
-    def close(self) -> None:
-        """End the other ranks."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
+    def wait_ran(self, ranks: list[int], step: int) -> None:
+        """Block until those of `ranks` that are not rank 0 have run step number `step`.
+
+        Raises:
+            LostError: a rank has ended.
+        """
+        others = [rank for rank in ranks if rank]
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._lost is not None or all(self._num_ran[rank] >= step for rank in others)
+            )
+            if self._lost is not None:
+                raise LostError(f"rank {self._lost} of the engine has ended")
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send to one rank's `on_message`; raises LostError if it has ended."""
+        try:
+            self._pipes[rank - 1].send(Kind.MESSAGE, message)
+        except (OSError, ValueError) as error:
+            raise LostError(f"rank {rank} of the engine has ended") from error
+
+    def on_message(self, rank: int, listener: OnMessage) -> None:
+        """Call `listener`, on some thread, with each message of `rank`."""
+        self._on_message[rank] = listener
+
+    def on_step(self, listener: Callable[[int, int], None]) -> None:
+        """Call `listener`, on some thread, with a rank that reports its steps and the number of one that
+        it has run; with rank 0 when all are told of one. For who wants to know when."""
+        self._on_step = listener
+
+    def on_lost(self, listener: Callable[[], None]) -> None:
+        """Call `listener`, on some thread, when a rank ends that was not told to; at once if one has."""
+        with self._changed:
+            self._on_lost = listener
+            is_lost = self._lost is not None
+        if is_lost:
+            listener()
+
+    def pids(self) -> list[int]:
+        """Return the other ranks' processes, in their order."""
+        return [process.pid for process in self._processes]
+
+    def close(self, grace_s: float = END_S) -> None:
+        """End the other ranks, by force those that have not ended within `grace_s`."""
+        self._is_closing = True
+        for pipe in self._pipes:
+            pipe.close()
         for process in self._processes:
             try:
-                process.wait(END_S)
+                process.wait(grace_s)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
 
+    def _listen(self, rank: int, pipe: Pipe) -> None:
+        while (frame := pipe.receive()) is not None:
+            kind, payload = frame
+            if kind is Kind.MESSAGE:
+                self._on_message[rank](payload)
+            else:
+                with self._changed:
+                    self._num_ran[rank] += 1
+                    self._on_step(rank, self._num_ran[rank])
+                    self._changed.notify_all()
+        if not self._is_closing:
+            self._lose(rank)
 
-def start_ranks(module: str, spec: dict[str, Any], size: int, is_gpu: bool) -> tuple[Ranks, TensorGroup]:
-    """Start ranks 1 to `size` - 1, join them as rank 0, and return when all are there.
+    def _lose(self, rank: int) -> None:
+        with self._changed:
+            is_first, self._lost = self._lost is None, rank
+            self._changed.notify_all()
+            listener = self._on_lost
+        if is_first:
+            listener()
+
+
+def start_ranks(
+    module: str, spec: dict[str, Any], shape: GroupShape, is_gpu: bool
+) -> tuple[Ranks, RankGroup]:
+    """Start the ranks from 1 on, join them as rank 0, and return when all are there.
 
     Args:
         module: Run in each as `python -m module`; begins with `join_ranks`.
         spec: What `join_ranks` gives to each; JSON.
         is_gpu: A GPU each, by number; otherwise CPUs.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        for rank in range(1, size):
-            process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE)
-            call = {"rank": rank, "size": size, "folder": folder, "is_gpu": is_gpu, "spec": spec}
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(call).encode() + b"\n")
-            process.stdin.flush()
-            processes.append(process)
-        return Ranks(processes), _join(0, size, Path(folder), is_gpu)
+    ranks = Ranks(shape)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            call = {"shape": asdict(shape), "folder": folder, "is_gpu": is_gpu, "spec": spec}
+            for _ in range(1, shape.size):
+                ranks.start(module, call)
+            return ranks, join_group(0, shape, Path(folder), is_gpu)
+    except BaseException:
+        ranks.close(0.0)
+        raise
 
 
-def join_ranks() -> tuple[dict[str, Any], TensorGroup, Iterator[torch.Tensor]]:
-    """Join as one of the other ranks; return the spec, the group and the steps to follow."""
+def join_ranks() -> tuple[dict[str, Any], RankGroup, Pipe]:
+    """Join as one of the other ranks; return the spec, the group and the pipe to rank 0."""
     # Ctrl-C is for rank 0, which ends us by ending the pipe.
     os.setpgid(0, 0)
+    # Frames have the standard output to themselves; what some library prints goes to the log.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
     call = json.loads(sys.stdin.buffer.readline())
-    group = _join(call["rank"], call["size"], Path(call["folder"]), call["is_gpu"])
-    return call["spec"], group, _rows(sys.stdin.buffer)
+    shape = GroupShape(**call["shape"])
+    group = join_group(call["rank"], shape, Path(call["folder"]), call["is_gpu"])
+    return call["spec"], group, Pipe(sys.stdin.buffer, answers)
 
 
-def _join(rank: int, size: int, folder: Path, is_gpu: bool) -> TensorGroup:
-    if is_gpu:
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if is_gpu else "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=TIMEOUT_S),
-        device_id=torch.device("cuda", rank) if is_gpu else None,
-    )
-    world = dist.group.WORLD
-    assert world is not None
-    group = TensorGroup(world, rank, size)
-    # The folder is gone when rank 0 returns, so everybody has to be in by then.
-    group.least(0, torch.device("cuda" if is_gpu else "cpu"))
-    return group
+def follow_steps(pipe: Pipe, device: torch.device, follow: Follow, on_message: OnMessage) -> NoReturn:
+    """Run the steps that rank 0 tells of until its pipe ends; that is the end of the process.
+
+    A step that fails ends it too: this rank's share of the cache is not what the others take
+    it for, and rank 0 learns of it by the end of the pipe.
+
+    Args:
+        device: Of this rank.
+        follow: See `engine/runner.py`.
+        on_message: Called with each message, whatever step runs.
+    """
+
+    def begin() -> None:
+        # Which GPU is used is a thread's own matter.
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    running, waiting = (ThreadPoolExecutor(1, name, initializer=begin) for name in ("device", "ran"))
+
+    def report(wait: Callable[[], None]) -> None:
+        wait()
+        pipe.send(Kind.RAN)
+
+    def run(payload: bytes) -> None:
+        wait = follow(torch.frombuffer(bytearray(payload), dtype=torch.int64))
+        if wait is not None:
+            _or_end(waiting.submit(report, wait))
+
+    while (frame := pipe.receive()) is not None:
+        kind, payload = frame
+        if kind is Kind.STEP:
+            _or_end(running.submit(run, payload))
+        else:
+            on_message(payload)
+    # Without waiting for the device thread: it may wait for a rank that is gone.
+    os._exit(0)
 
 
-def _rows(pipe: BinaryIO) -> Iterator[torch.Tensor]:
-    while head := pipe.read(NUMBER_BYTES):
-        row = pipe.read(int.from_bytes(head, "little"))
-        yield torch.frombuffer(bytearray(row), dtype=torch.int64)
+def _or_end(work: Future[None]) -> None:
+    def look(done: Future[None]) -> None:
+        if error := done.exception():
+            logging.getLogger(__name__).critical("a step failed on this rank", exc_info=error)
+            os._exit(1)
+
+    work.add_done_callback(look)

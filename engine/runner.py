@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from engine.batch import batch_from_numbers, batch_numbers, build_batch
+from engine.batch import Batch, batch_from_numbers, batch_numbers, build_batch
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
 from engine.sampler import sample
@@ -20,12 +20,22 @@ Tell = Callable[[torch.Tensor], None]
 """Sends a row of int64 on the host to the other ranks of a model, for their `follow`."""
 
 
+Wait = Callable[[], None]
+"""Blocks until a step has run, on any thread."""
+
+Follow = Callable[[torch.Tensor], Wait | None]
+
+
 @runtime_checkable
 class Follower(Protocol):
     """What a rank that is not the first runs."""
 
-    def follow(self, numbers: torch.Tensor) -> None:
-        """Run this rank's share of a step of which the first rank told; may raise anything."""
+    def follow(self, numbers: torch.Tensor) -> Wait | None:
+        """Run or queue this rank's share of a step of which the first rank told; may raise anything.
+
+        Returns what waits for it, where somebody has to know that this rank has run it; None:
+        when it has run on the first rank, it has on this one.
+        """
         ...
 
 
@@ -46,11 +56,16 @@ class Runner:
         batch = build_batch(plan, self._cache.layout.block_size, self._model.device)
         if self._tell is not None:
             self._tell(batch_numbers(batch))
-        logits = self._model.forward(batch, self._cache)
-        sampling = [entry.sequence for entry in plan.entries if entry.samples]
-        tokens = iter(sample(logits, sampling))
-        return StepResult(tuple(next(tokens) if entry.samples else None for entry in plan.entries))
+        return run_batch(self._model, self._cache, batch, plan)
 
     def follow(self, numbers: torch.Tensor) -> None:
         """Run this rank's share of a step of the first rank's; who samples is the first."""
         self._model.forward(batch_from_numbers(numbers, self._model.device), self._cache)
+
+
+def run_batch(model: PagedModel, cache: PagedCache, batch: Batch, plan: StepPlan) -> StepResult:
+    """Compute a plan's tokens, write their KV, and sample where the plan says so."""
+    logits = model.forward(batch, cache)
+    sampling = [entry.sequence for entry in plan.entries if entry.samples]
+    tokens = iter(sample(logits, sampling))
+    return StepResult(tuple(next(tokens) if entry.samples else None for entry in plan.entries))

@@ -15,6 +15,8 @@ Rules:
 * The first of those that wait for blocks has a promise of the pool's: what comes free is
   not set aside for other nodes before it has started.
 * A sequence that could not finish in an empty pool is refused when it is added.
+* A step may be planned while others are under way: what they compute is not planned again,
+  a sequence whose next token they sample waits for it, and what they write to is not taken.
 
 Pure: no I/O, no clock. Belongs to the event loop.
 """
@@ -30,6 +32,7 @@ import numpy as np
 from base.errors import CapacityError, InvalidRequestError
 from base.request import FinishReason
 from engine.block_pool import BlockPool
+from engine.chunk_sizes import chunk_limit
 from engine.sequence import Sequence
 from engine.step import SequenceOutput, StepEntry, StepPlan, StepResult
 
@@ -45,10 +48,17 @@ class Scheduler:
         max_batch: int,
         max_model_len: int,
         vocab_size: int = 1 << 32,
+        chunk_attention: float = 0.0,
     ) -> None:
+        """Begin without sequences.
+
+        Args:
+            chunk_attention: See `chunk_sizes.py`; 0: all chunks have `chunk_tokens`.
+        """
         self._pool = pool
         self.block_size = block_size
         self.chunk_tokens = chunk_tokens
+        self._chunk_attention = chunk_attention
         self.max_batch = max_batch
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
@@ -132,7 +142,7 @@ class Scheduler:
         while index < len(self._running):
             sequence = self._running[index]
             index += 1
-            num_tokens = _share(sequence, budget)
+            num_tokens = self._share(sequence, budget)
             if num_tokens and self._grow(sequence):
                 entries.append(self._entry(sequence, num_tokens))
                 budget -= _cost(sequence, num_tokens)
@@ -140,7 +150,7 @@ class Scheduler:
         if not entries and not admitted:
             admitted = self._admit_first()
         for sequence in admitted:
-            num_tokens = _share(sequence, budget)
+            num_tokens = self._share(sequence, budget)
             entries.append(self._entry(sequence, num_tokens))
             budget -= _cost(sequence, num_tokens)
         return _plan(entries) if entries else None
@@ -178,6 +188,7 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 continue  # it ended while this step was under way
             sequence.num_computed_tokens = entry.context_len
+            sequence.num_launched_tokens -= entry.num_tokens
             reason = None
             if sampled is not None:
                 sequence.token_ids.append(sampled.token_id)
@@ -196,7 +207,8 @@ class Scheduler:
                 assert sequence.finish_reason is None
                 assert sequence.num_remaining_tokens >= 1
                 covered = len(sequence.block_table) * self.block_size
-                assert sequence.num_computed_tokens <= covered
+                assert sequence.num_launched_tokens >= 0
+                assert sequence.num_computed_tokens + sequence.num_launched_tokens <= covered
         assert not {id(item) for item in self._waiting} & {id(item) for item in self._running}
         assert len(self._running) <= self.max_batch
 
@@ -211,6 +223,15 @@ class Scheduler:
         if len(numbers) and not (numbers.min() >= 0 and numbers.max() < self.vocab_size):
             raise InvalidRequestError(f"{param}: token ids are 0 to {self.vocab_size - 1}", param=param)
 
+    def _share(self, sequence: Sequence, budget: int) -> int:
+        """Return how many tokens of `sequence` this step computes."""
+        remaining = sequence.num_plannable_tokens
+        if remaining == 1:
+            return 1
+        start = sequence.num_computed_tokens + sequence.num_launched_tokens
+        limit = chunk_limit(start, self.chunk_tokens, self._chunk_attention, self.block_size)
+        return min(remaining, budget, limit)
+
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -218,7 +239,7 @@ class Scheduler:
         return max(0, self._num_blocks(sequence.num_tokens) - len(sequence.block_table))
 
     def _entry(self, sequence: Sequence, num_tokens: int) -> StepEntry:
-        start = sequence.num_computed_tokens
+        start = sequence.num_computed_tokens + sequence.num_launched_tokens
         samples = start + num_tokens == sequence.num_tokens
         return StepEntry(sequence, start, num_tokens, tuple(sequence.block_table), samples)
 
@@ -256,7 +277,7 @@ class Scheduler:
                 continue
             self._start(sequence)
             admitted.append(sequence)
-            budget -= _cost(sequence, _share(sequence, budget))
+            budget -= _cost(sequence, self._share(sequence, budget))
         return admitted
 
     def _admit_first(self) -> list[Sequence]:
@@ -286,7 +307,8 @@ class Scheduler:
         sequence.num_published_blocks = len(sequence.block_table)
 
     def _lowest_holder(self) -> Sequence | None:
-        holders = [queue[-1] for queue in (self._running,) if queue]
+        # Steps under way write to the blocks of their sequences.
+        holders = [item for item in self._running if not item.num_launched_tokens][-1:]
         holders += [item for item in self._waiting if item.block_table][-1:]
         return max(holders, key=lambda item: item.rank, default=None)
 
@@ -301,6 +323,7 @@ class Scheduler:
         self._pool.release(sequence.block_table)
         sequence.block_table.clear()
         sequence.num_computed_tokens = 0
+        sequence.num_launched_tokens = 0
         sequence.num_published_blocks = 0
 
     def _publish(self, sequence: Sequence) -> None:
@@ -311,20 +334,17 @@ class Scheduler:
         sequence.num_published_blocks = max(full, sequence.num_published_blocks)
 
 
-def _share(sequence: Sequence, budget: int) -> int:
-    """Return how many tokens of `sequence` this step computes."""
-    remaining = sequence.num_remaining_tokens
-    return 1 if remaining == 1 else min(remaining, budget)
-
-
 def _cost(sequence: Sequence, num_tokens: int) -> int:
     """Return what those tokens take from the budget, which bounds prompt tokens only."""
-    return 0 if sequence.num_remaining_tokens == 1 else num_tokens
+    return 0 if sequence.num_plannable_tokens == 1 else num_tokens
 
 
 def _plan(entries: list[StepEntry]) -> StepPlan:
+    """Return the step of these entries, which is under way from here on."""
     single = [entry for entry in entries if entry.num_tokens == 1]
     longer = [entry for entry in entries if entry.num_tokens > 1]
+    for entry in entries:
+        entry.sequence.num_launched_tokens += entry.num_tokens
     # The longest context first: whatever works them off in parallel then ends together.
     single.sort(key=lambda entry: -entry.start)
     return StepPlan((*single, *longer), len(single))

@@ -1,9 +1,9 @@
 """Sequence: the token state of one request on one node.
 
 Two numbers say everything: how many tokens it has, and for how many of them the KV is
-in the cache. Whatever lies between is to be computed. A new prompt, a prompt half done,
-a sequence that decodes, one that was preempted and one that came from another node
-differ in these numbers alone.
+in the cache. Whatever lies between is to be computed, or a step under way computes it. A
+new prompt, a prompt half done, a sequence that decodes, one that was preempted and one
+that came from another node differ in these numbers alone.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Sequence:
     """On this process's clock; orders sequences of equal priority."""
     num_computed_tokens: int = 0
     """Leading tokens whose KV is in the blocks of `block_table`."""
+    num_launched_tokens: int = 0
+    """After those, the tokens that steps under way compute."""
     block_table: list[int] = field(default_factory=list)
     """Block ids in order; the sequence has one hold on each."""
     block_hashes: list[BlockHash] = field(default_factory=list)
@@ -40,6 +42,8 @@ class Sequence:
     """Tokens whose KV was found here when the sequence was last admitted."""
     started_at_s: float | None = None
     """When the first step with this sequence began; None before."""
+    busy_s: float = 0.0
+    """Of a pipeline: how long its last stage was at steps with this sequence."""
     num_published_blocks: int = 0
     """Leading blocks that the pool can match."""
     finish_reason: FinishReason | None = None
@@ -68,6 +72,11 @@ class Sequence:
     def num_remaining_tokens(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_plannable_tokens(self) -> int:
+        """Known tokens that are neither computed nor in a step under way."""
+        return self.num_remaining_tokens - self.num_launched_tokens
 
     @property
     def rank(self) -> tuple[int, float, str]:

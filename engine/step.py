@@ -51,6 +51,8 @@ class StepResult:
     """One item for each entry of the plan; None where nothing was sampled."""
 
     tokens: tuple[SampledToken | None, ...]
+    busy_s: float = 0.0
+    """Of a pipeline: how long the last stage was at it."""
 
 
 def sampled_tokens(

@@ -33,11 +33,14 @@ class TensorGroup:
 
     group: dist.ProcessGroup
     rank: int
+    """Within the group."""
     size: int
+    first_rank: int = 0
+    """What the group's rank 0 is among all ranks."""
 
     def from_first(self, tensor: torch.Tensor) -> None:
         """Make `tensor` on every rank what it is on rank 0."""
-        dist.broadcast(tensor, 0, group=self.group)
+        dist.broadcast(tensor, self.first_rank, group=self.group)
 
     def least(self, value: int, device: torch.device) -> int:
         """Return the smallest `value` of any rank."""

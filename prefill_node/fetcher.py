@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from base.errors import LostError
 from base.messages import Fetch, Fetched, FromNode
 from base.request import RequestId
 from base.request_tasks import RequestTasks
@@ -31,12 +32,19 @@ class Fetcher:
         agent: TransferAgent,
         group: asyncio.TaskGroup,
         send: Callable[[FromNode], None],
+        is_whole: bool = True,
     ) -> None:
+        """Begin without work.
+
+        Args:
+            is_whole: Whether `cache` has all of a block; otherwise nothing is fetched, as `Lender`.
+        """
         self._pool = pool
         self._cache = cache
         self._segment = segment
         self._agent = agent
         self._send = send
+        self._is_whole = is_whole
         self._tasks = RequestTasks(group, send)
 
     def fetch(self, message: Fetch) -> None:
@@ -53,6 +61,8 @@ class Fetcher:
         await self._tasks.idle()
 
     async def _fetch(self, message: Fetch) -> None:
+        if not self._is_whole:
+            raise LostError("the blocks of this node are with several ranks, and are not fetched")
         held = self._pool.match(message.chain)
         try:
             source = LentPrefix(self._agent, self._segment, self._cache, message.source)

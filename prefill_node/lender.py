@@ -39,13 +39,21 @@ class Lender:
         group: asyncio.TaskGroup,
         send: Callable[[FromNode], None],
         store: Store | None = None,
+        is_whole: bool = True,
     ) -> None:
+        """Begin without lent blocks.
+
+        Args:
+            is_whole: Whether `cache` has all of a block. If other ranks have the rest, nothing
+                is lent: what reads a part from each is not built.
+        """
         self._pool = pool
         self._cache = cache
         self._segment = segment
         self._agent = agent
         self._send = send
         self._store = store
+        self._is_whole = is_whole
         self._tasks = RequestTasks(group, send)
 
     def lend(self, message: Lend) -> None:
@@ -62,6 +70,8 @@ class Lender:
         await self._tasks.idle()
 
     async def _lend(self, message: Lend) -> None:
+        if not self._is_whole:
+            raise LostError("the blocks of this node are with several ranks, and are not lent")
         block_ids = self._pool.match(message.chain)
         if self._store is not None and self._store.match(message.chain).num_blocks > len(block_ids):
             self._pool.release(block_ids)

@@ -15,18 +15,16 @@ from dataclasses import replace
 
 from base.clock import Clock
 from base.errors import DeadlineError, LostError
-from base.messages import FromNode, Prefill, Prefilled, PrefillTimes, Work
+from base.messages import FromNode, Prefill, Prefilled, PrefillTimes, Source, Work
 from base.request import FinishReason, RequestId
 from base.request_tasks import RequestTasks
 from engine.loop import EngineLoop
-from engine.paged_cache import PagedCache
 from engine.sequence import Sequence
 from engine.step import LaunchedChunk, SequenceOutput
 from kvstore.engine_store import EngineStore
-from prefill_node.prefix_loader import LentPrefix, PrefixSource, loaded_prefix
+from prefill_node.prefix_loader import PrefixSource, loaded_prefix
 from prefill_node.sender import KvSender
-from transfer.agent import TransferAgent
-from transfer.segment import Segment
+from transfer.shard import NodeKv
 
 
 class PrefillRole:
@@ -35,18 +33,26 @@ class PrefillRole:
     def __init__(
         self,
         engine: EngineLoop,
-        cache: PagedCache,
-        segment: Segment,
-        agent: TransferAgent,
+        kv: NodeKv,
         group: asyncio.TaskGroup,
         send: Callable[[FromNode], None],
         clock: Clock,
+        lent: Callable[[Source], PrefixSource] | None = None,
         store: EngineStore | None = None,
+        observe: Callable[[RequestId, PrefillTimes], None] = lambda request_id, times: None,
     ) -> None:
+        """Begin without work.
+
+        Args:
+            observe: Told where the seconds of each request went.
+            lent: Makes a prefix source of what another node lends; None: nothing is loaded from
+                there, but computed.
+            store: Of this node; None: it has none.
+        """
         self._engine = engine
-        self._cache = cache
-        self._segment = segment
-        self._agent = agent
+        self._kv = kv
+        self._lent = lent
+        self._observe = observe
         self._send = send
         self._clock = clock
         self._store = store
@@ -73,9 +79,10 @@ class PrefillRole:
         arrived_at_s = self._clock.now_s()
         news: asyncio.Queue[SequenceOutput | LaunchedChunk] = asyncio.Queue()
         sequence = one_token_sequence(message.work, arrived_at_s)
-        sender = KvSender(self._agent, self._engine.pool, self._cache, self._segment, message)
+        sender = KvSender(self._kv, self._engine.pool, message)
         try:
             async with asyncio.timeout(message.work.deadline_s), self._loaded_prefix(message):
+                loaded_at_s = self._clock.now_s()
                 self._engine.add(sequence, news.put_nowait, news.put_nowait)
                 async with asyncio.TaskGroup() as writes:
                     last = await self._compute(sequence, sender, news, writes)
@@ -89,11 +96,14 @@ class PrefillRole:
             queue_s=started_at_s - arrived_at_s,
             compute_s=computed_at_s - started_at_s,
             exposed_transfer_s=self._clock.now_s() - computed_at_s,
+            exposed_load_s=loaded_at_s - arrived_at_s,
+            bubble_s=max(computed_at_s - started_at_s - sequence.busy_s, 0.0) if sequence.busy_s else 0.0,
         )
+        self._observe(message.work.request_id, times)
         if self._store is not None:
             num_tokens = len(message.work.token_ids)
             self._store.computed(num_tokens - sequence.num_matched_tokens, times.compute_s)
-            full = num_tokens // self._cache.layout.block_size
+            full = num_tokens // self._kv.layout.block_size
             self._store.offer(sequence.block_hashes[:full], sequence.chain_root)
         is_over = last.finish_reason is FinishReason.STOP
         self._send(
@@ -104,14 +114,15 @@ class PrefillRole:
                 sequence.num_matched_tokens,
                 sender.checksums,
                 times,
+                sender.parts,
             )
         )
 
     def _loaded_prefix(self, message: Prefill) -> AbstractAsyncContextManager[None]:
         sources: list[PrefixSource] = [] if self._store is None else [self._store]
-        if message.source is not None:
-            sources.append(LentPrefix(self._agent, self._segment, self._cache, message.source))
-        return loaded_prefix(self._engine.pool, self._cache.layout.block_size, message.work, sources)
+        if message.source is not None and self._lent is not None:
+            sources.append(self._lent(message.source))
+        return loaded_prefix(self._engine.pool, self._kv.layout.block_size, message.work, sources)
 
     async def _compute(
         self,

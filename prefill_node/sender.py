@@ -3,7 +3,8 @@
 A block is written as soon as its last token is computed, while later chunks compute;
 the last, partial block when the prompt is done. Where the engine tells when which layers of
 a chunk are computed, they are written group by group while later layers compute: what is
-left after the last layer is one group. Checksums are made here, where the KV was made. A
+left after the last layer is one group. Each rank of the engine writes the layers and heads that
+it has, from its own memory (`transfer/shard.py`). Checksums are made here, where the KV was made. A
 block is held while it is read: preemption may take it from the sequence, and must not hand
 it to another before the write is over.
 """
@@ -12,38 +13,57 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from base.errors import ProtocolError
+from base.grants import RankGrant
+from base.kv_layout import KvPart
 from base.messages import Prefill
 from engine.block_pool import BlockPool
-from engine.block_sums import block_sums
-from engine.paged_cache import PagedCache
 from engine.step import LaunchedChunk, LayerGroup
-from transfer.agent import TransferAgent
-from transfer.batch import batch_of
-from transfer.segment import Segment
+from transfer.shard import BlockMove, KvShard, NodeKv
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """From one of our ranks to one of the decode node's."""
+
+    shard: KvShard
+    target: RankGrant
+    part: KvPart
+    """What both have."""
 
 
 class KvSender:
     """The hand-off of one sequence. Belongs to the event loop."""
 
-    def __init__(
-        self, agent: TransferAgent, pool: BlockPool, cache: PagedCache, segment: Segment, message: Prefill
-    ) -> None:
-        self._agent = agent
+    def __init__(self, kv: NodeKv, pool: BlockPool, message: Prefill) -> None:
+        self._kv = kv
         self._pool = pool
-        self._cache = cache
-        self._segment = segment
         self._message = message
         self._num_sent = message.first_block
-        self._checksums: dict[int, int] = {}
+        self._checksums: dict[tuple[KvPart, int], int] = {}
+        targets = message.ranks
+        if message.grant is not None:
+            targets = (RankGrant(message.target, kv.whole, message.grant),)
+        self._ways = [
+            _Way(shard, target, part)
+            for shard in kv.shards
+            for target in targets
+            if (part := shard.part.overlap(target.part))
+        ]
+
+    @property
+    def parts(self) -> tuple[KvPart, ...]:
+        """What the checksums are of, where it is not whole blocks."""
+        parts = tuple(way.part for way in self._ways)
+        return parts if len(parts) > 1 else ()
 
     @property
     def checksums(self) -> tuple[int, ...]:
-        """One for each block written, in the order of the sequence."""
-        return tuple(self._checksums[block] for block in sorted(self._checksums))
+        """One for each block written, in the order of the sequence, for each part in turn."""
+        blocks = range(self._message.first_block, self._num_sent)
+        return tuple(self._checksums[way.part, block] for way in self._ways for block in blocks)
 
     def send_launched(self, writes: asyncio.TaskGroup, chunk: LaunchedChunk) -> None:
         """Start writing what a chunk will have finished, by groups of layers as they are computed.
@@ -51,6 +71,7 @@ class KvSender:
         What was finished before it, a prefix that was matched, need not wait for anything.
         """
         entry = chunk.entry
+        # Of a pipeline, earlier chunks may be under way too; they were told of, and are sent.
         self.send_finished(writes, entry.block_table, entry.start)
         if chunk.groups:
             self.send_finished(writes, entry.block_table, entry.context_len, chunk.groups)
@@ -70,7 +91,7 @@ class KvSender:
             block_table: The sequence's.
             groups: All layers, with when they are computed; empty: they are.
         """
-        layout = self._cache.layout
+        layout = self._kv.layout
         is_done = num_tokens >= len(self._message.work.token_ids)
         num_finished = layout.num_blocks(num_tokens) if is_done else num_tokens // layout.block_size
         if len(block_table) < num_finished:
@@ -84,33 +105,43 @@ class KvSender:
             write.add_done_callback(lambda _: self._pool.release(block_ids))
 
     async def _write(self, first: int, block_ids: list[int], groups: tuple[LayerGroup, ...]) -> None:
+        if not self._ways:
+            raise ProtocolError("blocks are to be written, and no grant was given")
+        whole = self._kv.whole
+        if not groups:
+            await self._write_layers(first, block_ids, whole)
         for group in groups:
             await asyncio.to_thread(group.wait)
-            if group is not groups[-1]:
-                await self._send(first, block_ids, group.first, group.count)
-        rest = groups[-1].first if groups else 0
-        async with asyncio.TaskGroup() as both:
-            # Of whole blocks, once: it takes less than the last group's way.
-            sums = both.create_task(block_sums(self._cache, block_ids))
-            both.create_task(self._send(first, block_ids, rest, self._cache.layout.num_layers - rest))
-        self._checksums.update(enumerate(sums.result(), first))
+            layers = replace(whole, first_layer=group.first, num_layers=group.count)
+            await self._write_layers(first, block_ids, layers)
 
-    async def _send(self, first: int, block_ids: list[int], layer: int, num_layers: int) -> None:
-        layout, grant = self._cache.layout, self._message.grant
-        if grant is None:
-            raise ProtocolError("blocks are to be written, and no grant was given")
+    async def _write_layers(self, first: int, block_ids: list[int], layers: KvPart) -> None:
+        async with asyncio.TaskGroup() as both:
+            for way in self._ways:
+                part = way.part.overlap(layers)
+                if part is None:
+                    continue
+                both.create_task(self._send(way, first, block_ids, part))
+                if part.first_layer + part.num_layers == way.part.first_layer + way.part.num_layers:
+                    # Of all that goes this way, once: it takes less than the last layers do.
+                    both.create_task(self._sum(way, first, block_ids))
+
+    async def _sum(self, way: _Way, first: int, block_ids: list[int]) -> None:
+        sums = await way.shard.sums(block_ids, way.part)
+        self._checksums |= {(way.part, block): value for block, value in enumerate(sums, first)}
+
+    async def _send(self, way: _Way, first: int, block_ids: list[int], part: KvPart) -> None:
+        grant = way.target.grant
         skipped = first - self._message.first_block
         if skipped + len(block_ids) > len(grant.offsets):
             raise ProtocolError("fewer blocks were granted than are to be written")
-        targets = np.array(grant.offsets[skipped : skipped + len(block_ids)], np.int64)
-        await self._agent.write(
-            self._message.target,
-            grant,
-            batch_of(
-                self._segment,
-                source_offsets=[layout.offset(block_id, layer) for block_id in block_ids],
-                target_offsets=targets + layout.offset(0, layer),
-                length=num_layers * layout.layer_bytes,
-            ),
+        move = BlockMove(
+            peer=way.target.peer,
+            grant=grant,
+            block_ids=tuple(block_ids),
+            offsets=grant.offsets[skipped : skipped + len(block_ids)],
+            peer_part=way.target.part,
+            part=part,
             deadline_s=self._message.work.deadline_s,
         )
+        await way.shard.write(move)

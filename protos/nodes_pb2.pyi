@@ -194,14 +194,16 @@ class Reserve(_message.Message):
     def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ...) -> None: ...
 
 class Reserved(_message.Message):
-    __slots__ = ("request_id", "num_matched_blocks", "grant")
+    __slots__ = ("request_id", "num_matched_blocks", "grant", "ranks")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_MATCHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_matched_blocks: int
     grant: _transfer_pb2.Grant
-    def __init__(self, request_id: _Optional[str] = ..., num_matched_blocks: _Optional[int] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.RankGrant]
+    def __init__(self, request_id: _Optional[str] = ..., num_matched_blocks: _Optional[int] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[_transfer_pb2.RankGrant, _Mapping]]] = ...) -> None: ...
 
 class Lend(_message.Message):
     __slots__ = ("request_id", "chain", "lease_s", "first_block")
@@ -276,54 +278,64 @@ class Serve(_message.Message):
     def __init__(self, roles: _Optional[_Iterable[str]] = ..., draining: _Optional[bool] = ..., fence: _Optional[int] = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("work", "target", "grant", "first_block", "source")
+    __slots__ = ("work", "target", "grant", "first_block", "source", "ranks")
     WORK_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     work: Work
     target: _transfer_pb2.PeerDescriptor
     grant: _transfer_pb2.Grant
     first_block: int
     source: Source
-    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., target: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., first_block: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.RankGrant]
+    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., target: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., first_block: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[_transfer_pb2.RankGrant, _Mapping]]] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("request_id", "first_token", "finish_reason", "num_cached_tokens", "checksums", "times")
+    __slots__ = ("request_id", "first_token", "finish_reason", "num_cached_tokens", "checksums", "times", "parts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     first_token: SampledToken
     finish_reason: str
     num_cached_tokens: int
     checksums: _containers.RepeatedScalarFieldContainer[int]
     times: PrefillTimes
-    def __init__(self, request_id: _Optional[str] = ..., first_token: _Optional[_Union[SampledToken, _Mapping]] = ..., finish_reason: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ..., times: _Optional[_Union[PrefillTimes, _Mapping]] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.KvPart]
+    def __init__(self, request_id: _Optional[str] = ..., first_token: _Optional[_Union[SampledToken, _Mapping]] = ..., finish_reason: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ..., times: _Optional[_Union[PrefillTimes, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[_transfer_pb2.KvPart, _Mapping]]] = ...) -> None: ...
 
 class PrefillTimes(_message.Message):
-    __slots__ = ("queue_s", "compute_s", "exposed_transfer_s")
+    __slots__ = ("queue_s", "compute_s", "exposed_transfer_s", "exposed_load_s", "bubble_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    BUBBLE_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     compute_s: float
     exposed_transfer_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ...) -> None: ...
+    exposed_load_s: float
+    bubble_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., exposed_load_s: _Optional[float] = ..., bubble_s: _Optional[float] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("request_id", "first_token_id", "checksums")
+    __slots__ = ("request_id", "first_token_id", "checksums", "parts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     first_token_id: int
     checksums: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., first_token_id: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.KvPart]
+    def __init__(self, request_id: _Optional[str] = ..., first_token_id: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ..., parts: _Optional[_Iterable[_Union[_transfer_pb2.KvPart, _Mapping]]] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("request_id",)

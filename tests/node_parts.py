@@ -6,25 +6,31 @@ import asyncio
 import threading
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from base.block_hash import chain_root
 from base.clock import SystemClock
 from base.config import TransferConfig
-from base.kv_layout import KvLayout
+from base.kv_layout import KvLayout, KvPart
 from base.messages import Work
 from base.request import SampledToken, SamplingParams, StopParams
 from engine.block_pool import BlockPool
+from engine.block_sums import block_sums
 from engine.loop import EngineLoop
 from engine.paged_cache import PagedCache
 from engine.scheduler import Scheduler
 from engine.step import LayerGroup, StepPlan, StepResult
+from prefill_node.prefix_loader import LentPrefix
+from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
+from transfer.shard import LocalShard, NodeKv
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
 ROOT = chain_root("model", LAYOUT.layout_id)
 NUM_BLOCKS = 12
+WHOLE = KvPart(0, LAYOUT.num_layers, 0, LAYOUT.num_kv_heads)
 
 
 class CountingRunner:
@@ -103,7 +109,13 @@ class Part:
         self.loop = EngineLoop(self.runner, scheduler, self.pool, clock)
         self.sent = []
         self._news = asyncio.Event()
-        self.role = role_class(self.loop, self.cache, self.segment, agent, group, self.send, clock)
+        shard = LocalShard(WHOLE, LAYOUT, self.segment, agent, partial(block_sums, self.cache))
+        self.kv = NodeKv(LAYOUT, (shard,))
+        lent = partial(LentPrefix, agent, self.segment, self.cache)
+        if role_class is PrefillRole:
+            self.role = PrefillRole(self.loop, self.kv, group, self.send, clock, lent)
+        else:
+            self.role = role_class(self.loop, self.kv, group, self.send, clock)
 
     def send(self, item):
         self.sent.append(item)

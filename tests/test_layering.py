@@ -61,6 +61,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "engine/gpu_model.py",
         "engine/gpu_attention.py",
         "engine/tensor_parallel.py",
+        "engine/pipeline.py",
         "bench/",
     ),
     "triton": ("engine/kernels/", "transfer/kernels/"),

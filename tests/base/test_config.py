@@ -43,6 +43,8 @@ def test_a_process_reads_what_it_was_given(tmp_path, config):
         ({"epoch": 1}, "epoch: unknown key"),
         ({"engine": {"chunks": 1}}, "engine.chunks: unknown key"),
         ({"engine": {"chunk_tokens": 1}}, "chunk_tokens: at least 16"),
+        ({"engine": {"pipeline_parallel": 2, "stage_layers": [30]}}, "stage_layers: empty, or one number"),
+        ({"engine": {"chunk_attention": -2.0}}, "chunk_attention: not negative, or -1"),
         ({"engine": {"chunk_tokens": "many"}}, "engine.chunk_tokens: int is wanted, not str"),
         ({"engine": []}, "engine.: a table is wanted"),
         ({"roles": "prefill"}, "roles: a list is wanted"),
@@ -82,3 +84,10 @@ def test_binding_beyond_loopback_must_be_asked_for():
 def test_pools_must_agree_on_the_block_size():
     with pytest.raises(ValueError, match=r"decode\.engine\.block_size"):
         ClusterConfig(decode=PoolConfig(engine=EngineConfig(block_size=32)))
+
+
+def test_a_pool_has_a_gpu_for_each_rank():
+    engine = EngineConfig(pipeline_parallel=2, tensor_parallel=2)
+    assert PoolConfig(gpus_per_node=4, engine=engine).gpus_per_node == 4
+    with pytest.raises(ValueError, match="gpus_per_node: 0, or one at least for each rank"):
+        PoolConfig(gpus_per_node=3, engine=engine)

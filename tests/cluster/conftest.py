@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,18 @@ def running(
     scheduler: SchedulerConfig | None = None,
     kv_cache_gib: float = 0.75,
     conductors: int = 1,
+    of_decode=None,
+    **of_prefill,
 ) -> Iterator[LocalCluster]:
-    """Run a cluster whose chunks (50 tokens) divide neither the prompts nor the blocks."""
+    """Run a cluster whose chunks (50 tokens) divide neither the prompts nor the blocks.
+
+    `of_prefill`, `of_decode`: of those nodes' engines, what is different.
+    """
     engine = EngineConfig(block_size=BLOCK_SIZE, kv_cache_gib=kv_cache_gib, chunk_tokens=50, threads=1)
     config = ClusterConfig(
         server=ServerConfig(http_port=0, grpc_port=0, conductors=conductors),
-        prefill=PoolConfig(nodes=prefill, engine=engine),
-        decode=PoolConfig(nodes=decode, engine=engine),
+        prefill=PoolConfig(nodes=prefill, engine=replace(engine, **of_prefill)),
+        decode=PoolConfig(nodes=decode, engine=replace(engine, **(of_decode or {}))),
         transfer=TransferConfig(transports=transports),
         store=store or StoreConfig(),
         scheduler=scheduler or SchedulerConfig(),

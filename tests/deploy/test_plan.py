@@ -1,10 +1,18 @@
 import dataclasses
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig, TransferConfig
-from deploy.plan import HOST_ADDRESS, PreparedModel, conductor_process, needed_resources, planned_nodes
+from deploy.plan import (
+    HOST_ADDRESS,
+    PreparedModel,
+    chunk_attention,
+    conductor_process,
+    needed_resources,
+    planned_nodes,
+)
 
 MODEL = PreparedModel("/models/m", "m@1", "m")
 
@@ -55,3 +63,14 @@ def test_what_is_needed_is_the_sum_over_all_nodes():
     config = ClusterConfig(prefill=prefill, decode=PoolConfig(nodes=2, resource="decode"))
     assert needed_resources(config) == {"CPU": 3.5, "GPU": 6.0, "prefill": 3.0, "decode": 2.0}
     assert needed_resources(ClusterConfig(prefill=PoolConfig(nodes=0))) == {"CPU": 1.0}
+
+
+def test_a_pipelines_chunks_are_shortened_by_what_the_profile_says_of_attention():
+    engines = {
+        EngineConfig(): 0.0,
+        EngineConfig(pipeline_parallel=2): pytest.approx(4.67e-10 / 2.21e-05),
+        EngineConfig(pipeline_parallel=2, chunk_attention=0.5): 0.5,
+        EngineConfig(pipeline_parallel=2, chunk_attention=0.0): 0.0,
+    }
+    for engine, expected in engines.items():
+        assert chunk_attention(engine, "h200-llama8b") == expected

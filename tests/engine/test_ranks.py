@@ -1,7 +1,9 @@
 """An engine of several ranks says what one says, token for token, and leaves no process behind."""
 
 import asyncio
+import os
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,12 @@ import torch
 
 from base.clock import SystemClock
 from base.config import EngineConfig
-from base.errors import ConfigError
+from base.errors import ConfigError, LostError
 from base.request import SamplingParams
 from engine.batch import batch_from_numbers, batch_numbers, build_batch
 from engine.build import build_engine
+from engine.rank_group import GroupShape
+from engine.ranks import Ranks
 from engine.step import StepEntry, StepPlan
 from tests.engine.builders import make_sequence, run_sequences
 from tests.engine.test_gpu_model import make_family
@@ -79,3 +83,22 @@ def test_a_batch_survives_the_way_to_the_other_ranks() -> None:
             )
             assert torch.equal(getattr(again, part).block_tables, getattr(batch, part).block_tables)
         assert again.num_single == batch.num_single
+
+
+def test_the_ranks_that_are_left_are_ended_after_one_has_ended_by_itself() -> None:
+    ranks = Ranks(GroupShape(stages=3))
+    lost = threading.Event()
+    try:
+        for _ in range(2):
+            ranks.start("tests.engine.short_rank", {})
+        ranks.on_lost(lost.set)
+        assert lost.wait(60)
+        with pytest.raises(LostError):
+            ranks.wait_ran([1, 2], 1)
+        with pytest.raises(BrokenPipeError):
+            ranks.tell(torch.zeros(100, dtype=torch.int64))
+    finally:
+        ranks.close()
+    for pid in ranks.pids():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -19,6 +20,7 @@ from kvstore.member import Member
 from kvstore.pool import HostPool
 from kvstore.store import Store
 from prefill_node.lender import Lender
+from prefill_node.prefix_loader import LentPrefix
 from prefill_node.role import PrefillRole
 from tests.node_parts import LAYOUT, ROOT, parts, work
 
@@ -50,8 +52,8 @@ def with_store(part, group):
     part.store.join(cache.directory)
     blocks = PagedBlocks(part.pool, part.cache, part.segment)
     part.beside = EngineStore(blocks, cache, part.store, 1e9, SystemClock())
-    shared = (part.loop, part.cache, part.segment, part.agent, group, part.send, SystemClock())
-    part.role = PrefillRole(*shared, part.beside)
+    lent = partial(LentPrefix, part.agent, part.segment, part.cache)
+    part.role = PrefillRole(part.loop, part.kv, group, part.send, SystemClock(), lent, part.beside)
     part.lender = Lender(part.pool, part.cache, part.segment, part.agent, group, part.send, part.store)
     return group.create_task(part.beside.run())
 

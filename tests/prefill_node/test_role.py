@@ -191,7 +191,7 @@ async def test_blocks_that_were_preempted_before_they_were_sent_are_sent_when_th
     prefill, decode = both
     grant = granted(decode, 2)
     message = Prefill(work(num_tokens=32), decode.agent.descriptor, grant, 0)
-    sender = KvSender(prefill.agent, prefill.pool, prefill.cache, prefill.segment, message)
+    sender = KvSender(prefill.kv, prefill.pool, message)
     async with asyncio.TaskGroup() as writes:
         sender.send_finished(writes, [], 32)
         assert prefill.pool.num_held == 0
@@ -208,7 +208,7 @@ async def test_blocks_of_a_write_that_never_began_are_given_back(both):
     prefill, decode = both
     grant = granted(decode, 2)
     message = Prefill(work(num_tokens=32), decode.agent.descriptor, grant, 0)
-    sender = KvSender(prefill.agent, prefill.pool, prefill.cache, prefill.segment, message)
+    sender = KvSender(prefill.kv, prefill.pool, message)
     computed = prefill.pool.allocate(2)
 
     async def broken():

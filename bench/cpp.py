@@ -1,0 +1,161 @@
+"""`python -m bench.cpp`: time to the first token of long prompts, by the number of pipeline stages.
+
+For each number of stages an engine of as many ranks is built (a GPU each, or shares of the
+CPU), and each prompt computed alone, `--repeats` times, the engine warm. Then `--short-count`
+prompts of `--short` tokens are handed over at once, which gives prompts a second; that of X
+stages is compared with X times that of one, which is what X separate nodes would do. Ratios
+are of medians, to one stage.
+
+    python -m bench.cpp --model 8b --stages 1,2,4 --prompts 32768,131072 --chunk 8192 --out cpp.json
+    python -m bench.cpp --model tiny --stages 1,2 --prompts 2048 --chunk 256 --kv-cache-gib 0.05
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+
+from base.block_hash import BlockHash
+from base.clock import SystemClock
+from base.config import EngineConfig
+from base.request import RequestId, SamplingParams, StopParams
+from bench.about_run import about_run
+from bench.shapes import about, model_config, write_model
+from engine.build import Engine, build_engine
+from engine.sequence import Sequence
+from engine.step import SequenceOutput
+
+
+def prompt_of(length: int, vocab_size: int, rng: random.Random) -> list[int]:
+    """Return a prompt whose first block nobody has computed before."""
+    return [rng.randrange(vocab_size) for _ in range(length)]
+
+
+async def first_tokens(engine: Engine, prompts: Items[list[int]]) -> float:
+    """Hand over all prompts at once; return the seconds until the last one's first token."""
+    waiting = {RequestId(f"r{index}") for index in range(len(prompts))}
+    done = asyncio.Event()
+
+    def listen(output: SequenceOutput) -> None:
+        if output.finish_reason is not None:
+            engine.loop.release(output.sequence)
+            waiting.discard(output.sequence.request_id)
+        if not waiting:
+            done.set()
+
+    sampling, stop = SamplingParams(temperature=0.0), StopParams(max_tokens=1)
+    started_s = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        name = RequestId(f"r{index}")
+        engine.loop.add(Sequence(name, prompt, len(prompt), BlockHash(b""), sampling, stop), listen)
+    await done.wait()
+    return time.perf_counter() - started_s
+
+
+async def measure(engine: Engine, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Return the medians of one engine."""
+    rng = random.Random(seed)
+    running = asyncio.create_task(engine.loop.run())
+    row: dict[str, Any] = {"stages": options.now, "ttft_s": {}}
+    for length in options.prompts:
+        # The first is a warm-up: kernels compile, links are made.
+        times = [
+            await first_tokens(engine, [prompt_of(length, engine.vocab_size, rng)])
+            for _ in range(options.repeats + 1)
+        ][1:]
+        row["ttft_s"][str(length)] = statistics.median(times)
+    rates = []
+    for _ in range(options.repeats + 1):
+        short = [
+            prompt_of(options.short, engine.vocab_size, rng) for _ in range(options.short_count * options.now)
+        ]
+        rates.append(len(short) / await first_tokens(engine, short))
+    row["short_prompts_per_s"] = statistics.median(rates[1:])
+    running.cancel()
+    await asyncio.wait([running])
+    return row
+
+
+def measure_stages(options: argparse.Namespace, folder: Path, stages: int) -> dict[str, Any]:
+    """Build an engine of so many stages, measure it, and end it."""
+    options.now = stages
+    config = EngineConfig(
+        chunk_tokens=options.chunk,
+        kv_cache_gib=options.kv_cache_gib,
+        max_batch=64,
+        random_weights=True,
+        threads=options.threads,
+        pipeline_parallel=stages,
+    )
+    if options.split:
+        splits = {len(split): split for split in options.split}
+        config = replace(config, stage_layers=splits.get(stages, ()))
+    engine = build_engine(config, str(folder), SystemClock())
+    try:
+        return asyncio.run(measure(engine, options, seed=stages))
+    finally:
+        if engine.ranks is not None:
+            engine.ranks.close()
+            torch.distributed.destroy_process_group()
+
+
+def compared(rows: list[dict[str, Any]]) -> None:
+    """Add to each row what it is of one stage's."""
+    base = next((row for row in rows if row["stages"] == 1), None)
+    for row in rows:
+        if base is None or row is base:
+            continue
+        row["ttft_ratio"] = {
+            length: round(value / base["ttft_s"][length], 4) for length, value in row["ttft_s"].items()
+        }
+        separate = row["stages"] * base["short_prompts_per_s"]
+        row["short_ratio"] = round(row["short_prompts_per_s"] / separate, 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.cpp", description=__doc__)
+    numbers = lambda text: tuple(map(int, text.split(",")))  # noqa: E731
+    parser.add_argument("--model", default="8b", help="8b, 0.6b or tiny")
+    parser.add_argument("--stages", type=numbers, default=(1, 2))
+    parser.add_argument("--split", type=numbers, action="append", help="layers of each stage, such as 17,15")
+    parser.add_argument("--prompts", type=numbers, default=(32_768, 131_072))
+    parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--short", type=int, default=512)
+    parser.add_argument("--short-count", type=int, default=64, help="for each stage")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--kv-cache-gib", type=float, default=0.0)
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    longest = max(options.prompts) + 1
+    rows = []
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) / "model"
+        write_model(options.model, folder)
+        config = model_config(options.model)
+        config.max_position_embeddings = max(config.max_position_embeddings, longest)
+        config.save_pretrained(folder)
+        for stages in options.stages:
+            rows.append(measure_stages(options, folder, stages))
+            compared(rows)
+            print(json.dumps(rows[-1]), flush=True)
+    report = {**about(options.commit), **about_run("torch"), "chunk": options.chunk, "rows": rows}
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

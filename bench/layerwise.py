@@ -1,0 +1,111 @@
+"""`python -m bench.layerwise`: how much of a hand-off computation hides, by how layers leave.
+
+A prefill node and a decode node as in `bench/handoff.py`, one request at a time, once for each way:
+
+    1 group         a chunk's KV leaves when all its layers are computed
+    N groups        in N parts, each when its layers are (one rank, steps that are not captured)
+    N stages        a pipeline of N ranks: each stage's layers leave when it has run the chunk
+
+Reported is the median exposed transfer, in ms and as a share of the prefill, whose bar is 3 %.
+The ways are measured one after the other, `--rounds` times over.
+
+    python -m bench.layerwise --groups 1,4,8 --stages 2,4 --lengths 16384,32768 --out layerwise.json
+    python -m bench.layerwise --model tiny --shared-gpu --kv-cache-gib 0.1 --groups 1 --stages 2 \\
+        --lengths 1024 --chunk-tokens 256 --repeats 1 --rounds 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.about_run import about_run
+from bench.handoff import Row, measure
+from bench.shapes import Limits, about, model_config, parse_shape, running
+
+
+def ways_of(options: argparse.Namespace) -> dict[str, Limits]:
+    """Return what bounds the nodes, for each way."""
+    base = Limits(
+        max_batch=8,
+        max_model_len=options.max_model_len or max(options.lengths) + 64,
+        kv_cache_gib=options.kv_cache_gib,
+        shared_gpu=options.shared_gpu,
+    )
+    ways = {f"{count} groups": replace(base, layer_groups=count) for count in options.groups}
+    return ways | {f"{count} stages": replace(base, stages=count) for count in options.stages}
+
+
+def measured(options: argparse.Namespace, limits: Limits, seed: int) -> list[Row]:
+    """Start a cluster, measure each length, and end it."""
+    rng = random.Random(seed)
+    vocab_size = model_config(options.model).vocab_size
+    shape = parse_shape(f"1p1d@{options.chunk_tokens}")
+    with running(options.model, shape, limits, options.logs) as cluster:
+        return [measure(cluster, length, options.repeats, vocab_size, rng) for length in options.lengths]
+
+
+def summary(way: str, rounds: list[list[Row]]) -> list[dict[str, Any]]:
+    """Return the medians over all rounds of one way, for each length."""
+    rows = []
+    for of_length in zip(*rounds, strict=True):
+        shares = [row.exposed_share for row in of_length]
+        rows.append(
+            {
+                "way": way,
+                "prompt_tokens": of_length[0].prompt_tokens,
+                "ttft_ms": statistics.median(row.ttft_ms for row in of_length),
+                "compute_ms": statistics.median(row.compute_ms for row in of_length),
+                "exposed_ms": statistics.median(row.exposed_ms for row in of_length),
+                "exposed_share": statistics.median(shares),
+                "worst_share": max(shares),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.layerwise",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(","))) if text else ()
+
+    add = parser.add_argument
+    add("--model", default="8b", choices=["8b", "0.6b", "tiny"])
+    add("--groups", type=numbers, default=(1, 4, 8))
+    add("--stages", type=numbers, default=(2,))
+    add("--lengths", type=numbers, default=(16_384,))
+    add("--chunk-tokens", type=int, default=8192, help="above 4096, so that steps are not captured")
+    add("--repeats", type=int, default=5)
+    add("--rounds", type=int, default=3)
+    add("--shared-gpu", action="store_true", help="all nodes on one GPU, or on none")
+    add("--kv-cache-gib", type=float, default=0.0)
+    add("--max-model-len", type=int, default=0)
+    add("--logs", type=Path)
+    add("--commit", default="")
+    add("--out", type=Path)
+    options = parser.parse_args()
+    rounds: dict[str, list[list[Row]]] = {}
+    for number in range(options.rounds):
+        for way, limits in ways_of(options).items():
+            rounds.setdefault(way, []).append(measured(options, limits, number))
+    rows = [row for way, of_way in rounds.items() for row in summary(way, of_way)]
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    if options.out:
+        report = {**about(options.commit), **about_run("torch"), "chunk": options.chunk_tokens, "rows": rows}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""A node's KV, put together: the memory of each rank as a shard that its roles can ask."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from base.config import NodeProcess, TransferConfig
+from deploy.remote_shard import RemoteShard
+from engine.block_sums import block_sums
+from engine.build import Engine, device_of
+from transfer.agent import TransferAgent
+from transfer.segment import Segment
+from transfer.shard import LocalShard, NodeKv
+
+Build = Callable[[Callable[[int], memoryview]], Engine]
+
+
+def transfer_config(config: NodeProcess, rank: int = 0) -> TransferConfig:
+    """Return how KV of a rank travels; nothing but cuda_ipc reaches what is on a GPU."""
+    transfer = config.transfer if rank == 0 else replace(config.transfer, port=0)
+    transports = transfer.transports
+    if device_of(config.engine).type == "cpu" or "cuda_ipc" in transports:
+        return transfer
+    return replace(transfer, transports=("cuda_ipc", *transports))
+
+
+def node_segment(agent: TransferAgent, build: Build) -> tuple[Engine, Segment]:
+    """Build a rank's engine over memory that peers reach; return the two. Blocks for seconds."""
+    segments: list[Segment] = []
+
+    def allocate(num_bytes: int) -> memoryview:
+        segments.append(agent.allocate(num_bytes))
+        return segments[-1].memory
+
+    engine = build(allocate)
+    return engine, segments[0] if segments else _device_segment(agent, engine)
+
+
+def node_kv(engine: Engine, segment: Segment, agent: TransferAgent) -> NodeKv:
+    """Return the KV of all ranks."""
+    own = LocalShard(engine.parts[0], engine.cache.layout, segment, agent, partial(block_sums, engine.cache))
+    ranks = engine.ranks
+    others = (
+        []
+        if ranks is None
+        else [RemoteShard(ranks, rank, part) for rank, part in enumerate(engine.parts) if rank]
+    )
+    return NodeKv(engine.layout, (own, *others))
+
+
+def _device_segment(agent: TransferAgent, engine: Engine) -> Segment:
+    """Return the segment over the paged cache of a GPU."""
+    # By name, because it imports Triton, which only machines with a GPU have.
+    cuda_ipc = importlib.import_module("transfer.cuda_ipc")
+    segment: Segment = agent.register_device(cuda_ipc.described(engine.cache.tensor))
+    return segment

@@ -1,0 +1,124 @@
+"""What a node does when: its requests, its pipeline's stages and its transfers, on one timeline.
+
+Rank 0 keeps it alone: it is told when a stage has run a step, and a stage begins with a step
+when it has ended the one before and the stage before has ended this one. So there is one
+clock and nothing to merge; what a stage's answer takes through the pipe is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from base.clock import Clock
+from base.grants import Grant, RankGrant
+from base.kv_layout import KvPart
+from base.messages import PrefillTimes
+from base.request import RequestId
+from base.timeline import Timeline
+from engine.build import Engine
+from engine.rank_group import GroupShape
+from engine.step import StepPlan
+from transfer.shard import BlockMove, KvShard
+
+
+class NodeTimeline:
+    """Owns a node's timeline while it is filled."""
+
+    def __init__(self, node_id: str, clock: Clock) -> None:
+        self._timeline = Timeline(node_id)
+        self._clock = clock
+
+    def watch(self, engine: Engine) -> None:
+        """Keep what the engine's steps do, stage by stage."""
+        shape = engine.ranks.shape if engine.ranks is not None else GroupShape()
+        steps = StageSteps(shape, self._timeline, self._clock)
+        if engine.ranks is not None:
+            engine.ranks.on_step(steps.ran)
+        engine.loop.on_step(steps.landed)
+
+    def shard(self, shard: KvShard) -> KvShard:
+        """Return the same shard, of which it is kept when it writes."""
+        return TimedShard(shard, self._timeline, self._clock)
+
+    def prefilled(self, request_id: RequestId, times: PrefillTimes) -> None:
+        """Keep where a request's seconds went, which has its first token now."""
+        end_s = self._clock.now_s()
+        track = f"request {request_id}"
+        parts = (
+            ("transfer", times.exposed_transfer_s),
+            ("compute", times.compute_s),
+            ("queue", times.queue_s - times.exposed_load_s),
+            ("load", times.exposed_load_s),
+        )
+        for name, seconds in parts:
+            self._timeline.span(track, name, end_s - seconds, end_s, bubble_s=times.bubble_s)
+            end_s -= seconds
+
+    def write(self, path: Path) -> None:
+        self._timeline.write(path)
+
+
+class StageSteps:
+    """Turns ends of steps into spans on a track for each stage."""
+
+    def __init__(self, shape: GroupShape, timeline: Timeline, clock: Clock) -> None:
+        self._shape = shape
+        self._timeline = timeline
+        self._clock = clock
+        self._ended_s = [0.0] * shape.stages
+        """When each stage ended with its last step."""
+        self._reached_s: dict[int, float] = {}
+        """When each step that is under way left the stage it was in."""
+        self._num_landed = 0
+
+    def ran(self, rank: int, step: int) -> None:
+        """Take in that a rank has run a step; rank 0: that all were told of it."""
+        if rank == 0:
+            self._reached_s[step] = self._clock.now_s()
+            return
+        stage, place = self._shape.place(rank)
+        if place == 0:
+            self._end(stage, step, {})
+
+    def landed(self, plan: StepPlan, seconds: float) -> None:
+        """Take in that a step has ended in the last stage."""
+        self._num_landed += 1
+        if self._num_landed not in self._reached_s:
+            self._reached_s[self._num_landed] = self._clock.now_s() - seconds
+        requests = {entry.sequence.request_id: entry.num_tokens for entry in plan.entries}
+        self._end(self._shape.stages - 1, self._num_landed, requests)
+        del self._reached_s[self._num_landed]
+
+    def _end(self, stage: int, step: int, requests: dict[RequestId, int]) -> None:
+        now_s = self._clock.now_s()
+        began_s = max(self._ended_s[stage], self._reached_s.get(step, now_s))
+        self._ended_s[stage] = now_s
+        if step in self._reached_s:
+            self._reached_s[step] = now_s
+        self._timeline.span(f"stage {stage}", f"step {step}", began_s, now_s, **requests)
+
+
+class TimedShard:
+    """A shard whose writes are kept."""
+
+    def __init__(self, shard: KvShard, timeline: Timeline, clock: Clock) -> None:
+        self.part = shard.part
+        self._shard = shard
+        self._timeline = timeline
+        self._clock = clock
+
+    async def write(self, move: BlockMove) -> None:
+        began_s = self._clock.now_s()
+        await self._shard.write(move)
+        track = f"transfer of layer {self.part.first_layer} on, head {self.part.first_head} on"
+        self._timeline.span(track, "write", began_s, self._clock.now_s(), blocks=len(move.block_ids))
+
+    async def grant(self, block_ids: Sequence[int], lease_s: float) -> RankGrant:
+        return await self._shard.grant(block_ids, lease_s)
+
+    async def revoke(self, grant: Grant) -> None:
+        await self._shard.revoke(grant)
+
+    async def sums(self, block_ids: Sequence[int], part: KvPart) -> list[int]:
+        return await self._shard.sums(block_ids, part)

@@ -1,0 +1,75 @@
+"""`python -m deploy.rank`: another rank of a node, with its own share of the KV and its own way out.
+
+Rank 0 (`deploy/node.py`) starts it, tells it of steps, and asks its shard; what that is, says
+`transfer/shard.py`. It ends with rank 0's pipe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import threading
+from functools import partial
+from typing import Any
+
+from base.clock import SystemClock
+from base.config import NodeProcess, from_table
+from base.errors import ConfigError
+from base.logs import configure
+from deploy.node_kv import node_segment, transfer_config
+from deploy.remote_shard import ShardServer
+from engine.block_sums import block_sums
+from engine.build import build_rank
+from engine.rank_group import RankGroup
+from engine.ranks import Kind, Pipe, follow_steps, join_ranks
+from engine.runner import Follower
+from transfer.agent import TransferAgent
+from transfer.shard import LocalShard
+
+
+async def serve(spec: dict[str, Any], group: RankGroup, pipe: Pipe) -> None:
+    """Run the rank until rank 0 ends it, which ends the process. Raises ConfigError."""
+    config = from_table(NodeProcess, spec["node"], "")
+    rank = group.world.rank
+    clock = SystemClock()
+    agent = TransferAgent(
+        f"{config.node_id}/{rank}", secrets.randbits(63), transfer_config(config, rank), clock
+    )
+    async with agent:
+        # Not in a thread: which GPU is used is a thread's own matter, and nothing else is to do yet.
+        engine, segment = node_segment(agent, partial(build_rank, spec, group, clock))
+        shard = LocalShard(
+            engine.parts[rank], engine.cache.layout, segment, agent, partial(block_sums, engine.cache)
+        )
+        # On a GPU the first sum compiles its kernel: seconds that no request shall wait.
+        await block_sums(engine.cache, [0])
+        server = ShardServer(shard, partial(pipe.send, Kind.MESSAGE))
+        loop = asyncio.get_running_loop()
+        assert isinstance(engine.runner, Follower)
+        follow = engine.runner.follow
+
+        def run() -> None:
+            follow_steps(pipe, group.device, follow, lambda message: _post(loop, server, message))
+
+        threading.Thread(target=run, name="pipe", daemon=True).start()
+        await asyncio.Event().wait()
+
+
+def _post(loop: asyncio.AbstractEventLoop, server: ShardServer, message: bytes) -> None:
+    loop.call_soon_threadsafe(server.receive, message)
+
+
+def main() -> int:
+    """Return the exit status. What cannot be served is rank 0's to tell."""
+    spec, group, pipe = join_ranks()
+    configure(f"{spec['node']['node_id']}/{group.world.rank}")
+    try:
+        asyncio.run(serve(spec, group, pipe))
+    except ConfigError:
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

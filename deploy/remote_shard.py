@@ -1,0 +1,172 @@
+"""A shard of another rank: what rank 0 asks of it over the pipe, and the rank that answers.
+
+`RemoteShard` is rank 0's end and `ShardServer` the other's. A call that is cancelled is told
+so, and still waited for: its caller may reuse the blocks once it is over, and only the rank
+knows when that is. It is over soon, because the transfer has a deadline of its own. Nobody
+waits for a rank that has ended: the node ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import base.errors
+from base.errors import LostError, ServeError
+from base.grants import Grant, RankGrant
+from base.kv_layout import KvPart
+from base.uninterrupted import uninterrupted
+from base.wire import (
+    grant_from,
+    grant_to,
+    part_from,
+    part_to,
+    peer_from,
+    peer_to,
+    rank_grant_from,
+    rank_grant_to,
+)
+from engine.ranks import Ranks
+from protos import ranks_pb2 as pb
+from transfer.shard import BlockMove, KvShard
+
+Answer = asyncio.Future[pb.RankAnswer]
+
+
+class RemoteShard:
+    """The shard of rank `rank`, as rank 0 sees it. Belongs to the event loop that makes it."""
+
+    def __init__(self, ranks: Ranks, rank: int, part: KvPart) -> None:
+        self.part = part
+        self._ranks = ranks
+        self._rank = rank
+        self._num_calls = 0
+        self._waiting: dict[int, Answer] = {}
+        loop = asyncio.get_running_loop()
+
+        def on_message(message: bytes) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(self._answered, message)
+
+        ranks.on_message(rank, on_message)
+
+    async def write(self, move: BlockMove) -> None:
+        await self._call(pb.RankCall(write=_write_to(move)))
+
+    async def sums(self, block_ids: Sequence[int], part: KvPart) -> list[int]:
+        call = pb.RankCall(sum=pb.SumBlocks(block_ids=block_ids, part=part_to(part)))
+        return list((await self._call(call)).sums)
+
+    async def grant(self, block_ids: Sequence[int], lease_s: float) -> RankGrant:
+        call = pb.RankCall(grant=pb.GrantBlocks(block_ids=block_ids, lease_s=lease_s))
+        return rank_grant_from((await self._call(call)).granted)
+
+    async def revoke(self, grant: Grant) -> None:
+        await self._call(pb.RankCall(revoke=grant_to(grant)))
+
+    async def _call(self, call: pb.RankCall) -> pb.RankAnswer:
+        self._num_calls += 1
+        call.call_id = self._num_calls
+        answer: Answer = asyncio.get_running_loop().create_future()
+        self._waiting[call.call_id] = answer
+        try:
+            self._ranks.send(self._rank, call.SerializeToString())
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            await uninterrupted(self._cancelled(call.call_id, answer))
+            raise
+        finally:
+            del self._waiting[call.call_id]
+
+    async def _cancelled(self, call_id: int, answer: Answer) -> None:
+        with suppress(ServeError):
+            cancel = pb.RankCall(call_id=call_id, cancel=pb.CancelCall())
+            self._ranks.send(self._rank, cancel.SerializeToString())
+            await answer
+
+    def _answered(self, message: bytes) -> None:
+        told = pb.RankAnswer.FromString(message)
+        answer = self._waiting.get(told.call_id)
+        if answer is None or answer.done():
+            return
+        if told.reason:
+            answer.set_exception(_error(told.reason, told.message))
+        else:
+            answer.set_result(told)
+
+
+class ShardServer:
+    """Answers rank 0's calls with this rank's shard. Belongs to the event loop."""
+
+    def __init__(self, shard: KvShard, send: Callable[[bytes], None]) -> None:
+        self._shard = shard
+        self._send = send
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def receive(self, message: bytes) -> None:
+        """Begin with a call, or end one."""
+        call = pb.RankCall.FromString(message)
+        task = self._tasks.get(call.call_id)
+        if not call.HasField("cancel"):
+            task = asyncio.get_running_loop().create_task(self._answer(call))
+            self._tasks[call.call_id] = task
+            task.add_done_callback(lambda _: self._tasks.pop(call.call_id))
+        elif task is not None:
+            task.cancel()
+
+    async def _answer(self, call: pb.RankCall) -> None:
+        answer = pb.RankAnswer(call_id=call.call_id, reason="LostError", message="cancelled")
+        try:
+            answer = await self._run(call)
+            answer.call_id = call.call_id
+        except ServeError as error:
+            answer = pb.RankAnswer(call_id=call.call_id, reason=type(error).__name__, message=str(error))
+        finally:
+            self._send(answer.SerializeToString())
+
+    async def _run(self, call: pb.RankCall) -> pb.RankAnswer:
+        answer = pb.RankAnswer()
+        match call.WhichOneof("call"):
+            case "write":
+                await self._shard.write(_write_from(call.write))
+            case "sum":
+                answer.sums.extend(await self._shard.sums(call.sum.block_ids, part_from(call.sum.part)))
+            case "grant":
+                granted = await self._shard.grant(call.grant.block_ids, call.grant.lease_s)
+                answer.granted.CopyFrom(rank_grant_to(granted))
+            case "revoke":
+                await self._shard.revoke(grant_from(call.revoke))
+        return answer
+
+
+def _write_to(move: BlockMove) -> pb.WriteBlocks:
+    return pb.WriteBlocks(
+        peer=peer_to(move.peer),
+        grant=grant_to(move.grant),
+        block_ids=move.block_ids,
+        offsets=move.offsets,
+        peer_part=part_to(move.peer_part),
+        part=part_to(move.part),
+        deadline_s=move.deadline_s,
+    )
+
+
+def _write_from(message: pb.WriteBlocks) -> BlockMove:
+    return BlockMove(
+        peer=peer_from(message.peer),
+        grant=grant_from(message.grant),
+        block_ids=tuple(message.block_ids),
+        offsets=tuple(message.offsets),
+        peer_part=part_from(message.peer_part),
+        part=part_from(message.part),
+        deadline_s=message.deadline_s,
+    )
+
+
+def _error(reason: str, message: str) -> ServeError:
+    kind = getattr(base.errors, reason, None)
+    if isinstance(kind, type) and issubclass(kind, ServeError):
+        with suppress(TypeError):
+            return kind(message)
+    return LostError(f"{reason}: {message}")

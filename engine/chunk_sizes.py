@@ -1,0 +1,32 @@
+"""How long each chunk of a prompt is: later ones are shorter, so that each takes as long.
+
+A chunk of n tokens after a prefix of p costs n tokens of the linear layers, and of attention
+what ((p + n)^2 - p^2) is times a constant. In a pipeline the stages are at different chunks of a
+prompt, and the longest-lasting one is waited for by all; so every chunk gets what the first,
+of `chunk_tokens`, takes. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+
+MIN_SHARE = 8
+"""A chunk has this part of `chunk_tokens` at least: short ones waste what a step costs at all."""
+
+
+def chunk_limit(start: int, chunk_tokens: int, attention: float, block_size: int) -> int:
+    """Return how many tokens a chunk that begins at `start` has at most.
+
+    Args:
+        chunk_tokens: Of a prompt's first chunk.
+        attention: Seconds of attention for each token squared, over those of the linear layers for
+            each token; 0: chunks are equally long.
+    """
+    if not attention or not start:
+        return chunk_tokens
+    cost = chunk_tokens + attention * chunk_tokens**2
+    linear = 1 + 2 * attention * start
+    # The positive root of attention n^2 + linear n - cost, in the form that loses no digits.
+    fitting = int(2 * cost / (linear + math.sqrt(linear**2 + 4 * attention * cost)))
+    least = max(chunk_tokens // MIN_SHARE, min(block_size, chunk_tokens))
+    return max(fitting // block_size * block_size, least)

@@ -1,0 +1,143 @@
+"""A stage of a pipeline: a contiguous range of a finished model's layers, cut out from outside.
+
+The first stage begins with token ids, every other one with the hidden states of the stage
+before; the last one ends with logits, every other one with hidden states for the stage after.
+A family is served so if its decoder has `layers` and a `norm` and takes hidden states in
+place of token ids. What more it does at its ends (some scale what they take in) the self-check
+at start finds out, which compares the whole pipeline's logits with those of the uncut model.
+
+A stage does not wait until what it sent has arrived: it computes the next chunk meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from base.errors import ConfigError
+
+MAX_SENT = 2
+"""Chunks sent and not yet received, of which the memory is kept."""
+
+
+def split_layers(num_layers: int, num_stages: int, wanted: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Return how many layers each stage has.
+
+    Args:
+        wanted: This many; empty: as equal as can be, the last ones having less, because the
+            last stage also samples.
+
+    Raises:
+        ConfigError: `wanted` is not such a split, or a stage would have no layer.
+    """
+    if num_stages > num_layers:
+        raise ConfigError(f"pipeline_parallel: {num_stages} stages of {num_layers} layers")
+    if not wanted:
+        share, rest = divmod(num_layers, num_stages)
+        return tuple(share + (stage < rest) for stage in range(num_stages))
+    if len(wanted) != num_stages or sum(wanted) != num_layers or min(wanted) < 1:
+        raise ConfigError(
+            f"stage_layers: {list(wanted)} is not a split of {num_layers} layers into {num_stages} stages"
+        )
+    return wanted
+
+
+class Link:
+    """Owns one direction between two ranks. Both use it in the same order.
+
+    Args:
+        group: Of the two alone.
+        peer: The other's rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+        self._group = group
+        self._peer = peer
+        self.device = device
+        self._sent: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Begin to send; on a GPU, after what its stream holds. Raises RuntimeError: the peer is lost."""
+        if len(self._sent) == MAX_SENT:
+            work, _ = self._sent.popleft()
+            if work is not None:
+                work.wait()
+        tensor = tensor.contiguous()
+        self._sent.append((dist.isend(tensor, self._peer, group=self._group), tensor))
+
+    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Fill `tensor`; on a GPU, in order with its stream. Raises RuntimeError: the peer is lost."""
+        dist.recv(tensor, self._peer, group=self._group)
+        return tensor
+
+
+class Stage:
+    """One stage, as one of its ranks sees it. Belongs to the device thread.
+
+    Args:
+        before, after: To the ranks of the neighbouring stages; None at the ends.
+    """
+
+    def __init__(self, index: int, num_stages: int, before: Link | None, after: Link | None) -> None:
+        self.index = index
+        self.num_stages = num_stages
+        self._before = before
+        self._after = after
+        self.on_taken_in: Callable[[], None] = lambda: None
+        """Called when a chunk's hidden states are there; on a GPU, in order with its stream."""
+
+    @property
+    def is_last(self) -> bool:
+        return self._after is None
+
+    def try_links(self) -> None:
+        """Send something through the whole pipeline once, which is when links are made."""
+        if self._before is not None:
+            self._before.receive(torch.zeros(1, device=self._before.device))
+        if self._after is not None:
+            self._after.send(torch.zeros(1, device=self._after.device))
+
+    def taken_in(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the hidden states of the stage before; None: this is the first."""
+        if self._before is None:
+            return None
+        hidden = self._before.receive(torch.empty(shape, dtype=dtype, device=self._before.device))
+        self.on_taken_in()
+        return hidden
+
+    def hand_on(self, hidden: torch.Tensor) -> None:
+        assert self._after is not None
+        self._after.send(hidden)
+
+
+def cut_to_stage(model: PreTrainedModel, layers: range) -> None:
+    """Keep these layers of a causal model, in place, and of its ends what they need.
+
+    Raises:
+        ConfigError: the family's decoder has no `layers` and `norm`.
+    """
+    decoder = model.base_model
+    config = model.config.get_text_config()
+    num_layers: int = config.num_hidden_layers
+    own: object = getattr(decoder, "layers", None)
+    if not isinstance(own, nn.ModuleList) or not isinstance(getattr(decoder, "norm", None), nn.Module):
+        raise ConfigError(
+            f"pipeline parallel: model family {model.config.model_type!r} has no `layers` and `norm`"
+        )
+    decoder.layers = own[layers.start : layers.stop]
+    for module in decoder.layers.modules():
+        if isinstance(layer := getattr(module, "layer_idx", None), int):
+            module.layer_idx = layer - layers.start
+    config.num_hidden_layers = len(layers)
+    if kinds := getattr(config, "layer_types", None):
+        config.layer_types = kinds[layers.start : layers.stop]
+    if layers.start:
+        model.set_input_embeddings(nn.Identity())
+    if layers.stop < num_layers:
+        decoder.norm = nn.Identity()
+        model.set_output_embeddings(nn.Identity())

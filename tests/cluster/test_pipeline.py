@@ -1,0 +1,85 @@
+"""Nodes of several ranks: each rank sends or receives what it has of the KV."""
+
+import os
+import signal
+from pathlib import Path
+
+import grpc
+import pytest
+
+from base.config import SchedulerConfig
+from protos.inference_pb2_grpc import InferenceStub
+from tests.cluster.asking import EOS, PATIENCE_S, generate_request, generated, held_blocks, until
+from tests.cluster.conftest import running
+from tests.cluster.test_same_tokens import check_all, model, token_prompts, tokenizer  # noqa: F401
+from tests.engine.test_smollm2 import fast_prompts
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+
+SMALL_CACHE_GIB = 0.25
+GROUPS = {
+    "two stages": {"pipeline_parallel": 2},
+    "three uneven stages": {"pipeline_parallel": 3, "stage_layers": (12, 11, 7), "chunk_tokens": 33},
+    "three ranks that share the heads": {"tensor_parallel": 3},
+    "two stages of three ranks": {"pipeline_parallel": 2, "tensor_parallel": 3},
+    "two stages to three ranks": {"pipeline_parallel": 2, "of_decode": {"tensor_parallel": 3}},
+    "one rank to two stages": {"of_decode": {"pipeline_parallel": 2}},
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_groups_of_ranks_say_what_generate_says(group, smollm2, tmp_path, model, tokenizer):  # noqa: F811
+    with running(smollm2, tmp_path, kv_cache_gib=SMALL_CACHE_GIB, **GROUPS[group]) as cluster:
+        check_all(cluster, model, token_prompts(tokenizer, fast_prompts()))
+        until(lambda: held_blocks(cluster) == 0)
+
+
+def other_ranks(cluster, name):
+    """Return the processes that a node started."""
+    tasks = Path(f"/proc/{cluster.processes[name].pid()}/task").iterdir()
+    return sorted(int(pid) for task in tasks for pid in (task / "children").read_text().split())
+
+
+def is_there(pid):
+    """Whether a process runs; one that ended and nobody asked for does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def test_a_stage_killed_mid_prompt_delays_the_answer_alone(smollm2, tmp_path):
+    prompt = [17 + (7 * index) % 20_000 for index in range(900)]
+    # It is the only node that prefills, and starts anew, three processes, in many seconds.
+    patient = SchedulerConfig(role_wait_s=240)
+    fields = {"kv_cache_gib": SMALL_CACHE_GIB, "scheduler": patient, "pipeline_parallel": 3}
+    with running(smollm2, tmp_path, **fields) as cluster:
+        expected, _ = generated(cluster.grpc_address, [token + 1 for token in prompt], 8)
+        before = other_ranks(cluster, "prefill-0")
+        assert len(before) == 2
+        with grpc.insecure_channel(cluster.grpc_address) as channel:
+            call = InferenceStub(channel).Generate(generate_request(prompt, 8), timeout=PATIENCE_S * 5)
+            until(lambda: held_blocks(cluster) > 20)
+            os.kill(before[0], signal.SIGKILL)
+            tokens = [token for response in call for token in response.token_ids]
+        assert len([token for token in tokens if token != EOS]) <= 8
+        until(lambda: not any(map(is_there, before)))
+        assert set(other_ranks(cluster, "prefill-0")).isdisjoint(before)
+        assert generated(cluster.grpc_address, [token + 1 for token in prompt], 8)[0] == expected
+        assert generated(cluster.grpc_address, prompt, 8)[0] == [token for token in tokens if token != EOS]
+        until(lambda: held_blocks(cluster) == 0)
+
+
+def test_a_client_that_leaves_mid_prompt_leaves_nothing_held(smollm2, tmp_path):
+    with running(smollm2, tmp_path, kv_cache_gib=SMALL_CACHE_GIB, pipeline_parallel=2) as cluster:
+        for _ in range(3):
+            with grpc.insecure_channel(cluster.grpc_address) as channel:
+                call = InferenceStub(channel).Generate(
+                    generate_request([5 + index for index in range(900)], 8), timeout=PATIENCE_S
+                )
+                until(lambda: held_blocks(cluster) > 20)
+                call.cancel()
+            until(lambda: held_blocks(cluster) == 0)
+        tokens, _ = generated(cluster.grpc_address, [3, 4, 5], 4)
+        assert len(tokens) == 4

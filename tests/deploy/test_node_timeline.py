@@ -1,0 +1,55 @@
+"""A node's timeline shows the stages of a pipeline at different chunks at the same moment."""
+
+from base.clock import ManualClock
+from base.timeline import Timeline
+from deploy.node_timeline import StageSteps
+from engine.rank_group import GroupShape
+from engine.step import StepPlan
+
+PLAN = StepPlan((), 0)
+
+
+def spans_of(timeline):
+    """Return (stage, step, start, end) of each span, in the order in which they ended."""
+    events = timeline.events()
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    return [
+        (names[event["tid"]], event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+        for event in events
+        if event["ph"] == "X"
+    ]
+
+
+def test_a_stage_begins_with_a_step_when_it_is_free_and_the_stage_before_has_ended_it():
+    clock, timeline = ManualClock(), Timeline("node")
+    zero_s = clock.now_s()
+    steps = StageSteps(GroupShape(stages=3), timeline, clock)
+    steps.ran(0, 1)
+    steps.ran(0, 2)
+    # Rank 1 is stage 0, rank 2 stage 1; the last stage tells of no step, its steps land.
+    for event in (
+        lambda: steps.ran(1, 1),
+        lambda: (steps.ran(2, 1), steps.ran(1, 2)),
+        lambda: (steps.landed(PLAN, 1.0), steps.ran(2, 2)),
+        lambda: steps.landed(PLAN, 1.0),
+    ):
+        clock.advance(1.0)
+        event()
+    found = [(stage, step, start - zero_s, end - zero_s) for stage, step, start, end in spans_of(timeline)]
+    assert found == [
+        ("stage 0", "step 1", 0, 1),
+        ("stage 1", "step 1", 1, 2),
+        ("stage 0", "step 2", 1, 2),
+        ("stage 2", "step 1", 2, 3),
+        ("stage 1", "step 2", 2, 3),
+        ("stage 2", "step 2", 3, 4),
+    ]
+
+
+def test_an_engine_of_one_rank_has_one_stage():
+    clock, timeline = ManualClock(), Timeline("node")
+    steps = StageSteps(GroupShape(), timeline, clock)
+    clock.advance(5.0)
+    steps.landed(PLAN, 2.0)
+    ((stage, step, start, end),) = spans_of(timeline)
+    assert (stage, step, end - start) == ("stage 0", "step 1", 2.0)

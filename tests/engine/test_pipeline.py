@@ -1,0 +1,257 @@
+"""Stages that have some of the layers each say what one process says, token for token."""
+
+import asyncio
+import os
+import random
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from base.clock import SystemClock
+from base.config import EngineConfig
+from base.errors import ConfigError, LostError
+from base.request import FinishReason, SamplingParams
+from engine.build import build_engine
+from engine.model import PagedModel
+from engine.pipeline import cut_to_stage, split_layers
+from engine.rank_group import GroupShape
+from tests.engine.builders import make_loop, make_sequence, run_sequences
+from tests.engine.stages import Stages, deep_llama
+from tests.engine.test_gpu_model import make_family
+
+SMALL = EngineConfig(device="cpu", block_size=16, kv_cache_gib=0.001, max_batch=6, threads=1)
+
+
+def make_sequences():
+    """Eight, greedy and sampled; two begin alike, so that prefixes are matched."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(211) for _ in range(rng.randint(1, 150))] for _ in range(6)]
+    prompts += [[5], [*prompts[1], 7]]
+    return [
+        make_sequence(
+            f"{index:02}", prompt, 4, sampling=SamplingParams(temperature=0.8 * (index % 2), seed=index)
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def said(results):
+    return {name: [token.token_id for token in tokens] for name, tokens in results.items()}
+
+
+@pytest.fixture(scope="module")
+def family():
+    return deep_llama()
+
+
+@pytest.fixture(scope="module")
+def alone(family):
+    """What one process says."""
+    tokens = said(asyncio.run(run_sequences(make_loop(PagedModel(family)), make_sequences())))
+    assert sum(map(len, tokens.values())) == 8 * 4
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("split", "chunk_tokens", "num_blocks"),
+    [
+        ((3, 2), 48, 64),
+        ((2, 1, 1, 1), 200, 12),
+        *(pytest.param(*row, marks=pytest.mark.full) for row in (((1, 4), 17, 64), ((1, 3, 1), 16, 64))),
+    ],
+)
+async def test_stages_generate_the_tokens_of_one_process(family, alone, split, chunk_tokens, num_blocks):
+    """In 12 blocks some sequences wait for others, or lose theirs and are computed again."""
+    with Stages(family, split, chunk_tokens, num_blocks).running() as loop:
+        assert said(await run_sequences(loop, make_sequences())) == alone
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+async def test_stages_on_gpus_generate_the_tokens_of_one_process(family):
+    """In Triton's interpreter, which takes seconds for a step."""
+
+    def some():
+        return [make_sequence("a", range(40), 2), make_sequence("b", range(60, 93), 2)]
+
+    expected = said(await run_sequences(make_loop(PagedModel(family)), some()))
+    with Stages(family, (3, 2), 32, on_gpu=True).running() as loop:
+        assert said(await run_sequences(loop, some())) == expected
+
+
+class OrderedRunner:
+    """Refuses to begin a step in the last stage before the first has run the next one."""
+
+    def __init__(self, runner, ranks, num_chunks):
+        self._runner = runner
+        self._ranks = ranks
+        self._num_chunks = num_chunks
+        self._num_resolved = 0
+        self.num_steps_under_way = runner.num_steps_under_way
+
+    def launch(self, plan):
+        return self._runner.launch(plan)
+
+    def resolve(self, step):
+        self._num_resolved += 1
+        if self._num_resolved < self._num_chunks:
+            # That is rank 1 of stage 0: an engine that waits for a chunk before it begins with the
+            # next one stands still here, and fails.
+            self._ranks.wait_ran([1], self._num_resolved + 1)
+        return self._runner.resolve(step)
+
+
+async def test_the_first_stage_is_a_chunk_ahead_of_the_last(family):
+    def ordered(runner, ranks):
+        return OrderedRunner(runner, ranks, num_chunks=6)
+
+    prompts = [[3] * 96, [4] * 60, [5] * 30]
+    sequences = [make_sequence(f"{index}", prompt, 1) for index, prompt in enumerate(prompts)]
+    expected = said(await run_sequences(make_loop(PagedModel(family)), sequences))
+    # 186 tokens are 6 chunks: the second and the third prompt begin in the chunk that ends the one before.
+    with Stages(family, (3, 2), chunk_tokens=32, make_runner=ordered).running() as loop:
+        sequences = [make_sequence(f"{index}", prompt, 1) for index, prompt in enumerate(prompts)]
+        assert said(await run_sequences(loop, sequences)) == expected
+    assert loop.num_steps == 6
+
+
+async def test_a_sequence_that_is_released_while_its_chunks_are_under_way_leaks_nothing(family):
+    stages = Stages(family, (2, 2, 1), chunk_tokens=16)
+    with stages.running() as loop:
+        running = asyncio.create_task(loop.run())
+        launched = asyncio.Event()
+        sequence = make_sequence("r", [7] * 150, 1)
+        loop.add(sequence, lambda output: None, lambda chunk: launched.set())
+        await launched.wait()
+        loop.release(sequence)
+        assert stages.pool.num_held, "steps under way write to its blocks"
+        after = make_sequence("after", [9] * 40, 2)
+        tokens = await generated(loop, after)
+        running.cancel()
+        await asyncio.wait([running])
+    assert len(tokens) == 2
+    stages.pool.check()
+    assert stages.pool.num_held == 0
+
+
+async def generated(loop, sequence):
+    """Run one more sequence on a loop that runs already; return its tokens."""
+    ended = asyncio.Event()
+    tokens = []
+
+    def listen(output):
+        tokens.extend(output.tokens)
+        if output.finish_reason is not None:
+            loop.release(sequence)
+            ended.set()
+
+    loop.add(sequence, listen)
+    await ended.wait()
+    return tokens
+
+
+async def test_each_stage_tells_when_its_layers_are_computed(family):
+    stages = Stages(family, (2, 2, 1), chunk_tokens=64)
+    chunks = []
+    with stages.running() as loop:
+        running = asyncio.create_task(loop.run())
+        sequence = make_sequence("r", [7] * 150, 1)
+        all_told = asyncio.Event()
+
+        def on_launch(chunk):
+            chunks.append(chunk)
+            if len(chunks) == 3:
+                all_told.set()
+
+        loop.add(sequence, lambda output: None, on_launch)
+        await all_told.wait()
+        for chunk in chunks:
+            assert [(group.first, group.count) for group in chunk.groups] == [(0, 2), (2, 2), (4, 1)]
+            for group in chunk.groups:
+                group.wait()
+        loop.release(sequence)
+        running.cancel()
+        await asyncio.wait([running])
+    assert [chunk.entry.context_len for chunk in chunks] == [64, 128, 150]
+
+
+def test_layers_are_split_as_wanted_or_as_equally_as_can_be():
+    assert split_layers(7, 3) == (3, 2, 2)
+    assert split_layers(7, 3, (1, 2, 4)) == (1, 2, 4)
+    for wanted in ((1, 2, 3), (7, 0, 0), (3, 4)):
+        with pytest.raises(ConfigError, match="not a split"):
+            split_layers(7, 3, wanted)
+    with pytest.raises(ConfigError, match="3 stages of 2 layers"):
+        split_layers(2, 3)
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (1, 3), (2, 3), (4, 2)])
+def test_every_rank_has_one_place_and_rank_0_is_in_the_last_stage(tensor, stages):
+    shape = GroupShape(tensor, stages)
+    places = [shape.place(rank) for rank in range(shape.size)]
+    assert sorted(places) == [(stage, place) for stage in range(stages) for place in range(tensor)]
+    assert places[0] == (stages - 1, 0)
+    assert [shape.rank(*place) for place in places] == list(range(shape.size))
+
+
+def engine_of(folder: Path, **fields):
+    return build_engine(replace(SMALL, **fields), str(folder), SystemClock())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("stages", "tensor", "chunk_tokens"), [(2, 1, 48), (3, 1, 17), (1, 2, 48), (2, 2, 17), (3, 2, 200)]
+)
+def test_processes_over_gloo_generate_the_tokens_of_one(
+    family, alone, tmp_path, stages, tensor, chunk_tokens
+):
+    family.save_pretrained(tmp_path)
+    engine = engine_of(tmp_path, pipeline_parallel=stages, tensor_parallel=tensor, chunk_tokens=chunk_tokens)
+    try:
+        assert said(asyncio.run(run_sequences(engine.loop, make_sequences()))) == alone
+    finally:
+        engine.ranks.close()
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_stage_that_dies_ends_its_steps_as_failed_and_whoever_waits_is_told(family, tmp_path, lost):
+    family.save_pretrained(tmp_path)
+    engine = engine_of(tmp_path, pipeline_parallel=3)
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        is_lost, failed = asyncio.Event(), asyncio.Event()
+        engine.ranks.on_lost(lambda: loop.call_soon_threadsafe(is_lost.set))
+        running = asyncio.create_task(engine.loop.run())
+        assert len(await generated(engine.loop, make_sequence("before", [3] * 60, 2))) == 2
+        os.kill(engine.ranks.pids()[lost], signal.SIGKILL)
+        await is_lost.wait()
+        with pytest.raises(LostError):
+            engine.ranks.wait_ran([1, 2], engine.ranks.num_told + 1)
+        sequence = make_sequence("after", [4] * 60, 2)
+        reasons = []
+        engine.loop.add(sequence, lambda output: (reasons.append(output.finish_reason), failed.set()))
+        await failed.wait()
+        engine.loop.release(sequence)
+        running.cancel()
+        await asyncio.wait([running])
+        return reasons
+
+    try:
+        assert asyncio.run(run()) == [FinishReason.ERROR]
+        assert engine.pool.num_held == 0
+    finally:
+        engine.ranks.close()
+        torch.distributed.destroy_process_group()
+
+
+def test_a_family_whose_layers_cannot_be_cut_out_is_refused_by_name():
+    with pytest.raises(ConfigError, match="'gpt2' has no `layers`"):
+        cut_to_stage(make_family("gpt2"), range(1))

@@ -1,0 +1,126 @@
+"""A shard: one rank's share of a node's KV, and how its blocks reach other nodes.
+
+A node of one rank has one shard with everything. A node of several has one for each rank,
+with some of the layers or heads, in memory of the rank's own, which an agent of the rank's
+own process sends from: no KV goes through another rank. All ranks number blocks alike, so a
+block id names the same tokens in each shard.
+
+Whoever moves KV holds the blocks meanwhile, and asks shards; where a shard is, here or in
+another process (`deploy/remote_shard.py`), makes no difference to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from base.grants import Grant, Operation, PeerDescriptor, RankGrant
+from base.kv_layout import KvLayout, KvPart, part_runs
+from transfer.agent import TransferAgent
+from transfer.batch import TransferBatch, batch_of
+from transfer.segment import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMove:
+    """Blocks of a shard, and where the same blocks are in a peer's segment."""
+
+    peer: PeerDescriptor
+    grant: Grant
+    block_ids: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Where each block begins in the peer's segment."""
+    peer_part: KvPart
+    """What the peer's segment has of a block."""
+    part: KvPart
+    """What is moved: both have it."""
+    deadline_s: float
+
+
+class KvShard(Protocol):
+    """One rank's share of the KV. Belongs to the event loop."""
+
+    @property
+    def part(self) -> KvPart:
+        """What it has of each block."""
+        ...
+
+    async def write(self, move: BlockMove) -> None:
+        """Copy a part of blocks to the peer; raises as `TransferAgent.write`, and LostError where
+        the rank has ended. When it has returned or raised, the blocks are not read any more."""
+        ...
+
+    async def sums(self, block_ids: Sequence[int], part: KvPart) -> list[int]:
+        """Return the checksum of that part of each block, which this shard has."""
+        ...
+
+    async def grant(self, block_ids: Sequence[int], lease_s: float) -> RankGrant:
+        """Allow peers to write its part of blocks; raises as `TransferAgent.grant`.
+
+        Not to be cancelled: nobody else knows of what is granted.
+        """
+        ...
+
+    async def revoke(self, grant: Grant) -> None:
+        """Refuse what was granted, and return when nothing done under it is in flight."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NodeKv:
+    """The KV of one engine, whatever ranks it is with."""
+
+    layout: KvLayout
+    """Of all shards together."""
+    shards: tuple[KvShard, ...]
+
+    @property
+    def whole(self) -> KvPart:
+        return KvPart(0, self.layout.num_layers, 0, self.layout.num_kv_heads)
+
+
+Sums = Callable[[Sequence[int], KvPart], Awaitable[list[int]]]
+
+
+class LocalShard:
+    """The shard of this process.
+
+    Args:
+        layout: Of its own blocks, which begin at the start of `segment`.
+        sums: The checksums of a part of blocks, counted from the shard's first layer and head.
+    """
+
+    def __init__(
+        self, part: KvPart, layout: KvLayout, segment: Segment, agent: TransferAgent, sums: Sums
+    ) -> None:
+        self.part = part
+        self._layout = layout
+        self._segment = segment
+        self._agent = agent
+        self._sums = sums
+
+    async def write(self, move: BlockMove) -> None:
+        await self._agent.write(move.peer, move.grant, self._batch(move), move.deadline_s)
+
+    async def sums(self, block_ids: Sequence[int], part: KvPart) -> list[int]:
+        return await self._sums(block_ids, part.within(self.part))
+
+    async def grant(self, block_ids: Sequence[int], lease_s: float) -> RankGrant:
+        offsets = [self._layout.offset(block_id) for block_id in block_ids]
+        granted = self._agent.grant(
+            self._segment, offsets, self._layout.block_bytes, Operation.WRITE, lease_s
+        )
+        return RankGrant(self._agent.descriptor, self.part, granted)
+
+    async def revoke(self, grant: Grant) -> None:
+        await self._agent.revoke(grant)
+
+    def _batch(self, move: BlockMove) -> TransferBatch:
+        runs = part_runs(self._layout, move.part, self.part, move.peer_part)
+        starts = np.array(move.block_ids, np.int64) * self._layout.block_bytes
+        sources = starts[:, None] + np.array(runs.source_offsets, np.int64)
+        targets = np.array(move.offsets, np.int64)[:, None] + np.array(runs.target_offsets, np.int64)
+        return batch_of(self._segment, sources.ravel(), targets.ravel(), runs.length)
