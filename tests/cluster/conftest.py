@@ -42,6 +42,7 @@ def running(
     scheduler: SchedulerConfig | None = None,
     kv_cache_gib: float = 0.75,
     conductors: int = 1,
+    trace_out: str = "",
     of_decode=None,
     **of_prefill,
 ) -> Iterator[LocalCluster]:
@@ -57,6 +58,7 @@ def running(
         transfer=TransferConfig(transports=transports),
         store=store or StoreConfig(),
         scheduler=scheduler or SchedulerConfig(),
+        trace_out=trace_out,
     )
     with local_cluster(config, model, folder) as cluster:
         until(lambda: len(cluster.status()["nodes"]) == prefill + decode)

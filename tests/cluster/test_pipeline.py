@@ -1,5 +1,6 @@
 """Nodes of several ranks: each rank sends or receives what it has of the KV."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -71,8 +72,9 @@ def test_a_stage_killed_mid_prompt_delays_the_answer_alone(smollm2, tmp_path):
         until(lambda: held_blocks(cluster) == 0)
 
 
-def test_a_client_that_leaves_mid_prompt_leaves_nothing_held(smollm2, tmp_path):
-    with running(smollm2, tmp_path, kv_cache_gib=SMALL_CACHE_GIB, pipeline_parallel=2) as cluster:
+def test_a_client_that_leaves_mid_prompt_leaves_nothing_held_and_a_timeline_tells_of_it(smollm2, tmp_path):
+    fields = {"kv_cache_gib": SMALL_CACHE_GIB, "pipeline_parallel": 2, "trace_out": str(tmp_path / "traces")}
+    with running(smollm2, tmp_path, **fields) as cluster:
         for _ in range(3):
             with grpc.insecure_channel(cluster.grpc_address) as channel:
                 call = InferenceStub(channel).Generate(
@@ -83,3 +85,13 @@ def test_a_client_that_leaves_mid_prompt_leaves_nothing_held(smollm2, tmp_path):
             until(lambda: held_blocks(cluster) == 0)
         tokens, _ = generated(cluster.grpc_address, [3, 4, 5], 4)
         assert len(tokens) == 4
+    events = json.loads((tmp_path / "traces" / "prefill-0.json").read_text())["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    used = {tracks[event["tid"]] for event in events if event["ph"] == "X"}
+    assert {"stage 0", "stage 1", "transfer of layer 0 on, head 0 on"} <= used
+    steps = {
+        stage: [event["name"] for event in events if event["ph"] == "X" and tracks[event["tid"]] == stage]
+        for stage in ("stage 0", "stage 1")
+    }
+    assert len(steps["stage 1"]) >= 4
+    assert steps["stage 0"][: len(steps["stage 1"])] == steps["stage 1"]
