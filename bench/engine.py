@@ -160,7 +160,9 @@ def build_bench_engine(shape: str, config: EngineConfig) -> Engine:
         "bench.engine_rank", spec, GroupShape(tensor=config.tensor_parallel), is_gpu=True
     )
     model = build_rank(shape, group.tensor)
-    return assemble_engine(config, model, config.dtype, SystemClock(), group=group, ranks=ranks)
+    engine = assemble_engine(config, model, config.dtype, SystemClock(), group=group, ranks=ranks)
+    ranks.is_starting = False
+    return engine
 
 
 def work_of(config: PreTrainedConfig, num_ranks: int) -> Work:

@@ -98,7 +98,9 @@ def build_engine(
     ranks, group = start_ranks(rank_module, {**spec, **(for_ranks or {})}, shape, is_gpu)
     try:
         model, dtype = load_rank(config, model_path, group.tensor)
-        return assemble_engine(config, model, dtype, clock, allocate, group, ranks)
+        engine = assemble_engine(config, model, dtype, clock, allocate, group, ranks)
+        ranks.is_starting = False
+        return engine
     except BaseException:
         ranks.close(0.0)
         raise

@@ -94,6 +94,8 @@ class Ranks:
         self._num_ran = [0] * shape.size
         self._lost: int | None = None
         self._is_closing = False
+        self.is_starting = True
+        """Until whoever builds the engine says that it is built."""
         self._on_message: dict[int, OnMessage] = {}
         self._on_lost: Callable[[], None] = lambda: None
         self._on_step: Callable[[int, int], None] = lambda rank, step: None
@@ -197,8 +199,22 @@ class Ranks:
             is_first, self._lost = self._lost is None, rank
             self._changed.notify_all()
             listener = self._on_lost
-        if is_first:
+        if self.is_starting:
+            timer = threading.Timer(END_S, self._end_start)
+            timer.daemon = True
+            timer.start()
+        elif is_first:
             listener()
+
+    def _end_start(self) -> None:
+        """End this process if it still waits for a rank that ended before the engine was built.
+
+        It may be in a collective, out of which nothing else gets it before `TIMEOUT_S`. If what
+        is wrong is known here too, it has been said by now.
+        """
+        if self.is_starting and not self._is_closing:
+            logging.getLogger(__name__).critical("rank %s has ended before the engine was built", self._lost)
+            os._exit(1)
 
 
 def start_ranks(

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import random
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -91,6 +93,7 @@ def test_the_ranks_that_are_left_are_ended_after_one_has_ended_by_itself() -> No
     try:
         for _ in range(2):
             ranks.start("tests.engine.short_rank", {})
+        ranks.is_starting = False
         ranks.on_lost(lost.set)
         assert lost.wait(60)
         with pytest.raises(LostError):
@@ -102,3 +105,15 @@ def test_the_ranks_that_are_left_are_ended_after_one_has_ended_by_itself() -> No
     for pid in ranks.pids():
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.full
+def test_an_engine_whose_rank_ends_while_it_starts_does_not_wait_for_it() -> None:
+    program = (
+        "from engine.rank_group import GroupShape\n"
+        "from engine.ranks import start_ranks\n"
+        "start_ranks('tests.engine.short_rank', {}, GroupShape(stages=2), False)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert b"rank 1 has ended before the engine was built" in done.stderr
