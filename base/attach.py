@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Protocol, TypeAlias
 
@@ -82,15 +82,18 @@ class AttachClient:
         address: str,
         rng: random.Random,
         credentials: grpc.ChannelCredentials | None = None,
+        dial: Callable[[], grpc.aio.Channel] | None = None,
     ) -> None:
         """Begin unattached.
 
         Args:
             credentials: From `base/tls.py`; None: the conductor has no TLS.
+            dial: Makes the channel; None: to `address`. A simulation's goes nowhere else.
         """
         self._info = info
         self._address = address
         self._credentials = credentials
+        self._dial = dial or self._channel
         self._rng = rng
         self._outbox: list[FromNode] = []
         self._outgoing = asyncio.Event()
@@ -125,7 +128,7 @@ class AttachClient:
 
     @asynccontextmanager
     async def _attached(self) -> AsyncIterator[tuple[Call, Lease]]:
-        async with self._channel() as channel:
+        async with self._dial() as channel:
             call: Call = NodesStub(channel).Attach()
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):

@@ -81,7 +81,7 @@ async def serve(config: NodeProcess) -> None:
         ):
             own = stored.own if stored is not None else None
             beside = stored.beside if stored is not None else None
-            state = _state(engine, info, own)
+            state = node_state(engine, info, own)
             kv = node_kv(engine, segment, agent)
             metrics = NodeMetrics(registry)
             if timeline is not None:
@@ -119,7 +119,8 @@ async def serve(config: NodeProcess) -> None:
         timeline.write(Path(config.trace_out) / f"{config.node_id}.json")
 
 
-def _state(engine: Engine, info: NodeInfo, store: Store | None) -> NodeState:
+def node_state(engine: Engine, info: NodeInfo, store: Store | None) -> NodeState:
+    """Return what all conductors of a node share, told of what its engine and its store do."""
     pool = engine.pool
     findable = Findable(pool.__contains__, lambda name: store is not None and name in store)
     news = KvNews(lambda: findable.take(*pool.take_events()))

@@ -72,11 +72,16 @@ class BlockCache:
         directory: Directory,
         clock: Clock,
         own: tuple[Member, Store] | None = None,
+        reach: Callable[[str], Access] = RemoteAccess,
     ) -> None:
-        """Begin. `own` is this process's store, where it saves and looks first; None: it has none."""
+        """Begin. `own` is this process's store, where it saves and looks first; None: it has none.
+
+        `reach` makes the access to the member at an address.
+        """
         self._agent = agent
         self._directory = directory
         self._own = None if own is None else own[0]
+        self._reach = reach
         self._accesses: dict[str, Access] = {}
         if own is not None:
             self._accesses[own[0].address] = LocalAccess(own[1])
@@ -256,7 +261,7 @@ class BlockCache:
     def _access(self, member: Member) -> Access:
         # By address: a member that restarts where it was needs no second connection.
         if member.address not in self._accesses:
-            self._accesses[member.address] = RemoteAccess(member.address)
+            self._accesses[member.address] = self._reach(member.address)
         return self._accesses[member.address]
 
     async def _quietly(self, call: Awaitable[None]) -> None:

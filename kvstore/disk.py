@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from base.block_hash import BlockHash
 from base.checksum import checksum
@@ -70,12 +71,60 @@ class DiskAccounts:
     total: int
 
 
+class SlotFile(Protocol):
+    """The file, as the slots need it. Any thread; all but `close` may raise OSError."""
+
+    def size(self) -> int: ...
+
+    def write(self, offset: int, parts: Sequence[memoryview]) -> int:
+        """Write `parts` one after the other; return how many bytes were written."""
+        ...
+
+    def read(self, offset: int, parts: Sequence[memoryview]) -> int:
+        """Fill `parts` one after the other; return how many bytes came."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class DirectFile:
+    """A file that is read and written past the page cache where the memory allows it."""
+
+    def __init__(self, fd: int, direct_fd: int) -> None:
+        """`direct_fd`: the same file opened for that; `fd` again where it cannot be."""
+        self._fd = fd
+        self._direct_fd = direct_fd
+
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def write(self, offset: int, parts: Sequence[memoryview]) -> int:
+        return os.pwritev(self._fd_for(parts), parts, offset)
+
+    def read(self, offset: int, parts: Sequence[memoryview]) -> int:
+        return os.preadv(self._fd_for(parts), parts, offset)
+
+    def close(self) -> None:
+        os.close(self._fd)
+        if self._direct_fd != self._fd:
+            os.close(self._direct_fd)
+
+    def _fd_for(self, parts: Sequence[memoryview]) -> int:
+        return self._direct_fd if all(_is_direct(part) for part in parts) else self._fd
+
+
+def _is_direct(memory: memoryview) -> bool:
+    """Only whole pages at page boundaries may go past the page cache."""
+    if memory.nbytes % PAGE_BYTES or memory.readonly:
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) % PAGE_BYTES == 0
+
+
 class DiskTier:
     """Blocks on one disk, found by hash. Use `opened`, then `close`."""
 
-    def __init__(self, fd: int, direct_fd: int, block_bytes: int, num_slots: int) -> None:
-        self._fd = fd
-        self._direct_fd = direct_fd
+    def __init__(self, file: SlotFile, block_bytes: int, num_slots: int) -> None:
+        self._file = file
         self._block_bytes = block_bytes
         self._slot_bytes = HEADER_BYTES + -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
         self._num_slots = num_slots
@@ -190,9 +239,7 @@ class DiskTier:
     async def close(self) -> None:
         """Wait for what is under way and close the file."""
         await asyncio.to_thread(self._threads.shutdown)
-        os.close(self._fd)
-        if self._direct_fd != self._fd:
-            os.close(self._direct_fd)
+        self._file.close()
 
     async def _write(
         self, index: int, sequence: int, block_hash: BlockHash, payload: memoryview, block_checksum: int
@@ -248,7 +295,7 @@ class DiskTier:
     def _scan(self) -> list[tuple[int, RecordHeader | None]]:
         """Return each slot of the file with its header, the oldest record first."""
         try:
-            size = os.fstat(self._fd).st_size
+            size = self._file.size()
         except OSError:
             return []
         count = min(-(-size // self._slot_bytes), self._num_slots)
@@ -256,10 +303,13 @@ class DiskTier:
         return sorted(found, key=lambda item: item[1].sequence if item[1] else 0)
 
     def _header_of(self, index: int) -> RecordHeader | None:
+        # At no page's boundary, so that it goes by the page cache, which reads ahead.
+        page = memoryview(bytearray(HEADER_BYTES + 1))[1:]
         try:
-            header = header_or_none(os.pread(self._fd, HEADER_BYTES, index * self._slot_bytes))
+            self._file.read(index * self._slot_bytes, [page])
         except OSError:
             return None
+        header = header_or_none(page)
         return header if header is not None and header.length == self._block_bytes else None
 
     # --- on threads ---------------------------------------------------------------------
@@ -269,7 +319,7 @@ class DiskTier:
         page = memoryview(mmap.mmap(-1, HEADER_BYTES))
         page[:] = encode_header(header)
         try:
-            written = os.pwritev(self._fd_for(payload), [page, payload], index * self._slot_bytes)
+            written = self._file.write(index * self._slot_bytes, [page, payload])
         except OSError as error:
             return error.errno or errno.EIO
         return 0 if written == HEADER_BYTES + self._block_bytes else errno.ENOSPC
@@ -277,7 +327,7 @@ class DiskTier:
     def _read_slot(self, index: int, block_hash: BlockHash, into: memoryview) -> bool:
         page = memoryview(mmap.mmap(-1, HEADER_BYTES))
         try:
-            count = os.preadv(self._fd_for(into), [page, into], index * self._slot_bytes)
+            count = self._file.read(index * self._slot_bytes, [page, into])
         except OSError:
             return False
         header = header_or_none(page)
@@ -287,13 +337,6 @@ class DiskTier:
             and header.block_hash == block_hash
             and header.payload_xxh3 == checksum(into)
         )
-
-    def _fd_for(self, memory: memoryview) -> int:
-        """Only whole pages at page boundaries may go past the page cache."""
-        if self._block_bytes % PAGE_BYTES or memory.readonly:
-            return self._fd
-        aligned = ctypes.addressof(ctypes.c_char.from_buffer(memory)) % PAGE_BYTES == 0
-        return self._direct_fd if aligned else self._fd
 
 
 def opened(folder: Path, block_bytes: int, num_slots: int) -> DiskTier:
@@ -320,7 +363,7 @@ def opened(folder: Path, block_bytes: int, num_slots: int) -> DiskTier:
         for fd in fds:
             os.close(fd)
         raise ConfigError(f"disk.folder: {folder / FILE_NAME}: {error.strerror}") from error
-    return DiskTier(fds[0], fds[-1], block_bytes, num_slots)
+    return DiskTier(DirectFile(fds[0], fds[-1]), block_bytes, num_slots)
 
 
 def _open_file(folder_fd: int, flag: int) -> int:

@@ -95,8 +95,9 @@ async def hosted_store(
     cache = BlockCache(agent, directory, clock, (member, store))
     try:
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(_tick(store))]
-            background.append(tasks.create_task(_replicate(store, cache, member, settings)))
+            background = [tasks.create_task(keep_up(store))]
+            bytes_per_s = settings.replicate_mib_per_s * (1 << 20)
+            background.append(tasks.create_task(replicate(store, cache, member, bytes_per_s)))
             background.append(tasks.create_task(_running(directory)))
             yield HostedStore(member, store, cache)
             await server.stop(DRAIN_S)
@@ -156,7 +157,8 @@ def _directory(
     return PeerDirectory(settings.peers, clock, (member, store))
 
 
-async def _tick(store: Store) -> None:
+async def keep_up(store: Store) -> None:
+    """End what ran out and make room, once a second and when memory is crowded, until cancelled."""
     while True:
         await store.tick()
         with suppress(TimeoutError):
@@ -164,8 +166,9 @@ async def _tick(store: Store) -> None:
                 await store.crowded.wait()
 
 
-async def _replicate(store: Store, cache: BlockCache, member: Member, settings: StoreProcess) -> None:
+async def replicate(store: Store, cache: BlockCache, member: Member, bytes_per_s: float) -> None:
+    """Copy what is hot to other members, until cancelled."""
     replicator = Replicator(store, cache, member)
     while True:
-        await replicator.round(int(settings.replicate_mib_per_s * ROUND_S * (1 << 20)))
+        await replicator.round(int(bytes_per_s * ROUND_S))
         await asyncio.sleep(ROUND_S)

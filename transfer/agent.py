@@ -13,6 +13,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -35,7 +36,7 @@ from transfer.segment import DeviceMemory, Segment
 from transfer.shm import ShmTransport
 from transfer.tcp import TcpTransport
 from transfer.tcp_server import TcpServer
-from transfer.transport import Route, Totals, Transport
+from transfer.transport import Carriage, Route, Totals, Transport
 
 MAX_BATCHES = 256
 """Under way at once; more wait their turn, within their deadlines."""
@@ -51,7 +52,9 @@ log = logging.getLogger(__name__)
 class TransferAgent:
     """Owns this process's segments, grants and links. One event loop calls it.
 
-    `wrap` is put around each transport: `transfer/faults.py`, or an observer.
+    `wrap` is put around each transport: `transfer/faults.py`, or an observer. `carriage` makes
+    what carries bytes instead of the configured transports, and `random_bits` draws the names
+    of segments and grants: a simulation hands both in.
     """
 
     def __init__(
@@ -61,6 +64,8 @@ class TransferAgent:
         config: TransferConfig,
         clock: Clock,
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
+        carriage: Callable[[Holdings], Carriage] | None = None,
+        random_bits: Callable[[int], int] = secrets.randbits,
     ) -> None:
         self._wrap = wrap
         self._node_id = node_id
@@ -69,7 +74,8 @@ class TransferAgent:
         self._clock = clock
         on_host = {"shm", "cuda_ipc"} & set(config.transports)
         self._board = Board(epoch) if on_host else None
-        self._holdings = Holdings(clock, self._board)
+        self._holdings = Holdings(clock, self._board, random_bits)
+        self._carriage = None if carriage is None else carriage(self._holdings)
         self._reactor: Reactor | None = None
         self._rails: list[Rail] = []
         self._one_sided: RdmaTarget | None = None
@@ -86,6 +92,9 @@ class TransferAgent:
 
     async def start(self) -> None:
         """Listen, and be ready to reach peers. Raises OSError if the port is taken."""
+        if self._carriage is not None:
+            self._router = Router([self._wrap(each) for each in self._carriage.transports], self._clock)
+            return
         reactor = self._reactor = Reactor("transfer")
         names, absent = self._config.transports, {}
         transports: list[Transport] = []
@@ -144,7 +153,7 @@ class TransferAgent:
     @property
     def descriptor(self) -> PeerDescriptor:
         """How peers reach this process."""
-        endpoints = []
+        endpoints = [] if self._carriage is None else list(self._carriage.endpoints)
         if self._board is not None:
             on_host = [name for name in ("shm", "cuda_ipc") if name in self._config.transports]
             endpoints += [Endpoint(name, self._board.address) for name in on_host]
@@ -307,6 +316,9 @@ class TransferAgent:
 
     def _detach(self, generation: int, done: Callable[[], None]) -> None:
         server, reactor = self._server, self._reactor
+        if self._carriage is not None:
+            self._carriage.detach(generation, done)
+            return
         if server is None or reactor is None:
             done()
             return

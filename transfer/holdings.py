@@ -24,8 +24,11 @@ from transfer.segment import DeviceMemory, Segment
 class Holdings:
     """Owns segments and grants. With `board`, shared ones are open to peers of this host."""
 
-    def __init__(self, clock: Clock, board: Board | None) -> None:
-        self.grants = GrantTable(clock)
+    def __init__(
+        self, clock: Clock, board: Board | None, random_bits: Callable[[int], int] = secrets.randbits
+    ) -> None:
+        self.grants = GrantTable(clock, random_bits=random_bits)
+        self._random_bits = random_bits
         self._board = board
         self._segments: dict[int, Segment] = {}
 
@@ -124,6 +127,6 @@ class Holdings:
 
     def _draw_id(self) -> int:
         while True:
-            segment_id = secrets.randbits(64)
+            segment_id = self._random_bits(64)
             if segment_id and segment_id not in self._segments:
                 return segment_id

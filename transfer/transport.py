@@ -11,10 +11,11 @@ A transport moves the pieces of one batch under one grant. Its contract, which
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from base.grants import Grant, PeerDescriptor
+from base.grants import Endpoint, Grant, PeerDescriptor
 from transfer.batch import Pieces, Priority
 
 
@@ -47,6 +48,22 @@ class Transport(Protocol):
 
     async def close(self) -> None:
         """Fail what is under way and give everything back."""
+        ...
+
+
+class Carriage(Protocol):
+    """Both sides of a way between processes that is handed in whole: a simulated network."""
+
+    @property
+    def transports(self) -> Sequence[Transport]: ...
+
+    @property
+    def endpoints(self) -> Sequence[Endpoint]:
+        """Where peers reach us."""
+        ...
+
+    def detach(self, generation: int, done: Callable[[], None]) -> None:
+        """Leave the memory of an ended grant alone; call `done` when peers do so too."""
         ...
 
 
