@@ -41,7 +41,7 @@ class RequestTasks:
         task = self._group.create_task(self._answered(request_id, work))
         self._tasks[request_id] = task
         self._idle.clear()
-        task.add_done_callback(lambda _: self._forget(request_id))
+        task.add_done_callback(lambda _: self._forget(request_id, work))
 
     def end(self, request_id: RequestId) -> None:
         """Cancel the request's task, once; an id that is not here is nothing."""
@@ -57,7 +57,8 @@ class RequestTasks:
         """Return when no request is at work."""
         await self._idle.wait()
 
-    def _forget(self, request_id: RequestId) -> None:
+    def _forget(self, request_id: RequestId, work: Coroutine[None, None, None]) -> None:
+        work.close()  # a task that was cancelled before it began has not awaited it
         del self._tasks[request_id]
         if not self._tasks:
             self._idle.set()

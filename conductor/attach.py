@@ -127,6 +127,10 @@ class AttachService(NodesServicer):
     async def _send(self, session: NodeSession, context: Context) -> None:
         while True:
             items = await session.outgoing(at_most_s=self._lease.heartbeat_s)
+            if session.is_lost:
+                # By a newer stream of the same node. Left open, this one would keep a node that
+                # takes it for its own from ever attaching.
+                raise _StreamEnded
             await context.write(to_node(items, heartbeat=not items))
 
 

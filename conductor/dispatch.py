@@ -211,7 +211,10 @@ class Dispatcher:
                         run.generated += [token.token_id for token in piece.tokens]
                         yield piece
                 return
-            except LostError as error:
+            except (LostError, CapacityError) as error:
+                is_full = isinstance(error, CapacityError)
+                if is_full and not run.generated:
+                    raise
                 event(
                     log,
                     "attempt lost",
@@ -221,6 +224,8 @@ class Dispatcher:
                     reason=error,
                 )
                 if run.num_attempts == MAX_ATTEMPTS:
+                    if is_full:  # what was begun is not rejected
+                        raise LostError(f"no node could go on with it: {error}") from error
                     raise
 
     async def _attempt(self, run: Run) -> AsyncGenerator[Generated, None]:
@@ -291,6 +296,8 @@ class Dispatcher:
             is_promised=run.is_promised,
         )
         result = place(asked, self._view, self._cost, now_s, self._settings)
+        if isinstance(result, Rejection) and run.generated:
+            return None  # what was begun is not rejected
         if waits and isinstance(result, Placement) and not result.is_inline:
             run.is_promised = True
             return None

@@ -97,7 +97,8 @@ class NodeSession:
         self._outbox: list[ToNode] = []
         self._outgoing = asyncio.Event()
         self._mailboxes: dict[RequestId, Mailbox] = {}
-        self._is_lost = False
+        self.is_lost = False
+        """Its requests were ended; nothing is sent to it any more."""
         self._sent_at_s = 0.0
 
     @contextmanager
@@ -110,7 +111,7 @@ class NodeSession:
         Raises:
             LostError: the node has left already.
         """
-        if self._is_lost:
+        if self.is_lost:
             raise LostError(f"node {self.info.node_id} has left")
         self._mailboxes[request_id] = mailbox
         try:
@@ -121,7 +122,7 @@ class NodeSession:
 
     def send(self, item: ToNode) -> None:
         """Queue `item`; the stream's writer takes it. Nothing is sent to a lost node."""
-        if not self._is_lost:
+        if not self.is_lost:
             self._outbox.append(item)
             self._outgoing.set()
 
@@ -138,7 +139,7 @@ class NodeSession:
 
     def lose(self, reason: str) -> None:
         """End every exchange: the stream is gone, and the node lets go of everything."""
-        self._is_lost = True
+        self.is_lost = True
         self._outbox.clear()
         self._outgoing.set()
         mailboxes, self._mailboxes = self._mailboxes, {}

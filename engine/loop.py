@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -44,6 +44,11 @@ log = logging.getLogger(__name__)
 Listener = Callable[[SequenceOutput], None]
 LaunchListener = Callable[[LaunchedChunk], None]
 StepObserver = Callable[[StepPlan, float], None]
+
+
+STALL_S = 2.0
+"""For which a sequence waits for blocks while nothing else goes on. Then what holds them is most
+likely a reservation, and the prefill that it is for may wait for blocks itself: for these."""
 
 
 class StepRunner(Protocol):
@@ -99,11 +104,21 @@ class _Flight:
     """Once it is waited for."""
 
 
+def one_thread(name: str) -> Executor:
+    """Return a thread of that name: who owns a device, or waits for it."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+
+
 class EngineLoop:
     """Owns one engine's pool, scheduler and device thread. Belongs to the event loop."""
 
     def __init__(
-        self, runner: StepRunner | LaunchingRunner, scheduler: Scheduler, pool: BlockPool, clock: Clock
+        self,
+        runner: StepRunner | LaunchingRunner,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        clock: Clock,
+        thread: Callable[[str], Executor] = one_thread,
     ) -> None:
         self._runner = runner
         self._max_flights = 1
@@ -113,6 +128,7 @@ class EngineLoop:
         elif isinstance(runner, LaunchingRunner):
             self._max_flights = 2
         self._clock = clock
+        self._thread = thread
         self.scheduler = scheduler
         self.pool = pool
         self._listeners: dict[Sequence, Listener] = {}
@@ -120,6 +136,7 @@ class EngineLoop:
         self._flights: list[_Flight] = []
         self._released: list[Sequence] = []
         self._changed = asyncio.Event()
+        self._stalled_at_s: float | None = None
         self.num_steps = 0
         self.num_failed_steps = 0
         self._last_landed_at_s = clock.now_s()
@@ -168,10 +185,7 @@ class EngineLoop:
     async def run(self) -> None:
         """Run steps until cancelled. Then the steps in flight are waited for: memory that they
         write to may be unmapped once this has returned."""
-        with (
-            ThreadPoolExecutor(max_workers=1, thread_name_prefix="device") as device,
-            ThreadPoolExecutor(max_workers=1, thread_name_prefix="pipeline-end") as end,
-        ):
+        with self._thread("device") as device, self._thread("pipeline-end") as end:
             # A step must be launched into a pipeline while another one is waited for.
             waiting = end if self._is_pipelined else device
             try:
@@ -193,7 +207,8 @@ class EngineLoop:
         is_waited_for = self._flights[0].landing is not None
         return None if is_waited_for else self.scheduler.schedule_ahead(self._flights[-1].plan)
 
-    def _launch(self, thread: ThreadPoolExecutor, plan: StepPlan) -> None:
+    def _launch(self, thread: Executor, plan: StepPlan) -> None:
+        self._stalled_at_s = None
         now_s = self._clock.now_s()
         for entry in plan.entries:
             if entry.sequence.started_at_s is None:
@@ -222,25 +237,43 @@ class EngineLoop:
 
         launched.add_done_callback(on_done)
 
-    async def _change(self, waiting: ThreadPoolExecutor) -> None:
+    async def _change(self, waiting: Executor) -> None:
         """Return when a step has landed, or something changed that another step may come of."""
         self._changed.clear()
         first = self._flights[0] if self._flights else None
         if first is not None and first.landing is None:
             first.landing = self._wait_in(waiting, first)
             first.landing.add_done_callback(lambda _: self._changed.set())
-        await self._changed.wait()
+        if first is None and self.scheduler.num_waiting:
+            await self._until_unstalled()
+        else:
+            await self._changed.wait()
         if first is not None and first.landing is not None and first.landing.done():
             self._land(first, first.landing)
 
-    async def _land_all(self, waiting: ThreadPoolExecutor) -> None:
+    async def _until_unstalled(self) -> None:
+        """Return when something changed, or end a sequence that has waited too long for blocks."""
+        now_s = self._clock.now_s()
+        if self._stalled_at_s is None:
+            self._stalled_at_s = now_s
+        try:
+            async with asyncio.timeout(max(0.0, self._stalled_at_s + STALL_S - now_s)):
+                await self._changed.wait()
+        except TimeoutError:
+            self._stalled_at_s = None
+            sequence = self.scheduler.give_up()
+            if sequence is not None:
+                event(log, "no blocks came free", level=logging.WARNING, request_id=sequence.request_id)
+                self._tell(SequenceOutput(sequence, (), FinishReason.ERROR))
+
+    async def _land_all(self, waiting: Executor) -> None:
         """Wait for what is in flight, and take nothing of it."""
         landings = [flight.landing or self._wait_in(waiting, flight) for flight in self._flights]
         await asyncio.gather(*landings, return_exceptions=True)
         self._flights.clear()
         self._release_landed()
 
-    def _wait_in(self, waiting: ThreadPoolExecutor, flight: _Flight) -> asyncio.Future[StepResult]:
+    def _wait_in(self, waiting: Executor, flight: _Flight) -> asyncio.Future[StepResult]:
         return asyncio.get_running_loop().run_in_executor(waiting, self._wait_for, flight)
 
     def _land(self, flight: _Flight, landing: asyncio.Future[StepResult]) -> None:

@@ -133,6 +133,15 @@ class Scheduler:
         sequence.finish_reason = reason
         self._running.remove(sequence)
 
+    def give_up(self) -> Sequence | None:
+        """End the first sequence that waits and holds no blocks, and return it; None: there is none."""
+        for sequence in self._waiting:
+            if not sequence.block_table:
+                self._waiting.remove(sequence)
+                sequence.finish_reason = FinishReason.ERROR
+                return sequence
+        return None
+
     def schedule(self) -> StepPlan | None:
         """Return the next step, or None if no sequence can advance now."""
         budget = self.chunk_tokens

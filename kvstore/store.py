@@ -349,7 +349,8 @@ class Store:
         if self._disk is None or found.num_blocks == found.num_in_memory:
             return
         # Who paid for blocks that only the disk remembers is not known.
-        put = self._pool.reserve(chain[: found.num_blocks], "", PUT_S)
+        # It does not run out: no peer writes, the disk does, and it always ends.
+        put = self._pool.reserve(chain[: found.num_blocks], "", math.inf)
         try:
             sums = await uninterrupted(self._read_all(self._disk, put.chain, put.missing, put.block_ids))
         except BaseException:

@@ -138,7 +138,7 @@ class PrefillRole:
                 sender.send_launched(writes, output)
                 continue
             if output.finish_reason is FinishReason.ERROR:
-                raise LostError("the step that computed this prompt failed; see the node's log")
+                raise LostError("the engine gave this prompt up; see the node's log")
             sender.send_finished(writes, sequence.block_table, sequence.num_computed_tokens)
             if output.tokens:
                 return output

@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from base.errors import ProtocolError
+from base.errors import LostError, ProtocolError
 from base.grants import RankGrant
 from base.kv_layout import KvPart
 from base.messages import Prefill
@@ -111,7 +111,10 @@ class KvSender:
         if not groups:
             await self._write_layers(first, block_ids, whole)
         for group in groups:
-            await asyncio.to_thread(group.wait)
+            try:
+                await asyncio.to_thread(group.wait)
+            except RuntimeError as error:
+                raise LostError(f"the device failed: {error}") from error
             layers = replace(whole, first_layer=group.first, num_layers=group.count)
             await self._write_layers(first, block_ids, layers)
 

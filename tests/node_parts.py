@@ -67,11 +67,13 @@ class CountingRunner:
 
 class LayeredRunner:
     """Computes a launched step layer by layer, each when it is waited for, the last only once
-    `may_end` is set. As a GPU, it tells when which layers of a step are complete."""
+    `may_end` is set. As a GPU, it tells when which layers of a step are complete, and `is_broken` is noticed
+    there."""
 
     def __init__(self, cache):
         self._counting = CountingRunner(cache)
         self.may_end = threading.Event()
+        self.is_broken = False
 
     def launch(self, plan):
         first = LayerGroup(0, 1, lambda: self._counting.compute(plan, 0))
@@ -86,6 +88,8 @@ class LayeredRunner:
         """Both who waits for the group and who resolves the step compute it: a group is complete
         when its wait returns, and both write the same numbers."""
         assert self.may_end.wait(10)
+        if self.is_broken:
+            raise RuntimeError("the device is on fire")
         self._counting.compute(plan, 1)
 
 

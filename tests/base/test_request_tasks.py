@@ -1,6 +1,7 @@
 """Every request that a node takes on ends with an answer or with its own cancellation."""
 
 import asyncio
+import inspect
 
 import pytest
 
@@ -94,3 +95,12 @@ def test_the_expected_error_is_found_inside_groups():
 @pytest.mark.parametrize("error", [ValueError(), ExceptionGroup("", [OSError()])])
 def test_other_errors_are_not_expected(error):
     assert first_serve_error(error) is None
+
+
+async def test_a_request_that_is_ended_before_it_began_leaves_nothing_unawaited():
+    async with asyncio.TaskGroup() as group:
+        tasks, work = RequestTasks(group, lambda item: None), Held().until(asyncio.Event())
+        tasks.start("r", work)
+        tasks.end("r")
+        await tasks.idle()
+    assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED

@@ -386,3 +386,52 @@ async def test_a_conductor_that_goes_makes_the_node_let_go_and_dial_again():
         running.service.close()
         await until(lambda: work.num_lost >= 1)
         assert running.membership.sessions == []
+
+
+async def test_a_stream_is_ended_when_another_of_its_node_took_its_place():
+    async with conductor() as running:
+        work = ScriptedWork()
+        await running.attach(work)
+        session = running.membership.sessions[0]
+        again = AttachClient(node_info(), running.address, random.Random(0))
+        later = ScriptedWork()
+        later.send = again.send
+        task = asyncio.ensure_future(again.run(later))
+        await until(lambda: running.membership.sessions not in ([], [session]))
+        await until(lambda: work.num_lost)
+        task.cancel()
+
+
+class FullOnce(ScriptedWork):
+    """Says once that it has no blocks, and reports that it has again."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_full = True
+
+    def _answers(self, item):
+        if (
+            isinstance(item, Reserve)
+            and self.is_full
+            and item.work.num_prompt_tokens < len(item.work.token_ids)
+        ):
+            self.is_full = False
+            return [Failed(item.work.request_id, "CapacityError", "no blocks")]
+        return super()._answers(item)
+
+
+async def test_a_stream_that_lost_its_node_goes_on_though_the_next_one_is_full_for_a_moment():
+    async with conductor() as running:
+        first, second = ScriptedWork(silent_on=Start), FullOnce()
+        await running.attach(ScriptedWork(), node_id="p0", roles=(Role.PREFILL,))
+        lost = await running.attach(first, node_id="d0", roles=(Role.DECODE,))
+        tokens = []
+        async with aclosing(running.dispatcher.generate(request(max_tokens=4))) as pieces:
+            async for piece in pieces:
+                tokens += piece.tokens
+                if lost is not None:
+                    await running.attach(second, node_id="d1", roles=(Role.DECODE,))
+                    lost.cancel()
+                    lost = None
+        assert not second.is_full
+        assert len(tokens) == 4

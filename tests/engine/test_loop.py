@@ -11,11 +11,12 @@ from base.clock import SystemClock
 from base.errors import CapacityError
 from base.request import FinishReason, StopParams
 from engine.block_pool import BlockPool
-from engine.loop import EngineLoop, LaunchingRunner, StepRunner
+from engine.loop import STALL_S, EngineLoop, LaunchingRunner, StepRunner
 from engine.scheduler import Scheduler
 from engine.step import SequenceOutput, StepPlan, StepResult
 from tests.engine.builders import make_sequence
 from tests.engine.fakes import FakeDevice, LaunchingFakeDevice, continuation
+from tests.simulation.loop import InlineExecutor, SimLoop
 
 NUM_BLOCKS = 16
 BLOCK_SIZE = 4
@@ -238,3 +239,29 @@ async def test_random_histories_give_every_listener_its_tokens(device_type, seed
             assert heard.tokens == expected, sequence.request_id
         assert loop.num_failed_steps == 0
     assert loop.pool.num_held == 0
+
+
+def test_a_sequence_whose_blocks_do_not_come_free_is_ended_and_not_waited_for():
+    async def scenario(clock):
+        pool = BlockPool(NUM_BLOCKS)
+        scheduler = Scheduler(pool, BLOCK_SIZE, 8, 4, max_model_len=200)
+        loop = EngineLoop(FakeDevice(NUM_BLOCKS, BLOCK_SIZE), scheduler, pool, clock, InlineExecutor)
+        reserved = pool.allocate(NUM_BLOCKS - 2)
+        large, small = Collected(), Collected()
+        async with running(loop):
+            sequences = [make_sequence("large", range(12), 2), make_sequence("small", range(50, 54), 2)]
+            loop.add(sequences[0], large)
+            loop.add(sequences[1], small)
+            reasons = await large.ended(), clock.now_s(), await small.ended()
+            for sequence in sequences:
+                loop.release(sequence)
+        pool.release(reserved)
+        assert pool.num_held == 0
+        return reasons
+
+    loop = SimLoop(lambda: (0.01, True))
+    try:
+        reasons = loop.run_until_complete(scenario(loop))
+    finally:
+        loop.close()
+    assert reasons == (FinishReason.ERROR, STALL_S, FinishReason.LENGTH)

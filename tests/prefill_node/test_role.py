@@ -220,3 +220,16 @@ async def test_blocks_of_a_write_that_never_began_are_given_back(both):
         await broken()
     prefill.pool.release(computed)
     assert prefill.pool.num_held == 0
+
+
+async def test_a_device_that_fails_while_layers_leave_loses_the_request_and_is_no_bug(caplog):
+    async with parts(runner_class=LayeredRunner, prefill=PrefillRole, decode=DecodeRole) as made:
+        prefill, decode = made["prefill"], made["decode"]
+        prefill.runner.is_broken = True
+        for part in (prefill, decode):
+            part.runner.may_end.set()
+        ask(prefill, decode, work(num_tokens=40), granted(decode, 3))
+        assert (await prefill.said(Failed)).reason == "LostError"
+        await finished(prefill)
+        prefill.check_nothing_is_held()
+    assert "request broke" not in caplog.text

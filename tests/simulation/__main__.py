@@ -1,0 +1,42 @@
+"""Run seeds of the simulation.
+
+python -m tests.simulation --seed 17 --trace
+python -m tests.simulation --seeds 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+
+from tests.simulation.world import run_seed
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seed", type=int, help="run this one")
+    parser.add_argument("--seeds", type=int, default=100, help="run so many, from --first on")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--trace", action="store_true", help="print all that happened")
+    told = parser.parse_args()
+    seeds = [told.seed] if told.seed is not None else range(told.first, told.first + told.seeds)
+    gc.collect()
+    gc.freeze()
+    begin_s, failed = time.process_time(), []
+    for seed in seeds:
+        outcome = run_seed(seed)
+        if told.trace:
+            for line in outcome.lines:
+                print(*line)
+        if outcome.violation is not None:
+            failed.append(seed)
+            print(outcome.report)
+    seconds = f"{time.process_time() - begin_s:.1f} s of one core"
+    print(f"{len(seeds)} seeds, {len(failed)} failed, {seconds}", file=sys.stderr)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""A device without a model: a token's KV is a digest of the tokens before it, in each layer.
+
+It asserts that what it reads is what it would have written, and that it holds the blocks. So a
+block that was used too early, too late, twice, or half is found at the first step that reads it.
+"""
+
+from __future__ import annotations
+
+from base.kv_layout import KvLayout
+from base.request import SampledToken
+from engine.step import LayerGroup, StepResult
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
+"""In each layer of a block, 8 bytes for each token."""
+VOCAB = 50
+_FACTORS = (1_000_003, 1_000_033)
+_MODULUS = 1 << 61
+
+
+def continuation(token_ids, max_tokens, stop_token_id=None):
+    """What the device answers a prompt with, and whether it stopped by itself."""
+    state, tokens = 0, []
+    for token_id in token_ids:
+        state = (state * _FACTORS[0] + token_id + 1) % _MODULUS
+    while len(tokens) < max_tokens:
+        tokens.append(state % VOCAB)
+        if tokens[-1] == stop_token_id:
+            return tokens, True
+        state = (state * _FACTORS[0] + tokens[-1] + 1) % _MODULUS
+    return tokens, False
+
+
+class _Digests:
+    """Of each prefix of one sequence, as it grows."""
+
+    def __init__(self):
+        self._states = [0, 0]
+        self.bytes = (bytearray(), bytearray())
+        self.last = [0]
+
+    def extend(self, token_ids):
+        for token_id in token_ids[len(self.last) - 1 :]:
+            for layer, factor in enumerate(_FACTORS):
+                self._states[layer] = (self._states[layer] * factor + token_id + 1) % _MODULUS
+                self.bytes[layer].extend(self._states[layer].to_bytes(8, "little"))
+            self.last.append(self._states[0])
+
+
+class SimDevice:
+    """Runs steps on the memory of one node. `fails()` says whether a step raises."""
+
+    def __init__(self, memory, pool, fails):
+        self._memory, self._pool, self.fails = memory, pool, fails
+        self._digests = {}
+
+    def execute(self, plan):
+        if self.fails():
+            raise RuntimeError("the device failed")
+        for layer in range(LAYOUT.num_layers):
+            self.compute(plan, layer)
+        return self.sampled(plan)
+
+    def compute(self, plan, layer):
+        for entry in plan.entries:
+            self._compute(entry, layer)
+
+    def sampled(self, plan):
+        return StepResult(tuple(self._sampled(entry) for entry in plan.entries))
+
+    def _digests_of(self, entry):
+        digests = self._digests.setdefault(entry.sequence, _Digests())
+        digests.extend(entry.sequence.token_ids[: entry.context_len])
+        if len(digests.last) == entry.context_len:
+            # launched ahead, and the sequence was ended before its last token was told
+            digests.extend([*entry.sequence.token_ids, digests.last[-1] % VOCAB])
+        return digests
+
+    def _sampled(self, entry):
+        if not entry.samples:
+            return None
+        return SampledToken(self._digests_of(entry).last[entry.context_len] % VOCAB)
+
+    def _compute(self, entry, layer):
+        expected = self._digests_of(entry).bytes[layer]
+        self._pool.require_held(entry.block_table)
+        name, size, memory = entry.sequence.request_id, LAYOUT.block_size * 8, self._memory
+        for index, block_id in enumerate(entry.block_table):
+            begin, end = index * size, min((index + 1) * size, entry.context_len * 8)
+            if begin >= end:
+                break
+            computed = min(max(entry.start * 8, begin), end)
+            at = LAYOUT.offset(block_id, layer) - begin
+            found = memory[at + begin : at + computed]
+            # A step that was launched ahead of the end of a sequence computes it for nothing.
+            is_right = found == expected[begin:computed] or entry.sequence.finish_reason is not None
+            assert is_right, f"{name} reads KV that is not its own, block {index}"
+            memory[at + computed : at + end] = expected[computed:end]
+
+
+class LaunchingDevice:
+    """The same for steps that are launched ahead, and tell which layers are complete."""
+
+    def __init__(self, device):
+        self._device = device
+
+    def launch(self, plan):
+        return _Launched(self._device, plan)
+
+    def resolve(self, launched):
+        return launched.resolve()
+
+
+class _Launched:
+    def __init__(self, device, plan):
+        self._device, self._plan = device, plan
+        self._num_done, self._has_failed = 0, False
+        self.layer_groups = (
+            LayerGroup(0, 1, lambda: self._until(1)),
+            LayerGroup(1, 1, lambda: self._until(2)),
+        )
+
+    def resolve(self):
+        self._has_failed = self._device.fails()
+        self._until(LAYOUT.num_layers)
+        return self._device.sampled(self._plan)
+
+    def _until(self, num_layers):
+        if self._has_failed:
+            raise RuntimeError("the device failed")
+        while self._num_done < num_layers:
+            self._device.compute(self._plan, self._num_done)
+            self._num_done += 1
