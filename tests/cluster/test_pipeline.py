@@ -13,6 +13,7 @@ from protos.inference_pb2_grpc import InferenceStub
 from tests.cluster.asking import EOS, PATIENCE_S, generate_request, generated, held_blocks, until
 from tests.cluster.conftest import running
 from tests.cluster.test_same_tokens import check_all, model, token_prompts, tokenizer  # noqa: F401
+from tests.engine.builders import reference
 from tests.engine.test_smollm2 import fast_prompts
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
@@ -23,6 +24,8 @@ GROUPS = {
     "three uneven stages": {"pipeline_parallel": 3, "stage_layers": (12, 11, 7), "chunk_tokens": 33},
     "three ranks that share the heads": {"tensor_parallel": 3},
     "two stages of three ranks": {"pipeline_parallel": 2, "tensor_parallel": 3},
+}
+TO_GROUPS = {
     "two stages to three ranks": {"pipeline_parallel": 2, "of_decode": {"tensor_parallel": 3}},
     "one rank to two stages": {"of_decode": {"pipeline_parallel": 2}},
 }
@@ -32,6 +35,18 @@ GROUPS = {
 def test_groups_of_ranks_say_what_generate_says(group, smollm2, tmp_path, model, tokenizer):  # noqa: F811
     with running(smollm2, tmp_path, kv_cache_gib=SMALL_CACHE_GIB, **GROUPS[group]) as cluster:
         check_all(cluster, model, token_prompts(tokenizer, fast_prompts()))
+        until(lambda: held_blocks(cluster) == 0)
+
+
+@pytest.mark.parametrize("group", TO_GROUPS)
+def test_decode_nodes_of_several_ranks_say_what_generate_says(group, smollm2, tmp_path, model, tokenizer):  # noqa: F811
+    """A few tokens: each is a hundred sums over gloo, which a machine of two cores takes a second for."""
+    prompts = [prompt[:150] for prompt in token_prompts(tokenizer, fast_prompts()[:2])]
+    with running(smollm2, tmp_path, kv_cache_gib=SMALL_CACHE_GIB, **TO_GROUPS[group]) as cluster:
+        for prompt in (*prompts, prompts[0]):
+            tokens, _ = generated(cluster.grpc_address, prompt, 5)
+            expected = reference(model, prompt, 5, EOS)
+            assert tokens == [token for token in expected if token != EOS]
         until(lambda: held_blocks(cluster) == 0)
 
 
