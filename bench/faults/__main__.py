@@ -1,0 +1,48 @@
+"""Measure rows of the fault matrix and write them down, one by one.
+
+    python -m bench.faults [--count N] [--json bench/results/faults.json] [ROW...]
+
+Without rows: all. A row that was measured before is replaced in the file by its new figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.about_run import about_run
+from bench.faults.cluster import pretty
+from bench.faults.kills import decode_killed, decode_stopped, prefill_killed, prefill_stopped
+
+ROWS: dict[str, tuple[Callable[[int], Any], int]] = {
+    "prefill-killed": (prefill_killed, 200),
+    "decode-killed": (decode_killed, 200),
+    "prefill-stopped": (prefill_stopped, 20),
+    "decode-stopped": (decode_stopped, 20),
+}
+"""How a row is measured, and how many faults it injects unless told otherwise."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__)
+    parser.add_argument("rows", nargs="*", choices=[*ROWS, []], help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--count", type=int, help="faults to inject")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    for name in arguments.rows or ROWS:
+        measure, usual = ROWS[name]
+        begin_s = time.monotonic()
+        result = measure(arguments.count or usual)
+        row = {**result, "took_s": round(time.monotonic() - begin_s, 1), "about": about_run()}
+        print(name, pretty(row), flush=True)
+        if arguments.json:
+            table = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+            arguments.json.write_text(pretty(table | {name: row}))
+
+
+if __name__ == "__main__":
+    main()

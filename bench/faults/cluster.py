@@ -1,0 +1,153 @@
+"""A conductor and nodes with a small model, each a process that a row may kill, stop and start again.
+
+The conductor is started as it is deployed, under its supervisor; nodes are forked
+(`node_forks.py`) and started again by `revive`, so that how long a node stays away is the row's to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from base.clock import SystemClock
+from base.config import (
+    ClusterConfig,
+    EngineConfig,
+    PoolConfig,
+    ServerConfig,
+    StoreConfig,
+    process_config_json,
+)
+from bench.faults.node_forks import NodeForks
+from deploy.api_client import ApiError, read_json
+from deploy.plan import PreparedModel, conductor_process, node_environment, planned_nodes
+from deploy.supervisor import ProcessSpec, Supervisor
+
+BLOCK_SIZE = 32
+CHUNK_TOKENS = 50
+"""Divides neither prompts nor blocks."""
+KV_CACHE_GIB = 0.1
+GRACE_S = 5.0
+PAUSE_S = 0.02
+READY_S = 120.0
+
+
+class FaultCluster:
+    """The processes, by name: conductor, prefill-0, decode-0."""
+
+    def __init__(self, conductor: Supervisor, ready: dict[str, Any], forks: NodeForks, folder: Path) -> None:
+        self.conductor = conductor
+        self.http_port: int = ready["http_port"]
+        self.grpc_address = f"127.0.0.1:{ready['grpc_port']}"
+        self.folder = folder
+        self._forks = forks
+        self.pids: dict[str, int] = {}
+
+    def status(self) -> dict[str, Any]:
+        """Return what GET /status answers; a conductor that is away has no node and no request."""
+        try:
+            told: dict[str, Any] = read_json(f"127.0.0.1:{self.http_port}", "/status")
+        except ApiError:
+            return {"ready": False, "running_requests": 0, "nodes": []}
+        return told
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """Return what /status says of each attached node."""
+        return {node["id"]: node for node in self.status()["nodes"]}
+
+    def held_blocks(self) -> int:
+        return sum(node.get("held_blocks", 0) for node in self.nodes().values())
+
+    def at_work(self, role: str) -> list[str]:
+        """Return the attached nodes of `role` that work on a request."""
+        return [name for name, node in self.nodes().items() if role in node["roles"] and node["requests"]]
+
+    def start(self, name: str) -> None:
+        self.pids[name] = self._forks.start(self.folder / f"{name}.json", self.folder / f"{name}.log")
+
+    def signal(self, name: str, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pids[name], number)
+
+    def kill(self, name: str) -> None:
+        self.signal(name, signal.SIGKILL)
+
+    def is_alive(self, name: str) -> bool:
+        try:
+            os.kill(self.pids[name], 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def revive(self) -> None:
+        """Start again whichever node has ended."""
+        for name in self.pids:
+            if not self.is_alive(name):
+                self.start(name)
+
+    def lost_attempts(self) -> int:
+        """Return how many times the conductor placed a request again, by its log."""
+        return self.conductor.log_path.read_text(errors="replace").count("attempt lost")
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = READY_S) -> float:
+    """Return after how many seconds `condition` held; raises TimeoutError."""
+    begin_s = time.monotonic()
+    while not condition():
+        if time.monotonic() - begin_s > timeout_s:
+            raise TimeoutError(f"not so within {timeout_s} s")
+        time.sleep(PAUSE_S)
+    return time.monotonic() - begin_s
+
+
+@contextmanager
+def fault_cluster(
+    model: PreparedModel,
+    folder: Path,
+    prefill: int = 2,
+    decode: int = 2,
+    store: StoreConfig | None = None,
+    server: ServerConfig | None = None,
+) -> Iterator[FaultCluster]:
+    """Run one in the body; nothing of it is left afterwards."""
+    engine = EngineConfig(
+        block_size=BLOCK_SIZE, kv_cache_gib=KV_CACHE_GIB, chunk_tokens=CHUNK_TOKENS, threads=1
+    )
+    config = ClusterConfig(
+        server=server or ServerConfig(http_port=0, grpc_port=0),
+        prefill=PoolConfig(nodes=prefill, engine=engine),
+        decode=PoolConfig(nodes=decode, engine=engine),
+        store=store or StoreConfig(),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    spec = ProcessSpec(
+        "conductor",
+        (sys.executable, "-m", "conductor"),
+        dataclasses.asdict(conductor_process(config, model)),
+        {},
+        str(folder),
+    )
+    conductor = Supervisor(spec, SystemClock())
+    forks = NodeForks(node_environment(1))
+    try:
+        cluster = FaultCluster(conductor, conductor.wait_ready(), forks, folder)
+        for node in planned_nodes(config, model, cluster.grpc_address, 1):
+            (folder / f"{node.process.node_id}.json").write_text(process_config_json(node.process))
+            cluster.start(node.process.node_id)
+        wait_until(lambda: len(cluster.nodes()) == prefill + decode)
+        yield cluster
+    finally:
+        forks.close()
+        conductor.drain(GRACE_S)
+
+
+def pretty(table: object) -> str:
+    return json.dumps(table, indent=1) + "\n"

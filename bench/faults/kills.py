@@ -1,0 +1,135 @@
+"""Nodes that are killed, or stopped for a while, under requests."""
+
+from __future__ import annotations
+
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.faults.asking import Clients, drawn_prompts
+from bench.faults.cluster import FaultCluster, fault_cluster, wait_until
+from bench.faults.small_model import small_model
+
+PROMPTS = 24
+SHAPES = {"prefill": ((1_000, 2_000), 8), "decode": ((100, 400), 200)}
+"""Tokens of prompts and of answers, so that most of the time goes to the role that is hurt."""
+LEASE_S = 10.0
+PATIENCE_S = 60.0
+
+
+@dataclass(slots=True)
+class Recovered:
+    """Seconds that things took, one for each fault."""
+
+    node_back_s: list[float] = field(default_factory=list)
+    """From the fault until every node is attached again."""
+    blocks_free_s: list[float] = field(default_factory=list)
+    """From the end of the last request until no block is held."""
+    leaked_blocks: int = 0
+    """Held one lease after the last request ended."""
+    hits: int = 0
+    """Requests that were placed again."""
+
+
+def with_cluster(row: Callable[[FaultCluster, int], dict[str, Any]], **shape: Any) -> Callable[[int], Any]:
+    """Return `row` run on a cluster of its own."""
+
+    def run(count: int) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+            model = small_model(Path(folder) / "model")
+            with fault_cluster(model, Path(folder) / "run", **shape) as cluster:
+                return row(cluster, count)
+
+    return run
+
+
+def hurt_nodes(
+    cluster: FaultCluster, count: int, role: str, hurt: Callable[[FaultCluster, str, random.Random], None]
+) -> dict[str, Any]:
+    """Hurt `count` nodes of `role` that are at work, each at a random moment of four requests."""
+    rng = random.Random(count)
+    length, max_tokens = SHAPES[role]
+    clients = Clients(cluster.grpc_address, drawn_prompts(rng, PROMPTS, length, max_tokens), rng)
+    began_s = time.monotonic()
+    clients.finish(clients.begin())
+    usual_s = time.monotonic() - began_s
+    recovered, num_nodes, injected = Recovered(), len(cluster.pids), 0
+    lost_before = cluster.lost_attempts()
+    try:
+        while injected < count:
+            asked = clients.begin()
+            time.sleep(rng.uniform(0, usual_s))
+            at_work = cluster.at_work(role)
+            if at_work:
+                injected += 1
+                hurt_at_s = time.monotonic()
+                hurt(cluster, rng.choice(at_work), rng)
+            clients.finish(asked)
+            _wait_free(cluster, recovered)
+            if at_work:
+                cluster.revive()
+                wait_until(lambda: len(cluster.nodes()) == num_nodes)
+                recovered.node_back_s.append(time.monotonic() - hurt_at_s)
+                if injected % 10 == 0:
+                    print(f"{role}: {injected} of {count}, {clients.seen}", flush=True)
+    finally:
+        clients.close()
+    recovered.hits = cluster.lost_attempts() - lost_before
+    return {"injected": injected, **told(clients, recovered), "usual_s_of_four_requests": round(usual_s, 3)}
+
+
+def _wait_free(cluster: FaultCluster, recovered: Recovered) -> None:
+    """Wait until no block is held; what still is after a lease has leaked."""
+    try:
+        recovered.blocks_free_s.append(wait_until(lambda: cluster.held_blocks() == 0, LEASE_S))
+    except TimeoutError:
+        recovered.leaked_blocks += cluster.held_blocks()
+
+
+def told(clients: Clients, recovered: Recovered) -> dict[str, Any]:
+    seen = asdict(clients.seen)
+    seen["longest_gap_s"] = round(seen["longest_gap_s"], 3)
+    return {
+        **seen,
+        "placed_again": recovered.hits,
+        "leaked_blocks": recovered.leaked_blocks,
+        "blocks_free_s_max": round(max(recovered.blocks_free_s, default=0.0), 3),
+        "node_back_s_median": round(statistics.median(recovered.node_back_s or [0.0]), 3),
+        "node_back_s_max": round(max(recovered.node_back_s, default=0.0), 3),
+    }
+
+
+def kill(cluster: FaultCluster, name: str, rng: random.Random) -> None:
+    """SIGKILL; the successor is started at once, as by a supervisor."""
+    cluster.kill(name)
+    wait_until(lambda: not cluster.is_alive(name))
+    cluster.revive()
+
+
+def stop_for_a_while(cluster: FaultCluster, name: str, rng: random.Random) -> None:
+    """SIGSTOP, and SIGCONT 0.2 to 14 s later: within the lease of 10 s, or after it."""
+    cluster.signal(name, signal.SIGSTOP)
+    time.sleep(rng.uniform(0.2, 14.0))
+    cluster.signal(name, signal.SIGCONT)
+
+
+def prefill_killed(count: int) -> Any:
+    return with_cluster(lambda cluster, n: hurt_nodes(cluster, n, "prefill", kill))(count)
+
+
+def decode_killed(count: int) -> Any:
+    return with_cluster(lambda cluster, n: hurt_nodes(cluster, n, "decode", kill))(count)
+
+
+def prefill_stopped(count: int) -> Any:
+    return with_cluster(lambda cluster, n: hurt_nodes(cluster, n, "prefill", stop_for_a_while))(count)
+
+
+def decode_stopped(count: int) -> Any:
+    return with_cluster(lambda cluster, n: hurt_nodes(cluster, n, "decode", stop_for_a_while))(count)
