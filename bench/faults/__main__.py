@@ -17,12 +17,19 @@ from typing import Any
 from bench.about_run import about_run
 from bench.faults.cluster import pretty
 from bench.faults.kills import decode_killed, decode_stopped, prefill_killed, prefill_stopped
+from bench.faults.leaving import clients_leave
+from bench.faults.published import conductor_killed, conductor_twice, decode_killed_of_800, rolling_restart
 
 ROWS: dict[str, tuple[Callable[[int], Any], int]] = {
     "prefill-killed": (prefill_killed, 200),
     "decode-killed": (decode_killed, 200),
     "prefill-stopped": (prefill_stopped, 20),
     "decode-stopped": (decode_stopped, 20),
+    "client-leaves": (clients_leave, 200),
+    "conductor-killed": (conductor_killed, 5),
+    "decode-killed-of-800": (decode_killed_of_800, 3),
+    "conductor-twice": (conductor_twice, 1),
+    "rolling-restart": (rolling_restart, 2),
 }
 """How a row is measured, and how many faults it injects unless told otherwise."""
 

@@ -11,7 +11,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -22,6 +22,7 @@ from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceStub
 
 TIMEOUT_S = 300.0
+CHANNEL_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1_000))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,8 @@ def ask(stub: InferenceStub, request: pb.GenerateRequest) -> Answer:
     """Take one answer to its end, or to its error."""
     answer = Answer(time.monotonic())
     try:
-        for response in stub.Generate(request, timeout=TIMEOUT_S):
+        # A request waits for a connection: where nobody listens, it has not been sent.
+        for response in stub.Generate(request, timeout=TIMEOUT_S, wait_for_ready=True):
             answer.arrived_at_s.append(time.monotonic())
             answer.tokens += response.token_ids
     except grpc.RpcError as error:
@@ -111,7 +113,7 @@ class Clients:
     """Some clients, each a thread, that ask and compare."""
 
     def __init__(self, address: str, prompts: Sequence[Prompt], rng: random.Random, count: int = 4) -> None:
-        self._channel = grpc.insecure_channel(address)
+        self._channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
         self._stub = InferenceStub(self._channel)
         self._threads = ThreadPoolExecutor(count)
         self._prompts = prompts
@@ -120,6 +122,8 @@ class Clients:
         self._lock = threading.Lock()
         self._expected = list(self._threads.map(self._undisturbed, prompts))
         self.seen = Seen()
+        self.first_token_at_s: list[float] = []
+        """Of each answer that was whole."""
 
     def _undisturbed(self, prompt: Prompt) -> list[int]:
         answer = ask(self._stub, prompt.request())
@@ -144,17 +148,20 @@ class Clients:
         answer = ask(self._stub, self._prompts[number].request(salt))
         with self._lock:
             self.seen.take(answer, self._expected[number])
+            if not answer.error:
+                self.first_token_at_s.append(answer.arrived_at_s[0])
         return answer
 
-    def run_until(self, is_over: Callable[[], bool]) -> None:
-        """Let every client ask one request after the other until `is_over`."""
+    def ask_many(self, count: int, pause_s: float = 0.0) -> list[Future[None]]:
+        """Let the clients ask so many requests, each client one after the other; return at once."""
+        left = iter(range(count))
 
         def loop() -> None:
-            while not is_over():
+            for _ in left:
                 self._one()
+                time.sleep(pause_s)
 
-        for future in [self._threads.submit(loop) for _ in range(self._count)]:
-            future.result()
+        return [self._threads.submit(loop) for _ in range(self._count)]
 
     def close(self) -> None:
         self._threads.shutdown()

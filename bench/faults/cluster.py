@@ -80,6 +80,12 @@ class FaultCluster:
     def kill(self, name: str) -> None:
         self.signal(name, signal.SIGKILL)
 
+    def kill_conductor(self) -> None:
+        """SIGKILL; its supervisor starts it again, half a second later."""
+        pid = self.conductor.pid()
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+
     def is_alive(self, name: str) -> bool:
         try:
             os.kill(self.pids[name], 0)

@@ -93,16 +93,29 @@ def _wait_free(cluster: FaultCluster, recovered: Recovered) -> None:
 
 
 def told(clients: Clients, recovered: Recovered) -> dict[str, Any]:
-    seen = asdict(clients.seen)
-    seen["longest_gap_s"] = round(seen["longest_gap_s"], 3)
     return {
-        **seen,
+        **counts(clients),
         "placed_again": recovered.hits,
         "leaked_blocks": recovered.leaked_blocks,
         "blocks_free_s_max": round(max(recovered.blocks_free_s, default=0.0), 3),
         "node_back_s_median": round(statistics.median(recovered.node_back_s or [0.0]), 3),
         "node_back_s_max": round(max(recovered.node_back_s, default=0.0), 3),
     }
+
+
+def counts(clients: Clients) -> dict[str, Any]:
+    """Return what the clients saw."""
+    seen = asdict(clients.seen)
+    return seen | {"longest_gap_s": round(seen["longest_gap_s"], 3)}
+
+
+def leaked_blocks(cluster: FaultCluster) -> int:
+    """Return the blocks that are held one lease after the last request."""
+    try:
+        wait_until(lambda: cluster.held_blocks() == 0, LEASE_S)
+    except TimeoutError:
+        return cluster.held_blocks()
+    return 0
 
 
 def kill(cluster: FaultCluster, name: str, rng: random.Random) -> None:
