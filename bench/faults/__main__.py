@@ -19,6 +19,9 @@ from bench.faults.cluster import pretty
 from bench.faults.kills import decode_killed, decode_stopped, prefill_killed, prefill_stopped
 from bench.faults.leaving import clients_leave
 from bench.faults.published import conductor_killed, conductor_twice, decode_killed_of_800, rolling_restart
+from bench.faults.redis_gone import redis_gone
+from bench.faults.soak import soak
+from bench.faults.tenants import tenants_timing
 from bench.faults.transfers import transfers_hurt
 
 ROWS: dict[str, tuple[Callable[[int], Any], int]] = {
@@ -31,6 +34,9 @@ ROWS: dict[str, tuple[Callable[[int], Any], int]] = {
     "decode-killed-of-800": (decode_killed_of_800, 3),
     "conductor-twice": (conductor_twice, 1),
     "rolling-restart": (rolling_restart, 2),
+    "redis-gone": (redis_gone, 600),
+    "soak": (soak, 100_000),
+    "tenants-timing": (tenants_timing, 200),
     "transfers-hurt": (transfers_hurt, 1_000_000),
 }
 """How a row is measured, and how many faults it injects unless told otherwise."""

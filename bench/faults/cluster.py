@@ -50,6 +50,7 @@ class FaultCluster:
         self.folder = folder
         self._forks = forks
         self.pids: dict[str, int] = {}
+        self.num_started = 0
 
     def status(self) -> dict[str, Any]:
         """Return what GET /status answers; a conductor that is away has no node and no request."""
@@ -71,6 +72,7 @@ class FaultCluster:
         return [name for name, node in self.nodes().items() if role in node["roles"] and node["requests"]]
 
     def start(self, name: str) -> None:
+        self.num_started += 1
         self.pids[name] = self._forks.start(self.folder / f"{name}.json", self.folder / f"{name}.log")
 
     def signal(self, name: str, number: int) -> None:
