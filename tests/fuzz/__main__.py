@@ -1,0 +1,62 @@
+"""Fuzz one target, or each for the same time.
+
+    python -m tests.fuzz [TARGET...] [--seconds 60] [--seed 0] [--atheris]
+
+With `--atheris` (a package of that name; one target a run) inputs are chosen by what code they
+reach; otherwise by chance. A finding ends the run and is printed whole: put it into
+`tests/fuzz/corpus/TARGET/`, from where every run of the tests reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+
+
+def by_chance(names: list[str], seconds: float, seed: int) -> None:
+    from tests.fuzz.mutations import corpus, mutated, tried  # noqa: PLC0415
+    from tests.fuzz.targets import TARGETS  # noqa: PLC0415
+
+    for name in names or TARGETS:
+        target, rng, count = TARGETS[name], random.Random(seed), 0
+        inputs = corpus(name, target)
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            tried(name, target, mutated(rng, inputs, target.words))
+            count += 1
+        print(f"{name}: {count} inputs, nothing found", flush=True)
+
+
+def by_coverage(name: str, seconds: float) -> None:
+    import atheris  # noqa: PLC0415
+
+    with atheris.instrument_imports(include=["base", "conductor", "kvstore", "transfer", "deploy"]):
+        from tests.fuzz.mutations import corpus, tried  # noqa: PLC0415
+        from tests.fuzz.targets import TARGETS  # noqa: PLC0415
+    target = TARGETS[name]
+    for data in corpus(name, target):
+        tried(name, target, data)
+    atheris.Setup(
+        [sys.argv[0], f"-max_total_time={seconds:.0f}", "-max_len=65536"],
+        lambda data: tried(name, target, data),
+    )
+    atheris.Fuzz()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("targets", nargs="*")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--atheris", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.atheris:
+        by_coverage(arguments.targets[0], arguments.seconds)
+    else:
+        by_chance(arguments.targets, arguments.seconds, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

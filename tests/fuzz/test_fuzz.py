@@ -1,0 +1,33 @@
+"""Every reader of foreign bytes, for a moment: `python -m tests.fuzz` goes on for as long as it is told."""
+
+import random
+
+import pytest
+
+from tests.fuzz.mutations import FoundError, corpus, mutated, tried
+from tests.fuzz.targets import TARGETS, Target
+
+INPUTS = 40
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_was_found_before_and_some_changed_inputs_are_taken_or_refused(name):
+    target, rng = TARGETS[name], random.Random(name)
+    inputs = corpus(name, target)
+    for data in inputs:
+        tried(name, target, data)
+    for _ in range(INPUTS):
+        tried(name, target, mutated(rng, inputs, target.words))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_first_seed_is_a_good_input(name):
+    target = TARGETS[name]
+    target.read(target.seeds[0])
+
+
+def test_another_error_than_a_refusal_is_a_finding():
+    target = Target(lambda data: data.decode(), [b"x"], (ValueError,))
+    tried("text", target, b"\xff")
+    with pytest.raises(FoundError, match="ZeroDivisionError"):
+        tried("division", Target(lambda data: 1 / len(data), [b"x"]), b"")
