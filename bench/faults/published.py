@@ -21,8 +21,10 @@ from bench.faults.kills import counts, kill, leaked_blocks, with_cluster
 
 CLIENTS = 8
 REQUESTS = 800
-TOKENS_OF_PROMPT = (100, 400)
-TOKENS_OF_ANSWER = 60
+TOKENS_OF_PROMPT = (60, 200)
+TOKENS_OF_ANSWER = 30
+LOAD_S = 3_600.0
+"""For half of the requests, on a machine however busy."""
 SETTLED_S = 0.1
 """After a kill: what a client had in its socket has been read."""
 
@@ -35,7 +37,7 @@ def _under_load(cluster: FaultCluster, fault: Callable[[Clients], dict[str, Any]
     num_nodes = len(cluster.pids)
     try:
         asked = clients.ask_many(REQUESTS)
-        wait_until(lambda: clients.seen.requests >= REQUESTS // 2)
+        wait_until(lambda: clients.seen.requests >= REQUESTS // 2, LOAD_S)
         told = fault(clients)
         for future in asked:
             future.result()
