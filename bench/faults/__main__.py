@@ -16,6 +16,7 @@ from typing import Any
 
 from bench.about_run import about_run
 from bench.faults.cluster import pretty
+from bench.faults.hostile import hostile_bytes
 from bench.faults.kills import decode_killed, decode_stopped, prefill_killed, prefill_stopped
 from bench.faults.leaving import clients_leave
 from bench.faults.published import conductor_killed, conductor_twice, decode_killed_of_800, rolling_restart
@@ -37,6 +38,7 @@ ROWS: dict[str, tuple[Callable[[int], Any], int]] = {
     "redis-gone": (redis_gone, 600),
     "soak": (soak, 100_000),
     "tenants-timing": (tenants_timing, 200),
+    "hostile-bytes": (hostile_bytes, 10_000),
     "transfers-hurt": (transfers_hurt, 1_000_000),
 }
 """How a row is measured, and how many faults it injects unless told otherwise."""
