@@ -16,6 +16,7 @@ import dataclasses
 import json
 import random
 import re
+import ssl
 import statistics
 import time
 from collections.abc import Awaitable, Callable
@@ -77,8 +78,9 @@ class Carried:
 class HttpClient:
     """Asks over HTTP on connections that stay open; reads no more than it must."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, secured: ssl.SSLContext | None = None) -> None:
         self._port = port
+        self._secured = secured
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def ask(self, max_tokens: int) -> int:
@@ -103,7 +105,7 @@ class HttpClient:
         return sum(found.count(b",") + 1 for found in lists if found)
 
     async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self._port)
+        return await asyncio.open_connection("127.0.0.1", self._port, ssl=self._secured)
 
 
 class GrpcClient:
@@ -120,10 +122,10 @@ class GrpcClient:
         return sum([len(response.token_ids) async for response in answer])
 
 
-async def streamed(ask: Ask, pid: int) -> tuple[float, float]:
+async def streamed(ask: Ask, pid: int, streams: int = STREAMS) -> tuple[float, float]:
     """Return tokens a second and the conductor's processor microseconds for each."""
     cpu_s, begin_s = cpu_seconds(pid), time.perf_counter()
-    counts = await asyncio.gather(*(ask(TOKENS) for _ in range(STREAMS)))
+    counts = await asyncio.gather(*(ask(TOKENS) for _ in range(streams)))
     took_s = time.perf_counter() - begin_s
     if set(counts) != {TOKENS}:
         raise RuntimeError(f"streams of {TOKENS} tokens had {sorted(set(counts))}")

@@ -16,20 +16,23 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from base.attach import AttachClient
 from base.config import (
     ClusterConfig,
     EngineConfig,
+    NodesConfig,
     PoolConfig,
     ServerConfig,
+    TlsConfig,
     process_config_json,
 )
 from base.grants import PeerDescriptor
 from base.messages import NodeInfo
 from base.request import NodeId, Role
+from base.tls import channel_credentials
 from bench.stub_node import StubNode
 from conductor.cost_model import CostModel, Profile, load_profile, profile_json
 from deploy.plan import PreparedModel, conductor_process
@@ -55,9 +58,17 @@ class StubCluster:
 
 @contextmanager
 def stub_cluster(
-    profile: Profile, num_prefill: int, num_decode: int, stream_interval_ms: float = 0.0
+    profile: Profile,
+    num_prefill: int,
+    num_decode: int,
+    stream_interval_ms: float = 0.0,
+    tls: TlsConfig | None = None,
 ) -> Iterator[StubCluster]:
-    """Run a conductor for SmolLM2's tokenizer and stub nodes in the body."""
+    """Run a conductor for SmolLM2's tokenizer and stub nodes in the body.
+
+    Args:
+        tls: Of the conductor, and as nodes' own.
+    """
     prepared = prepare("smollm2", CACHE_DIR, lambda line: None)
     model = PreparedModel(str(prepared.path), prepared.model_id, prepared.name)
     pool = PoolConfig(engine=EngineConfig(block_size=BLOCK_SIZE))
@@ -66,7 +77,13 @@ def stub_cluster(
         profile_path.write_text(profile_json(profile))
         cluster = ClusterConfig(
             profile=str(profile_path),
-            server=ServerConfig(http_port=0, grpc_port=0, stream_interval_ms=stream_interval_ms),
+            server=ServerConfig(
+                http_port=0,
+                grpc_port=0,
+                stream_interval_ms=stream_interval_ms,
+                tls=replace(tls, ca="") if tls else TlsConfig(),
+            ),
+            nodes=NodesConfig(tls=tls or TlsConfig()),
             prefill=pool,
             decode=pool,
         )
@@ -76,8 +93,10 @@ def stub_cluster(
         try:
             assert conductor.stdout is not None
             ready = json.loads(conductor.stdout.readline())
-            address = f"127.0.0.1:{ready['grpc_port']}"
-            counts = ("--prefill", str(num_prefill), "--decode", str(num_decode))
+            address = f"127.0.0.1:{ready['attach_port']}"
+            counts = ["--prefill", str(num_prefill), "--decode", str(num_decode)]
+            if tls:
+                counts += ["--tls", tls.cert, tls.key, tls.ca]
             nodes = _started("bench.stub_cluster", address, model.model_id, str(profile_path), *counts)
             yield StubCluster(ready["http_port"], ready["grpc_port"], conductor.pid)
         finally:
@@ -113,14 +132,17 @@ def stub_info(name: str, role: Role, model_id: str) -> NodeInfo:
     )
 
 
-async def serve_nodes(address: str, model_id: str, profile: Profile, counts: dict[Role, int]) -> None:
+async def serve_nodes(
+    address: str, model_id: str, profile: Profile, counts: dict[Role, int], tls: TlsConfig
+) -> None:
     cost = CostModel(profile)
+    credentials = channel_credentials(tls, "nodes.tls")
     async with asyncio.TaskGroup() as group:
         for role, count in counts.items():
             for number in range(count):
                 node = StubNode(cost, NUM_BLOCKS, BLOCK_SIZE)
                 info = stub_info(f"{role.value}-{number}", role, model_id)
-                client = AttachClient(info, address, random.Random(number))
+                client = AttachClient(info, address, random.Random(number), credentials)
                 node.send = client.send
                 group.create_task(node.run())
                 group.create_task(client.run(node))
@@ -132,9 +154,12 @@ def main() -> None:
         parser.add_argument(name)
     for name in ("--prefill", "--decode"):
         parser.add_argument(name, type=int)
+    parser.add_argument("--tls", nargs=3, default=("", "", ""), help="certificate, key, authority")
     told = parser.parse_args()
     counts = {Role.PREFILL: told.prefill, Role.DECODE: told.decode}
-    asyncio.run(serve_nodes(told.address, told.model_id, load_profile(told.profile), counts))
+    asyncio.run(
+        serve_nodes(told.address, told.model_id, load_profile(told.profile), counts, TlsConfig(*told.tls))
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from bench.faults.cluster import FaultCluster, fault_cluster, wait_until
 from bench.faults.small_model import small_model
 
 PROMPTS = 24
-SHAPES = {"prefill": ((1_000, 2_000), 8), "decode": ((100, 400), 200)}
+SHAPES = {"prefill": ((1_000, 2_000), 8), "decode": ((60, 200), 60)}
 """Tokens of prompts and of answers, so that most of the time goes to the role that is hurt."""
 LEASE_S = 10.0
 PATIENCE_S = 60.0
@@ -31,6 +31,8 @@ class Recovered:
     """From the fault until every node is attached again."""
     blocks_free_s: list[float] = field(default_factory=list)
     """From the end of the last request until no block is held."""
+    noticed_s: list[float] = field(default_factory=list)
+    """From the fault until the conductor no longer counts on the node: at most a poll of /status late."""
     leaked_blocks: int = 0
     """Held one lease after the last request ended."""
     hits: int = 0
@@ -50,7 +52,7 @@ def with_cluster(row: Callable[[FaultCluster, int], dict[str, Any]], **shape: An
 
 
 def hurt_nodes(
-    cluster: FaultCluster, count: int, role: str, hurt: Callable[[FaultCluster, str, random.Random], None]
+    cluster: FaultCluster, count: int, role: str, hurt: Callable[[FaultCluster, str, random.Random], float]
 ) -> dict[str, Any]:
     """Hurt `count` nodes of `role` that are at work, each at a random moment of four requests."""
     rng = random.Random(count)
@@ -69,7 +71,7 @@ def hurt_nodes(
             if at_work:
                 injected += 1
                 hurt_at_s = time.monotonic()
-                hurt(cluster, rng.choice(at_work), rng)
+                recovered.noticed_s.append(hurt(cluster, rng.choice(at_work), rng))
             clients.finish(asked)
             _wait_free(cluster, recovered)
             if at_work:
@@ -98,6 +100,7 @@ def told(clients: Clients, recovered: Recovered) -> dict[str, Any]:
         "placed_again": recovered.hits,
         "leaked_blocks": recovered.leaked_blocks,
         "blocks_free_s_max": round(max(recovered.blocks_free_s, default=0.0), 3),
+        "noticed_s_max": round(max(recovered.noticed_s, default=0.0), 3),
         "node_back_s_median": round(statistics.median(recovered.node_back_s or [0.0]), 3),
         "node_back_s_max": round(max(recovered.node_back_s, default=0.0), 3),
     }
@@ -118,18 +121,29 @@ def leaked_blocks(cluster: FaultCluster) -> int:
     return 0
 
 
-def kill(cluster: FaultCluster, name: str, rng: random.Random) -> None:
-    """SIGKILL; the successor is started at once, as by a supervisor."""
+def kill(cluster: FaultCluster, name: str, rng: random.Random) -> float:
+    """SIGKILL; the successor is started at once, as by a supervisor. Return when it was noticed."""
+    epoch = cluster.nodes()[name]["epoch"]
     cluster.kill(name)
+    noticed_s = wait_until(lambda: cluster.nodes().get(name, {}).get("epoch") != epoch)
     wait_until(lambda: not cluster.is_alive(name))
     cluster.revive()
+    return noticed_s
 
 
-def stop_for_a_while(cluster: FaultCluster, name: str, rng: random.Random) -> None:
-    """SIGSTOP, and SIGCONT 0.2 to 14 s later: within the lease of 10 s, or after it."""
+def stop_for_a_while(cluster: FaultCluster, name: str, rng: random.Random) -> float:
+    """SIGSTOP, and SIGCONT 0.2 to 14 s later: within the lease of 10 s, or after it.
+
+    Return when it was noticed, 0 if it was not.
+    """
     cluster.signal(name, signal.SIGSTOP)
-    time.sleep(rng.uniform(0.2, 14.0))
-    cluster.signal(name, signal.SIGCONT)
+    stopped_s = rng.uniform(0.2, 14.0)
+    try:
+        return wait_until(lambda: name not in cluster.nodes(), stopped_s)
+    except TimeoutError:
+        return 0.0
+    finally:
+        cluster.signal(name, signal.SIGCONT)
 
 
 def prefill_killed(count: int) -> Any:

@@ -1,0 +1,69 @@
+"""What TLS costs a conductor's streams: tokens a second over HTTPS and over HTTP, in turns.
+
+    python -m bench.tls_live [--rounds 5] [--streams 64] [--json bench/results/tls_live.json]
+
+Two conductors as they are deployed, each with stub nodes that need 2 ms for a step (attached by
+mutual TLS where there is TLS). The client is one process; it decrypts on the same cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from base.config import TlsConfig
+from bench.about_run import about_run
+from bench.frontend import unchecked
+from bench.frontend_live import HttpClient, quick_profile, streamed
+from bench.stub_cluster import stub_cluster
+
+
+def node_certificate(folder: Path) -> TlsConfig:
+    """Return one certificate that is authority, conductor and node in one: enough for a bench."""
+    cert, key = folder / "cert.pem", folder / "cert.key"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    command += ["-days", "30", "-subj", "/CN=bench", "-keyout", str(key), "-out", str(cert)]
+    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1,URI:urn:conductor:node"]
+    subprocess.run(command, check=True, capture_output=True)
+    return TlsConfig(str(cert), str(key), str(cert))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.tls_live", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--streams", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    found: dict[str, list[dict[str, float]]] = {}
+    with ExitStack() as running:
+        folder = Path(running.enter_context(tempfile.TemporaryDirectory()))
+        clusters = {
+            "plain": running.enter_context(stub_cluster(quick_profile(), 1, 1)),
+            "tls": running.enter_context(stub_cluster(quick_profile(), 1, 1, tls=node_certificate(folder))),
+        }
+        for streams in arguments.streams:
+            for _ in range(arguments.rounds):
+                row: dict[str, float] = {}
+                for name, cluster in clusters.items():
+                    # Its connections live on the event loop of the round.
+                    client = HttpClient(cluster.http_port, unchecked() if name == "tls" else None)
+                    tokens_per_s, us = asyncio.run(streamed(client.ask, cluster.conductor_pid, streams))
+                    row |= {f"{name}_tokens_per_s": round(tokens_per_s), f"{name}_us": round(us, 1)}
+                row["ratio"] = round(row["tls_tokens_per_s"] / row["plain_tokens_per_s"], 3)
+                found.setdefault(str(streams), []).append(row)
+                print(streams, row, flush=True)
+    medians = {streams: statistics.median(row["ratio"] for row in rows) for streams, rows in found.items()}
+    print("median ratio by streams:", medians)
+    if arguments.json:
+        table = {"about": about_run(), "median_ratio_by_streams": medians, "rounds": found}
+        arguments.json.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
