@@ -247,7 +247,9 @@ async def _not_found(request: HttpRequest, error: Exception) -> Response:
     """Answer what FastAPI itself refuses: an unknown path, a wrong method."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return _error(HttpError(error.status_code, "invalid_request_error", None, message))
+    told = HttpError(error.status_code, "invalid_request_error", None, message)
+    # `Allow`, which goes with 405, is among the error's own.
+    return Response(told.body, told.status, {**told.headers, **(error.headers or {})})
 
 
 def _json(status: int, value: Any) -> Response:

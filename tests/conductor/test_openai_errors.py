@@ -303,6 +303,7 @@ async def test_unknown_paths_and_methods_are_error_objects_too(model):
     async with serving(model, lambda request: []) as api, httpx.AsyncClient(base_url=api.url) as client:
         answers = [await client.get("/v1/nothing"), await client.get(CHAT)]
     assert [answer.status_code for answer in answers] == [404, 405]
+    assert answers[1].headers["allow"] == "POST"
     assert all(answer.json()["error"]["message"] for answer in answers)
 
 

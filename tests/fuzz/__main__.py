@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 
 def by_chance(names: list[str], seconds: float, seed: int) -> None:
@@ -36,12 +38,11 @@ def by_coverage(name: str, seconds: float) -> None:
         from tests.fuzz.mutations import corpus, tried  # noqa: PLC0415
         from tests.fuzz.targets import TARGETS  # noqa: PLC0415
     target = TARGETS[name]
-    for data in corpus(name, target):
-        tried(name, target, data)
-    atheris.Setup(
-        [sys.argv[0], f"-max_total_time={seconds:.0f}", "-max_len=65536"],
-        lambda data: tried(name, target, data),
-    )
+    seeds = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    for number, data in enumerate(corpus(name, target)):
+        (seeds / str(number)).write_bytes(data)
+    options = [f"-max_total_time={seconds:.0f}", "-max_len=65536", f"-artifact_prefix={seeds}/found-"]
+    atheris.Setup([sys.argv[0], str(seeds), *options], lambda data: tried(name, target, data))
     atheris.Fuzz()
 
 
