@@ -1,0 +1,99 @@
+"""A conductor with sixteen nodes is killed: when is the next request answered?
+
+The conductor runs under its supervisor. The nodes are stubs (`bench/stub_cluster.py`): what is
+timed is the conductor's start, the nodes' dialling and their registering.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from base.clock import SystemClock
+from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig
+from bench.faults.asking import CHANNEL_OPTIONS, TIMEOUT_S, Prompt, ask
+from bench.faults.cluster import GRACE_S, wait_until
+from bench.frontend_live import quick_profile
+from bench.stub_cluster import BLOCK_SIZE, CACHE_DIR
+from conductor.cost_model import profile_json
+from deploy.api_client import ApiError, read_json
+from deploy.plan import PreparedModel, conductor_process
+from deploy.supervisor import STEADY_S, ProcessSpec, Supervisor
+from engine.model_store import prepare
+from protos.inference_pb2_grpc import InferenceStub
+
+NODES_OF_A_ROLE = 8
+PROMPT = Prompt(tuple(range(100, 150)), 4, 1)
+
+
+def conductor_restarts(count: int) -> dict[str, Any]:
+    """Return the row: seconds from SIGKILL to the first token of the next request, and to all nodes."""
+    prepared = prepare("smollm2", CACHE_DIR, print)
+    model = PreparedModel(str(prepared.path), prepared.model_id, prepared.name)
+    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+        profile = Path(name) / "profile.json"
+        profile.write_text(profile_json(quick_profile()))
+        pool = PoolConfig(engine=EngineConfig(block_size=BLOCK_SIZE))
+        server = ServerConfig(http_port=0, grpc_port=0)
+        config = ClusterConfig(profile=str(profile), server=server, prefill=pool, decode=pool)
+        command, process = (sys.executable, "-m", "conductor"), conductor_process(config, model)
+        spec = ProcessSpec("conductor", command, dataclasses.asdict(process), {}, name)
+        conductor = Supervisor(spec, SystemClock())
+        try:
+            ready = conductor.wait_ready()
+            counts = [f"--{role}={NODES_OF_A_ROLE}" for role in ("prefill", "decode")]
+            command = (sys.executable, "-m", "bench.stub_cluster", f"127.0.0.1:{ready['attach_port']}")
+            nodes = subprocess.Popen([*command, model.model_id, str(profile), *counts])
+            try:
+                return _killed(conductor, ready, count)
+            finally:
+                nodes.terminate()
+                nodes.wait()
+        finally:
+            conductor.drain(GRACE_S)
+
+
+def _killed(conductor: Supervisor, ready: dict[str, Any], count: int) -> dict[str, Any]:
+    def num_nodes() -> int:
+        try:
+            return len(read_json(f"127.0.0.1:{ready['http_port']}", "/status")["nodes"])
+        except ApiError:
+            return 0
+
+    served_s, all_nodes_s = [], []
+    address = f"127.0.0.1:{ready['grpc_port']}"
+    with grpc.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+        stub = InferenceStub(channel)
+        for _ in range(count):
+            wait_until(lambda: num_nodes() == 2 * NODES_OF_A_ROLE)
+            # Its supervisor lets one that fails soon after its start wait longer each time.
+            time.sleep(STEADY_S)
+            ask(stub, PROMPT.request())
+            pid = conductor.pid()
+            assert pid is not None
+            killed_at_s = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda pid=pid: conductor.pid() != pid)  # type: ignore[misc]
+            answer = ask(stub, PROMPT.request())
+            if answer.error:
+                raise RuntimeError(f"not served after a restart within {TIMEOUT_S} s: {answer.error}")
+            served_s.append(answer.arrived_at_s[0] - killed_at_s)
+            wait_until(lambda: num_nodes() == 2 * NODES_OF_A_ROLE)
+            all_nodes_s.append(time.monotonic() - killed_at_s)
+    return {
+        "injected": count,
+        "nodes": 2 * NODES_OF_A_ROLE,
+        "first_token_again_s": [round(value, 2) for value in served_s],
+        "first_token_again_s_median": round(statistics.median(served_s), 2),
+        "all_nodes_again_s_median": round(statistics.median(all_nodes_s), 2),
+    }
