@@ -21,6 +21,8 @@ from bench.faults.kills import counts, kill, leaked_blocks, with_cluster
 
 CLIENTS = 8
 REQUESTS = 800
+FEW_REQUESTS = 200
+"""Of the rows that nobody else publishes."""
 TOKENS_OF_PROMPT = (60, 200)
 TOKENS_OF_ANSWER = 30
 LOAD_S = 3_600.0
@@ -29,15 +31,17 @@ SETTLED_S = 0.1
 """After a kill: what a client had in its socket has been read."""
 
 
-def _under_load(cluster: FaultCluster, fault: Callable[[Clients], dict[str, Any]]) -> dict[str, Any]:
-    """Ask 800 requests and inject `fault` when half of them have been answered."""
+def _under_load(
+    cluster: FaultCluster, fault: Callable[[Clients], dict[str, Any]], requests: int
+) -> dict[str, Any]:
+    """Ask so many requests and inject `fault` when half of them have been answered."""
     rng = random.Random(1)
     prompts = drawn_prompts(rng, 24, TOKENS_OF_PROMPT, TOKENS_OF_ANSWER)
     clients = Clients(cluster.grpc_address, prompts, rng, CLIENTS)
     num_nodes = len(cluster.pids)
     try:
-        asked = clients.ask_many(REQUESTS)
-        wait_until(lambda: clients.seen.requests >= REQUESTS // 2, LOAD_S)
+        asked = clients.ask_many(requests)
+        wait_until(lambda: clients.seen.requests >= requests // 2, LOAD_S)
         told = fault(clients)
         for future in asked:
             future.result()
@@ -48,11 +52,17 @@ def _under_load(cluster: FaultCluster, fault: Callable[[Clients], dict[str, Any]
 
 
 def _repeated(
-    cluster: FaultCluster, count: int, fault: Callable[[Clients], dict[str, Any]]
+    cluster: FaultCluster,
+    count: int,
+    fault: Callable[[Clients], dict[str, Any]],
+    requests: int = REQUESTS,
 ) -> dict[str, Any]:
-    runs = [_under_load(cluster, fault) for _ in range(count)]
+    runs = []
+    for _ in range(count):
+        runs.append(_under_load(cluster, fault, requests))
+        print(runs[-1], flush=True)
     failed = [run["failed"] for run in runs]
-    return {"injected": count, "failed_of_800_median": statistics.median(failed), "runs": runs}
+    return {"injected": count, "failed_median": statistics.median(failed), "runs": runs}
 
 
 def _conductor_killed(cluster: FaultCluster, count: int) -> dict[str, Any]:
@@ -100,7 +110,7 @@ def _conductor_twice(cluster: FaultCluster, count: int) -> dict[str, Any]:
         said = second.stderr.strip().splitlines()[-1]
         return {"second_ended_after_s": round(time.monotonic() - began_s, 2), "second_said": said}
 
-    return _repeated(cluster, count, fault)
+    return _repeated(cluster, count, fault, FEW_REQUESTS)
 
 
 def _rolling_restart(cluster: FaultCluster, count: int) -> dict[str, Any]:
@@ -115,7 +125,7 @@ def _rolling_restart(cluster: FaultCluster, count: int) -> dict[str, Any]:
             wait_until(lambda: len(cluster.nodes()) == len(cluster.pids))
         return {"all_restarted_s": round(time.monotonic() - began_s, 2)}
 
-    return _repeated(cluster, count, fault)
+    return _repeated(cluster, count, fault, FEW_REQUESTS)
 
 
 conductor_killed = with_cluster(_conductor_killed)
