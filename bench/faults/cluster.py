@@ -37,7 +37,7 @@ CHUNK_TOKENS = 50
 KV_CACHE_GIB = 0.1
 GRACE_S = 5.0
 PAUSE_S = 0.02
-READY_S = 120.0
+READY_S = 600.0
 
 
 class FaultCluster:

@@ -102,7 +102,7 @@ def _conductor_twice(cluster: FaultCluster, count: int) -> dict[str, Any]:
             stdin=subprocess.PIPE,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
             check=False,
         )
         if second.returncode != 2:
