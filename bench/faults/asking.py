@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from bench.faults.small_model import VOCAB
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceStub
 
+VOCAB = 512
+"""Of the model that is asked (`small_model.py`)."""
 TIMEOUT_S = 300.0
 CHANNEL_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1_000))
 

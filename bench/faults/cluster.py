@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,6 @@ from base.config import (
     StoreConfig,
     process_config_json,
 )
-from bench.faults.node_forks import NodeForks
 from deploy.api_client import ApiError, read_json
 from deploy.plan import PreparedModel, conductor_process, node_environment, planned_nodes
 from deploy.supervisor import ProcessSpec, Supervisor
@@ -38,6 +38,34 @@ KV_CACHE_GIB = 0.1
 GRACE_S = 5.0
 PAUSE_S = 0.02
 READY_S = 600.0
+
+
+class NodeForks:
+    """The process that forks nodes (`node_forks.py`), and they. All end with `close`."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        lifeline, self._lifeline = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.faults.node_forks", str(lifeline)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(lifeline,),
+            text=True,
+            env={**os.environ, **environment},
+        )
+        os.close(lifeline)
+
+    def start(self, config: Path, log: Path) -> int:
+        """Return the new process's id."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"config": str(config), "log": str(log)}) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def close(self) -> None:
+        os.close(self._lifeline)
+        self._process.communicate()
 
 
 class FaultCluster:

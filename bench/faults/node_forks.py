@@ -14,39 +14,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import deploy.node
-
-
-class NodeForks:
-    """The process that forks, and its nodes. All end with `close`."""
-
-    def __init__(self, environment: dict[str, str]) -> None:
-        lifeline, self._lifeline = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.faults.node_forks", str(lifeline)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=(lifeline,),
-            text=True,
-            env={**os.environ, **environment},
-        )
-        os.close(lifeline)
-
-    def start(self, config: Path, log: Path) -> int:
-        """Return the new process's id."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"config": str(config), "log": str(log)}) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
-
-    def close(self) -> None:
-        os.close(self._lifeline)
-        self._process.communicate()
 
 
 def _run_node(order: dict[str, str], lifeline: int) -> int:

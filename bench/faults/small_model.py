@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.faults.asking import VOCAB
 from deploy.plan import PreparedModel
 from engine.model_store import prepare
 
 CACHE_DIR = Path("~/.cache/conductor-cluster")
-VOCAB = 512
 MAX_MODEL_LEN = 4096
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from bench.faults.asking import Clients, drawn_prompts
 from bench.faults.cluster import FaultCluster, wait_until
 from bench.faults.kills import counts, leaked_blocks, with_cluster
+from bench.faults.samples import slope
 
 CLIENTS = 24
 SHAPE = ((40, 160), 8)
@@ -43,14 +44,6 @@ def sample(pid: int, requests: int) -> Sample:
     rss_mib = int(values["VmRSS"].split()[0]) / 1024
     num_fds = len(list(Path(f"/proc/{pid}/fd").iterdir()))
     return Sample(requests, time.monotonic(), rss_mib, num_fds, int(values["Threads"]))
-
-
-def slope(points: list[tuple[float, float]]) -> float:
-    """Return the least-squares slope of y over x."""
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
 
 
 def _told(samples: list[Sample]) -> dict[str, Any]:

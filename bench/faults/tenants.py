@@ -9,42 +9,23 @@ show that the comparison would see a hit.
 from __future__ import annotations
 
 import http.client
-import itertools
 import json
-import math
 import os
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from base.config import ServerConfig
 from bench.faults.asking import Prompt, drawn_prompts
 from bench.faults.cluster import fault_cluster
+from bench.faults.samples import ks_p_value
 from bench.faults.small_model import small_model
 from conductor.keys import KeyFile, Quota, made_key, write_keys
 
 PROMPT_TOKENS = 800
-
-
-def ks_p_value(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return how likely two samples of one distribution differ as much (the asymptotic formula)."""
-    ordered = sorted([*((value, 1) for value in first), *((value, 0) for value in second)])
-    below, distance = [0, 0], 0.0
-    for value, group in itertools.groupby(ordered, key=lambda item: item[0]):
-        assert value >= 0
-        for _, is_first in group:
-            below[is_first] += 1
-        distance = max(distance, abs(below[1] / len(first) - below[0] / len(second)))
-    size = math.sqrt(len(first) * len(second) / (len(first) + len(second)))
-    scaled = (size + 0.12 + 0.11 / size) * distance
-    if scaled < 0.2:
-        return 1.0
-    terms = ((1.0 if k % 2 else -1.0) * math.exp(-2 * (k * scaled) ** 2) for k in range(1, 101))
-    return min(1.0, max(0.0, 2 * sum(terms)))
 
 
 def tenants_timing(count: int) -> dict[str, Any]:
