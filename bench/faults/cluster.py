@@ -175,7 +175,7 @@ def fault_cluster(
     forks = NodeForks(node_environment(1))
     try:
         cluster = FaultCluster(conductor, conductor.wait_ready(), forks, folder)
-        for node in planned_nodes(config, model, cluster.grpc_address, 1):
+        for node in planned_nodes(config, model, (cluster.grpc_address,), 1):
             (folder / f"{node.process.node_id}.json").write_text(process_config_json(node.process))
             cluster.start(node.process.node_id)
         wait_until(lambda: len(cluster.nodes()) == prefill + decode)

@@ -42,17 +42,15 @@ from base.messages import (
 )
 from base.metrics import ConductorMetrics, process_registry
 from base.request import NodeId, RequestId, Role, SampledToken, SamplingParams, Slo, StopParams
-from base.wire import (
-    from_node,
-    from_node_from,
+from base.wire import from_node, from_node_from, to_node, to_node_from
+from base.wire_membership import (
+    add_state,
     heartbeat_from,
     kv_events_from,
     lease_from,
     lease_to,
     register,
     register_from,
-    to_node,
-    to_node_from,
 )
 from conductor.completion import Completions
 from conductor.keys import read_keys
@@ -143,7 +141,9 @@ def _node_messages() -> list[bytes]:
     beat = Heartbeat(1, 2, 3, 4, 5, 6, 7)
     prefilled = Prefilled(RequestId("r"), SampledToken(5), None, 0, (1, 2), PrefillTimes(0.1, 0.2, 0.3))
     said = [Reserved(RequestId("r"), 1, GRANT), prefilled, Tokens(RequestId("r"), (SampledToken(5),), None)]
-    return [message.SerializeToString() for message in (register(INFO), from_node(said, beat, events))]
+    step = from_node(said)
+    add_state(step, beat, events)
+    return [message.SerializeToString() for message in (register(INFO), step)]
 
 
 def _conductor_messages() -> list[bytes]:
