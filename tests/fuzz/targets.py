@@ -231,7 +231,7 @@ NODE = {
     "roles": ["prefill"],
     "model_path": "m",
     "model_id": "i",
-    "conductor_address": "a:1",
+    "conductor_addresses": ["a:1"],
     "engine": {},
     "transfer": {"port": 0},
 }
@@ -252,7 +252,7 @@ TARGETS: dict[str, Target] = {
     "store-member": Target(member_from_bytes, [b"\x0a\x01n\x10\x07"], (DecodeError, ProtocolError)),
     "store-chain": Target(chain_from, [bytes(range(16)) * 2], (ProtocolError,)),
     "record": Target(
-        header_or_none, [encode_header(RecordHeader(HASH, 4096, 1, 99))[:128], b"\0" * HEADER_BYTES]
+        header_or_none, [encode_header(RecordHeader(HASH, 4096, 1, 99, 7))[:128], b"\0" * HEADER_BYTES]
     ),
     "frame": Target(
         _frame, [FRAME, pack(Header(Kind.READ, 1, 64, 2, 3, 4, 2), b"\1" * 32)], (ProtocolError,)
