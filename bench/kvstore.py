@@ -101,7 +101,7 @@ async def main() -> None:
             f" against {figure.against:8.3f}  ratio {figure.ratio:.2f}"
         )
     if options.json:
-        result = {"about": about_run(), "figures": [asdict(figure) for figure in figures]}
+        result = {"run": about_run(), "figures": [asdict(figure) for figure in figures]}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
