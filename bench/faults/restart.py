@@ -52,8 +52,8 @@ def conductor_restarts(count: int) -> dict[str, Any]:
         try:
             ready = conductor.wait_ready()
             counts = [f"--{role}={NODES_OF_A_ROLE}" for role in ("prefill", "decode")]
-            command = (sys.executable, "-m", "bench.stub_cluster", f"127.0.0.1:{ready['attach_port']}")
-            nodes = subprocess.Popen([*command, model.model_id, str(profile), *counts])
+            stubs = [sys.executable, "-m", "bench.stub_cluster", f"127.0.0.1:{ready['attach_port']}"]
+            nodes = subprocess.Popen([*stubs, model.model_id, str(profile), *counts])
             try:
                 return _killed(conductor, ready, count)
             finally:
