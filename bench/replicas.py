@@ -3,14 +3,16 @@
     python -m bench.replicas TRACE [--json bench/results/replicas.json]
 
 The conversation trace at 8P8D, and two generated traces: `toolagent`, whose sessions share a
-few bases, and `burst`, where a document of 16,384 tokens that nobody held before is asked about
-by 40 requests within 20 s, six times: heat and skew at their worst. Everything is virtual, so a
-run says the same each time.
+few bases, and `burst`, where a document of 16,384 tokens that one node has is asked about by 120
+requests within 20 s, six times: heat and skew at their worst. `burst, slow` has links of a
+sixteenth, over which a document takes 0.9 s. Everything is virtual, so a run says the same each
+time.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,10 +29,13 @@ from conductor.replay.trace_formats import read_trace
 
 BLOCK_SIZE = 512
 DOCUMENT_BLOCKS = 32
+NODES = 8
+"""Of each role."""
 BURSTS = 6
-READERS = 40
+READERS = 120
 BURST_S = 20.0
 EVERY_S = 60.0
+WARM_UP_S = 60.0
 
 
 def burst(seed: int) -> list[TraceRequest]:
@@ -40,8 +45,9 @@ def burst(seed: int) -> list[TraceRequest]:
     number = 0
     for at in range(BURSTS):
         document = [10_000_000 * (at + 1) + block for block in range(DOCUMENT_BLOCKS)]
-        for _ in range(READERS):
-            arrival_s = at * EVERY_S + rng.uniform(0.0, BURST_S)
+        for reader in range(READERS + 1):
+            # the first comes long before the others
+            arrival_s = at * 5.0 if not reader else WARM_UP_S + at * EVERY_S + rng.uniform(0.0, BURST_S)
             own = [1_000 * number + block for block in range(rng.randrange(1, 5))]
             number += 1
             chain = tuple(document + own)
@@ -49,10 +55,11 @@ def burst(seed: int) -> list[TraceRequest]:
     return sorted(made, key=lambda request: request.arrival_s)
 
 
-def measure(rows: Sequence[TraceRequest], policy: str, replicate: bool, nodes: int) -> dict[str, Any]:
-    cost = CostModel(load_profile("a800-llama70b"))
-    options = ClusterOptions(nodes, nodes, BLOCK_SIZE, policy=policy, replicate=replicate)
-    cluster = Cluster(cost, options)
+def measure(rows: Sequence[TraceRequest], policy: str, replicate: bool, slower: float) -> dict[str, Any]:
+    profile = load_profile("a800-llama70b")
+    profile = dataclasses.replace(profile, transfer_bytes_per_s=profile.transfer_bytes_per_s / slower)
+    options = ClusterOptions(NODES, NODES, BLOCK_SIZE, policy=policy, replicate=replicate)
+    cluster = Cluster(CostModel(profile), options)
     cluster.run(rows)
     ttft_s = sorted(cluster.outcomes.ttft_s)
     copies = cluster.replication
@@ -75,6 +82,7 @@ def main() -> None:
     arguments = parser.parse_args()
     traces: dict[str, Sequence[TraceRequest]] = {
         "burst": burst(1),
+        "burst, slow": burst(1),
         "toolagent": generate("toolagent", 3_000, 8.0, 1).requests,
         "conversation": read_trace(arguments.trace).requests,
     }
@@ -83,7 +91,7 @@ def main() -> None:
         result[name] = []
         for policy in ("global", "local"):
             for replicate in (False, True):
-                row = measure(rows, policy, replicate, 8)
+                row = measure(rows, policy, replicate, 16.0 if name.endswith("slow") else 1.0)
                 result[name].append(row)
                 print(name, json.dumps(row), flush=True)
     if arguments.json:

@@ -25,6 +25,7 @@ from base.config import (
     EngineConfig,
     NodesConfig,
     PoolConfig,
+    SchedulerConfig,
     ServerConfig,
     TlsConfig,
     process_config_json,
@@ -41,6 +42,8 @@ from engine.model_store import prepare
 CACHE_DIR = Path("~/.cache/conductor-cluster")
 BLOCK_SIZE = 32
 NUM_BLOCKS = 10_000
+NODES_WAIT_S = 60.0
+"""For the nodes to attach, on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ def stub_cluster(
                 tls=replace(tls, ca="") if tls else TlsConfig(),
             ),
             nodes=NodesConfig(tls=tls or TlsConfig()),
+            scheduler=SchedulerConfig(role_wait_s=NODES_WAIT_S),
             prefill=pool,
             decode=pool,
         )

@@ -276,6 +276,14 @@ class Corrections:
         """Make `ratio` exactly what is known of a node: for decisions made again."""
         self._ratio[node_id, term] = ratio
 
+    def relax(self, factor: float) -> None:
+        """Believe what was learned less: keep `factor` of it, as logarithms; 0 leaves the profile alone."""
+        for key, log_ratio in self._log_ratio.items():
+            self._log_ratio[key] = log_ratio * factor
+            self._ratio[key] = math.exp(log_ratio * factor)
+        for node_id in self._added_s:
+            self._added_s[node_id] *= factor
+
     def forget(self, node_id: str) -> None:
         """Drop what was learned of a node that left."""
         self._added_s.pop(node_id, None)

@@ -74,6 +74,11 @@ PIECE_S = 1e-4
 STREAMING_SHARE = 0.25
 """Of the event loop's time, at most, for pieces: where more would come, tokens go out together."""
 
+DOUBT_AFTER_S = 1.0
+"""Without anything learned of nodes' speed while requests are refused: what is known may be wrong."""
+DOUBT_HALF_LIFE_S = 0.7
+"""Of it, from then on."""
+
 LEND_TIMEOUT_S = 1.0
 """For a node to lend blocks. One that needs longer would not have saved any time."""
 
@@ -142,6 +147,7 @@ class Dispatcher:
         self._settings = settings
         self._num_running = 0
         self._num_streaming = 0
+        self._learned_at_s = self._doubted_at_s = clock.now_s()
         self._room = WaitingRoom(
             limits.max_waiting,
             limits.role_wait_s,
@@ -303,8 +309,19 @@ class Dispatcher:
             return None
         self._observer.decided(decision(asked, self._view, result, run.arrived_at_s, now_s))
         if isinstance(result, Rejection):
+            self._doubt(now_s)
             raise refusal(result, asked.waited_s)
         return _Placed(asked, result, root)
+
+    def _doubt(self, now_s: float) -> None:
+        """Believe what was learned less, where requests are refused, a node is idle and nothing is learned:
+        after a stall of the machine every prediction may be past every bound, and who is never placed
+        teaches nothing."""
+        since_s = max(self._doubted_at_s, self._learned_at_s + DOUBT_AFTER_S)
+        slot = self._view.prefill_order.least(self._view.prefill_mask)
+        if now_s > since_s and slot is not None and not self._view.node_at(slot).num_queued:
+            self._view.corrections.relax(0.5 ** ((now_s - since_s) / DOUBT_HALF_LIFE_S))
+            self._doubted_at_s = now_s
 
     def _was_prefilled(
         self, run: Run, asked: PlacementRequest, placement: Placement, prefilled: Prefilled
@@ -317,6 +334,7 @@ class Dispatcher:
         self._view.prefill_done(run.attempt_id, self._clock.now_s())
         ttft_s = run.prefilled(prefilled)
         if ttft_s is not None:
+            self._learned_at_s = self._clock.now_s()
             self._observer.first_token(ttft_s, prefilled.times, asked, placement)
         self._room.pump()
 

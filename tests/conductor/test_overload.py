@@ -85,6 +85,21 @@ def test_ten_times_too_much_load_is_borne(seed):
     assert normal_s <= 5.0
 
 
+def test_a_stall_that_puts_every_prediction_past_its_bound_is_forgotten_when_it_is_over():
+    async def scenario(clock):
+        rng = random.Random(4)
+        async with cluster(clock, SETTINGS) as (dispatcher, view):
+            for node_id in view.node_ids():
+                for term in ("prefill", "decode", "handoff"):
+                    view.corrections.observe(node_id, term, 0.01, 1.0)
+                view.corrections.observe_added(node_id, 10.0)
+            return [row for _, row in await stretch(dispatcher, clock, CAPACITY * 0.7, 15.0, rng)]
+
+    rows = run(scenario)
+    assert rows[0].rejected_after_s is not None, "nothing was to be forgotten"
+    assert normal_after_s(rows) <= 5.0
+
+
 def test_under_overload_the_higher_class_is_served_and_the_lowest_is_not():
     async def scenario(clock):
         rng = random.Random(3)
