@@ -38,6 +38,8 @@ INITIAL_OUTPUT_TOKENS = 256.0
 
 # Stays below any need, whatever is given back before the node's next heartbeat.
 NO_ROOM = -1e15
+# What a node refused, its heartbeat of the same moment may not show: blocks can be promised.
+FULL_S = 0.25
 
 
 class NodeState:
@@ -52,6 +54,7 @@ class NodeState:
         "foreign_context_tokens",
         "foreign_queue_s",
         "foreign_sequences",
+        "full_until_s",
         "heard_at_s",
         "info",
         "is_member",
@@ -94,6 +97,7 @@ class NodeState:
         self.foreign_context_tokens = 0
         self.foreign_sequences = 0
         self.reported_free_tokens = float(self.capacity_tokens)
+        self.full_until_s = 0.0
         self.num_outgoing = 0
         # of what was placed here to decode: how many have each bound, and the least
         self.tbt_bounds: dict[float, int] = {}
@@ -261,7 +265,8 @@ class ClusterView:
         if node is None:
             return
         node.heard_at_s = now_s
-        node.reported_free_tokens = float(beat.num_free_blocks * self.block_size)
+        if now_s >= node.full_until_s:
+            node.reported_free_tokens = float(beat.num_free_blocks * self.block_size)
         foreign_s = self._foreign_queue_s(node, beat)
         self._note_foreign(node, beat)
         roles = beat.roles or node.info.roles
@@ -372,10 +377,11 @@ class ClusterView:
         sequences, tokens = self.projection.at(moment_s)
         return sequences + self.foreign_sequences, tokens + self.foreign_context_tokens
 
-    def refused(self, node_id: NodeId) -> None:
-        """A node had no blocks for a reservation: it is full until it says otherwise."""
+    def refused(self, node_id: NodeId, now_s: float) -> None:
+        """A node had no blocks for a reservation: it is full until it says otherwise, a while from now."""
         if node := self._nodes.get(node_id):
             node.reported_free_tokens = NO_ROOM
+            node.full_until_s = now_s + FULL_S
 
     def expected_output_tokens(self, max_tokens: int) -> float:
         """Return how long an output is expected to be, by those seen so far."""

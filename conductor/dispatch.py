@@ -389,7 +389,7 @@ class Dispatcher:
             # Another conductor was there first: the blocks are the node's to give.
             if run.num_attempts == MAX_ATTEMPTS:
                 raise
-            self._view.refused(decode.info.node_id)
+            self._view.refused(decode.info.node_id, self._clock.now_s())
             raise StaleError(f"node {decode.info.node_id} has no room any more") from error
         if not isinstance(reserved, Reserved):
             raise ProtocolError(f"{type(reserved).__name__} where Reserved was expected")

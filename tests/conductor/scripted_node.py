@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from base.messages import (
+    Failed,
     Heartbeat,
     KvEvents,
     NodeInfo,
@@ -40,10 +41,10 @@ def node_info(node_id="n0", roles=(Role.PREFILL, Role.DECODE), epoch=1, **change
 class ScriptedWork:
     """`base.attach.NodeWork`: answers as a healthy node would, and writes down what it got.
 
-    `silent_on` names a message class that it never answers.
+    `silent_on` names a message class that it never answers; one that `is_full` refuses reservations.
     """
 
-    def __init__(self, answer_tokens=(11, 12, 13), silent_on=None):
+    def __init__(self, answer_tokens=(11, 12, 13), silent_on=None, is_full=False):
         self.send = None
         self.received = []
         self.num_lost = 0
@@ -51,6 +52,7 @@ class ScriptedWork:
         self.snapshot = ()
         self._answer = answer_tokens
         self._silent_on = silent_on
+        self._is_full = is_full
         self._beats = 0
 
     def attached(self, conductor_epoch):
@@ -66,6 +68,9 @@ class ScriptedWork:
     def _answers(self, item):
         _, *rest = self._answer
         match item:
+            case Reserve(work) if self._is_full:
+                self.done.add(work.request_id)
+                return [Failed(work.request_id, "CapacityError", "another conductor was there first")]
             case Reserve(work):
                 return [Reserved(work.request_id, 0, GRANT)]
             case Prefill(work):

@@ -148,13 +148,14 @@ def test_load_of_another_conductor_goes_when_its_heartbeat_says_so_and_with_the_
     assert (view.running_sequences, view.running_context_tokens) == (0, 0.0)
 
 
-def test_a_node_that_refused_a_reservation_is_full_until_its_next_heartbeat() -> None:
+def test_a_node_that_refused_a_reservation_is_full_until_a_later_heartbeat() -> None:
     view = make_view(1, 2)
     request = make_request()
     placement = require_placement(place(request, view, COST, 0.0))
     view.placed(request, placement, 0.0)
-    view.refused(placement.decode_node)
+    view.refused(placement.decode_node, 0.0)
     view.finished(request.request_id, 0.0)
+    view.heartbeat(placement.decode_node, make_heartbeat(), 0.0)
     assert require_placement(place(request, view, COST, 0.0)).decode_node != placement.decode_node
     view.heartbeat(placement.decode_node, make_heartbeat(), 1.0)
     assert require_placement(place(request, view, COST, 1.0)).decode_node == placement.decode_node

@@ -9,7 +9,14 @@ import pytest
 
 from base.attach import AttachClient
 from base.clock import SystemClock
-from base.errors import DeadlineError, LostError, RejectedError, SloUnreachableError, UnavailableError
+from base.errors import (
+    CapacityError,
+    DeadlineError,
+    LostError,
+    RejectedError,
+    SloUnreachableError,
+    UnavailableError,
+)
 from base.messages import Failed, Lease, Prefill, Reserve, Start, Tokens
 from base.request import FinishReason, Request, Role, SamplingParams, Slo, StopParams
 from conductor.attach import AttachService
@@ -129,6 +136,30 @@ async def test_tokens_come_from_prefill_and_decode_in_order():
         await until(lambda: not prefill.held() and not decode.held())
         assert [type(item) for item in prefill.received] == [Prefill]
         assert [type(item) for item in decode.received] == [Reserve, Start]
+        assert running.view.num_in_flight == 0
+
+
+async def test_a_reservation_that_is_refused_is_made_elsewhere():
+    async with conductor() as running:
+        full, free = ScriptedWork(is_full=True), ScriptedWork()
+        await running.attach(ScriptedWork(), node_id="p", roles=[Role.PREFILL])
+        await running.attach(full, node_id="d0", roles=[Role.DECODE])
+        await running.attach(free, node_id="d1", roles=[Role.DECODE])
+        for _ in range(2):
+            assert await answer(running.dispatcher, request()) == ([11, 12, 13], FinishReason.LENGTH)
+        assert full.received
+        await until(lambda: not full.held() and not free.held())
+        assert running.view.num_in_flight == 0
+
+
+async def test_where_every_node_refuses_the_client_is_told():
+    async with conductor() as running:
+        full = ScriptedWork(is_full=True)
+        await running.attach(ScriptedWork(), node_id="p", roles=[Role.PREFILL])
+        await running.attach(full, node_id="d0", roles=[Role.DECODE])
+        with pytest.raises(CapacityError):
+            await answer(running.dispatcher, request())
+        assert len(full.received) == 1
         assert running.view.num_in_flight == 0
 
 
