@@ -8,10 +8,10 @@ should give.
     wanted = seconds of prefill a second that its readers take / HOLDER_SHARE
 
 at most one on each prefill node, and more than there are only where computing the prefix takes
-longer than moving it and each copy would be read `MIN_READS` times while the heat lasts: else
-the bytes are not worth it. A copy goes to the prefill node whose queue ends first. What was
-copied here is dropped when fewer than half as many are wanted; a replica that came by itself is
-left to the node's eviction.
+longer than moving it and each copy would be read `MIN_READS` times in `LASTING_S` of such heat:
+else the bytes are not worth it. A copy goes to the prefill node whose queue ends first. What was
+copied here is dropped when nobody has read the prefix for `COLD_S`; a replica that came by itself
+is left to the node's eviction.
 
 A prefix is what a request shares with what is held: its longest match in the cluster. So each
 request touches one entry, whatever its length.
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, log
 from typing import NamedTuple
 
 from conductor.cluster_view import ClusterView
@@ -33,12 +33,16 @@ from conductor.placement import Placement, PlacementRequest
 from conductor.scheduler import best_source
 from kvstore.index import Key
 
-HALF_LIFE_S = 30.0
-"""Of heat: reads count half after so long."""
+HALF_LIFE_S = 5.0
+"""Of heat: reads count half after so long. A burst is over before a slower one has seen it."""
+LASTING_S = 30.0
+COLD_S = 60.0
 HOLDER_SHARE = 0.5
 """Of a holder's time, that one prefix may take before another holder is wanted."""
 MIN_READS = 3.0
-"""Of a copy while the heat lasts, at least."""
+"""Of a copy in that time, at least."""
+COPY_TIMEOUT_S = 20.0
+"""For a copy to come; then it is thought about again."""
 MAX_PREFIXES = 4_096
 MAX_COPIES = 4
 """At one step: of the bytes on the links, requests need the most."""
@@ -78,8 +82,7 @@ def replicas_wanted(hot: Hot, num_holders: int, num_nodes: int, cost: CostModel)
     by_load = min(num_nodes, ceil(hot.reads_per_s * hot.read_s / HOLDER_SHARE))
     if by_load <= num_holders:
         return by_load
-    lasting_s = HALF_LIFE_S
-    worth_reading = int(hot.reads_per_s * lasting_s / MIN_READS)
+    worth_reading = int(hot.reads_per_s * LASTING_S / MIN_READS)
     is_sooner_moved = cost.transfer_s(hot.num_tokens) < cost.prefill_s(hot.num_tokens, 0)
     return max(num_holders, min(by_load, worth_reading)) if is_sooner_moved else num_holders
 
@@ -87,15 +90,17 @@ def replicas_wanted(hot: Hot, num_holders: int, num_nodes: int, cost: CostModel)
 class _Prefix:
     """Heat of one prefix, and the copies of it that were made here."""
 
-    __slots__ = ("chain", "copies", "noted_at_s", "read_s", "reads")
+    __slots__ = ("begun", "chain", "copies", "noted_at_s", "read_at_s", "read_s", "reads")
 
     def __init__(self, chain: Sequence[Key], now_s: float) -> None:
         self.chain = chain
-        self.noted_at_s = now_s
+        self.noted_at_s = self.read_at_s = now_s
         self.reads = 0.0
         self.read_s = 0.0
         self.copies: dict[int, int] = {}
         """Slot to the blocks that it had before."""
+        self.begun: dict[int, float] = {}
+        """Slot to when a copy to it began that has not come yet."""
 
     def fade(self, now_s: float) -> None:
         self.reads *= 0.5 ** ((now_s - self.noted_at_s) / HALF_LIFE_S)
@@ -124,6 +129,7 @@ class Replicas:
             prefix = self._prefixes[tail] = _Prefix(chain[:matched_blocks], now_s)
         prefix.fade(now_s)
         prefix.reads += 1.0
+        prefix.read_at_s = now_s
         prefix.read_s += (read_s - prefix.read_s) / max(1.0, prefix.reads)
 
     def placed(self, asked: PlacementRequest, placement: Placement, view: ClusterView, now_s: float) -> None:
@@ -151,29 +157,36 @@ class Replicas:
         length = len(prefix.chain)
         holders = groups[0][1] if groups and groups[0][0] == length else 0
         # what was evicted, or left with its node, is no copy of ours any more
-        prefix.copies = {slot: first for slot, first in prefix.copies.items() if holders >> slot & 1}
+        prefix.begun = {
+            slot: at_s
+            for slot, at_s in prefix.begun.items()
+            if not holders >> slot & 1 and now_s - at_s < COPY_TIMEOUT_S
+        }
+        prefix.copies = {
+            slot: first
+            for slot, first in prefix.copies.items()
+            if holders >> slot & 1 or slot in prefix.begun
+        }
         held = (holders & view.prefill_mask).bit_count()
-        rate = prefix.reads * 0.693 / HALF_LIFE_S
+        rate = prefix.reads * log(2) / HALF_LIFE_S
         hot = Hot(length * view.block_size, rate, prefix.read_s)
         wanted = replicas_wanted(hot, held, view.prefill_mask.bit_count(), self._cost)
-        if wanted * 2 < held and prefix.copies:
-            return [Drop(prefix.chain[first:], slot) for slot, first in _taken(prefix, held - wanted)]
-        if not holders or wanted <= held or most <= 0:
+        if prefix.copies and now_s - prefix.read_at_s > COLD_S:
+            copies, prefix.copies = prefix.copies, {}
+            return [Drop(prefix.chain[first:], slot) for slot, first in copies.items()]
+        missing = wanted - held - len(prefix.begun)
+        if not holders or missing <= 0 or most <= 0:
             return []
         copies: list[Copy | Drop] = []
-        free = view.prefill_mask & ~holders
+        free = view.prefill_mask & ~holders & ~sum(1 << slot for slot in prefix.begun)
         view.prefill_order.settle(now_s)
-        while len(copies) < min(most, wanted - held, held or 1):
+        while len(copies) < min(most, missing, held or 1):
             slot = view.prefill_order.least(free)
             if slot is None:
                 break
             free ^= 1 << slot
             first = next((depth for depth, mask in groups if mask >> slot & 1), 0)
             prefix.copies[slot] = first
+            prefix.begun[slot] = now_s
             copies.append(Copy(prefix.chain, first, best_source(holders, view).slot, slot))
         return copies
-
-
-def _taken(prefix: _Prefix, count: int) -> list[tuple[int, int]]:
-    """Take and return the copies made last."""
-    return [prefix.copies.popitem() for _ in range(min(count, len(prefix.copies)))]

@@ -25,12 +25,11 @@ from base.request import NodeId, RequestId
 from conductor.cluster_view import ClusterView
 from conductor.membership import Membership
 from conductor.nodes import Mailbox
-from conductor.replicas import Copy, Drop, Replicas
+from conductor.replicas import COPY_TIMEOUT_S, Copy, Drop, Replicas
 
 log = logging.getLogger(__name__)
 
 STEP_S = 1.0
-COPY_TIMEOUT_S = 20.0
 
 
 class Replication:

@@ -6,7 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from base.request import NodeId, Role
-from conductor.replicas import HALF_LIFE_S, MAX_COPIES, Copy, Drop, Hot, Replicas, replicas_wanted
+from conductor.replicas import (
+    COLD_S,
+    COPY_TIMEOUT_S,
+    LASTING_S,
+    MAX_COPIES,
+    Copy,
+    Drop,
+    Hot,
+    Replicas,
+    replicas_wanted,
+)
 from tests.conductor.builders import BLOCK_SIZE, make_cost, make_info, make_view
 
 COST = make_cost()
@@ -45,7 +55,7 @@ def test_what_one_holder_can_give_is_on_one_node(hot, nodes):
 
 
 def test_bytes_are_not_moved_for_what_is_read_seldom_however_long_a_read_takes():
-    assert replicas_wanted(Hot(8_192, 1 / HALF_LIFE_S, 600.0), 1, 8, COST) == 1
+    assert replicas_wanted(Hot(8_192, 1 / LASTING_S, 600.0), 1, 8, COST) == 1
     assert replicas_wanted(Hot(8_192, 1.0, 600.0), 1, 8, COST) == 8
 
 
@@ -63,6 +73,14 @@ def test_a_hot_prefix_is_copied_from_its_holder_to_the_idlest_nodes():
     assert {item.target_slot for item in more} == {0, 2, 3} - {copy.target_slot}
 
 
+def test_a_copy_on_its_way_is_not_begun_again_before_it_is_given_up():
+    view = holding(2, ["p1"])
+    replicas = heated(view, reads=10_000)
+    assert replicas.step(view, 0.0)
+    assert not replicas.step(view, COPY_TIMEOUT_S - 1)
+    assert replicas.step(view, COPY_TIMEOUT_S)
+
+
 def test_only_what_a_node_lacks_is_copied():
     view = holding(2, ["p1"])
     view.kv_events(NodeId("p0"), 1, CHAIN[:10], [])
@@ -77,11 +95,11 @@ def test_a_cold_copy_is_dropped_and_what_came_by_itself_is_not():
     assert {item.target_slot for item in copies} == {0, 3}
     for copy in copies:
         view.kv_events(view.node_at(copy.target_slot).info.node_id, 1, CHAIN, [])
-    assert not replicas.step(view, 1.0)
-    dropped = replicas.step(view, 20 * HALF_LIFE_S)
+    assert not replicas.step(view, COLD_S - 1)
+    dropped = replicas.step(view, COLD_S + 1)
     assert {item.slot for item in dropped} == {0, 3}
     assert all(isinstance(item, Drop) and tuple(item.blocks) == CHAIN for item in dropped)
-    assert not replicas.step(view, 20 * HALF_LIFE_S), "dropped once"
+    assert not replicas.step(view, COLD_S + 1), "dropped once"
 
 
 def test_copies_at_one_step_are_bounded_and_a_draining_node_gets_none():
