@@ -89,6 +89,8 @@ def test_a_stall_that_puts_every_prediction_past_its_bound_is_forgotten_when_it_
     async def scenario(clock):
         rng = random.Random(4)
         async with cluster(clock, SETTINGS) as (dispatcher, view):
+            while len(view.node_ids()) < 4:
+                await asyncio.sleep(0)
             for node_id in view.node_ids():
                 for term in ("prefill", "decode", "handoff"):
                     view.corrections.observe(node_id, term, 0.01, 1.0)
