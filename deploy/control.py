@@ -28,6 +28,9 @@ MAX_LINE_BYTES = 4096
 CHANGE_TIMEOUT_S = 3600.0
 """Between two lines of an answer: a host may first have to be started for a node."""
 
+MAX_NODES = 1000
+"""Of one pool. More are a slip of the finger: each is a process."""
+
 
 def control_path(config: ClusterConfig) -> Path:
     """Return where the latest `conductor up` of this cache folder listens."""
@@ -66,14 +69,27 @@ async def controlled(cluster: Cluster, path: Path) -> AsyncIterator[None]:
             os.unlink(path)
 
 
-async def _change(cluster: Cluster, asked: dict[str, Any], say: Callable[[str], None]) -> None:
+async def _change(cluster: Cluster, asked: object, say: Callable[[str], None]) -> None:
+    """Carry out what was asked, whatever its shape; raises ValueError for what is no request."""
     match asked:
         case {"verb": "scale", **sizes}:
-            await cluster.scale(sizes.get("prefill"), sizes.get("decode"), say)
-        case {"verb": "restart"}:
+            wanted = {str(key): _size(str(key), size) for key, size in sizes.items()}
+            await cluster.scale(wanted.get("prefill"), wanted.get("decode"), say)
+        case {"verb": "restart", **rest} if not rest:
             await cluster.restart(say)
         case _:
-            raise ValueError(f"unknown request {asked}")
+            raise ValueError('unknown request: {"verb": "scale"} with sizes or {"verb": "restart"} is wanted')
+
+
+def _size(key: str, size: object) -> int:
+    if key not in ("prefill", "decode"):
+        raise ValueError(f"{key}: prefill and decode are known")
+    # True is an int to Python
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= MAX_NODES:
+        raise ValueError(
+            f"{key}: a whole number from 0 to {MAX_NODES} is wanted, not {json.dumps(size)[:40]}"
+        )
+    return size
 
 
 def ask(path: Path, request: dict[str, Any]) -> Iterator[str]:
