@@ -2,7 +2,8 @@
 
 A closed loop (so many clients, each waiting for its answer) slows down with the server and hides
 its queues. Here a slow server meets the same arrivals as a fast one. Where `max_concurrency`
-bounds that, or this process falls behind, the delay is measured and told.
+bounds that, or this process falls behind, the delay is measured and told. Within a session each
+turn waits for the answer before it, as its user would.
 """
 
 from __future__ import annotations
@@ -43,6 +44,15 @@ async def run_load(
     outcomes: list[Outcome] = []
     delays_s: list[float] = []
 
+    async def send_all(request: LoadRequest | None, due_s: float) -> None:
+        """Send a request, and what its session asks when it is answered."""
+        while request is not None:
+            await send(request, due_s)
+            request = request.next_turn
+            if request is not None:
+                due_s = time.monotonic() + request.at_s
+                await asyncio.sleep(request.at_s)
+
     async def send(request: LoadRequest, due_s: float) -> None:
         if room is not None:
             await room.acquire()
@@ -59,7 +69,7 @@ async def run_load(
         for request in load:
             due_s = started_at_s + request.at_s
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-            tasks.create_task(send(request, due_s))
+            tasks.create_task(send_all(request, due_s))
     return LoadRun(outcomes, delays_s, time.monotonic() - started_at_s)
 
 

@@ -19,7 +19,7 @@ from base.errors import ConfigError
 from bench.load import LoadRun, run_load, warm_up
 from bench.load_report import parse_goodput, report, table
 from bench.sse_client import Server
-from bench.workload import LoadRequest, gamma_arrivals, synthetic_load, trace_load
+from bench.workload import LoadRequest, gamma_arrivals, num_turns, sessions, synthetic_load, trace_load
 from conductor.replay.trace_formats import read_trace
 
 
@@ -40,6 +40,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--input-tokens", type=int, default=512, help="of a prompt, shared prefix included")
     add("--output-tokens", type=int, default=64, help="of an answer")
     add("--shared-prefix-tokens", type=int, default=0, help="with which all prompts begin")
+    add(
+        "--turns", type=int, default=1, help="requests of each session, each with all before it in its prompt"
+    )
+    add("--think", type=float, default=1.0, help="seconds from an answer to the session's next turn")
     add("--trace", type=Path, help="a Mooncake trace: arrivals, lengths, shared prefixes")
     add("--speed", type=float, default=1.0, help="the trace's times are divided by it")
     add("--block-tokens", type=int, help="for each hash id, instead of the trace's: scales lengths too")
@@ -75,8 +79,10 @@ def _load(options: argparse.Namespace) -> Iterable[LoadRequest]:
         raise ValueError("--shared-prefix-tokens: less than --input-tokens")
     if options.rate <= 0 or options.burstiness <= 0:
         raise ValueError("--rate, --burstiness: more than 0")
+    if options.turns < 1 or options.think < 0:
+        raise ValueError("--turns: at least 1; --think: not negative")
     rng = random.Random(options.seed)
-    return synthetic_load(
+    load = synthetic_load(
         100 if options.requests is None else options.requests,
         gamma_arrivals(options.rate, options.burstiness, rng),
         options.input_tokens,
@@ -84,15 +90,17 @@ def _load(options: argparse.Namespace) -> Iterable[LoadRequest]:
         options.shared_prefix_tokens,
         rng,
     )
+    return sessions(load, options.turns, options.think, rng)
 
 
 async def _run(options: argparse.Namespace, load: list[LoadRequest]) -> LoadRun:
     server = Server(options.url, options.model, options.api_key)
     await warm_up(server, options.warm_up, options.input_tokens)
+    total = sum(map(num_turns, load))
     with Console(stderr=True).status("") as shown:
 
         def progress(answered: int) -> None:
-            shown.update(f"{answered} of {len(load)} answered")
+            shown.update(f"{answered} of {total} answered")
 
         return await run_load(server, load, options.max_concurrency, progress)
 

@@ -9,11 +9,12 @@ tokens, so that prompts share exactly the prefixes that they shared when the tra
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
 
-from conductor.replay.trace import Trace, arrivals
+from conductor.replay.trace import Trace, TraceRequest, arrivals
+from conductor.replay.trace import turns as turns_of
 
 TOKEN_IDS = range(1000, 20000)
 """Ordinary tokens of every vocabulary in use: special ones have the lowest or highest ids."""
@@ -27,6 +28,13 @@ class LoadRequest:
     """Seconds after the load's start."""
     token_ids: Sequence[int]
     output_tokens: int
+    next_turn: LoadRequest | None = None
+    """What its session asks next; its `at_s` counts from the end of this answer."""
+
+
+def num_turns(request: LoadRequest | None) -> int:
+    """Return how many requests a session has."""
+    return 0 if request is None else 1 + num_turns(request.next_turn)
 
 
 def gamma_arrivals(rate: float, burstiness: float, rng: Random) -> Iterator[float]:
@@ -62,6 +70,28 @@ def synthetic_load(
         yield LoadRequest(next(times_s), [*prefix, *own], output_tokens)
 
 
+def sessions(load: Iterator[LoadRequest], turns: int, think_s: float, rng: Random) -> Iterator[LoadRequest]:
+    """Yield each request of `load` as the first of a session.
+
+    A turn's prompt is the one before it, as many tokens as its answer had, and as many new ones as
+    the first prompt had. The answer's own tokens are not known here: their stand-ins match no cache.
+
+    Args:
+        turns: Of each session.
+        think_s: From an answer to the next turn.
+    """
+    for first in load:
+        grown = len(first.token_ids) + first.output_tokens
+        prompts = [list(first.token_ids)]
+        for _ in range(turns - 1):
+            prompts.append([*prompts[-1], *rng.choices(TOKEN_IDS, k=grown)])
+        turn: LoadRequest | None = None
+        for prompt in reversed(prompts):
+            turn = LoadRequest(think_s, prompt, first.output_tokens, turn)
+        assert turn is not None
+        yield replace(turn, at_s=first.at_s)
+
+
 def trace_load(
     trace: Trace, speed: float, limit: int | None, block_tokens: int | None
 ) -> Iterator[LoadRequest]:
@@ -74,12 +104,20 @@ def trace_load(
             machine can be given the same sharing at a fraction of the length.
     """
     stride = block_tokens or trace.block_size
-    for row in arrivals(trace, speed, scale=1, jitter_s=0.0, limit=limit, seed=0):
-        last = row.num_tokens - (len(row.chain) - 1) * trace.block_size
-        num_tokens = (len(row.chain) - 1) * stride + max(1, last * stride // trace.block_size)
-        token_ids = [token for block in row.chain for token in _block(block, stride)][:num_tokens]
-        output_tokens = max(1, row.output_tokens * stride // trace.block_size)
-        yield LoadRequest(row.arrival_s, token_ids, output_tokens)
+    for first in arrivals(trace, speed, scale=1, jitter_s=0.0, limit=limit, seed=0):
+        turn: LoadRequest | None = None
+        for row in reversed(turns_of(first)):
+            turn = _rebuilt(row, trace.block_size, stride, turn)
+        assert turn is not None
+        yield turn
+
+
+def _rebuilt(row: TraceRequest, block_size: int, stride: int, following: LoadRequest | None) -> LoadRequest:
+    last = row.num_tokens - (len(row.chain) - 1) * block_size
+    num_tokens = (len(row.chain) - 1) * stride + max(1, last * stride // block_size)
+    token_ids = [token for block in row.chain for token in _block(block, stride)][:num_tokens]
+    output_tokens = max(1, row.output_tokens * stride // block_size)
+    return LoadRequest(row.arrival_s, token_ids, output_tokens, following)
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from bench.load import LoadRun, run_load
 from bench.load_command import main
 from bench.load_report import Goodput, parse_goodput, report, table
 from bench.sse_client import Outcome, Server, complete
-from bench.workload import LoadRequest, gamma_arrivals, synthetic_load, trace_load
+from bench.workload import LoadRequest, gamma_arrivals, num_turns, sessions, synthetic_load, trace_load
 from conductor.replay.trace_formats import read_trace
 
 # --- workloads ---
@@ -75,6 +75,38 @@ def test_a_traces_prompts_share_what_their_ids_share(tmp_path_factory, rows, blo
         assert load_a.token_ids[:whole] == load_b.token_ids[:whole]
         if not shared:
             assert load_a.token_ids[:1] != load_b.token_ids[:1] or stride == 1
+
+
+def chained(request):
+    return [] if request is None else [request, *chained(request.next_turn)]
+
+
+def test_each_turn_of_a_session_has_the_one_before_it_for_a_prefix():
+    rng = random.Random(3)
+    first = synthetic_load(2, gamma_arrivals(1.0, 1.0, rng), 20, 7, 5, rng)
+    for at, session in enumerate(sessions(first, 3, 0.5, rng)):
+        turns = chained(session)
+        assert num_turns(session) == 3
+        assert [turn.at_s for turn in turns[1:]] == [0.5, 0.5]
+        assert (session.at_s > 0) == (at > 0)
+        assert [len(turn.token_ids) for turn in turns] == [20, 47, 74]
+        for sooner, later in pairwise(turns):
+            assert later.token_ids[: len(sooner.token_ids)] == sooner.token_ids
+
+
+def test_the_sessions_of_a_trace_are_rebuilt(tmp_path):
+    file = tmp_path / "t.jsonl"
+    rows = [
+        {"session_id": "s", "timestamp": 1000, "input_length": 20, "output_length": 3, "hash_ids": [1, 2]},
+        {"session_id": "s", "delay_ms": 400, "input_length": 40, "output_length": 4, "hash_ids": [1, 3, 4]},
+    ]
+    file.write_text("\n".join(map(json.dumps, [{"block_size": 16}, *rows])))
+    [session] = trace_load(read_trace(file), 2.0, None, None)
+    first, second = chained(session)
+    assert (len(first.token_ids), len(second.token_ids)) == (20, 40)
+    assert second.at_s == 0.2
+    assert first.token_ids[:16] == second.token_ids[:16]
+    assert first.token_ids[16:20] != second.token_ids[16:20]
 
 
 # --- a server of known behaviour ---
@@ -170,6 +202,21 @@ async def test_nobody_waits_for_the_answers_of_others():
     async with server_that(answer) as server:
         run = await run_load(server, [LoadRequest(0.0, [1], 1)] * 8, None, lambda _: None)
     assert [outcome.error for outcome in run.outcomes] == [""] * 8
+
+
+async def test_a_turn_is_asked_when_the_one_before_it_was_answered():
+    asked = []
+
+    async def answer(body, now):
+        asked.append((body["prompt"], now))
+        async for piece in echo(body, now):
+            yield piece
+
+    session = LoadRequest(0.0, [1], 1, LoadRequest(0.0, [1, 2], 1, LoadRequest(0.0, [1, 2, 3], 1)))
+    async with server_that(answer) as server:
+        run = await run_load(server, [session], None, lambda _: None)
+    assert asked == [([1], 1), ([1, 2], 1), ([1, 2, 3], 1)], "no two at once"
+    assert [outcome.prompt_tokens for outcome in run.outcomes] == [1, 2, 3]
 
 
 async def test_the_bound_on_concurrency_is_kept():
