@@ -54,10 +54,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(VENV)/.model: $(VENV)/.installed
 	@$(BIN)/python -m engine.prepare smollm2 --cache-dir "$(CACHE)" > $@
 
-# Generated code is committed, and a test compares: who only runs needs no compiler.
+# Generated code and the API reference are committed, and a test compares: who only runs needs no compiler.
 protos: $(VENV)/.installed
 	$(BIN)/python -m grpc_tools.protoc -I. --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	  --python_out=. --pyi_out=. --grpc_python_out=. --mypy_grpc_out=. $(wildcard protos/*.proto)
+	$(BIN)/python -m deploy.reference
 
 # What is installed now becomes what is installed everywhere.
 lock: $(VENV)/.installed

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from base.errors import ConfigError
+from base.spans import TracingConfig
 
 # pydantic reads this from a dataclass; without it unknown keys would pass in silence.
 STRICT = {"extra": "forbid"}
@@ -356,6 +357,8 @@ class ClusterConfig:
     """A folder on each host for nodes' timelines, which Chrome and Perfetto show; empty: none."""
     profile: str = "cpu-smollm2"
     """Costs that placement starts from: a preset, or a JSON file of the same form."""
+    hosts: str = "any"
+    """Of prefill and decode nodes: any, apart (no host has both) or together (in pairs)."""
     server: ServerConfig = field(default_factory=ServerConfig)
     nodes: NodesConfig = field(default_factory=NodesConfig)
     prefill: PoolConfig = field(default_factory=PoolConfig)
@@ -364,9 +367,11 @@ class ClusterConfig:
     store: StoreConfig = field(default_factory=StoreConfig)
     slo: SloConfig = field(default_factory=SloConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model", "a folder, a .gguf file, a hub name or smollm2")
+        self._require_hosts()
         bounded = self.slo.ttft_s > 0 and self.slo.tbt_s > 0
         _require(
             bounded or not self.scheduler.change_roles,
@@ -380,6 +385,20 @@ class ClusterConfig:
         )
         sizes = {self.prefill.engine.block_size, self.decode.engine.block_size}
         _require(len(sizes) == 1, "decode.engine.block_size", "equal to prefill.engine.block_size")
+
+    def _require_hosts(self) -> None:
+        _require(self.hosts in ("any", "apart", "together"), "hosts", "one of any, apart, together")
+        marks = self.prefill.resource, self.decode.resource
+        _require(
+            self.hosts != "apart" or (all(marks) and marks[0] != marks[1]),
+            "hosts",
+            "apart wants prefill.resource and decode.resource, each a mark of its own hosts",
+        )
+        _require(
+            self.hosts != "together" or self.prefill.nodes == self.decode.nodes,
+            "hosts",
+            "together wants as many decode.nodes as prefill.nodes: they are pairs",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,6 +414,7 @@ class ConductorProcess:
     slo: SloConfig
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     nodes: NodesConfig = field(default_factory=NodesConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,10 +431,12 @@ class NodeProcess:
     store: StoreConfig = field(default_factory=StoreConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     """To the conductor."""
+    metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
-    """0: a free one, on loopback."""
+    """0: a free one."""
     trace_out: str = ""
     """A folder for a timeline, written at the end; empty: none is kept."""
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
 
 def process_config_json(config: Any) -> str:

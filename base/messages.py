@@ -34,6 +34,8 @@ class Work:
     num_logprobs: int | None
     priority: int
     deadline_s: float
+    traceparent: str = ""
+    """The request's span; empty: it is not traced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,10 @@ two can never disagree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import (
     CollectorRegistry,
@@ -32,10 +34,12 @@ from prometheus_client import (
     start_http_server,
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from base.clock import wall_clock_s
 from base.messages import PrefillTimes
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -60,19 +64,87 @@ PREDICTED_TERMS = ("ttft", "queue", "prefill", "handoff", "tbt")
 SHORTEST_PREDICTED_S = 0.001
 """The relative error of less says nothing."""
 
+PACKAGES = {
+    "version": "conductor-cluster",
+    "torch": "torch",
+    "transformers": "transformers",
+    "grpc": "grpcio",
+}
+"""What processes of one cluster must agree on, or had better."""
+
 TTFT_PARTS = ("frontend", "queue", "prefill", "exposed_transfer", "dispatch")
 
 
 def process_registry() -> CollectorRegistry:
-    """Return a registry that holds this process's memory, CPU time and open files."""
+    """Return a registry that holds this process's memory, CPU time, open files, versions and clock."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
+    told = {name: _version(package) for name, package in PACKAGES.items()}
+    build = Gauge("conductor_build_info", "1; what this process runs", [*told], registry=registry)
+    build.labels(**told).set(1)
+    clock = Gauge("conductor_wall_clock_seconds", "Since 1970, on this host", registry=registry)
+    clock.set_function(wall_clock_s)
     return registry
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def samples_of(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield name, labels and value of every sample of an exposition; raises ValueError."""
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            yield sample.name, sample.labels, sample.value
 
 
 def exposition(registry: CollectorRegistry) -> bytes:
     """Return all metrics in the text format of CONTENT_TYPE."""
     return generate_latest(registry)
+
+
+class Count(Collector):
+    """A counter for what happens with each token. One thread may increase it: it takes no lock,
+    and a tenth of the library's 0.4 us."""
+
+    def __init__(self, name: str, told: str, registry: CollectorRegistry) -> None:
+        self._name = name
+        self._told = told
+        self._total = 0
+        registry.register(self)
+
+    def inc(self, amount: int) -> None:
+        self._total += amount
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(self._name, self._told, value=self._total)
+
+
+class Intervals(Collector):
+    """A histogram for what happens with each token. One thread may observe: no lock, and a fifth
+    of the library's 1.3 us."""
+
+    def __init__(self, name: str, told: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+        self._name = name
+        self._told = told
+        self._bounds = tuple(buckets)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, seconds: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += times
+        self._sum += seconds * times
+
+    def collect(self) -> Iterable[Metric]:
+        total, buckets = 0, []
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        yield HistogramMetricFamily(self._name, self._told, buckets=buckets, sum_value=self._sum)
 
 
 class ConductorMetrics:
@@ -91,9 +163,7 @@ class ConductorMetrics:
             registry=registry,
         )
         self.ttft_part = {name: part.labels(name) for name in TTFT_PARTS}
-        self.tbt = Histogram(
-            "conductor_tbt_seconds", "Between two tokens", buckets=TBT_BUCKETS, registry=registry
-        )
+        self.tbt = Intervals("conductor_tbt_seconds", "Between two tokens", TBT_BUCKETS, registry)
         self.request_seconds = Histogram(
             "conductor_request_seconds", "Arrival to last token", buckets=REQUEST_BUCKETS, registry=registry
         )
@@ -109,7 +179,7 @@ class ConductorMetrics:
         self.cached_tokens = Counter(
             "conductor_cached_tokens", "Prompt tokens matched, not computed", registry=registry
         )
-        self.generation_tokens = Counter("conductor_generation_tokens", "Sent to clients", registry=registry)
+        self.generation_tokens = Count("conductor_generation_tokens", "Sent to clients", registry)
         self.sequences = Counter(
             "conductor_sequences",
             "Ended, by outcome: stop, length, cancelled or an error's name",
@@ -134,6 +204,8 @@ class ConductorMetrics:
         self.running = Gauge("conductor_running_sequences", "Begun and not ended", registry=registry)
         self.waiting = Gauge("conductor_waiting_sequences", "Waiting on a node", registry=registry)
         self.kv_usage = Gauge("conductor_kv_usage_ratio", "Held share of all KV blocks", registry=registry)
+        told = "Since the attached node longest silent was heard"
+        self.view_age = Gauge("conductor_view_age_seconds", told, registry=registry)
         self._predictions(registry)
         registry.register(_VllmNames(self._own_metrics(part), model_name))
 
@@ -194,8 +266,8 @@ class ConductorMetrics:
     def next_tokens(self, gap_s: float, num_tokens: int) -> None:
         """Observe tokens that arrived together, `gap_s` after the one before them."""
         self.tbt.observe(gap_s)
-        for _ in range(num_tokens - 1):
-            self.tbt.observe(0.0)
+        if num_tokens > 1:
+            self.tbt.observe(0.0, num_tokens - 1)
 
 
 class NodeMetrics:
@@ -227,6 +299,12 @@ class NodeMetrics:
         )
         self.transfer_failures = Counter(
             "transfer_failures", "Transfer batches that failed", ["transport"], registry=registry
+        )
+        self.transfer_link = Gauge(
+            "transfer_link_bytes_per_second",
+            "Of the last batch of a MiB or more, by the peer it went to or came from",
+            ["peer", "transport"],
+            registry=registry,
         )
         self.kvstore_blocks = Gauge(
             "kvstore_blocks", "KV blocks by place: free, cached, held", ["place"], registry=registry

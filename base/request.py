@@ -87,6 +87,8 @@ class Request:
     cache_salt: str = ""
     deadline_s: float | None = None
     """Seconds from arrival to the last token at most; None: the server's limit."""
+    traceparent: str = ""
+    """W3C's: the span that this request is part of. Empty: nobody traces it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,7 @@ def _work_to(work: Work) -> pb.Work:
         num_logprobs=work.num_logprobs,
         priority=work.priority,
         deadline_s=work.deadline_s,
+        traceparent=work.traceparent,
     )
 
 
@@ -224,6 +225,7 @@ def _work_from(message: pb.Work) -> Work:
         num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
         priority=message.priority,
         deadline_s=message.deadline_s,
+        traceparent=message.traceparent,
     )
 
 

@@ -39,6 +39,7 @@ def main() -> None:
     def conductor_step() -> None:
         for _ in range(BATCH):
             conductor.next_tokens(0.01, 1)
+            conductor.generation_tokens.inc(1)
 
     print(
         json.dumps(

@@ -25,12 +25,13 @@ from base.messages import Lease
 from base.metrics import ConductorMetrics, process_registry
 from base.process import run_process, say_ready
 from base.rpc import Service
+from base.spans import tracer_or_none
 from conductor.attach import AttachService
 from conductor.cluster_view import ClusterView
 from conductor.completion import Completions
 from conductor.cost_model import CostModel, load_profile
 from conductor.decision_log import DecisionLog, Shared
-from conductor.dispatch import Dispatcher, Limits
+from conductor.dispatch import Dispatcher, Limits, RequestObserver
 from conductor.explain import Decisions
 from conductor.membership import Membership
 from conductor.observer import Observer
@@ -42,6 +43,7 @@ from conductor.scheduler_settings import scheduler_settings
 from conductor.served_model import load_served_model
 from conductor.server import listening
 from conductor.status import export_gauges, status
+from conductor.traced import RequestSpans, TracedDispatcher, TracedObserver
 from protos.nodes_pb2_grpc import add_NodesServicer_to_server
 
 
@@ -59,7 +61,11 @@ async def serve(config: ConductorProcess) -> None:
         cost, settings, _decision_log(config, Shared(cost.profile, settings, config.model_id))
     )
     replicas = Replicas(cost) if config.scheduler.replicate else None
-    observer = Observer(metrics, view, cost, decisions, clock, replicas)
+    observer: RequestObserver = Observer(metrics, view, cost, decisions, clock, replicas)
+    tracer = tracer_or_none(config.tracing, "conductor")
+    spans = RequestSpans(tracer) if tracer is not None else None
+    if spans is not None:
+        observer = TracedObserver(observer, spans)
     server = config.server
     limits = Limits(
         server.request_timeout_s,
@@ -68,7 +74,8 @@ async def serve(config: ConductorProcess) -> None:
         server.stream_interval_ms / 1e3,
     )
     dispatcher = Dispatcher(membership, view, cost, observer, clock, settings, limits)
-    completions = Completions(model, dispatcher, metrics, clock, server.max_waiting)
+    clients = TracedDispatcher(dispatcher, spans) if spans is not None else dispatcher
+    completions = Completions(model, clients, metrics, clock, server.max_waiting)
     nodes = AttachService(membership, Lease(server.lease_s, server.heartbeat_s, rng.getrandbits(63)), clock)
     services = [Service("conductor.v1.Nodes", partial(add_NodesServicer_to_server, nodes))]
     reports: dict[str, Callable[..., object]] = {
@@ -79,7 +86,7 @@ async def serve(config: ConductorProcess) -> None:
     async with listening(
         completions, server, config.slo, rng, services, reports, nodes=config.nodes
     ) as ports:
-        export_gauges(metrics, membership)
+        export_gauges(metrics, membership, clock)
         membership.on_change(ports.health.refresh)
         say_ready(http_port=ports.http_port, grpc_port=ports.grpc_port, attach_port=ports.attach_port)
         async with asyncio.TaskGroup() as tasks:
@@ -93,6 +100,8 @@ async def serve(config: ConductorProcess) -> None:
             await stop_requested()
             for task in background:
                 task.cancel()
+    if tracer is not None:
+        await asyncio.to_thread(tracer.close)
 
 
 def _role_changes(config: ConductorProcess, cost: CostModel) -> RoleController | None:

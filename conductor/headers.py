@@ -3,17 +3,21 @@
 x-slo-ttft-ms, x-slo-tpot-ms    bounds; the names are llm-d's
 x-tenant-id                     whose request it is: tenants share the cluster evenly, and
                                 see nothing of each other's cached blocks
+traceparent                     the span that this request is part of; W3C Trace Context
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 
 from base.errors import InvalidRequestError
 from base.request import Slo
 
 TENANT_HEADER = "x-tenant-id"
+
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def header_slo(headers: Mapping[str, str], default: Slo) -> Slo:
@@ -22,6 +26,12 @@ def header_slo(headers: Mapping[str, str], default: Slo) -> Slo:
         _bound_s(headers, "x-slo-ttft-ms", default.ttft_slo_s),
         _bound_s(headers, "x-slo-tpot-ms", default.tbt_slo_s),
     )
+
+
+def header_traceparent(headers: Mapping[str, str]) -> str:
+    """Return the caller's span; empty if there is none, or what is no span, as W3C wants it."""
+    text = headers.get("traceparent", "")
+    return text if TRACEPARENT.fullmatch(text) else ""
 
 
 def _bound_s(headers: Mapping[str, str], name: str, default_s: float) -> float:

@@ -63,7 +63,7 @@ class Membership:
 
     def heartbeat(self, session: NodeSession, heartbeat: Heartbeat, now_s: float) -> None:
         if self._sessions.get(session.info.node_id) is session:
-            session.last_heartbeat = heartbeat
+            session.last_heartbeat, session.last_heartbeat_at_s = heartbeat, now_s
             self._view.heartbeat(session.info.node_id, heartbeat, now_s)
             for call in self._on_heartbeat:
                 call()

@@ -94,6 +94,7 @@ class NodeSession:
     def __init__(self, info: NodeInfo) -> None:
         self.info = info
         self.last_heartbeat: Heartbeat | None = None
+        self.last_heartbeat_at_s = 0.0
         self._outbox: list[ToNode] = []
         self._outgoing = asyncio.Event()
         self._mailboxes: dict[RequestId, Mailbox] = {}

@@ -34,7 +34,7 @@ from base.logs import event
 from base.metrics import CONTENT_TYPE, exposition
 from base.request import Slo
 from conductor.completion import Completions
-from conductor.headers import TENANT_HEADER, header_slo
+from conductor.headers import TENANT_HEADER, header_slo, header_traceparent
 from conductor.http_reply import BodyError, ClientGoneError, Reply, read_body, while_connected
 from conductor.openai_errors import HttpError, http_error, internal_error
 from conductor.openai_format import to_json
@@ -155,7 +155,8 @@ class _Call(Response):
                     check_request_id(given)
                     reply.request_id = given
                 slo = header_slo(headers, self._default_slo)
-                caller = Caller(arrived_at_s, slo, headers.get(TENANT_HEADER, ""))
+                tenant = headers.get(TENANT_HEADER, "")
+                caller = Caller(arrived_at_s, slo, tenant, header_traceparent(headers))
                 declared = headers.get("content-length", "0")
                 body = await read_body(receive, int(declared), self._max_body_bytes)
                 await while_connected(receive, self._work(body, caller, reply))

@@ -13,7 +13,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from base.clock import wall_clock_s
@@ -52,6 +52,7 @@ class Caller:
     arrived_at_s: float
     slo: Slo
     tenant: str = ""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ class Generation:
         default_max_tokens: int | None,
     ) -> list[TextRequest]:
         unique = unique_id(reply.request_id, self._rng)
+        options = replace(options, traceparent=caller.traceparent)
         return [
             make_request(
                 RequestId(f"{unique}-p{index}" if len(prompts) > 1 else unique),

@@ -57,6 +57,7 @@ class Options:
     tenant: str = ""
     slo: Slo = field(default_factory=Slo)
     deadline_s: float | None = None
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,7 @@ def make_request(
             tenant=options.tenant,
             cache_salt=options.cache_salt,
             deadline_s=options.deadline_s,
+            traceparent=options.traceparent,
         ),
         stop=options.stop,
         include_stop=options.include_stop_str_in_output,

@@ -113,6 +113,7 @@ class Run:
             num_logprobs=self.request.num_logprobs,
             priority=self.request.priority,
             deadline_s=self._remaining_s(),
+            traceparent=self.request.traceparent,
         )
 
     @property

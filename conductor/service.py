@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, get_args
 
 import grpc
@@ -21,7 +22,7 @@ from base.rpc import Service
 from conductor.access import Access, metadata
 from conductor.chat_template import ChatMessage, ChatRole
 from conductor.completion import Completions, Piece
-from conductor.headers import header_slo
+from conductor.headers import header_slo, header_traceparent
 from conductor.options import (
     Options,
     TextRequest,
@@ -116,6 +117,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         said = metadata(context)
         slo = _slo(message.slo, header_slo(said, self._default_slo), context.time_remaining())
         options = _options(message, slo, self._access.tenant(said), context.time_remaining())
+        options = replace(options, traceparent=header_traceparent(said))
         check_options(options, self._model)
         token_ids = await self._token_ids(message)
         request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from base.clock import Clock
 from base.messages import Heartbeat
 from base.metrics import ConductorMetrics
 from conductor.cluster_view import ClusterView
@@ -24,8 +25,12 @@ def status(dispatcher: Dispatcher, membership: Membership, view: ClusterView) ->
     }
 
 
-def export_gauges(metrics: ConductorMetrics, membership: Membership) -> None:
+def export_gauges(metrics: ConductorMetrics, membership: Membership, clock: Clock) -> None:
     """Let the gauges of the cluster be read from the last heartbeats when they are scraped."""
+
+    def view_age_s() -> float:
+        told = (session.last_heartbeat_at_s for session in membership.sessions if session.last_heartbeat)
+        return max((clock.now_s() - at_s for at_s in told), default=0.0)
 
     def beats() -> list[Heartbeat]:
         return [session.last_heartbeat for session in membership.sessions if session.last_heartbeat]
@@ -36,6 +41,7 @@ def export_gauges(metrics: ConductorMetrics, membership: Membership) -> None:
 
     metrics.waiting.set_function(lambda: sum(beat.num_waiting for beat in beats()))
     metrics.kv_usage.set_function(kv_usage)
+    metrics.view_age.set_function(view_age_s)
 
 
 def _node(session: NodeSession, view: ClusterView) -> dict[str, Any]:

@@ -62,12 +62,19 @@ def read_json(address: str, path: str) -> Any:
     Raises:
         ApiError: no answer, a status of 400 or above, or no JSON.
     """
-    return _read_json(_connection(address, TIMEOUT_S), address, path, _headers())
+    body = _read(_connection(address, TIMEOUT_S), address, path, _headers())
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        raise ApiError(f"{url(address)}{path}: no JSON: {error}") from error
 
 
-def _read_json(
-    connection: http.client.HTTPConnection, address: str, path: str, headers: dict[str, str]
-) -> Any:
+def read_text(address: str, path: str) -> str:
+    """Return what GET `path` answers; raises ApiError as `read_json`."""
+    return _read(_connection(address, TIMEOUT_S), address, path, _headers()).decode(errors="replace")
+
+
+def _read(connection: http.client.HTTPConnection, address: str, path: str, headers: dict[str, str]) -> bytes:
     with contextlib.closing(connection):
         try:
             connection.request("GET", path, headers=headers)
@@ -77,10 +84,7 @@ def _read_json(
             raise ApiError(f"{url(address)}{path}: {error}") from error
     if response.status >= 400:
         raise ApiError(_told(address, response.status, body))
-    try:
-        return json.loads(body)
-    except ValueError as error:
-        raise ApiError(f"{url(address)}{path}: no JSON: {error}") from error
+    return body
 
 
 def is_healthy(address: str) -> bool:
@@ -89,7 +93,7 @@ def is_healthy(address: str) -> bool:
     Nothing secret is sent, so nobody's certificate is checked.
     """
     try:
-        _read_json(_connection(address, TIMEOUT_S, check=False), address, "/health", {})
+        _read(_connection(address, TIMEOUT_S, check=False), address, "/health", {})
     except ApiError:
         return False
     return True

@@ -23,6 +23,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "top": ("deploy.top:main", "Watch a running cluster."),
     "explain": ("deploy.explain:main", "Show why a request went where it went, and how it went."),
     "scale": ("deploy.scale:scale", "Start or drain nodes of a running cluster; no request is lost."),
+    "autoscale": (
+        "deploy.autoscale:main",
+        "Resize a running cluster to what would have served its last hour.",
+    ),
     "restart": ("deploy.scale:restart", "Restart the nodes one after the other; no request is lost."),
     "doctor": ("deploy.doctor:main", "Look for what is wrong with this host or cluster."),
     "keys": ("deploy.keys:main", "Make, list and remove API keys."),

@@ -99,6 +99,8 @@ class Cluster:
         """
         if self._config.prefill.nodes + self._config.decode.nodes == 0:
             raise ConfigError("prefill.nodes and decode.nodes are both 0: there is nothing to start")
+        if self._config.hosts == "apart" and self._ray.is_local:
+            raise ConfigError("hosts: apart wants several hosts, those of the Ray at RAY_ADDRESS")
         _forget_old_runs(self.log_folder.parent)
         async with asyncio.TaskGroup() as group:
             model_task = group.create_task(self._prepare_model())
@@ -176,16 +178,18 @@ class Cluster:
             ConfigError: the sizes cannot be had by adding and removing nodes.
             RuntimeError: a new node did not become ready. Nothing was removed.
         """
-        before = self._config
-        after = before
-        for pool, size in (("prefill", prefill), ("decode", decode)):
+        changed: dict[str, Any] = {}
+        for name, size in (("prefill", prefill), ("decode", decode)):
             if size is not None:
-                now = getattr(before, pool).nodes
-                if bool(size) != bool(now):
-                    raise ConfigError(f"{pool}={size}: with or without a pool is a start's choice; now {now}")
-                after = dataclasses.replace(
-                    after, **{pool: dataclasses.replace(getattr(after, pool), nodes=size)}
-                )
+                pool = getattr(self._config, name)
+                if bool(size) != bool(pool.nodes):
+                    told = f"with or without a pool is a start's choice; now {pool.nodes}"
+                    raise ConfigError(f"{name}={size}: {told}")
+                changed[name] = dataclasses.replace(pool, nodes=size)
+        try:
+            after = dataclasses.replace(self._config, **changed)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         wanted = {node.process.node_id: node for node in self._planned(after)}
         added = [node for name, node in wanted.items() if name not in self._nodes]
         await self._add(added, say)
@@ -300,8 +304,8 @@ class Cluster:
             targets.append({"targets": [bare], "labels": {"process": name, "__scheme__": scheme}})
         for node in self._nodes.values():
             if port := node.ready.get("metrics_port"):
-                # A node's metrics are on its own loopback.
-                targets.append({"targets": [f"127.0.0.1:{port}"], "labels": {"process": node.name}})
+                told = node.ready.get("metrics_host", "127.0.0.1")
+                targets.append({"targets": [f"{told}:{port}"], "labels": {"process": node.name}})
         draft = self._cache_dir / "targets.draft"
         draft.write_text(json.dumps(targets, indent=1))
         draft.replace(self._cache_dir / "targets.json")

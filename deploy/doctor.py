@@ -26,6 +26,8 @@ from base.config import ClusterConfig
 from base.errors import ConfigError
 from deploy.api_client import ApiError, read_json
 from deploy.config_file import read_cluster_config
+from deploy.doctor_processes import check_processes, look_at_processes
+from deploy.findings import Finding
 
 GIB = 1 << 30
 LEAST_OPEN_FILES = 4096
@@ -35,16 +37,6 @@ REDIS_PORT = 6379
 PROBE_TIMEOUT_S = 2.0
 
 REQUIRED = ("torch", "transformers", "grpcio", "protobuf", "ray", "safetensors", "tokenizers", "xxhash")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at."""
-
-    level: str
-    """ok, warning or wrong."""
-    what: str
-    mend: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +70,9 @@ def main(
     findings += check_host(_look_at_host(cluster, address), cluster)
     if address:
         try:
-            findings += check_cluster(read_json(address, "/status"))
+            status = read_json(address, "/status")
+            findings += check_cluster(status)
+            findings += check_processes(look_at_processes(cluster, address), status)
         except ApiError as error:
             findings.append(Finding("wrong", str(error), "start it with `conductor up`, or see its log"))
     if json_:

@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from base.clock import SystemClock
 from base.errors import ConfigError
-from deploy.plan import HOST_ADDRESS, Room
+from deploy.plan import HOST_ADDRESS, Room, Together
 from deploy.supervisor import ProcessSpec, Supervisor
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
@@ -70,6 +72,9 @@ class RayCluster:
 
     def __init__(self) -> None:
         self._actors: dict[str, Any] = {}
+        self._groups: dict[str, PlacementGroup] = {}
+        self._members: dict[str, str] = {}
+        """Which group each process is in."""
         self.is_local = "RAY_ADDRESS" not in os.environ
 
     def start(self, needed: dict[str, float]) -> None:
@@ -115,12 +120,15 @@ class RayCluster:
         """
         # Restarted without end, and calls to it repeated: an actor's worker may be killed
         # (by the kernel for memory, by hand) without the cluster's end being meant.
-        options = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 4}
+        options: dict[str, Any] = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 4}
         # On one host CPUs are no more than Ray's unit of account, a laptop with two cores may well
         # run four nodes, and custom resources only keep hosts apart. GPUs are counted.
         cpus, resource = (0.0, "") if self.is_local else (room.cpus, room.resource)
         taken = {"num_cpus": cpus, "num_gpus": room.gpus}
         custom = {**({resource: 1.0} if resource else {}), **(HEAD if room.on_head else {})}
+        if room.together is not None and not self.is_local:  # one host has them together anyway
+            options["scheduling_strategy"] = self._bundle(room.together)
+            self._members[spec.name] = room.together.name
         actor = (
             ray.remote(ActorProcess)
             .options(**options, **taken, resources=custom)
@@ -134,6 +142,13 @@ class RayCluster:
             raise RuntimeError(f"{spec.name}: Ray found no place for it in {timeout_s:g} s") from error
         ready = await _result(actor.wait_ready.remote())
         return Launched(spec.name, actor, ready, host)
+
+    def _bundle(self, together: Together) -> PlacementGroupSchedulingStrategy:
+        """Return the place in its group; Ray moves a group whose host is lost as a whole."""
+        if together.name not in self._groups:
+            bundles = [dict(bundle) for bundle in together.bundles]
+            self._groups[together.name] = placement_group(bundles, strategy="STRICT_PACK")
+        return PlacementGroupSchedulingStrategy(self._groups[together.name], together.index)
 
     async def next_event(self, name: str, seen: int) -> tuple[int, dict[str, Any]]:
         """Return the next event of a process after its first `seen` ones."""
@@ -159,12 +174,18 @@ class RayCluster:
         """Drain one process, and give its room back."""
         await self.drain({name}, grace_s)
         ray.kill(self._actors.pop(name))
+        group = self._members.pop(name, None)
+        if group is not None and group not in self._members.values():
+            remove_placement_group(self._groups.pop(group))
 
     def stop(self) -> None:
         """End our actors, and the Ray that we started. Idempotent."""
         for actor in self._actors.values():
             ray.kill(actor)
         self._actors.clear()
+        for group in self._groups.values():
+            remove_placement_group(group)
+        self._groups.clear()
         ray.shutdown()
 
 

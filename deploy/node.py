@@ -32,12 +32,14 @@ from base.messages import NodeInfo, PrefillTimes
 from base.metrics import NodeMetrics, StoreMetrics, process_registry, serve_metrics
 from base.process import run_process, say_ready
 from base.request import NodeId, RequestId, Role
+from base.spans import tracer_or_none
 from base.tls import channel_credentials
 from decode_node.role import DecodeRole
 from deploy.node_kv import node_kv, node_segment, transfer_config
-from deploy.node_metrics import observe, observe_prefill
+from deploy.node_metrics import CountedTransport, observe, observe_prefill
 from deploy.node_store import node_store
 from deploy.node_timeline import NodeTimeline
+from deploy.node_tracing import NodeTracing
 from deploy.node_work import ConductorWork, KvNews, NodeState
 from engine.block_sums import block_sums, sum_kind
 from engine.build import Engine, build_engine
@@ -50,6 +52,7 @@ from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
 from transfer.segment import Segment
 from transfer.shard import NodeKv
+from transfer.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +65,11 @@ async def serve(config: NodeProcess) -> None:
     clock = SystemClock()
     epoch = secrets.randbits(63)
     registry = process_registry()
+    metrics, tracing = NodeMetrics(registry), NodeTracing(tracer_or_none(config.tracing, config.node_id))
+    watched = partial(_watched, metrics, tracing, clock)
     timeline = NodeTimeline(config.node_id, clock) if config.trace_out else None
     async with (
-        TransferAgent(config.node_id, epoch, transfer_config(config), clock) as agent,
+        TransferAgent(config.node_id, epoch, transfer_config(config), clock, watched) as agent,
         _built(config, agent, clock) as (engine, segment),
     ):
         # On a GPU the first sum compiles its kernel: seconds that no request shall wait.
@@ -83,32 +88,29 @@ async def serve(config: NodeProcess) -> None:
             beside = stored.beside if stored is not None else None
             state = node_state(engine, info, own)
             kv = node_kv(engine, segment, agent)
-            metrics = NodeMetrics(registry)
             if timeline is not None:
                 timeline.watch(engine)
                 kv = NodeKv(kv.layout, tuple(map(timeline.shard, kv.shards)))
-
-            def prefilled(request_id: RequestId, times: PrefillTimes) -> None:
-                observe_prefill(metrics, times)
-                if timeline is not None:
-                    timeline.prefilled(request_id, times)
-
+            prefilled = partial(_prefilled, metrics, timeline)
             is_whole = engine.ranks is None
             lent = partial(LentPrefix, agent, segment, engine.cache) if is_whole else None
             works = []
             background = [tasks.create_task(engine.loop.run())]
             for client in clients:
-                here = (engine.pool, engine.cache, segment, agent, tasks, client.send)
+                traced = tracing.of_conductor()
+                send = traced.send(client.send)
+                here = (engine.pool, engine.cache, segment, agent, tasks, send)
                 lender, fetcher = Lender(*here, own, is_whole), Fetcher(*here, is_whole)
-                prefill = PrefillRole(engine.loop, kv, tasks, client.send, clock, lent, beside, prefilled)
-                decode = DecodeRole(engine.loop, kv, tasks, client.send, clock, beside)
+                prefill = PrefillRole(engine.loop, kv, tasks, send, clock, lent, beside, prefilled)
+                decode = DecodeRole(engine.loop, kv, tasks, send, clock, beside)
                 works.append(ConductorWork(state, client.wake, prefill, decode, lender, fetcher))
-                background.append(tasks.create_task(client.run(works[-1])))
+                background.append(tasks.create_task(client.run(traced.work(works[-1]))))
             observe(metrics, engine)
             if beside is not None:
                 background.append(tasks.create_task(beside.run()))
-            metrics_port = serve_metrics(registry, "127.0.0.1", config.metrics_port)
-            say_ready(node_id=config.node_id, metrics_port=metrics_port)
+            host, port = config.metrics_host, config.metrics_port
+            port = serve_metrics(registry, host, port)
+            say_ready(node_id=config.node_id, metrics_host=host, metrics_port=port)
             await stop_requested()
             await _drain(state, works)
             for task in background:
@@ -117,6 +119,19 @@ async def serve(config: NodeProcess) -> None:
                 work.lost()
     if timeline is not None:
         timeline.write(Path(config.trace_out) / f"{config.node_id}.json")
+    await tracing.close()
+
+
+def _watched(metrics: NodeMetrics, tracing: NodeTracing, clock: Clock, transport: Transport) -> Transport:
+    return tracing.transport(CountedTransport(transport, metrics, clock))
+
+
+def _prefilled(
+    metrics: NodeMetrics, timeline: NodeTimeline | None, request_id: RequestId, times: PrefillTimes
+) -> None:
+    observe_prefill(metrics, times)
+    if timeline is not None:
+        timeline.prefilled(request_id, times)
 
 
 def node_state(engine: Engine, info: NodeInfo, store: Store | None) -> NodeState:

@@ -1,11 +1,17 @@
-"""What a node's engine does, as metrics. Gauges are read when they are scraped."""
+"""What a node's engine and its transports do, as metrics. Gauges are read when they are scraped."""
 
 from __future__ import annotations
 
+from base.clock import Clock
+from base.errors import TransferFailedError
+from base.grants import Grant, PeerDescriptor
 from base.messages import PrefillTimes
 from base.metrics import NodeMetrics
 from engine.build import Engine
 from engine.step import StepPlan
+from transfer.batch import Pieces, Priority
+from transfer.router import MEASURED_FROM_BYTES
+from transfer.transport import Transport
 
 
 def observe_prefill(metrics: NodeMetrics, times: PrefillTimes) -> None:
@@ -39,3 +45,38 @@ def observe(metrics: NodeMetrics, engine: Engine) -> None:
         num_preemptions = scheduler.num_preemptions
 
     engine.loop.on_step(on_step)
+
+
+class CountedTransport:
+    """A transport whose batches are counted: bytes and seconds of those that arrived, and the others."""
+
+    def __init__(self, inner: Transport, metrics: NodeMetrics, clock: Clock) -> None:
+        self._inner = inner
+        self._clock = clock
+        self._link = metrics.transfer_link
+        self._bytes = metrics.transfer_bytes.labels(inner.name)
+        self._seconds = metrics.transfer_seconds.labels(inner.name)
+        self._failures = metrics.transfer_failures.labels(inner.name)
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
+        return self._inner.refusal_or_none(peer, segment_id, device)
+
+    async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
+        begun_s = self._clock.now_s()
+        try:
+            await self._inner.move(peer, grant, pieces, priority)
+        except TransferFailedError:
+            self._failures.inc()
+            raise
+        seconds = self._clock.now_s() - begun_s
+        self._bytes.inc(pieces.num_bytes)
+        self._seconds.observe(seconds)
+        if pieces.num_bytes >= MEASURED_FROM_BYTES and seconds > 0:
+            self._link.labels(peer.node_id, self._inner.name).set(pieces.num_bytes / seconds)
+
+    async def close(self) -> None:
+        await self._inner.close()

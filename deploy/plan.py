@@ -30,6 +30,16 @@ class PreparedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Together:
+    """Processes that must share a host: what each takes of it, by Ray's names."""
+
+    name: str
+    bundles: tuple[tuple[tuple[str, float], ...], ...]
+    index: int
+    """Which of them this process is."""
+
+
+@dataclass(frozen=True, slots=True)
 class Room:
     """What a process takes of the host it lands on, in Ray's units of account."""
 
@@ -39,6 +49,8 @@ class Room:
     """A custom resource, of which it takes one."""
     on_head: bool = False
     """On the cluster's head node and no other."""
+    together: Together | None = None
+    """None: it shares its host with whoever is there."""
 
     def resources(self) -> dict[str, float]:
         """Return what is taken, by Ray's names."""
@@ -82,6 +94,7 @@ def conductor_process(config: ClusterConfig, model: PreparedModel, number: int =
         slo=config.slo,
         scheduler=scheduler,
         nodes=nodes,
+        tracing=config.tracing,
     )
 
 
@@ -116,8 +129,11 @@ def planned_nodes(
                 store=config.store,
                 tls=config.nodes.tls,
                 trace_out=config.trace_out,
+                metrics_host=_metrics_host(config),
+                tracing=config.tracing,
             )
-            planned.append(PlannedNode(process, _room(pool)))
+            room = dataclasses.replace(_room(pool), together=_together(config, role, number))
+            planned.append(PlannedNode(process, room))
     return planned
 
 
@@ -139,6 +155,12 @@ def _transfer_host(config: ClusterConfig) -> str:
     return "127.0.0.1" if config.server.host in LOOPBACK else HOST_ADDRESS
 
 
+def _metrics_host(config: ClusterConfig) -> str:
+    """Return where nodes have their metrics: beyond loopback only where metrics may be read without a key."""
+    is_open = config.server.open_metrics or config.server.insecure
+    return _transfer_host(config) if is_open and config.server.host not in LOOPBACK else "127.0.0.1"
+
+
 def needed_resources(config: ClusterConfig) -> dict[str, float]:
     """Return what all nodes together take, by Ray's names."""
     needed: dict[str, float] = {}
@@ -146,6 +168,13 @@ def needed_resources(config: ClusterConfig) -> dict[str, float]:
         for name, amount in _room(pool).resources().items():
             needed[name] = needed.get(name, 0.0) + amount * pool.nodes
     return {name: amount for name, amount in needed.items() if amount}
+
+
+def _together(config: ClusterConfig, role: Role, number: int) -> Together | None:
+    if config.hosts != "together":
+        return None
+    pair = tuple(tuple(_room(pool).resources().items()) for pool in (config.prefill, config.decode))
+    return Together(f"pair-{number}", pair, (Role.PREFILL, Role.DECODE).index(role))
 
 
 def _room(pool: PoolConfig) -> Room:

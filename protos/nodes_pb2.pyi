@@ -166,7 +166,7 @@ class StopParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Work(_message.Message):
-    __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "chain_root", "sampling", "stop", "num_logprobs", "priority", "deadline_s")
+    __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "chain_root", "sampling", "stop", "num_logprobs", "priority", "deadline_s", "traceparent")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +176,7 @@ class Work(_message.Message):
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -185,7 +186,8 @@ class Work(_message.Message):
     num_logprobs: int
     priority: int
     deadline_s: float
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., chain_root: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopParams, _Mapping]] = ..., num_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., chain_root: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopParams, _Mapping]] = ..., num_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("work",)

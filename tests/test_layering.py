@@ -46,6 +46,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "fastapi": ("conductor/",),
     "gguf": ("engine/weights.py",),
     "jinja2": ("conductor/chat_template.py",),
+    "opentelemetry": ("base/tracing.py",),
     "prometheus_client": ("base/metrics.py",),
     "pydantic": ("deploy/config_file.py", "conductor/openai_schema.py"),
     "pyverbs": ("transfer/rdma.py",),

@@ -1,10 +1,12 @@
-"""The generated code that is committed is what the protos and the pinned compiler make."""
+"""What is committed of generated code and of the API reference is what the sources make."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from deploy import reference
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,3 +30,10 @@ def test_the_same_files_are_generated(generated):
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "protos").glob("*_pb2*")))
 def test_a_generated_file_is_current(generated, name):
     assert (ROOT / "protos" / name).read_text() == (generated / name).read_text(), "run `make protos`"
+
+
+@pytest.mark.parametrize(
+    ("file", "text"), reference.files().items(), ids=lambda value: getattr(value, "name", "")
+)
+def test_the_api_reference_is_current(file, text):
+    assert file.read_text() == text, "run `make protos`"

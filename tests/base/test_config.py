@@ -17,6 +17,7 @@ from base.config import (
     read_process_config,
 )
 from base.errors import ConfigError
+from base.spans import TracingConfig
 
 NODE = NodeProcess(
     node_id="p0",
@@ -91,3 +92,31 @@ def test_a_pool_has_a_gpu_for_each_rank():
     assert PoolConfig(gpus_per_node=4, engine=engine).gpus_per_node == 4
     with pytest.raises(ValueError, match="gpus_per_node: 0, or one at least for each rank"):
         PoolConfig(gpus_per_node=3, engine=engine)
+
+
+MARKED = {"prefill": PoolConfig(resource="p"), "decode": PoolConfig(resource="d")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"hosts": "near"}, "one of any, apart, together"),
+        ({"hosts": "apart"}, "prefill.resource and decode.resource"),
+        ({"hosts": "apart", **MARKED, "decode": PoolConfig(resource="p")}, "mark of its own"),
+        ({"hosts": "together", "decode": PoolConfig(nodes=2)}, "they are pairs"),
+    ],
+)
+def test_hosts_that_cannot_be_had_are_refused(settings, told):
+    with pytest.raises(ValueError, match=told):
+        ClusterConfig(**settings)
+
+
+def test_pools_may_be_kept_apart_by_marks_or_in_pairs():
+    assert ClusterConfig(hosts="apart", **MARKED).hosts == "apart"
+    assert ClusterConfig(hosts="together").hosts == "together"
+
+
+@pytest.mark.parametrize("wrong", [{"endpoint": "h:4317"}, {"sample": 1.5}, {"sample": -0.1}])
+def test_a_tracing_section_that_cannot_be_is_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        TracingConfig(**wrong)

@@ -61,7 +61,7 @@ def test_every_metric_has_a_unit_and_a_help_text():
     ConductorMetrics(registry, "tiny")
     NodeMetrics(registry)
     ours = ("conductor_", "prefill_", "decode_", "transfer_", "kvstore_")
-    units = ("_seconds", "_bytes", "_ratio")
+    units = ("_seconds", "_bytes", "_ratio", "_bytes_per_second", "_info")
     counted = ("_tokens", "_blocks", "_sequences", "_preemptions", "_rejections", "_misses", "_failures")
     for family in text_string_to_metric_families(exposition(registry).decode()):
         # The library notes beside each counter when it was made.

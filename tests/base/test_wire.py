@@ -78,6 +78,7 @@ WORK = st.builds(
     num_logprobs=st.none() | st.integers(0, 20),
     priority=st.integers(-5, 5),
     deadline_s=REALS,
+    traceparent=st.text(),
 )
 LOGPROBS = st.builds(TokenLogprobs, REALS, st.lists(st.tuples(U32, REALS), max_size=3).map(tuple))
 TOKENS = st.builds(SampledToken, U32, st.none() | LOGPROBS)

@@ -16,6 +16,7 @@ from base.config import (
     StoreConfig,
     TransferConfig,
 )
+from base.spans import TracingConfig
 from deploy.local import LocalCluster, local_cluster
 from deploy.plan import PreparedModel
 from engine.model_store import prepare
@@ -43,6 +44,7 @@ def running(
     kv_cache_gib: float = 0.75,
     conductors: int = 1,
     trace_out: str = "",
+    tracing: TracingConfig | None = None,
     of_decode=None,
     **of_prefill,
 ) -> Iterator[LocalCluster]:
@@ -59,6 +61,7 @@ def running(
         store=store or StoreConfig(),
         scheduler=scheduler or SchedulerConfig(),
         trace_out=trace_out,
+        tracing=tracing or TracingConfig(),
     )
     with local_cluster(config, model, folder) as cluster:
         until(lambda: len(cluster.status()["nodes"]) == prefill + decode)

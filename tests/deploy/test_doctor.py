@@ -5,8 +5,10 @@ import socket
 import pytest
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig, TransferConfig
+from base.metrics import NodeMetrics, process_registry, serve_metrics
 from deploy import cli
 from deploy.doctor import GIB, REQUIRED, Host, check_cluster, check_host
+from deploy.doctor_processes import Link, ProcessSeen, check_processes, look_at_processes
 
 HEALTHY = Host(
     versions=dict.fromkeys(REQUIRED, "1"),
@@ -122,3 +124,80 @@ def test_services_that_are_named_are_called(tmp_path, capsys, monkeypatch):
         "store.peers: nobody answers at 127.0.0.1:2",
         "RAY_ADDRESS: nobody answers at 127.0.0.1:1",
     ]
+
+
+VERSIONS = (("torch", "2"), ("version", "1"))
+PAIR = {
+    "nodes": [
+        {**NODE, "id": "p", "roles": ["prefill"]},
+        {**NODE, "id": "d", "roles": ["decode"]},
+    ]
+}
+
+
+def seen(name, **told):
+    return ProcessSeen(name, f"h:{name}", **{"versions": VERSIONS, **told})
+
+
+def test_processes_that_agree_have_no_troubles_and_their_links_are_told():
+    prefill = seen("p", links=(Link("d", "shm", 3e9),))
+    found = list(check_processes([seen("conductor", offset_s=0.2), prefill, seen("d")], PAIR))
+    assert troubles(found) == []
+    told = [finding.what for finding in found]
+    assert "p - d: shm, 3 GB/s when it was last used" in told
+    assert "all processes have torch 2" in told
+    assert any("at most, conductor's clock is +0.200 s" in what for what in told)
+
+
+def test_a_pair_that_moved_nothing_yet_is_named():
+    found = [finding.what for finding in check_processes([seen("p"), seen("d")], PAIR)]
+    assert "p - d: nothing of a MiB or more went between them yet" in found
+
+
+@pytest.mark.parametrize(
+    ("process", "level", "told"),
+    [
+        (seen("p", silent="refused"), "wrong", "p does not answer: refused"),
+        (seen("new"), "wrong", "new runs, and the conductor does not know it"),
+        (seen("p", versions=(("torch", "3"), ("version", "1"))), "wrong", "torch differs (2: d; 3: p)"),
+        (seen("p", offset_s=-3.0, unsure_s=0.1), "warning", "p's clock is -3.000 s"),
+        (seen("p", links=(Link("d", "tcp", 1e9),)), "warning", "p - d: tcp, 1 GB/s, on one host"),
+    ],
+)
+def test_a_trouble_of_a_process_is_told_with_its_mend(process, level, told):
+    [(found, what, mend)] = troubles(check_processes([process, seen("d")], PAIR))
+    assert found == level
+    assert told in what
+    assert mend
+
+
+def test_an_offset_that_a_slow_answer_explains_is_none():
+    assert troubles(check_processes([seen("p", offset_s=2.0, unsure_s=2.0), seen("d")], PAIR)) == []
+
+
+@pytest.mark.parametrize("targets", [None, "{", "[]", '[{"labels": {}}]', '[{"targets": ["other:1"]}]'])
+def test_where_nothing_says_where_the_processes_are_that_is_a_finding(targets, tmp_path):
+    if targets is not None:
+        (tmp_path / "targets.json").write_text(targets)
+    found = look_at_processes(ClusterConfig(cache_dir=str(tmp_path)), "127.0.0.1:8000")
+    assert found is None
+    [(level, _, mend)] = troubles(check_processes(found, PAIR))
+    assert level == "warning"
+    assert "conductor up" in mend
+
+
+def test_a_process_is_asked_for_what_its_metrics_say(tmp_path):
+    registry = process_registry()
+    metrics = NodeMetrics(registry)
+    metrics.transfer_link.labels("d", "shm").set(5e9)
+    port = serve_metrics(registry, "127.0.0.1", 0)
+    targets = [
+        {"targets": [f"127.0.0.1:{port}"], "labels": {"process": "p", "__scheme__": "http"}},
+        {"targets": ["127.0.0.1:1"], "labels": {"process": "gone"}},
+    ]
+    (tmp_path / "targets.json").write_text(json.dumps(targets))
+    found, gone = look_at_processes(ClusterConfig(cache_dir=str(tmp_path)), f"http://127.0.0.1:{port}")
+    assert found.links == (Link("d", "shm", 5e9),)
+    assert {"version", "torch"} <= dict(found.versions).keys()
+    assert abs(found.offset_s) <= found.unsure_s + 1e-3, "a process on this host has this host's clock"
+    assert gone.silent

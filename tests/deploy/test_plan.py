@@ -74,3 +74,27 @@ def test_a_pipelines_chunks_are_shortened_by_what_the_profile_says_of_attention(
     }
     for engine, expected in engines.items():
         assert chunk_attention(engine, "h200-llama8b") == expected
+
+
+def test_pairs_name_one_group_for_both_and_each_its_own_bundle():
+    pool = PoolConfig(nodes=2, gpus_per_node=1)
+    nodes = plan(ClusterConfig(hosts="together", prefill=pool, decode=pool))
+    found = {node.process.node_id: (node.room.together.name, node.room.together.index) for node in nodes}
+    assert found == {
+        "prefill-0": ("pair-0", 0),
+        "prefill-1": ("pair-1", 0),
+        "decode-0": ("pair-0", 1),
+        "decode-1": ("pair-1", 1),
+    }
+    assert {node.room.together.bundles for node in nodes} == {((("CPU", 1.0), ("GPU", 1.0)),) * 2}
+    assert {node.room.together for node in plan(ClusterConfig())} == {None}
+
+
+def test_metrics_leave_the_host_only_where_they_may_be_read_without_a_key():
+    def metrics_hosts(**server):
+        config = ClusterConfig(transfer=TransferConfig(host="auto"), server=ServerConfig(**server))
+        return {node.process.metrics_host for node in plan(config)}
+
+    assert metrics_hosts() == {"127.0.0.1"}
+    assert metrics_hosts(host="0.0.0.0", insecure=True) == {HOST_ADDRESS}
+    assert metrics_hosts(open_metrics=True) == {"127.0.0.1"}

@@ -11,7 +11,7 @@ import pytest
 
 from tests.deploy.processes import ROOT, marked_environment, marked_pids, wait_all_gone, wait_gone
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
 HOLDER = """
 import json, sys
@@ -23,7 +23,7 @@ print(json.dumps({"address": cluster.address}), flush=True)
 for line in sys.stdin:
     verb, name, resource = line.split()
     if verb == "add":
-        nodes[name] = cluster.add_node(num_cpus=2, resources={resource: 1})
+        nodes[name] = cluster.add_node(num_cpus=2, resources={} if resource == "-" else {resource: 1})
     else:
         cluster.remove_node(nodes.pop(name), allow_graceful=False)
     print(json.dumps({"done": line.strip()}), flush=True)
@@ -57,12 +57,13 @@ class RayNodes:
 
 @pytest.fixture
 def environment():
-    # Ray's own detection of a lost node takes 16 s by default
+    # Ray's own detection of a lost node takes 16 s by default. A killed one refuses connections
+    # at once; one that is slow on a busy machine does not, and has longer.
     environment = marked_environment(
         RAY_health_check_initial_delay_ms="1000",
         RAY_health_check_period_ms="500",
-        RAY_health_check_timeout_ms="500",
-        RAY_health_check_failure_threshold="2",
+        RAY_health_check_timeout_ms="5000",
+        RAY_health_check_failure_threshold="4",
     )
     yield environment
     for pid in marked_pids(environment):
@@ -97,21 +98,8 @@ def parent(pid):
 def test_pools_keep_to_their_hosts_and_a_lost_host_is_replaced(ray_nodes, environment, tmp_path):
     ray_nodes.ask("add", "p", "prefill")
     ray_nodes.ask("add", "d", "decode")
-    file = tmp_path / "cluster.yaml"
-    file.write_text(
-        f"cache_dir: {tmp_path}/cache\n"
-        "server: {http_port: 0, grpc_port: 0}\n"
-        "prefill: {resource: prefill}\n"
-        "decode: {nodes: 2, resource: decode}\n"
-    )
-    up = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "run_stub_cluster.py"), str(file), "--json"],
-        cwd=ROOT,
-        env={**environment, "RAY_ADDRESS": ray_nodes.address},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    config = "hosts: apart\nprefill: {resource: prefill}\ndecode: {nodes: 2, resource: decode}\n"
+    up, _ = started(tmp_path, config, environment, ray_nodes)
     # two decode nodes and room for one: the start waits for a host, as with an autoscaler
     read_until(up.stderr, "✓", "conductor")
     ray_nodes.ask("add", "d2", "decode")
@@ -127,6 +115,26 @@ def test_pools_keep_to_their_hosts_and_a_lost_host_is_replaced(ray_nodes, enviro
     assert len(set(moved.values())) == 4
     assert {name for name in hosts if moved[name] != hosts[name]} < {"decode-0", "decode-1"}
 
+    end(up, environment, ray_nodes)
+
+
+def started(tmp_path, config, environment, ray_nodes):
+    """Run `conductor up` with stubs in that Ray cluster; return the process and its cluster.yaml."""
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"cache_dir: {tmp_path}/cache\nserver: {{http_port: 0, grpc_port: 0}}\n{config}")
+    up = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "run_stub_cluster.py"), str(file), "--json"],
+        cwd=ROOT,
+        env={**environment, "RAY_ADDRESS": ray_nodes.address},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return up, file
+
+
+def end(up, environment, ray_nodes):
+    """Nothing of ours is left, and the Ray that was joined is."""
     up.send_signal(signal.SIGTERM)
     _, err = up.communicate(timeout=100)
     assert up.returncode == 0, err
@@ -136,3 +144,50 @@ def test_pools_keep_to_their_hosts_and_a_lost_host_is_replaced(ray_nodes, enviro
     ray_nodes.process.stdin.close()
     ray_nodes.process.wait(60)
     assert wait_all_gone(environment, 30.0) == {}
+
+
+def scaled(file, environment, *sizes):
+    command = f"from deploy.cli import main; main({['scale', *sizes, '-c', str(file)]!r})"
+    return subprocess.run(
+        [sys.executable, "-c", command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_pairs_share_a_host_and_move_to_another_together(ray_nodes, environment, tmp_path):
+    for name in ("a", "b"):
+        ray_nodes.ask("add", name, "-")
+    config = "hosts: together\nprefill: {nodes: 2}\ndecode: {nodes: 2}\n"
+    up, file = started(tmp_path, config, environment, ray_nodes)
+    assert json.loads(up.stdout.readline())["model"] == "smollm2"
+    next(line for line in up.stderr if "Ctrl-C drains" in line)
+
+    def hosts_of_pairs():
+        pairs = [{host_of(environment, f"{role}-{n}") for role in ("prefill", "decode")} for n in (0, 1)]
+        assert [len(pair) for pair in pairs] == [1, 1], "a pair is split"
+        return pairs
+
+    before = hosts_of_pairs()
+    assert before[0] != before[1], "a host of two CPUs took four nodes"
+
+    # a host dies with a pair on it: both are started again on the host that is added
+    ray_nodes.ask("remove", "b", "-")
+    ray_nodes.ask("add", "c", "-")
+    for _ in range(2):
+        read_until(up.stderr, ": ready")
+    after = hosts_of_pairs()
+    assert sorted(pair in before for pair in after) == [False, True]
+
+    lone = scaled(file, environment, "prefill=1")
+    assert lone.returncode == 1
+    assert "they are pairs" in lone.stderr
+    fewer = scaled(file, environment, "prefill=1", "decode=1")
+    assert fewer.stdout.splitlines()[-1] == "prefill-1: gone", fewer.stderr
+    more = scaled(file, environment, "prefill=2", "decode=2")
+    assert more.returncode == 0, more.stderr
+    assert hosts_of_pairs()[0] == after[0]
+    end(up, environment, ray_nodes)

@@ -1,0 +1,86 @@
+"""Spans of requests: what tracing offers the rest of the program, which knows no tracing library.
+
+A span is named by its W3C `traceparent`, a line of text that travels with a request: over HTTP
+and gRPC from the client, in `Work` to the nodes. Whoever works on the request begins spans below
+it, so that one trace shows the request in every process. Nothing here runs where no endpoint is
+set: those who begin spans (`conductor/traced.py`, `deploy/node_tracing.py`) are then not there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, cast
+
+from base.errors import ConfigError
+
+Told = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class TracingConfig:
+    """Where spans of requests are sent, by OTLP over gRPC."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    endpoint: str = ""
+    """http://host:4317, or https://. Empty: nothing is traced."""
+    sample: float = 1.0
+    """Share of requests that are traced, of those whose client does not say."""
+
+    def __post_init__(self) -> None:
+        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
+            raise ValueError("endpoint: http://host:4317, https://host:4317, or empty")
+        if not 0 <= self.sample <= 1:
+            raise ValueError("sample: between 0 and 1")
+
+
+class Span(Protocol):
+    """Something that is going on, for one request."""
+
+    @property
+    def traceparent(self) -> str:
+        """By which spans below this one are begun, here or elsewhere."""
+        ...
+
+    def event(self, name: str, **told: Told) -> None:
+        """Note a moment in it."""
+        ...
+
+    def end(self, error: str = "", **told: Told) -> None:
+        """It is over; again: no effect. `error`: why it failed."""
+        ...
+
+
+class Tracer(Protocol):
+    """Where one process begins its spans."""
+
+    def begin(self, name: str, parent: str, **told: Told) -> Span:
+        """Begin a span below `parent`; an empty one begins a trace."""
+        ...
+
+    def past(self, name: str, parent: str, began_ago_s: float, ended_ago_s: float) -> None:
+        """Note a span that is over, by how long ago it began and ended."""
+        ...
+
+    def close(self) -> None:
+        """Send what is not yet sent. Blocks, two seconds at most where nobody answers."""
+        ...
+
+
+def tracer_or_none(config: TracingConfig, process: str) -> Tracer | None:
+    """Return a tracer of `process`; None: nothing is to be traced.
+
+    Raises:
+        ConfigError: an endpoint is set, and OpenTelemetry is not installed.
+    """
+    if not config.endpoint:
+        return None
+    try:
+        # By name: most installations have no OpenTelemetry, and who does not trace does not pay for it.
+        tracing = importlib.import_module("base.tracing")
+    except ImportError as error:
+        raise ConfigError(
+            f"tracing.endpoint: {error}; pip install 'conductor-cluster[tracing]', or leave it empty"
+        ) from error
+    return cast(Tracer, tracing.OtlpTracer(config, process))

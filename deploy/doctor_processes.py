@@ -1,0 +1,158 @@
+"""What the processes of a running cluster say of themselves in their metrics, and what is wrong with it.
+
+Where they are is in `targets.json`, which `conductor up` writes for Prometheus: so the doctor sees what
+Prometheus sees, and needs no door of its own into a node. Nothing is measured for it: the bandwidth of a
+pair is what its last large transfer had.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from base.clock import wall_clock_s
+from base.config import ClusterConfig
+from base.metrics import samples_of
+from deploy.api_client import ApiError, read_text, split_address
+from deploy.findings import Finding
+
+MAX_OFFSET_S = 0.25
+"""Between two hosts' clocks. Leases are durations and need none; logs, traces and dashboards are hard to
+read beyond it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How KV went between two nodes."""
+
+    peer: str
+    transport: str
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSeen:
+    """One process, as its metrics show it."""
+
+    name: str
+    address: str
+    silent: str = ""
+    """Why it did not answer; empty: it did."""
+    versions: tuple[tuple[str, str], ...] = ()
+    offset_s: float = 0.0
+    """Its host's clock less ours."""
+    unsure_s: float = 0.0
+    """What the offset may be off by: half of the time that the answer took."""
+    links: tuple[Link, ...] = ()
+
+
+def look_at_processes(config: ClusterConfig, address: str) -> list[ProcessSeen] | None:
+    """Ask every process of the cluster at `address`; None: nothing here says where they are."""
+    file = Path(config.cache_dir).expanduser() / "targets.json"
+    try:
+        targets = json.loads(file.read_text())
+        named = [(target["labels"], target["targets"][0]) for target in targets]
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+    if split_address(address)[1] not in (where for _, where in named):
+        return None
+    return [
+        _look(labels["process"], f"{labels.get('__scheme__', 'http')}://{where}") for labels, where in named
+    ]
+
+
+def _look(name: str, address: str) -> ProcessSeen:
+    asked_at_s = wall_clock_s()
+    try:
+        samples = list(samples_of(read_text(address, "/metrics")))
+    except (ApiError, ValueError) as error:
+        return ProcessSeen(name, address, silent=str(error))
+    answered_at_s = wall_clock_s()
+    versions: dict[str, str] = {}
+    clock_s, links = answered_at_s, []
+    for metric, labels, value in samples:
+        if metric == "conductor_build_info":
+            versions = labels
+        elif metric == "conductor_wall_clock_seconds":
+            clock_s = value
+        elif metric == "transfer_link_bytes_per_second":
+            links.append(Link(labels["peer"], labels["transport"], value))
+    return ProcessSeen(
+        name,
+        address,
+        versions=tuple(sorted(versions.items())),
+        offset_s=clock_s - (asked_at_s + answered_at_s) / 2,
+        unsure_s=(answered_at_s - asked_at_s) / 2,
+        links=tuple(links),
+    )
+
+
+def check_processes(processes: list[ProcessSeen] | None, status: dict[str, Any]) -> Iterator[Finding]:
+    """Judge what processes say of themselves; `status` is what the conductor says of its nodes."""
+    if processes is None:
+        what = "versions, clocks and bandwidths were not looked at: no targets.json names this conductor"
+        yield Finding("warning", what, "run it on the host of `conductor up`, with its -c cluster.yaml")
+        return
+    attached = {node["id"] for node in status["nodes"]}
+    for process in processes:
+        if process.silent:
+            mend = f"see CACHE_DIR/runs/*/{process.name}.log; beyond loopback: server.open_metrics"
+            yield Finding("wrong", f"{process.name} does not answer: {process.silent}", mend)
+        elif process.name not in attached and not process.name.startswith("conductor"):
+            what = f"{process.name} runs, and the conductor does not know it"
+            yield Finding(
+                "wrong", what, f"see {process.name}.log: a node of another model or layout is refused"
+            )
+    answering = [process for process in processes if not process.silent]
+    yield from _check_versions(answering)
+    yield from _check_clocks(answering)
+    yield from _check_links(answering, status["nodes"])
+
+
+def _check_versions(processes: Iterable[ProcessSeen]) -> Iterator[Finding]:
+    found: dict[str, dict[str, list[str]]] = {}
+    for process in processes:
+        for package, number in process.versions:
+            found.setdefault(package, {}).setdefault(number, []).append(process.name)
+    for package, numbers in sorted(found.items()):
+        if len(numbers) > 1:
+            told = "; ".join(f"{number}: {', '.join(names)}" for number, names in sorted(numbers.items()))
+            yield Finding("wrong", f"{package} differs ({told})", "install the same everywhere, then restart")
+        else:
+            yield Finding("ok", f"all processes have {package} {next(iter(numbers))}")
+
+
+def _check_clocks(processes: Iterable[ProcessSeen]) -> Iterator[Finding]:
+    worst = max(processes, key=lambda process: abs(process.offset_s) - process.unsure_s, default=None)
+    if worst is None:
+        return
+    offset = f"{worst.name}'s clock is {worst.offset_s:+.3f} s from this host's (± {worst.unsure_s:.3f} s)"
+    if abs(worst.offset_s) - worst.unsure_s > MAX_OFFSET_S:
+        yield Finding("warning", offset, "let chrony or systemd-timesyncd set the clock of both hosts")
+    else:
+        yield Finding("ok", f"clocks agree; at most, {offset}")
+
+
+def _check_links(processes: Iterable[ProcessSeen], nodes: list[dict[str, Any]]) -> Iterator[Finding]:
+    hosts = {node["id"]: node["host"] for node in nodes}
+    seen = set()
+    for process in processes:
+        for link in process.links:
+            seen.add((process.name, link.peer))
+            what = f"{process.name} - {link.peer}: {link.transport}, {link.bytes_per_s / 1e9:.3g} GB/s"
+            is_near = process.name in hosts and hosts[process.name] == hosts.get(link.peer)
+            if link.transport == "tcp" and is_near:
+                mend = "add shm (GPUs: cuda_ipc) to transfer.transports"
+                yield Finding("warning", f"{what}, on one host", mend)
+            else:
+                yield Finding("ok", f"{what} when it was last used")
+    of_role = {
+        role: [node["id"] for node in nodes if role in node["roles"]] for role in ("prefill", "decode")
+    }
+    for pair in itertools.product(of_role["prefill"], of_role["decode"]):
+        if pair not in seen and pair[0] != pair[1]:
+            yield Finding("ok", f"{pair[0]} - {pair[1]}: nothing of a MiB or more went between them yet")

@@ -1,0 +1,235 @@
+"""A node's spans, read off the messages and transfers that go through it.
+
+    prefill      Prefill to Prefilled; below it, from the times told: queue, compute, exposed transfer
+      transfer   each batch, read or written, with the way it went
+    decode       Start to the last Tokens
+    receive      Reserve to Start: blocks are set aside and their KV arrives
+
+They are below the conductor's span of the request, whose name comes with the work. The roles know
+nothing of it: where tracing is off nothing of this file runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from base.attach import NodeWork
+from base.grants import Grant, PeerDescriptor
+from base.messages import (
+    Failed,
+    FromNode,
+    Heartbeat,
+    KvEvents,
+    Prefill,
+    Prefilled,
+    Release,
+    Reserve,
+    Start,
+    Tokens,
+    ToNode,
+)
+from base.request import RequestId
+from base.spans import Span, Tracer
+from transfer.batch import Pieces, Priority
+from transfer.transport import Transport
+
+
+class NodeTracing:
+    """The tracing of one node; without a tracer, nothing is put around anything."""
+
+    def __init__(self, tracer: Tracer | None) -> None:
+        self._tracer = tracer
+        self._conductors: list[RequestSpans] = []
+
+    def of_conductor(self) -> ConductorTracing:
+        """Return what goes around the work for one conductor: its spans end with its stream."""
+        if self._tracer is None:
+            return ConductorTracing(None)
+        self._conductors.append(RequestSpans(self._tracer))
+        return ConductorTracing(self._conductors[-1])
+
+    def transport(self, transport: Transport) -> Transport:
+        if self._tracer is None:
+            return transport
+        return TracedTransport(transport, self._below, self._tracer)
+
+    def _below(self, grant: Grant) -> str:
+        return next(filter(None, (spans.below(grant) for spans in self._conductors)), "")
+
+    async def close(self) -> None:
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
+
+
+class ConductorTracing:
+    """What a node puts around its work for one conductor, and around its answers."""
+
+    def __init__(self, spans: RequestSpans | None) -> None:
+        self._spans = spans
+
+    def work(self, work: NodeWork) -> NodeWork:
+        return work if self._spans is None else TracedWork(work, self._spans)
+
+    def send(self, send: Callable[[FromNode], None]) -> Callable[[FromNode], None]:
+        if self._spans is None:
+            return send
+        spans = self._spans
+
+        def traced(item: FromNode) -> None:
+            spans.sent(item)
+            send(item)
+
+        return traced
+
+
+class RequestSpans:
+    """The spans of the requests at work on one node. Belongs to the event loop."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._spans: dict[RequestId, Span] = {}
+        self._parents: dict[RequestId, str] = {}
+        """The conductor's span, of reserved requests."""
+        self._by_grant: dict[int, str] = {}
+        """The prefill's span, by the generation of each grant that it may use."""
+        self._grants: dict[RequestId, tuple[int, ...]] = {}
+
+    def received(self, items: list[ToNode]) -> None:
+        """Take in what the conductor asks."""
+        for item in items:
+            match item:
+                case Reserve(work) if work.traceparent:
+                    self._forget(work.request_id, "begun again")
+                    self._parents[work.request_id] = work.traceparent
+                    self._begin("receive", work.request_id, work.traceparent)
+                case Prefill() if item.work.traceparent:
+                    self._begin_prefill(item)
+                case Start(request_id) if request_id in self._parents:
+                    self._end(request_id)
+                    self._begin("decode", request_id, self._parents[request_id])
+                case Release(request_id):
+                    self._forget(request_id, "released")
+
+    def sent(self, item: FromNode) -> None:
+        """Take in what the node answers."""
+        if item.request_id not in self._spans:
+            return
+        match item:
+            case Prefilled():
+                self._prefilled(item)
+            case Failed():
+                self._forget(item.request_id, f"{item.reason}: {item.message}")
+            case Tokens(finish_reason=reason) if reason is not None:
+                self._forget(item.request_id, "")
+
+    def lost(self) -> None:
+        """End all: the conductor is gone."""
+        for request_id in list(self._spans):
+            self._forget(request_id, "the conductor was lost")
+
+    def below(self, grant: Grant) -> str:
+        """Return the span that a transfer under `grant` is part of; empty: none."""
+        return self._by_grant.get(grant.generation, "")
+
+    def _begin_prefill(self, item: Prefill) -> None:
+        request_id = item.work.request_id
+        self._forget(request_id, "begun again")
+        span = self._begin("prefill", request_id, item.work.traceparent)
+        grants = [item.grant, item.source.grant if item.source is not None else None]
+        self._grants[request_id] = tuple(grant.generation for grant in grants if grant is not None)
+        for generation in self._grants[request_id]:
+            self._by_grant[generation] = span.traceparent
+
+    def _prefilled(self, item: Prefilled) -> None:
+        below, times = self._spans[item.request_id].traceparent, item.times
+        computed_ago_s = times.exposed_transfer_s
+        started_ago_s = computed_ago_s + times.compute_s
+        self._tracer.past("queue", below, started_ago_s + times.queue_s, started_ago_s)
+        self._tracer.past("compute", below, started_ago_s, computed_ago_s)
+        self._tracer.past("exposed transfer", below, computed_ago_s, 0.0)
+        self._spans[item.request_id].event("prefilled", cached_tokens=item.num_cached_tokens)
+        self._forget(item.request_id, "")
+
+    def _begin(self, name: str, request_id: RequestId, parent: str) -> Span:
+        span = self._spans[request_id] = self._tracer.begin(name, parent, request_id=request_id)
+        return span
+
+    def _end(self, request_id: RequestId, error: str = "") -> None:
+        span = self._spans.pop(request_id, None)
+        if span is not None:
+            span.end(error)
+
+    def _forget(self, request_id: RequestId, error: str) -> None:
+        self._end(request_id, error)
+        self._parents.pop(request_id, None)
+        for generation in self._grants.pop(request_id, ()):
+            self._by_grant.pop(generation, None)
+
+
+class TracedTransport:
+    """A transport whose batches are spans of the prefill that they are for."""
+
+    def __init__(self, inner: Transport, below: Callable[[Grant], str], tracer: Tracer) -> None:
+        """`below`: returns the span that a transfer under a grant is part of; empty: none."""
+        self._inner = inner
+        self._below = below
+        self._tracer = tracer
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
+        return self._inner.refusal_or_none(peer, segment_id, device)
+
+    async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
+        below = self._below(grant)
+        if not below:
+            await self._inner.move(peer, grant, pieces, priority)
+            return
+        span = self._tracer.begin(
+            "transfer",
+            below,
+            transport=self._inner.name,
+            operation=grant.operation.name.lower(),
+            peer=peer.node_id,
+            bytes=pieces.num_bytes,
+        )
+        error = "not finished"
+        try:
+            await self._inner.move(peer, grant, pieces, priority)
+            error = ""
+        finally:
+            span.end(error)
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class TracedWork:
+    """A node's work, of which the spans are told. See `base.attach.NodeWork`."""
+
+    def __init__(self, inner: NodeWork, spans: RequestSpans) -> None:
+        self._inner = inner
+        self._spans = spans
+
+    def attached(self, conductor_epoch: int) -> None:
+        self._inner.attached(conductor_epoch)
+
+    def receive(self, items: list[ToNode]) -> None:
+        self._spans.received(items)
+        self._inner.receive(items)
+
+    def heartbeat(self) -> Heartbeat:
+        return self._inner.heartbeat()
+
+    def kv_events(self) -> KvEvents | None:
+        return self._inner.kv_events()
+
+    def kv_snapshot(self) -> KvEvents:
+        return self._inner.kv_snapshot()
+
+    def lost(self) -> None:
+        self._spans.lost()
+        self._inner.lost()

@@ -1,0 +1,161 @@
+"""The API reference: `python -m deploy.reference` writes docs/openapi.json and docs/reference.md.
+
+Made from what is in force: the bodies that `conductor/openai_schema.py` reads, and the protos with their
+comments. A test compares, and another holds the table of routes below to the application's own. What the
+fields mean, and how the two listeners behave, is in docs/api.md, which people write.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from conductor.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+ROOT = Path(__file__).resolve().parent.parent
+PROTOS = ("inference", "nodes", "transfer", "kvstore")
+SCHEMAS = "#/components/schemas/"
+
+
+class Route(NamedTuple):
+    """One path of the HTTP listener."""
+
+    method: str
+    path: str
+    what: str
+    body: Any = None
+
+
+ROUTES = (
+    Route("post", "/v1/chat/completions", "The next turn of a chat; with `stream`, as events.", ChatBody),
+    Route("post", "/v1/completions", "What follows each prompt; with `stream`, as events.", CompletionBody),
+    Route("get", "/v1/models", "The one model that is served."),
+    Route("get", "/v1/models/{name}", "The same, by its name."),
+    Route("post", "/tokenize", "The token ids of a text or a chat.", TokenizeBody),
+    Route("post", "/detokenize", "The text of token ids.", DetokenizeBody),
+    Route("get", "/health", "200 if a request that came now would be served, else 503."),
+    Route("get", "/metrics", "Prometheus text."),
+    Route("get", "/version", "Of the server."),
+    Route("get", "/status", "Nodes, blocks, queues."),
+    Route("get", "/v1/explain", "The last hundred attempts to place a request, newest first."),
+    Route("get", "/v1/explain/{name}", "Why a request went where it went, and how it went."),
+    Route("get", "/ui", "The same for people, as a page."),
+)
+
+
+def openapi() -> dict[str, Any]:
+    """Return the HTTP API as OpenAPI 3.1."""
+    schemas: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+    for route in ROUTES:
+        operation: dict[str, Any] = {
+            "summary": route.what,
+            "responses": {"200": {"description": "OK"}, "default": {"description": "OpenAI's error object"}},
+        }
+        if "{name}" in route.path:
+            name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+            operation["parameters"] = [name]
+        if route.body is not None:
+            schema = route.body.model_json_schema(ref_template=f"{SCHEMAS}{{model}}")
+            schemas |= schema.pop("$defs", {})
+            schemas[route.body.__name__] = schema
+            content = {"application/json": {"schema": {"$ref": f"{SCHEMAS}{route.body.__name__}"}}}
+            operation["requestBody"] = {"required": True, "content": content}
+        paths.setdefault(route.path, {})[route.method] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Conductor", "version": "1"},
+        "paths": paths,
+        "components": {"schemas": dict(sorted(schemas.items()))},
+    }
+
+
+def reference() -> str:
+    """Return docs/reference.md."""
+    parts = [
+        "# API reference\n\nMade by `python -m deploy.reference`; docs/api.md says what the fields do.\n\n"
+    ]
+    parts.append("## HTTP\n\n| | |\n|---|---|\n")
+    parts += [f"| `{route.method.upper()} {route.path}` | {route.what} |\n" for route in ROUTES]
+    described = openapi()["components"]["schemas"]
+    for name, schema in described.items():
+        if "properties" in schema:
+            parts.append(f"\n### {name}\n\n| field | | |\n|---|---|---|\n")
+            required = schema.get("required", ())
+            for field, kind in schema["properties"].items():
+                parts.append(f"| `{field}` | {_kind(kind)} | {'required' if field in required else ''} |\n")
+    parts.append("\n## gRPC\n")
+    for proto in PROTOS:
+        parts += _proto((ROOT / "protos" / f"{proto}.proto").read_text(), f"protos/{proto}.proto")
+    return "".join(parts)
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    """Return a JSON schema in a few words."""
+    if "$ref" in schema:
+        return f"[{_last(schema['$ref'])}](#{_last(schema['$ref']).lower()})"
+    if "anyOf" in schema or "oneOf" in schema:
+        kinds = schema.get("anyOf") or schema["oneOf"]
+        return " or ".join(dict.fromkeys(_kind(each) for each in kinds if each.get("type") != "null"))
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if schema.get("type") == "array":
+        return f"list of {_kind(schema.get('items', {}))}"
+    bounds = [
+        f"{word} {schema[key]:g}" for key, word in (("minimum", "from"), ("maximum", "to")) if key in schema
+    ]
+    return " ".join([schema.get("type", "any"), *bounds])
+
+
+def _last(reference_: str) -> str:
+    return reference_.rpartition("/")[2]
+
+
+BLOCK = re.compile(r"((?:^//.*\n)*)^(message|service|enum) (\w+) \{\n((?:^(?!\}).*\n)*)\}", re.MULTILINE)
+LINE = re.compile(r"^\s*(?P<what>[^/;{}]+?)(?: = (?P<number>\d+))?(?: \{\})?;(?:\s*//\s?(?P<told>.*))?$")
+
+
+def _proto(text: str, title: str) -> Iterator[str]:
+    head = re.match(r"((?:^//.*\n)+)", text, re.MULTILINE)
+    yield f"\n### {title}\n\n{_prose(head[1] if head else '')}"
+    for comment, kind, name, body in BLOCK.findall(text):
+        yield f"\n#### {kind} {name}\n\n{_prose(comment)}"
+        yield from _fields(body)
+
+
+def _fields(body: str) -> Iterator[str]:
+    """Yield the rows of a block: `what = number;  // told`, comments above or behind."""
+    yield "| | | |\n|---|---|---|\n"
+    above: list[str] = []
+    for line in body.splitlines():
+        found = LINE.match(line)
+        if line.strip().startswith("//"):
+            above.append(line.strip().removeprefix("//").strip())
+        elif found:
+            told = " ".join([*above, found["told"] or ""]).strip().replace("|", "\\|")
+            yield f"| `{found['what'].strip()}` | {found['number'] or ''} | {told} |\n"
+            above = []
+
+
+def _prose(comment: str) -> str:
+    lines = [line.removeprefix("//").strip() for line in comment.splitlines()]
+    return "\n".join(lines) + ("\n\n" if lines else "")
+
+
+def files() -> dict[Path, str]:
+    """Return what is written where."""
+    docs = ROOT / "docs"
+    return {docs / "openapi.json": json.dumps(openapi(), indent=1) + "\n", docs / "reference.md": reference()}
+
+
+def main() -> None:
+    """Write both files."""
+    for path, text in files().items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The commands of the documents that look at a running cluster, at one that runs."""
+
+import json
+
+import pytest
+
+from deploy import cli
+from tests.cluster.asking import generated
+
+LONG = list(range(3000, 3300))
+
+
+@pytest.fixture
+def config_file(cluster, tmp_path):
+    """As `conductor up` leaves it: cluster.yaml, and where the processes' metrics are."""
+    targets = [{"targets": [f"127.0.0.1:{cluster.http_port}"], "labels": {"process": "conductor"}}]
+    for name, process in cluster.processes.items():
+        if name != "conductor":
+            port = process.wait_ready()["metrics_port"]
+            targets.append({"targets": [f"127.0.0.1:{port}"], "labels": {"process": name}})
+    (tmp_path / "targets.json").write_text(json.dumps(targets))
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"cache_dir: {tmp_path}\n")
+    return str(file)
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    told = capsys.readouterr()
+    assert not ended.value.code, told.out + told.err
+    return told.out
+
+
+@pytest.mark.full
+def test_the_doctor_of_a_healthy_cluster_has_nothing_to_mend(cluster, config_file, capsys):
+    generated(cluster.grpc_address, LONG, 2)
+    address = f"127.0.0.1:{cluster.http_port}"
+    findings = json.loads(run(capsys, "doctor", "-c", config_file, "--address", address, "--json"))
+    told = [finding["what"] for finding in findings]
+    assert "the cluster is ready, with 2 nodes" in told
+    assert any(what.startswith("prefill-0 - decode-0: shm") for what in told), told
+    assert any(what.startswith("clocks agree") for what in told), told
+    assert any(what.startswith("all processes have torch") for what in told), told
+    assert not [finding for finding in findings if finding["level"] == "wrong"]
+
+
+@pytest.mark.full
+def test_what_runs_can_be_looked_at_asked_and_measured(cluster, capsys):
+    address = f"127.0.0.1:{cluster.http_port}"
+    assert "prefill-0" in run(capsys, "status", "--address", address)
+    assert "decode-0" in run(capsys, "top", "--address", address, "--times", "1")
+    figures = json.loads(
+        run(
+            capsys,
+            "bench",
+            "--url",
+            cluster.url,
+            "--rate",
+            "5",
+            "--requests",
+            "4",
+            "--output-tokens",
+            "4",
+            "--json",
+        )
+    )
+    assert figures["completed"] == 4

@@ -1,0 +1,123 @@
+"""A cluster is resized to what would have served its last hour: the smallest that does, a step at a time."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from base.config import ClusterConfig, SloConfig
+from base.errors import ConfigError
+from base.request import Slo
+from conductor.decision_log import DecisionLog, Shared
+from conductor.decisions import Actual, decision
+from conductor.scheduler import place
+from conductor.scheduler_settings import SchedulerSettings
+from deploy import cli
+from deploy.autoscale import STEPS, Bounds, Sizes, advised, last_of_log, replayed_share
+from tests.conductor.builders import make_cost, make_request, make_view
+
+POOL = st.integers(1, 9)
+SIZES = st.builds(Sizes, POOL, POOL)
+
+
+def needing(prefill, decode):
+    """The share served of a load that needs so much: falls with what is missing."""
+    return lambda sizes: min(1.0, sizes.prefill / prefill) * min(1.0, sizes.decode / decode)
+
+
+@given(now=SIZES, need=SIZES)
+def test_step_by_step_it_comes_to_the_smallest_cluster_that_serves(now, need):
+    bounds = Bounds(2, 18, 1.0)
+    for _ in range(20):
+        wanted = advised(now, bounds, needing(need.prefill, need.decode)).wanted
+        if wanted == now:
+            break
+        assert (wanted.prefill - now.prefill, wanted.decode - now.decode) in STEPS
+        now = wanted
+    assert now == need
+
+
+@given(now=SIZES, need=SIZES, least=st.integers(2, 9), more=st.integers(0, 9))
+def test_no_step_leaves_what_is_allowed(now, need, least, more):
+    bounds = Bounds(least, least + more, 0.9)
+    wanted = advised(now, bounds, needing(need.prefill, need.decode)).wanted
+    assert min(wanted.prefill, wanted.decode) >= 1
+    assert bounds.min_nodes <= wanted.nodes <= bounds.max_nodes or wanted == now
+
+
+def test_where_nothing_is_enough_the_best_is_taken_and_among_equals_what_there_is():
+    bounds = Bounds(2, 4, 0.99)
+    assert advised(Sizes(2, 2), bounds, needing(8, 2)).wanted == Sizes(2, 2)
+    assert advised(Sizes(1, 2), bounds, needing(8, 2)).wanted == Sizes(2, 2)
+    assert advised(Sizes(1, 1), bounds, lambda _: 0.0).wanted == Sizes(1, 1)
+
+
+def write_log(path, arrivals_s, max_bytes=1 << 30):
+    """A log of requests that arrive at these moments, each with a prompt of its own."""
+    cost, settings = make_cost(), SchedulerSettings()
+    log = DecisionLog(path, Shared(cost.profile, settings, "m"), max_bytes)
+    for number, at_s in enumerate(arrivals_s):
+        view = make_view(1, 1, cost)
+        asked = make_request(f"r{number}.1", 10, 100 * number, slo=Slo())
+        log.decision(decision(asked, view, place(asked, view, cost, at_s, settings), at_s, at_s))
+        log.outcome(asked.request_id, Actual(at_s + 5, "finished", num_output_tokens=50))
+    log.close()
+
+
+def kept(path, last_s):
+    rows = [json.loads(line) for line in last_of_log(path, last_s)]
+    return [row["request_id"] for row in rows if row["kind"] == "decision"], rows
+
+
+def test_the_last_hour_is_what_arrived_in_it_with_its_outcomes(tmp_path):
+    write_log(tmp_path / "log", [0.0, 100.0, 3000.0, 3650.0])
+    asked, rows = kept(tmp_path / "log", 3600.0)
+    assert asked == ["r1.1", "r2.1", "r3.1"]
+    assert [row["kind"] for row in rows] == ["conductor", *["decision", "outcome"] * 3]
+
+
+def test_the_hour_may_have_begun_in_the_file_before(tmp_path):
+    write_log(tmp_path / "log", [0.0, 100.0, 200.0], max_bytes=3000)
+    assert (tmp_path / "log.1").exists()
+    assert len(kept(tmp_path / "log", 3600.0)[0]) > len(kept(tmp_path / "log", 1.0)[0])
+
+
+def test_a_file_of_another_start_is_left_out(tmp_path):
+    write_log(tmp_path / "log", [9000.0, 9001.0])
+    write_log(tmp_path / "log", [10.0, 11.0])
+    assert (tmp_path / "log.1").exists()
+    assert len(kept(tmp_path / "log", 3600.0)[0]) == 2
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "{}\n", '{"kind": "conductor"}\n', "[]\n[]\n"])
+def test_a_log_that_is_none_is_refused(tmp_path, content):
+    if content is not None:
+        (tmp_path / "log").write_text(content)
+    with pytest.raises(ConfigError, match="decision_log"):
+        list(last_of_log(tmp_path / "log", 60.0))
+
+
+@pytest.mark.full
+def test_a_replay_says_what_more_nodes_would_have_served(tmp_path):
+    write_log(tmp_path / "log.jsonl", [0.1 * number for number in range(60)])
+    config = ClusterConfig(profile="a800-llama70b", slo=SloConfig(ttft_s=3.0, tbt_s=1.0))
+    few, many = (replayed_share(tmp_path / "log.jsonl", config, Sizes(n, 2)) for n in (1, 8))
+    assert 0 <= few < many <= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("slo: {ttft_s: 1.0}", "scheduler.decision_log"),
+        ("scheduler: {decision_log: /tmp/x}", "slo"),
+        ("slo: {ttft_s: 1.0}\nscheduler: {decision_log: /tmp/x}\nhosts: together", "together"),
+        ("slo: {ttft_s: 1.0}\nscheduler: {decision_log: /tmp/x}\nserver: {conductors: 2}", "conductors"),
+    ],
+)
+def test_a_cluster_that_cannot_be_judged_is_refused(tmp_path, capsys, text, told):
+    (tmp_path / "c.yaml").write_text(text + "\n")
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["autoscale", "-c", str(tmp_path / "c.yaml")])
+    assert caught.value.code == 1
+    assert told in capsys.readouterr().err
