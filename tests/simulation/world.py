@@ -230,12 +230,15 @@ def _quiet(violations):
     root.setLevel(logging.ERROR)
     sys.unraisablehook = lambda told: None
     gc.disable()
+    # What was there before, torch and all, is not looked through for each of a thousand runs.
+    gc.freeze()
     try:
         with warnings.catch_warnings():
             # Coroutines that were to begin in a process that was killed.
             warnings.simplefilter("ignore", RuntimeWarning)
             yield
     finally:
+        gc.unfreeze()
         gc.enable()
         root.removeHandler(handler)
         root.setLevel(level)
