@@ -27,7 +27,9 @@ from bench.about_run import current_commit, processor_name
 from bench.engine_shapes import SHAPES, build_model
 from bench.engine_work import Driver, Prompts
 from bench.profile_fit import Fit, Measured, fit_decode, fit_prefill
+from bench.profile_log import profile_from_run
 from conductor.cost_model import CostModel, Evidence, Point, Profile, profile_json
+from conductor.replay.conformance import read_run
 from engine.build import Engine, assemble_engine, build_engine
 from engine.model import PagedModel
 from engine.model_store import prepare
@@ -78,6 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", default="smollm2", help="as in cluster.yaml")
     add("--shape", choices=sorted(SHAPES), help="random weights of this shape instead, on a GPU")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--from-log", type=Path, metavar="FILE", help="fit a decision log instead of measuring here")
     add("--name", default="measured", help="of the profile")
     add("--out", type=Path, default=Path("profile.json"))
     add("--commit", default="", help="where the checkout has no .git")
@@ -91,6 +94,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = make_parser().parse_args(argv)
+    if options.from_log:
+        return _from_log(options)
     is_gpu = options.device != "cpu" and torch.cuda.is_available()
     kind = "cuda" if is_gpu else "cpu"
     try:
@@ -100,6 +105,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     prefill, decode = asyncio.run(measure(engine, GRIDS[kind]))
     profile = make_profile(options, engine, prefill, decode)
+    options.out.write_text(profile_json(profile))
+    print_profile(profile)
+    print(f"written to {options.out}")
+    return 0
+
+
+def _from_log(options: argparse.Namespace) -> int:
+    try:
+        profile = profile_from_run(read_run(options.from_log), options.name)
+    except ConfigError as error:
+        sys.stderr.write(f"conductor profile: {error}\n")
+        return 1
     options.out.write_text(profile_json(profile))
     print_profile(profile)
     print(f"written to {options.out}")
@@ -250,7 +267,7 @@ def print_profile(profile: Profile) -> None:
         for item in points:
             error = item.predicted_s / item.measured_s - 1
             print(
-                f"{'':8} {item.tokens:8,} {item.context:8,} {1e3 * item.measured_s:12.2f} "
+                f"{'':8} {item.tokens:8,.0f} {item.context:8,.0f} {1e3 * item.measured_s:12.2f} "
                 f"{1e3 * item.predicted_s:10.2f} {error:6.1%}"
             )
     print(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Terms = Callable[[int, int], list[float]]
+Terms = Callable[[float, float], list[float]]
 """(tokens, context) of a measurement to what each coefficient is multiplied with."""
 
 SMALL_TOKENS = (0, 32, 64, 128, 256, 512, 1024)
@@ -23,10 +23,10 @@ SMALL_TOKENS = (0, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of one point of a grid; see `conductor.cost_model.Point`."""
+    """Seconds of one point; see `conductor.cost_model.Point`."""
 
-    tokens: int
-    context: int
+    tokens: float
+    context: float
     seconds: float
 
 

@@ -66,6 +66,7 @@ def stub_cluster(
     num_decode: int,
     stream_interval_ms: float = 0.0,
     tls: TlsConfig | None = None,
+    scheduler: SchedulerConfig | None = None,
 ) -> Iterator[StubCluster]:
     """Run a conductor for SmolLM2's tokenizer and stub nodes in the body.
 
@@ -90,6 +91,7 @@ def stub_cluster(
             scheduler=SchedulerConfig(role_wait_s=NODES_WAIT_S),
             prefill=pool,
             decode=pool,
+            scheduler=scheduler or SchedulerConfig(),
         )
         config_path.write_text(process_config_json(conductor_process(cluster, model)))
         conductor = _started("conductor", "--config", str(config_path))

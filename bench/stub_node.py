@@ -63,7 +63,8 @@ class StubNode:
         self._roles: frozenset[Role] = frozenset()
         self._is_draining = False
         self._reserved: dict[RequestId, Work] = {}
-        self._prompts: deque[Prefill] = deque()
+        self._prompts: deque[tuple[Prefill, float]] = deque()
+        """With the moment each came."""
         self._running: dict[RequestId, _Running] = {}
         self._work_came = asyncio.Event()
         self._batch_came = asyncio.Event()
@@ -81,7 +82,7 @@ class StubNode:
                     self._reserved[work.request_id] = work
                     self.send(Reserved(work.request_id, 0, GRANT))
                 case Prefill():
-                    self._prompts.append(item)
+                    self._prompts.append((item, asyncio.get_running_loop().time()))
                     self._work_came.set()
                 case Start(request_id):
                     self._running[request_id] = _Running(self._reserved[request_id])
@@ -106,7 +107,7 @@ class StubNode:
             num_held_blocks=held,
             num_waiting=len(self._prompts),
             num_running=len(self._running),
-            num_queued_tokens=sum(len(item.work.token_ids) for item in self._prompts),
+            num_queued_tokens=sum(len(item.work.token_ids) for item, _ in self._prompts),
             num_context_tokens=sum(running.context_tokens for running in self._running.values()),
             is_draining=self._is_draining,
             roles=self._roles,
@@ -136,7 +137,8 @@ class StubNode:
             await self._work_came.wait()
             self._work_came.clear()
             while self._prompts:
-                work = self._prompts[0].work
+                item, came_at_s = self._prompts[0]
+                work = item.work
                 chain = hash_chain(work.token_ids, self._block_size, work.chain_root)
                 matched = min(self._matched(chain), len(work.token_ids) - 1)
                 began_at_s = loop.time()
@@ -146,7 +148,7 @@ class StubNode:
                 self._prompts.popleft()
                 self._news += [key for key in chain if key not in self._known]
                 self._known.update(chain)
-                times = PrefillTimes(0.0, loop.time() - began_at_s, 0.0)
+                times = PrefillTimes(began_at_s - came_at_s, loop.time() - began_at_s, 0.0)
                 self.send(Prefilled(work.request_id, TOKEN, None, matched, (), times))
 
     async def _decode_all(self) -> None:

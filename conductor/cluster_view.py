@@ -132,17 +132,27 @@ class InFlight:
         "tbt_slo_s",
     )
 
-    def __init__(self, prefill: NodeState, decode: NodeState, source: NodeState | None) -> None:
+    def __init__(
+        self,
+        prefill: NodeState,
+        decode: NodeState,
+        source: NodeState | None,
+        request: PlacementRequest,
+        placement: Placement,
+        output_tokens: float,
+        now_s: float,
+    ) -> None:
+        num_tokens = request.num_tokens
         self.prefill = prefill
         self.decode = decode
         self.source = source
         self.is_decoding = False
-        self.prefill_s = 0.0
-        self.new_tokens = 0
-        self.context_tokens = 0
-        self.peak_tokens = 0.0
-        self.decode_from_s = 0.0
-        self.tbt_slo_s = inf
+        self.prefill_s = placement.prefill_s
+        self.new_tokens = num_tokens - placement.matched_tokens
+        self.context_tokens = num_tokens + int(output_tokens / 2)
+        self.peak_tokens = num_tokens + output_tokens
+        self.decode_from_s = now_s + placement.predicted_ttft_s
+        self.tbt_slo_s = request.slo.tbt_slo_s
 
 
 class ClusterView:
@@ -299,20 +309,16 @@ class ClusterView:
         nodes = self._nodes
         prefill, decode = nodes[placement.prefill_node], nodes[placement.decode_node]
         source = nodes.get(placement.source_node) if placement.source_node is not None else None
-        num_tokens = request.num_tokens
         output_tokens = self.expected_output_tokens(request.max_tokens)
-        flight = self._in_flight[request.request_id] = InFlight(prefill, decode, source)
-        self.num_in_flight = len(self._in_flight)
-        flight.prefill_s = prefill_s = placement.prefill_s
-        flight.new_tokens = new_tokens = num_tokens - placement.matched_tokens
-        flight.context_tokens = context_tokens = num_tokens + int(output_tokens / 2)
-        flight.peak_tokens = peak_tokens = num_tokens + output_tokens
-        flight.decode_from_s = decode_from_s = now_s + placement.predicted_ttft_s
-        flight.tbt_slo_s = tbt_slo_s = request.slo.tbt_slo_s
+        flight = InFlight(prefill, decode, source, request, placement, output_tokens, now_s)
+        self._in_flight[request.request_id] = flight
+        self.num_in_flight += 1
+        context_tokens, peak_tokens = flight.context_tokens, flight.peak_tokens
+        prefill_s, tbt_slo_s = flight.prefill_s, flight.tbt_slo_s
 
         prefill.num_queued += 1
         prefill.queued_s += prefill_s
-        prefill.queued_tokens += new_tokens
+        prefill.queued_tokens += flight.new_tokens
         if self.prefill_mask >> prefill.slot & 1:
             start_s = max(self.prefill_order.value(prefill.slot), now_s + placement.fetch_s)
             self.prefill_order.set(prefill.slot, start_s + prefill_s)
@@ -325,7 +331,7 @@ class ClusterView:
         self._reorder(decode)
         if source is not None:
             source.num_outgoing += 1
-        self.projection.add(decode_from_s, context_tokens)
+        self.projection.add(flight.decode_from_s, context_tokens)
 
     def decode_node(self, request_id: RequestId) -> NodeState:
         """Return where a placed request is to decode, also if that node has left."""
@@ -336,9 +342,8 @@ class ClusterView:
         flight = self._in_flight[request_id]
         decode, context_tokens = flight.decode, flight.context_tokens
         self._leave_prefill(flight, now_s)
-        self.projection.discard(flight.decode_from_s, context_tokens)
+        self.projection.move(flight.decode_from_s, now_s, context_tokens)
         flight.decode_from_s = now_s
-        self.projection.add(now_s, context_tokens)
         flight.is_decoding = True
         decode.running_sequences += 1
         decode.running_context_tokens += context_tokens
@@ -348,7 +353,7 @@ class ClusterView:
     def finished(self, request_id: RequestId, now_s: float, output_tokens: int | None = None) -> None:
         """The request is over, however it ended; `output_tokens` where it ended well."""
         flight = self._in_flight.pop(request_id)
-        self.num_in_flight = len(self._in_flight)
+        self.num_in_flight -= 1
         decode, context_tokens, peak_tokens = flight.decode, flight.context_tokens, flight.peak_tokens
         if flight.is_decoding:
             decode.running_sequences -= 1

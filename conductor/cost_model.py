@@ -51,9 +51,9 @@ RATIO_LIMITS = (0.05, 20.0)
 class Point:
     """One measurement, and what the profile fitted to all of them says to it."""
 
-    tokens: int
+    tokens: float
     """Of prefill: tokens computed. Of decode: sequences of the step."""
-    context: int
+    context: float
     """Of prefill: tokens of the prefix. Of decode: tokens of each sequence."""
     measured_s: float
     predicted_s: float
@@ -161,7 +161,7 @@ class CostModel:
         self._handoff_share = computed_bytes_per_s / profile.transfer_bytes_per_s
         self._decode = (profile.decode_fixed_s, profile.decode_sequence_s, profile.decode_context_token_s)
 
-    def prefill_s(self, new_tokens: int, prefix_tokens: int) -> float:
+    def prefill_s(self, new_tokens: float, prefix_tokens: float) -> float:
         """Return the seconds to prefill `new_tokens` >= 1 after a prefix that is in host memory."""
         fixed, linear, square = self._prefill
         small, half, load = self._small
@@ -249,7 +249,7 @@ class Corrections:
 
     def ratio(self, node_id: str, term: str) -> float:
         """Return what to multiply a prediction with; 1 before anything was measured."""
-        return self._ratio.get((node_id, term), 1.0)
+        return self._ratio.get((node_id, term), 1.0) if self._ratio else 1.0
 
     def relative_error(self, node_id: str, term: str) -> float:
         """Return the mean relative error left after correction; 0 before anything was measured."""

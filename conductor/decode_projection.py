@@ -57,6 +57,12 @@ class DecodeProjection:
         if not bucket[0]:
             del self._buckets[key]
 
+    def move(self, from_s: float, to_s: float, tokens: int) -> None:
+        """Expect at `to_s` what was expected at `from_s`."""
+        if int(from_s / BUCKET_S) != int(to_s / BUCKET_S):
+            self.discard(from_s, tokens)
+            self.add(to_s, tokens)
+
     def at(self, moment_s: float) -> tuple[int, int]:
         """Return (sequences, context tokens) expected to decode at `moment_s`, in all nodes."""
         first, last = int((moment_s - self.decode_s) / BUCKET_S) + 1, int(moment_s / BUCKET_S)

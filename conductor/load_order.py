@@ -34,7 +34,7 @@ class LoadOrder:
     """Nodes, small integers, ordered by a value. Every operation is O(log n) comparisons."""
 
     def __init__(self) -> None:
-        self._value: dict[int, float] = {}
+        self._entries: dict[int, tuple[float, int]] = {}
         self._order: list[tuple[float, int]] = []
         self._idle = 0
         self.num_probes = 0
@@ -42,28 +42,29 @@ class LoadOrder:
 
     def value(self, node: int) -> float:
         """Return what `set` was last told of `node`."""
-        return self._value[node]
+        return self._entries[node][0]
 
     def set(self, node: int, value: float) -> None:
         """Give `node` a value; adds it if it is unknown."""
-        values, order = self._value, self._order
-        if node in values:
+        order = self._order
+        known = self._entries.get(node)
+        if known is not None:
             if self._idle >> node & 1:
                 self._idle ^= 1 << node
             else:
-                del order[bisect_left(order, (values[node], node))]
-        values[node] = value
-        insort(order, (value, node))
+                del order[bisect_left(order, known)]
+        self._entries[node] = entry = (value, node)
+        insort(order, entry)
 
     def remove(self, node: int) -> None:
         """Forget `node`; an unknown one is passed over."""
-        value = self._value.pop(node, None)
-        if value is None:
+        known = self._entries.pop(node, None)
+        if known is None:
             return
         if self._idle >> node & 1:
             self._idle ^= 1 << node
         else:
-            del self._order[bisect_left(self._order, (value, node))]
+            del self._order[bisect_left(self._order, known)]
 
     def settle(self, floor: float) -> None:
         """Count nodes whose value is at most `floor` as idle. The floor never falls."""
@@ -81,9 +82,9 @@ class LoadOrder:
             return (idle & -idle).bit_length() - 1
         if not mask & (mask - 1):
             node = mask.bit_length() - 1
-            return node if node in self._value else None
+            return node if node in self._entries else None
         if len(self._order) > LONG_ORDER and mask.bit_count() <= FEW_NODES:
-            known = [(self._value[node], node) for node in bits_of(mask) if node in self._value]
+            known = [self._entries[node] for node in bits_of(mask) if node in self._entries]
             self.num_probes += len(known)
             return min(known)[1] if known else None
         for probes, (_, node) in enumerate(self._order, 1):
@@ -98,6 +99,8 @@ class LoadOrder:
         assert len(ordered) == len(self._order), "a node twice in the order"
         idle = set(bits_of(self._idle))
         assert not idle & ordered.keys(), "a node idle and in the order"
-        assert idle | ordered.keys() == self._value.keys(), "a node lost"
+        assert idle | ordered.keys() == self._entries.keys(), "a node lost"
         assert self._order == sorted(self._order), "the order is not sorted"
-        assert all(self._value[node] == value for node, value in ordered.items()), "a value is stale"
+        assert all(self._entries[node] == (value, node) for node, value in ordered.items()), (
+            "a value is stale"
+        )

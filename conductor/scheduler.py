@@ -28,6 +28,7 @@ and replay call this very function.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import NamedTuple
 
 from conductor.admission import RETRY_AFTER_S, refusal
@@ -188,12 +189,8 @@ def fetching_candidate(
     fetch_s = cost.transfer_s(missing, cost.fetch_share(source.num_queued > 0, source.num_outgoing))
     prefill_s = _prefill_s(request, own.slot, best_blocks, view, cost)
     ready_s = max(own.queue_s, fetch_s) + prefill_s
-    return own._replace(
-        matched_blocks=best_blocks,
-        source_slot=source.slot,
-        fetch_s=fetch_s,
-        prefill_s=prefill_s,
-        ready_s=ready_s,
+    return PrefillChoice(
+        own.slot, own.local_blocks, best_blocks, source.slot, own.queue_s, fetch_s, prefill_s, ready_s
     )
 
 
@@ -236,9 +233,12 @@ def matched_tokens(request: PlacementRequest, blocks: int, view: ClusterView) ->
 
 def best_source(mask: int, view: ClusterView) -> NodeState:
     """Return the holder with the fewest fetches from it, among the first few."""
-    return min(
-        (view.node_at(slot) for slot in bits_of(mask, MAX_SOURCES)), key=lambda node: node.num_outgoing
-    )
+    if not mask & (mask - 1):
+        return view.node_at(mask.bit_length() - 1)
+    return min(map(view.node_at, bits_of(mask, MAX_SOURCES)), key=_num_outgoing)
+
+
+_num_outgoing = attrgetter("num_outgoing")
 
 
 def _prefill_s(request: PlacementRequest, slot: int, depth: int, view: ClusterView, cost: CostModel) -> float:

@@ -22,6 +22,7 @@ Nothing here does I/O; one thread owns an index.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
+from itertools import repeat
 
 Key = Hashable
 
@@ -57,7 +58,8 @@ class PrefixIndex:
         mine = self._blocks.get(node)
         if mine is None:
             mine = self._blocks[node] = set()
-        bit = self._bit(node)
+            self._know(node)
+        bit = self._bits[node]
         holders = self._holders
         for key in keys:
             # the shared object where there is one holder: an index of millions of
@@ -73,15 +75,14 @@ class PrefixIndex:
         mine = self._blocks.get(node)
         if mine is None:
             return
-        bit = self._bit(node)
+        bit = self._bits[node]
         holders = self._holders
-        get = holders.get
-        for key in keys:
-            mask = get(key, 0)
-            if mask == bit:
-                del holders[key]
-            elif mask & bit:
-                holders[key] = mask ^ bit
+        # most blocks have this holder alone: taken out in one go, the others put back
+        masks = list(map(holders.pop, keys, repeat(0)))
+        if masks.count(bit) != len(masks):
+            for key, mask in zip(keys, masks, strict=True):
+                if left := mask & ~bit:
+                    holders[key] = left
         mine.difference_update(keys)
 
     def remove_node(self, node: int) -> None:
@@ -121,11 +122,10 @@ class PrefixIndex:
         groups.reverse()
         return groups
 
-    def _bit(self, node: int) -> int:
-        """Return the mask of one node, the same object each time."""
+    def _know(self, node: int) -> None:
+        """Make the mask of one node, which is the same object from then on."""
         while len(self._bits) <= node:
             self._bits.append(1 << len(self._bits))
-        return self._bits[node]
 
     def check(self) -> None:
         """Assert that the holders of each block and the blocks of each node agree."""

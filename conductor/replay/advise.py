@@ -1,8 +1,9 @@
 """`conductor advise TRACE --gpus N`: how to split N nodes for a workload and an SLO.
 
-Every split of the nodes into prefill and decode, and all of them colocated, is replayed
-under the same trace and SLO; the best has the largest effective capacity (requests that
-met both bounds), and among equals the shortest mean TTFT. The answer may be "colocate".
+Every split of the nodes into prefill and decode, with each threshold asked for, and all of
+them colocated, is replayed under the same trace and SLO; the best has the largest effective
+capacity (requests that met both bounds), and among equals the shortest mean TTFT. The answer
+may be "colocate".
 
 Each split is a process of its own running `conductor replay --json`, so that several cores
 are used and nothing is shared but the trace file.
@@ -25,13 +26,16 @@ from conductor.replay.report import Report, to_table
 TIMEOUT_S = 1800.0
 
 
-def splits(num_nodes: int, most_stages: int = 1) -> list[tuple[str, int]]:
-    """Return every arrangement of `num_nodes`, as `--nodes` and `--stages` take them."""
-    return [(f"{num_nodes}C", 1)] + [
-        (f"{prefill}P{num_nodes - prefill}D", stages)
+def splits(
+    num_nodes: int, most_stages: int = 1, thresholds: Sequence[float] = ()
+) -> list[tuple[str, int, float | None]]:
+    """Return every arrangement of `num_nodes`, as `--nodes`, `--stages` and `--threshold` take them."""
+    return [(f"{num_nodes}C", 1, None)] + [
+        (f"{prefill}P{num_nodes - prefill}D", stages, threshold)
         for prefill in range(1, num_nodes)
         for stages in range(1, most_stages + 1)
         if prefill % stages == 0
+        for threshold in (None, *thresholds)
     ]
 
 
@@ -62,13 +66,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--most-stages", type=int, default=1, metavar="X", help="pipelined prefill groups of 2 to X nodes too"
     )
+    parser.add_argument(
+        "--thresholds",
+        type=float,
+        nargs="+",
+        default=(),
+        metavar="X",
+        help="kvcache_balancing_thresholds to try beside the cost model's own choice",
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="replays at a time")
     args, passed = parser.parse_known_args(argv)
     if args.gpus < 2:
         parser.error("--gpus: 2 at least, one to prefill and one to decode")
     with ThreadPoolExecutor(max(1, args.jobs)) as pool:
-        arrangements = splits(args.gpus, args.most_stages)
-        results = list(pool.map(lambda each: _replay(args.trace, each[0], each[1], passed), arrangements))
+        arrangements = splits(args.gpus, args.most_stages, args.thresholds)
+        results = list(pool.map(lambda each: _replay(args.trace, *each, passed), arrangements))
     for result in results:
         if isinstance(result, str):
             sys.stderr.write(result)
@@ -85,10 +97,13 @@ def name_of(run: Report) -> str:
     if "colocated_nodes" in run:
         return f"{run['colocated_nodes']}C (colocate)"
     stages = f" in groups of {run['stages']}" if run["stages"] > 1 else ""
-    return f"{run['prefill_nodes']}P{run['decode_nodes']}D{stages}"
+    threshold = "" if run["threshold"] is None else f" with threshold {run['threshold']:g}"
+    return f"{run['prefill_nodes']}P{run['decode_nodes']}D{stages}{threshold}"
 
 
-def _replay(trace: Path, nodes: str, stages: int, passed: Sequence[str]) -> Report | str:
+def _replay(
+    trace: Path, nodes: str, stages: int, threshold: float | None, passed: Sequence[str]
+) -> Report | str:
     """Return the report of one split, or what the replay wrote to its standard error."""
     command = [
         sys.executable,
@@ -100,6 +115,7 @@ def _replay(trace: Path, nodes: str, stages: int, passed: Sequence[str]) -> Repo
         "--stages",
         str(stages),
         "--json",
+        *(() if threshold is None else ("--threshold", str(threshold))),
         *passed,
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

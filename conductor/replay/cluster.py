@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ChainOf
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import count
 from math import inf
 from typing import Any
 
@@ -113,6 +114,7 @@ class Cluster:
         self.replicas: list[tuple[float, list[int]]] = []
         """(moment, replicas of each watched block) of each sample."""
         self._cost = cost
+        self._block_size = options.block_size
         self._prefill_s = cost.prefill_s
         self._request_s = cost.profile.request_s
         self._has_disk = cost.profile.disk_kv_tokens > 0
@@ -123,7 +125,9 @@ class Cluster:
         )
         self._choose_prefill = prefill_policy(options.policy, options.seed)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._num_scheduled = 0
+        self._next_number = count(1).__next__
+        self.num_events = 0
+        """After `run`: arrivals and what followed from them."""
         self._is_arriving = False
         self._nodes: dict[NodeId, SimNode] = {}
         self._in_flight: dict[SimRequest, None] = {}
@@ -153,19 +157,17 @@ class Cluster:
         for fault in self.options.faults:
             self._at(fault.at_s, self._node_dies, fault)
         self._is_arriving = True
+        events = self._events
         for number, row in enumerate(arrivals):
-            self._run_until(row.arrival_s)
+            if events and events[0][0] < row.arrival_s:
+                self._run_until(row.arrival_s)
             self.now_s = row.arrival_s
             self._arrived(row)
             if watch is not None and not number % WATCH_EVERY:
                 watch(self.now_s, number + 1)
         self._is_arriving = False
         self._run_until(inf)
-
-    @property
-    def num_events(self) -> int:
-        """Arrivals and what followed from them."""
-        return self._num_scheduled + self.outcomes.num_arrived
+        self.num_events = self._next_number() - 1 + self.outcomes.num_arrived
 
     def _run_until(self, moment_s: float) -> None:
         events = self._events
@@ -279,8 +281,7 @@ class Cluster:
             self._at(self.now_s + REPLICA_STEP_S, self._step_replicas, replication)
 
     def _at(self, moment_s: float, call: Callable[..., None], *arguments: Any) -> None:
-        self._num_scheduled += 1
-        heappush(self._events, (moment_s, self._num_scheduled, call, arguments))
+        heappush(self._events, (moment_s, self._next_number(), call, arguments))
 
     def _sample(self) -> None:
         """Note the load of both pools: mean seconds to the end of the queue, mean predicted step."""
@@ -337,17 +338,19 @@ class Cluster:
         num_bytes = tokens * self._cost.profile.kv_token_bytes
         request.fetching = True
 
-        def fetched(now_s: float) -> None:
-            request.flow = None
-            request.fetching = False
-            # what the source dropped meanwhile did not come
-            blocks = request.chain[: min(placement.matched_blocks, source.cache.match(request.chain))]
-            self.outcomes.replicas_created += self._store(node, blocks)
-            if node.running is None:
-                self._start_prefill(node)
-
-        request.flow = Flow(source.sends, node.receives, num_bytes, inf, fetched)
+        request.flow = Flow(
+            source.sends, node.receives, num_bytes, inf, self._fetched, (request, node, source)
+        )
         self.links.start(request.flow, self.now_s)
+
+    def _fetched(self, now_s: float, request: SimRequest, node: SimNode, source: SimNode) -> None:
+        request.flow = None
+        request.fetching = False
+        # what the source dropped meanwhile did not come
+        blocks = request.chain[: min(request.placement.matched_blocks, source.cache.match(request.chain))]
+        self.outcomes.replicas_created += self._store(node, blocks)
+        if node.running is None:
+            self._start_prefill(node)
 
     def _start_prefill(self, node: SimNode) -> None:
         """Compute the next prompt whose blocks have come, if the node is free."""
@@ -359,7 +362,7 @@ class Cluster:
         node.running = request
         now_s = self.now_s
         matched = node.cache.match(request.chain)
-        matched_tokens, last = matched * self.options.block_size, request.num_tokens - 1
+        matched_tokens, last = matched * self._block_size, request.num_tokens - 1
         request.prefix_tokens = prefix = matched_tokens if matched_tokens < last else last
         request.started_at_s = now_s
         request.prefill_s = prefill_s = self._prefill_s(request.num_tokens - prefix, prefix)
@@ -395,22 +398,23 @@ class Cluster:
     def _hand_off(self, request: SimRequest, node: SimNode, prefill_s: float) -> None:
         """Stream the prompt's KV to the decode node while it is computed."""
         placement = request.placement
-        tokens = request.num_tokens - placement.decode_matched_blocks * self.options.block_size
+        tokens = request.num_tokens - placement.decode_matched_blocks * self._block_size
         if tokens <= 0 or request.tokens_left <= 1:
             return
         request.waits_for += 1
-        num_bytes = tokens * self._cost.profile.kv_token_bytes
+        profile = self._cost.profile
+        num_bytes = tokens * profile.kv_token_bytes
         # No layer can leave before it is computed, and the last leaves after all of it:
         # a flow slowed to that pace ends when a streamed hand-off would.
-        tail_s = self._cost.transfer_s(tokens) / self._cost.profile.num_layers
+        tail_s = self._cost.transfer_s(tokens) / profile.num_layers
 
-        def arrived(now_s: float) -> None:
-            request.flow = None
-            self._one_part_done(request)
-
-        receives = self._nodes[placement.decode_node].receives
-        request.flow = Flow(node.sends, receives, num_bytes, num_bytes / (prefill_s + tail_s), arrived)
+        receives, rate = self._nodes[placement.decode_node].receives, num_bytes / (prefill_s + tail_s)
+        request.flow = Flow(node.sends, receives, num_bytes, rate, self._handed_off, (request,))
         self.links.start(request.flow, self.now_s)
+
+    def _handed_off(self, now_s: float, request: SimRequest) -> None:
+        request.flow = None
+        self._one_part_done(request)
 
     def _prefilled(self, request: SimRequest, node: SimNode, attempt: int) -> None:
         if request.attempt != attempt:
@@ -454,8 +458,8 @@ class Cluster:
         self.view.finished(request.request_id, now_s, request.tokens_left)
         del self._in_flight[request]
         placement = request.placement
-        tbt_s = worst_gaps_s(sequence.gaps)
-        self.outcomes.completed(request, tbt_s, placement.prefill_node, placement.decode_node)
+        tbt_s = worst_gaps_s(sequence.gaps, request.output_tokens - 1)
+        self.outcomes.completed(request, tbt_s, placement.prefill_node, placement.decode_node, now_s)
         if request.next_turn is not None:
             self._next_turn(request)
 

@@ -201,7 +201,13 @@ class ColocatedCluster:
 
     def _finish(self, node: _Node, sequence: _Sequence) -> None:
         node.context_tokens -= sequence.context_tokens
-        self.outcomes.completed(sequence, worst_gaps_s(sequence.gaps), node.name, node.name)
+        self.outcomes.completed(
+            sequence,
+            worst_gaps_s(sequence.gaps, sequence.output_tokens - 1),
+            node.name,
+            node.name,
+            self.now_s,
+        )
         if (turn := sequence.row.next_turn) is not None:
             arrival_s = self.now_s + turn.arrival_s
             self._at(arrival_s, self._place, turn._replace(arrival_s=arrival_s))

@@ -20,6 +20,7 @@ from base.errors import ConfigError
 from base.request import Slo
 from conductor.cost_model import CostModel, Profile, load_profile, preset_names
 from conductor.replay.cluster import WATCH_EVERY, ClusterOptions
+from conductor.replay.conformance import compared, comparison_rows, read_run, simulated
 from conductor.replay.faults import read_faults
 from conductor.replay.generate import WORKLOADS, generate
 from conductor.replay.page import POINTS, RunLines, hot_blocks, page, run_lines
@@ -44,6 +45,8 @@ from conductor.scheduler_settings import RejectPolicy
 from kvstore.eviction import BY_NAME
 
 POLICY_SETS: dict[str, tuple[str, ...]] = {"all": POLICIES, "peers": (*RULES, "global")}
+
+DEFAULT_PROFILE = "a800-llama70b"
 
 # The paper's real-trace bounds (arXiv 2407.00079, section 8.1.3).
 DEFAULT_SLO = Slo(ttft_slo_s=30.0, tbt_slo_s=0.1)
@@ -84,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--policy", choices=[*POLICIES, *RULES, "all", "peers"], default="global")
     add("--reject", choices=[policy.value for policy in RejectPolicy], default="none")
-    add("--profile", default="a800-llama70b", help=f"file, or one of {', '.join(preset_names())}")
+    add("--profile", help=f"file, or one of {', '.join(preset_names())}; {DEFAULT_PROFILE}, or the log's own")
     add("--speed", type=_positive, default=1.0, help="arrivals so many times faster")
     add("--scale", type=int, default=1, help="so many copies of the trace, each with its own blocks")
     add("--jitter", type=float, default=0.0, metavar="S", help="spread each arrival over S seconds")
@@ -120,6 +123,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--timing", action="store_true", help="put wall times into the report too")
     add("--paper", choices=[*EXPERIMENTS, "all"], help="a published experiment, the paper's row beside ours")
     add("--json", action="store_true", help="print the report instead of the table")
+    add(
+        "--conformance",
+        action="store_true",
+        help="TRACE is a decision log: what happened beside its simulation, with its own nodes",
+    )
     return parser
 
 
@@ -139,6 +147,8 @@ def _positive(text: str) -> float:
 
 
 def _replay(args: argparse.Namespace, clock: Clock) -> int:
+    if args.conformance:
+        return _conformance(args)
     trace = _trace(args)
     for reason in trace.bad_rows:
         sys.stderr.write(f"passed over {reason}\n")
@@ -190,7 +200,7 @@ def _sweep(args: argparse.Namespace, trace: Trace, profile: Profile, slo: Slo) -
 
 
 def _profile(args: argparse.Namespace) -> Profile:
-    profile = load_profile(args.profile)
+    profile = load_profile(args.profile or DEFAULT_PROFILE)
     if args.disk is not None:
         profile = dataclasses.replace(profile, disk_kv_tokens=int(args.disk))
     if args.disk_rate is not None:
@@ -239,6 +249,14 @@ def _paper(name: str, trace: Trace, profile: Profile) -> int:
     for experiment in EXPERIMENTS if name == "all" else (name,):
         table = EXPERIMENTS[experiment](trace, profile)
         sys.stdout.write(f"{table.heading}\n{aligned(table.rows)}\n\n")
+    return 0
+
+
+def _conformance(args: argparse.Namespace) -> int:
+    run = read_run(args.trace)
+    profile = load_profile(args.profile) if args.profile else run.shared.profile
+    outcomes = simulated(run, profile, args.decode_caches).outcomes
+    sys.stdout.write(f"{aligned(comparison_rows(run, compared(run, outcomes)))}\n")
     return 0
 
 

@@ -148,9 +148,10 @@ class DecodeNode(Generic[S]):
 
     def _close(self, steps: int) -> None:
         if steps:
-            first_s, grown_s = self._first_s, self._growth_s * (steps - 1)
+            first_s, growth_s = self._first_s, self._growth_s
+            grown_s = growth_s * (steps - 1)
             seconds = steps * (first_s + grown_s / 2)
-            self._segments.append((first_s + grown_s, steps, self._growth_s))
+            self._segments.append((first_s + grown_s, steps, growth_s))
             self._step += steps
             self._started_at_s += seconds
             self.busy_s += seconds

@@ -5,7 +5,7 @@
 Each workload is a mix of kinds of session. A session has a base (a document, a system
 prompt, nothing) and turns; turn n's prompt is the base and all before it, so its leading
 blocks are those of turn n-1. Where a base is shared, sessions share its blocks. Arrivals of
-sessions are Poisson, and turns follow after a think time.
+sessions are Poisson, or come in bursts (gamma), and turns follow after a think time.
 
 `synthetic` imitates the lengths and reuse published for Mooncake's synthetic trace (a
 third each of ShareGPT, L-Eval and LooGLE), `toolagent` and `conversation` those of the
@@ -65,7 +65,7 @@ WORKLOADS: dict[str, tuple[SessionKind, ...]] = {
 }
 
 
-def generate(workload: str, num_requests: int, rate: float, seed: int) -> Trace:
+def generate(workload: str, num_requests: int, rate: float, seed: int, burstiness: float = 1.0) -> Trace:
     """Return a trace of a named workload.
 
     Args:
@@ -73,6 +73,7 @@ def generate(workload: str, num_requests: int, rate: float, seed: int) -> Trace:
         num_requests: Rows.
         rate: Mean requests a second.
         seed: The same seed gives the same trace.
+        burstiness: Shape of the gamma distribution of the gaps between sessions; 1: Poisson, less: bursts.
     """
     rng = Random(f"{workload} {seed}")
     kinds = WORKLOADS[workload]
@@ -82,7 +83,10 @@ def generate(workload: str, num_requests: int, rate: float, seed: int) -> Trace:
     now_s = 0.0
     # half as many again, so that sessions begun early do not thin out towards the end
     while len(rows) < num_requests * 1.5:
-        now_s += rng.expovariate(rate / mean_turns)
+        if burstiness == 1.0:
+            now_s += rng.expovariate(rate / mean_turns)
+        else:
+            now_s += rng.gammavariate(burstiness, mean_turns / rate / burstiness)
         kind = rng.choices(kinds, [kind.share for kind in kinds])[0]
         rows.extend(maker.session(kind, now_s))
     rows.sort(key=lambda row: row.arrival_s)
@@ -151,10 +155,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("--requests", type=int, default=4_000)
     parser.add_argument("--rate", type=float, default=3.9, help="mean requests a second")
+    parser.add_argument("--burstiness", type=float, default=1.0, help="1: Poisson; less: bursts; more: even")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help=".jsonl or .jsonl.gz")
     args = parser.parse_args(argv)
-    write_trace(generate(args.workload, args.requests, args.rate, args.seed), args.out)
+    if args.burstiness <= 0:
+        parser.error("--burstiness: more than 0")
+    trace = generate(args.workload, args.requests, args.rate, args.seed, args.burstiness)
+    write_trace(trace, args.out)
     return 0
 
 

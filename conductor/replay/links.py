@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
+from typing import Any
 
 Schedule = Callable[..., None]
 """(moment, what to call, its arguments...)."""
 
-Done = Callable[[float], None]
+Done = Callable[..., None]
 
 # Of a link's rate: below this share left, it counts as full (sums of rates drift).
 FULL = 1e-9
@@ -37,14 +38,34 @@ class Link:
 class Flow:
     """Bytes on their way from one link to another."""
 
-    __slots__ = ("done", "limit", "moved_at_s", "rate", "receiver", "remaining", "sender", "version")
+    __slots__ = (
+        "arguments",
+        "done",
+        "limit",
+        "moved_at_s",
+        "rate",
+        "receiver",
+        "remaining",
+        "sender",
+        "version",
+    )
 
-    def __init__(self, sender: Link, receiver: Link, num_bytes: float, limit: float, done: Done) -> None:
+    def __init__(
+        self,
+        sender: Link,
+        receiver: Link,
+        num_bytes: float,
+        limit: float,
+        done: Done,
+        arguments: tuple[Any, ...] = (),
+    ) -> None:
+        """`done(now_s, *arguments)` is called when the last byte arrived."""
         self.sender = sender
         self.receiver = receiver
         self.remaining = num_bytes
         self.limit = limit
         self.done = done
+        self.arguments = arguments
         self.rate = 0.0
         self.moved_at_s = 0.0
         self.version = 0
@@ -58,7 +79,7 @@ class Links:
         self.bytes_moved = 0.0
 
     def start(self, flow: Flow, now_s: float) -> None:
-        """Let `flow` run; `flow.done` is called at the moment its last byte arrives."""
+        """Let `flow` run until its last byte arrived."""
         flow.moved_at_s = now_s
         sender, receiver = flow.sender, flow.receiver
         sender.flows[flow] = None
@@ -83,18 +104,11 @@ class Links:
 
     def _leave(self, flow: Flow, now_s: float) -> None:
         flow.version += 1
-        is_alone = True
         for link in (flow.sender, flow.receiver):
             flows = link.flows
             del flows[flow]
-            if flows:
-                is_alone = False
-                link.left += flow.rate
-            else:
-                # exactly: sums of rates drift
-                link.left = link.capacity
-        if is_alone:
-            return
+            # an empty link is exactly empty: sums of rates drift
+            link.left = link.left + flow.rate if flows else link.capacity
         for link in (flow.sender, flow.receiver):
             for other in link.flows:
                 if other.rate < other.limit:
@@ -105,7 +119,7 @@ class Links:
         if version == flow.version:
             flow.remaining = 0.0
             self._leave(flow, now_s)
-            flow.done(now_s)
+            flow.done(now_s, *flow.arguments)
 
     @staticmethod
     def _settle(flow: Flow, now_s: float) -> None:

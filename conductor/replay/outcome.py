@@ -60,6 +60,7 @@ class Outcomes:
         self.prefix_tokens = array("q")
         self.prefill_s = array("d")
         self.queue_s = array("d")
+        self.mean_tbt_s = array("d")
         self.prefill_node: list[str] = []
         self.decode_node: list[str] = []
 
@@ -68,8 +69,10 @@ class Outcomes:
         self.refused.append(Rejected(number, arrival_s, reason))
         self.wasted_prefill_s += wasted_prefill_s
 
-    def completed(self, request: Finished, tbt_s: float, prefill_node: str, decode_node: str) -> None:
-        """A request had its last token."""
+    def completed(
+        self, request: Finished, tbt_s: float, prefill_node: str, decode_node: str, now_s: float
+    ) -> None:
+        """A request had its last token at `now_s`."""
         arrival_s, first_token_s = request.arrival_s, request.first_token_s
         assert first_token_s is not None, "a request completes after its first token"
         prompt_tokens, prefix_tokens = request.prompt_tokens, request.prefix_tokens
@@ -78,7 +81,8 @@ class Outcomes:
         self.ttft_s.append(first_token_s - arrival_s)
         self.tbt_s.append(tbt_s)
         self.num_tokens.append(prompt_tokens)
-        self.output_tokens.append(request.output_tokens)
+        self.output_tokens.append(output_tokens := request.output_tokens)
+        self.mean_tbt_s.append((now_s - first_token_s) / (output_tokens - 1) if output_tokens > 1 else 0.0)
         self.prefix_tokens.append(prefix_tokens if prefix_tokens < prompt_tokens else prompt_tokens)
         self.prefill_s.append(request.prefill_s)
         self.queue_s.append(request.started_at_s - arrival_s)
@@ -134,9 +138,8 @@ def distribution(values: array[float]) -> dict[str, float]:
     return {"mean": sum(ordered) / len(ordered), **ranks}
 
 
-def worst_gaps_s(gaps: list[Segment]) -> float:
-    """Return the mean of the longest tenth of a request's token gaps, sorting them; 0 without any."""
-    total = sum([gap[1] for gap in gaps])
+def worst_gaps_s(gaps: list[Segment], total: int) -> float:
+    """Return the mean of the longest tenth of a request's `total` token gaps, sorting them; 0 without any."""
     if not total:
         return 0.0
     wanted = left = ceil(total * LONGEST_SHARE)

@@ -46,6 +46,7 @@ def run_report(cluster: Cluster, slo: Slo) -> Report:
     outcomes, options = cluster.outcomes, cluster.options
     return {
         "policy": options.policy,
+        "threshold": options.kvcache_balancing_threshold,
         "reject": options.reject.value,
         "prefill_nodes": options.prefill_nodes,
         "stages": options.stages,
@@ -96,6 +97,7 @@ def to_json(trace: Report, runs: Sequence[Report], profile: Report) -> str:
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("policy", "policy", "{}"),
+    ("threshold", "threshold", "{:g}"),
     ("reject", "reject", "{}"),
     ("P", "prefill_nodes", "{}"),
     ("stages", "stages", "{}"),
@@ -150,7 +152,7 @@ def _cell(run: Report, column: tuple[str, str, str]) -> str:
     value: Any = run
     for key in path.split("."):
         value = value.get(key, "")
-    if value == "":
+    if value in ("", None):
         return "-"
     return pattern.format(value * SCALES[path] if path in SCALES else value)
 

@@ -26,6 +26,7 @@ HEADS = (
     "prefill_s",
     "ttft_s",
     "tbt_s",
+    "mean_tbt_s",
 )
 
 
@@ -42,7 +43,13 @@ def write_requests(outcomes: Outcomes, path: Path) -> None:
         outcomes.decode_node,
         *(
             (f"{seconds:.6f}" for seconds in column)
-            for column in (outcomes.queue_s, outcomes.prefill_s, outcomes.ttft_s, outcomes.tbt_s)
+            for column in (
+                outcomes.queue_s,
+                outcomes.prefill_s,
+                outcomes.ttft_s,
+                outcomes.tbt_s,
+                outcomes.mean_tbt_s,
+            )
         ),
         strict=True,
     )

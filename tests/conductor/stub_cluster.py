@@ -41,12 +41,20 @@ async def attached(membership, session, node, clock):
 
 
 @contextlib.asynccontextmanager
-async def cluster(clock, settings, num_prefill=2, num_decode=2, role_settings=None, limits=DEFAULT_LIMITS):
+async def cluster(
+    clock,
+    settings,
+    num_prefill=2,
+    num_decode=2,
+    role_settings=None,
+    limits=DEFAULT_LIMITS,
+    decision_log=None,
+):
     """A dispatcher with stub nodes; gives it and its view. At the end nothing is in flight."""
     view = ClusterView(COST, BLOCK_SIZE)
     membership = Membership("m", view, clock)
     metrics = ConductorMetrics(process_registry(), "m")
-    observer = Observer(metrics, view, COST, Decisions(COST, settings), clock)
+    observer = Observer(metrics, view, COST, Decisions(COST, settings, decision_log), clock)
     async with asyncio.TaskGroup() as group:
         tasks = []
         for number in range(num_prefill + num_decode):

@@ -37,11 +37,12 @@ def test_prompt_of_another_slows_down_those_who_decode() -> None:
 
 
 def test_all_splits_and_colocation_are_tried() -> None:
-    assert splits(3) == [("3C", 1), ("1P2D", 1), ("2P1D", 1)]
+    assert splits(3) == [("3C", 1, None), ("1P2D", 1, None), ("2P1D", 1, None)]
+    assert [each[2] for each in splits(2, thresholds=(1.5, 4.0))] == [None, None, 1.5, 4.0]
 
 
 def test_groups_of_prefill_nodes_are_tried_where_they_come_out_even() -> None:
-    assert [each for each in splits(4, 3) if each[1] > 1] == [("2P2D", 2), ("3P1D", 3)]
+    assert [each[:2] for each in splits(4, 3) if each[1] > 1] == [("2P2D", 2), ("3P1D", 3)]
 
 
 def test_best_has_the_largest_capacity_then_the_shortest_ttft() -> None:
@@ -60,6 +61,13 @@ def test_advice_names_a_split(tmp_path, capsys) -> None:
     out = capsys.readouterr().out
     assert "best: " in out
     assert out.count("global") == 2
+
+
+def test_threshold_that_is_tried_is_named(tmp_path, capsys) -> None:
+    file = tmp_path / "t.jsonl"
+    write_trace(small_trace(40), file)
+    assert main([str(file), "--gpus", "2", "--jobs", "1", "--thresholds", "2"]) == 0
+    assert "1P1D with threshold 2" in capsys.readouterr().out
 
 
 def test_wrong_option_is_reported_once(tmp_path, capsys) -> None:

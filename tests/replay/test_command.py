@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from conductor.replay.command import main, parse_nodes
+from conductor.replay.policies import POLICIES
 from conductor.replay.trace import write_trace
 from tests.replay.builders import small_trace
 
@@ -41,15 +42,17 @@ def test_report_has_what_the_contract_names(trace_file, tmp_path) -> None:
             assert key in run
 
 
-def test_report_is_the_same_bytes_whatever_the_hash_seed(trace_file, tmp_path) -> None:
+def test_report_and_page_are_the_same_bytes_whatever_the_hash_seed(trace_file, tmp_path) -> None:
     reports = []
     for seed in ("0", "1"):
-        out = tmp_path / f"{seed}.json"
+        out, page = tmp_path / f"{seed}.json", tmp_path / f"{seed}.html"
         command = [sys.executable, "-m", "conductor.replay.command", str(trace_file), "--nodes", "3P2D"]
-        command += ["--policy", "all", "--speed", "3", "--reject", "predict", "--report", str(out)]
+        command += ["--policy", "all", "--speed", "3", "--reject", "predict"]
+        command += ["--report", str(out), "--html", str(page), "--requests", str(tmp_path / f"{seed}.csv")]
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         subprocess.run(command, check=True, cwd=ROOT, env=environment, capture_output=True, timeout=60)
-        reports.append(out.read_bytes())
+        rows = [tmp_path / f"{policy}-{seed}.csv" for policy in POLICIES]
+        reports.append([path.read_bytes() for path in (out, page, *rows)])
     assert reports[0] == reports[1]
 
 

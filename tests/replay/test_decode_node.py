@@ -34,7 +34,7 @@ def simulate(jobs, capacity: int = 10**9):
     loop, ends = Loop(), {}
 
     def finished(sequence, now_s) -> None:
-        ends[sequence.owner] = (now_s, worst_gaps_s(sequence.gaps))
+        ends[sequence.owner] = (now_s, worst_gaps_s(sequence.gaps, sum(gap[1] for gap in sequence.gaps)))
 
     node = DecodeNode(COST, capacity, loop.at, finished)
     for owner, (at_s, context, steps) in enumerate(jobs):

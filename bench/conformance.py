@@ -1,0 +1,165 @@
+"""A live run beside its simulation, on this machine.
+
+    python -m bench.conformance [--rounds 4] [--requests 120] [--json bench/results/conformance.json]
+
+A conductor as it is deployed, gRPC clients in an open loop, and stub nodes (`stub_node.py`) in
+a process of their own, whose steps take what a profile says: slow ones (a step takes 0.15 s, a
+prompt some 0.3 s), so that a busy machine's delays of milliseconds are small beside them. With
+`--engine` the nodes are real, SmolLM2 on this processor, and as noisy as the machine.
+
+The first round's decision log is fitted (`conductor profile --from-log`): that is the measured
+profile. Each later round is simulated with it from its arrivals alone, and compared. Prompts
+are 20 to 800 tokens, a third of them going on from an earlier one; outputs 4 to 24.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import grpc
+
+from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig, ServerConfig
+from bench.about_run import about_run
+from bench.predict import ask, prompts, wait_for_nodes
+from bench.profile_log import profile_from_run
+from bench.stub_cluster import stub_cluster
+from conductor.cost_model import Profile, load_profile
+from conductor.replay.command import aligned
+from conductor.replay.conformance import (
+    LiveRun,
+    compared,
+    comparison_rows,
+    num_made_alike,
+    read_run,
+    simulated,
+)
+from deploy.local import local_cluster
+from deploy.plan import PreparedModel
+from engine.model_store import prepare
+from protos.inference_pb2_grpc import InferenceStub
+
+CACHE_DIR = Path("~/.cache/conductor-cluster")
+NODES = 2
+"""Of each role, where they are stubs; one of each, where they are real."""
+
+AHEAD_S = 1e6
+"""Everything is placed when it comes, as in replay."""
+
+
+def slow_profile() -> Profile:
+    """Return what the stub nodes take."""
+    return replace(
+        load_profile("cpu-smollm2"),
+        name="slow stub",
+        prefill_fixed_s=0.05,
+        prefill_token_s=1e-3,
+        prefill_token2_s=0.0,
+        prefill_small_s=0.0,
+        prefix_token_s=0.0,
+        decode_fixed_s=0.15,
+        decode_sequence_s=0.005,
+        decode_context_token_s=1e-5,
+        device_kv_tokens=320_000,
+        host_kv_tokens=10_000_000,
+    )
+
+
+async def load(address: str, count: int, rate: float, seed: int) -> None:
+    """Send an open loop of requests; return when all are answered."""
+    rng = random.Random(seed)
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.TaskGroup() as group:
+        stub = InferenceStub(channel)
+        for tokens in prompts(count, rng):
+            group.create_task(ask(stub, tokens, rng.randrange(4, 24)))
+            await asyncio.sleep(rng.expovariate(rate))
+
+
+def stub_run(log: Path, count: int, rate: float, seed: int) -> None:
+    """Serve a load by stub nodes, and leave its decision log."""
+    # a stub lends nothing
+    scheduler = SchedulerConfig(decision_log=str(log), ahead_s=AHEAD_S, fetch=False)
+    with stub_cluster(slow_profile(), NODES, NODES, scheduler=scheduler) as cluster:
+        asyncio.run(load(cluster.grpc_address, count, rate, seed))
+
+
+def engine_run(log: Path, count: int, rate: float, seed: int) -> None:
+    """Serve a load by one prefill and one decode node of SmolLM2, and leave its decision log."""
+    prepared = prepare("smollm2", CACHE_DIR, lambda line: None)
+    model = PreparedModel(str(prepared.path), prepared.model_id, prepared.name)
+    pool = PoolConfig(engine=EngineConfig(block_size=32, kv_cache_gib=0.75, threads=1))
+    config = ClusterConfig(
+        server=ServerConfig(http_port=0, grpc_port=0),
+        prefill=pool,
+        decode=pool,
+        scheduler=SchedulerConfig(decision_log=str(log), ahead_s=AHEAD_S),
+    )
+    with local_cluster(config, model, log.parent) as cluster:
+        wait_for_nodes(cluster)
+        asyncio.run(load(cluster.grpc_address, count, rate, seed))
+
+
+def recorded(folder: Path, number: int, arguments: argparse.Namespace) -> LiveRun:
+    """Run a round live and read its log."""
+    log = folder / f"round-{number}.jsonl"
+    run = engine_run if arguments.engine else stub_run
+    run(log, arguments.requests, arguments.rate, number)
+    return read_run(log)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    rounds: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        fitted = profile_from_run(recorded(Path(folder), 0, arguments), "conformance")
+        print(
+            f"fitted: prefill {fitted.evidence.prefill_left_out_error:.1%}, "
+            f"decode {fitted.evidence.decode_left_out_error:.1%} left-out error"
+        )
+        for number in range(1, arguments.rounds + 1):
+            live = recorded(Path(folder), number, arguments)
+            measures = compared(live, simulated(live, fitted, arguments.engine).outcomes)
+            print(aligned(comparison_rows(live, measures)), flush=True)
+            rounds.append(
+                {each.name: {"live": each.live, "simulated": each.simulated} for each in measures}
+                | {
+                    "decisions": len(live.decisions),
+                    "decisions_made_again_alike": num_made_alike(live),
+                    "errors": {each.name: each.error for each in measures},
+                }
+            )
+    names = rounds[0]["errors"]
+    return {
+        "requests": arguments.requests,
+        "rate": arguments.rate,
+        "nodes": "SmolLM2, 1P1D" if arguments.engine else f"stub, {NODES}P{NODES}D",
+        "median_error": {name: median(row["errors"][name] for row in rounds) for name in names},
+        "rounds": rounds,
+    }
+
+
+def main() -> None:
+    """Run and print; write the results where asked."""
+    parser = argparse.ArgumentParser(prog="python -m bench.conformance", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--rate", type=float, default=3.0)
+    parser.add_argument("--engine", action="store_true", help="real nodes, SmolLM2 on this processor")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    about = about_run("grpcio")
+    result = measure(arguments)
+    for name, error in result["median_error"].items():
+        print(f"{name:<12} median error of {arguments.rounds} rounds {error:+.1%}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"about": about, **result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""A live run beside its simulation: `conductor replay DECISIONS.jsonl --conformance`.
+
+A live cluster's decision log holds what was asked, when, what was decided on which numbers,
+and what came of it. From it this module makes two comparisons:
+
+* every decision is made again from the numbers it was made on: the same code must give the
+  same placement, to the bit;
+* the whole run is simulated, from the arrivals alone, with as many nodes and a profile: what
+  comes out is compared with what happened.
+
+The second is only as good as the profile, so a profile should be one measured on the nodes
+(`conductor profile`), or fitted to another run of theirs (`conductor profile --from-log`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from base.errors import ConfigError
+from base.request import RequestId
+from conductor.cost_model import CostModel, Profile
+from conductor.decision_log import Shared, read_log
+from conductor.decisions import Actual, Decision, decide_again
+from conductor.placement import Placement
+from conductor.replay.cluster import Cluster, ClusterOptions
+from conductor.replay.outcome import Outcomes
+from conductor.replay.simulate import Plan, simulate
+from conductor.replay.trace import Trace, TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRequest:
+    """One request of a live run that was served."""
+
+    made: Decision
+    placed: Placement
+    actual: Actual
+
+    @property
+    def prefill_new_tokens(self) -> int:
+        """Tokens of the prompt that were computed."""
+        return self.made.asked.num_tokens - self.cached_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in a cache."""
+        return self.actual.num_cached_tokens or 0
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRun:
+    """A decision log: all its decisions, and the requests that were served at the first attempt."""
+
+    shared: Shared
+    decisions: Sequence[Decision]
+    served: Sequence[LiveRequest]
+    """By arrival."""
+
+    def nodes(self) -> tuple[int, int]:
+        """Return how many nodes prefilled and how many decoded.
+
+        Raises:
+            ConfigError: no decision was recorded with its nodes.
+        """
+        for made in self.decisions:
+            if made.seen.nodes:
+                seen = made.seen.nodes
+                return sum(node.prefills for node in seen), sum(node.decodes for node in seen)
+        raise ConfigError("a decision log without nodes: clusters of 64 nodes at most are recorded with them")
+
+    def trace(self) -> Trace:
+        """Return the served requests as a trace, from their first arrival on."""
+        first_s = self.served[0].made.arrived_at_s
+        rows = [
+            TraceRequest(
+                request.made.arrived_at_s - first_s,
+                request.made.asked.num_tokens,
+                request.actual.num_output_tokens,
+                request.made.asked.chain,  # type: ignore[arg-type]  # any hashable names a block
+            )
+            for request in self.served
+        ]
+        return Trace("live", self.served[0].made.seen.block_size, rows)
+
+
+def read_run(path: Path) -> LiveRun:
+    """Read a decision log.
+
+    Raises:
+        ConfigError: it is no decision log, or nothing was served in it.
+    """
+    shared, items = read_log(path)
+    decisions: dict[RequestId, Decision] = {}
+    served = []
+    for item in items:
+        if isinstance(item, Decision):
+            decisions[item.asked.request_id] = item
+            continue
+        request_id, actual = item
+        made = decisions[request_id]
+        if actual.end == "finished" and actual.ttft_s is not None and isinstance(made.result, Placement):
+            served.append(LiveRequest(made, made.result, actual))
+    served.sort(key=lambda request: request.made.arrived_at_s)
+    if not served:
+        raise ConfigError(f"{path}: no request was served in it")
+    return LiveRun(shared, list(decisions.values()), served)
+
+
+def num_made_alike(run: LiveRun) -> int:
+    """Return how many decisions, made again from what they were made on, come out the same to the bit."""
+    cost = CostModel(run.shared.profile)
+    return sum(decide_again(made, cost, run.shared.settings) == made.result for made in run.decisions)
+
+
+def simulated(run: LiveRun, profile: Profile, decode_caches: bool = False) -> Cluster:
+    """Return the cluster after a simulation of the run's arrivals with the run's nodes."""
+    prefill, decode = run.nodes()
+    trace = run.trace()
+    policy = "global" if run.shared.settings.fetches else "local"
+    options = ClusterOptions(prefill, decode, trace.block_size, policy=policy, decode_caches=decode_caches)
+    return simulate(Plan(trace, CostModel(profile), options))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One measure of both."""
+
+    name: str
+    live: float
+    simulated: float
+
+    @property
+    def error(self) -> float:
+        """Of the simulation, relative."""
+        return self.simulated / self.live - 1 if self.live else float(self.simulated != 0)
+
+
+def compared(run: LiveRun, outcomes: Outcomes) -> list[Comparison]:
+    """Return the measures of a live run and of its simulation. Seconds, but for tokens."""
+    live_ttft_s = [request.actual.ttft_s or 0.0 for request in run.served]
+    live_tbt_s = [request.actual.mean_tbt_s for request in run.served if request.actual.mean_tbt_s]
+    our_tbt_s = [seconds for seconds in outcomes.mean_tbt_s if seconds]
+    return [
+        Comparison("TTFT mean", fmean(live_ttft_s), fmean(outcomes.ttft_s)),
+        *(
+            Comparison(f"TTFT p{percent}", ranked(live_ttft_s, percent), ranked(outcomes.ttft_s, percent))
+            for percent in (50, 99)
+        ),
+        *(
+            Comparison(f"TBT p{percent}", ranked(live_tbt_s, percent), ranked(our_tbt_s, percent))
+            for percent in (50, 99)
+        ),
+        Comparison(
+            "hit tokens", sum(request.cached_tokens for request in run.served), sum(outcomes.prefix_tokens)
+        ),
+    ]
+
+
+def ranked(values: Sequence[float], percent: int) -> float:
+    """Return a percentile, nearest rank; 0 of nothing."""
+    ordered = sorted(values)
+    return ordered[round(percent / 100 * (len(ordered) - 1))] if ordered else 0.0
+
+
+def comparison_rows(run: LiveRun, comparisons: Sequence[Comparison]) -> list[list[str]]:
+    """Return a table of it for people."""
+    rows = [["", "live", "simulated", "error"]]
+    for each in comparisons:
+        shown = "{:.0f}" if each.name.endswith("tokens") else "{:.4f}"
+        rows.append([each.name, shown.format(each.live), shown.format(each.simulated), f"{each.error:+.1%}"])
+    alike, count = num_made_alike(run), len(run.decisions)
+    rows.append(["decisions made again alike", str(count), str(alike), f"{alike / count - 1:+.1%}"])
+    return rows

@@ -1,0 +1,118 @@
+"""A live dispatcher's decision log, replayed: what happened and what is simulated are the same.
+
+The live side is the conductor's own dispatcher with stub nodes, in virtual time, so that no
+machine's noise is in it. `python -m bench.conformance` does the same over sockets and in real time.
+"""
+
+import asyncio
+import random
+
+import pytest
+
+from base.errors import ConfigError
+from base.request import Request, RequestId, SamplingParams, Slo, StopParams
+from bench.profile_log import profile_from_run
+from conductor.cost_model import CostModel
+from conductor.decision_log import DecisionLog, Shared
+from conductor.replay.command import main
+from conductor.replay.conformance import compared, num_made_alike, read_run, simulated
+from conductor.replay.trace_formats import read_trace
+from conductor.scheduler_settings import SchedulerSettings
+from tests.conductor.stub_cluster import COST, cluster
+from tests.conductor.virtual_loop import run
+
+SETTINGS = SchedulerSettings(fetches=False)
+NUM_REQUESTS = 150
+
+
+def prompts(rng):
+    """Half of them go on from an earlier one."""
+    made = []
+    for _ in range(NUM_REQUESTS):
+        tokens = tuple(rng.randrange(20_000) for _ in range(rng.randrange(40, 800)))
+        made.append((rng.choice(made) + tokens)[:3_000] if made and rng.random() < 0.5 else tokens)
+    return made
+
+
+async def answer(dispatcher, number, tokens, max_tokens):
+    asked = Request(RequestId(f"r{number}"), tokens, SamplingParams(), StopParams(max_tokens), None, Slo(), 0)
+    async for _ in dispatcher.generate(asked):
+        pass
+
+
+@pytest.fixture(scope="module")
+def live_log(tmp_path_factory):
+    """The decision log of a live run."""
+    path = tmp_path_factory.mktemp("live") / "decisions.jsonl"
+    log = DecisionLog(path, Shared(COST.profile, SETTINGS, "m"), 1 << 30)
+
+    async def scenario(clock):
+        rng = random.Random(1)
+        async with (
+            cluster(clock, SETTINGS, decision_log=log) as (dispatcher, _),
+            asyncio.TaskGroup() as group,
+        ):
+            for number, tokens in enumerate(prompts(rng)):
+                group.create_task(answer(dispatcher, number, tokens, rng.randrange(4, 60)))
+                await asyncio.sleep(rng.expovariate(8.0))
+
+    run(scenario)
+    log.close()
+    return path
+
+
+def test_simulated_run_is_the_live_one(live_log):
+    live = read_run(live_log)
+    assert len(live.served) == NUM_REQUESTS
+    errors = {each.name: each.error for each in compared(live, simulated(live, COST.profile).outcomes)}
+    assert errors["hit tokens"] == 0.0
+    assert abs(errors["TTFT mean"]) < 0.02
+    assert abs(errors["TBT p50"]) < 0.02
+    assert abs(errors["TBT p99"]) < 0.02
+
+
+def test_every_live_decision_made_again_is_the_same(live_log):
+    live = read_run(live_log)
+    assert num_made_alike(live) == len(live.decisions) == NUM_REQUESTS
+
+
+def test_simulation_places_each_request_where_the_live_conductor_did(live_log):
+    live = read_run(live_log)
+    outcomes = simulated(live, COST.profile).outcomes
+    ours = dict(zip(outcomes.number, outcomes.prefill_node, strict=True))
+    theirs = [request.placed.prefill_node for request in live.served]
+    # both name nodes in the order of their slots
+    assert [f"n{ours[number][1:]}" for number in range(NUM_REQUESTS)] == theirs
+
+
+def test_profile_fitted_to_the_log_is_the_one_that_the_nodes_took_their_time_from(live_log):
+    fitted, taken = CostModel(profile_from_run(read_run(live_log), "fitted")), COST
+    for tokens, prefix in ((100, 0), (700, 0), (400, 1_600)):
+        assert fitted.prefill_s(tokens, prefix) == pytest.approx(taken.prefill_s(tokens, prefix), rel=0.02)
+    for batch in (1, 4, 8):
+        expected_s = taken.decode_step_s(batch, batch * 600)
+        assert fitted.decode_step_s(batch, batch * 600) == pytest.approx(expected_s, rel=0.05)
+
+
+def test_decision_log_is_a_trace_of_what_was_asked(live_log):
+    live, trace = read_run(live_log), read_trace(live_log)
+    assert trace.num_requests == NUM_REQUESTS
+    for row, request in zip(trace.requests, live.served, strict=True):
+        asked = request.made.asked
+        assert (row.num_tokens, len(row.chain)) == (asked.num_tokens, len(asked.chain))
+        assert row.output_tokens == request.actual.num_output_tokens
+        assert row.arrival_s == request.made.arrived_at_s - live.served[0].made.arrived_at_s
+
+
+def test_command_prints_live_beside_simulated(live_log, capsys):
+    assert main([str(live_log), "--conformance"]) == 0
+    out = capsys.readouterr().out
+    assert "hit tokens" in out
+    assert f"{NUM_REQUESTS}" in out
+
+
+def test_log_in_which_nothing_was_served_is_refused(tmp_path):
+    log = DecisionLog(tmp_path / "empty", Shared(COST.profile, SETTINGS), 1 << 20)
+    log.close()
+    with pytest.raises(ConfigError, match="no request"):
+        read_run(tmp_path / "empty")
