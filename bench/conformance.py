@@ -7,9 +7,10 @@ a process of their own, whose steps take what a profile says: slow ones (a step 
 prompt some 0.3 s), so that a busy machine's delays of milliseconds are small beside them. With
 `--engine` the nodes are real, SmolLM2 on this processor, and as noisy as the machine.
 
-The first round's decision log is fitted (`conductor profile --from-log`): that is the measured
-profile. Each later round is simulated with it from its arrivals alone, and compared. Prompts
-are 20 to 800 tokens, a third of them going on from an earlier one; outputs 4 to 24.
+The measured profile of a round is fitted to the decision log of the round before
+(`conductor profile --from-log`); beside it stands the one fitted to the round itself, which differs
+by what the machine did meanwhile. With each the round is simulated from its arrivals alone.
+Prompts are 20 to 800 tokens, a third of them going on from an earlier one; outputs 4 to 24.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ def slow_profile() -> Profile:
         decode_context_token_s=1e-5,
         device_kv_tokens=320_000,
         host_kv_tokens=10_000_000,
+        # a stub hands nothing over
+        transfer_bytes_per_s=1e15,
     )
 
 
@@ -117,30 +120,36 @@ def recorded(folder: Path, number: int, arguments: argparse.Namespace) -> LiveRu
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        fitted = profile_from_run(recorded(Path(folder), 0, arguments), "conformance")
-        print(
-            f"fitted: prefill {fitted.evidence.prefill_left_out_error:.1%}, "
-            f"decode {fitted.evidence.decode_left_out_error:.1%} left-out error"
-        )
+        before = profile_from_run(recorded(Path(folder), 0, arguments), "round 0")
         for number in range(1, arguments.rounds + 1):
             live = recorded(Path(folder), number, arguments)
-            measures = compared(live, simulated(live, fitted, arguments.engine).outcomes)
-            print(aligned(comparison_rows(live, measures)), flush=True)
+            own = profile_from_run(live, f"round {number}")
             rounds.append(
-                {each.name: {"live": each.live, "simulated": each.simulated} for each in measures}
-                | {
+                {
+                    "round_before": _errors(live, before, arguments.engine),
+                    "same_round": _errors(live, own, arguments.engine),
                     "decisions": len(live.decisions),
                     "decisions_made_again_alike": num_made_alike(live),
-                    "errors": {each.name: each.error for each in measures},
                 }
             )
-    names = rounds[0]["errors"]
+            before = own
     return {
         "requests": arguments.requests,
         "rate": arguments.rate,
         "nodes": "SmolLM2, 1P1D" if arguments.engine else f"stub, {NODES}P{NODES}D",
-        "median_error": {name: median(row["errors"][name] for row in rounds) for name in names},
+        "median_error": {
+            fitted: {name: median(row[fitted][name]["error"] for row in rounds) for name in rounds[0][fitted]}
+            for fitted in ("round_before", "same_round")
+        },
         "rounds": rounds,
+    }
+
+
+def _errors(live: LiveRun, profile: Profile, decode_caches: bool) -> dict[str, dict[str, float]]:
+    measures = compared(live, simulated(live, profile, decode_caches).outcomes)
+    print(f"{profile.name}\n{aligned(comparison_rows(live, measures))}", flush=True)
+    return {
+        each.name: {"live": each.live, "simulated": each.simulated, "error": each.error} for each in measures
     }
 
 
@@ -155,8 +164,9 @@ def main() -> None:
     arguments = parser.parse_args()
     about = about_run("grpcio")
     result = measure(arguments)
-    for name, error in result["median_error"].items():
-        print(f"{name:<12} median error of {arguments.rounds} rounds {error:+.1%}")
+    for fitted, errors in result["median_error"].items():
+        told = ", ".join(f"{name} {error:+.1%}" for name, error in errors.items())
+        print(f"median error, profile of the {fitted.replace('_', ' ')}: {told}")
     if arguments.json:
         arguments.json.write_text(json.dumps({"about": about, **result}, indent=1) + "\n")
 

@@ -48,6 +48,15 @@ class _Running:
         self.tokens_left = work.stop.max_tokens - 1 - len(work.token_ids) + work.num_prompt_tokens
 
 
+class _Prompt:
+    __slots__ = ("came_at_s", "chain", "work")
+
+    def __init__(self, work: Work, chain: list[BlockHash], came_at_s: float) -> None:
+        self.work = work
+        self.chain = chain
+        self.came_at_s = came_at_s
+
+
 class StubNode:
     """Belongs to the event loop, on whose clock it takes its time."""
 
@@ -63,8 +72,7 @@ class StubNode:
         self._roles: frozenset[Role] = frozenset()
         self._is_draining = False
         self._reserved: dict[RequestId, Work] = {}
-        self._prompts: deque[tuple[Prefill, float]] = deque()
-        """With the moment each came."""
+        self._prompts: deque[_Prompt] = deque()
         self._running: dict[RequestId, _Running] = {}
         self._work_came = asyncio.Event()
         self._batch_came = asyncio.Event()
@@ -81,8 +89,9 @@ class StubNode:
                 case Reserve(work):
                     self._reserved[work.request_id] = work
                     self.send(Reserved(work.request_id, 0, GRANT))
-                case Prefill():
-                    self._prompts.append((item, asyncio.get_running_loop().time()))
+                case Prefill(work):
+                    chain = hash_chain(work.token_ids, self._block_size, work.chain_root)
+                    self._prompts.append(_Prompt(work, chain, asyncio.get_running_loop().time()))
                     self._work_came.set()
                 case Start(request_id):
                     self._running[request_id] = _Running(self._reserved[request_id])
@@ -107,7 +116,9 @@ class StubNode:
             num_held_blocks=held,
             num_waiting=len(self._prompts),
             num_running=len(self._running),
-            num_queued_tokens=sum(len(item.work.token_ids) for item, _ in self._prompts),
+            num_queued_tokens=sum(
+                len(prompt.work.token_ids) - self._matched(prompt) for prompt in self._prompts
+            ),
             num_context_tokens=sum(running.context_tokens for running in self._running.values()),
             is_draining=self._is_draining,
             roles=self._roles,
@@ -137,18 +148,16 @@ class StubNode:
             await self._work_came.wait()
             self._work_came.clear()
             while self._prompts:
-                item, came_at_s = self._prompts[0]
-                work = item.work
-                chain = hash_chain(work.token_ids, self._block_size, work.chain_root)
-                matched = min(self._matched(chain), len(work.token_ids) - 1)
+                prompt = self._prompts[0]
+                work, matched = prompt.work, self._matched(prompt)
                 began_at_s = loop.time()
                 await asyncio.sleep(self._cost.prefill_s(len(work.token_ids) - matched, matched))
                 if not self._prompts:
                     break
                 self._prompts.popleft()
-                self._news += [key for key in chain if key not in self._known]
-                self._known.update(chain)
-                times = PrefillTimes(began_at_s - came_at_s, loop.time() - began_at_s, 0.0)
+                self._news += [key for key in prompt.chain if key not in self._known]
+                self._known.update(prompt.chain)
+                times = PrefillTimes(began_at_s - prompt.came_at_s, loop.time() - began_at_s, 0.0)
                 self.send(Prefilled(work.request_id, TOKEN, None, matched, (), times))
 
     async def _decode_all(self) -> None:
@@ -156,9 +165,13 @@ class StubNode:
             await self._batch_came.wait()
             self._batch_came.clear()
             while self._running:
-                context_tokens = sum(running.context_tokens for running in self._running.values())
-                await asyncio.sleep(self._cost.decode_step_s(len(self._running), context_tokens))
-                for request_id, running in list(self._running.items()):
+                # who comes during a step is in the next one
+                batch = list(self._running.items())
+                context_tokens = sum(running.context_tokens for _, running in batch)
+                await asyncio.sleep(self._cost.decode_step_s(len(batch), context_tokens))
+                for request_id, running in batch:
+                    if request_id not in self._running:
+                        continue
                     running.tokens_left -= 1
                     running.context_tokens += 1
                     reason = None if running.tokens_left > 0 else FinishReason.LENGTH
@@ -167,6 +180,8 @@ class StubNode:
                         del self._running[request_id]
                         self._reserved.pop(request_id, None)
 
-    def _matched(self, chain: list[BlockHash]) -> int:
+    def _matched(self, prompt: _Prompt) -> int:
+        """Return the tokens of a prompt that need not be computed; its last one is."""
+        chain = prompt.chain
         depth = next((at for at, key in enumerate(chain) if key not in self._known), len(chain))
-        return depth * self._block_size
+        return min(depth * self._block_size, len(prompt.work.token_ids) - 1)
