@@ -20,6 +20,7 @@ import asyncio
 import json
 import random
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -42,6 +43,7 @@ from conductor.replay.conformance import (
     read_run,
     simulated,
 )
+from deploy.api_client import read_json
 from deploy.local import local_cluster
 from deploy.plan import PreparedModel
 from engine.model_store import prepare
@@ -90,6 +92,8 @@ def stub_run(log: Path, count: int, rate: float, seed: int) -> None:
     # a stub lends nothing
     scheduler = SchedulerConfig(decision_log=str(log), ahead_s=AHEAD_S, fetch=False)
     with stub_cluster(slow_profile(), NODES, NODES, scheduler=scheduler) as cluster:
+        while len(read_json(f"127.0.0.1:{cluster.http_port}", "/status")["nodes"]) < 2 * NODES:
+            time.sleep(0.1)
         asyncio.run(load(cluster.grpc_address, count, rate, seed))
 
 

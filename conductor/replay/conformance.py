@@ -60,16 +60,18 @@ class LiveRun:
     """By arrival."""
 
     def nodes(self) -> tuple[int, int]:
-        """Return how many nodes prefilled and how many decoded.
+        """Return how many nodes prefilled and how many decoded, when there were most.
 
         Raises:
             ConfigError: no decision was recorded with its nodes.
         """
-        for made in self.decisions:
-            if made.seen.nodes:
-                seen = made.seen.nodes
-                return sum(node.prefills for node in seen), sum(node.decodes for node in seen)
-        raise ConfigError("a decision log without nodes: clusters of 64 nodes at most are recorded with them")
+        seen = [made.seen.nodes for made in self.decisions if made.seen.nodes]
+        if not seen:
+            raise ConfigError("decisions without nodes: clusters of 64 nodes at most are recorded with them")
+        return (
+            max(sum(node.prefills for node in nodes) for nodes in seen),
+            max(sum(node.decodes for node in nodes) for nodes in seen),
+        )
 
     def trace(self) -> Trace:
         """Return the served requests as a trace, from their first arrival on."""

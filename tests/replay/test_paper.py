@@ -5,10 +5,7 @@ import pytest
 from conductor.cost_model import load_profile
 from conductor.replay.generate import generate
 from conductor.replay.outcome import Outcomes
-from conductor.replay.paper import correlation, deviation, halves, highest_rate, saturated
-from conductor.replay.trace_formats import read_trace
-from conductor.scheduler_settings import RejectPolicy
-from tests.replay.builders import SHARED_TRACE
+from conductor.replay.paper import correlation, deviation, halves, highest_rate
 
 PROFILE = load_profile("a800-llama70b")
 
@@ -55,15 +52,3 @@ def test_bursts_are_bursts_and_the_mean_rate_stays() -> None:
         return deviation(gaps)
 
     assert spread(0.1) > 1.3 * spread(1.0)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not SHARED_TRACE.exists(), reason="the public trace is not in ../shared/traces")
-def test_prefill_load_swings_against_decode_load_under_early_and_much_less_under_predict() -> None:
-    trace, queues, steps = read_trace(SHARED_TRACE), {}, {}
-    for reject in (RejectPolicy.EARLY, RejectPolicy.PREDICT):
-        samples = saturated(trace, PROFILE, reject).samples
-        samples = samples[len(samples) // 10 : -len(samples) // 6]
-        queues[reject], steps[reject] = [row[1] for row in samples], [row[2] for row in samples]
-    assert correlation(queues[RejectPolicy.EARLY], steps[RejectPolicy.EARLY]) < -0.2
-    assert deviation(queues[RejectPolicy.EARLY]) > 2 * deviation(queues[RejectPolicy.PREDICT])
