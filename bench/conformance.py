@@ -34,7 +34,6 @@ from bench.predict import ask, prompts, wait_for_nodes
 from bench.profile_log import profile_from_run
 from bench.stub_cluster import stub_cluster
 from conductor.cost_model import Profile, load_profile
-from conductor.replay.command import aligned
 from conductor.replay.conformance import (
     LiveRun,
     compared,
@@ -43,6 +42,7 @@ from conductor.replay.conformance import (
     read_run,
     simulated,
 )
+from conductor.replay.report import aligned
 from deploy.api_client import read_json
 from deploy.local import local_cluster
 from deploy.plan import PreparedModel

@@ -80,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--gpus: 2 at least, one to prefill and one to decode")
     with ThreadPoolExecutor(max(1, args.jobs)) as pool:
         arrangements = splits(args.gpus, args.most_stages, args.thresholds)
-        results = list(pool.map(lambda each: _replay(args.trace, *each, passed), arrangements))
+        results = list(
+            pool.map(lambda each: _replay(args.trace, each[0], each[1], each[2], passed), arrangements)
+        )
     for result in results:
         if isinstance(result, str):
             sys.stderr.write(result)

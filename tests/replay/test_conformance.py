@@ -58,9 +58,11 @@ def live_log(tmp_path_factory):
             cluster(clock, SETTINGS, decision_log=log) as (dispatcher, _),
             asyncio.TaskGroup() as group,
         ):
+            due_s = clock.now_s()
             for number, tokens in enumerate(prompts(rng)):
                 group.create_task(answer(dispatcher, number, tokens, rng.randrange(4, 60)))
-                await asyncio.sleep(rng.expovariate(8.0))
+                due_s += rng.expovariate(8.0)
+                await asyncio.sleep(due_s - clock.now_s())
 
     run(scenario)
     log.close()
