@@ -88,10 +88,9 @@ def stub_cluster(
                 tls=replace(tls, ca="") if tls else TlsConfig(),
             ),
             nodes=NodesConfig(tls=tls or TlsConfig()),
-            scheduler=SchedulerConfig(role_wait_s=NODES_WAIT_S),
             prefill=pool,
             decode=pool,
-            scheduler=scheduler or SchedulerConfig(),
+            scheduler=replace(scheduler or SchedulerConfig(), role_wait_s=NODES_WAIT_S),
         )
         config_path.write_text(process_config_json(conductor_process(cluster, model)))
         conductor = _started("conductor", "--config", str(config_path))

@@ -99,6 +99,7 @@ def test_broad_except_stands_only_at_the_borders() -> None:
 VIRTUAL_CLOCKS = {
     "tests/conductor/test_overload.py",
     "tests/conductor/test_role_changes.py",
+    "tests/replay/test_conformance.py",
     "tests/simulation/carriage.py",
     "tests/simulation/conductor.py",
     "tests/simulation/world.py",
