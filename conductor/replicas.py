@@ -172,8 +172,8 @@ class Replicas:
         hot = Hot(length * view.block_size, rate, prefix.read_s)
         wanted = replicas_wanted(hot, held, view.prefill_mask.bit_count(), self._cost)
         if prefix.copies and now_s - prefix.read_at_s > COLD_S:
-            copies, prefix.copies = prefix.copies, {}
-            return [Drop(prefix.chain[first:], slot) for slot, first in copies.items()]
+            cold, prefix.copies = prefix.copies, {}
+            return [Drop(prefix.chain[first:], slot) for slot, first in cold.items()]
         missing = wanted - held - len(prefix.begun)
         if not holders or missing <= 0 or most <= 0:
             return []
