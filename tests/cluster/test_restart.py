@@ -3,6 +3,8 @@
 import os
 import signal
 
+import pytest
+
 from tests.cluster.asking import generated, until
 from tests.cluster.conftest import BLOCK_SIZE
 
@@ -14,6 +16,7 @@ def epochs(cluster):
     return {node["id"]: node["epoch"] for node in cluster.status()["nodes"]}
 
 
+@pytest.mark.full
 def test_a_prefill_node_that_starts_cold_loads_what_the_decode_node_holds(cluster):
     expected, _ = generated(cluster.grpc_address, LONG_PROMPT, 8)
     before = epochs(cluster)

@@ -115,6 +115,7 @@ def os_parent(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.full
 def test_a_second_ctrl_c_does_not_wait_for_the_drain(start):
     process, environment = start("--json", FAULT="deaf")
     process.stdout.readline()

@@ -128,6 +128,7 @@ def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.full
 def test_two_processes_that_prepare_one_gguf_file_get_one_whole_folder(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "tiny.gguf")
     command = [sys.executable, "-m", "engine.prepare", str(source), "--cache-dir", str(tmp_path / "cache")]

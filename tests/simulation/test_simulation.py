@@ -10,7 +10,7 @@ import pytest
 
 from tests.simulation.world import run_seed
 
-SEEDS = range(300)
+SEEDS = range(100)
 """Of every commit; `make test-full` runs the others of the first thousand."""
 PART = 50
 """Seeds of one test, which takes some seconds on one core."""

@@ -22,8 +22,10 @@ def sampled(logits: torch.Tensor, rows: list[list[int]]) -> list[int]:
     return tokens[:-1].tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("vocab_size", [50, 5000])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(50, torch.float32), (50, torch.float16), (50, torch.bfloat16), (5000, torch.float32)],
+)
 def test_every_kind_of_row_takes_the_token_of_the_definition(vocab_size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     kinds = [
