@@ -30,6 +30,8 @@ def _kill(world, deed):
 
 @_deed
 def _cut_power(world, deed):
+    # Nobody is told: a request that lost an attempt to it may be placed on it once more.
+    world.num_losses += 1
     _end(world, deed, is_power_cut=True)
 
 
