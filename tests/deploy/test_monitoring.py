@@ -104,7 +104,7 @@ needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="pr
     [
         ("check", "rules", "rules.yml"),
         ("check", "config", "prometheus.yml"),
-        ("test", "rules", "rules_test.yml"),
+        pytest.param(("test", "rules", "rules_test.yml"), marks=pytest.mark.full),
     ],
     ids=" ".join,
 )

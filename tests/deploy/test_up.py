@@ -137,12 +137,10 @@ def test_a_killed_launcher_leaves_nothing(start):
     assert wait_all_gone(environment, ORPHAN_S) == {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "told"),
-    [
-        pytest.param("prepare", "there is no such model", marks=pytest.mark.full),
-        ("node", "ended with status 1 before it was ready"),
-    ],
+    [("prepare", "there is no such model"), ("node", "ended with status 1 before it was ready")],
 )
 def test_a_start_that_fails_says_why_and_leaves_nothing(start, fault, told):
     process, environment = start("--exit", FAULT=fault)

@@ -59,6 +59,7 @@ def test_ranks_generate_the_tokens_of_one(num_ranks: int, tmp_path: Path) -> Non
     assert tokens_of(tmp_path, num_ranks) == alone
 
 
+@pytest.mark.full
 def test_a_family_that_cannot_be_cut_is_refused_and_no_rank_is_left(tmp_path: Path) -> None:
     make_family("opt").save_pretrained(tmp_path)
     config = EngineConfig(device="cpu", kv_cache_gib=0.001, threads=1, tensor_parallel=2)

@@ -109,6 +109,7 @@ async def generated(loop: EngineLoop, prompts: list[list[int]]) -> list[list[int
     return await greedy(loop, prompts, NEW_TOKENS, stop=StopParams(NEW_TOKENS, stop_token_ids=(EOS,)))
 
 
+@pytest.mark.full
 async def test_greedy_tokens_equal_those_of_generate(smollm2) -> None:
     model, paged, _ = smollm2
     prompts = tokens_of(smollm2, fast_prompts())
