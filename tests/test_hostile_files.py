@@ -63,7 +63,7 @@ def _started(tmp_path_factory):
     read_cluster_config(path)
 
 
-def refused_soon(read, path, content):
+def check_refused_soon(read, path, content):
     path.write_bytes(content)
     begin_s = time.process_time()
     with pytest.raises(ConfigError) as caught:
@@ -75,14 +75,14 @@ def refused_soon(read, path, content):
 
 @pytest.mark.parametrize("name", TRACES)
 def test_a_hostile_trace_is_refused(tmp_path, name):
-    refused_soon(read_trace, tmp_path / "t.jsonl", TRACES[name] + b"\n")
+    check_refused_soon(read_trace, tmp_path / "t.jsonl", TRACES[name] + b"\n")
 
 
 @pytest.mark.parametrize("content", [b"not gzip", gzip.compress(row())[:-9]], ids=["no gzip", "cut off"])
 def test_a_hostile_archive_is_refused(tmp_path, content):
-    refused_soon(read_trace, tmp_path / "t.jsonl.gz", content)
+    check_refused_soon(read_trace, tmp_path / "t.jsonl.gz", content)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_hostile_configuration_is_refused(tmp_path, name):
-    refused_soon(read_cluster_config, tmp_path / "cluster.yaml", CONFIGURATIONS[name])
+    check_refused_soon(read_cluster_config, tmp_path / "cluster.yaml", CONFIGURATIONS[name])

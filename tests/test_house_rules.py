@@ -95,6 +95,30 @@ def test_broad_except_stands_only_at_the_borders() -> None:
                 assert not broad, f"{name}:{node.lineno} catches everything"
 
 
+def asserts(test: ast.AST) -> bool:
+    """Return whether a test itself says what must be: an assert, `pytest.raises`, a helper named so."""
+    for node in ast.walk(test):
+        if isinstance(node, ast.Assert):
+            return True
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called == "pytest.raises" or re.match("check|expect|assert", called.rpartition(".")[2]):
+                return True
+    return False
+
+
+def test_every_test_asserts() -> None:
+    silent, num_tests = [], 0
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(tree_of(file.read_text())):
+            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if is_function and node.name.startswith("test_"):
+                num_tests += 1
+                silent += [] if asserts(node) else [f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"]
+    assert num_tests > 1_000
+    assert not silent, f"these cannot fail by what they say: {silent}"
+
+
 # Their clocks are virtual: to sleep there is to say what time it is.
 VIRTUAL_CLOCKS = {
     "tests/conductor/test_overload.py",

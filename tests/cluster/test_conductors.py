@@ -47,6 +47,7 @@ def test_each_conductor_serves_and_places_by_what_the_other_had_computed(pair):
 
 def test_one_of_them_is_in_control_of_the_nodes(pair):
     until(lambda: len(in_control(pair)) == 1)
+    assert len(in_control(pair)) == 1, "it was so for a moment only"
 
 
 def test_a_conductor_that_is_killed_ends_its_own_requests_and_no_others(pair):

@@ -431,6 +431,8 @@ async def test_a_stream_is_ended_when_another_of_its_node_took_its_place():
         await until(lambda: running.membership.sessions not in ([], [session]))
         await until(lambda: work.num_lost)
         task.cancel()
+        assert session.is_lost
+        assert session not in running.membership.sessions
 
 
 class FullOnce(ScriptedWork):

@@ -89,7 +89,7 @@ def ray_cluster_schema():
 @pytest.mark.parametrize("name", ["cluster.yaml", "gpu.yaml"])
 def test_kuberays_definition_takes_the_ray_cluster(ray_cluster_schema, name):
     [cluster] = of_kind(DEPLOY / "kuberay" / name, "RayCluster")
-    ray_cluster_schema.validate(cluster)
+    assert not list(ray_cluster_schema.iter_errors(cluster))
 
 
 @needs_crds
@@ -181,7 +181,10 @@ def test_systemd_takes_the_unit(unit, tmp_path):
 def test_the_heads_shell_script_parses():
     [cluster] = of_kind(DEPLOY / "kuberay" / "cluster.yaml", "RayCluster")
     [container] = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
-    subprocess.run(["bash", "-n", "-c", container["args"][0]], check=True, timeout=10)
+    parsed = subprocess.run(
+        ["bash", "-n", "-c", container["args"][0]], capture_output=True, timeout=10, check=False
+    )
+    assert parsed.returncode == 0, parsed.stderr
 
 
 def test_the_image_runs_as_nobody_special():

@@ -24,17 +24,26 @@ def corpus(name: str, target: Target) -> list[bytes]:
     return [*target.seeds, *(path.read_bytes() for path in kept)]
 
 
-def tried(name: str, target: Target, data: bytes) -> None:
-    """Let the target read `data`; raises FoundError."""
+def finding_or_none(name: str, target: Target, data: bytes) -> FoundError | None:
+    """Let the target read `data`; return what is wrong with how it took that."""
     begin_s = time.process_time()
     try:
         target.read(data)
     except target.refusals:
         pass
     except Exception as error:
-        raise FoundError(f"{name}: {type(error).__name__}: {error}; input {data!r}") from error
-    if (took_s := time.process_time() - begin_s) > SLOW_S:
-        raise FoundError(f"{name}: {took_s:.1f} s; input {data!r}")
+        found = FoundError(f"{name}: {type(error).__name__}: {error}; input {data!r}")
+        found.__cause__ = error
+        return found
+    took_s = time.process_time() - begin_s
+    return FoundError(f"{name}: {took_s:.1f} s; input {data!r}") if took_s > SLOW_S else None
+
+
+def tried(name: str, target: Target, data: bytes) -> None:
+    """Let the target read `data`; raises FoundError."""
+    found = finding_or_none(name, target, data)
+    if found is not None:
+        raise found
 
 
 def mutated(rng: random.Random, inputs: Sequence[bytes], words: Sequence[bytes]) -> bytes:

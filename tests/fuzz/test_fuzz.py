@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.fuzz.mutations import FoundError, corpus, mutated, tried
+from tests.fuzz.mutations import FoundError, corpus, finding_or_none, mutated, tried
 from tests.fuzz.targets import TARGETS, Target
 
 INPUTS = 40
@@ -14,20 +14,24 @@ INPUTS = 40
 def test_what_was_found_before_and_some_changed_inputs_are_taken_or_refused(name):
     target, rng = TARGETS[name], random.Random(name)
     inputs = corpus(name, target)
-    for data in inputs:
-        tried(name, target, data)
-    for _ in range(INPUTS):
-        tried(name, target, mutated(rng, inputs, target.words))
+    changed = [mutated(rng, inputs, target.words) for _ in range(INPUTS)]
+    found = [finding_or_none(name, target, data) for data in inputs + changed]
+    assert found == [None] * (len(inputs) + INPUTS)
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_first_seed_is_a_good_input(name):
     target = TARGETS[name]
-    target.read(target.seeds[0])
+    refused = None
+    try:
+        target.read(target.seeds[0])
+    except target.refusals as error:
+        refused = error
+    assert refused is None
 
 
 def test_another_error_than_a_refusal_is_a_finding():
     target = Target(lambda data: data.decode(), [b"x"], (ValueError,))
-    tried("text", target, b"\xff")
+    assert finding_or_none("text", target, b"\xff") is None
     with pytest.raises(FoundError, match="ZeroDivisionError"):
         tried("division", Target(lambda data: 1 / len(data), [b"x"]), b"")
