@@ -255,6 +255,14 @@ class ClusterView:
             raise KeyError(f"slot {slot}")
         return node
 
+    def mask_of(self, node_ids: Sequence[NodeId]) -> int:
+        """Return the slots of those that are members."""
+        mask = 0
+        for node_id in node_ids:
+            if node := self._nodes.get(node_id):
+                mask |= 1 << node.slot
+        return mask
+
     def nodes(self) -> list[NodeState]:
         """Return the members, in the order of their slots."""
         return [node for node in self._slots if node is not None]

@@ -145,6 +145,7 @@ def decision_to(made: Decision) -> dict[str, Any]:
         | {
             "chain": [bytes(key).hex() if isinstance(key, bytes) else key for key in asked.chain],
             "slo": [_or_none(asked.slo.ttft_slo_s), _or_none(asked.slo.tbt_slo_s)],
+            "avoid": list(asked.avoid),
         },
         "seen": seen._asdict() | {"nodes": seen.nodes and [node._asdict() for node in seen.nodes]},
         "placed" if isinstance(result, Placement) else "rejected": told,
@@ -154,6 +155,7 @@ def decision_to(made: Decision) -> dict[str, Any]:
 def decision_from(told: dict[str, Any]) -> Decision:
     request_id = RequestId(told["request_id"])
     asked, seen = told["asked"], told["seen"]
+    asked |= {"avoid": tuple(asked.get("avoid", ()))}
     slo = Slo(*(math.inf if bound is None else bound for bound in asked["slo"]))
     chain = tuple(BlockHash(bytes.fromhex(key)) if isinstance(key, str) else key for key in asked["chain"])
     nodes = seen["nodes"] and tuple(

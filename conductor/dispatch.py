@@ -270,7 +270,7 @@ class Dispatcher:
             found = self._place(run, ahead_s)
             if found is not None:
                 self._view.placed(found.asked, found.placement, self._clock.now_s())
-                held.push(partial(self._finished, run))
+                held.push(partial(self._finished, run, found.placement))
                 placed.append(found)
             return found is not None
 
@@ -300,6 +300,7 @@ class Dispatcher:
             priority=run.request.priority,
             waited_s=now_s - run.arrived_at_s + ahead_s,
             is_promised=run.is_promised,
+            avoid=tuple(run.avoid),
         )
         result = place(asked, self._view, self._cost, now_s, self._settings)
         if isinstance(result, Rejection) and run.generated:
@@ -338,7 +339,16 @@ class Dispatcher:
             self._observer.first_token(ttft_s, prefilled.times, asked, placement)
         self._room.pump()
 
-    def _finished(self, run: Run, kind: type[BaseException] | None, *_: object) -> None:
+    def _finished(
+        self,
+        run: Run,
+        placement: Placement,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _: object,
+    ) -> None:
+        if isinstance(error, ServeError):
+            run.failed_at(placement, error)
         self._view.finished(
             run.attempt_id, self._clock.now_s(), len(run.generated) if run.is_complete else None
         )
@@ -393,9 +403,8 @@ class Dispatcher:
             raise StaleError(f"node {decode.info.node_id} has no room any more") from error
         if not isinstance(reserved, Reserved):
             raise ProtocolError(f"{type(reserved).__name__} where Reserved was expected")
-        # Under a name of its own, because one node may have both roles. The exchange ends
-        # with the answer: the prefill node keeps nothing then.
-        work = replace(work, request_id=RequestId(f"{run.attempt_id}.prefill"))
+        # The exchange ends with the answer: the prefill node keeps nothing then.
+        work = replace(work, request_id=run.prefill_id)
         with prefill.exchange(work.request_id, run.mailbox):
             target, first = decode.info.peer, reserved.num_matched_blocks
             prefill.send(Prefill(work, target, reserved.grant, first, source, reserved.ranks))

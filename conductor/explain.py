@@ -20,6 +20,7 @@ from conductor.scheduler import (
     PrefillChoice,
     best_source,
     candidate,
+    deepest_holders,
     fetching_candidate,
     prefers_fetch,
     tokens_needed,
@@ -147,10 +148,11 @@ def _listed(made: Decision, actual: Actual | None, now_s: float) -> dict[str, An
 def _prefill_candidates(
     made: Decision, nodes: tuple[NodeSeen, ...], cost: CostModel, settings: SchedulerSettings
 ) -> list[dict[str, Any]]:
-    """Return what each node that could prefill would have taken, soonest first."""
+    """Return what each node that could prefill would have taken, soonest first, those to avoid last."""
     view = view_of(made, cost)
     choices = [(node, _choice(made, node, view, cost, settings)) for node in nodes if node.prefills]
-    choices.sort(key=lambda pair: (pair[1].ready_s, pair[1].slot))
+    avoid = made.asked.avoid
+    choices.sort(key=lambda pair: (pair[0].node_id in avoid, pair[1].ready_s, pair[1].slot))
     return [
         {
             "node": node.node_id,
@@ -164,6 +166,7 @@ def _prefill_candidates(
             "prefill_s": choice.prefill_s,
             "prefill_ratio": node.prefill_ratio,
             "ready_s": choice.ready_s,
+            "is_avoided": node.node_id in avoid,
         }
         for node, choice in choices
     ]
@@ -174,11 +177,10 @@ def _choice(
 ) -> PrefillChoice:
     slot = view.node(node.node_id).slot
     own = candidate(made.asked, slot, node.matched_blocks, view, cost, made.decided_at_s)
-    groups = view.index.match(made.asked.chain)
-    if not groups or not settings.fetches or node.matched_blocks >= groups[0][0]:
+    blocks, holders = deepest_holders(made.asked, view.index.match(made.asked.chain), view)
+    if not settings.fetches or node.matched_blocks >= blocks:
         return own
-    source = best_source(groups[0][1], view)
-    fetching = fetching_candidate(made.asked, own, groups[0][0], source, view, cost)
+    fetching = fetching_candidate(made.asked, own, blocks, best_source(holders, view), view, cost)
     return fetching if prefers_fetch(own, fetching, settings) else own
 
 
@@ -195,6 +197,7 @@ def _decode_candidates(made: Decision, nodes: tuple[NodeSeen, ...], cost: CostMo
             "sequences": node.decode_sequences,
             "free_tokens": node.free_tokens,
             "fits": node.free_tokens >= needed,
+            "is_avoided": node.node_id in made.asked.avoid,
         }
         for node in sorted(nodes, key=lambda node: node.step_s)
         if node.decodes

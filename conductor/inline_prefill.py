@@ -14,8 +14,10 @@ of the prompt. Pure, as `scheduler.place` is, which asks it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
+from base.request import NodeId
 from conductor.cluster_view import ClusterView, NodeState
 from conductor.cost_model import CostModel
 from conductor.placement import Placement, PlacementRequest
@@ -38,18 +40,21 @@ def inline_placement(
     best = other
     if other.prefill_node == other.decode_node:
         return other
-    for node, depth in _candidates(other, groups, view):
+    for node, depth in _candidates(other, groups, view, request.avoid):
         found = _inline(request, other, node, depth, view, cost, settings)
         if found is not None and found.predicted_ttft_s < best.predicted_ttft_s:
             best = found
     return best
 
 
-def _candidates(other: Placement, groups: list[Group], view: ClusterView) -> list[tuple[NodeState, int]]:
+def _candidates(
+    other: Placement, groups: list[Group], view: ClusterView, avoid: Sequence[NodeId]
+) -> list[tuple[NodeState, int]]:
     chosen = view.node(other.decode_node)
     found = [(chosen, next((depth for depth, mask in groups if mask >> chosen.slot & 1), 0))]
+    members = view.decode_mask & ~view.prefill_mask & ~view.mask_of(avoid)
     for depth, mask in groups:
-        slot = view.decode_order.least(mask & view.decode_mask & ~view.prefill_mask)
+        slot = view.decode_order.least(mask & members)
         if slot is not None:
             found.append((view.node_at(slot), depth))
             break

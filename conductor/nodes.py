@@ -35,6 +35,8 @@ class Mailbox:
         self._reader: asyncio.Future[None] | None = None
         self._is_paused = False
         self._is_urgent = False
+        self.failed: Failed | None = None
+        """What `next` raised an error for."""
 
     def put(self, item: FromNode) -> None:
         self._arrived.append(item)
@@ -63,6 +65,7 @@ class Mailbox:
         item = self._arrived.popleft()
         self._is_urgent = self._is_urgent and bool(self._arrived)
         if isinstance(item, Failed):
+            self.failed = item
             raise error_named(item.reason, item.message)
         return item
 

@@ -33,6 +33,8 @@ class PlacementRequest(NamedTuple):
     """Between arrival and placement; what its TTFT bound has lost already."""
     is_promised: bool = False
     """It was let wait, because it was predicted to keep its bounds then."""
+    avoid: Sequence[NodeId] = ()
+    """Nodes that failed attempts before this one: chosen where no other will do."""
 
 
 class Placement(NamedTuple):

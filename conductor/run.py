@@ -8,12 +8,13 @@ from contextlib import contextmanager
 
 from base.block_hash import BlockHash, hash_chain
 from base.clock import Clock
-from base.errors import DeadlineError
+from base.errors import DeadlineError, ServeError, TransferFailedError
 from base.messages import Failed, Prefilled, Work
-from base.request import FinishReason, Request, RequestId, Slo
+from base.request import FinishReason, NodeId, Request, RequestId, Slo
 from conductor.decisions import Actual
 from conductor.fair_queue import Criticality, Waiting, criticality
 from conductor.nodes import Mailbox
+from conductor.placement import Placement
 
 # What has no TTFT bound is ordered as if it had this one: it is not passed by for ever.
 PATIENCE_S = 30.0
@@ -42,6 +43,8 @@ class Run:
         self._prefilled: Prefilled | None = None
         self._ttft_s: float | None = None
         self._first_at_s = self._last_at_s = 0.0
+        self.avoid: list[NodeId] = []
+        """Nodes that attempts failed at."""
 
     def begin_attempt(self) -> None:
         """Start afresh: a late message of the attempt before must not be taken for ours."""
@@ -50,6 +53,21 @@ class Run:
         self.mailbox = Mailbox()
         self._num_tokens_before = len(self.generated)
         self._prefilled = self._ttft_s = None
+
+    def failed_at(self, placement: Placement, error: ServeError) -> None:
+        """Note which node failed the attempt, so that the next one is placed elsewhere if it can be.
+
+        What a node says of a transfer is said of its peer, unless that was to be avoided already.
+        """
+        failed, decode, prefill = self.mailbox.failed, placement.decode_node, placement.prefill_node
+        if failed is None:
+            return
+        is_prefill = failed.request_id == self.prefill_id
+        if is_prefill and isinstance(error, TransferFailedError) and decode not in self.avoid:
+            is_prefill = False
+        node_id = prefill if is_prefill else decode
+        if node_id not in self.avoid:
+            self.avoid.append(node_id)
 
     def prefilled(self, prefilled: Prefilled) -> float | None:
         """Note the attempt's first token; return the request's TTFT if it is its first too."""
@@ -90,6 +108,11 @@ class Run:
     def attempt_id(self) -> RequestId:
         """The request's name on the nodes."""
         return RequestId(f"{self.request.request_id}.{self.num_attempts}")
+
+    @property
+    def prefill_id(self) -> RequestId:
+        """Its name on the prefill node: another one, because one node may have both roles."""
+        return RequestId(f"{self.attempt_id}.prefill")
 
     @property
     def token_ids(self) -> tuple[int, ...]:

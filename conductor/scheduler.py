@@ -19,6 +19,8 @@ What the paper leaves open, and what is chosen here:
 * the source is the holder with the fewest fetches from it, and a busy link is shared;
 * the decode node is the one with the shortest predicted step, unless one that holds a
   part of the prompt has a step that is hardly longer: then fewer bytes travel;
+* a node that failed an attempt of the request is chosen, or fetched from, where no other will
+  do: it may be dead, which its lease tells some seconds later;
 * ties go to the smaller slot.
 
 `place` is pure: no I/O, no clock, no randomness; it changes nothing. The live conductor
@@ -48,6 +50,8 @@ MAX_SOURCES = 8
 
 # If the least loaded decode nodes cannot hold a prompt, others can only where nodes differ.
 DECODE_TRIES = 4
+
+NOBODY: Group = (0, 0)
 
 
 class PrefillChoice(NamedTuple):
@@ -133,10 +137,10 @@ def least_ttft(
     now_s: float,
 ) -> PrefillChoice:
     """Return the prefill node with the smallest predicted seconds to the last layer."""
-    best_blocks = groups[0][0] if groups and settings.fetches else 0
+    best_blocks, holders = deepest_holders(request, groups, view) if settings.fetches else NOBODY
     source: NodeState | None = None
     best: PrefillChoice | None = None
-    rest = view.prefill_mask
+    rest = preferred(view.prefill_mask, request, view)
     least = view.prefill_order.least
     for depth, mask in (*groups, (0, rest)):
         members = mask & rest
@@ -148,7 +152,7 @@ def least_ttft(
             continue
         choice = candidate(request, slot, depth, view, cost, now_s)
         if depth < best_blocks:
-            source = source or best_source(groups[0][1], view)
+            source = source or best_source(holders, view)
             fetching = fetching_candidate(request, choice, best_blocks, source, view, cost)
             if prefers_fetch(choice, fetching, settings):
                 choice = fetching
@@ -158,6 +162,19 @@ def least_ttft(
             break  # idle already: a shallower group can only compute or fetch more
     assert best is not None, "prefill_mask is not empty, so some node is in some group"
     return best
+
+
+def preferred(mask: int, request: PlacementRequest, view: ClusterView) -> int:
+    """Return those of `mask` that failed no attempt of the request; all, if each did."""
+    return mask & ~view.mask_of(request.avoid) or mask if request.avoid else mask
+
+
+def deepest_holders(request: PlacementRequest, groups: list[Group], view: ClusterView) -> Group:
+    """Return the deepest of `groups` to fetch from, without nodes that failed the request."""
+    if not request.avoid:
+        return groups[0] if groups else NOBODY
+    avoided = view.mask_of(request.avoid)
+    return next(((depth, mask & ~avoided) for depth, mask in groups if mask & ~avoided), NOBODY)
 
 
 def candidate(
@@ -211,18 +228,17 @@ def choose_decode(
     request: PlacementRequest, groups: list[Group], view: ClusterView
 ) -> tuple[NodeState, int] | RejectReason:
     """Return the decode node and how many leading blocks it holds already."""
-    candidates = view.decode_mask
-    if not candidates:
+    if not view.decode_mask:
         return RejectReason.NO_DECODE_NODE
     peak_tokens = tokens_needed(request, view)
-    for _ in range(DECODE_TRIES):
-        slot = view.decode_order.least(candidates)
-        if slot is None:
-            break
-        if view.node_at(slot).free_tokens >= peak_tokens:
-            return _nearer_decode(slot, groups, view, peak_tokens)
-        candidates ^= 1 << slot
-    return RejectReason.NO_FREE_BLOCKS
+    members = preferred(view.decode_mask, request, view)
+    slot = _least_with_room(members, view, peak_tokens)
+    if slot is None and members != view.decode_mask:
+        members = view.decode_mask
+        slot = _least_with_room(members, view, peak_tokens)
+    if slot is None:
+        return RejectReason.NO_FREE_BLOCKS
+    return _nearer_decode(slot, members, groups, view, peak_tokens)
 
 
 def matched_tokens(request: PlacementRequest, blocks: int, view: ClusterView) -> int:
@@ -247,15 +263,23 @@ def _prefill_s(request: PlacementRequest, slot: int, depth: int, view: ClusterVi
     return cost.prefill_s(request.num_tokens - prefix, prefix) * ratio
 
 
+def _least_with_room(members: int, view: ClusterView, peak_tokens: float) -> int | None:
+    for _ in range(DECODE_TRIES):
+        slot = view.decode_order.least(members)
+        if slot is None or view.node_at(slot).free_tokens >= peak_tokens:
+            return slot
+        members ^= 1 << slot
+    return None
+
+
 def _nearer_decode(
-    least: int, groups: list[Group], view: ClusterView, peak_tokens: float
+    least: int, members: int, groups: list[Group], view: ClusterView, peak_tokens: float
 ) -> tuple[NodeState, int]:
     """Return the least loaded node, or one hardly more loaded that holds more of the prompt."""
     order = view.decode_order
     limit_s = order.value(least) * DECODE_AFFINITY
     for depth, mask in groups:
-        members = mask & view.decode_mask
-        slot = order.least(members) if members else None
+        slot = order.least(mask & members) if mask & members else None
         if slot is not None and order.value(slot) <= limit_s:
             node = view.node_at(slot)
             if node.free_tokens >= peak_tokens:

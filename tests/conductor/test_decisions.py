@@ -29,6 +29,8 @@ def history(seed, settings, num_requests=80):
         now_s += rng.random() * 0.8
         slo = Slo(rng.choice([1.0, 5.0, float("inf")]), rng.choice([0.02, 0.05, float("inf")]))
         request = make_request(f"r{number}", rng.randrange(1, 30), rng.randrange(3), slo=slo)
+        if number % 3 == 0:
+            request = request._replace(avoid=(f"p{number % 4}", f"d{number % 5}")[: 1 + number % 2])
         result = place(request, view, COST, now_s, settings)
         made.append(decision(request, view, result, now_s, now_s))
         if isinstance(result, Placement):
@@ -97,6 +99,7 @@ def test_a_decision_read_from_a_log_is_the_one_that_was_written(tmp_path):
     assert outcome == ("r0", actual)
     assert [each.result for each in read] == [each.result for each in (*made, with_hashes)]
     assert read[-1].asked.chain == with_hashes.asked.chain
+    assert [each.asked.avoid for each in read] == [each.asked.avoid for each in (*made, with_hashes)]
     for each in read[:-1]:
         assert decide_again(each, COST, shared.settings) == each.result
 
@@ -142,8 +145,25 @@ def test_an_explanation_names_the_terms_the_choice_and_the_runner_up():
     assert told["predicted_over_actual"]["ttft"] == pytest.approx(0.5)
     assert told["decided_again_alike"] is True
     assert [row["node"] for row in told["decode_candidates"]] == ["d0", "d1"]
+    assert not any(row["is_avoided"] for row in told["prefill_candidates"] + told["decode_candidates"])
     assert json.loads(json.dumps(told)) == told
     assert kept.explain("cha") is None
+
+
+def test_an_explanation_says_which_nodes_were_avoided():
+    view = make_view(2, 2, COST)
+    request = make_request("chat-1f.2", 10)._replace(avoid=(NodeId("p0"), NodeId("d0"), NodeId("gone")))
+    result = place(request, view, COST, 1.0)
+    assert (result.prefill_node, result.decode_node) == ("p1", "d1")
+    kept = Decisions(COST, SchedulerSettings())
+    kept.decided(decision(request, view, result, 0.5, 1.0))
+    (told,) = kept.explain("chat-1f")["attempts"]
+    assert [(row["node"], row["is_avoided"]) for row in told["prefill_candidates"]] == [
+        ("p1", False),
+        ("p0", True),
+    ]
+    assert {row["node"] for row in told["decode_candidates"] if row["is_avoided"]} == {"d0"}
+    assert told["decided_again_alike"] is True
 
 
 def test_the_oldest_decision_is_forgotten_first():

@@ -22,6 +22,7 @@ from base.request import FinishReason, Request, Role, SamplingParams, Slo, StopP
 from conductor.attach import AttachService
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel, load_profile
+from conductor.decisions import decide_again
 from conductor.dispatch import Dispatcher, Limits
 from conductor.membership import Membership
 from conductor.scheduler_settings import SchedulerSettings
@@ -433,6 +434,69 @@ async def test_a_stream_is_ended_when_another_of_its_node_took_its_place():
         task.cancel()
         assert session.is_lost
         assert session not in running.membership.sessions
+
+
+class CannotWrite(ScriptedWork):
+    """A prefill node to which a decode node does not answer."""
+
+    def __init__(self, peer):
+        super().__init__()
+        self._peer = peer
+
+    def _answers(self, item):
+        if isinstance(item, Prefill) and item.target.node_id == self._peer:
+            return [Failed(item.work.request_id, "TransferFailedError", "no such peer")]
+        return super()._answers(item)
+
+
+def pairs(running):
+    return [(made.result.prefill_node, made.result.decode_node) for made in running.seen.made]
+
+
+async def test_a_retry_avoids_the_decode_node_that_could_not_be_written_to():
+    """It is dead, perhaps, which its lease tells later."""
+    async with conductor() as running:
+        await running.attach(CannotWrite("d0"), node_id="p0", roles=(Role.PREFILL,))
+        await running.attach(ScriptedWork(), node_id="d0", roles=(Role.DECODE,))
+        await running.attach(ScriptedWork(), node_id="d1", roles=(Role.DECODE,))
+        tokens, _ = await answer(running.dispatcher, request(max_tokens=3))
+        assert len(tokens) == 3
+        assert pairs(running) == [("p0", "d0"), ("p0", "d1")]
+        first, second = running.seen.made
+        assert (first.asked.avoid, second.asked.avoid) == ((), ("d0",))
+        settings, cost = SchedulerSettings(), CostModel(load_profile("cpu-smollm2"))
+        assert decide_again(second, cost, settings) == second.result
+
+
+async def test_where_there_is_one_decode_node_a_retry_is_prefilled_elsewhere():
+    async with conductor() as running:
+        await running.attach(CannotWrite("d0"), node_id="p0", roles=(Role.PREFILL,))
+        await running.attach(ScriptedWork(), node_id="p1", roles=(Role.PREFILL,))
+        await running.attach(ScriptedWork(), node_id="d0", roles=(Role.DECODE,))
+        tokens, _ = await answer(running.dispatcher, request(max_tokens=3))
+        assert len(tokens) == 3
+        assert pairs(running) == [("p0", "d0"), ("p0", "d0"), ("p1", "d0")]
+
+
+async def test_a_retry_avoids_the_node_that_gave_the_request_up():
+    async with conductor() as running:
+
+        class GivesUp(ScriptedWork):
+            def _answers(self, item):
+                if isinstance(item, Prefill | Start):
+                    name = item.work.request_id if isinstance(item, Prefill) else item.request_id
+                    return [Failed(name, "LostError", "the engine gave this prompt up")]
+                return super()._answers(item)
+
+        for work, role in ((GivesUp, "bad"), (ScriptedWork, "good")):
+            await running.attach(work(), node_id=f"a-{role}-p", roles=(Role.PREFILL,))
+            await running.attach(work(), node_id=f"a-{role}-d", roles=(Role.DECODE,))
+        assert (await answer(running.dispatcher, request()))[1] is FinishReason.LENGTH
+        assert pairs(running) == [
+            ("a-bad-p", "a-bad-d"),
+            ("a-good-p", "a-bad-d"),
+            ("a-good-p", "a-good-d"),
+        ]
 
 
 class FullOnce(ScriptedWork):

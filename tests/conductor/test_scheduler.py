@@ -58,6 +58,31 @@ def test_groups_find_what_a_scan_of_all_nodes_finds(seed: int) -> None:
     assert ready_s == pytest.approx(least_ttft_by_scan(view, held, request))
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_nodes_to_avoid_are_chosen_and_fetched_from_only_where_no_others_are(seed: int) -> None:
+    rng = random.Random(seed)
+    view, held = random_cluster(rng)
+    names = ["p0", "p1", "p2", "p3", "p4", "p5", "d0", "d1"]
+    avoid = rng.sample(names, rng.randrange(1, len(names)))
+    request = make_request(blocks=rng.randrange(1, 25))._replace(avoid=tuple(avoid))
+    placement = require_placement(place(request, view, COST, 0.0))
+    assert placement.prefill_node not in avoid or {*names[:6]} <= {*avoid}
+    assert placement.decode_node not in avoid or {"d0", "d1"} <= {*avoid}
+    assert placement.source_node not in avoid
+    if not {*names[:6]} <= {*avoid}:
+        others = {slot: blocks for slot, blocks in held.items() if names[slot] not in avoid}
+        ready_s = max(placement.queue_s, placement.fetch_s) + placement.prefill_s
+        assert ready_s == pytest.approx(least_ttft_by_scan(view, others, request))
+
+
+def test_a_node_to_avoid_is_chosen_where_the_others_have_no_room() -> None:
+    view = make_view(1, 2)
+    request = make_request()._replace(avoid=(NodeId("d0"),))
+    assert require_placement(place(request, view, COST, 0.0)).decode_node == "d1"
+    view.refused(NodeId("d1"), 0.0)
+    assert require_placement(place(request, view, COST, 0.0)).decode_node == "d0"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_equal_views_give_equal_placements(seed: int) -> None:
     first, _ = random_cluster(random.Random(seed))
