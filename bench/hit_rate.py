@@ -18,12 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from base.errors import CapacityError
+from bench.about_run import about_run
 from kvstore.eviction import BY_NAME, Eviction
 
 ROOT = Path(__file__).parent.parent
 OPEN_TRACE = ROOT.parent / "shared" / "traces" / "conversation_trace.jsonl"
 BLOCK_TOKENS = 512
-CAPACITIES = (1_000, 2_000, 5_859, 10_000, 30_000, 50_000, 100_000)
+CAPACITIES = (1_000, 2_000, 5_859, 10_000, 20_000, 30_000, 50_000, 70_000, 100_000, 130_000)
 
 # Qin et al., FAST'25, figure 9, conversation trace, read off the vector figure (about
 # +-1 %): capacity in tokens -> token hit rate under LRU.
@@ -126,7 +127,13 @@ def main() -> None:
     print("hit rate, blocks / tokens")
     print(table(rows))
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        result = {
+            "run": about_run(),
+            "trace": options.trace.name,
+            "paper_lru_tokens_by_capacity_tokens": PAPER_LRU,
+            "rows": [asdict(row) for row in rows],
+        }
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ room for the integral of 1 - F over 0..T; the T with the best ratio is the time 
 and the share to admit is the share for which the room suffices.
 
 The same sample says how long half of the returns take. A block that was used again is kept
-that much longer, once or twice (`patience`): conversations go on at their own pace, which is
-neither the cache's nor the count of uses. In a cache so large that blocks outstay what
-returns, recency alone is left.
+that much longer, once or twice (`patience`, `credits`): conversations go on at their own pace,
+which is neither the cache's nor the count of uses. Once, in a cache so large that blocks stay
+longer than `HORIZON` anyway: there a second credit is below LRU (room for 70,000 blocks), as
+is less of one. Where that change is made was chosen on the trace it is measured on.
 
 Conversations are drawn by multiples of two irrationals, which spread evenly, follow no
 rhythm of the requests and need no generator of random numbers: the same trace always
@@ -42,8 +43,8 @@ BUCKET_REQUESTS = 16
 NUM_BUCKETS = 128
 HORIZON = NUM_BUCKETS * BUCKET_REQUESTS
 """Requests back; what returns later counts as not returning."""
-LONG_STAY = 1.5 * HORIZON
-"""Requests. Where blocks stay longer than that, use says ever less, and at twice that nothing."""
+MAX_CREDITS = 2
+"""What was used often long ago is not kept for ever."""
 LEARN_EVERY = 128
 """Requests."""
 FADE = 0.9
@@ -60,6 +61,8 @@ class Admission(Generic[Block]):
         """Of conversations admitted, 0..1."""
         self.patience = 0.0
         """Requests that a use of a block makes it worth keeping longer."""
+        self.credits = MAX_CREDITS
+        """Uses after a block's first that count."""
         self._drawn = 0
         self._returns = [0.0] * NUM_BUCKETS
         self._lost = 0.0
@@ -122,7 +125,8 @@ class Admission(Generic[Block]):
             room = self._blocks_per_request * self._worth_keeping()
             self.share = min(1.0, capacity / room) if room else 1.0
             if not math.isinf(capacity):
-                self.patience = self._median_return() * min(1.0, max(0.0, 2.0 - stay / LONG_STAY))
+                self.patience = self._median_return()
+                self.credits = MAX_CREDITS if stay <= HORIZON else 1
             self._returns = [count * FADE for count in self._returns]
             self._lost *= FADE
 

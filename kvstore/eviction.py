@@ -33,9 +33,6 @@ BRANCHES_OF_A_SHARED_HEAD = 3
 """A block that this many others follow ends a shared system prompt: what comes after it
 is another conversation. Fewer are one conversation's edits."""
 
-MAX_CREDITS = 2
-"""Uses that count: what was used often long ago is not kept for ever."""
-
 Block = TypeVar("Block", bound=Hashable)
 """What names a block: a `BlockHash` in a store, an integer in a trace."""
 
@@ -67,7 +64,7 @@ class Entry(Generic[Block]):
         self.tick = tick
         """When it was last used; moments are numbered by requests."""
         self.patience = 0.0
-        """Requests that one use of it was worth when it was last used."""
+        """Requests that it was worth keeping longer, for its uses, when it was last used."""
         self.children = 0
         """Blocks of the tree that follow it, and holds on it."""
         self.branches = 0
@@ -101,12 +98,12 @@ def length_aware(entry: Entry[Block]) -> tuple[float, ...]:
 
 
 def kept_while_it_may_return(entry: Entry[Block]) -> tuple[float, ...]:
-    """Least recently used first, where each use of a block but the first counts as that much later.
+    """Least recently used first, what was used before as if that much later.
 
     Blocks of conversations that were not admitted go before all others, oldest first.
     """
     if entry.is_admitted:
-        return (entry.tick + entry.patience * min(entry.uses - 1, MAX_CREDITS), -entry.depth)
+        return (entry.tick + entry.patience, -entry.depth)
     return (0.0, entry.tick)
 
 
@@ -144,15 +141,15 @@ class Eviction(Generic[Block]):
         Call it once for a request, before its inserts, even if nothing matched.
         """
         self._tick += 1
-        tick, patience, entries = self._tick, 0.0, self._entries
+        tick, patience, credits, entries = self._tick, 0.0, 0, self._entries
         if self._admission is not None:
             self._admit(chain, self._admission)
-            patience = self._admission.patience
+            patience, credits = self._admission.patience, self._admission.credits
         for block in chain:
             entry = entries[block]
             entry.uses += 1
             entry.tick = tick
-            entry.patience = patience
+            entry.patience = patience * min(entry.uses - 1, credits)
 
     def insert(self, block: Block, parent: Block | None) -> None:
         """Add `block`, absent so far, after `parent`, which is present or None.
