@@ -15,6 +15,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,9 +27,9 @@ from base.errors import ConfigError
 from bench.about_run import current_commit, processor_name
 from bench.engine_shapes import SHAPES, build_model
 from bench.engine_work import Driver, Prompts
-from bench.profile_fit import Fit, Measured, fit_decode, fit_prefill
+from bench.profile_fit import Measured, fitted
 from bench.profile_log import profile_from_run
-from conductor.cost_model import CostModel, Evidence, Point, Profile, profile_json
+from conductor.cost_model import Evidence, Profile, profile_json
 from conductor.replay.conformance import read_run
 from engine.build import Engine, assemble_engine, build_engine
 from engine.model import PagedModel
@@ -170,44 +171,25 @@ def make_profile(
     options: argparse.Namespace, engine: Engine, prefill: list[Measured], decode: list[Measured]
 ) -> Profile:
     """Return the profile that fits the points best."""
-    prefill_fit, small_tokens = fit_prefill(prefill)
-    decode_fit = fit_decode(decode)
-    fixed_s, token_s, token2_s, small_s = prefill_fit.coefficients
-    step_s, sequence_s, context_s = decode_fit.coefficients
     layout = engine.layout
     device_tokens = engine.cache.num_blocks * layout.block_size
-    profile = Profile(
+    make = partial(
+        Profile,
         name=options.name,
         source="measured by conductor profile; link and host memory are given, not measured",
         kv_token_bytes=layout.token_bytes,
         num_layers=layout.num_layers,
-        prefill_fixed_s=fixed_s,
-        prefill_token_s=token_s,
-        prefill_token2_s=token2_s,
-        prefill_small_s=small_s,
-        prefill_small_tokens=small_tokens,
-        prefix_token_s=_load_s(engine) * layout.token_bytes,
-        decode_fixed_s=step_s,
-        decode_sequence_s=sequence_s,
-        decode_context_token_s=context_s,
         transfer_bytes_per_s=options.link_bytes_per_s,
         transfer_fixed_s=options.link_latency_s,
         device_kv_tokens=device_tokens,
         host_kv_tokens=options.host_kv_tokens or device_tokens,
     )
-    evidence = _evidence(options, engine, profile, prefill, decode)
-    return dataclasses.replace(profile, evidence=_with_errors(evidence, prefill_fit, decode_fit))
-
-
-def _evidence(
-    options: argparse.Namespace,
-    engine: Engine,
-    profile: Profile,
-    prefill: list[Measured],
-    decode: list[Measured],
-) -> Evidence:
+    profile = fitted(make, prefill, decode, _origin(options, engine))
     # The prefix was on the device: its load from host memory is no part of what was measured.
-    cost = CostModel(dataclasses.replace(profile, prefix_token_s=0.0))
+    return dataclasses.replace(profile, prefix_token_s=_load_s(engine) * layout.token_bytes)
+
+
+def _origin(options: argparse.Namespace, engine: Engine) -> Evidence:
     is_gpu = engine.cache.tensor.is_cuda
     device = torch.cuda.get_device_name() if is_gpu else f"{processor_name()}, {engine.num_threads} threads"
     layout = engine.layout
@@ -218,28 +200,6 @@ def _evidence(
         versions=f"torch {torch.__version__}, transformers {version('transformers')}",
         commit=options.commit or current_commit(),
         date=time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
-        prefill=tuple(
-            Point(item.tokens, item.context, item.seconds, cost.prefill_s(item.tokens, item.context))
-            for item in prefill
-        ),
-        decode=tuple(
-            Point(
-                item.tokens,
-                item.context,
-                item.seconds,
-                cost.decode_step_s(item.tokens, item.tokens * item.context),
-            )
-            for item in decode
-        ),
-    )
-
-
-def _with_errors(evidence: Evidence, prefill: Fit, decode: Fit) -> Evidence:
-    return dataclasses.replace(
-        evidence,
-        prefill_left_out_error=prefill.mean_error,
-        decode_left_out_error=decode.mean_error,
-        worst_left_out_error=max(*prefill.left_out_errors, *decode.left_out_errors),
     )
 
 

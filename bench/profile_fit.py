@@ -7,12 +7,15 @@ most, so every choice of those that are left at 0 is tried.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from conductor.cost_model import CostModel, Evidence, Point, Profile
 
 Terms = Callable[[float, float], list[float]]
 """(tokens, context) of a measurement to what each coefficient is multiplied with."""
@@ -60,6 +63,54 @@ def fit_prefill(points: Sequence[Measured]) -> tuple[Fit, int]:
 def fit_decode(points: Sequence[Measured]) -> Fit:
     """Return coefficients (fixed, sequence, token of context)."""
     return fit(points, lambda batch, context: [1.0, batch, batch * context])
+
+
+def fitted(
+    make: Callable[..., Profile],
+    prefill: Sequence[Measured],
+    decode: Sequence[Measured],
+    evidence: Evidence,
+) -> Profile:
+    """Return the profile that fits the points best, with each point beside what it predicts.
+
+    Args:
+        make: Makes a profile of the fitted coefficients, by name, and what it knows itself.
+        prefill: Points whose prefix was where attention reads it.
+        decode: Points of steps.
+        evidence: What is known of the points' origin.
+    """
+    prefill_fit, small_tokens = fit_prefill(prefill)
+    decode_fit = fit_decode(decode)
+    fixed_s, token_s, token2_s, small_s = prefill_fit.coefficients
+    step_s, sequence_s, context_s = decode_fit.coefficients
+    profile = make(
+        prefill_fixed_s=fixed_s,
+        prefill_token_s=token_s,
+        prefill_token2_s=token2_s,
+        prefill_small_s=small_s,
+        prefill_small_tokens=small_tokens,
+        prefix_token_s=0.0,
+        decode_fixed_s=step_s,
+        decode_sequence_s=sequence_s,
+        decode_context_token_s=context_s,
+    )
+    cost = CostModel(profile)
+    evidence = dataclasses.replace(
+        evidence,
+        prefill=_points(prefill, cost.prefill_s),
+        decode=_points(decode, lambda batch, context: cost.decode_step_s(batch, batch * context)),
+        prefill_left_out_error=prefill_fit.mean_error,
+        decode_left_out_error=decode_fit.mean_error,
+        worst_left_out_error=max(*prefill_fit.left_out_errors, *decode_fit.left_out_errors),
+    )
+    return dataclasses.replace(profile, evidence=evidence)
+
+
+def _points(measured: Sequence[Measured], predict: Callable[[float, float], float]) -> tuple[Point, ...]:
+    return tuple(
+        Point(item.tokens, item.context, item.seconds, predict(item.tokens, item.context))
+        for item in measured
+    )
 
 
 def _prefill_terms(small: int) -> Terms:

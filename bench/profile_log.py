@@ -15,11 +15,12 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 
 from base.errors import ConfigError
-from bench.profile_fit import Measured, fit_decode, fit_prefill
-from conductor.cost_model import CostModel, Evidence, Point, Profile
+from bench.profile_fit import Measured, fitted
+from conductor.cost_model import Evidence, Profile
 from conductor.replay.conformance import LiveRequest, LiveRun
 
 FEWEST = 20
@@ -36,48 +37,16 @@ def profile_from_run(run: LiveRun, name: str) -> Profile:
     decode = decode_points(run.served)
     if min(len(prefill), len(decode)) < FEWEST:
         raise ConfigError(f"{len(prefill)} prefills and {len(decode)} answers: a fit takes {FEWEST} of each")
-    prefill_fit, small_tokens = fit_prefill(prefill)
-    decode_fit = fit_decode(decode)
-    fixed_s, token_s, token2_s, small_s = prefill_fit.coefficients
-    step_s, sequence_s, context_s = decode_fit.coefficients
     known = run.shared.profile
-    profile = dataclasses.replace(
+    make = partial(
+        dataclasses.replace,
         known,
         name=name,
         source="fitted to a decision log; links and capacities are as they were given to the conductor",
-        prefill_fixed_s=fixed_s,
-        prefill_token_s=token_s,
-        prefill_token2_s=token2_s,
-        prefill_small_s=small_s,
-        prefill_small_tokens=small_tokens,
-        prefix_token_s=0.0,
-        decode_fixed_s=step_s,
-        decode_sequence_s=sequence_s,
-        decode_context_token_s=context_s,
         transfer_fixed_s=known.num_layers * max(0.0, median(map(_after_prefill_s, run.served))),
         request_s=0.0,
     )
-    cost = CostModel(profile)
-    evidence = Evidence(
-        device="see the cluster's own",
-        prefill=tuple(
-            Point(item.tokens, item.context, item.seconds, cost.prefill_s(item.tokens, item.context))
-            for item in prefill
-        ),
-        decode=tuple(
-            Point(
-                item.tokens,
-                item.context,
-                item.seconds,
-                cost.decode_step_s(item.tokens, item.tokens * item.context),
-            )
-            for item in decode
-        ),
-        prefill_left_out_error=prefill_fit.mean_error,
-        decode_left_out_error=decode_fit.mean_error,
-        worst_left_out_error=max(*prefill_fit.left_out_errors, *decode_fit.left_out_errors),
-    )
-    return dataclasses.replace(profile, evidence=evidence)
+    return fitted(make, prefill, decode, Evidence(device="see the cluster's own"))
 
 
 def prefill_points(served: Sequence[LiveRequest]) -> list[Measured]:

@@ -44,31 +44,17 @@ class DecodeRole:
         self._send = send
         self._clock = clock
         self._store = store
-        self._tasks = RequestTasks(group, send)
+        self.tasks = RequestTasks(group, send)
         self._starts: dict[RequestId, asyncio.Future[Start]] = {}
 
     def reserve(self, message: Reserve) -> None:
-        self._tasks.start(message.work.request_id, self._serve(message.work))
+        self.tasks.start(message.work.request_id, self._serve(message.work))
 
     def start(self, message: Start) -> None:
         """Let a reserved request begin; a start that comes too late is nothing."""
         started = self._starts.get(message.request_id)
         if started is not None and not started.done():
             started.set_result(message)
-
-    def release(self, request_id: RequestId) -> None:
-        self._tasks.end(request_id)
-
-    def release_all(self) -> None:
-        self._tasks.end_all()
-
-    async def idle(self) -> None:
-        """Return when no request is at work."""
-        await self._tasks.idle()
-
-    @property
-    def num_requests(self) -> int:
-        return len(self._tasks)
 
     async def _serve(self, work: Work) -> None:
         held: list[Sequence] = []

@@ -47,7 +47,7 @@ from kvstore.findable import Findable
 from kvstore.store import Store
 from prefill_node.fetcher import Fetcher
 from prefill_node.lender import Lender
-from prefill_node.prefix_loader import LentPrefix
+from prefill_node.prefix_loader import LentPrefix, OwnCache
 from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
 from transfer.segment import Segment
@@ -92,15 +92,14 @@ async def serve(config: NodeProcess) -> None:
                 timeline.watch(engine)
                 kv = NodeKv(kv.layout, tuple(map(timeline.shard, kv.shards)))
             prefilled = partial(_prefilled, metrics, timeline)
-            is_whole = engine.ranks is None
-            lent = partial(LentPrefix, agent, segment, engine.cache) if is_whole else None
+            here = OwnCache(engine.pool, engine.cache, segment, agent, engine.ranks is None)
+            lent = partial(LentPrefix, here) if here.is_whole else None
             works = []
             background = [tasks.create_task(engine.loop.run())]
             for client in clients:
                 traced = tracing.of_conductor()
                 send = traced.send(client.send)
-                here = (engine.pool, engine.cache, segment, agent, tasks, send)
-                lender, fetcher = Lender(*here, own, is_whole), Fetcher(*here, is_whole)
+                lender, fetcher = Lender(here, tasks, send, own), Fetcher(here, tasks, send)
                 prefill = PrefillRole(engine.loop, kv, tasks, send, clock, lent, beside, prefilled)
                 decode = DecodeRole(engine.loop, kv, tasks, send, clock, beside)
                 works.append(ConductorWork(state, client.wake, prefill, decode, lender, fetcher))

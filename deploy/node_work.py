@@ -170,6 +170,7 @@ class ConductorWork:
         self._decode = decode
         self._lender = lender
         self._fetcher = fetcher
+        self._tasks = (lender.tasks, fetcher.tasks, prefill.tasks, decode.tasks)
         self._num_heartbeats = 0
         self._next_event = 1
         self._epoch: int | None = None
@@ -191,8 +192,8 @@ class ConductorWork:
                 case Lend():
                     self._lender.lend(item)
                 case Release():
-                    for part in (self._lender, self._fetcher, self._prefill, self._decode):
-                        part.release(item.request_id)
+                    for tasks in self._tasks:
+                        tasks.end(item.request_id)
                 case Fetch() | Forget() | Serve():
                     self._obey(item)
         if items:
@@ -232,17 +233,17 @@ class ConductorWork:
             self._state.control.left(self._epoch)
             self._epoch = None
             self._state.changed()
-        for part in (self._lender, self._fetcher, self._prefill, self._decode):
-            part.release_all()
+        for tasks in self._tasks:
+            tasks.end_all()
 
     async def idle(self) -> None:
         """Return when no request is at work."""
-        await self._decode.idle()
-        await self._prefill.idle()
+        await self._decode.tasks.idle()
+        await self._prefill.tasks.idle()
 
     @property
     def num_requests(self) -> int:
-        return self._prefill.num_requests + self._decode.num_requests
+        return len(self._prefill.tasks) + len(self._decode.tasks)
 
     def _obey(self, order: Fetch | Forget | Serve) -> None:
         control = self._state.control

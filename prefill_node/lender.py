@@ -15,16 +15,12 @@ from collections.abc import Callable
 from base.errors import LostError
 from base.grants import Operation
 from base.messages import FromNode, Lend, Lent
-from base.request import RequestId
 from base.request_tasks import RequestTasks
 from base.uninterrupted import uninterrupted
-from engine.block_pool import BlockPool
 from engine.block_sums import block_sums
-from engine.paged_cache import PagedCache
 from kvstore.lending import lend_stored
 from kvstore.store import Store
-from transfer.agent import TransferAgent
-from transfer.segment import Segment
+from prefill_node.prefix_loader import OwnCache
 
 
 class Lender:
@@ -32,65 +28,40 @@ class Lender:
 
     def __init__(
         self,
-        pool: BlockPool,
-        cache: PagedCache,
-        segment: Segment,
-        agent: TransferAgent,
+        own: OwnCache,
         group: asyncio.TaskGroup,
         send: Callable[[FromNode], None],
         store: Store | None = None,
-        is_whole: bool = True,
     ) -> None:
-        """Begin without lent blocks.
-
-        Args:
-            is_whole: Whether `cache` has all of a block. If other ranks have the rest, nothing
-                is lent: what reads a part from each is not built.
-        """
-        self._pool = pool
-        self._cache = cache
-        self._segment = segment
-        self._agent = agent
+        """Begin without lent blocks."""
+        self._own = own
         self._send = send
         self._store = store
-        self._is_whole = is_whole
-        self._tasks = RequestTasks(group, send)
+        self.tasks = RequestTasks(group, send)
 
     def lend(self, message: Lend) -> None:
-        self._tasks.start(message.request_id, self._lend(message))
-
-    def release(self, request_id: RequestId) -> None:
-        self._tasks.end(request_id)
-
-    def release_all(self) -> None:
-        self._tasks.end_all()
-
-    async def idle(self) -> None:
-        """Return when nothing is lent."""
-        await self._tasks.idle()
+        self.tasks.start(message.request_id, self._lend(message))
 
     async def _lend(self, message: Lend) -> None:
-        if not self._is_whole:
-            raise LostError("the blocks of this node are with several ranks, and are not lent")
-        block_ids = self._pool.match(message.chain)
+        own = self._own
+        own.require_whole()
+        block_ids = own.pool.match(message.chain)
         if self._store is not None and self._store.match(message.chain).num_blocks > len(block_ids):
-            self._pool.release(block_ids)
+            own.pool.release(block_ids)
             await lend_stored(self._store, message, self._send)
             return
         try:
             wanted = block_ids[message.first_block :]
             if not wanted:
                 raise LostError("the blocks were evicted")
-            sums = await block_sums(self._cache, wanted)
-            layout = self._cache.layout
+            sums = await block_sums(own.cache, wanted)
+            layout = own.cache.layout
             offsets = [layout.offset(block_id) for block_id in wanted]
-            grant = self._agent.grant(
-                self._segment, offsets, layout.block_bytes, Operation.READ, message.lease_s
-            )
+            grant = own.agent.grant(own.segment, offsets, layout.block_bytes, Operation.READ, message.lease_s)
             try:
                 self._send(Lent(message.request_id, grant, tuple(sums)))
                 await asyncio.sleep(message.lease_s)
             finally:
-                await uninterrupted(self._agent.revoke(grant))
+                await uninterrupted(own.agent.revoke(grant))
         finally:
-            self._pool.release(block_ids)
+            own.pool.release(block_ids)

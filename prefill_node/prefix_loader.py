@@ -17,10 +17,11 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from base.block_hash import BlockHash, hash_chain
-from base.errors import ChecksumError, ServeError
+from base.errors import ChecksumError, LostError, ServeError
 from base.logs import event
 from base.messages import Source, Work
 from engine.block_pool import BlockPool
@@ -49,13 +50,29 @@ class PrefixSource(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class OwnCache:
+    """This node's paged cache, and by what its blocks are read and written from outside."""
+
+    pool: BlockPool
+    cache: PagedCache
+    segment: Segment
+    agent: TransferAgent
+    is_whole: bool = True
+    """Whether `cache` has all of a block. If other ranks have the rest, nothing is lent, loaded or
+    fetched: what moves a part from or to each is not built."""
+
+    def require_whole(self) -> None:
+        """Raise LostError if other ranks have a part of each block."""
+        if not self.is_whole:
+            raise LostError("the blocks of this node are with several ranks, and are not lent or fetched")
+
+
 class LentPrefix:
     """Blocks that another node lent."""
 
-    def __init__(self, agent: TransferAgent, segment: Segment, cache: PagedCache, source: Source) -> None:
-        self._agent = agent
-        self._segment = segment
-        self._cache = cache
+    def __init__(self, own: OwnCache, source: Source) -> None:
+        self._own = own
         self._source = source
 
     async def reach(self, chain: Sequence[BlockHash], first: int) -> int:
@@ -64,17 +81,18 @@ class LentPrefix:
         return min(self._source.first_block + len(self._source.grant.offsets), len(chain))
 
     async def load(self, chain: Sequence[BlockHash], block_ids: Sequence[int], first: int) -> int:
-        layout, source = self._cache.layout, self._source
+        own, source = self._own, self._source
+        layout = own.cache.layout
         skipped = first - source.first_block
         batch = batch_of(
-            self._segment,
+            own.segment,
             source_offsets=source.grant.offsets[skipped : skipped + len(block_ids)],
             target_offsets=[layout.offset(block_id) for block_id in block_ids],
             length=layout.block_bytes,
         )
-        await self._agent.read(source.peer, source.grant, batch)
+        await own.agent.read(source.peer, source.grant, batch)
         expected = list(source.checksums[skipped : skipped + len(block_ids)])
-        if await block_sums(self._cache, block_ids) != expected:
+        if await block_sums(own.cache, block_ids) != expected:
             raise ChecksumError("a loaded block is not the one that was lent")
         return len(block_ids)
 

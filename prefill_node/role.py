@@ -56,24 +56,10 @@ class PrefillRole:
         self._send = send
         self._clock = clock
         self._store = store
-        self._tasks = RequestTasks(group, send)
+        self.tasks = RequestTasks(group, send)
 
     def prefill(self, message: Prefill) -> None:
-        self._tasks.start(message.work.request_id, self._prefill(message))
-
-    def release(self, request_id: RequestId) -> None:
-        self._tasks.end(request_id)
-
-    def release_all(self) -> None:
-        self._tasks.end_all()
-
-    async def idle(self) -> None:
-        """Return when no request is at work."""
-        await self._tasks.idle()
-
-    @property
-    def num_requests(self) -> int:
-        return len(self._tasks)
+        self.tasks.start(message.work.request_id, self._prefill(message))
 
     async def _prefill(self, message: Prefill) -> None:
         arrived_at_s = self._clock.now_s()

@@ -22,7 +22,7 @@ from engine.loop import EngineLoop
 from engine.paged_cache import PagedCache
 from engine.scheduler import Scheduler
 from engine.step import LayerGroup, StepPlan, StepResult
-from prefill_node.prefix_loader import LentPrefix
+from prefill_node.prefix_loader import LentPrefix, OwnCache
 from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
 from transfer.shard import LocalShard, NodeKv
@@ -115,7 +115,8 @@ class Part:
         self._news = asyncio.Event()
         shard = LocalShard(WHOLE, LAYOUT, self.segment, agent, partial(block_sums, self.cache))
         self.kv = NodeKv(LAYOUT, (shard,))
-        lent = partial(LentPrefix, agent, self.segment, self.cache)
+        self.own = OwnCache(self.pool, self.cache, self.segment, agent)
+        lent = partial(LentPrefix, self.own)
         if role_class is PrefillRole:
             self.role = PrefillRole(self.loop, self.kv, group, self.send, clock, lent)
         else:
@@ -154,8 +155,8 @@ async def parts(runner_class=CountingRunner, **role_classes):
         running = [group.create_task(part.loop.run()) for part in made.values()]
         yield made
         for part in made.values():
-            part.role.release_all()
-            await part.role.idle()
+            part.role.tasks.end_all()
+            await part.role.tasks.idle()
         for task in running:
             task.cancel()
     for part in made.values():

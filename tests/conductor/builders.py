@@ -1,11 +1,11 @@
 """Small clusters for the conductor's tests."""
 
-from base.grants import PeerDescriptor
 from base.messages import Heartbeat, NodeInfo
 from base.request import NodeId, RequestId, Role, Slo
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel, load_profile
 from conductor.placement import Placement, PlacementRequest, Rejection
+from tests.conductor.scripted_node import node_info
 
 BLOCK_SIZE = 512
 
@@ -15,16 +15,8 @@ def make_cost() -> CostModel:
 
 
 def make_info(node_id: str, *roles: Role, num_blocks: int = 2_700, **fields) -> NodeInfo:
-    told = {"model_id": "model", "layout_id": "layout", "max_model_len": 131_072}
-    told |= {"block_size": BLOCK_SIZE, "host": "here"}
-    return NodeInfo(
-        node_id=NodeId(node_id),
-        epoch=1,
-        roles=frozenset(roles),
-        num_blocks=num_blocks,
-        peer=PeerDescriptor(node_id, 1, ()),
-        **told | fields,
-    )
+    told = {"max_model_len": 131_072, "block_size": BLOCK_SIZE, "num_blocks": num_blocks}
+    return node_info(NodeId(node_id), roles, **told | fields)
 
 
 def make_heartbeat(num_free_blocks: int = 2_700, **fields) -> Heartbeat:

@@ -40,7 +40,7 @@ async def received(prefill, decode, asked):
 async def finished(part):
     """Wait until no request is at work, and no step in flight has blocks to give back."""
     async with asyncio.timeout(10):
-        await part.role.idle()
+        await part.role.tasks.idle()
         while part.pool.num_held:
             await asyncio.sleep(0)
 
@@ -124,7 +124,7 @@ async def test_a_release_at_any_stage_gives_everything_back(both, stage):
         await received(prefill, decode, asked)
         if stage == "generating":
             await decode.said(Tokens)
-    decode.role.release("r")
+    decode.role.tasks.end("r")
     await finished(decode)
     decode.check_nothing_is_held()
     assert not [item for item in decode.sent if isinstance(item, Failed)]
@@ -133,7 +133,7 @@ async def test_a_release_at_any_stage_gives_everything_back(both, stage):
 async def test_a_write_after_the_release_is_refused(both):
     prefill, decode = both
     reservation = await reserved(decode, work())
-    decode.role.release("r")
+    decode.role.tasks.end("r")
     await finished(decode)
     before = bytes(decode.segment.memory)
     with pytest.raises(Exception, match=r"stale|revoked|grant|generation"):

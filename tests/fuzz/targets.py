@@ -24,15 +24,12 @@ from base.block_hash import BlockHash, chain_root
 from base.clock import SystemClock
 from base.config import NodeProcess, read_process_config
 from base.errors import ConfigError, ProtocolError
-from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from base.messages import (
     Heartbeat,
     KvEvents,
     Lease,
     Lend,
-    NodeInfo,
     Prefilled,
-    PrefillTimes,
     Release,
     Reserve,
     Reserved,
@@ -41,7 +38,7 @@ from base.messages import (
     Work,
 )
 from base.metrics import ConductorMetrics, process_registry
-from base.request import NodeId, RequestId, Role, SampledToken, SamplingParams, Slo, StopParams
+from base.request import RequestId, SampledToken, SamplingParams, Slo, StopParams
 from base.wire import from_node, from_node_from, to_node, to_node_from
 from base.wire_membership import (
     add_state,
@@ -61,6 +58,7 @@ from kvstore.record import HEADER_BYTES, RecordHeader, encode_header, header_or_
 from kvstore.wire import chain_from, member_from_bytes
 from protos import nodes_pb2
 from tests.conductor.fakes import MODEL, ScriptedDispatcher, spoken, tiny_model
+from tests.conductor.scripted_node import GRANT, TIMES, node_info
 from transfer.frame import Header, Kind, pack, unpack_header, unpack_ranges
 
 SLOW_S = 1.0
@@ -119,31 +117,17 @@ def _by_file(name: str, reader: Callable[[Path], object]) -> Callable[[bytes], o
 WORK = Work(
     RequestId("r"), (1, 2, 3), 3, chain_root("m", "l"), SamplingParams(seed=1), StopParams(5), None, 0, 60.0
 )
-GRANT = Grant(1, 2, Operation.WRITE, (0, 4096), 4096, 10.0)
-PEER = PeerDescriptor("n", 7, (Endpoint("tcp", "127.0.0.1:1"),))
-INFO = NodeInfo(
-    NodeId("n"),
-    7,
-    frozenset({Role.PREFILL}),
-    "m",
-    "l",
-    max_model_len=99,
-    num_blocks=9,
-    block_size=32,
-    peer=PEER,
-    host="h",
-)
 HASH = BlockHash(bytes(range(16)))
 
 
 def _node_messages() -> list[bytes]:
     events = KvEvents(1, True, (HASH,), ())
     beat = Heartbeat(1, 2, 3, 4, 5, 6, 7)
-    prefilled = Prefilled(RequestId("r"), SampledToken(5), None, 0, (1, 2), PrefillTimes(0.1, 0.2, 0.3))
+    prefilled = Prefilled(RequestId("r"), SampledToken(5), None, 0, (1, 2), TIMES)
     said = [Reserved(RequestId("r"), 1, GRANT), prefilled, Tokens(RequestId("r"), (SampledToken(5),), None)]
     step = from_node(said)
     add_state(step, beat, events)
-    return [message.SerializeToString() for message in (register(INFO), step)]
+    return [message.SerializeToString() for message in (register(node_info()), step)]
 
 
 def _conductor_messages() -> list[bytes]:

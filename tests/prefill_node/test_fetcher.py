@@ -24,12 +24,12 @@ async def pair():
         asyncio.TaskGroup() as group,
     ):
         warm, cold = made["warm"], made["cold"]
-        warm.lender = Lender(warm.pool, warm.cache, warm.segment, warm.agent, group, warm.send)
-        cold.fetcher = Fetcher(cold.pool, cold.cache, cold.segment, cold.agent, group, cold.send)
+        warm.lender = Lender(warm.own, group, warm.send)
+        cold.fetcher = Fetcher(cold.own, group, cold.send)
         assert isinstance(await prefilled(warm, made["decode"], work(num_tokens=80)), Prefilled)
         yield warm, cold
-        warm.lender.release_all()
-        cold.fetcher.release_all()
+        warm.lender.tasks.end_all()
+        cold.fetcher.tasks.end_all()
 
 
 async def lent(warm, first=0):
@@ -42,7 +42,7 @@ async def test_a_fetched_chain_is_findable_and_held_by_nobody(pair):
     warm, cold = pair
     cold.fetcher.fetch(Fetch("copy", CHAIN, await lent(warm), 1))
     assert (await cold.said(Fetched)).num_blocks == len(CHAIN)
-    await cold.fetcher.idle()
+    await cold.fetcher.tasks.idle()
     assert all(name in cold.pool for name in CHAIN)
     cold.check_nothing_is_held()
     # and given up again, all but what somebody holds
@@ -61,7 +61,7 @@ async def test_damaged_blocks_are_refused(pair):
     damaged = replace(source, checksums=(source.checksums[0] ^ 1, *source.checksums[1:]))
     cold.fetcher.fetch(Fetch("copy", CHAIN, damaged, 1))
     assert (await cold.said(Failed)).reason == "ChecksumError"
-    await cold.fetcher.idle()
+    await cold.fetcher.tasks.idle()
     assert not any(name in cold.pool for name in CHAIN)
     cold.check_nothing_is_held()
 
@@ -71,6 +71,6 @@ async def test_what_has_no_room_is_not_fetched(pair):
     held = cold.pool.allocate(LAYOUT.num_blocks(9 * 16))
     cold.fetcher.fetch(Fetch("copy", CHAIN, await lent(warm), 1))
     assert (await cold.said(Failed)).reason == "CapacityError"
-    await cold.fetcher.idle()
+    await cold.fetcher.tasks.idle()
     cold.pool.release(held)
     cold.check_nothing_is_held()

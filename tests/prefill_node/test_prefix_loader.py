@@ -34,10 +34,10 @@ async def three():
         asyncio.TaskGroup() as group,
     ):
         warm = made["warm"]
-        warm.lender = Lender(warm.pool, warm.cache, warm.segment, warm.agent, group, warm.send)
+        warm.lender = Lender(warm.own, group, warm.send)
         warm.group = group
         yield warm, made["cold"], made["decode"]
-        warm.lender.release_all()
+        warm.lender.tasks.end_all()
 
 
 def with_store(part, group):
@@ -52,9 +52,9 @@ def with_store(part, group):
     part.store.join(cache.directory)
     blocks = PagedBlocks(part.pool, part.cache, part.segment)
     part.beside = EngineStore(blocks, cache, part.store, 1e9, SystemClock())
-    lent = partial(LentPrefix, part.agent, part.segment, part.cache)
+    lent = partial(LentPrefix, part.own)
     part.role = PrefillRole(part.loop, part.kv, group, part.send, SystemClock(), lent, part.beside)
-    part.lender = Lender(part.pool, part.cache, part.segment, part.agent, group, part.send, part.store)
+    part.lender = Lender(part.own, group, part.send, part.store)
     return group.create_task(part.beside.run())
 
 
@@ -97,8 +97,8 @@ async def test_what_the_cache_forgot_is_lent_from_the_store(three):
     answer = await prefilled(cold, decode, work(num_tokens=80), await lent(warm, 0, 4))
     assert answer.num_cached_tokens == 64
     assert answer.checksums == expected.checksums
-    warm.lender.release("lend")
-    await warm.lender.idle()
+    warm.lender.tasks.end("lend")
+    await warm.lender.tasks.idle()
     saving.cancel()
     await asyncio.wait([saving])
     assert warm.store.pool.accounts().held == 0
@@ -112,7 +112,7 @@ async def prefilled(part, decode, asked, source=None):
     grant = decode.agent.grant(decode.segment, offsets, LAYOUT.block_bytes, Operation.WRITE, 10.0)
     part.role.prefill(Prefill(asked, decode.agent.descriptor, grant, 0, source))
     answer = await part.said(Prefilled)
-    await part.role.idle()
+    await part.role.tasks.idle()
     await decode.agent.revoke(grant)
     part.sent.clear()
     return answer
@@ -131,10 +131,10 @@ async def test_lent_blocks_are_not_computed_again_and_stay(three):
     answer = await prefilled(cold, decode, work(num_tokens=80), source)
     assert answer.num_cached_tokens == 64
     assert answer.checksums == expected.checksums
-    warm.lender.release("lend")
+    warm.lender.tasks.end("lend")
     again = await prefilled(cold, decode, work(num_tokens=80, name="again"))
     assert again.num_cached_tokens == 64
-    await warm.lender.idle()
+    await warm.lender.tasks.idle()
     for part in (warm, cold):
         part.check_nothing_is_held()
 
@@ -176,5 +176,5 @@ async def test_a_loan_ends_by_itself(three):
     warm.lender.lend(Lend("lend", tuple(CHAIN[:2]), 0.05))
     await warm.said(Lent)
     async with asyncio.timeout(5):
-        await warm.lender.idle()
+        await warm.lender.tasks.idle()
     warm.check_nothing_is_held()

@@ -33,7 +33,7 @@ def ask(prefill, decode, asked, grant, first_block=0):
 async def finished(part):
     """Wait until no request is at work, and no step in flight has blocks to give back."""
     async with asyncio.timeout(10):
-        await part.role.idle()
+        await part.role.tasks.idle()
         while part.pool.num_held:
             await asyncio.sleep(0)
 
@@ -112,7 +112,7 @@ async def test_a_release_at_any_stage_gives_everything_back(both, wait_for_a_ste
     if wait_for_a_step:
         async with asyncio.timeout(5):
             await stepped.wait()
-    prefill.role.release("r")
+    prefill.role.tasks.end("r")
     await finished(prefill)
     prefill.check_nothing_is_held()
 
@@ -180,7 +180,7 @@ async def test_a_release_while_layers_leave_gives_everything_back():
         async with asyncio.timeout(10):
             while not decode.cache.tensor[11][0].any():
                 await asyncio.sleep(0)
-        prefill.role.release("r")
+        prefill.role.tasks.end("r")
         prefill.runner.may_end.set()
         decode.runner.may_end.set()
         await finished(prefill)

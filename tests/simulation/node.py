@@ -40,7 +40,7 @@ from kvstore.pool import PoolLimits
 from kvstore.store import Store
 from prefill_node.fetcher import Fetcher
 from prefill_node.lender import Lender
-from prefill_node.prefix_loader import LentPrefix
+from prefill_node.prefix_loader import LentPrefix, OwnCache
 from prefill_node.role import PrefillRole
 from tests.simulation.attach_stream import Channel
 from tests.simulation.device import LAYOUT, VOCAB, LaunchingDevice, SimDevice
@@ -144,12 +144,13 @@ class SimNode:
             info = self._info(epoch)
             state = node_state(engine, info, self.store)
             kv = node_kv(engine, segment, agent)
-            lent = partial(LentPrefix, agent, segment, engine.cache)
+            here = OwnCache(engine.pool, engine.cache, segment, agent)
+            lent = partial(LentPrefix, here)
             tasks.create_task(engine.loop.run())
             for conductor in world.conductors:
                 client = AttachClient(info, conductor.name, self.rng, dial=self._dialled(conductor))
-                here = (engine.pool, engine.cache, segment, agent, tasks, client.send)
-                lender, fetcher = Lender(*here, self.store), Fetcher(*here)
+                lender = Lender(here, tasks, client.send, self.store)
+                fetcher = Fetcher(here, tasks, client.send)
                 prefill = PrefillRole(engine.loop, kv, tasks, client.send, clock, lent, beside)
                 decode = DecodeRole(engine.loop, kv, tasks, client.send, clock, beside)
                 self.works.append(ConductorWork(state, client.wake, prefill, decode, lender, fetcher))
