@@ -177,7 +177,8 @@ class AttachClient:
                         await self._outgoing.wait()
             # What is about to be said goes along: each message is a system call, here and there.
             now_s = asyncio.get_running_loop().time()
-            await asyncio.sleep(max(0.0, sent_at_s + SEND_GAP_S - now_s))
+            if sent_at_s + SEND_GAP_S > now_s:
+                await asyncio.sleep(sent_at_s + SEND_GAP_S - now_s)
             sent_at_s = max(now_s, sent_at_s + SEND_GAP_S)
             self._outgoing.clear()
             if self._waking is not None:

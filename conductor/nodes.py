@@ -162,7 +162,8 @@ class NodeSession:
                 return []
         # For what is about to be sent as well: each message is a system call, here and there.
         now_s = asyncio.get_running_loop().time()
-        await asyncio.sleep(max(0.0, self._sent_at_s + SEND_GAP_S - now_s))
+        if self._sent_at_s + SEND_GAP_S > now_s:
+            await asyncio.sleep(self._sent_at_s + SEND_GAP_S - now_s)
         self._sent_at_s = max(now_s, self._sent_at_s + SEND_GAP_S)
         self._outgoing.clear()
         items, self._outbox = self._outbox, []

@@ -21,6 +21,8 @@ from base.uninterrupted import uninterrupted
 from engine.block_pool import BlockPool
 from transfer.shard import NodeKv
 
+EVERY = slice(None)
+
 
 class Reservation:
     """The blocks of one sequence's prompt, in order."""
@@ -91,23 +93,28 @@ async def reserved(pool: BlockPool, kv: NodeKv, work: Work) -> AsyncIterator[Res
             pool.release(block_ids)
 
 
-async def require_intact(kv: NodeKv, reservation: Reservation, start: Start) -> None:
-    """Compare the written blocks with what their writers computed.
+async def require_intact(kv: NodeKv, reservation: Reservation, start: Start, some: slice = EVERY) -> None:
+    """Compare written blocks with what their writers computed.
+
+    Args:
+        some: Of `reservation.written`.
 
     Raises:
-        ChecksumError: a block is not what was sent, or nobody vouches for some of it. The blocks
-            must not be read.
+        ChecksumError: a block is not what was sent, or nobody vouches for some of it. What was
+            computed from the blocks must be dropped.
     """
     written, parts = reservation.written, start.parts or (kv.whole,)
     if not is_partition(parts, kv.whole) or len(start.checksums) != len(written) * len(parts):
         raise ChecksumError(
             f"{len(start.checksums)} checksums for {len(written)} blocks in {len(parts)} parts"
         )
-    arrived = [found for part in parts for found in await _sums(kv, written, part)]
-    for index, (found, expected) in enumerate(zip(arrived, start.checksums, strict=True)):
-        if found != expected:
-            block = reservation.num_matched + index % len(written)
-            raise ChecksumError(f"block {block} of the prompt arrived damaged")
+    indices = range(len(written))[some]
+    for number, part in enumerate(parts):
+        expected = start.checksums[number * len(written) : (number + 1) * len(written)][some]
+        arrived = await _sums(kv, written[some], part)
+        for index, found, sent in zip(indices, arrived, expected, strict=True):
+            if found != sent:
+                raise ChecksumError(f"block {reservation.num_matched + index} of the prompt arrived damaged")
 
 
 async def _sums(kv: NodeKv, block_ids: list[int], part: KvPart) -> list[int]:

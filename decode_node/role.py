@@ -1,8 +1,12 @@
 """The decode role of a node: reserve, receive, generate.
 
     Reserve --> blocks held, grant out --> Reserved
-    Start   --> grant revoked, checksums verified, prompt blocks published
-            --> the sequence joins the batch --> Tokens, Tokens, ... the last with a reason
+    Start   --> grant revoked, the last block verified, the sequence joins the batch
+            --> all verified, prompt blocks published --> Tokens, Tokens, ... the last with a reason
+
+Checksums are verified while the first step runs, because the client waits for that step; but that of
+the last block before, because the step writes to it. Until all are, nothing that was computed from the
+blocks leaves this role and nothing is published.
 
 One task for each request runs through this from top to bottom and owns what the request
 holds; a `Release`, a deadline or the end of the conductor's stream cancels it wherever
@@ -25,6 +29,8 @@ from engine.sequence import Sequence
 from engine.step import SequenceOutput
 from kvstore.engine_store import EngineStore
 from transfer.shard import NodeKv
+
+LAST, ALL_BUT_LAST = slice(-1, None), slice(None, -1)
 
 
 class DecodeRole:
@@ -60,8 +66,8 @@ class DecodeRole:
         held: list[Sequence] = []
         try:
             async with asyncio.timeout(work.deadline_s):
-                await self._receive(work, held)
-                await self._generate(held[0])
+                reservation, start = await self._receive(work, held)
+                await self._generate(held[0], reservation, start)
         except TimeoutError:
             raise DeadlineError("the request did not end in time") from None
         finally:
@@ -72,21 +78,19 @@ class DecodeRole:
                     self._store.offer(published, sequence.chain_root)
                 self._engine.release(sequence)
 
-    async def _receive(self, work: Work, held: list[Sequence]) -> None:
+    async def _receive(self, work: Work, held: list[Sequence]) -> tuple[Reservation, Start]:
         """Put into `held` the sequence, its KV in place. It owns its blocks from then on,
         though this coroutine may still be cancelled on its way out."""
         started: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
         self._starts[work.request_id] = started
-        pool = self._engine.pool
         try:
-            async with reserved(pool, self._kv, work) as reservation:
+            async with reserved(self._engine.pool, self._kv, work) as reservation:
                 self._send(reservation.told(work.request_id))
                 start = await started
                 await reservation.close()
-                await require_intact(self._kv, reservation, start)
-                for block_id, block_hash in zip(reservation.block_ids, reservation.chain, strict=False):
-                    pool.publish(block_id, block_hash)
+                await require_intact(self._kv, reservation, start, LAST)
                 held.append(self._sequence(work, reservation, start.first_token_id))
+                return reservation, start
         finally:
             del self._starts[work.request_id]
 
@@ -105,10 +109,12 @@ class DecodeRole:
             block_table=reservation.take(),
             block_hashes=list(reservation.chain),
             num_published_blocks=len(reservation.chain),
+            is_proven=False,
         )
 
-    async def _generate(self, sequence: Sequence) -> None:
+    async def _generate(self, sequence: Sequence, reservation: Reservation, start: Start) -> None:
         finished = asyncio.Event()
+        untold: list[Tokens] = []
         broken = False
 
         def on_output(output: SequenceOutput) -> None:
@@ -116,11 +122,33 @@ class DecodeRole:
             if output.finish_reason is FinishReason.ERROR:
                 broken = True
             elif output.tokens or output.finish_reason is not None:
-                self._send(Tokens(sequence.request_id, output.tokens, output.finish_reason))
+                untold.append(Tokens(sequence.request_id, output.tokens, output.finish_reason))
+                tell()
             if output.finish_reason is not None:
                 finished.set()
 
-        self._engine.add(sequence, on_output)
-        await finished.wait()
+        def tell() -> None:
+            while sequence.is_proven and untold:
+                self._send(untold.pop(0))
+
+        async with asyncio.TaskGroup() as both:
+            proving = both.create_task(self._prove(sequence, reservation, start))
+            proving.add_done_callback(lambda _: tell())
+            self._engine.add(sequence, on_output)
+            await finished.wait()
         if broken:
             raise LostError("the step that this sequence was in failed; see the node's log")
+
+    async def _prove(self, sequence: Sequence, reservation: Reservation, start: Start) -> None:
+        """Verify what was written, and let others match it; raises ChecksumError."""
+        pool = self._engine.pool
+        # Preemption may take them from the sequence meanwhile, and must not hand them to another.
+        pool.hold(reservation.written)
+        try:
+            await require_intact(self._kv, reservation, start, ALL_BUT_LAST)
+            for block_id, block_hash in zip(reservation.block_ids, reservation.chain, strict=False):
+                if block_id in reservation.written:
+                    pool.publish(block_id, block_hash)
+            sequence.is_proven = True
+        finally:
+            pool.release(reservation.written)

@@ -22,6 +22,8 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import uvloop
+
 from base.attach import AttachClient
 from base.block_hash import BlockHash
 from base.clock import Clock, SystemClock
@@ -216,7 +218,7 @@ def _info(config: NodeProcess, epoch: int, engine: Engine, agent: TransferAgent)
 
 def main() -> int:
     return run_process(
-        "deploy.node", NodeProcess, lambda config: config.node_id, lambda config: asyncio.run(serve(config))
+        "deploy.node", NodeProcess, lambda config: config.node_id, lambda config: uvloop.run(serve(config))
     )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.gpu_attention import is_whole_prompts
+from engine.long_chunks import long_chunks
 from engine.step import StepPlan
 from engine.step_memory import StepShape
 
@@ -76,7 +76,7 @@ class StepGraphs:
     def shape_of(self, plan: StepPlan) -> StepShape | None:
         """Return the smallest captured shape that holds `plan`, None if none does."""
         num_chunks = len(plan.entries) - plan.num_single
-        if num_chunks > GRAPH_CHUNKS or is_whole_prompts(plan):
+        if num_chunks > GRAPH_CHUNKS or long_chunks(plan):
             return None
         for shape in reversed(self._graphs):
             same_kind = bool(shape.num_chunks) == bool(num_chunks)

@@ -16,29 +16,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from engine.attention_rule import AttentionRule
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.write_kv import write_kv
+from engine.long_chunks import MAX_LONG_CHUNKS, LongChunk, attend_long, can_attend, long_chunks
 from engine.step import StepPlan
 from engine.step_memory import StepShape, StepViews, carve
 
 GPU_ATTENTION_NAME = "conductor_paged_gpu"
 """What this attention function is called in a model's configuration."""
 
-WHOLE_PROMPT_TOKENS = 2048
-"""From this length on a prompt without prefix goes to cuDNN: 431 TFLOP/s at 4,096 tokens and 647 at
-16,384, against 349 and 421 of the Triton kernel (32 heads of 128, H200, 2026-11-21)."""
-
-WHOLE_PROMPT_STEP = 512
-"""cuDNN's first call with a new length takes 41 ms, so prompts are rounded up to multiples of this."""
-
-MAX_WHOLE_PROMPTS = 32
-"""Prompts of one step that go to cuDNN at most; there is no gain in many small ones."""
+HEADER_NUMBERS = 4 + 2 * MAX_LONG_CHUNKS
+"""Of a step's header: its shape, and the tokens of each long chunk and of its prefix."""
 
 
 class StepPart(Enum):
@@ -56,31 +49,23 @@ class StepCall(NamedTuple):
     memory: torch.Tensor
     """[capacity] int32 on the device."""
     header: torch.Tensor
-    """[4 + MAX_WHOLE_PROMPTS] int64 on the host, as `step_header` makes it."""
+    """[HEADER_NUMBERS] int64 on the host, as `step_header` makes it."""
     part: StepPart
     rows: torch.Tensor
     """[num_rows] int64 on the device; the last token of each sequence."""
 
 
 def step_header(shape: StepShape, plan: StepPlan | None) -> torch.Tensor:
-    """Return a step's shape, and the lengths of its prompts if all its chunks are long whole prompts.
+    """Return a step's shape, and its chunks if all of them are long.
 
     Args:
         plan: None where the step is captured: a graph serves chunks of any lengths.
     """
-    header = torch.zeros(4 + MAX_WHOLE_PROMPTS, dtype=torch.int64)
+    header = torch.zeros(HEADER_NUMBERS, dtype=torch.int64)
     header[:4] = torch.tensor([shape.num_tokens, shape.num_single, shape.num_chunks, shape.max_blocks])
-    if plan and is_whole_prompts(plan):
-        chunks = plan.entries[plan.num_single :]
-        header[4 : 4 + len(chunks)] = torch.tensor([entry.num_tokens for entry in chunks])
+    if plan and (chunks := long_chunks(plan)):
+        header[4 : 4 + 2 * len(chunks)] = torch.tensor(chunks).flatten()
     return header
-
-
-def is_whole_prompts(plan: StepPlan) -> bool:
-    """Return whether all chunks of a step, one at least, are prompts that cuDNN is faster for."""
-    chunks = plan.entries[plan.num_single :]
-    long = all(entry.start == 0 and entry.num_tokens >= WHOLE_PROMPT_TOKENS for entry in chunks)
-    return long and 0 < len(chunks) <= MAX_WHOLE_PROMPTS
 
 
 def attach_cache(model: nn.Module, cache: torch.Tensor) -> None:
@@ -146,7 +131,7 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Write K and V, attend; [num_tokens, heads, head_dim] in and out."""
-    shape, views, whole_lens = _read(memory, header)
+    shape, views, chunks = _read(memory, header)
     has_chunks = shape.num_chunks > 0
     rule = AttentionRule(scale, sliding_window, soft_cap)
     # singles that are decoded with no chunk beside them are written by the decode kernel
@@ -168,8 +153,15 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
     if not has_chunks:
         return output
     # Rows of padding among the singles were written above; the chunks overwrite them.
-    if whole_lens and not (sliding_window or soft_cap or sinks is not None):
-        return _whole_prompts(query, key, value, output, shape.num_single, whole_lens, scale)
+    is_plain = not (sliding_window or soft_cap or sinks is not None)
+    if chunks and is_plain and can_attend(query):
+        rows = slice(shape.num_single, None)
+        own = (key[rows], value[rows])
+        attended = attend_long(query[rows], own, kv_layer, views.chunk_tables, chunks, scale)
+        if not shape.num_single:
+            return attended
+        output[rows] = attended
+        return output
     tables, starts, lens = views.chunk_tables, views.chunk_starts, views.chunk_lens
     paged_prefill(query, kv_layer, tables, starts, lens, rule, sinks, output=output)
     return output
@@ -213,41 +205,10 @@ def keep_kv(
     write_kv(key, value, kv_layer, views.slots)
 
 
-def _read(memory: torch.Tensor, header: torch.Tensor) -> tuple[StepShape, StepViews[torch.Tensor], list[int]]:
-    num_tokens, num_single, num_chunks, max_blocks, *lens = header.tolist()
+def _read(
+    memory: torch.Tensor, header: torch.Tensor
+) -> tuple[StepShape, StepViews[torch.Tensor], list[LongChunk]]:
+    num_tokens, num_single, num_chunks, max_blocks, *numbers = header.tolist()
     shape = StepShape(num_tokens, num_single, num_chunks, max_blocks)
-    return shape, carve(memory, shape), [length for length in lens if length]
-
-
-def _whole_prompts(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    start: int,
-    lens: list[int],
-    scale: float,
-) -> torch.Tensor:
-    """Return `output` with the causal attention of prompts without prefix, from token `start` on.
-
-    A prompt is rounded up into the tokens that follow it: causality keeps them out of its
-    own rows, and their rows are dropped. One prompt alone is returned without a copy.
-    """
-    for length in lens:
-        rounded = min(-(-length // WHOLE_PROMPT_STEP) * WHOLE_PROMPT_STEP, query.shape[0] - start)
-        rows = slice(start, start + rounded)
-        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-            attended = scaled_dot_product_attention(
-                query[rows].transpose(0, 1)[None],
-                key[rows].transpose(0, 1)[None],
-                value[rows].transpose(0, 1)[None],
-                is_causal=True,
-                scale=scale,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-        attended = attended[0].transpose(0, 1)  # [rounded, heads, head_dim]
-        if rounded == query.shape[0] and attended.is_contiguous():
-            return attended
-        output[start : start + length] = attended[:length]
-        start += length
-    return output
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return shape, carve(memory, shape), [LongChunk(*pair) for pair in pairs if pair[0]]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.gpu_attention import MAX_WHOLE_PROMPTS, step_header
+from engine.gpu_attention import HEADER_NUMBERS, step_header
 from engine.gpu_model import GpuModel
 from engine.layer_ends import Mark, mark_on_stream
 from engine.pipeline import Stage
@@ -28,8 +28,6 @@ from engine.step_memory import StepShape, StepWriter
 
 TOKENS_STEP = 512
 """Steps are padded to a multiple of this: it bounds how many lengths cuDNN sees."""
-
-HEADER_NUMBERS = 4 + MAX_WHOLE_PROMPTS
 
 
 @dataclass(slots=True, eq=False)

@@ -336,6 +336,8 @@ class Scheduler:
         sequence.num_published_blocks = 0
 
     def _publish(self, sequence: Sequence) -> None:
+        if not sequence.is_proven:
+            return
         sequence.extend_hashes(self.block_size)
         full = sequence.num_computed_tokens // self.block_size
         for index in range(sequence.num_published_blocks, full):

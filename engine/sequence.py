@@ -44,6 +44,8 @@ class Sequence:
     """When the first step with this sequence began; None before."""
     busy_s: float = 0.0
     """Of a pipeline: how long its last stage was at steps with this sequence."""
+    is_proven: bool = True
+    """Whether the KV that it came with is known to be intact; until then none of it is published."""
     num_published_blocks: int = 0
     """Leading blocks that the pool can match."""
     finish_reason: FinishReason | None = None

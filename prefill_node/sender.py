@@ -124,10 +124,11 @@ class KvSender:
                 part = way.part.overlap(layers)
                 if part is None:
                     continue
-                both.create_task(self._send(way, first, block_ids, part))
                 if part.first_layer + part.num_layers == way.part.first_layer + way.part.num_layers:
-                    # Of all that goes this way, once: it takes less than the last layers do.
+                    # Of all that goes this way, once. Before the write: a thread does it, and
+                    # what launches a write does not.
                     both.create_task(self._sum(way, first, block_ids))
+                both.create_task(self._send(way, first, block_ids, part))
 
     async def _sum(self, way: _Way, first: int, block_ids: list[int]) -> None:
         sums = await way.shard.sums(block_ids, way.part)

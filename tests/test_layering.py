@@ -68,7 +68,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "triton": ("engine/kernels/", "transfer/kernels/"),
     "typer": ("deploy/", "bench/"),
     "uvicorn": ("conductor/", "bench/"),
-    "uvloop": ("conductor/__main__.py", "bench/"),
+    "uvloop": ("conductor/__main__.py", "deploy/node.py", "bench/"),
     "xxhash": ("base/checksum.py",),
     "yaml": ("deploy/config_file.py",),
 }

@@ -97,6 +97,28 @@ async def test_damaged_blocks_are_refused_and_never_published(both):
     assert (await reserved(decode, work(num_tokens=32, name="b"))).num_matched_blocks == 0
 
 
+async def test_what_was_computed_from_a_damaged_block_is_not_told(both):
+    prefill, decode = both
+    reservation = await reserved(decode, work(num_tokens=40, max_tokens=3))
+    sums = await write_kv(prefill, decode, reservation.grant)
+    decode.role.start(Start("r", 7, (sums[0] ^ 1, *sums[1:])))
+    assert (await decode.said(Failed)).reason == "ChecksumError"
+    await finished(decode)
+    assert not any(isinstance(item, Tokens) for item in decode.sent)
+    decode.check_nothing_is_held()
+
+
+async def test_a_step_writes_to_no_block_before_it_is_verified(both):
+    prefill, decode = both
+    reservation = await reserved(decode, work(num_tokens=40, max_tokens=3))
+    sums = await write_kv(prefill, decode, reservation.grant)
+    decode.role.start(Start("r", 7, (*sums[:2], sums[2] ^ 1)))
+    assert "block 2" in (await decode.said(Failed)).message
+    assert decode.loop.num_steps == 0
+    await finished(decode)
+    decode.check_nothing_is_held()
+
+
 async def test_a_start_that_lacks_checksums_is_refused(both):
     _, decode = both
     await reserved(decode, work(num_tokens=32))
