@@ -78,21 +78,16 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require(self.device in ("auto", "cpu", "cuda"), "device", "one of auto, cpu, cuda")
-        _require(
-            self.dtype in ("auto", "float32", "float16", "bfloat16"),
-            "dtype",
-            "one of auto, float32, float16, bfloat16",
-        )
+        dtypes = ("auto", "float32", "float16", "bfloat16")
+        _require(self.dtype in dtypes, "dtype", f"one of {', '.join(dtypes)}")
         _require(self.block_size >= 16 and self.block_size % 16 == 0, "block_size", "a multiple of 16")
         _require(self.kv_cache_gib >= 0, "kv_cache_gib", "not negative")
         _require(self.chunk_tokens >= 16, "chunk_tokens", "at least 16")
         _require(
             self.chunk_attention >= 0 or self.chunk_attention == -1, "chunk_attention", "not negative, or -1"
         )
-        _require(self.max_batch >= 1, "max_batch", "at least 1")
-        _require(self.layer_groups >= 1, "layer_groups", "at least 1")
-        _require(self.tensor_parallel >= 1, "tensor_parallel", "at least 1")
-        _require(self.pipeline_parallel >= 1, "pipeline_parallel", "at least 1")
+        for key in ("max_batch", "layer_groups", "tensor_parallel", "pipeline_parallel"):
+            _require(getattr(self, key) >= 1, key, "at least 1")
         _require(
             not self.stage_layers
             or (len(self.stage_layers) == self.pipeline_parallel and min(self.stage_layers) >= 1),
@@ -169,6 +164,8 @@ class ServerConfig:
     """API keys, by `conductor keys`. Empty: clients need none."""
     open_metrics: bool = False
     """Whether metrics need no key."""
+    prometheus: str = ""
+    """`http://host:port` of the one that scrapes the cluster, whose answers /ui shows. Empty: none."""
     insecure: bool = False
     """Allows to bind anything but loopback without TLS or without keys."""
     max_body_mib: float = 8.0
@@ -192,6 +189,8 @@ class ServerConfig:
         _require(self.stream_interval_ms >= 0, "stream_interval_ms", "not negative")
         _require(self.heartbeat_s > 0, "heartbeat_s", "more than 0")
         _require(self.lease_s >= 3 * self.heartbeat_s, "lease_s", "at least three heartbeats")
+        is_url = self.prometheus.startswith(("http://", "https://"))
+        _require(is_url or not self.prometheus, "prometheus", "http://host:port, or https")
         loopback = self.host in ("127.0.0.1", "::1", "localhost")
         _require(
             loopback or self.insecure or (self.tls.is_set and bool(self.keys_file)),
@@ -202,17 +201,20 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class NodesConfig:
-    """How nodes reach the conductor where it has TLS: by a listener of their own."""
+    """How nodes reach the conductor where it has TLS, by a listener of their own; and their metrics' port."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = STRICT
 
     attach_port: int = 0
     """0: a free one. Counts up as `server.http_port`."""
+    metrics_port: int = 0
+    """Of each node on its host; 0: a free one."""
     tls: TlsConfig = field(default_factory=TlsConfig)
     """A node's; the conductor checks nodes by the same `ca`."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.attach_port <= 65535, "attach_port", "between 0 and 65535")
+        for key in ("attach_port", "metrics_port"):
+            _require(0 <= getattr(self, key) <= 65535, key, "between 0 and 65535")
         _require(
             bool(self.tls.ca) == self.tls.is_set, "tls.ca", "set where tls.cert is: both ends are checked"
         )

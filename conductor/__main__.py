@@ -18,7 +18,7 @@ from pathlib import Path
 
 import uvloop
 
-from base.clock import SystemClock
+from base.clock import SystemClock, wall_clock_s
 from base.config import ConductorProcess
 from base.lifetime import stop_requested
 from base.messages import Lease
@@ -33,8 +33,10 @@ from conductor.cost_model import CostModel, load_profile
 from conductor.decision_log import DecisionLog, Shared
 from conductor.dispatch import Dispatcher, Limits, RequestObserver
 from conductor.explain import Decisions
+from conductor.link_check import LinkCheck
 from conductor.membership import Membership
 from conductor.observer import Observer
+from conductor.panel_values import PanelValues
 from conductor.replicas import Replicas
 from conductor.replication import Replication
 from conductor.role_changes import change_roles
@@ -78,10 +80,14 @@ async def serve(config: ConductorProcess) -> None:
     completions = Completions(model, clients, metrics, clock, server.max_waiting)
     nodes = AttachService(membership, Lease(server.lease_s, server.heartbeat_s, rng.getrandbits(63)), clock)
     services = [Service("conductor.v1.Nodes", partial(add_NodesServicer_to_server, nodes))]
+    panels = PanelValues(server.prometheus, wall_clock_s)
     reports: dict[str, Callable[..., object]] = {
         "/status": partial(status, dispatcher, membership, view),
         "/v1/explain": lambda: decisions.recent(clock.now_s()),
         "/v1/explain/{name}": decisions.explain,
+        "/v1/links/{name}": LinkCheck(membership, rng).measure,
+        "/v1/panels": panels.boards,
+        "/v1/panels/{name}": panels.values,
     }
     async with listening(
         completions, server, config.slo, rng, services, reports, nodes=config.nodes

@@ -19,6 +19,7 @@ import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from inspect import isawaitable
 from typing import Any
 
 from fastapi import FastAPI
@@ -64,7 +65,7 @@ def openai_app(
         default_slo: Of requests whose headers name none.
         max_body_bytes: Longer bodies are refused.
         rng: Draws request ids and seeds.
-        reports: What answers GET at other paths, with JSON; see `server.listening`.
+        reports: What answers GET at other paths, with JSON, or an awaitable of it; see `server.listening`.
     """
     # Bodies are read by our own rules, so FastAPI's description of them would be empty.
     app = FastAPI(openapi_url=None)
@@ -113,19 +114,24 @@ def _endpoint(make: Callable[[], Response]) -> Callable[[HttpRequest], Awaitable
 
 def _report(report: Callable[[], object]) -> Callable[[], Awaitable[Response]]:
     async def answer() -> Response:
-        return _json(200, report())
+        return _json(200, await _told(report()))
 
     return answer
 
 
 def _report_on(report: Callable[[str], object]) -> Callable[[str], Awaitable[Response]]:
     async def answer(name: str) -> Response:
-        told = report(name)
+        told = await _told(report(name))
         if told is None:
-            return _error(HttpError(404, "invalid_request_error", None, f"{name!r} is not remembered"))
+            return _error(HttpError(404, "invalid_request_error", None, f"{name!r} is not known"))
         return _json(200, told)
 
     return answer
+
+
+async def _told(report: object) -> object:
+    """Return what a report says, at once or after a while."""
+    return await report if isawaitable(report) else report
 
 
 class _Call(Response):

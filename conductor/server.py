@@ -77,8 +77,9 @@ async def listening(
         slo: Bounds of requests that name none.
         rng: Draws request ids and seeds.
         services: More for the gRPC listener: the nodes'.
-        reports: More for the HTTP listener: GET paths and what answers them, with JSON. A
-            path may end with `{name}`, which is handed over; None is answered as 404.
+        reports: More for the HTTP listener: GET paths and what answers them, with JSON or an
+            awaitable of it. A path may end with `{name}`, which is handed over; None is
+            answered as 404.
         drain_s: Calls in progress after so long are cancelled.
         nodes: Their listener, where there is TLS.
 

@@ -1,7 +1,7 @@
-"""The page at /ui: nodes, pools, queues, hit rate, requests, and why one went where it went.
+"""The page at /ui: nodes, pools, queues, hit rate, requests, why one went where it went, and Grafana's panels.
 
 Three files of `web/`, served as they are: no build step, nothing from anywhere else. All that
-is shown comes from /status, /metrics and /v1/explain, which programs read too; the page has no
+is shown comes from /status, /metrics, /v1/explain and /v1/panels, which programs read too; the page has no
 data of its own, no prompt and no key. It puts every value into the document as text, never as
 markup, and its Content-Security-Policy lets no other script run if it ever did.
 """

@@ -26,7 +26,7 @@ from base.config import ClusterConfig
 from base.errors import ConfigError
 from deploy.api_client import ApiError, read_json
 from deploy.config_file import read_cluster_config
-from deploy.doctor_processes import check_processes, look_at_processes
+from deploy.doctor_processes import check_processes, look_at_processes, measure_links
 from deploy.findings import Finding
 
 GIB = 1 << 30
@@ -58,6 +58,9 @@ class Host:
 def main(
     config: Annotated[Path | None, typer.Option("-c", "--config", help="cluster.yaml")] = None,
     address: Annotated[str, typer.Option(help="host:port of a running cluster's HTTP API")] = "",
+    measure: Annotated[
+        bool, typer.Option(help="Send KV of 512 tokens from each prefill node to each decode node")
+    ] = True,
     json_: Annotated[bool, typer.Option("--json", help="Print the findings as JSON")] = False,
 ) -> None:
     """Look for what is wrong with this host or cluster."""
@@ -72,6 +75,8 @@ def main(
         try:
             status = read_json(address, "/status")
             findings += check_cluster(status)
+            if measure:
+                findings += measure_links(address, status)
             findings += check_processes(look_at_processes(cluster, address), status)
         except ApiError as error:
             findings.append(Finding("wrong", str(error), "start it with `conductor up`, or see its log"))

@@ -1,28 +1,35 @@
 """What the processes of a running cluster say of themselves in their metrics, and what is wrong with it.
 
 Where they are is in `targets.json`, which `conductor up` writes for Prometheus: so the doctor sees what
-Prometheus sees, and needs no door of its own into a node. Nothing is measured for it: the bandwidth of a
-pair is what its last large transfer had.
+Prometheus sees, and needs no door of its own into a node. The bandwidth of a pair is what its last large
+transfer had; `measure_links` has the conductor send one over each pair just before.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from base.clock import wall_clock_s
 from base.config import ClusterConfig
 from base.metrics import samples_of
-from deploy.api_client import ApiError, read_text, split_address
+from deploy.api_client import ApiError, read_json, read_text, split_address
 from deploy.findings import Finding
 
 MAX_OFFSET_S = 0.25
 """Between two hosts' clocks. Leases are durations and need none; logs, traces and dashboards are hard to
 read beyond it."""
+
+SLOW = 0.5
+"""Of the median of a transport's links: a link below that is worth a look."""
+FEWEST_ALIKE = 3
+"""Of one transport, for a median to say something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,22 +144,44 @@ def _check_clocks(processes: Iterable[ProcessSeen]) -> Iterator[Finding]:
         yield Finding("ok", f"clocks agree; at most, {offset}")
 
 
+def measure_links(address: str, status: dict[str, Any]) -> Iterator[Finding]:
+    """Send KV from each prefill node to each decode node; tell where that failed. Raises ApiError."""
+    for prefill, decode in _pairs(status["nodes"]):
+        told = read_json(address, f"/v1/links/{quote(prefill)},{quote(decode)}")
+        if told["problem"]:
+            mend = (
+                f"see {prefill}.log and {decode}.log; between hosts, let transfer.port through the firewall"
+            )
+            yield Finding("wrong", f"{prefill} - {decode}: no KV goes there: {told['problem']}", mend)
+
+
 def _check_links(processes: Iterable[ProcessSeen], nodes: list[dict[str, Any]]) -> Iterator[Finding]:
     hosts = {node["id"]: node["host"] for node in nodes}
-    seen = set()
-    for process in processes:
-        for link in process.links:
-            seen.add((process.name, link.peer))
-            what = f"{process.name} - {link.peer}: {link.transport}, {link.bytes_per_s / 1e9:.3g} GB/s"
-            is_near = process.name in hosts and hosts[process.name] == hosts.get(link.peer)
-            if link.transport == "tcp" and is_near:
-                mend = "add shm (GPUs: cuda_ipc) to transfer.transports"
-                yield Finding("warning", f"{what}, on one host", mend)
-            else:
-                yield Finding("ok", f"{what} when it was last used")
+    links = [(process.name, link) for process in processes for link in process.links]
+    for name, link in links:
+        what = f"{name} - {link.peer}: {link.transport}, {link.bytes_per_s / 1e9:.3g} GB/s"
+        is_near = name in hosts and hosts[name] == hosts.get(link.peer)
+        alike = [other.bytes_per_s for _, other in links if other.transport == link.transport]
+        if link.transport == "tcp" and is_near:
+            mend = "add shm (GPUs: cuda_ipc) to transfer.transports"
+            yield Finding("warning", f"{what}, on one host", mend)
+        elif len(alike) >= FEWEST_ALIKE and link.bytes_per_s < SLOW * statistics.median(alike):
+            median = f"{statistics.median(alike) / 1e9:.3g}"
+            mend = "look at that host's links (ethtool, ibstat) and at what else uses them"
+            yield Finding("warning", f"{what}; the median of its transport is {median}", mend)
+        else:
+            yield Finding("ok", f"{what} when it was last used")
+    seen = {frozenset((name, link.peer)) for name, link in links}
+    for prefill, decode in _pairs(nodes):
+        if frozenset((prefill, decode)) not in seen:
+            yield Finding("ok", f"{prefill} - {decode}: nothing of a MiB or more went between them yet")
+
+
+def _pairs(nodes: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield each prefill node with each decode node."""
     of_role = {
         role: [node["id"] for node in nodes if role in node["roles"]] for role in ("prefill", "decode")
     }
-    for pair in itertools.product(of_role["prefill"], of_role["decode"]):
-        if pair not in seen and pair[0] != pair[1]:
-            yield Finding("ok", f"{pair[0]} - {pair[1]}: nothing of a MiB or more went between them yet")
+    for prefill, decode in itertools.product(of_role["prefill"], of_role["decode"]):
+        if prefill != decode:
+            yield prefill, decode

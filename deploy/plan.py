@@ -130,6 +130,7 @@ def planned_nodes(
                 tls=config.nodes.tls,
                 trace_out=config.trace_out,
                 metrics_host=_metrics_host(config),
+                metrics_port=config.nodes.metrics_port,
                 tracing=config.tracing,
             )
             room = dataclasses.replace(_room(pool), together=_together(config, role, number))

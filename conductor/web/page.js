@@ -1,4 +1,5 @@
-// The page at /ui. It asks /status, /metrics and /v1/explain every other second and draws what they say.
+// The page at /ui. It asks /status, /metrics and /v1/explain every other second and draws what they say; and the
+// panels of the dashboard that is chosen, /v1/panels/NAME, every 15 seconds.
 //
 // Values become text (textContent, createTextNode), never markup: a request's id is its client's.
 // The functions above "The document" are pure, and tested without a browser.
@@ -6,6 +7,7 @@
 
 const PERIOD_MS = 2000;
 const WINDOW = 30; // looks at the counters, over which rates and shares are taken: a minute
+const PANELS_PERIOD_MS = 15000;
 const SVG = "http://www.w3.org/2000/svg";
 
 // Prometheus text to a Map of "name{labels}" to number.
@@ -132,6 +134,28 @@ function explained(attempt) {
   };
 }
 
+// A number as the unit of a panel has it; the names are Grafana's.
+function inUnit(unit, value) {
+  if (unit === "s") return seconds(value);
+  if (unit === "percentunit") return percent(value);
+  if (unit === "reqps") return `${count(value)}/s`;
+  if (unit !== "Bps") return count(value);
+  const power = value >= 1 ? Math.min(4, Math.floor(Math.log10(value) / 3)) : 0;
+  return `${count(value / 1000 ** power)} ${["", "k", "M", "G", "T"][power]}B/s`;
+}
+
+// The lines of a panel as points of SVG polylines, from 0 up, and what the corners stand for; null: nothing to draw.
+function drawn(series, width, height) {
+  const points = series.flatMap((line) => line.points);
+  if (!points.length) return null;
+  const times = points.map(([atS]) => atS);
+  const [fromS, untilS, top] = [Math.min(...times), Math.max(...times), Math.max(...points.map(([, value]) => value))];
+  const x = (atS) => (untilS > fromS ? (width * (atS - fromS)) / (untilS - fromS) : width);
+  const y = (value) => height - (top > 0 ? (height * value) / top : 0);
+  const lines = series.map((line) => line.points.map(([atS, value]) => `${x(atS).toFixed(1)},${y(value).toFixed(1)}`).join(" "));
+  return { lines, top, fromS, untilS };
+}
+
 // The document
 
 function element(name, attributes = {}, ...children) {
@@ -227,6 +251,36 @@ function tell(problem) {
   place.hidden = !problem;
 }
 
+let board = 0;
+
+async function showBoards() {
+  const told = JSON.parse(await ask("v1/panels"));
+  document.getElementById("no-values").hidden = told.has_values;
+  fill("boards", ...told.boards.map(({ title }, number) => element("button", {
+    role: "tab", "data-board": number, "aria-selected": String(number === board) }, title.replace("Conductor: ", ""))));
+  const values = await Promise.all(told.boards[board].panels.map(
+    ({ name }) => (told.has_values ? ask(`v1/panels/${name}`).then(JSON.parse) : null)));
+  fill("panels", ...told.boards[board].panels.map((panel, number) => panelElement(panel, values[number])));
+}
+
+function panelElement(panel, values) {
+  const [width, height] = [320, 110];
+  const parts = [element("h3", {}, panel.title)];
+  const chart = values && drawn(values.series, width, height);
+  if (chart) {
+    const svg = element("svg:svg", { viewBox: `0 0 ${width} ${height + 2}`, role: "img", "aria-label": panel.title });
+    chart.lines.forEach((points, line) => svg.append(element("svg:polyline", { points, class: `line${line % 6}` })));
+    const clock = (atS) => new Date(atS * 1e3).toLocaleTimeString();
+    parts.push(element("div", { class: "axis" }, element("span", {}, inUnit(panel.unit, chart.top)), element("span", {}, `${clock(chart.fromS)} to ${clock(chart.untilS)}`)));
+    parts.push(svg, element("ul", {}, ...values.series.map(({ legend, points }, line) => element("li", { class: `line${line % 6}` },
+      `${legend || "value"}: ${points.length ? inUnit(panel.unit, points[points.length - 1][1]) : "–"}`))));
+  } else if (values) {
+    parts.push(element("p", { class: "note" }, values.problem || "no data in the last hour"));
+  }
+  parts.push(element("details", values ? {} : { open: "" }, element("summary", {}, "query"), ...panel.queries.map((query) => element("code", {}, query))));
+  return element("article", {}, ...parts);
+}
+
 const looks = []; // [milliseconds, samples], oldest first
 
 async function look() {
@@ -255,6 +309,11 @@ async function repeat() {
   setTimeout(repeat, PERIOD_MS);
 }
 
+async function repeatPanels() {
+  await showBoards().catch((error) => tell(error.message));
+  setTimeout(repeatPanels, PANELS_PERIOD_MS);
+}
+
 function start() {
   const choose = (event) => {
     const row = event.target.closest("tr[data-id]");
@@ -265,9 +324,15 @@ function start() {
   document.getElementById("key").addEventListener("submit", (event) => {
     event.preventDefault();
     apiKey = event.target.querySelector("input").value;
+    showBoards().catch((error) => tell(error.message));
+  });
+  document.getElementById("boards").addEventListener("click", (event) => {
+    board = Number(event.target.dataset.board ?? board);
+    showBoards().catch((error) => tell(error.message));
   });
   repeat();
+  repeatPanels();
 }
 
 if (typeof document !== "undefined") start();
-else module.exports = { parseMetrics, added, quantile, seconds, numbers, pools, explained };
+else module.exports = { parseMetrics, added, quantile, seconds, numbers, pools, explained, inUnit, drawn };

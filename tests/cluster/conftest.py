@@ -45,6 +45,7 @@ def running(
     conductors: int = 1,
     trace_out: str = "",
     tracing: TracingConfig | None = None,
+    prometheus: str = "",
     of_decode=None,
     **of_prefill,
 ) -> Iterator[LocalCluster]:
@@ -54,7 +55,7 @@ def running(
     """
     engine = EngineConfig(block_size=BLOCK_SIZE, kv_cache_gib=kv_cache_gib, chunk_tokens=50, threads=1)
     config = ClusterConfig(
-        server=ServerConfig(http_port=0, grpc_port=0, conductors=conductors),
+        server=ServerConfig(http_port=0, grpc_port=0, conductors=conductors, prometheus=prometheus),
         prefill=PoolConfig(nodes=prefill, engine=replace(engine, **of_prefill)),
         decode=PoolConfig(nodes=decode, engine=replace(engine, **(of_decode or {}))),
         transfer=TransferConfig(transports=transports),

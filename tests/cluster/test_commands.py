@@ -5,9 +5,7 @@ import json
 import pytest
 
 from deploy import cli
-from tests.cluster.asking import generated
-
-LONG = list(range(3000, 3300))
+from tests.cluster.asking import held_blocks, until
 
 
 @pytest.fixture
@@ -33,8 +31,9 @@ def run(capsys, *arguments):
 
 
 @pytest.mark.full
-def test_the_doctor_of_a_healthy_cluster_has_nothing_to_mend(cluster, config_file, capsys):
-    generated(cluster.grpc_address, LONG, 2)
+def test_the_doctor_of_a_healthy_cluster_measures_its_links_and_has_nothing_to_mend(
+    cluster, config_file, capsys
+):
     address = f"127.0.0.1:{cluster.http_port}"
     findings = json.loads(run(capsys, "doctor", "-c", config_file, "--address", address, "--json"))
     told = [finding["what"] for finding in findings]
@@ -43,6 +42,7 @@ def test_the_doctor_of_a_healthy_cluster_has_nothing_to_mend(cluster, config_fil
     assert any(what.startswith("clocks agree") for what in told), told
     assert any(what.startswith("all processes have torch") for what in told), told
     assert not [finding for finding in findings if finding["level"] == "wrong"]
+    until(lambda: held_blocks(cluster) == 0)
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from base.config import SchedulerConfig, StoreConfig
-from deploy.dashboards import DASHBOARDS
+from conductor.panels import DASHBOARDS
 from tests.cluster.conftest import running
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules.yml"
@@ -38,13 +38,21 @@ SERVED = {"model": "smollm2", "max_tokens": 6, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def busy(smollm2, tmp_path_factory):
+def address():
+    """Where Prometheus is going to be."""
+    with socket.create_server(("127.0.0.1", 0)) as chosen:
+        return f"127.0.0.1:{chosen.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def busy(smollm2, address, tmp_path_factory):
     """A cluster that serves for as long as the module runs: hits, misses, late ones, refused ones."""
     folder = tmp_path_factory.mktemp("busy")
     # Without a test of the decode load, what is too slow for its bound is served, and late.
     never_reject = SchedulerConfig(reject="none")
     cache = {"store": StoreConfig(dram_gib=0.1), "kv_cache_gib": 0.025}
-    with running(smollm2, folder, scheduler=never_reject, **cache) as cluster, asking(cluster.url):
+    shown = {"prometheus": f"http://{address}"}
+    with running(smollm2, folder, scheduler=never_reject, **cache, **shown) as cluster, asking(cluster.url):
         yield cluster
 
 
@@ -81,7 +89,7 @@ def metrics_ports(cluster):
 
 
 @pytest.fixture(scope="module")
-def prometheus(busy, tmp_path_factory):
+def prometheus(busy, address, tmp_path_factory):
     """The address of a Prometheus that scrapes the cluster's processes."""
     folder = tmp_path_factory.mktemp("prometheus")
     targets = [{"targets": [f"127.0.0.1:{port}" for port in metrics_ports(busy)]}]
@@ -91,8 +99,6 @@ def prometheus(busy, tmp_path_factory):
         "scrape_configs": [{"job_name": "conductor-cluster", "static_configs": targets}],
     }
     (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
-    with socket.create_server(("127.0.0.1", 0)) as chosen:
-        address = f"127.0.0.1:{chosen.getsockname()[1]}"
     command = [
         "prometheus",
         f"--config.file={folder}/prometheus.yml",
@@ -142,6 +148,18 @@ def test_every_panel_shows_data(prometheus, board):
                 values(prometheus, text)  # it is answered
             else:
                 assert min(wait_for(prometheus, text)) >= 0, panel.title
+
+
+@pytest.mark.parametrize("board", DASHBOARDS, ids=lambda board: board.uid)
+def test_our_own_page_is_told_the_same(prometheus, busy, board):
+    for number, panel in enumerate(board.panels):
+        for text, _ in panel.queries:
+            if panel.title not in EMPTY_WHEN_ALL_IS_WELL:
+                wait_for(prometheus, text)
+        told = httpx.get(f"{busy.url}/v1/panels/{board.uid}.{number}", timeout=30).json()
+        assert told["problem"] == ""
+        if panel.title not in EMPTY_WHEN_ALL_IS_WELL:
+            assert any(line["points"] for line in told["series"]), panel.title
 
 
 @pytest.mark.parametrize(

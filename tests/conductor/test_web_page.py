@@ -11,6 +11,8 @@ import pytest
 
 from conductor.decisions import Actual
 from conductor.explain import MAX_LISTED, Decisions
+from conductor.panel_values import PanelValues
+from conductor.panels import DASHBOARDS
 from conductor.placement import Placement
 from conductor.scheduler_settings import SchedulerSettings
 from conductor.web_page import FILES, FOLDER
@@ -18,6 +20,7 @@ from tests.conductor.browser import chromium
 from tests.conductor.fakes import serving, spoken
 from tests.conductor.test_decisions import COST, history
 
+LATE = "SLO missed, by cause"
 HOSTILE = "<img src=x onerror=\"document.title='hacked'\">"
 NODE = {
     "host": "h",
@@ -50,9 +53,23 @@ def decisions_of_a_busy_cluster(**renamed):
     return decisions
 
 
+PANELS = PanelValues("http://127.0.0.1:1", lambda: 0.0)
+
+
+def drawn_for(name):
+    """Two lines, for any panel."""
+    points = [[1000.0 + 60 * minute, 0.1 * (minute % 5)] for minute in range(60)]
+    return {
+        "series": [{"legend": f"{name} {line}", "points": points[line:]} for line in (0, 1)],
+        "problem": "",
+    }
+
+
 def reports(decisions):
     return {
         "/status": lambda: STATUS,
+        "/v1/panels": PANELS.boards,
+        "/v1/panels/{name}": drawn_for,
         "/v1/explain": lambda: decisions.recent(100.0),
         "/v1/explain/{name}": decisions.explain,
     }
@@ -155,6 +172,32 @@ def test_a_quantile_lies_in_its_bucket_and_a_restarted_counter_counts_from_nothi
 
 
 @needs_node
+@pytest.mark.parametrize(
+    ("unit", "value", "told"),
+    [
+        ("s", 0.25, "250 ms"),
+        ("percentunit", 0.5, "50.0 %"),
+        ("reqps", 3, "3/s"),
+        ("Bps", 2.5e9, "2.5 GB/s"),
+        ("Bps", 0, "0 B/s"),
+        ("short", 12345, "12,350"),
+    ],
+)
+def test_a_panels_numbers_have_its_unit(unit, value, told):
+    assert in_node("page.inUnit(value.unit, value.value)", {"unit": unit, "value": value}) == told
+
+
+@needs_node
+def test_lines_begin_at_nought_and_fill_their_frame():
+    series = [{"points": [[100, 0], [160, 2]]}, {"points": [[130, 1]]}]
+    told = in_node("page.drawn(value, 200, 50)", series)
+    assert told["lines"] == ["0.0,50.0 200.0,0.0", "100.0,25.0"]
+    assert (told["top"], told["fromS"], told["untilS"]) == (2, 100, 160)
+    assert in_node("page.drawn(value, 200, 50)", [{"points": []}]) is None
+    assert in_node("page.drawn(value, 200, 50)", [{"points": [[5, 0]]}])["lines"] == ["200.0,50.0"]
+
+
+@needs_node
 def test_every_kind_of_explanation_can_be_told():
     decisions = decisions_of_a_busy_cluster()
     rows = decisions.recent(1e9)
@@ -185,12 +228,19 @@ async def test_a_browser_shows_the_cluster_and_explains_the_request_that_is_clic
             page.click("#requests tbody tr:nth-child(3)")
             explained = page.until("document.querySelector('#attempts tr.chosen')?.textContent")
             chosen = page.run("document.getElementById('explained').textContent")
+            page.until("document.querySelectorAll('#panels polyline').length")
+            page.click("#boards button:nth-child(2)")
+            titles = page.until(
+                f"document.querySelector('#panels').innerText.includes({LATE!r}) "
+                "&& [...document.querySelectorAll('#panels h3')].map((title) => title.textContent)"
+            )
+            lines = page.run("document.querySelectorAll('#panels polyline').length")
             picture = page.screenshot()
             (tmp_path / "page.png").write_bytes(picture)
-            return seen, boxes, explained, chosen, picture, page.run("document.title")
+            return seen, boxes, explained, chosen, picture, page.run("document.title"), titles, lines
 
     async with serving(model, lambda _: spoken(model, "hi"), reports=reports(decisions)) as api:
-        seen, boxes, explained, chosen, picture, title = await asyncio.to_thread(look, api.url)
+        seen, boxes, explained, chosen, picture, title, titles, lines = await asyncio.to_thread(look, api.url)
     third = decisions.recent(100.0)[2]
     assert boxes == len(STATUS["nodes"]) + 1
     assert "draining" in seen
@@ -199,4 +249,6 @@ async def test_a_browser_shows_the_cluster_and_explains_the_request_that_is_clic
     assert title == "Conductor", "a name was taken for markup"
     assert chosen == third["request_id"]
     assert explained.startswith(third["prefill_node"])
+    assert titles == [panel.title for panel in DASHBOARDS[1].panels]
+    assert lines == 2 * len(titles)
     assert picture.startswith(b"\x89PNG")

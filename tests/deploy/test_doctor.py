@@ -1,6 +1,8 @@
 import dataclasses
 import json
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -8,7 +10,7 @@ from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig, T
 from base.metrics import NodeMetrics, process_registry, serve_metrics
 from deploy import cli
 from deploy.doctor import GIB, REQUIRED, Host, check_cluster, check_host
-from deploy.doctor_processes import Link, ProcessSeen, check_processes, look_at_processes
+from deploy.doctor_processes import Link, ProcessSeen, check_processes, look_at_processes, measure_links
 
 HEALTHY = Host(
     versions=dict.fromkeys(REQUIRED, "1"),
@@ -169,6 +171,60 @@ def test_a_trouble_of_a_process_is_told_with_its_mend(process, level, told):
     assert found == level
     assert told in what
     assert mend
+
+
+def test_a_link_far_below_its_like_is_worth_a_look():
+    rates = {"d": 10e9, "e": 9e9, "f": 1e9}
+    links = tuple(Link(peer, "rdma", rate) for peer, rate in rates.items())
+    nodes = [*PAIR["nodes"], {**NODE, "id": "e", "roles": []}, {**NODE, "id": "f", "roles": []}]
+    [(level, what, mend)] = troubles(
+        check_processes([seen("p", links=links), *map(seen, "def")], {"nodes": nodes})
+    )
+    assert level == "warning"
+    assert what == "p - f: rdma, 1 GB/s; the median of its transport is 9"
+    assert mend
+
+
+@pytest.fixture
+def conductor_that_says(request):
+    """A stand-in for the conductor: what it was asked, and its address. The parameter is what it answers."""
+    asked = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def log_message(self, format, *args):
+            pass
+
+        def do_GET(self):
+            asked.append(self.path)
+            body = json.dumps(request.param).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield asked, f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+BOTH = {"nodes": [*PAIR["nodes"], {**NODE, "id": "b", "roles": ["prefill", "decode"]}]}
+
+
+@pytest.mark.parametrize("conductor_that_says", [{"blocks": 8, "problem": ""}], indirect=True)
+def test_kv_is_sent_from_each_prefill_node_to_each_other_decode_node(conductor_that_says):
+    asked, address = conductor_that_says
+    assert list(measure_links(address, BOTH)) == []
+    assert asked == ["/v1/links/p,d", "/v1/links/p,b", "/v1/links/b,d"]
+
+
+@pytest.mark.parametrize("conductor_that_says", [{"blocks": 0, "problem": "LostError: cut"}], indirect=True)
+def test_a_pair_without_a_way_is_wrong_and_says_where_to_look(conductor_that_says):
+    _, address = conductor_that_says
+    [(level, what, mend)] = troubles(measure_links(address, PAIR))
+    assert level == "wrong"
+    assert what == "p - d: no KV goes there: LostError: cut"
+    assert "p.log" in mend
 
 
 def test_an_offset_that_a_slow_answer_explains_is_none():

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from base.metrics import ConductorMetrics, NodeMetrics, StoreMetrics, process_registry
+from conductor.panels import DASHBOARDS
 from deploy import dashboards
 
 ROOT = Path(__file__).parent.parent.parent
@@ -18,7 +19,7 @@ PROMETHEUS = ROOT / "deploy" / "prometheus"
 RULES = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())["groups"]
 PANEL_QUERIES = [
     (f"{board.uid}: {panel.title}", query)
-    for board in dashboards.DASHBOARDS
+    for board in DASHBOARDS
     for panel in board.panels
     for query, _ in panel.queries
 ]
@@ -58,18 +59,16 @@ def test_a_query_parses_and_names_metrics_that_there_are(where, query):
     assert names <= exposed_names() | recorded | FROM_PROMETHEUS, where
 
 
-@pytest.mark.parametrize("board", dashboards.DASHBOARDS, ids=lambda board: board.uid)
+@pytest.mark.parametrize("board", DASHBOARDS, ids=lambda board: board.uid)
 def test_the_dashboards_committed_are_those_of_the_table(board):
     assert (dashboards.FOLDER / f"{board.uid}.json").read_text() == dashboards.as_text(board)
 
 
 def test_no_other_dashboards_are_committed():
-    assert {path.stem for path in dashboards.FOLDER.iterdir()} == {
-        board.uid for board in dashboards.DASHBOARDS
-    }
+    assert {path.stem for path in dashboards.FOLDER.iterdir()} == {board.uid for board in DASHBOARDS}
 
 
-@pytest.mark.parametrize("board", dashboards.DASHBOARDS, ids=lambda board: board.uid)
+@pytest.mark.parametrize("board", DASHBOARDS, ids=lambda board: board.uid)
 def test_panels_do_not_overlap(board):
     cells = set()
     for panel in json.loads(dashboards.as_text(board))["panels"]:
