@@ -2,7 +2,7 @@
 
 The queries need the metrics of every process over time, which this process has not: so they are answered by
 the Prometheus that scrapes the cluster, `server.prometheus`. A caller names a panel and sends no query of its
-own, so this is no way to read whatever else that Prometheus has. Without one, the page shows the queries alone.
+own, so this is no way to read whatever else that Prometheus has. Without one the page shows the queries.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ DASHBOARDS = (
     ),
     Dashboard(
         "conductor-kv",
-        "Conductor: KV cache",
+        "Conductor: KV cache and balancing",
         (
             Panel("Prompt tokens that were matched", "percentunit", (("conductor:hit:ratio10m", "matched"),)),
             Panel("Blocks", "short", (("sum by (place) (kvstore_blocks)", "{{place}}"),)),
@@ -131,6 +131,21 @@ DASHBOARDS = (
                 "Free blocks of each node",
                 "short",
                 (('kvstore_blocks{place="free"}', "{{instance}}"),),
+            ),
+            Panel(
+                "Prompt tokens that each node computes",
+                "short",
+                (
+                    (
+                        'sum by (instance) (rate(prefill_tokens_total{source="computed"}[$__rate_interval]))',
+                        "{{instance}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Held blocks of each node",
+                "short",
+                (('kvstore_blocks{place="held"}', "{{instance}}"),),
             ),
             Panel(
                 "Held blocks while nothing runs: leaked",

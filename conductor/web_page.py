@@ -1,4 +1,4 @@
-"""The page at /ui: nodes, pools, queues, hit rate, requests, why one went where it went, and Grafana's panels.
+"""The page at /ui: nodes, pools, queues, hit rate, requests, why one went where it went, and dashboards.
 
 Three files of `web/`, served as they are: no build step, nothing from anywhere else. All that
 is shown comes from /status, /metrics, /v1/explain and /v1/panels, which programs read too; the page has no

@@ -42,6 +42,11 @@ ROUTES = (
     Route("get", "/status", "Nodes, blocks, queues."),
     Route("get", "/v1/explain", "The last hundred attempts to place a request, newest first."),
     Route("get", "/v1/explain/{name}", "Why a request went where it went, and how it went."),
+    Route(
+        "get", "/v1/links/{name}", "Sends KV from PREFILL_NODE to DECODE_NODE, NAME being both with a comma."
+    ),
+    Route("get", "/v1/panels", "The dashboards' panels and their queries."),
+    Route("get", "/v1/panels/{name}", "What a panel shows of the last hour, by `server.prometheus`."),
     Route("get", "/ui", "The same for people, as a page."),
 )
 

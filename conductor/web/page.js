@@ -254,13 +254,15 @@ function tell(problem) {
 let board = 0;
 
 async function showBoards() {
+  const shown = board;
   const told = JSON.parse(await ask("v1/panels"));
   document.getElementById("no-values").hidden = told.has_values;
   fill("boards", ...told.boards.map(({ title }, number) => element("button", {
-    role: "tab", "data-board": number, "aria-selected": String(number === board) }, title.replace("Conductor: ", ""))));
-  const values = await Promise.all(told.boards[board].panels.map(
+    role: "tab", "data-board": number, "aria-selected": String(number === shown) }, title.replace("Conductor: ", ""))));
+  const values = await Promise.all(told.boards[shown].panels.map(
     ({ name }) => (told.has_values ? ask(`v1/panels/${name}`).then(JSON.parse) : null)));
-  fill("panels", ...told.boards[board].panels.map((panel, number) => panelElement(panel, values[number])));
+  if (shown !== board) return; // another was chosen meanwhile
+  fill("panels", ...told.boards[shown].panels.map((panel, number) => panelElement(panel, values[number])));
 }
 
 function panelElement(panel, values) {

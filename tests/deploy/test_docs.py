@@ -1,4 +1,7 @@
-"""Every `conductor ...` line of the documents is one that the command line takes."""
+"""Every `conductor ...` line of the documents is one that the command line takes, every file one it reads.
+
+Those that need a cluster are run in test_docs_run.py, those of the replay in tests/replay.
+"""
 
 import re
 import shlex
@@ -7,6 +10,7 @@ import pytest
 import typer
 
 from deploy import cli
+from deploy.config_file import read_cluster_config
 from tests.deploy.processes import ROOT
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -39,3 +43,21 @@ def test_the_command_line_takes(document, line, capsys):
         told = capsys.readouterr().out
         for option in (word for word in arguments if word.startswith("--")):
             assert re.search(rf"{option}\b", told), f"{document}: {name} has no {option}"
+
+
+FILES = [
+    (path.name, block)
+    for path in DOCUMENTS
+    for block in re.findall(r"^```yaml\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+]
+
+
+@pytest.mark.parametrize(("document", "text"), FILES, ids=lambda value: value[:40])
+def test_a_configuration_of_the_documents_can_be_read(document, text, tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    read_cluster_config(file)
+
+
+def test_there_are_configurations_to_test():
+    assert len(FILES) >= 3

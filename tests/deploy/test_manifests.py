@@ -4,12 +4,14 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import jsonschema
 import pytest
 import yaml
 
 from deploy.config_file import read_cluster_config
+from deploy.plan import HOST_ADDRESS, PreparedModel, planned_nodes
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
@@ -17,9 +19,9 @@ DEPLOY = ROOT / "deploy"
 # --- ray up ---
 
 
-@pytest.fixture(scope="module")
-def ray_cluster():
-    return yaml.safe_load((DEPLOY / "ray-cluster.yaml").read_text())
+@pytest.fixture(params=["ray-cluster.yaml", "ray-cluster-aws.yaml"])
+def ray_cluster(request):
+    return yaml.safe_load((DEPLOY / request.param).read_text())
 
 
 def test_ray_takes_the_cluster_file(ray_cluster):
@@ -58,7 +60,25 @@ def test_the_configuration_in_compose_can_be_read(tmp_path):
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     file = tmp_path / "cluster.yaml"
     file.write_text(compose["configs"]["cluster"]["content"])
-    assert read_cluster_config(file).server.host == "0.0.0.0"
+    config = read_cluster_config(file)
+    services = {"prometheus": config.server.prometheus, "redis": config.store.redis_url}
+    for name, url in services.items():
+        assert urlsplit(url).hostname == name in compose["services"]
+    # what Prometheus, in another container, is told of the nodes is an address that leads there
+    nodes = planned_nodes(config, PreparedModel("/m", "m", "m"), (), 2)
+    assert {node.process.metrics_host for node in nodes} == {HOST_ADDRESS}
+    [scraped] = [
+        target
+        for job in yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+        if job["job_name"] == "conductor-cluster"
+        for target in job["file_sd_configs"][0]["files"]
+    ]
+    mounts = [volume.split(":")[:2] for volume in compose["services"]["prometheus"]["volumes"]]
+    assert ["models", scraped.rpartition("/")[0]] in mounts
+    assert any(
+        volume.startswith("models:") and volume.endswith(config.cache_dir.removeprefix("~"))
+        for volume in compose["services"]["conductor"]["volumes"]
+    )
 
 
 def test_what_compose_mounts_is_there():

@@ -7,7 +7,8 @@ from base.request import Slo
 from conductor.openai import openai_app
 from deploy.reference import ROUTES, openapi, reference
 
-REPORTS = {path: dict for path in ("/status", "/v1/explain", "/v1/explain/{name}")}
+REPORTED = ("/status", "/v1/explain", "/v1/explain/{name}", "/v1/links/{name}", "/v1/panels")
+REPORTS = {path: dict for path in (*REPORTED, "/v1/panels/{name}")}
 
 
 def test_every_route_of_the_server_is_in_it():

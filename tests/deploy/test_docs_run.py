@@ -1,0 +1,115 @@
+"""The commands of the documents that need a cluster are run as they stand there, on one with the real model.
+
+Only what a reader would fill in is filled in (ID, TEXT, NAME), and what would go on for ever is given an end.
+Commands of the replay are run in tests/replay; that a line is one the command line takes is in test_docs.py.
+"""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.processes import marked_environment, marked_pids, wait_all_gone
+from tests.deploy.test_docs import COMMANDS
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+
+CLUSTER = """
+prefill: {engine: {kv_cache_gib: 0.1, threads: 1}}
+decode: {engine: {kv_cache_gib: 0.1, threads: 1}}
+scheduler: {decision_log: decisions.jsonl}
+slo: {ttft_s: 600.0, tbt_s: 60.0}
+"""
+BEFORE = ("keys", "doctor")
+WHILE_IT_RUNS = ("status", "top", "chat", "explain", "doctor", "bench", "scale", "autoscale", "restart")
+ENDS = {"top": "top --times 1", " --every 300": ""}
+MODELS = Path("~/.cache/conductor-cluster").expanduser()
+
+
+def lines(verb, told=""):
+    """The documents' lines with that verb, each once, that have `told`; or have not, if it begins with !."""
+    found = dict.fromkeys(line for _, line in COMMANDS if line.split()[0] == verb)
+    if told.startswith("!"):
+        return [line for line in found if told[1:] not in line]
+    return [line for line in found if told in line]
+
+
+class Reader:
+    """Somebody who types what is written, in a home of their own with the model already there."""
+
+    def __init__(self, home):
+        self.home = home
+        self.environment = marked_environment(HOME=str(home))
+        self.ran = []
+        cache = home / ".cache" / "conductor-cluster"
+        cache.mkdir(parents=True)
+        for name in ("models", "digests"):
+            (cache / name).symlink_to(MODELS / name)
+        (home / "cluster.yaml").write_text(CLUSTER)
+
+    def start(self, line, **more):
+        self.ran.append(line)
+        for written, typed in {**ENDS, "ID": "asked-1", "TEXT": "hello", "NAME": "ops"}.items():
+            line = line.replace(written, typed)
+        command = [sys.executable, "-c", f"from deploy.cli import main; main({shlex.split(line)!r})"]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, cwd=self.home, env=self.environment, **streams, **more)
+
+    def type(self, line):
+        process = self.start(line, stdin=subprocess.DEVNULL)
+        told, _ = process.communicate(timeout=400)
+        assert process.returncode == 0, f"conductor {line}: {told[-3000:]}"
+        return told
+
+
+def ports_are_free():
+    try:
+        for port in (8000, 50051):
+            socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not ports_are_free(), reason="ports 8000 and 50051, which the documents name, are in use")
+def test_the_documents_commands_work_as_written(tmp_path):
+    reader = Reader(tmp_path)
+    try:
+        for verb in BEFORE:
+            for line in lines(verb, "!--address"):
+                reader.type(line)
+        [serve] = lines("up", "!--exit")
+        up = reader.start(serve, stdin=subprocess.DEVNULL)
+        assert any("Ctrl-C drains" in said for said in up.stdout)
+        ask()
+        for verb in WHILE_IT_RUNS:
+            for line in lines(verb, "--address" if verb == "doctor" else ""):
+                reader.type(line)
+        up.send_signal(signal.SIGTERM)
+        told, _ = up.communicate(timeout=120)
+        assert up.returncode == 0, told[-3000:]
+        for line in lines("up", "--exit"):
+            reader.type(line)
+        assert set(reader.ran) >= {
+            line for _, line in COMMANDS if line.split()[0] in {"up", *BEFORE, *WHILE_IT_RUNS}
+        }
+        assert wait_all_gone(reader.environment, 60.0) == {}
+    finally:
+        for pid in marked_pids(reader.environment):
+            os.kill(pid, signal.SIGKILL)
+
+
+def ask():
+    """The request of which `conductor explain` is asked."""
+    body = json.dumps({"model": "smollm2", "prompt": "A lease is", "max_tokens": 4}).encode()
+    headers = {"Content-Type": "application/json", "X-Request-Id": "asked-1"}
+    request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.status == 200
