@@ -10,6 +10,7 @@ is written by `event(log, "rejected", request_id=rid, reason="ttft")`.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 
@@ -30,4 +31,5 @@ def event(log: logging.Logger, message: str, /, *, level: int = logging.INFO, **
 
 def _quoted(value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return f'"{text}"' if " " in text else text
+    # A value from outside (a request's id, a peer's error) can make no second line and no field of its own.
+    return text if text.isprintable() and not set(text) & set(' "=') else json.dumps(text)

@@ -2,6 +2,7 @@
 
 import json
 
+import httpx
 import pytest
 
 from deploy import cli
@@ -43,6 +44,21 @@ def test_the_doctor_of_a_healthy_cluster_measures_its_links_and_has_nothing_to_m
     assert any(what.startswith("all processes have torch") for what in told), told
     assert not [finding for finding in findings if finding["level"] == "wrong"]
     until(lambda: held_blocks(cluster) == 0)
+
+
+@pytest.mark.full
+def test_no_log_has_a_prompt_or_an_answer(cluster):
+    secret = "Xylophones quarrel"
+    body = {"model": "smollm2", "prompt": secret, "max_tokens": 200, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as response:
+        answer = next(response.iter_text())  # and the client leaves
+    assert answer
+    refused = httpx.post(f"{cluster.url}/v1/completions", json={**body, "max_tokens": -1}, timeout=60)
+    assert refused.status_code == 400
+    until(lambda: held_blocks(cluster) == 0)
+    logs = {name: process.log_path.read_text() for name, process in cluster.processes.items()}
+    assert all(logs.values())
+    assert not [name for name, log in logs.items() if "Xylophones" in log]
 
 
 @pytest.mark.full
