@@ -9,6 +9,7 @@ import shlex
 import pytest
 import typer
 
+from base.config import ClusterConfig
 from deploy import cli
 from deploy.config_file import read_cluster_config
 from tests.deploy.processes import ROOT
@@ -56,7 +57,7 @@ FILES = [
 def test_a_configuration_of_the_documents_can_be_read(document, text, tmp_path):
     file = tmp_path / "cluster.yaml"
     file.write_text(text)
-    read_cluster_config(file)
+    assert read_cluster_config(file) != ClusterConfig(), f"{document}: it says nothing"
 
 
 def test_there_are_configurations_to_test():

@@ -56,7 +56,3 @@ def test_who_does_not_end_is_not_waited_for_beyond_the_grace(programs, start, mo
     deaf = start(programs.node, "a")
     leave(programs, SystemClock(), 0.1)
     assert deaf.poll() is None
-
-
-def test_a_host_without_any_is_left_at_once(programs):
-    leave(programs, SystemClock(), 60.0)
