@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 
 import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -111,6 +112,25 @@ def test_kuberays_definition_takes_it_and_would_find_a_misspelt_key(validators, 
     ray_container(spec["workerGroupSpecs"][1])["imge"] = "x"
     with pytest.raises(jsonschema.ValidationError, match="imge"):
         validators[kind].validate(resource)
+
+
+KUBERNETES = "1.32"
+OF_OPERATORS = {"RayCluster", "RayService", "ServiceMonitor", "PodMonitor"}
+"""Kinds that Kubernetes itself does not know."""
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_kubernetes_takes_the_rest_and_the_pods(manifests, name):
+    pods = [
+        {"apiVersion": "v1", "kind": "Pod", **group["template"], "metadata": {"name": "pod"}}
+        for group in groups(cluster_spec(manifests[name]))
+    ]
+    own = [document for document in manifests[name] if document["kind"] not in OF_OPERATORS]
+    for document in [*own, *pods]:
+        assert kubernetes_validate.validate(document, KUBERNETES, strict=True) == KUBERNETES
+    pods[1]["spec"] = {**pods[1]["spec"], "tolerasions": []}
+    with pytest.raises(kubernetes_validate.ValidationError, match="tolerasions"):
+        kubernetes_validate.validate(pods[1], KUBERNETES, strict=True)
 
 
 # --- what the parts say of each other ---
