@@ -18,13 +18,13 @@ from typing import cast
 
 from base.block_hash import BlockHash
 from base.clock import Clock
-from base.errors import ProtocolError, ServeError
+from base.errors import LostError, ProtocolError, ServeError
 from base.logs import event
 from base.messages import Fetch, Fetched, Forget, Lend, Lent, Source
 from base.request import NodeId, RequestId
 from conductor.cluster_view import ClusterView
 from conductor.membership import Membership
-from conductor.nodes import Mailbox
+from conductor.nodes import Mailbox, NodeSession
 from conductor.replicas import COPY_TIMEOUT_S, Copy, Drop, Replicas
 
 log = logging.getLogger(__name__)
@@ -52,24 +52,28 @@ class Replication:
     async def step(self) -> None:
         """Do what is to be done now; return when it is done or has failed."""
         todo = self._replicas.step(self._view, self._clock.now_s())
-        for item in todo:
-            if isinstance(item, Drop):
-                self._drop(item)
         async with asyncio.TaskGroup() as group:
             for item in todo:
-                if isinstance(item, Copy):
+                if isinstance(item, Drop):
+                    self._drop(item)
+                else:
                     # their names now: a slot may be another node's when the task runs
-                    source, target = (self._node_id(slot) for slot in (item.source_slot, item.target_slot))
-                    group.create_task(self._copy(item, source, target))
+                    source, target = self._session(item.source_slot), self._session(item.target_slot)
+                    if source is not None and target is not None:
+                        group.create_task(self._copy(item, source.info.node_id, target.info.node_id))
 
-    def _node_id(self, slot: int) -> NodeId:
-        return self._view.node_at(slot).info.node_id
+    def _session(self, slot: int) -> NodeSession | None:
+        """Return the node in `slot`; None: it has left, and taken its copies along."""
+        try:
+            return self._membership.session(self._view.node_at(slot).info.node_id)
+        except (KeyError, LostError):
+            return None
 
     def _drop(self, item: Drop) -> None:
-        node_id = self._node_id(item.slot)
-        session = self._membership.session(node_id)
-        session.send(Forget(cast(tuple[BlockHash, ...], tuple(item.blocks)), session.fence))
-        event(log, "replica dropped", node=node_id, blocks=len(item.blocks))
+        session = self._session(item.slot)
+        if session is not None:
+            session.send(Forget(cast(tuple[BlockHash, ...], tuple(item.blocks)), session.fence))
+            event(log, "replica dropped", node=session.info.node_id, blocks=len(item.blocks))
 
     async def _copy(self, item: Copy, source: NodeId, target: NodeId) -> None:
         try:
