@@ -9,6 +9,7 @@ waits for a rank that has ended: the node ends with it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -32,6 +33,9 @@ from protos import ranks_pb2 as pb
 from transfer.shard import BlockMove, KvShard
 
 Answer = asyncio.Future[pb.RankAnswer]
+Call = asyncio.Task[pb.RankAnswer]
+
+log = logging.getLogger(__name__)
 
 
 class RemoteShard:
@@ -102,28 +106,25 @@ class ShardServer:
     def __init__(self, shard: KvShard, send: Callable[[bytes], None]) -> None:
         self._shard = shard
         self._send = send
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[int, Call] = {}
 
     def receive(self, message: bytes) -> None:
         """Begin with a call, or end one."""
         call = pb.RankCall.FromString(message)
         task = self._tasks.get(call.call_id)
         if not call.HasField("cancel"):
-            task = asyncio.get_running_loop().create_task(self._answer(call))
+            task = asyncio.get_running_loop().create_task(self._run(call))
             self._tasks[call.call_id] = task
-            task.add_done_callback(lambda _: self._tasks.pop(call.call_id))
+            task.add_done_callback(lambda task: self._ended(call.call_id, task))
         elif task is not None:
             task.cancel()
 
-    async def _answer(self, call: pb.RankCall) -> None:
-        answer = pb.RankAnswer(call_id=call.call_id, reason="LostError", message="cancelled")
-        try:
-            answer = await self._run(call)
-            answer.call_id = call.call_id
-        except ServeError as error:
-            answer = pb.RankAnswer(call_id=call.call_id, reason=type(error).__name__, message=str(error))
-        finally:
-            self._send(answer.SerializeToString())
+    def _ended(self, call_id: int, task: Call) -> None:
+        """Answer, however the call ended: a task that was cancelled before it began has an end too."""
+        del self._tasks[call_id]
+        answer = _answer_of(task)
+        answer.call_id = call_id
+        self._send(answer.SerializeToString())
 
     async def _run(self, call: pb.RankCall) -> pb.RankAnswer:
         answer = pb.RankAnswer()
@@ -138,6 +139,18 @@ class ShardServer:
             case "revoke":
                 await self._shard.revoke(grant_from(call.revoke))
         return answer
+
+
+def _answer_of(task: Call) -> pb.RankAnswer:
+    if task.cancelled():
+        return pb.RankAnswer(reason="LostError", message="cancelled")
+    error = task.exception()
+    if error is None:
+        return task.result()
+    if not isinstance(error, ServeError):
+        log.error("call of rank 0 broke", exc_info=error)
+        error = LostError("an error inside the rank; see its log")
+    return pb.RankAnswer(reason=type(error).__name__, message=str(error))
 
 
 def _write_to(move: BlockMove) -> pb.WriteBlocks:
