@@ -63,6 +63,8 @@ class NodeSeen(NamedTuple):
     """Of prefill placed on it."""
     tightest_tbt_s: float | None
     """Of the bounds of what decodes on it; None: nobody has one."""
+    capacity_tokens: int = UNBOUNDED_TOKENS
+    """Of its whole cache."""
 
 
 class ViewSeen(NamedTuple):
@@ -186,6 +188,7 @@ def _node_seen(view: ClusterView, node: NodeState, matched_blocks: int) -> NodeS
         node.running_context_tokens,
         node.queued_s,
         None if node.tightest_tbt_s == inf else node.tightest_tbt_s,
+        node.capacity_tokens,
     )
 
 
@@ -196,7 +199,7 @@ def _restore(view: ClusterView, node: NodeSeen, made: Decision) -> None:
     state.queued_s = node.queued_s
     state.tightest_tbt_s = inf if node.tightest_tbt_s is None else node.tightest_tbt_s
     state.num_outgoing = node.num_outgoing
-    state.capacity_tokens = UNBOUNDED_TOKENS
+    state.capacity_tokens = node.capacity_tokens
     state.reported_free_tokens = node.free_tokens
     state.decode_sequences = node.decode_sequences
     state.decode_context_tokens = node.decode_context_tokens

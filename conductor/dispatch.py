@@ -79,6 +79,9 @@ DOUBT_AFTER_S = 1.0
 DOUBT_HALF_LIFE_S = 0.7
 """Of it, from then on."""
 
+MAY_PASS = frozenset(RejectReason) - {RejectReason.NO_ROOM_TWICE}
+"""Reasons that other requests' ends may do away with."""
+
 LEND_TIMEOUT_S = 1.0
 """For a node to lend blocks. One that needs longer would not have saved any time."""
 
@@ -303,7 +306,7 @@ class Dispatcher:
             avoid=tuple(run.avoid),
         )
         result = place(asked, self._view, self._cost, now_s, self._settings)
-        if isinstance(result, Rejection) and run.generated:
+        if isinstance(result, Rejection) and run.generated and result.reason in MAY_PASS:
             return None  # what was begun is not rejected
         if waits and isinstance(result, Placement) and not result.is_inline:
             run.is_promised = True
@@ -448,6 +451,12 @@ def refusal(rejection: Rejection, waited_s: float) -> ServeError:
             return UnavailableError("no decode node is attached")
         case RejectReason.NO_FREE_BLOCKS:
             return CapacityError("no decode node has the KV blocks free", rejection.retry_after_s)
+        case RejectReason.NO_ROOM_TWICE:
+            return CapacityError(
+                "the node that would decode it would compute it too, and its whole cache has no room "
+                "for the prompt's KV twice: attach another node, or give it a larger cache",
+                rejection.retry_after_s,
+            )
         case RejectReason.TTFT:
             message = f"the first token is predicted after {ttft_s:.3g} s, past its SLO"
         case RejectReason.TBT:

@@ -73,6 +73,8 @@ class RejectReason(Enum):
     NO_PREFILL_NODE = "no_prefill_node"
     NO_DECODE_NODE = "no_decode_node"
     NO_FREE_BLOCKS = "no_free_blocks"
+    NO_ROOM_TWICE = "no_room_twice"
+    """It would be computed and decoded by one node, whose whole cache has no room for both."""
     TTFT = "ttft"
     TBT = "tbt"
 

@@ -6,14 +6,14 @@ import random
 import pytest
 
 from base.errors import ConfigError
-from base.request import NodeId, RequestId, Slo
+from base.request import NodeId, RequestId, Role, Slo
 from conductor.decision_log import DecisionLog, Shared, read_log
 from conductor.decisions import MAX_NODES, Actual, decide_again, decision
 from conductor.explain import Decisions
 from conductor.placement import Placement, RejectReason
 from conductor.scheduler import place
 from conductor.scheduler_settings import RejectPolicy, SchedulerSettings
-from tests.conductor.builders import make_cost, make_heartbeat, make_request, make_view
+from tests.conductor.builders import make_cost, make_heartbeat, make_info, make_request, make_view
 
 COST = make_cost()
 
@@ -72,6 +72,15 @@ def test_a_recorded_decision_made_again_is_the_same(seed, settings):
     assert {type(each.result).__name__ for each in made} >= {"Placement"}
     for each in made:
         assert decide_again(each, COST, settings) == each.result
+
+
+def test_a_refusal_for_want_of_room_made_again_is_the_same():
+    view = make_view(0, 0, COST)
+    view.add_node(make_info("n0", Role.PREFILL, Role.DECODE, num_blocks=19), 0.0)
+    request = make_request(blocks=10, max_tokens=1)
+    made = decision(request, view, place(request, view, COST, 0.0), 0.0, 0.0)
+    assert made.result.reason is RejectReason.NO_ROOM_TWICE
+    assert decide_again(made, COST, SchedulerSettings()) == made.result
 
 
 def test_histories_hold_fetches_and_both_kinds_of_rejection():
