@@ -92,7 +92,7 @@ async def node_store(
                 _beside(config.store, blocks, hosted.cache, hosted.store, clock, metrics), hosted.store
             )
     else:
-        async with block_cache(settings, agent, clock) as cache:
+        async with block_cache(settings.redis_url, settings.peers, agent, clock) as cache:
             yield NodeStore(_beside(config.store, blocks, cache, None, clock, metrics), None)
 
 

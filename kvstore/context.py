@@ -1,5 +1,10 @@
 """Context caching for other programs: KV blocks put and got by token ids.
 
+    async with connected(stores=["10.0.0.5:7000"]) as cache:
+        context = ContextCache(cache, model_id, layout, "acme", tenant_salt)
+        segment = context.segment(len(token_ids))
+        num_tokens = await context.get(token_ids, segment)
+
 The paper's context-caching API. A program that is no node of the cluster names a prompt by
 its token ids; the tenant's salt is in the root of the hash chain, so no tenant finds, reads
 or deletes what another stored, and none can tell whether it is there.
@@ -9,13 +14,38 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Sequence
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from base.block_hash import BlockHash, chain_root, hash_chain
 from base.checksum import CHECKSUM_KIND, checksum_of_kind
+from base.clock import SystemClock
+from base.config import TransferConfig
 from base.kv_layout import KvLayout
 from kvstore.client import BlockCache
+from kvstore.hosting import block_cache
+from transfer.agent import TransferAgent
 from transfer.segment import Segment, over
+
+
+@asynccontextmanager
+async def connected(
+    stores: Sequence[str] = (), redis_url: str = "", transfer: TransferConfig | None = None
+) -> AsyncIterator[BlockCache]:
+    """A program's way into the cluster's cache, for the length of the body.
+
+    Args:
+        stores: host:port of every store, as their processes print it; not needed with Redis.
+        redis_url: Of the directory that the stores share.
+        transfer: How bytes move; by default whatever both ends have.
+    """
+    clock = SystemClock()
+    async with (
+        TransferAgent("outside", secrets.randbits(63), transfer or TransferConfig(), clock) as agent,
+        block_cache(redis_url, stores, agent, clock) as cache,
+    ):
+        yield cache
 
 
 def private_segment(num_bytes: int) -> Segment:

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import random
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,14 +117,17 @@ async def hosted_store(
 
 @asynccontextmanager
 async def block_cache(
-    settings: StoreProcess, agent: TransferAgent, clock: Clock
+    redis_url: str, peers: Sequence[str], agent: TransferAgent, clock: Clock
 ) -> AsyncIterator[BlockCache]:
-    """A way into the cluster's cache for a process that has no store itself."""
+    """A way into the cluster's cache for a process that has no store itself.
+
+    Stores are found in Redis, or where no url is given by asking `peers`, addresses of all of them.
+    """
     directory: RedisDirectory | PeerDirectory
-    if settings.redis_url:
-        directory = RedisDirectory(settings.redis_url, clock, random.Random(agent.descriptor.epoch))
+    if redis_url:
+        directory = RedisDirectory(redis_url, clock, random.Random(agent.descriptor.epoch))
     else:
-        directory = PeerDirectory(settings.peers, clock)
+        directory = PeerDirectory(peers, clock)
     cache = BlockCache(agent, directory, clock)
     try:
         async with asyncio.TaskGroup() as tasks:

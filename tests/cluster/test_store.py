@@ -12,16 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from base.clock import SystemClock
-from base.config import StoreConfig, TransferConfig
+from base.config import StoreConfig
 from base.kv_layout import KvLayout
-from kvstore.client import BlockCache
-from kvstore.context import ContextCache
-from kvstore.peers import PeerDirectory
+from kvstore.context import ContextCache, connected
 from tests.cluster.asking import generated, until
 from tests.cluster.conftest import BLOCK_SIZE, running
 from tests.cluster.test_restart import epochs
-from transfer.agent import TransferAgent
 
 SMALL_CACHE_GIB = 0.025
 """18 blocks of 32 tokens: two of the prompts below."""
@@ -137,17 +133,12 @@ def test_nodes_without_memory_of_their_own_keep_their_blocks_on_a_storage_node(s
 async def tokens_known_outside(address, model_id, token_ids):
     """Ask as another program would: by token ids, of a storage process."""
     layout = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=BLOCK_SIZE, dtype="float32")
-    directory = PeerDirectory((address,), SystemClock())
-    async with TransferAgent("outside", 7, TransferConfig(), SystemClock()) as agent:
-        cache = BlockCache(agent, directory, SystemClock())
+    async with connected([address]) as cache:
         context = ContextCache(cache, model_id, layout, tenant="", tenant_salt="")
         into = context.segment(len(token_ids))
         assert await context.match(token_ids) == await context.get(token_ids, into)
         assert any(into.memory[: layout.block_bytes])
-        found = await context.match(token_ids)
-        await cache.close()
-        await directory.close()
-    return found
+        return await context.match(token_ids)
 
 
 @pytest.mark.full

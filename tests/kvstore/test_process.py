@@ -11,13 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from base.clock import SystemClock
-from base.config import TransferConfig
 from kvstore.access import RemoteAccess
-from kvstore.client import BlockCache
-from kvstore.peers import PeerDirectory
+from kvstore.context import connected
 from tests.kvstore.cluster import BLOCK_BYTES, chain_of, load, save
-from transfer.agent import TransferAgent
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -66,16 +62,6 @@ async def running(folder, **settings):
         await process.child.wait()
 
 
-@asynccontextmanager
-async def client_of(*addresses):
-    directory = PeerDirectory(addresses, SystemClock())
-    async with TransferAgent("client", 5, TransferConfig(), SystemClock()) as agent:
-        cache = BlockCache(agent, directory, SystemClock())
-        yield cache
-        await cache.close()
-        await directory.close()
-
-
 async def scraped(process):
     def read():
         with urllib.request.urlopen(f"http://127.0.0.1:{process.metrics_port}/metrics", timeout=60) as answer:
@@ -90,7 +76,7 @@ async def test_blocks_on_disk_outlive_a_killed_process(tmp_path):
         "high_watermark": 0.5,
         "low_watermark": 0.1,
     }
-    async with running(tmp_path, **settings) as process, client_of(process.address) as cache:
+    async with running(tmp_path, **settings) as process, connected([process.address]) as cache:
         assert await save(cache, "abcdef") == 6
         access = RemoteAccess(process.address)
         async with asyncio.timeout(60):
@@ -101,23 +87,23 @@ async def test_blocks_on_disk_outlive_a_killed_process(tmp_path):
         os.kill(process.child.pid, signal.SIGKILL)
         await process.ended()
         assert await load(cache, "abcdef") == 0
-    async with running(tmp_path, **settings) as process, client_of(process.address) as cache:
+    async with running(tmp_path, **settings) as process, connected([process.address]) as cache:
         assert await cache.match(chain_of("abcdef")) == 6
         assert await load(cache, "abcdef") == 6
 
 
 async def test_memory_goes_to_disk_when_a_process_is_told_to_end(tmp_path):
     settings = {"disk": {"folder": str(tmp_path / "disk"), "gib": 0.01}}
-    async with running(tmp_path, **settings) as process, client_of(process.address) as cache:
+    async with running(tmp_path, **settings) as process, connected([process.address]) as cache:
         assert await save(cache, "abcde") == 5
         process.child.send_signal(signal.SIGTERM)
         assert await process.ended() == 0
-    async with running(tmp_path, **settings) as process, client_of(process.address) as cache:
+    async with running(tmp_path, **settings) as process, connected([process.address]) as cache:
         assert await load(cache, "abcde") == 5
 
 
 async def test_its_accounts_can_be_scraped(tmp_path):
-    async with running(tmp_path) as process, client_of(process.address) as cache:
+    async with running(tmp_path) as process, connected([process.address]) as cache:
         assert await save(cache, "abc") == 3
         async with asyncio.timeout(60):
             while 'kvstore_tier_blocks{place="cached",tier="host"} 3.0' not in await scraped(process):
@@ -127,7 +113,7 @@ async def test_its_accounts_can_be_scraped(tmp_path):
 
 @pytest.mark.parametrize("kill_after", [0, 1, 5])
 async def test_killing_a_store_within_puts_and_gets_raises_nothing_and_mixes_up_no_byte(tmp_path, kill_after):
-    async with running(tmp_path) as process, client_of(process.address) as cache:
+    async with running(tmp_path) as process, connected([process.address]) as cache:
         assert await save(cache, "abc") == 3
         done = asyncio.Semaphore(0)
 
@@ -153,9 +139,9 @@ async def test_stores_that_know_each_others_address_share_their_blocks(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     async with running(tmp_path / "a") as one, running(tmp_path / "b", peers=[one.address]) as two:
-        async with client_of(one.address) as cache:
+        async with connected([one.address]) as cache:
             assert await save(cache, "abc") == 3
-        async with client_of(one.address, two.address) as cache:
+        async with connected([one.address, two.address]) as cache:
             assert await load(cache, "abc") == 3
 
 
