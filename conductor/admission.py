@@ -5,7 +5,10 @@ Three rules for the decode side, after arXiv 2407.00079 section 7:
 * LATE: admission looks at TTFT alone; the decode node is asked again when prefill is
   done (`admit_to_decode`), and what is refused then has wasted its prefill.
 * EARLY: admission looks at the decode pool's load of this moment. Cheap, but what counts
-  decides a prefill later, so load of both pools swings in anti-phase.
+  decides a prefill later, so load of both pools swings in anti-phase. The pool's, as in the
+  paper, and not that of the node that was chosen: it is chosen by what is placed on it, so
+  what runs on it now is often more than elsewhere (tested by the node, EARLY rejected up to
+  23 % more than LATE; docs/replay.md).
 * PREDICT: admission looks at the decode pool's load projected to the moment that this
   request's prefill ends (`decode_projection.py`).
 
@@ -74,16 +77,14 @@ def decode_tbt_s(
     policy: RejectPolicy,
     now_s: float,
 ) -> float:
-    """Return the step time that this request would meet: on its node now, or in the mean node then."""
+    """Return the step time that this request would meet in the mean node: now, or when it is prefilled."""
+    sequences: float = view.running_sequences
+    tokens: float = view.running_context_tokens
     if policy is RejectPolicy.PREDICT:
-        num_nodes = view.decode_mask.bit_count()
-        in_pool, in_pool_tokens = view.projected(now_s + placement.predicted_ttft_s)
-        sequences, tokens = in_pool / num_nodes, in_pool_tokens / num_nodes
-    else:
-        node = view.node(placement.decode_node)
-        sequences, tokens = node.running_sequences, node.running_context_tokens
+        sequences, tokens = view.projected(now_s + placement.predicted_ttft_s)
+    num_nodes = view.decode_mask.bit_count()
     ratio = view.corrections.ratio(placement.decode_node, "decode")
-    return cost.decode_step_s(sequences + 1, tokens + request.num_tokens) * ratio
+    return cost.decode_step_s(sequences / num_nodes + 1, tokens / num_nodes + request.num_tokens) * ratio
 
 
 def admit_to_decode(

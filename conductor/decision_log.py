@@ -165,7 +165,9 @@ def decision_from(told: dict[str, Any]) -> Decision:
         PlacementRequest(**asked | {"chain": chain, "slo": slo, "request_id": request_id}),
         told["arrived_at_s"],
         told["decided_at_s"],
-        ViewSeen(**seen | {"projected": tuple(seen["projected"]), "nodes": nodes}),
+        ViewSeen(
+            **{"running_context_tokens": 0.0} | seen | {"projected": tuple(seen["projected"]), "nodes": nodes}
+        ),
         _result_from(told, request_id),
     )
 

@@ -74,6 +74,7 @@ class ViewSeen(NamedTuple):
     mean_output_tokens: float
     num_in_flight: int
     running_sequences: int
+    running_context_tokens: float
     decode_s: float
     """t_d of the projection."""
     projected: tuple[int, int]
@@ -136,6 +137,7 @@ def view_of(made: Decision, cost: CostModel) -> ClusterView:
     view.mean_output_tokens = seen.mean_output_tokens
     view.num_in_flight = seen.num_in_flight
     view.running_sequences = seen.running_sequences
+    view.running_context_tokens = seen.running_context_tokens
     sequences, tokens = seen.projected
     moment_s = made.decided_at_s + made.result.predicted_ttft_s
     for number in range(sequences):
@@ -157,6 +159,7 @@ def _seen(
         view.mean_output_tokens,
         view.num_in_flight,
         view.running_sequences,
+        view.running_context_tokens,
         view.projection.decode_s,
         view.projected(now_s + result.predicted_ttft_s),
         tuple(_node_seen(view, node, matched[node.slot]) for node in nodes)

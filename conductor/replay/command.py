@@ -116,12 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--skip-bad", action="store_true", help="count bad rows instead of stopping")
     add("--report", type=Path, metavar="OUT.json")
-    add(
-        "--requests",
-        type=Path,
-        metavar="OUT.csv",
-        help="a row for each request: CSV, .gz compressed, or .parquet",
-    )
+    add("--requests", type=Path, metavar="OUT", help="a row for each request: .csv, .csv.gz or .parquet")
     add("--progress", action="store_true", help="say on stderr how far a run is")
     add("--html", type=Path, metavar="OUT.html", help="a page with charts")
     add("--sweep", action="store_true", help="on that page, also every split of as many nodes")

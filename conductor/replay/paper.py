@@ -34,6 +34,11 @@ Row = list[str]
 
 UNLIMITED_TOKENS = 1 << 40
 
+TABLE3_TBT_S = (0.04, 0.055, 0.07)
+"""The bound of A Table 3 is for another trace; these leave from a half to a tenth to be rejected."""
+ROUNDED_TO_S = 3.0
+"""What the public trace rounds its arrivals to: up to 28 requests at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -139,16 +144,26 @@ def table3(trace: Trace, profile: Profile) -> Table:
     rows.append(["paper late", "4183", "", "", "", ""])
     rows.append(["paper early", "3771", "-9.8%", "", "", ""])
     rows.append(["paper predict", "3589", "-14.2%", "", "", ""])
-    slo = Slo(30.0, 0.07)
-    late = 0
-    for reject in (RejectPolicy.LATE, RejectPolicy.EARLY, RejectPolicy.PREDICT):
-        cluster = _run(trace, profile, 10, 2, speed=2.0, reject=reject, slo=slo)
-        outcomes = cluster.outcomes
-        late = late or outcomes.num_rejected
-        good = outcomes.share_within(slo.ttft_slo_s, slo.tbt_slo_s)
-        row = [f"ours {reject.value}", str(outcomes.num_rejected), f"{outcomes.num_rejected / late - 1:+.1%}"]
-        rows.append([*row, f"{outcomes.wasted_prefill_s:.0f}", f"{good:.1%}", f"{_mean_ttft_s(cluster):.2f}"])
-    return Table("A Table 3: rejections at 2x, decode-bound (conversation trace, 10P2D, TBT 70 ms)", rows)
+    for tbt_slo_s in TABLE3_TBT_S:
+        late = 0
+        for reject in (RejectPolicy.LATE, RejectPolicy.EARLY, RejectPolicy.PREDICT):
+            slo = Slo(30.0, tbt_slo_s)
+            options = ClusterOptions(10, 2, trace.block_size, reject=reject, slo=slo)
+            cluster = simulate(Plan(trace, CostModel(profile), options, speed=2.0, jitter_s=ROUNDED_TO_S))
+            outcomes = cluster.outcomes
+            late = late or outcomes.num_rejected
+            good = outcomes.share_within(slo.ttft_slo_s, slo.tbt_slo_s)
+            rows.append(
+                [
+                    f"ours, TBT {1e3 * tbt_slo_s:.0f} ms, {reject.value}",
+                    str(outcomes.num_rejected),
+                    f"{outcomes.num_rejected / late - 1:+.1%}",
+                    f"{outcomes.wasted_prefill_s:.0f}",
+                    f"{good:.1%}",
+                    f"{_mean_ttft_s(cluster):.2f}",
+                ]
+            )
+    return Table("A Table 3: rejections at 2x, decode-bound (conversation trace, 10P2D)", rows)
 
 
 def anti_phase(trace: Trace, profile: Profile) -> Table:
@@ -178,10 +193,10 @@ def anti_phase(trace: Trace, profile: Profile) -> Table:
 def saturated(trace: Trace, profile: Profile, reject: RejectPolicy) -> Cluster:
     """Return a finished run in which both pools have too much to do, with samples of their load.
 
-    Arrivals are spread over the 3 s that the public trace rounds them to: its bursts swing too.
+    The trace's own bursts would swing too, so arrivals are spread.
     """
     options = ClusterOptions(8, 2, trace.block_size, reject=reject, slo=Slo(30.0, 0.06), sample_every_s=2.0)
-    return simulate(Plan(trace, CostModel(profile), options, speed=2.0, jitter_s=3.0, limit=5_000))
+    return simulate(Plan(trace, CostModel(profile), options, speed=2.0, jitter_s=ROUNDED_TO_S, limit=5_000))
 
 
 def fig12_arxiv(trace: Trace, profile: Profile) -> Table:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -136,6 +137,11 @@ def test_requests_table_has_one_row_each_completed_and_rejected(trace_file, tmp_
     assert "completed" in ends
     assert len(ends) > 1
     assert all((row["ttft_s"] != "") == (row["end"] == "completed") for row in rows)
+    assert main([str(trace_file), *args, "--requests", str(tmp_path / "requests.parquet")]) == 0
+    data = (tmp_path / "requests.parquet").read_bytes()
+    assert data[:4] == data[-4:] == b"PAR1"
+    numbers = array("q", (int(row["request"]) for row in rows))
+    assert numbers.tobytes() in data
 
 
 def test_page_shows_the_sweep_the_hot_blocks_and_the_rejections(trace_file, tmp_path) -> None:
