@@ -120,12 +120,18 @@ class EngineLoop:
         clock: Clock,
         thread: Callable[[str], Executor] = one_thread,
     ) -> None:
-        self._runner = runner
+        # Which it is, is asked once: of a protocol, that takes some 40 us.
+        self._launching: LaunchingRunner | None = None
+        self._executing: StepRunner | None = None
+        if isinstance(runner, LaunchingRunner):
+            self._launching = runner
+        else:
+            self._executing = runner
         self._max_flights = 1
         self._is_pipelined = isinstance(runner, PipelinedRunner)
         if isinstance(runner, PipelinedRunner):
             self._max_flights = runner.num_steps_under_way
-        elif isinstance(runner, LaunchingRunner):
+        elif self._launching is not None:
             self._max_flights = 2
         self._clock = clock
         self._thread = thread
@@ -214,8 +220,8 @@ class EngineLoop:
             if entry.sequence.started_at_s is None:
                 entry.sequence.started_at_s = now_s
         launched = None
-        if isinstance(self._runner, LaunchingRunner):
-            launched = thread.submit(self._runner.launch, plan)
+        if self._launching is not None:
+            launched = thread.submit(self._launching.launch, plan)
             self._listen(plan, launched)
         flight = _Flight(plan, frozenset(entry.sequence for entry in plan.entries), launched, now_s)
         self._flights.append(flight)
@@ -309,10 +315,11 @@ class EngineLoop:
 
     def _wait_for(self, flight: _Flight) -> StepResult:
         """Runs on the device thread."""
-        if isinstance(self._runner, LaunchingRunner):
+        if self._launching is not None:
             assert flight.launched is not None
-            return self._runner.resolve(flight.launched.result())
-        return self._runner.execute(flight.plan)
+            return self._launching.resolve(flight.launched.result())
+        assert self._executing is not None
+        return self._executing.execute(flight.plan)
 
     def _is_in_flight(self, sequence: Sequence) -> bool:
         return any(sequence in flight.sequences for flight in self._flights)

@@ -26,4 +26,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         file = item.path.relative_to(Path(__file__).parent)
         shared = "cluster" if file.parts[0] in ("cluster", "faults") else file.as_posix()
+        if file.parts[0] == "simulation":
+            shared = item.nodeid  # its parts share nothing, and are long
         item.add_marker(pytest.mark.xdist_group(shared))

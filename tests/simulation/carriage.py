@@ -178,6 +178,9 @@ class _Served:
             await self._done
         finally:
             self._is_left = True
+            # Cancelled before it waited for that: nobody will ask what came of it.
+            if not self._done.cancel() and not self._done.cancelled():
+                self._done.exception()
 
     def detach(self):
         self._is_detached = True

@@ -30,9 +30,16 @@ def _kill(world, deed):
 
 @_deed
 def _cut_power(world, deed):
-    # Nobody is told: a request that lost an attempt to it may be placed on it once more.
-    world.num_losses += 1
+    # Nobody is told: a request that lost an attempt to it is placed on it once more where there is no other.
+    world.num_losses += _is_alone(world, deed)
     _end(world, deed, is_power_cut=True)
+
+
+def _is_alone(world, deed):
+    """Whether a role of the node is nobody else's at the moment."""
+    node = _node(world, deed)
+    others = [other.plan.roles for other in world.nodes if other is not node and other.is_up]
+    return not node.plan.roles.issubset(frozenset().union(*others))
 
 
 def _end(world, deed, is_power_cut):
