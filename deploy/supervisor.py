@@ -41,7 +41,7 @@ from base.clock import Clock
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
 STEADY_S = 30.0
-"""A process that ran this long had not failed at once: its next backoff is the first."""
+"""A process that ran this long has not failed at its start: the next one is started at once."""
 
 KILL_GRACE_S = 3.0
 """From SIGTERM's deadline on: what SIGKILL and the kernel may take."""
@@ -166,10 +166,10 @@ class Supervisor:
                 self._fail(f"it ended with status {status} before it was ready")
                 return
             if self._clock.now_s() - started_at_s >= STEADY_S:
-                backoff_s = FIRST_BACKOFF_S
+                backoff_s = 0.0
             self._tell("exited", status=status, restart_in_s=backoff_s)
             self._stopping.wait(backoff_s)
-            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S) or FIRST_BACKOFF_S
 
     def _fail(self, problem: str) -> None:
         with self._changed:

@@ -111,7 +111,7 @@ class FaultCluster:
         self.signal(name, signal.SIGKILL)
 
     def kill_conductor(self) -> None:
-        """SIGKILL; its supervisor starts it again, half a second later."""
+        """SIGKILL; its supervisor starts it again, at once if it had run for 30 s."""
         pid = self.conductor.pid()
         if pid is not None:
             os.kill(pid, signal.SIGKILL)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from base.clock import ManualClock
-from deploy.supervisor import ProcessSpec, Supervisor
+from deploy.supervisor import STEADY_S, ProcessSpec, Supervisor
 from tests.deploy.processes import wait_gone
 
 STUB = (sys.executable, str(Path(__file__).parent / "stub_process.py"))
@@ -23,8 +23,8 @@ def spec_of(folder, role="conductor", **more):
 def supervise():
     started = []
 
-    def start(spec):
-        started.append(Supervisor(spec, ManualClock()))
+    def start(spec, clock=None):
+        started.append(Supervisor(spec, clock or ManualClock()))
         return started[-1]
 
     yield start
@@ -72,6 +72,19 @@ def test_restarts_wait_longer_each_time(supervise, tmp_path):
         seen, event = next_event(supervisor, "exited", seen)
         waits.append(event["restart_in_s"])
     assert waits == [0.5, 1.0]
+
+
+def test_a_process_that_ran_for_a_while_is_restarted_at_once(supervise, tmp_path):
+    clock = ManualClock()
+    supervisor = supervise(spec_of(tmp_path, "node"), clock)
+    waits, seen = [], 0
+    for ran_s in (STEADY_S, 1.0):
+        seen, _ = next_event(supervisor, "ready", seen)
+        clock.advance(ran_s)
+        os.kill(supervisor.pid(), signal.SIGKILL)
+        seen, event = next_event(supervisor, "exited", seen)
+        waits.append(event["restart_in_s"])
+    assert waits == [0.0, 0.5]
 
 
 def test_a_process_that_never_was_ready_is_not_restarted_and_its_log_is_told(supervise, tmp_path):
