@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import statistics
@@ -24,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed
 
 from base.block_hash import BlockHash
@@ -108,6 +110,10 @@ def measure_stages(options: argparse.Namespace, folder: Path, stages: int) -> di
         if engine.ranks is not None:
             engine.ranks.close()
             torch.distributed.destroy_process_group()
+        # The next engine wants the memory of this one, which is held in circles.
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def compared(rows: list[dict[str, Any]]) -> None:

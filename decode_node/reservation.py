@@ -8,7 +8,8 @@ that has another owner.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 
 from base.block_hash import BlockHash, hash_chain
@@ -19,7 +20,7 @@ from base.messages import Reserved, Start, Work
 from base.request import RequestId
 from base.uninterrupted import uninterrupted
 from engine.block_pool import BlockPool
-from transfer.shard import NodeKv
+from transfer.shard import KvShard, NodeKv
 
 EVERY = slice(None)
 
@@ -103,22 +104,51 @@ async def require_intact(kv: NodeKv, reservation: Reservation, start: Start, som
         ChecksumError: a block is not what was sent, or nobody vouches for some of it. What was
             computed from the blocks must be dropped.
     """
-    written, parts = reservation.written, start.parts or (kv.whole,)
-    if not is_partition(parts, kv.whole) or len(start.checksums) != len(written) * len(parts):
+    blocks = reservation.written[some]
+    found = [await _shard(kv, part).sums(blocks, part) for part in _parts(kv, start)]
+    _compare(reservation, start, some, found)
+
+
+def intact_in_order(kv: NodeKv, reservation: Reservation, start: Start) -> Awaitable[None] | None:
+    """Return the same, of all that was written, to be waited for while steps run that write behind it.
+
+    None: the node's shards cannot; then `require_intact` has to end before such a step is launched.
+    """
+    parts = _parts(kv, start)
+    sums = [_shard(kv, part).sums_in_order(reservation.written, part) for part in parts]
+    begun = [each for each in sums if each is not None]
+    if len(begun) < len(parts):
+        return None
+
+    async def compared() -> None:
+        _compare(reservation, start, EVERY, [await each for each in begun])
+
+    return asyncio.ensure_future(compared())
+
+
+def _parts(kv: NodeKv, start: Start) -> tuple[KvPart, ...]:
+    parts = start.parts or (kv.whole,)
+    if not is_partition(parts, kv.whole):
+        raise ChecksumError("nobody vouches for some of the blocks, or two do")
+    return parts
+
+
+def _compare(reservation: Reservation, start: Start, some: slice, arrived: list[list[int]]) -> None:
+    """Raise ChecksumError unless the sums that were found, part by part, are those that were told."""
+    num_written = len(reservation.written)
+    if len(start.checksums) != num_written * len(arrived):
         raise ChecksumError(
-            f"{len(start.checksums)} checksums for {len(written)} blocks in {len(parts)} parts"
+            f"{len(start.checksums)} checksums for {num_written} blocks in {len(arrived)} parts"
         )
-    indices = range(len(written))[some]
-    for number, part in enumerate(parts):
-        expected = start.checksums[number * len(written) : (number + 1) * len(written)][some]
-        arrived = await _sums(kv, written[some], part)
-        for index, found, sent in zip(indices, arrived, expected, strict=True):
-            if found != sent:
+    for number, found in enumerate(arrived):
+        told = start.checksums[number * num_written : (number + 1) * num_written][some]
+        for index, one, other in zip(range(num_written)[some], found, told, strict=True):
+            if one != other:
                 raise ChecksumError(f"block {reservation.num_matched + index} of the prompt arrived damaged")
 
 
-async def _sums(kv: NodeKv, block_ids: list[int], part: KvPart) -> list[int]:
+def _shard(kv: NodeKv, part: KvPart) -> KvShard:
     for shard in kv.shards:
         if shard.part.overlap(part) == part:
-            return await shard.sums(block_ids, part)
+            return shard
     raise ChecksumError("a checksum is of what several ranks have")

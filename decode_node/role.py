@@ -1,12 +1,12 @@
 """The decode role of a node: reserve, receive, generate.
 
     Reserve --> blocks held, grant out --> Reserved
-    Start   --> grant revoked, the last block verified, the sequence joins the batch
+    Start   --> grant revoked, the sequence joins the batch
             --> all verified, prompt blocks published --> Tokens, Tokens, ... the last with a reason
 
-Checksums are verified while the first step runs, because the client waits for that step; but that of
-the last block before, because the step writes to it. Until all are, nothing that was computed from the
-blocks leaves this role and nothing is published.
+Checksums are verified while the first step runs, because the client waits for that step. It writes to
+the last block: where the device does not keep the order, that block is verified before. Until all are,
+nothing that was computed from the blocks leaves this role and nothing is published.
 
 One task for each request runs through this from top to bottom and owns what the request
 holds; a `Release`, a deadline or the end of the conductor's stream cancels it wherever
@@ -16,14 +16,16 @@ it stands.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
 
 from base.clock import Clock
 from base.errors import DeadlineError, LostError
 from base.messages import FromNode, Reserve, Start, Tokens, Work
 from base.request import FinishReason, RequestId
 from base.request_tasks import RequestTasks
-from decode_node.reservation import Reservation, require_intact, reserved
+from decode_node.reservation import Reservation, intact_in_order, require_intact, reserved
 from engine.loop import EngineLoop
 from engine.sequence import Sequence
 from engine.step import SequenceOutput
@@ -88,7 +90,6 @@ class DecodeRole:
                 self._send(reservation.told(work.request_id))
                 start = await started
                 await reservation.close()
-                await require_intact(self._kv, reservation, start, LAST)
                 held.append(self._sequence(work, reservation, start.first_token_id))
                 return reservation, start
         finally:
@@ -131,24 +132,25 @@ class DecodeRole:
             while sequence.is_proven and untold:
                 self._send(untold.pop(0))
 
-        async with asyncio.TaskGroup() as both:
-            proving = both.create_task(self._prove(sequence, reservation, start))
-            proving.add_done_callback(lambda _: tell())
+        with self._held(reservation.block_ids):
+            proof = intact_in_order(self._kv, reservation, start)
+            if proof is None:
+                await require_intact(self._kv, reservation, start, LAST)
             self._engine.add(sequence, on_output)
-            await finished.wait()
+            await (proof or require_intact(self._kv, reservation, start, ALL_BUT_LAST))
+            for block_id, block_hash in zip(reservation.block_ids, reservation.chain, strict=False):
+                self._engine.pool.publish(block_id, block_hash)
+            sequence.is_proven = True
+        tell()
+        await finished.wait()
         if broken:
             raise LostError("the step that this sequence was in failed; see the node's log")
 
-    async def _prove(self, sequence: Sequence, reservation: Reservation, start: Start) -> None:
-        """Verify what was written, and let others match it; raises ChecksumError."""
-        pool = self._engine.pool
-        # Preemption may take them from the sequence meanwhile, and must not hand them to another.
-        pool.hold(reservation.written)
+    @contextmanager
+    def _held(self, block_ids: Items[int]) -> Iterator[None]:
+        """Preemption may take blocks from a sequence, and must not hand them to another meanwhile."""
+        self._engine.pool.hold(block_ids)
         try:
-            await require_intact(self._kv, reservation, start, ALL_BUT_LAST)
-            for block_id, block_hash in zip(reservation.block_ids, reservation.chain, strict=False):
-                if block_id in reservation.written:
-                    pool.publish(block_id, block_hash)
-            sequence.is_proven = True
+            yield
         finally:
-            pool.release(reservation.written)
+            self._engine.pool.release(block_ids)

@@ -9,7 +9,7 @@ from functools import partial
 
 from base.config import NodeProcess, TransferConfig
 from deploy.remote_shard import RemoteShard
-from engine.block_sums import block_sums
+from engine.block_sums import block_sums, block_sums_in_order
 from engine.build import Engine, device_of
 from transfer.agent import TransferAgent
 from transfer.segment import Segment
@@ -41,7 +41,9 @@ def node_segment(agent: TransferAgent, build: Build) -> tuple[Engine, Segment]:
 
 def node_kv(engine: Engine, segment: Segment, agent: TransferAgent) -> NodeKv:
     """Return the KV of all ranks."""
-    own = LocalShard(engine.parts[0], engine.cache.layout, segment, agent, partial(block_sums, engine.cache))
+    cache = engine.cache
+    sums, in_order = partial(block_sums, cache), partial(block_sums_in_order, cache)
+    own = LocalShard(engine.parts[0], cache.layout, segment, agent, sums, in_order)
     ranks = engine.ranks
     others = (
         []

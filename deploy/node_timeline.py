@@ -7,7 +7,7 @@ clock and nothing to merge; what a stage's answer takes through the pipe is in i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 from base.clock import Clock
@@ -122,3 +122,6 @@ class TimedShard:
 
     async def sums(self, block_ids: Sequence[int], part: KvPart) -> list[int]:
         return await self._shard.sums(block_ids, part)
+
+    def sums_in_order(self, block_ids: Sequence[int], part: KvPart) -> Awaitable[list[int]] | None:
+        return self._shard.sums_in_order(block_ids, part)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 import base.errors
@@ -61,6 +61,9 @@ class RemoteShard:
     async def sums(self, block_ids: Sequence[int], part: KvPart) -> list[int]:
         call = pb.RankCall(sum=pb.SumBlocks(block_ids=block_ids, part=part_to(part)))
         return list((await self._call(call)).sums)
+
+    def sums_in_order(self, block_ids: Sequence[int], part: KvPart) -> Awaitable[list[int]] | None:
+        return None  # steps reach the rank by another way than calls
 
     async def grant(self, block_ids: Sequence[int], lease_s: float) -> RankGrant:
         call = pb.RankCall(grant=pb.GrantBlocks(block_ids=block_ids, lease_s=lease_s))

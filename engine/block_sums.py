@@ -3,12 +3,15 @@
 A long prompt is hundreds of megabytes, and the event loop has tokens to send. On a CPU a
 block's sum is xxh3 of its bytes, on a GPU a kernel's (`kernels/sum_words.py`): the two differ,
 so nodes of both sorts do not serve together, and their `sum_kind` says so to the conductor.
+
+A GPU's kernel is launched by the event loop itself, in a fifth of a millisecond; a thread that
+launched it would take as long and have the interpreter meanwhile. A thread waits for its end.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
@@ -35,17 +38,36 @@ async def block_sums(cache: PagedCache, block_ids: Sequence[int], part: KvPart |
         part: Of these layers and heads of the cache, counted from its first, alone: the sum of a
             block of a cache that has no others.
     """
+    if not _is_summed_in_place(cache, part):
+        return await asyncio.to_thread(_sums, cache, list(block_ids), part)
+    # A stream of its own, and before the steps' kernels in line: a request waits for this.
+    with torch.cuda.stream(torch.cuda.Stream(cache.tensor.device, priority=-1)):  # type: ignore[no-untyped-call]
+        wait = _launched(cache.tensor, block_ids)
+    return await asyncio.to_thread(wait)
+
+
+def block_sums_in_order(
+    cache: PagedCache, block_ids: Sequence[int], part: KvPart
+) -> Awaitable[list[int]] | None:
+    """Return the same to be waited for, of what the blocks are now: steps that are launched after this
+    call write to them later. None: that cannot be had, on a CPU or of a part of blocks."""
+    if not _is_summed_in_place(cache, part):
+        return None
+    with torch.cuda.device(cache.tensor.device):
+        wait = _launched(cache.tensor, block_ids)
+    return asyncio.get_running_loop().run_in_executor(None, wait)
+
+
+def _is_summed_in_place(cache: PagedCache, part: KvPart | None) -> bool:
     layout = cache.layout
-    if part == KvPart(0, layout.num_layers, 0, layout.num_kv_heads):
-        part = None
-    return await asyncio.to_thread(_sums, cache, list(block_ids), part)
+    whole = KvPart(0, layout.num_layers, 0, layout.num_kv_heads)
+    return cache.tensor.is_cuda and part in (None, whole)
 
 
 def _sums(cache: PagedCache, block_ids: list[int], part: KvPart | None) -> list[int]:
-    if part is not None:
+    layout = cache.layout
+    if part not in (None, KvPart(0, layout.num_layers, 0, layout.num_kv_heads)):
         return _sums_of_part(cache, block_ids, part)
-    if cache.tensor.is_cuda:
-        return _sums_on_device(cache.tensor, block_ids)
     return [checksum(cache.block_bytes_view(block_id)) for block_id in block_ids]
 
 
@@ -57,20 +79,27 @@ def _sums_of_part(cache: PagedCache, block_ids: list[int], part: KvPart) -> list
         some = block_ids[start : start + COPIED_BLOCKS]
         copied = cache.tensor[some, layers, :, :, heads].contiguous()
         if copied.is_cuda:
-            torch.cuda.current_stream(copied.device).synchronize()  # another stream sums it
-            sums += _sums_on_device(copied, list(range(len(some))))
+            sums += _launched(copied, range(len(some)))()
         else:
             sums += [checksum(block.view(-1).view(torch.uint8).numpy().data) for block in copied]
     return sums
 
 
-def _sums_on_device(blocks: torch.Tensor, block_ids: list[int]) -> list[int]:
+def _launched(blocks: torch.Tensor, block_ids: Sequence[int]) -> Callable[[], list[int]]:
+    """Take the sums on the current stream; return what waits for them."""
     # Triton is 1 GB and only machines with a GPU have it.
     from engine.kernels.sum_words import sum_words  # noqa: PLC0415
 
     words = blocks.view(len(blocks), -1).view(torch.int64)
-    # A stream of its own, and before the steps' kernels in line: a request waits for this.
-    with torch.cuda.stream(torch.cuda.Stream(words.device, priority=-1)):  # type: ignore[no-untyped-call]
-        ids = torch.tensor(block_ids, dtype=torch.int32).to(words.device)
-        sums: list[int] = sum_words(words, ids, 0, words.shape[1]).tolist()  # waits for this stream alone
-    return [value & UNSIGNED for value in sums]
+    ids = torch.tensor(block_ids, dtype=torch.int32, pin_memory=True).to(words.device, non_blocking=True)
+    sums = sum_words(words, ids, 0, words.shape[1])
+    told = torch.empty(len(sums), dtype=torch.int64, pin_memory=True)
+    told.copy_(sums, non_blocking=True)
+    ended = torch.Event("cuda")
+    ended.record()
+
+    def wait() -> list[int]:
+        ended.synchronize()
+        return [value & UNSIGNED for value in told.tolist()]
+
+    return wait

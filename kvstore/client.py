@@ -26,6 +26,7 @@ from base.block_hash import BlockHash
 from base.checksum import checksum
 from base.clock import Clock
 from base.errors import CapacityError, ProtocolError, ServeError
+from base.request_tasks import first_serve_error
 from base.uninterrupted import uninterrupted
 from kvstore.access import Access, LocalAccess, RemoteAccess
 from kvstore.directory import Directory, Replicas
@@ -38,6 +39,8 @@ from transfer.segment import Segment
 
 GROUP_BYTES = 32 << 20
 """Moved while the group before it is compared with its checksums."""
+GROUPS_UNDER_WAY = 3
+"""One alone leaves the link idle while it is planned and told of: 21 GB/s of 55 (one H200, 2026-11-21)."""
 Sums = Callable[[Sequence[int]], Awaitable[Sequence[int]]]
 """Returns the checksums of the blocks that lie at these offsets."""
 
@@ -308,26 +311,23 @@ class BlockCache:
             raise ProtocolError("a lease has an offset and a checksum for each block asked for")
         offsets = offsets[: len(grant.offsets)]
         group = max(1, GROUP_BYTES // grant.length)
-        failure: ServeError | None = None
-        checks: list[asyncio.Task[int]] = []
-        async with asyncio.TaskGroup() as tasks:
-            try:
-                for at in range(0, len(grant.offsets), group):
-                    here = offsets[at : at + group]
-                    batch = batch_of(landing.into, grant.offsets[at : at + group], here, grant.length)
-                    await self._agent.read(member.peer, grant, batch, priority=landing.priority)
-                    expected = leased.checksums[at : at + group]
-                    checks.append(tasks.create_task(landing.num_right(here, grant.length, expected)))
-            except ServeError as error:
-                failure = error
-        if failure is not None:
-            raise failure
-        num_right = 0
-        for check in checks:
-            num_right += check.result()
-            if check.result() < group:
-                break
-        return num_right
+        room = asyncio.Semaphore(GROUPS_UNDER_WAY)
+
+        async def num_right(at: int) -> int:
+            here = offsets[at : at + group]
+            async with room:
+                batch = batch_of(landing.into, grant.offsets[at : at + group], here, grant.length)
+                await self._agent.read(member.peer, grant, batch, priority=landing.priority)
+            return await landing.num_right(here, grant.length, leased.checksums[at : at + group])
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                checks = [tasks.create_task(num_right(at)) for at in range(0, len(grant.offsets), group)]
+        except ExceptionGroup as errors:
+            raise (first_serve_error(errors) or errors) from errors
+        counts = [check.result() for check in checks]
+        first_short = next((index for index, count in enumerate(counts) if count < group), len(counts) - 1)
+        return sum(counts[: first_short + 1])
 
     async def _write(
         self,

@@ -57,6 +57,11 @@ class KvShard(Protocol):
         """Return the checksum of that part of each block, which this shard has."""
         ...
 
+    def sums_in_order(self, block_ids: Sequence[int], part: KvPart) -> Awaitable[list[int]] | None:
+        """Return the checksums to be waited for, of what the blocks are now: a step that is launched
+        after this call does not disturb them. None: this shard cannot, and `sums` has to end first."""
+        ...
+
     async def grant(self, block_ids: Sequence[int], lease_s: float) -> RankGrant:
         """Allow peers to write its part of blocks; raises as `TransferAgent.grant`.
 
@@ -83,6 +88,7 @@ class NodeKv:
 
 
 Sums = Callable[[Sequence[int], KvPart], Awaitable[list[int]]]
+SumsInOrder = Callable[[Sequence[int], KvPart], Awaitable[list[int]] | None]
 
 
 class LocalShard:
@@ -90,23 +96,34 @@ class LocalShard:
 
     Args:
         layout: Of its own blocks, which begin at the start of `segment`.
-        sums: The checksums of a part of blocks, counted from the shard's first layer and head.
+        sums, sums_in_order: The checksums of a part of blocks, counted from the shard's first layer
+            and head.
     """
 
     def __init__(
-        self, part: KvPart, layout: KvLayout, segment: Segment, agent: TransferAgent, sums: Sums
+        self,
+        part: KvPart,
+        layout: KvLayout,
+        segment: Segment,
+        agent: TransferAgent,
+        sums: Sums,
+        sums_in_order: SumsInOrder = lambda block_ids, part: None,
     ) -> None:
         self.part = part
         self._layout = layout
         self._segment = segment
         self._agent = agent
         self._sums = sums
+        self._sums_in_order = sums_in_order
 
     async def write(self, move: BlockMove) -> None:
         await self._agent.write(move.peer, move.grant, self._batch(move), move.deadline_s)
 
     async def sums(self, block_ids: Sequence[int], part: KvPart) -> list[int]:
         return await self._sums(block_ids, part.within(self.part))
+
+    def sums_in_order(self, block_ids: Sequence[int], part: KvPart) -> Awaitable[list[int]] | None:
+        return self._sums_in_order(block_ids, part.within(self.part))
 
     async def grant(self, block_ids: Sequence[int], lease_s: float) -> RankGrant:
         offsets = [self._layout.offset(block_id) for block_id in block_ids]

@@ -5,11 +5,13 @@ import asyncio
 import pytest
 
 from base.checksum import checksum
+from base.clock import SystemClock
 from base.messages import Failed, Reserve, Reserved, Start, Tokens
 from base.request import FinishReason
 from decode_node.role import DecodeRole
 from tests.node_parts import LAYOUT, NUM_BLOCKS, parts, work
 from transfer.batch import batch_of
+from transfer.shard import NodeKv
 
 
 async def reserved(part, asked):
@@ -116,6 +118,45 @@ async def test_a_step_writes_to_no_block_before_it_is_verified(both):
     assert "block 2" in (await decode.said(Failed)).message
     assert decode.loop.num_steps == 0
     await finished(decode)
+    decode.check_nothing_is_held()
+
+
+class ShardInOrder:
+    """A shard of a GPU, as far as a role sees it: sums of what the blocks are now, told later."""
+
+    def __init__(self, shard):
+        self.shard = shard
+        self.part = shard.part
+        self.grant, self.revoke = shard.grant, shard.revoke
+        self.told = asyncio.Event()
+
+    def sums_in_order(self, block_ids, part):
+        async def after(taken):
+            await self.told.wait()
+            return await taken
+
+        return after(asyncio.ensure_future(self.shard.sums(block_ids, part)))
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+async def test_steps_run_and_nothing_is_told_until_the_sums_are(both, is_damaged):
+    prefill, decode = both
+    shard = ShardInOrder(decode.kv.shards[0])
+    async with asyncio.TaskGroup() as group:
+        decode.role = DecodeRole(decode.loop, NodeKv(LAYOUT, (shard,)), group, decode.send, SystemClock())
+        reservation = await reserved(decode, work(num_tokens=32, max_tokens=3))
+        sums = await write_kv(prefill, decode, reservation.grant)
+        decode.role.start(Start("r", 7, (sums[0] ^ is_damaged, sums[1])))
+        async with asyncio.timeout(10):
+            while decode.loop.num_steps < 2:
+                await asyncio.sleep(0)
+        assert not any(isinstance(item, Tokens) for item in decode.sent)
+        assert not decode.pool.num_cached
+        shard.told.set()
+        await decode.said(Failed if is_damaged else Tokens)
+        await finished(decode)
+    assert any(isinstance(item, Tokens) for item in decode.sent) != is_damaged
+    assert bool(decode.pool.num_cached) != is_damaged
     decode.check_nothing_is_held()
 
 
