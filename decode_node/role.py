@@ -109,7 +109,7 @@ class DecodeRole:
             num_computed_tokens=len(work.token_ids),
             block_table=reservation.take(),
             block_hashes=list(reservation.chain),
-            num_published_blocks=len(reservation.chain),
+            num_published_blocks=reservation.num_matched,
             is_proven=False,
         )
 
@@ -138,9 +138,7 @@ class DecodeRole:
                 await require_intact(self._kv, reservation, start, LAST)
             self._engine.add(sequence, on_output)
             await (proof or require_intact(self._kv, reservation, start, ALL_BUT_LAST))
-            for block_id, block_hash in zip(reservation.block_ids, reservation.chain, strict=False):
-                self._engine.pool.publish(block_id, block_hash)
-            sequence.is_proven = True
+            self._engine.proven(sequence)
         tell()
         await finished.wait()
         if broken:

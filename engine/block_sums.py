@@ -53,9 +53,7 @@ def block_sums_in_order(
     call write to them later. None: that cannot be had, on a CPU or of a part of blocks."""
     if not _is_summed_in_place(cache, part):
         return None
-    with torch.cuda.device(cache.tensor.device):
-        wait = _launched(cache.tensor, block_ids)
-    return asyncio.get_running_loop().run_in_executor(None, wait)
+    return asyncio.get_running_loop().run_in_executor(None, _launched(cache.tensor, block_ids))
 
 
 def _is_summed_in_place(cache: PagedCache, part: KvPart | None) -> bool:
@@ -91,12 +89,13 @@ def _launched(blocks: torch.Tensor, block_ids: Sequence[int]) -> Callable[[], li
     from engine.kernels.sum_words import sum_words  # noqa: PLC0415
 
     words = blocks.view(len(blocks), -1).view(torch.int64)
-    ids = torch.tensor(block_ids, dtype=torch.int32, pin_memory=True).to(words.device, non_blocking=True)
-    sums = sum_words(words, ids, 0, words.shape[1])
-    told = torch.empty(len(sums), dtype=torch.int64, pin_memory=True)
-    told.copy_(sums, non_blocking=True)
-    ended = torch.Event("cuda")
-    ended.record()
+    with torch.cuda.device(words.device):  # a thread's own matter
+        ids = torch.tensor(block_ids, dtype=torch.int32, pin_memory=True).to(words.device, non_blocking=True)
+        sums = sum_words(words, ids, 0, words.shape[1])
+        told = torch.empty(len(sums), dtype=torch.int64, pin_memory=True)
+        told.copy_(sums, non_blocking=True)
+        ended = torch.Event("cuda")
+        ended.record()
 
     def wait() -> list[int]:
         ended.synchronize()

@@ -16,7 +16,7 @@ from engine.compiled import compile_layers, compiled
 from engine.fused_projections import GROUPS, LAST_GROUPS, fuse_projections, use_products
 from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, StepPart, attach_cache
 from engine.last_layer import LastLayer, can_be_cut, dropping_result
-from engine.layer_ends import LayerEnds
+from engine.layer_hooks import LayerHooks
 from engine.paged_cache import PagedCache
 from engine.pipeline import Stage
 from engine.step_memory import StepShape, carve
@@ -28,10 +28,10 @@ class GpuModel:
     Args:
         is_compiled: False: every module as it is, for comparison.
         stage: Of a pipeline, the one that the model was cut to.
-        layer_groups: More than 1: steps that are not captured tell when which layers are computed.
+        layer_groups: Of which steps that are not captured tell when they are computed.
 
     Attributes:
-        layer_ends: Of these groups; None: there is one.
+        hooks: Between its layers.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class GpuModel:
             compile_layers(layers)
         if self._cuts_last_layer:
             layers[-1].forward = LastLayer(layers[-1], compiled(keep_kv) if is_compiled else keep_kv)
-        self.layer_ends = LayerEnds(layers, layer_groups) if layer_groups > 1 else None
+        self.hooks = LayerHooks(layers, layer_groups)
         self.device: torch.device = model.device
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._hidden_size: int = model.config.get_text_config().hidden_size

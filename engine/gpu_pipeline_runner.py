@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.arrivals import wait_for_prefixes
 from engine.gpu_attention import HEADER_NUMBERS, step_header
 from engine.gpu_model import GpuModel
-from engine.layer_ends import Mark, mark_on_stream
+from engine.layer_hooks import Mark, mark_on_stream
 from engine.pipeline import Stage
 from engine.pipeline_runner import stage_groups
 from engine.ranks import Ranks
@@ -92,6 +93,7 @@ class GpuPipelineRunner:
     def launch(self, plan: StepPlan) -> QueuedStep:
         """Tell the others of a step, and queue this rank's share."""
         assert self._ranks is not None, "the first rank launches"
+        wait_for_prefixes(plan)
         # Two chunks at least: the compiler would make a variant of the last layer for one row.
         num_chunks = max(2, len(plan.entries) - plan.num_single)
         shape = StepShape(_rounded(plan.num_tokens), plan.num_single, num_chunks, self._max_blocks)

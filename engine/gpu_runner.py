@@ -18,6 +18,7 @@ import torch
 from base.clock import Clock
 from base.config import EngineConfig
 from base.request import TokenLogprobs
+from engine.arrivals import arrivals_of, wait_for_prefixes
 from engine.cuda_graph import GRAPH_CHUNKS, MIXED_TOKENS, StepGraphs
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
@@ -91,6 +92,11 @@ class GpuRunner:
         self._graphs = StepGraphs(self._run_captured, max_batch, self._max_blocks)
         self._graphs.capture(chunk_tokens)
 
+    @property
+    def num_prefix_parts(self) -> int:
+        """In which a prefix may come while a step runs: a part for each layer."""
+        return 1 if self._group is not None else self._model.hooks.num_layers
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a step and wait for its tokens."""
         return self.resolve(self.launch(plan))
@@ -108,13 +114,13 @@ class GpuRunner:
         self._send(plan, shape)
         if self._tell is not None:
             self._tell(torch.cat([torch.tensor([captured]), header]))
-        ends = None if captured else self._model.layer_ends
-        if ends is not None:
-            ends.begin()
+        if captured:
+            wait_for_prefixes(plan)
+        else:
+            self._model.hooks.begin(arrivals_of(plan))
         logits = self._compute(shape, header, captured)
-        launched = self._finish(plan, shape, logits)
-        if ends is not None:
-            launched = replace(launched, layer_groups=ends.end())
+        groups = () if captured else self._model.hooks.end()
+        launched = replace(self._finish(plan, shape, logits), layer_groups=groups)
         self.num_launches += 1
         self.launch_total_s += self._clock.now_s() - started_s
         return launched

@@ -109,6 +109,16 @@ def one_thread(name: str) -> Executor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
 
+@runtime_checkable
+class WaitingRunner(Protocol):
+    """A runner whose steps can wait inside for what they read."""
+
+    @property
+    def num_prefix_parts(self) -> int:
+        """In which a prefix may come while a step runs; each is of equally many layers."""
+        ...
+
+
 class EngineLoop:
     """Owns one engine's pool, scheduler and device thread. Belongs to the event loop."""
 
@@ -133,6 +143,8 @@ class EngineLoop:
             self._max_flights = runner.num_steps_under_way
         elif self._launching is not None:
             self._max_flights = 2
+        self.num_prefix_parts = runner.num_prefix_parts if isinstance(runner, WaitingRunner) else 1
+        """See `WaitingRunner`; 1: it has to be there before."""
         self._clock = clock
         self._thread = thread
         self.scheduler = scheduler
@@ -187,6 +199,11 @@ class EngineLoop:
             self._released.append(sequence)
         else:
             self.scheduler.release(sequence)
+
+    def proven(self, sequence: Sequence) -> None:
+        """What `sequence` came with is intact: publish it, and what was computed from it."""
+        sequence.is_proven = True
+        self.scheduler.publish(sequence)
 
     async def run(self) -> None:
         """Run steps until cancelled. Then the steps in flight are waited for: memory that they

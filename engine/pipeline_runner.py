@@ -20,6 +20,7 @@ import torch
 
 from base.clock import Clock
 from base.errors import LostError
+from engine.arrivals import wait_for_prefixes
 from engine.batch import Batch, batch_from_numbers, batch_numbers, build_batch
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
@@ -79,6 +80,7 @@ class PipelineRunner:
     def launch(self, plan: StepPlan) -> PipelinedStep:
         """Have the stages before begin with a step."""
         assert self._ranks is not None, "the first rank launches"
+        wait_for_prefixes(plan)
         batch = build_batch(plan, self._cache.layout.block_size, self._model.device)
         step = PipelinedStep(plan, batch, (), threading.Event())
         self._ranks.tell(batch_numbers(batch))

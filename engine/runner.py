@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from engine.arrivals import wait_for_prefixes
 from engine.batch import Batch, batch_from_numbers, batch_numbers, build_batch
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
@@ -53,6 +54,7 @@ class Runner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens, write their KV, and sample where the plan says so."""
+        wait_for_prefixes(plan)
         batch = build_batch(plan, self._cache.layout.block_size, self._model.device)
         if self._tell is not None:
             self._tell(batch_numbers(batch))

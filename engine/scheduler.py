@@ -202,7 +202,7 @@ class Scheduler:
             if sampled is not None:
                 sequence.token_ids.append(sampled.token_id)
                 reason = sequence.finish_reason_of(sampled.token_id, self.max_model_len)
-            self._publish(sequence)
+            self.publish(sequence)
             if reason is not None:
                 self.finish(sequence, reason)
             outputs.append(SequenceOutput(sequence, (sampled,) if sampled is not None else (), reason))
@@ -335,7 +335,8 @@ class Scheduler:
         sequence.num_launched_tokens = 0
         sequence.num_published_blocks = 0
 
-    def _publish(self, sequence: Sequence) -> None:
+    def publish(self, sequence: Sequence) -> None:
+        """Let others match its full blocks, unless what it came with may still be damaged."""
         if not sequence.is_proven:
             return
         sequence.extend_hashes(self.block_size)

@@ -9,9 +9,13 @@ that came from another node differ in these numbers alone.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from base.block_hash import BlockHash, hash_chain
 from base.request import FinishReason, RequestId, SamplingParams, StopParams
+
+if TYPE_CHECKING:
+    from engine.arrivals import Arrivals
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +48,8 @@ class Sequence:
     """When the first step with this sequence began; None before."""
     busy_s: float = 0.0
     """Of a pipeline: how long its last stage was at steps with this sequence."""
+    arrivals: Arrivals | None = None
+    """Of KV that is still coming into the blocks; None: what counts as computed is there."""
     is_proven: bool = True
     """Whether the KV that it came with is known to be intact; until then none of it is published."""
     num_published_blocks: int = 0

@@ -20,12 +20,15 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from base.block_hash import BlockHash
 from base.checksum import checksum
 from base.clock import Clock
 from base.errors import CapacityError, ProtocolError, ServeError
+from base.grants import Grant
 from base.request_tasks import first_serve_error
 from base.uninterrupted import uninterrupted
 from kvstore.access import Access, LocalAccess, RemoteAccess
@@ -44,8 +47,24 @@ GROUPS_UNDER_WAY = 3
 Sums = Callable[[Sequence[int]], Awaitable[Sequence[int]]]
 """Returns the checksums of the blocks that lie at these offsets."""
 
+STRIPES_UNDER_WAY = 2
+"""They are waited for in their order."""
+
 MAX_TRIES = 2
 """Of one member within one load: bytes may be damaged on their way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stripes:
+    """Loading of equal parts of all blocks, one part of each after the other: a block's layers in turn.
+
+    What is told of is there, and may be read; whether it is right is known at the end.
+    """
+
+    count: int
+    """Divides a block's bytes."""
+    on_arrived: Callable[[int], None]
+    """Told how many leading stripes are there; not called where blocks come from several places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +74,7 @@ class _Landing:
     into: Segment
     priority: Priority
     sums: Sums | None
+    stripes: Stripes | None = None
 
     async def num_right(self, offsets: Sequence[int], length: int, expected: Sequence[int]) -> int:
         """Return how many leading blocks are what they should be."""
@@ -115,11 +135,12 @@ class BlockCache:
         first: int = 0,
         priority: Priority = Priority.FOREGROUND,
         sums: Sums | None = None,
+        stripes: Stripes | None = None,
     ) -> int:
         """Load blocks `first`, `first + 1`, ... of `chain` to `offsets` of `into`.
 
         `sums` takes the checksums of what came, where `into` is no host memory or the
-        blocks were not made on a host.
+        blocks were not made on a host. With `stripes`, what comes wrong is not tried again.
 
         Returns how many came, from `first` on; their bytes are right. What lies at the
         other offsets is undefined.
@@ -135,6 +156,9 @@ class BlockCache:
                 break
             run_end = _run_end(replicas, at, member)
             wanted = offsets[at - first : run_end - first]
+            if stripes is not None and (at, run_end) == (first, len(replicas)):
+                striped = replace(landing, stripes=stripes)
+                return await self._load_from(member, chain[:run_end], at, striped, wanted)
             num_loaded = await self._load_from(member, chain[:run_end], at, landing, wanted)
             tries[member.epoch] += num_loaded < run_end - at
             at += num_loaded
@@ -321,6 +345,9 @@ class BlockCache:
             return await landing.num_right(here, grant.length, leased.checksums[at : at + group])
 
         try:
+            if landing.stripes is not None:
+                await self._read_stripes(member, grant, landing, landing.stripes, offsets)
+                return await landing.num_right(offsets, grant.length, leased.checksums)
             async with asyncio.TaskGroup() as tasks:
                 checks = [tasks.create_task(num_right(at)) for at in range(0, len(grant.offsets), group)]
         except ExceptionGroup as errors:
@@ -328,6 +355,25 @@ class BlockCache:
         counts = [check.result() for check in checks]
         first_short = next((index for index, count in enumerate(counts) if count < group), len(counts) - 1)
         return sum(counts[: first_short + 1])
+
+    async def _read_stripes(
+        self, member: Member, grant: Grant, landing: _Landing, stripes: Stripes, offsets: Sequence[int]
+    ) -> None:
+        size = grant.length // stripes.count
+        sources, targets = np.array(grant.offsets, np.int64), np.array(offsets, np.int64)
+        room = asyncio.Semaphore(STRIPES_UNDER_WAY)
+
+        async def read(stripe: int) -> None:
+            async with room:
+                at = stripe * size
+                batch = batch_of(landing.into, sources + at, targets + at, size)
+                await self._agent.read(member.peer, grant, batch, priority=landing.priority)
+
+        async with asyncio.TaskGroup() as tasks:
+            reads = [tasks.create_task(read(stripe)) for stripe in range(stripes.count)]
+            for count, each in enumerate(reads, 1):
+                await each
+                stripes.on_arrived(count)
 
     async def _write(
         self,

@@ -25,7 +25,7 @@ from base.block_hash import BlockHash
 from base.clock import Clock
 from base.errors import ServeError
 from base.logs import event
-from kvstore.client import BlockCache
+from kvstore.client import BlockCache, Stripes
 from kvstore.load_costs import LoadCosts
 from kvstore.store import Store
 from transfer.batch import Priority
@@ -125,7 +125,13 @@ class EngineStore:
         end = await self._cache.match(chain)
         return end if end > first and self._costs.is_worth(self._place(chain[:end])) else first
 
-    async def load(self, chain: Sequence[BlockHash], block_ids: Sequence[int], first: int) -> int:
+    async def load(
+        self,
+        chain: Sequence[BlockHash],
+        block_ids: Sequence[int],
+        first: int,
+        stripes: Stripes | None = None,
+    ) -> int:
         """Load blocks `first` and on into the engine's `block_ids`; return how many came, all right."""
         place = self._place(chain)
         began_at_s = self._clock.now_s()
@@ -135,7 +141,9 @@ class EngineStore:
         async def sums(landed: Sequence[int]) -> Sequence[int]:
             return await self._engine.checksums([offset // size for offset in landed])
 
-        count = await self._cache.load(chain, self._engine.segment, offsets, first, sums=sums)
+        count = await self._cache.load(
+            chain, self._engine.segment, offsets, first, sums=sums, stripes=stripes
+        )
         self._costs.loaded(place, count, self._clock.now_s() - began_at_s)
         self.num_loaded += count
         return count

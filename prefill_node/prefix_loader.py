@@ -6,27 +6,39 @@ lent because the conductor found that reading them is sooner done than computing
 are asked in that order, each for what is still missing.
 
 Loaded blocks are compared with the checksums made where they were computed and published
-here, so that the engine's own prefix match finds them: loading needs no second path through
-the engine, and a replica stays on this node, which is how hot blocks spread.
+here, so that the engine's own prefix match finds them, and a replica stays on this node, which is
+how hot blocks spread.
+
+Where the engine can wait layer by layer, the last blocks come while the prompt is computed: the
+sequence begins with them as if they were there (`engine/arrivals.py`), and nothing of it is told or
+published before they are compared.
 
 KV that cannot be loaded is never an error: the prompt is computed from what is here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from collections.abc import Sequence as Items
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from base.block_hash import BlockHash, hash_chain
+from base.clock import Clock
 from base.errors import ChecksumError, LostError, ServeError
 from base.logs import event
 from base.messages import Source, Work
+from base.request import RequestId
+from base.uninterrupted import uninterrupted
+from engine.arrivals import Arrivals
 from engine.block_pool import BlockPool
 from engine.block_sums import block_sums
 from engine.paged_cache import PagedCache
+from engine.sequence import Sequence
+from kvstore.client import Stripes
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
 from transfer.segment import Segment
@@ -37,12 +49,21 @@ log = logging.getLogger(__name__)
 class PrefixSource(Protocol):
     """Where blocks of a chain can be had, other than by computing them."""
 
-    async def reach(self, chain: Sequence[BlockHash], first: int) -> int:
+    async def reach(self, chain: Items[BlockHash], first: int) -> int:
         """Return the index after the last block worth loading, if block `first` is the first missing."""
         ...
 
-    async def load(self, chain: Sequence[BlockHash], block_ids: Sequence[int], first: int) -> int:
+    async def load(
+        self,
+        chain: Items[BlockHash],
+        block_ids: Items[int],
+        first: int,
+        stripes: Stripes | None = None,
+    ) -> int:
         """Put blocks `first` to the end of `chain` into `block_ids`; return how many came, all right.
+
+        Args:
+            stripes: Told what is there meanwhile, where that is known.
 
         Raises:
             ServeError: they cannot be had, or are not what they should be.
@@ -75,12 +96,18 @@ class LentPrefix:
         self._own = own
         self._source = source
 
-    async def reach(self, chain: Sequence[BlockHash], first: int) -> int:
+    async def reach(self, chain: Items[BlockHash], first: int) -> int:
         if first < self._source.first_block:
             return first  # evicted meanwhile: a gap cannot be loaded over
         return min(self._source.first_block + len(self._source.grant.offsets), len(chain))
 
-    async def load(self, chain: Sequence[BlockHash], block_ids: Sequence[int], first: int) -> int:
+    async def load(
+        self,
+        chain: Items[BlockHash],
+        block_ids: Items[int],
+        first: int,
+        stripes: Stripes | None = None,
+    ) -> int:
         own, source = self._own, self._source
         layout = own.cache.layout
         skipped = first - source.first_block
@@ -97,37 +124,146 @@ class LentPrefix:
         return len(block_ids)
 
 
+class Prefix:
+    """What is known of a prompt's KV when it is computed. Belongs to the event loop."""
+
+    def __init__(self, pool: BlockPool, request_id: RequestId) -> None:
+        self._pool = pool
+        self._request_id = request_id
+        self.block_ids: list[int] = []
+        """Held. The leading ones are published."""
+        self.arrivals: Arrivals | None = None
+        """Of the last ones, which are still being loaded; None: none are."""
+        self._loading: asyncio.Task[int] | None = None
+        self._chain: Items[BlockHash] = ()
+        """Of what is coming."""
+
+    async def load(self, chain: Items[BlockHash], source: PrefixSource) -> None:
+        """Take in what comes from `source`, all of it before this returns."""
+        with _told(self._request_id, source):
+            await load_missing(self._pool, chain, source, self.block_ids)
+
+    async def begin_to_load(
+        self, chain: Items[BlockHash], source: PrefixSource, num_parts: int, clock: Clock
+    ) -> None:
+        """Take in what comes from `source`; return when its first layers are there, or all of it."""
+        first = len(self.block_ids)
+        if first >= len(chain) or (end := min(await source.reach(chain, first), len(chain))) <= first:
+            return
+        block_ids = self._pool.allocate_spare(end - first)
+        self.block_ids += block_ids
+        arrivals = self.arrivals = Arrivals(num_parts, clock)
+        has_begun = asyncio.Event()
+
+        def on_arrived(count: int) -> None:
+            arrivals.arrived(count)
+            has_begun.set()
+
+        stripes = Stripes(num_parts, on_arrived)
+        self._loading = asyncio.create_task(source.load(chain[:end], block_ids, first, stripes))
+        self._loading.add_done_callback(lambda _: has_begun.set())
+        self._chain = chain[first:end]
+        await has_begun.wait()
+        if self._loading.done():
+            await self._settle()
+
+    def give_to(self, sequence: Sequence, block_size: int) -> None:
+        """Let `sequence`, which the engine has not yet, begin after what is still coming in."""
+        if self.arrivals is None:
+            return
+        self._pool.hold(self.block_ids)
+        sequence.block_table += self.block_ids
+        sequence.num_computed_tokens = len(self.block_ids) * block_size
+        sequence.num_matched_tokens = sequence.num_computed_tokens
+        sequence.num_published_blocks = len(self.block_ids)
+        sequence.arrivals = self.arrivals
+        sequence.is_proven = False
+
+    async def is_intact(self) -> bool:
+        """Return whether all that was coming has come, and is right; then others may match it."""
+        return self._loading is None or await self._num_right() == len(self._chain)
+
+    async def _settle(self) -> None:
+        """Keep what has come and is right, now that nothing more does."""
+        kept = len(self.block_ids) - len(self._chain) + await self._num_right()
+        self._pool.release(self.block_ids[kept:])
+        del self.block_ids[kept:]
+        self.arrivals = self._loading = None
+
+    async def _num_right(self) -> int:
+        """Wait for what is coming and let others match what is right of it; return how many blocks."""
+        assert self._loading is not None
+        assert self.arrivals is not None
+        count = 0
+        with _told(self._request_id, self):
+            count = await self._loading
+        self.arrivals.end()
+        coming = self.block_ids[len(self.block_ids) - len(self._chain) :]
+        for block_id, block_hash in zip(coming[:count], self._chain, strict=False):
+            self._pool.publish(block_id, block_hash)
+        return count
+
+    async def close(self) -> None:
+        """Give everything back; what is being loaded has ended by then."""
+        if self._loading is not None:
+            self._loading.cancel()
+            await uninterrupted(asyncio.wait([self._loading]))
+        if self.arrivals is not None:
+            self.arrivals.end()
+        self._pool.release(self.block_ids)
+
+
+@contextmanager
+def _told(request_id: RequestId, source: object) -> Iterator[None]:
+    """Log a failure to load in the body, and go on."""
+    try:
+        yield
+    except ServeError as error:
+        reason = f"{type(error).__name__}: {error}"
+        event(
+            log,
+            "prefix not loaded",
+            level=logging.WARNING,
+            request_id=request_id,
+            source=type(source).__name__,
+            reason=reason,
+        )
+
+
 @asynccontextmanager
 async def loaded_prefix(
-    pool: BlockPool, block_size: int, work: Work, sources: Sequence[PrefixSource]
-) -> AsyncIterator[None]:
-    """Have what the sources can give in this node's cache, and held, for the body."""
-    held: list[int] = []
+    pool: BlockPool,
+    block_size: int,
+    work: Work,
+    sources: Items[PrefixSource],
+    clock: Clock,
+    num_parts: int = 1,
+) -> AsyncIterator[Prefix]:
+    """Have what the sources can give in this node's cache, and held, for the body.
+
+    Args:
+        num_parts: More than one: what the last source gives may come, in so many parts, while
+            the body runs.
+    """
+    prefix = Prefix(pool, work.request_id)
     try:
         # The last token is always computed, so a block that ends with it is not needed.
         longest = (len(work.token_ids) - 1) // block_size
         chain = hash_chain(work.token_ids[: longest * block_size], block_size, work.chain_root)
-        held += pool.match(chain) if sources else []
+        prefix.block_ids += pool.match(chain) if sources else []
         for source in sources:
-            try:
-                await load_missing(pool, chain, source, held)
-            except ServeError as error:
-                reason = f"{type(error).__name__}: {error}"
-                event(
-                    log,
-                    "prefix not loaded",
-                    level=logging.WARNING,
-                    request_id=work.request_id,
-                    source=type(source).__name__,
-                    reason=reason,
-                )
-        yield
+            if num_parts > 1 and source is sources[-1]:
+                with _told(work.request_id, source):
+                    await prefix.begin_to_load(chain, source, num_parts, clock)
+            else:
+                await prefix.load(chain, source)
+        yield prefix
     finally:
-        pool.release(held)
+        await prefix.close()
 
 
 async def load_missing(
-    pool: BlockPool, chain: Sequence[BlockHash], source: PrefixSource, held: list[int]
+    pool: BlockPool, chain: Items[BlockHash], source: PrefixSource, held: list[int]
 ) -> None:
     """Put into `held` the blocks that come from `source`, after those that are there.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from base.clock import Clock
 from base.errors import DeadlineError, LostError
@@ -22,9 +22,19 @@ from engine.loop import EngineLoop
 from engine.sequence import Sequence
 from engine.step import LaunchedChunk, SequenceOutput
 from kvstore.engine_store import EngineStore
-from prefill_node.prefix_loader import PrefixSource, loaded_prefix
+from prefill_node.prefix_loader import Prefix, PrefixSource, loaded_prefix
 from prefill_node.sender import KvSender
 from transfer.shard import NodeKv
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """A prompt that is computed and written."""
+
+    sequence: Sequence
+    sender: KvSender
+    last: SequenceOutput
+    times: PrefillTimes
 
 
 class PrefillRole:
@@ -63,52 +73,68 @@ class PrefillRole:
 
     async def _prefill(self, message: Prefill) -> None:
         arrived_at_s = self._clock.now_s()
+        try:
+            async with asyncio.timeout(message.work.deadline_s):
+                done = await self._computed(message, arrived_at_s, self._engine.num_prefix_parts)
+                # What was being loaded is not what it should be: what was made of it is dropped.
+                done = done or await self._computed(message, arrived_at_s, 1)
+        except TimeoutError:
+            raise DeadlineError("the prefill did not end in time") from None
+        assert done is not None, "what is loaded before is never found out later"
+        self._observe(message.work.request_id, done.times)
+        if self._store is not None:
+            num_tokens = len(message.work.token_ids)
+            self._store.computed(num_tokens - done.sequence.num_matched_tokens, done.times.compute_s)
+            full = num_tokens // self._kv.layout.block_size
+            self._store.offer(done.sequence.block_hashes[:full], done.sequence.chain_root)
+        is_over = done.last.finish_reason is FinishReason.STOP
+        self._send(
+            Prefilled(
+                message.work.request_id,
+                done.last.tokens[0],
+                FinishReason.STOP if is_over else None,
+                done.sequence.num_matched_tokens,
+                done.sender.checksums,
+                done.times,
+                done.sender.parts,
+            )
+        )
+
+    async def _computed(self, message: Prefill, arrived_at_s: float, num_parts: int) -> _Computed | None:
+        """Compute a prompt and write it to its reservation; None: from a prefix that proved wrong."""
         news: asyncio.Queue[SequenceOutput | LaunchedChunk] = asyncio.Queue()
         sequence = one_token_sequence(message.work, arrived_at_s)
         sender = KvSender(self._kv, self._engine.pool, message)
         try:
-            async with asyncio.timeout(message.work.deadline_s), self._loaded_prefix(message):
+            async with self._loaded_prefix(message, num_parts) as prefix:
                 loaded_at_s = self._clock.now_s()
+                prefix.give_to(sequence, self._kv.layout.block_size)
                 self._engine.add(sequence, news.put_nowait, news.put_nowait)
                 async with asyncio.TaskGroup() as writes:
                     last = await self._compute(sequence, sender, news, writes)
                     computed_at_s = self._clock.now_s()
-        except TimeoutError:
-            raise DeadlineError("the prefill did not end in time") from None
+                if not await prefix.is_intact():
+                    return None
+                self._engine.proven(sequence)
         finally:
             self._engine.release(sequence)
         started_at_s = sequence.started_at_s or arrived_at_s
+        waited_s = sequence.arrivals.waited_s if sequence.arrivals is not None else 0.0
         times = PrefillTimes(
             queue_s=started_at_s - arrived_at_s,
-            compute_s=computed_at_s - started_at_s,
+            compute_s=computed_at_s - started_at_s - waited_s,
             exposed_transfer_s=self._clock.now_s() - computed_at_s,
-            exposed_load_s=loaded_at_s - arrived_at_s,
+            exposed_load_s=loaded_at_s - arrived_at_s + waited_s,
             bubble_s=max(computed_at_s - started_at_s - sequence.busy_s, 0.0) if sequence.busy_s else 0.0,
         )
-        self._observe(message.work.request_id, times)
-        if self._store is not None:
-            num_tokens = len(message.work.token_ids)
-            self._store.computed(num_tokens - sequence.num_matched_tokens, times.compute_s)
-            full = num_tokens // self._kv.layout.block_size
-            self._store.offer(sequence.block_hashes[:full], sequence.chain_root)
-        is_over = last.finish_reason is FinishReason.STOP
-        self._send(
-            Prefilled(
-                message.work.request_id,
-                last.tokens[0],
-                FinishReason.STOP if is_over else None,
-                sequence.num_matched_tokens,
-                sender.checksums,
-                times,
-                sender.parts,
-            )
-        )
+        return _Computed(sequence, sender, last, times)
 
-    def _loaded_prefix(self, message: Prefill) -> AbstractAsyncContextManager[None]:
+    def _loaded_prefix(self, message: Prefill, num_parts: int) -> AbstractAsyncContextManager[Prefix]:
         sources: list[PrefixSource] = [] if self._store is None else [self._store]
         if message.source is not None and self._lent is not None:
             sources.append(self._lent(message.source))
-        return loaded_prefix(self._engine.pool, self._kv.layout.block_size, message.work, sources)
+        block_size = self._kv.layout.block_size
+        return loaded_prefix(self._engine.pool, block_size, message.work, sources, self._clock, num_parts)
 
     async def _compute(
         self,

@@ -12,6 +12,7 @@ from base.grants import Operation
 from base.messages import Failed, Lend, Lent, Prefill, Prefilled, Source
 from decode_node.role import DecodeRole
 from deploy.node_store import PagedBlocks
+from engine.arrivals import arrivals_of
 from kvstore.client import BlockCache
 from kvstore.directory import MemoryBoard, MemoryDirectory
 from kvstore.engine_store import EngineStore
@@ -22,7 +23,7 @@ from kvstore.store import Store
 from prefill_node.lender import Lender
 from prefill_node.prefix_loader import LentPrefix
 from prefill_node.role import PrefillRole
-from tests.node_parts import LAYOUT, ROOT, parts, work
+from tests.node_parts import LAYOUT, ROOT, CountingRunner, parts, work
 
 CHAIN = hash_chain(range(100, 180), 16, ROOT)
 
@@ -104,6 +105,77 @@ async def test_what_the_cache_forgot_is_lent_from_the_store(three):
     assert warm.store.pool.accounts().held == 0
     for part in (warm, cold):
         part.check_nothing_is_held()
+
+
+class WaitingRunner(CountingRunner):
+    """Computes layer by layer, and waits before each for its part of a prefix."""
+
+    num_prefix_parts = LAYOUT.num_layers
+
+    def execute(self, plan):
+        for layer in range(LAYOUT.num_layers):
+            for arrivals in arrivals_of(plan):
+                arrivals.wait(layer, LAYOUT.num_layers)
+                self.num_waits += 1
+            self.compute(plan, layer)
+        return self.sampled(plan)
+
+    num_waits = 0
+
+
+async def test_a_prompt_is_computed_while_its_prefix_comes_layer_by_layer():
+    async with (
+        parts(WaitingRunner, warm=PrefillRole, decode=DecodeRole) as made,
+        asyncio.TaskGroup() as group,
+    ):
+        warm, decode = made["warm"], made["decode"]
+        saving = with_store(warm, group)
+        expected = await prefilled(warm, decode, work(num_tokens=80))
+        await saved(warm, 5)
+        forget(warm)
+        answer = await prefilled(warm, decode, work(num_tokens=80, name="again"))
+        assert warm.runner.num_waits == LAYOUT.num_layers
+        assert answer.num_cached_tokens == 64
+        assert answer.checksums == expected.checksums
+        assert len(warm.pool.match(CHAIN)) == 5, "what came and what was computed are published"
+        warm.pool.release(warm.pool.match(CHAIN) * 2)
+        forget(warm)
+        warm.store.segment.memory[LAYOUT.block_bytes] ^= 1
+        answer = await prefilled(warm, decode, work(num_tokens=80, name="damaged"))
+        assert warm.runner.num_waits == 2 * LAYOUT.num_layers, "it was computed from it, and again"
+        assert answer.num_cached_tokens == 16
+        assert answer.checksums == expected.checksums
+        saving.cancel()
+        await asyncio.wait([saving])
+        warm.check_nothing_is_held()
+
+
+async def test_a_request_that_ends_while_its_prefix_comes_leaves_nothing():
+    async with (
+        parts(WaitingRunner, warm=PrefillRole, decode=DecodeRole) as made,
+        asyncio.TaskGroup() as group,
+    ):
+        warm, decode = made["warm"], made["decode"]
+        saving = with_store(warm, group)
+        await prefilled(warm, decode, work(num_tokens=80))
+        await saved(warm, 5)
+        for num_turns in range(0, 60, 3):
+            forget(warm)
+            asked = work(num_tokens=80, name=f"r{num_turns}")
+            offsets = [LAYOUT.offset(block) for block in range(5)]
+            grant = decode.agent.grant(decode.segment, offsets, LAYOUT.block_bytes, Operation.WRITE, 10.0)
+            warm.role.prefill(Prefill(asked, decode.agent.descriptor, grant, 0, None))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            warm.role.tasks.end(asked.request_id)
+            async with asyncio.timeout(10):
+                await warm.role.tasks.idle()
+                while warm.pool.num_held:
+                    await asyncio.sleep(0)
+            await decode.agent.revoke(grant)
+            warm.check_nothing_is_held()
+        saving.cancel()
+        await asyncio.wait([saving])
 
 
 async def prefilled(part, decode, asked, source=None):

@@ -1,10 +1,15 @@
 """Groups of layers: what is marked, when, and that the model computes what it did before."""
 
+import threading
+import time
+
 import pytest
 import torch
 from torch import nn
 
-from engine.layer_ends import LayerEnds
+from base.clock import SystemClock
+from engine.arrivals import Arrivals
+from engine.layer_hooks import LayerHooks
 
 
 class Layer(nn.Module):
@@ -30,7 +35,7 @@ def test_every_layer_is_in_one_group_and_the_result_is_the_same(num_groups: int,
     layers = nn.ModuleList(Layer(index) for index in range(5))
     before = run(layers)
     marks: list[int] = []
-    ends = LayerEnds(layers, num_groups, lambda: lambda: marks.append(len(marks)))
+    ends = LayerHooks(layers, num_groups, lambda: lambda: marks.append(len(marks)))
     run(layers)  # a step that nobody asked about
     ends.begin()
     assert torch.equal(run(layers), before)
@@ -42,6 +47,29 @@ def test_every_layer_is_in_one_group_and_the_result_is_the_same(num_groups: int,
     assert marks == [0]
     assert ends.end() == ()
     assert all(layer.kind == "full" for layer in layers)
+
+
+def test_a_layer_waits_for_its_part_of_a_prefix_and_for_no_more() -> None:
+    layers = nn.ModuleList(Layer(index) for index in range(4))
+    computed: list[int] = []
+    for index, layer in enumerate(layers):
+        layer.register_forward_hook(lambda *_, index=index: computed.append(index))
+    hooks = LayerHooks(layers, 1, lambda: lambda: None)
+    arrivals = Arrivals(2, SystemClock())
+    arrivals.arrived(1)
+    hooks.begin([arrivals])
+    running = threading.Thread(target=run, args=(layers,))
+    running.start()
+    while len(computed) < 2:
+        time.sleep(0)
+    assert running.is_alive()
+    assert computed == [0, 1]
+    arrivals.end()
+    running.join(10)
+    assert computed == [0, 1, 2, 3]
+    assert arrivals.waited_s > 0
+    hooks.end()
+    run(layers)  # a step that reads no such prefix
 
 
 def test_wrapped_layers_share_one_compiled_graph() -> None:
@@ -57,7 +85,7 @@ def test_wrapped_layers_share_one_compiled_graph() -> None:
     before = run(layers)
     for layer in layers:
         layer.compile(backend=count, dynamic=True, fullgraph=True)
-    ends = LayerEnds(layers, 3, lambda: lambda: None)
+    ends = LayerHooks(layers, 3, lambda: lambda: None)
     ends.begin()
     assert torch.equal(run(layers), before)
     assert len(ends.end()) == 3

@@ -1,0 +1,97 @@
+"""Layer hooks: what is done between the layers of a step that is queued on a GPU.
+
+A long chunk's first layers are done long before its last, and their KV can leave meanwhile. So
+after each group of layers an event is recorded on the device's stream. And a prefix that is still being
+loaded is there layer by layer (`arrivals.py`): before each layer, its part is waited for. Both from outside
+of what is compiled: the layers in the model's list are wrapped. A step that runs as a CUDA graph is
+queued as one, waits for all and tells nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.arrivals import Arrivals
+from engine.step import LayerGroup
+
+Mark = Callable[[], Callable[[], None]]
+"""Marks the place reached on the device's stream; returns what blocks until it is passed."""
+
+
+def mark_on_stream() -> Callable[[], None]:
+    """Mark the current stream of the current GPU."""
+    # Whoever waits sleeps: spinning would take a core from the event loop.
+    reached = torch.Event("cuda", blocking=True)
+    reached.record()
+    return reached.synchronize
+
+
+class LayerHooks:
+    """Owns what is done between one model's layers. Belongs to the device thread.
+
+    Args:
+        layers: The model's; each is replaced by a wrapper of it.
+        num_groups: As equal as can be; 1 at least, a group for each layer at most.
+    """
+
+    def __init__(self, layers: nn.ModuleList, num_groups: int, mark: Mark = mark_on_stream) -> None:
+        self.num_layers = len(layers)
+        num_groups = min(num_groups, self.num_layers)
+        self._ends = {self.num_layers * (group + 1) // num_groups for group in range(num_groups)}
+        self._mark = mark
+        self._arrivals: list[Arrivals] = []
+        self._groups: list[LayerGroup] | None = None
+        for index, layer in enumerate(layers):
+            layers[index] = _Watched(layer, partial(self._before, index), partial(self._after, index))
+
+    def begin(self, arrivals: list[Arrivals] | None = None) -> None:
+        """Mark the groups of the step that is queued from here on.
+
+        Args:
+            arrivals: Of prefixes that it reads.
+        """
+        self._groups = []
+        self._arrivals = arrivals or []
+
+    def end(self) -> tuple[LayerGroup, ...]:
+        """Return the groups of the step that `begin` was called for."""
+        groups, self._groups = self._groups or [], None
+        self._arrivals = []
+        return tuple(groups)
+
+    def _before(self, index: int) -> None:
+        for arrivals in self._arrivals:
+            arrivals.wait(index, self.num_layers)
+
+    def _after(self, index: int) -> None:
+        end = index + 1
+        if self._groups is not None and end in self._ends:
+            first = self._groups[-1].first + self._groups[-1].count if self._groups else 0
+            self._groups.append(LayerGroup(first, end - first, self._mark()))
+
+
+class _Watched(nn.Module):
+    """A layer, and calls before and after it. In all else it is the layer."""
+
+    def __init__(self, layer: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> None:
+        super().__init__()
+        self.layer = layer
+        self._before = before
+        self._after = after
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        self._before()
+        result = self.layer(*arguments, **named)
+        self._after()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
