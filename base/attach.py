@@ -132,7 +132,7 @@ class AttachClient:
             call: Call = NodesStub(channel).Attach()
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    await call.write(register(self._info))
+                    await _write(call, register(self._info))
                     lease = lease_from(await _read(call))
                 event(log, "attached", address=self._address, conductor_epoch=lease.conductor_epoch)
                 self._is_attached = True
@@ -149,7 +149,7 @@ class AttachClient:
         work.attached(lease.conductor_epoch)
         message = pb.NodeMessage()
         add_state(message, work.heartbeat(), work.kv_snapshot())
-        await call.write(message)
+        await _write(call, message)
         lost: list[BaseException] = []
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -187,7 +187,7 @@ class AttachClient:
             items, self._outbox = self._outbox, []
             message = from_node(items)
             add_state(message, work.heartbeat(), work.kv_events())
-            await call.write(message)
+            await _write(call, message)
 
     def wake(self) -> None:
         """Send a heartbeat soon: the node's state changed.
@@ -204,6 +204,14 @@ async def _read(call: Call) -> pb.ConductorMessage:
     if not isinstance(message, pb.ConductorMessage):
         raise ProtocolError("the conductor closed the stream")
     return message
+
+
+async def _write(call: Call, message: pb.NodeMessage) -> None:
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:
+        # What grpc.aio says of a call that has ended, whatever ended it, before `read` has said so.
+        raise ProtocolError("the conductor closed the stream") from None
 
 
 async def _pause(seconds: float) -> None:

@@ -121,6 +121,7 @@ def test_every_test_asserts() -> None:
 
 # Their clocks are virtual: to sleep there is to say what time it is.
 VIRTUAL_CLOCKS = {
+    "tests/base/test_attach.py",
     "tests/conductor/test_overload.py",
     "tests/conductor/test_role_changes.py",
     "tests/replay/test_conformance.py",

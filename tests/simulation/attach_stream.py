@@ -126,7 +126,7 @@ class AttachStream:
 
     def _require_open(self, inbox):
         if inbox.has_ended:
-            raise gone("the stream has ended")
+            raise asyncio.InvalidStateError("RPC already finished.")
 
 
 class _Context:
