@@ -79,9 +79,6 @@ DOUBT_AFTER_S = 1.0
 DOUBT_HALF_LIFE_S = 0.7
 """Of it, from then on."""
 
-MAY_PASS = frozenset(RejectReason) - {RejectReason.NO_ROOM_TWICE}
-"""Reasons that other requests' ends may do away with."""
-
 LEND_TIMEOUT_S = 1.0
 """For a node to lend blocks. One that needs longer would not have saved any time."""
 
@@ -304,9 +301,10 @@ class Dispatcher:
             waited_s=now_s - run.arrived_at_s + ahead_s,
             is_promised=run.is_promised,
             avoid=tuple(run.avoid),
+            is_begun=bool(run.generated),
         )
         result = place(asked, self._view, self._cost, now_s, self._settings)
-        if isinstance(result, Rejection) and run.generated and result.reason in MAY_PASS:
+        if isinstance(result, Rejection) and run.generated:
             return None  # what was begun is not rejected
         if waits and isinstance(result, Placement) and not result.is_inline:
             run.is_promised = True

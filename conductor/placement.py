@@ -35,6 +35,8 @@ class PlacementRequest(NamedTuple):
     """It was let wait, because it was predicted to keep its bounds then."""
     avoid: Sequence[NodeId] = ()
     """Nodes that failed attempts before this one: chosen where no other will do."""
+    is_begun: bool = False
+    """Tokens of it were told. A node may have more of it cached than is known of."""
 
 
 class Placement(NamedTuple):

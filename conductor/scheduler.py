@@ -135,13 +135,16 @@ def _pair(
     if node.slot != prefill.slot or node.free_tokens >= needed:
         return prefill, decode
     elsewhere = request._replace(avoid=(*request.avoid, node.info.node_id))
-    prefill = choose(elsewhere)
-    if prefill.slot != node.slot:
-        return prefill, decode
-    decode = choose_decode(elsewhere, groups, view)
-    if not isinstance(decode, RejectReason) and decode[0].slot != prefill.slot:
-        return prefill, decode
-    return RejectReason.NO_ROOM_TWICE if node.capacity_tokens < needed else RejectReason.NO_FREE_BLOCKS
+    other = choose(elsewhere)
+    if other.slot != node.slot:
+        return other, decode
+    apart = choose_decode(elsewhere, groups, view)
+    if not isinstance(apart, RejectReason) and apart[0].slot != other.slot:
+        return other, apart
+    if node.capacity_tokens >= needed:
+        return RejectReason.NO_FREE_BLOCKS
+    # What was begun is not refused for ever: the node gives it up, if it has to.
+    return (prefill, decode) if request.is_begun else RejectReason.NO_ROOM_TWICE
 
 
 def must_wait(view: ClusterView, settings: SchedulerSettings, now_s: float) -> bool:

@@ -99,6 +99,9 @@ def test_a_lone_node_takes_a_prompt_that_fits_twice_and_refuses_any_other_at_onc
     rejection = place(request, lone_node(19), COST, 0.0)
     assert isinstance(rejection, Rejection)
     assert rejection.reason is RejectReason.NO_ROOM_TWICE
+    # what it has generated the node may still have, and not have told
+    begun = place(request._replace(is_begun=True), lone_node(19), COST, 0.0)
+    assert require_placement(begun).decode_node == "n0"
 
 
 def test_what_a_lone_node_has_of_a_prompt_is_needed_once() -> None:
