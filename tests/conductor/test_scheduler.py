@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from base.request import NodeId, Role, Slo
+from base.request import NodeId, RequestId, Role, Slo
+from conductor.admission import TBT_HEADROOM
 from conductor.placement import Rejection, RejectReason
 from conductor.scheduler import matched_tokens, place
 from conductor.scheduler_settings import RejectPolicy, SchedulerSettings
@@ -283,6 +284,24 @@ def test_early_rejection_sees_what_decodes_but_not_what_is_in_prefill() -> None:
     view = make_view(40, 1)
     fill_decode(view, 40, prefilled=True)
     assert isinstance(place(request, view, COST, 0.0, early), Rejection)
+
+
+def test_early_rejection_tests_the_pool_and_not_the_node_that_was_chosen() -> None:
+    view = make_view(40, 2)
+    fill_decode(view, 40, prefilled=False)
+    for number in range(40):
+        if view.decode_node(RequestId(f"f{number}")).info.node_id == "d0":
+            view.prefill_done(RequestId(f"f{number}"), 0.0)
+    crowded, mean = view.node(NodeId("d0")), view.running_context_tokens / 2
+    assert crowded.running_context_tokens == 2 * mean
+    request = make_request()
+    node_s = COST.decode_step_s(crowded.running_sequences + 1, 2 * mean + request.num_tokens)
+    pool_s = COST.decode_step_s(crowded.running_sequences / 2 + 1, mean + request.num_tokens)
+    early = SchedulerSettings(reject=RejectPolicy.EARLY)
+    between = Slo(tbt_slo_s=(node_s + pool_s) / 2 / TBT_HEADROOM)
+    placement = require_placement(place(make_request(slo=between), view, COST, 0.0, early))
+    assert placement.decode_node == "d0"
+    assert isinstance(place(make_request(slo=Slo(tbt_slo_s=pool_s)), view, COST, 0.0, early), Rejection)
 
 
 def test_work_of_a_placement_does_not_grow_with_the_nodes() -> None:
