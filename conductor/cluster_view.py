@@ -449,7 +449,9 @@ class ClusterView:
     def _reorder(self, node: NodeState) -> None:
         if self.decode_mask >> node.slot & 1 and node.is_member:
             step_s = self._cost.decode_step_s(node.decode_sequences, node.decode_context_tokens)
-            self.decode_order.set(node.slot, step_s * self.corrections.ratio(node.info.node_id, "decode"))
+            if self.corrections.has_learned:
+                step_s *= self.corrections.ratio(node.info.node_id, "decode")
+            self.decode_order.set(node.slot, step_s)
 
     def _refresh_roles(self, node: NodeState, now_s: float) -> None:
         """Let the masks and orders hold `node` where it may be chosen, and nowhere else."""

@@ -230,6 +230,8 @@ class Corrections:
         self._ratio: dict[tuple[str, str], float] = {}
         self._error: dict[tuple[str, str], float] = {}
         self._added_s: dict[str, float] = {}
+        self.has_learned = False
+        """Whether anything ever was: who asks often looks here first."""
 
     def observe(self, node_id: str, term: str, predicted_s: float, measured_s: float) -> None:
         """Learn from one measurement. `predicted_s` is the profile's, not the corrected one."""
@@ -246,6 +248,7 @@ class Corrections:
             log_ratio = known + CORRECTION_GAIN * (log_ratio - known)
         self._log_ratio[key] = log_ratio
         self._ratio[key] = math.exp(log_ratio)
+        self.has_learned = True
 
     def ratio(self, node_id: str, term: str) -> float:
         """Return what to multiply a prediction with; 1 before anything was measured."""
@@ -263,6 +266,7 @@ class Corrections:
         # one stall of some seconds would otherwise be predicted for the next ten requests
         measured_s = min(measured_s, 4 * known + MIN_ADDED_S)
         self._added_s[node_id] = known + gain * (measured_s - known)
+        self.has_learned = True
 
     def added_s(self, node_id: str) -> float:
         """Return the seconds to add to a prediction; 0 before anything was measured."""
@@ -271,10 +275,12 @@ class Corrections:
     def restore_added(self, node_id: str, seconds: float) -> None:
         """Make `seconds` exactly what is known of a node: for decisions made again."""
         self._added_s[node_id] = seconds
+        self.has_learned = True
 
     def restore(self, node_id: str, term: str, ratio: float) -> None:
         """Make `ratio` exactly what is known of a node: for decisions made again."""
         self._ratio[node_id, term] = ratio
+        self.has_learned = True
 
     def relax(self, factor: float) -> None:
         """Believe what was learned less: keep `factor` of it, as logarithms; 0 leaves the profile alone."""

@@ -295,8 +295,10 @@ def _tokens_twice(request: PlacementRequest, decode_blocks: int, view: ClusterVi
 
 def _prefill_s(request: PlacementRequest, slot: int, depth: int, view: ClusterView, cost: CostModel) -> float:
     prefix = matched_tokens(request, depth, view)
-    ratio = view.corrections.ratio(view.node_at(slot).info.node_id, "prefill")
-    return cost.prefill_s(request.num_tokens - prefix, prefix) * ratio
+    seconds = cost.prefill_s(request.num_tokens - prefix, prefix)
+    if view.corrections.has_learned:
+        seconds *= view.corrections.ratio(view.node_at(slot).info.node_id, "prefill")
+    return seconds
 
 
 def _least_with_room(members: int, view: ClusterView, peak_tokens: float) -> int | None:
@@ -336,10 +338,13 @@ def _combine(
     if decode_node is not prefill_node:
         tokens = request.num_tokens - decode_blocks * view.block_size
         handoff_s = cost.handoff_s(tokens, prefill.prefill_s)
-        handoff_s *= view.corrections.ratio(prefill_node.info.node_id, "handoff")
     context_tokens = decode_node.decode_context_tokens + request.num_tokens
     step_s = cost.decode_step_s(decode_node.decode_sequences + 1, context_tokens)
-    dispatch_s = view.corrections.added_s(prefill_node.info.node_id)
+    dispatch_s = 0.0
+    if view.corrections.has_learned:
+        handoff_s *= view.corrections.ratio(prefill_node.info.node_id, "handoff")
+        step_s *= view.corrections.ratio(decode_node.info.node_id, "decode")
+        dispatch_s = view.corrections.added_s(prefill_node.info.node_id)
     source = None if prefill.source_slot is None else view.node_at(prefill.source_slot).info.node_id
     # by position: a call with fourteen keywords takes half as long again
     return Placement(
@@ -356,7 +361,7 @@ def _combine(
         prefill.prefill_s,
         handoff_s,
         prefill.ready_s + handoff_s + dispatch_s,
-        step_s * view.corrections.ratio(decode_node.info.node_id, "decode"),
+        step_s,
         dispatch_s,
     )
 

@@ -76,7 +76,7 @@ class _Run:
 class BlockCache:
     """At most `capacity` blocks, least recently used out first.
 
-    Runs form a tree: a prompt that leaves a run in its middle splits it there.
+    A prompt that leaves a run in its middle splits it there; what it used is one run from then on.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -99,7 +99,7 @@ class BlockCache:
             keys = run.keys
             end = depth + len(keys)
             if end > length or chain[end - 1] != keys[-1]:
-                return depth + _num_common(keys, chain, depth)
+                end = depth + _num_common(keys, chain, depth)
             depth = end
         return depth
 
@@ -123,6 +123,8 @@ class BlockCache:
             run = self._by_first[stored[0]] = _Run(stored)
             path.append(run)
             self._size += len(stored)
+        if len(path) > 2:
+            path = self._joined(path, chain)
         for run in reversed(path):
             by_use[run] = None
             by_use.move_to_end(run)
@@ -137,6 +139,17 @@ class BlockCache:
         self._size = 0
         self._by_first.clear()
         self._by_use.clear()
+
+    def _joined(self, path: list[_Run], chain: Sequence[Key]) -> list[_Run]:
+        """Return the first run, which others share, and one of all after it: they were used together."""
+        first, last = path[0], path[-1]
+        for run in path[1:-1]:
+            del self._by_first[run.keys[0]]
+            self._by_use.pop(run, None)
+        del self._by_first[last.keys[0]]
+        last.keys = chain[len(first.keys) :]
+        self._by_first[last.keys[0]] = last
+        return [first, last]
 
     def _split(self, run: _Run, at: int) -> _Run:
         """Return the first `at` blocks as a run of their own; the others keep their place in the order."""

@@ -414,7 +414,9 @@ class Cluster:
 
     def _handed_off(self, now_s: float, request: SimRequest) -> None:
         request.flow = None
-        self._one_part_done(request)
+        request.waits_for -= 1
+        if not request.waits_for:
+            self._next_token(request)
 
     def _prefilled(self, request: SimRequest, node: SimNode, attempt: int) -> None:
         if request.attempt != attempt:

@@ -41,6 +41,7 @@ class Flow:
     __slots__ = (
         "arguments",
         "done",
+        "is_slowed",
         "limit",
         "moved_at_s",
         "rate",
@@ -63,10 +64,13 @@ class Flow:
         self.sender = sender
         self.receiver = receiver
         self.remaining = num_bytes
-        self.limit = limit
+        # alone on its links, a flow has all it wants
+        self.limit = min(limit, sender.capacity, receiver.capacity)
         self.done = done
         self.arguments = arguments
         self.rate = 0.0
+        self.is_slowed = False
+        """Whether it has less than its limit."""
         self.moved_at_s = 0.0
         self.version = 0
 
@@ -76,6 +80,7 @@ class Links:
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
+        self._num_slowed = 0
         self.bytes_moved = 0.0
 
     def start(self, flow: Flow, now_s: float) -> None:
@@ -85,12 +90,12 @@ class Links:
         sender.flows[flow] = None
         receiver.flows[flow] = None
         self.bytes_moved += flow.remaining
-        rate = limit = flow.limit
-        if rate > sender.left:
-            rate = sender.left
-        if rate > receiver.left:
-            rate = receiver.left
-        if rate == limit or _takes_no_more_than_fair(flow, rate):
+        rate = flow.limit
+        if rate <= sender.left and rate <= receiver.left:
+            self._set_rate(flow, rate, now_s)
+            return
+        rate = min(sender.left, receiver.left)
+        if _takes_no_more_than_fair(flow, rate):
             self._set_rate(flow, rate, now_s)
         else:
             self._share(flow, now_s)
@@ -109,9 +114,12 @@ class Links:
             del flows[flow]
             # an empty link is exactly empty: sums of rates drift
             link.left = link.left + flow.rate if flows else link.capacity
+        self._num_slowed -= flow.is_slowed
+        if not self._num_slowed:
+            return
         for link in (flow.sender, flow.receiver):
             for other in link.flows:
-                if other.rate < other.limit:
+                if other.is_slowed:
                     self._share(other, now_s)
                     break
 
@@ -131,6 +139,9 @@ class Links:
         flow.sender.left -= more
         flow.receiver.left -= more
         flow.rate = rate
+        if flow.is_slowed != (rate < flow.limit):
+            flow.is_slowed = not flow.is_slowed
+            self._num_slowed += 1 if flow.is_slowed else -1
         flow.version += 1
         ends_at_s = now_s + flow.remaining / rate
         self._schedule(ends_at_s, self._finished, flow, flow.version, ends_at_s)
@@ -149,7 +160,7 @@ def _takes_no_more_than_fair(flow: Flow, rate: float) -> bool:
         return False
     for link in (flow.sender, flow.receiver):
         for other in link.flows:
-            if other is not flow and (other.rate < other.limit or other.rate > rate):
+            if other is not flow and (other.is_slowed or other.rate > rate):
                 return False
     return True
 

@@ -96,6 +96,9 @@ def arrivals(
         limit: Requests of the trace to use; None: all.
         seed: Of the jitter.
     """
+    if speed == 1.0 and scale == 1 and not jitter_s:
+        yield from trace.requests[:limit]
+        return
     rng = Random(seed)
     rows: list[tuple[float, TraceRequest]] = []
     for request in trace.requests[:limit]:

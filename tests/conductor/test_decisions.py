@@ -124,8 +124,9 @@ def test_a_log_takes_twice_its_bound_at_most_and_each_file_can_be_read(tmp_path)
     log.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "log.1"]
     assert longest < 20_000 + 10_000, "more than one line past the bound"
-    for name in ("log", "log.1"):
-        assert len(list(read_log(tmp_path / name)[1])) > 1
+    # the one that is written to may just have been begun
+    for name, fewest in (("log", 1), ("log.1", 2)):
+        assert len(list(read_log(tmp_path / name)[1])) >= fewest
 
 
 def test_a_log_of_another_format_or_none_is_refused(tmp_path):
