@@ -131,8 +131,11 @@ def _pair(
     prefill, decode = choose(request), choose_decode(request, groups, view)
     if isinstance(decode, RejectReason):
         return decode
-    node, needed = decode[0], _tokens_twice(request, decode[1], view)
-    if node.slot != prefill.slot or node.free_tokens >= needed:
+    node = decode[0]
+    if node.slot != prefill.slot:
+        return prefill, decode
+    needed = _tokens_twice(request, decode[1], view)
+    if node.free_tokens >= needed:
         return prefill, decode
     elsewhere = request._replace(avoid=(*request.avoid, node.info.node_id))
     other = choose(elsewhere)

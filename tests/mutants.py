@@ -55,7 +55,9 @@ def places(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
     def visit(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
         if isinstance(node, ast.Assert) or getattr(node, "name", None) in LEFT_ALONE:
             return
-        if isinstance(node, ast.Compare | ast.BinOp | ast.BoolOp | ast.AugAssign):
+        if isinstance(node, ast.Compare) or (
+            isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in SWAPPED
+        ):
             yield node, "operator"
         elif isinstance(node, ast.Break | ast.Continue):
             yield node, "jump"

@@ -144,12 +144,15 @@ def _objects() -> int:
 
 
 def transfers_hurt(count: int) -> dict[str, Any]:
-    """Return the row: pieces of at most PIECE transfers, over tcp and over shared memory in turn."""
+    """Return the row: pieces of at most PIECE transfers, over tcp and over shared memory in turn.
+
+    Another count draws other transfers, so that a million may be shared out over runs.
+    """
     injected: Counter[str] = Counter()
     objects_more, grants_left, peaks_kib = 0, 0, []
     for number in range(max(2, count // PIECE)):
         piece = min(PIECE, count // 2)
-        found = asyncio.run(soak(("tcp", "shm")[number % 2], piece, number))
+        found = asyncio.run(soak(("tcp", "shm")[number % 2], piece, count + number))
         injected += found["injected"]
         objects_more = max(objects_more, found["objects_more"])
         grants_left += found["grants_left"]
