@@ -62,9 +62,9 @@ class EngineConfig:
     """CPU threads; 0: cores divided by the nodes on this host."""
     max_model_len: int = 0
     """0: what the model says."""
-    layer_groups: int = 1
+    layer_groups: int = 8
     """On a GPU: a long chunk's KV is sent in so many parts, each when its layers are computed.
-    1: when all are, which over NVLink exposes 0.6 % of the prefill at 16,384 tokens."""
+    In 8, 0.06 % of the prefill of 16,384 tokens is exposed over NVLink; in 1, 0.6 %."""
     random_weights: bool = False
     """Draw the weights and read none: for measuring a model's shape without its files."""
     tensor_parallel: int = 1

@@ -157,7 +157,7 @@ def main() -> None:
             rows.append(measure_stages(options, folder, stages))
             compared(rows)
             print(json.dumps(rows[-1]), flush=True)
-    report = {**about(options.commit), **about_run("torch"), "chunk": options.chunk, "rows": rows}
+    report = {**about_run("torch"), **about(options.commit), "chunk": options.chunk, "rows": rows}
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -102,7 +102,7 @@ def main() -> None:
     for row in rows:
         print(json.dumps(row), flush=True)
     if options.out:
-        report = {**about(options.commit), **about_run("torch"), "chunk": options.chunk_tokens, "rows": rows}
+        report = {**about_run("torch"), **about(options.commit), "chunk": options.chunk_tokens, "rows": rows}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 

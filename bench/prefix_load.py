@@ -209,7 +209,7 @@ def main() -> None:
         row = asyncio.run(measure(options, Path(prepared.path)))
     print(json.dumps(row), flush=True)
     if options.out:
-        report = {**about(options.commit), **about_run("torch"), **row}
+        report = {**about_run("torch"), **about(options.commit), **row}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 
