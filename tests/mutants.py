@@ -147,7 +147,7 @@ def tested(name: str, path: Path, tree: ast.Module, tests: tuple[str, ...]) -> b
         os.setsid()
         sys.meta_path.insert(0, Changed(name, path, tree))
         try:
-            status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
+            status = pytest.main(["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", *tests])
         except BaseException:
             status = 1
         os._exit(int(status))

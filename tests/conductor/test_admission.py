@@ -112,16 +112,16 @@ def test_who_meets_a_full_pool_may_come_back_when_one_has_left_it(running, retry
     assert retry_after_s == pytest.approx(retry_s)
 
 
-def test_early_looks_at_the_node_and_predict_at_the_mean_node_of_then():
+def test_early_looks_at_the_mean_node_and_predict_at_that_of_then():
     view, request = busy_view(4), make_request("r", blocks=3)
     placement = placed(view, request)._replace(decode_node=NodeId("d0"))
-    running = view.node(NodeId("d0")).running_context_tokens
+    running = view.running_context_tokens
     assert running > 4 * 10 * BLOCK_SIZE
     view.corrections.restore(NodeId("d0"), "decode", 2.0)
     early, predict = Steps(0.5), Steps(0.5)
     assert decode_tbt_s(request, placement, view, early, EARLY, 0.0) == 1.0
     assert decode_tbt_s(request, placement, view, predict, PREDICT, 0.0) == 1.0
-    assert early.asked == [(5, running + 3 * BLOCK_SIZE)]
+    assert early.asked == [(4 / 2 + 1, running / 2 + 3 * BLOCK_SIZE)]
     sequences, tokens = view.projected(placement.predicted_ttft_s)
     assert 0 < sequences <= 4
     assert predict.asked == [(sequences / 2 + 1, tokens / 2 + 3 * BLOCK_SIZE)]
