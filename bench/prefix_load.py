@@ -173,16 +173,17 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 async def rounds(bench: Bench, repeats: int) -> dict[str, Any]:
     """Return the medians of all ways in turn; the first round warms up."""
-    num_layers = bench.engine.cache.layout.num_layers
+    num_parts = max(bench.engine.loop.num_prefix_parts, 2)
     taken: dict[str, list[float]] = {"load": [], "compute": [], "together": [], "in_turn": []}
     for _ in range(repeats + 1):
         taken["load"].append(await bench.load_s())
         taken["compute"].append(await bench.prompt_s(is_there=True, num_parts=1))
-        taken["together"].append(await bench.prompt_s(is_there=False, num_parts=num_layers))
+        taken["together"].append(await bench.prompt_s(is_there=False, num_parts=num_parts))
         taken["in_turn"].append(await bench.prompt_s(is_there=False, num_parts=1))
     row = {f"{name}_ms": 1e3 * statistics.median(values[1:]) for name, values in taken.items()}
     less, more = sorted((row["load_ms"], row["compute_ms"]))
-    row["ideal_ms"] = more + less / num_layers
+    row["num_parts"] = num_parts
+    row["ideal_ms"] = more + less / bench.engine.cache.layout.num_layers
     row["together_to_ideal"] = row["together_ms"] / row["ideal_ms"]
     return row
 
