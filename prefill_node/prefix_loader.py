@@ -205,12 +205,14 @@ class Prefix:
 
     async def close(self) -> None:
         """Give everything back; what is being loaded has ended by then."""
-        if self._loading is not None:
-            self._loading.cancel()
-            await uninterrupted(asyncio.wait([self._loading]))
-        if self.arrivals is not None:
-            self.arrivals.end()
-        self._pool.release(self.block_ids)
+        try:
+            if self._loading is not None:
+                self._loading.cancel()
+                await uninterrupted(asyncio.wait([self._loading]))
+        finally:  # who is cancelled here has waited all the same
+            if self.arrivals is not None:
+                self.arrivals.end()
+            self._pool.release(self.block_ids)
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """A prefix that another node holds is read from it, compared, kept, and computed where that fails."""
 
 import asyncio
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from base.block_hash import hash_chain
-from base.clock import SystemClock
+from base.clock import ManualClock, SystemClock
 from base.grants import Operation
 from base.messages import Failed, Lend, Lent, Prefill, Prefilled, Source
 from decode_node.role import DecodeRole
@@ -41,8 +42,12 @@ async def three():
         warm.lender.tasks.end_all()
 
 
-def with_store(part, group):
-    """Give a node a store of its own: its prefill role saves to it, loads from it and lends it."""
+@asynccontextmanager
+async def with_store(part, group):
+    """Give a node a store of its own: its prefill role saves to it, loads from it and lends it.
+
+    Its clock stands still: whether loading is worth it is not a matter of how busy this machine is.
+    """
     pool = HostPool(8, BY_NAME["lru"], SystemClock())
     part.store = Store(part.agent, pool, LAYOUT.block_bytes)
     peer = part.agent.descriptor
@@ -52,11 +57,16 @@ def with_store(part, group):
     )
     part.store.join(cache.directory)
     blocks = PagedBlocks(part.pool, part.cache, part.segment)
-    part.beside = EngineStore(blocks, cache, part.store, 1e9, SystemClock())
+    part.beside = EngineStore(blocks, cache, part.store, 1e9, ManualClock())
     lent = partial(LentPrefix, part.own)
     part.role = PrefillRole(part.loop, part.kv, group, part.send, SystemClock(), lent, part.beside)
     part.lender = Lender(part.own, group, part.send, part.store)
-    return group.create_task(part.beside.run())
+    saving = group.create_task(part.beside.run())
+    try:
+        yield
+    finally:
+        saving.cancel()
+        await asyncio.wait([saving])
 
 
 async def saved(part, count):
@@ -72,36 +82,32 @@ def forget(part):
 
 async def test_a_prefix_that_the_cache_forgot_comes_back_from_the_store(three):
     warm, _, decode = three
-    saving = with_store(warm, warm.group)
-    expected = await prefilled(warm, decode, work(num_tokens=80))
-    await saved(warm, 5)
-    forget(warm)
-    answer = await prefilled(warm, decode, work(num_tokens=80, name="again"))
-    assert answer.num_cached_tokens == 64
-    assert answer.checksums == expected.checksums
-    forget(warm)
-    warm.store.segment.memory[LAYOUT.block_bytes] ^= 1
-    answer = await prefilled(warm, decode, work(num_tokens=80, name="damaged"))
-    assert answer.num_cached_tokens == 16
-    assert answer.checksums == expected.checksums
-    saving.cancel()
-    await asyncio.wait([saving])
+    async with with_store(warm, warm.group):
+        expected = await prefilled(warm, decode, work(num_tokens=80))
+        await saved(warm, 5)
+        forget(warm)
+        answer = await prefilled(warm, decode, work(num_tokens=80, name="again"))
+        assert answer.num_cached_tokens == 64
+        assert answer.checksums == expected.checksums
+        forget(warm)
+        warm.store.segment.memory[LAYOUT.block_bytes] ^= 1
+        answer = await prefilled(warm, decode, work(num_tokens=80, name="damaged"))
+        assert answer.num_cached_tokens == 16
+        assert answer.checksums == expected.checksums
     warm.check_nothing_is_held()
 
 
 async def test_what_the_cache_forgot_is_lent_from_the_store(three):
     warm, cold, decode = three
-    saving = with_store(warm, warm.group)
-    expected = await prefilled(warm, decode, work(num_tokens=80))
-    await saved(warm, 5)
-    forget(warm)
-    answer = await prefilled(cold, decode, work(num_tokens=80), await lent(warm, 0, 4))
-    assert answer.num_cached_tokens == 64
-    assert answer.checksums == expected.checksums
-    warm.lender.tasks.end("lend")
-    await warm.lender.tasks.idle()
-    saving.cancel()
-    await asyncio.wait([saving])
+    async with with_store(warm, warm.group):
+        expected = await prefilled(warm, decode, work(num_tokens=80))
+        await saved(warm, 5)
+        forget(warm)
+        answer = await prefilled(cold, decode, work(num_tokens=80), await lent(warm, 0, 4))
+        assert answer.num_cached_tokens == 64
+        assert answer.checksums == expected.checksums
+        warm.lender.tasks.end("lend")
+        await warm.lender.tasks.idle()
     assert warm.store.pool.accounts().held == 0
     for part in (warm, cold):
         part.check_nothing_is_held()
@@ -129,24 +135,22 @@ async def test_a_prompt_is_computed_while_its_prefix_comes_layer_by_layer():
         asyncio.TaskGroup() as group,
     ):
         warm, decode = made["warm"], made["decode"]
-        saving = with_store(warm, group)
-        expected = await prefilled(warm, decode, work(num_tokens=80))
-        await saved(warm, 5)
-        forget(warm)
-        answer = await prefilled(warm, decode, work(num_tokens=80, name="again"))
-        assert warm.runner.num_waits == LAYOUT.num_layers
-        assert answer.num_cached_tokens == 64
-        assert answer.checksums == expected.checksums
-        assert len(warm.pool.match(CHAIN)) == 5, "what came and what was computed are published"
-        warm.pool.release(warm.pool.match(CHAIN) * 2)
-        forget(warm)
-        warm.store.segment.memory[LAYOUT.block_bytes] ^= 1
-        answer = await prefilled(warm, decode, work(num_tokens=80, name="damaged"))
-        assert warm.runner.num_waits == 2 * LAYOUT.num_layers, "it was computed from it, and again"
-        assert answer.num_cached_tokens == 16
-        assert answer.checksums == expected.checksums
-        saving.cancel()
-        await asyncio.wait([saving])
+        async with with_store(warm, group):
+            expected = await prefilled(warm, decode, work(num_tokens=80))
+            await saved(warm, 5)
+            forget(warm)
+            answer = await prefilled(warm, decode, work(num_tokens=80, name="again"))
+            assert warm.runner.num_waits == LAYOUT.num_layers
+            assert answer.num_cached_tokens == 64
+            assert answer.checksums == expected.checksums
+            assert len(warm.pool.match(CHAIN)) == 5, "what came and what was computed are published"
+            warm.pool.release(warm.pool.match(CHAIN) * 2)
+            forget(warm)
+            warm.store.segment.memory[LAYOUT.block_bytes] ^= 1
+            answer = await prefilled(warm, decode, work(num_tokens=80, name="damaged"))
+            assert warm.runner.num_waits == 2 * LAYOUT.num_layers, "it was computed from it, and again"
+            assert answer.num_cached_tokens == 16
+            assert answer.checksums == expected.checksums
         warm.check_nothing_is_held()
 
 
@@ -156,26 +160,24 @@ async def test_a_request_that_ends_while_its_prefix_comes_leaves_nothing():
         asyncio.TaskGroup() as group,
     ):
         warm, decode = made["warm"], made["decode"]
-        saving = with_store(warm, group)
-        await prefilled(warm, decode, work(num_tokens=80))
-        await saved(warm, 5)
-        for num_turns in range(0, 60, 3):
-            forget(warm)
-            asked = work(num_tokens=80, name=f"r{num_turns}")
-            offsets = [LAYOUT.offset(block) for block in range(5)]
-            grant = decode.agent.grant(decode.segment, offsets, LAYOUT.block_bytes, Operation.WRITE, 10.0)
-            warm.role.prefill(Prefill(asked, decode.agent.descriptor, grant, 0, None))
-            for _ in range(num_turns):
-                await asyncio.sleep(0)
-            warm.role.tasks.end(asked.request_id)
-            async with asyncio.timeout(10):
-                await warm.role.tasks.idle()
-                while warm.pool.num_held:
+        async with with_store(warm, group):
+            await prefilled(warm, decode, work(num_tokens=80))
+            await saved(warm, 5)
+            for num_turns in range(0, 60, 3):
+                forget(warm)
+                asked = work(num_tokens=80, name=f"r{num_turns}")
+                offsets = [LAYOUT.offset(block) for block in range(5)]
+                grant = decode.agent.grant(decode.segment, offsets, LAYOUT.block_bytes, Operation.WRITE, 10.0)
+                warm.role.prefill(Prefill(asked, decode.agent.descriptor, grant, 0, None))
+                for _ in range(num_turns):
                     await asyncio.sleep(0)
-            await decode.agent.revoke(grant)
-            warm.check_nothing_is_held()
-        saving.cancel()
-        await asyncio.wait([saving])
+                warm.role.tasks.end(asked.request_id)
+                async with asyncio.timeout(10):
+                    await warm.role.tasks.idle()
+                    while warm.pool.num_held:
+                        await asyncio.sleep(0)
+                await decode.agent.revoke(grant)
+                warm.check_nothing_is_held()
 
 
 async def prefilled(part, decode, asked, source=None):
