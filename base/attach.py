@@ -150,6 +150,11 @@ class AttachClient:
         message = pb.NodeMessage()
         add_state(message, work.heartbeat(), work.kv_snapshot())
         await _write(call, message)
+        # In a task of its own: before Python 3.11.4 a group whose member fails leaves its task half
+        # cancelled, and the next time-out in it cancels the task.
+        await asyncio.create_task(self._exchange(call, lease, work))
+
+    async def _exchange(self, call: Call, lease: Lease, work: NodeWork) -> None:
         lost: list[BaseException] = []
         try:
             async with asyncio.TaskGroup() as tasks:
