@@ -47,9 +47,16 @@ class Node:
     life: AsyncExitStack
     clock: ManualClock
     server: object
+    is_dead: bool = False
+
+    async def leave(self):
+        """End as a process does that is told to; who is dead ends nothing."""
+        if not self.is_dead:
+            await self.store.close()
 
     async def die(self):
         """Go without a word: peers find a closed port."""
+        self.is_dead = True
         await self.server.stop(0)
         await self.life.aclose()
 
@@ -96,8 +103,9 @@ class Cluster:
         store.join(directory)
         cache = BlockCache(agent, directory, clock, (member, store))
         self.stack.push_async_callback(cache.close)
-        self.stack.push_async_callback(store.close)
-        return Node(member, store, cache, agent, self.lives[agent], clock, server)
+        node = Node(member, store, cache, agent, self.lives[agent], clock, server)
+        self.stack.push_async_callback(node.leave)
+        return node
 
     async def client(self, transports=("tcp",), wrap=unwrapped):
         """A program outside: an agent and a cache client without a store."""
