@@ -62,7 +62,7 @@ class Stripes:
     """
 
     count: int
-    """Divides a block's bytes."""
+    """If it does not divide a block's bytes, whole blocks are loaded, and nobody is told."""
     on_arrived: Callable[[int], None]
     """Told how many leading stripes are there; not called where blocks come from several places."""
 
@@ -345,7 +345,7 @@ class BlockCache:
             return await landing.num_right(here, grant.length, leased.checksums[at : at + group])
 
         try:
-            if landing.stripes is not None:
+            if landing.stripes is not None and grant.length % landing.stripes.count == 0:
                 await self._read_stripes(member, grant, landing, landing.stripes, offsets)
                 return await landing.num_right(offsets, grant.length, leased.checksums)
             async with asyncio.TaskGroup() as tasks:

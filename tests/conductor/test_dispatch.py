@@ -2,13 +2,10 @@
 
 import asyncio
 import random
-from contextlib import aclosing, asynccontextmanager
 
-import grpc
 import pytest
 
 from base.attach import AttachClient
-from base.clock import SystemClock
 from base.errors import (
     CapacityError,
     DeadlineError,
@@ -17,115 +14,10 @@ from base.errors import (
     SloUnreachableError,
     UnavailableError,
 )
-from base.messages import Failed, Lease, Prefill, Reserve, Start, Tokens
-from base.request import FinishReason, Request, Role, SamplingParams, Slo, StopParams
-from conductor.attach import AttachService
-from conductor.cluster_view import ClusterView
-from conductor.cost_model import CostModel, load_profile
-from conductor.decisions import decide_again
-from conductor.dispatch import Dispatcher, Limits
-from conductor.membership import Membership
-from conductor.scheduler_settings import SchedulerSettings
-from protos.nodes_pb2_grpc import add_NodesServicer_to_server
-from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, ScriptedWork, node_info
-
-LEASE = Lease(lease_s=1.0, heartbeat_s=0.2, conductor_epoch=1)
-
-
-class Watched:
-    def __init__(self):
-        self.made, self.endings = [], []
-
-    def decided(self, made):
-        self.made.append(made)
-
-    def ended(self, request_id, actual):
-        self.endings.append((request_id, actual))
-
-    def first_token(self, ttft_s, times, asked, placement):
-        pass
-
-    def next_tokens(self, gap_s, num_tokens):
-        pass
-
-
-class Conductor:
-    """A conductor's node side on a real port, and the scripted nodes attached to it."""
-
-    def __init__(self, limits, settings):
-        clock = SystemClock()
-        cost = CostModel(load_profile("cpu-smollm2"))
-        self.view = ClusterView(cost, BLOCK_SIZE)
-        self.membership = Membership(MODEL_ID, self.view, clock)
-        self.seen = Watched()
-        self.dispatcher = Dispatcher(self.membership, self.view, cost, self.seen, clock, settings, limits)
-        self.service = AttachService(self.membership, LEASE, clock)
-        self.address = ""
-        self.clients = {}
-        self._group = None
-
-    async def attach(self, work, **info):
-        """Attach a node and wait until it is a member; return its task."""
-        told = node_info(**info)
-        client = AttachClient(told, self.address, random.Random(0))
-        work.send = client.send
-        task = self._group.create_task(client.run(work))
-        self.clients[told.node_id] = task
-        await until(lambda: told.node_id in {session.info.node_id for session in self.membership.sessions})
-        return task
-
-    @asynccontextmanager
-    async def serving(self):
-        server = grpc.aio.server()
-        add_NodesServicer_to_server(self.service, server)
-        self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-        async with asyncio.TaskGroup() as self._group:
-            try:
-                yield self
-            finally:
-                for task in self.clients.values():
-                    task.cancel()
-                self.service.close()
-                await server.stop(1.0)
-
-
-@asynccontextmanager
-async def conductor(request_timeout_s=5.0, role_wait_s=0.0, max_waiting=8, **settings):
-    limits = Limits(request_timeout_s, max_waiting, role_wait_s)
-    async with Conductor(limits, SchedulerSettings(**settings)).serving() as running:
-        yield running
-
-
-async def until(condition):
-    """Let the loop run until `condition` holds."""
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0)
-
-
-def prefills(work):
-    """Return the names of the requests whose Prefill came, in order."""
-    return [item.work.request_id.partition(".")[0] for item in work.received if isinstance(item, Prefill)]
-
-
-def request(max_tokens=10, request_id="r", **fields):
-    return Request(
-        request_id,
-        tuple(range(20)),
-        SamplingParams(temperature=0),
-        StopParams(max_tokens=max_tokens),
-        **fields,
-    )
-
-
-async def answer(dispatcher, asked):
-    tokens, reason = [], None
-    async with aclosing(dispatcher.generate(asked)) as pieces:
-        async for piece in pieces:
-            tokens += [token.token_id for token in piece.tokens]
-            reason = piece.finish_reason
-    return tokens, reason
+from base.messages import Failed, Prefill, Reserve, Start, Tokens
+from base.request import FinishReason, Role, Slo
+from tests.conductor.dispatching import answer, conductor, prefills, request, until
+from tests.conductor.scripted_node import ScriptedWork, node_info
 
 
 async def test_tokens_come_from_prefill_and_decode_in_order():
@@ -434,110 +326,3 @@ async def test_a_stream_is_ended_when_another_of_its_node_took_its_place():
         task.cancel()
         assert session.is_lost
         assert session not in running.membership.sessions
-
-
-class CannotWrite(ScriptedWork):
-    """A prefill node to which a decode node does not answer."""
-
-    def __init__(self, peer):
-        super().__init__()
-        self._peer = peer
-
-    def _answers(self, item):
-        if isinstance(item, Prefill) and item.target.node_id == self._peer:
-            return [Failed(item.work.request_id, "TransferFailedError", "no such peer")]
-        return super()._answers(item)
-
-
-def pairs(running):
-    return [(made.result.prefill_node, made.result.decode_node) for made in running.seen.made]
-
-
-async def test_a_retry_avoids_the_decode_node_that_could_not_be_written_to():
-    """It is dead, perhaps, which its lease tells later."""
-    async with conductor() as running:
-        await running.attach(CannotWrite("d0"), node_id="p0", roles=(Role.PREFILL,))
-        await running.attach(ScriptedWork(), node_id="d0", roles=(Role.DECODE,))
-        await running.attach(ScriptedWork(), node_id="d1", roles=(Role.DECODE,))
-        tokens, _ = await answer(running.dispatcher, request(max_tokens=3))
-        assert len(tokens) == 3
-        assert pairs(running) == [("p0", "d0"), ("p0", "d1")]
-        first, second = running.seen.made
-        assert (first.asked.avoid, second.asked.avoid) == ((), ("d0",))
-        settings, cost = SchedulerSettings(), CostModel(load_profile("cpu-smollm2"))
-        assert decide_again(second, cost, settings) == second.result
-
-
-async def test_where_there_is_one_decode_node_a_retry_is_prefilled_elsewhere():
-    async with conductor() as running:
-        await running.attach(CannotWrite("d0"), node_id="p0", roles=(Role.PREFILL,))
-        await running.attach(ScriptedWork(), node_id="p1", roles=(Role.PREFILL,))
-        await running.attach(ScriptedWork(), node_id="d0", roles=(Role.DECODE,))
-        tokens, _ = await answer(running.dispatcher, request(max_tokens=3))
-        assert len(tokens) == 3
-        assert pairs(running) == [("p0", "d0"), ("p0", "d0"), ("p1", "d0")]
-
-
-async def test_a_retry_avoids_the_node_that_gave_the_request_up():
-    async with conductor() as running:
-
-        class GivesUp(ScriptedWork):
-            def _answers(self, item):
-                if isinstance(item, Prefill | Start):
-                    name = item.work.request_id if isinstance(item, Prefill) else item.request_id
-                    return [Failed(name, "LostError", "the engine gave this prompt up")]
-                return super()._answers(item)
-
-        for work, role in ((GivesUp, "bad"), (ScriptedWork, "good")):
-            await running.attach(work(), node_id=f"a-{role}-p", roles=(Role.PREFILL,))
-            await running.attach(work(), node_id=f"a-{role}-d", roles=(Role.DECODE,))
-        assert (await answer(running.dispatcher, request()))[1] is FinishReason.LENGTH
-        assert pairs(running) == [
-            ("a-bad-p", "a-bad-d"),
-            ("a-good-p", "a-bad-d"),
-            ("a-good-p", "a-good-d"),
-        ]
-
-
-async def test_a_prompt_of_more_than_half_a_lone_nodes_cache_is_refused_at_once_with_the_reason():
-    async with conductor() as running:
-        work = ScriptedWork()
-        await running.attach(work, num_blocks=3)
-        with pytest.raises(CapacityError, match="no room for the prompt's KV twice"):
-            await answer(running.dispatcher, request())
-        assert work.received == []
-
-
-class FullOnce(ScriptedWork):
-    """Says once that it has no blocks, and reports that it has again."""
-
-    def __init__(self):
-        super().__init__()
-        self.is_full = True
-
-    def _answers(self, item):
-        if (
-            isinstance(item, Reserve)
-            and self.is_full
-            and item.work.num_prompt_tokens < len(item.work.token_ids)
-        ):
-            self.is_full = False
-            return [Failed(item.work.request_id, "CapacityError", "no blocks")]
-        return super()._answers(item)
-
-
-async def test_a_stream_that_lost_its_node_goes_on_though_the_next_one_is_full_for_a_moment():
-    async with conductor() as running:
-        first, second = ScriptedWork(silent_on=Start), FullOnce()
-        await running.attach(ScriptedWork(), node_id="p0", roles=(Role.PREFILL,))
-        lost = await running.attach(first, node_id="d0", roles=(Role.DECODE,))
-        tokens = []
-        async with aclosing(running.dispatcher.generate(request(max_tokens=4))) as pieces:
-            async for piece in pieces:
-                tokens += piece.tokens
-                if lost is not None:
-                    await running.attach(second, node_id="d1", roles=(Role.DECODE,))
-                    lost.cancel()
-                    lost = None
-        assert not second.is_full
-        assert len(tokens) == 4

@@ -1,0 +1,118 @@
+"""A conductor's node side on a real port with scripted nodes, and requests asked of its dispatcher."""
+
+import asyncio
+import random
+from contextlib import aclosing, asynccontextmanager
+
+import grpc
+
+from base.attach import AttachClient
+from base.clock import SystemClock
+from base.messages import Lease, Prefill
+from base.request import Request, SamplingParams, StopParams
+from conductor.attach import AttachService
+from conductor.cluster_view import ClusterView
+from conductor.cost_model import CostModel, load_profile
+from conductor.dispatch import Dispatcher, Limits
+from conductor.membership import Membership
+from conductor.scheduler_settings import SchedulerSettings
+from protos.nodes_pb2_grpc import add_NodesServicer_to_server
+from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, node_info
+
+LEASE = Lease(lease_s=1.0, heartbeat_s=0.2, conductor_epoch=1)
+
+
+class Watched:
+    def __init__(self):
+        self.made, self.endings = [], []
+
+    def decided(self, made):
+        self.made.append(made)
+
+    def ended(self, request_id, actual):
+        self.endings.append((request_id, actual))
+
+    def first_token(self, ttft_s, times, asked, placement):
+        pass
+
+    def next_tokens(self, gap_s, num_tokens):
+        pass
+
+
+class Conductor:
+    """A conductor's node side on a real port, and the scripted nodes attached to it."""
+
+    def __init__(self, limits, settings):
+        clock = SystemClock()
+        cost = CostModel(load_profile("cpu-smollm2"))
+        self.view = ClusterView(cost, BLOCK_SIZE)
+        self.membership = Membership(MODEL_ID, self.view, clock)
+        self.seen = Watched()
+        self.dispatcher = Dispatcher(self.membership, self.view, cost, self.seen, clock, settings, limits)
+        self.service = AttachService(self.membership, LEASE, clock)
+        self.address = ""
+        self.clients = {}
+        self._group = None
+
+    async def attach(self, work, **info):
+        """Attach a node and wait until it is a member; return its task."""
+        told = node_info(**info)
+        client = AttachClient(told, self.address, random.Random(0))
+        work.send = client.send
+        task = self._group.create_task(client.run(work))
+        self.clients[told.node_id] = task
+        await until(lambda: told.node_id in {session.info.node_id for session in self.membership.sessions})
+        return task
+
+    @asynccontextmanager
+    async def serving(self):
+        server = grpc.aio.server()
+        add_NodesServicer_to_server(self.service, server)
+        self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        async with asyncio.TaskGroup() as self._group:
+            try:
+                yield self
+            finally:
+                for task in self.clients.values():
+                    task.cancel()
+                self.service.close()
+                await server.stop(1.0)
+
+
+@asynccontextmanager
+async def conductor(request_timeout_s=5.0, role_wait_s=0.0, max_waiting=8, **settings):
+    limits = Limits(request_timeout_s, max_waiting, role_wait_s)
+    async with Conductor(limits, SchedulerSettings(**settings)).serving() as running:
+        yield running
+
+
+async def until(condition):
+    """Let the loop run until `condition` holds."""
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def prefills(work):
+    """Return the names of the requests whose Prefill came, in order."""
+    return [item.work.request_id.partition(".")[0] for item in work.received if isinstance(item, Prefill)]
+
+
+def request(max_tokens=10, request_id="r", **fields):
+    return Request(
+        request_id,
+        tuple(range(20)),
+        SamplingParams(temperature=0),
+        StopParams(max_tokens=max_tokens),
+        **fields,
+    )
+
+
+async def answer(dispatcher, asked):
+    tokens, reason = [], None
+    async with aclosing(dispatcher.generate(asked)) as pieces:
+        async for piece in pieces:
+            tokens += [token.token_id for token in piece.tokens]
+            reason = piece.finish_reason
+    return tokens, reason
