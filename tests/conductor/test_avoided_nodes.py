@@ -4,9 +4,7 @@ from contextlib import aclosing
 
 import pytest
 
-from base.errors import (
-    CapacityError,
-)
+from base.errors import CapacityError
 from base.messages import Failed, Prefill, Reserve, Start
 from base.request import FinishReason, Role
 from conductor.cost_model import CostModel, load_profile

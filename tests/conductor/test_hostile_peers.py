@@ -15,9 +15,9 @@ import pytest
 
 from conductor import http_connection
 from protos import inference_pb2, inference_pb2_grpc, nodes_pb2
+from tests.conductor.dispatching import conductor
 from tests.conductor.fakes import serving, spoken
 from tests.conductor.scripted_node import ScriptedWork
-from tests.conductor.test_dispatch import conductor
 
 SOON_S = 0.05
 """Of processor time, ours and the peer's."""

@@ -5,8 +5,8 @@ import random
 from base.messages import Prefill, Release, Reserve
 from base.request import Role
 from conductor.link_check import LinkCheck
+from tests.conductor.dispatching import conductor, until
 from tests.conductor.scripted_node import ScriptedWork
-from tests.conductor.test_dispatch import conductor, until
 
 
 async def measured(prefill, decode, name="p,d"):

@@ -31,7 +31,7 @@ from protos import inference_pb2, inference_pb2_grpc
 from protos.nodes_pb2_grpc import add_NodesServicer_to_server
 from tests.certificates import Authority
 from tests.conductor.fakes import serving, spoken
-from tests.conductor.test_dispatch import BLOCK_SIZE, MODEL_ID, node_info
+from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, node_info
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}

@@ -12,9 +12,9 @@ from conductor.generated import Generated
 from conductor.headers import header_traceparent
 from conductor.scheduler_settings import SchedulerSettings
 from conductor.traced import RequestSpans, TracedDispatcher, TracedObserver
+from tests.conductor.dispatching import Watched
 from tests.conductor.fakes import ScriptedDispatcher
 from tests.conductor.test_decisions import history
-from tests.conductor.test_dispatch import Watched
 from tests.deploy.recorded_spans import RecordedTracer
 
 TOKEN = Generated((SampledToken(1),), None, 0)
