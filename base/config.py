@@ -50,6 +50,9 @@ class EngineConfig:
     """Tokens per KV block; a multiple of 16."""
     kv_cache_gib: float = 0.0
     """0: what is left of GPU memory, or 1 GiB on a CPU."""
+    swap_gib: float = -1.0
+    """Host memory for the KV of preempted sequences, on a node of one rank; see `engine/swap_space.py`.
+    0: they are recomputed; -1: 4 GiB beside a GPU, none on a CPU."""
     chunk_tokens: int = 512
     """Prompt tokens computed in one step at most."""
     chunk_attention: float = -1.0
@@ -83,9 +86,8 @@ class EngineConfig:
         _require(self.block_size >= 16 and self.block_size % 16 == 0, "block_size", "a multiple of 16")
         _require(self.kv_cache_gib >= 0, "kv_cache_gib", "not negative")
         _require(self.chunk_tokens >= 16, "chunk_tokens", "at least 16")
-        _require(
-            self.chunk_attention >= 0 or self.chunk_attention == -1, "chunk_attention", "not negative, or -1"
-        )
+        for key in ("chunk_attention", "swap_gib"):
+            _require(getattr(self, key) >= 0 or getattr(self, key) == -1, key, "not negative, or -1")
         for key in ("max_batch", "layer_groups", "tensor_parallel", "pipeline_parallel"):
             _require(getattr(self, key) >= 1, key, "at least 1")
         _require(

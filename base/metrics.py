@@ -292,7 +292,14 @@ class NodeMetrics:
             "decode_step_seconds", "One step of decode alone", buckets=TBT_BUCKETS, registry=registry
         )
         self.decode_tokens = Counter("decode_tokens", "Sampled", registry=registry)
-        self.decode_preemptions = Counter("decode_preemptions", "Sequences recomputed", registry=registry)
+        self.decode_preemptions = Counter(
+            "decode_preemptions", "Sequences that lost their blocks to others", registry=registry
+        )
+        self.decode_swapped_sequences = Counter(
+            "decode_swapped_sequences",
+            "Of these, whose KV moved to host memory and was not recomputed",
+            registry=registry,
+        )
         self.transfer_bytes = Counter("transfer_bytes", "Written to peers", ["transport"], registry=registry)
         self.transfer_seconds = Histogram(
             "transfer_seconds", "One transfer batch", ["transport"], buckets=TTFT_BUCKETS, registry=registry

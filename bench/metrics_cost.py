@@ -63,7 +63,9 @@ def _node_account(node: NodeMetrics) -> Callable[[Any, float], None]:
     taken: list[Callable[[Any, float], None]] = []
     pool = SimpleNamespace(num_held=1, num_available=2, num_cached=1)
     engine = SimpleNamespace(
-        pool=pool, scheduler=SimpleNamespace(num_preemptions=0), loop=SimpleNamespace(on_step=taken.append)
+        pool=pool,
+        scheduler=SimpleNamespace(num_preemptions=0, num_swaps=0),
+        loop=SimpleNamespace(on_step=taken.append),
     )
     observe(node, cast(Any, engine))
     return taken[0]

@@ -117,7 +117,8 @@ DASHBOARDS = (
         (
             Panel("Tokens", "short", rate("decode_tokens")),
             Panel("A step", "s", quantiles("decode_step_seconds_bucket")),
-            Panel("Sequences recomputed", "short", rate("decode_preemptions")),
+            Panel("Sequences preempted", "short", rate("decode_preemptions")),
+            Panel("Of these, moved to host memory", "short", rate("decode_swapped_sequences")),
             Panel("Answer length", "short", quantiles("conductor_request_generation_tokens_bucket")),
         ),
     ),

@@ -29,10 +29,15 @@ def observe(metrics: NodeMetrics, engine: Engine) -> None:
     metrics.kvstore_blocks.labels("cached").set_function(lambda: pool.num_cached)
     computed = metrics.prefill_tokens.labels("computed")
     matched = metrics.prefill_tokens.labels("matched")
-    num_preemptions = 0
+    num_preemptions = num_swaps = 0
 
     def on_step(plan: StepPlan, seconds: float) -> None:
-        nonlocal num_preemptions
+        nonlocal num_preemptions, num_swaps
+        metrics.decode_preemptions.inc(scheduler.num_preemptions - num_preemptions)
+        metrics.decode_swapped_sequences.inc(scheduler.num_swaps - num_swaps)
+        num_preemptions, num_swaps = scheduler.num_preemptions, scheduler.num_swaps
+        if not plan.entries:
+            return
         chunks = [entry for entry in plan.entries if entry.num_tokens > 1]
         (metrics.prefill_step if chunks else metrics.decode_step).observe(seconds)
         computed.inc(sum(entry.num_tokens for entry in chunks))
@@ -41,8 +46,6 @@ def observe(metrics: NodeMetrics, engine: Engine) -> None:
             if entry.start and entry.start == entry.sequence.num_matched_tokens:
                 matched.inc(entry.start)
         metrics.decode_tokens.inc(sum(entry.samples for entry in plan.entries))
-        metrics.decode_preemptions.inc(scheduler.num_preemptions - num_preemptions)
-        num_preemptions = scheduler.num_preemptions
 
     engine.loop.on_step(on_step)
 

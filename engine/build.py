@@ -31,6 +31,7 @@ from engine.ranks import Ranks, start_ranks
 from engine.runner import Runner, Tell
 from engine.scheduler import Scheduler
 from engine.self_check import eager_logits, require_faithful
+from engine.swap_space import HostBlocks, SwapSpace
 from engine.tensor_parallel import TensorGroup, cut_causal_model
 from engine.weights import load_model, random_model
 
@@ -38,6 +39,9 @@ Allocate = Callable[[int], memoryview]
 
 CPU_CACHE_GIB = 1.0
 """On a CPU, where the configuration does not say."""
+
+GPU_SWAP_GIB = 4.0
+"""Beside a GPU, where the configuration does not say."""
 
 GPU_HEADROOM = 0.1
 """Share of the free GPU memory that is left for activations and the allocator's waste."""
@@ -166,21 +170,17 @@ def assemble_engine(
     cache = _cache(layout, config.kv_cache_gib, model.device, allocate, group)
     max_model_len = min(_max_model_len(config, model), cache.num_blocks * config.block_size)
     pool = BlockPool(cache.num_blocks)
-    scheduler = Scheduler(
-        pool,
-        config.block_size,
-        config.chunk_tokens,
-        config.max_batch,
-        max_model_len,
-        model.vocab_size,
-        max(config.chunk_attention, 0.0),
-    )
+    host_blocks = _host_blocks(config, cache, group)
+    space = SwapSpace(host_blocks.num_slots, host_blocks.measure(clock)) if host_blocks else None
+    scheduler = _scheduler(config, pool, max_model_len, model.vocab_size, space)
     if stage is not None:
         sizes = config.chunk_tokens, config.max_batch, layout.num_blocks(max_model_len)
         runner = _stage_runner(model, cache, stage, sizes, split, clock, ranks)
     else:
         tensor = group.tensor if group is not None else None
-        runner = _runner(config, model, cache, max_model_len, clock, tensor, ranks.tell if ranks else None)
+        runner = _runner(
+            config, model, cache, max_model_len, clock, tensor, ranks.tell if ranks else None, host_blocks
+        )
     return Engine(
         loop=EngineLoop(runner, scheduler, pool, clock),
         runner=runner,
@@ -194,6 +194,21 @@ def assemble_engine(
         num_threads=torch.get_num_threads(),
         parts=parts,
         ranks=ranks,
+    )
+
+
+def _scheduler(
+    config: EngineConfig, pool: BlockPool, max_model_len: int, vocab_size: int, space: SwapSpace | None
+) -> Scheduler:
+    return Scheduler(
+        pool,
+        config.block_size,
+        config.chunk_tokens,
+        config.max_batch,
+        max_model_len,
+        vocab_size,
+        max(config.chunk_attention, 0.0),
+        space,
     )
 
 
@@ -251,15 +266,16 @@ def _runner(
     clock: Clock,
     group: TensorGroup | None,
     tell: Tell | None,
+    host_blocks: HostBlocks | None,
 ) -> Runner | LaunchingRunner:
     if model.device.type == "cpu":
-        return Runner(model, cache, tell)
+        return Runner(model, cache, tell, host_blocks)
     # Triton is 1 GB and only machines with a GPU have it.
     from engine.gpu_model import GpuModel  # noqa: PLC0415
     from engine.gpu_runner import GpuRunner  # noqa: PLC0415
 
     gpu_model = GpuModel(model.module, cache, layer_groups=config.layer_groups)
-    return GpuRunner(gpu_model, config, max_model_len, clock, group, tell)
+    return GpuRunner(gpu_model, config, max_model_len, clock, group, tell, host_blocks)
 
 
 def device_of(config: EngineConfig) -> torch.device:
@@ -293,6 +309,15 @@ def _cache(
         )
     memory = allocate(num_blocks * layout.block_bytes) if allocate and device.type == "cpu" else None
     return PagedCache(layout, num_blocks, device, memory)
+
+
+def _host_blocks(config: EngineConfig, cache: PagedCache, group: RankGroup | None) -> HostBlocks | None:
+    gib = config.swap_gib
+    if gib < 0:
+        gib = GPU_SWAP_GIB if cache.tensor.device.type == "cuda" else 0.0
+    # More than the cache has would never be used.
+    num_slots = min(int(gib * GIB) // cache.layout.block_bytes, cache.num_blocks)
+    return HostBlocks(cache, num_slots) if num_slots and group is None else None
 
 
 def _default_cache_bytes(device: torch.device) -> int:

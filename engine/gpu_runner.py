@@ -28,6 +28,7 @@ from engine.sampler import logprobs_of, needs_logits, shape_logits
 from engine.sequence import Sequence
 from engine.step import LayerGroup, StepPlan, StepResult, sampled_tokens
 from engine.step_memory import StepShape, StepWriter, carve
+from engine.swap_space import HostBlocks
 from engine.tensor_parallel import TensorGroup
 
 PREFIX_PARTS = 8
@@ -62,6 +63,7 @@ class GpuRunner:
         model: Of this rank, if it is cut into several.
         group: The ranks; None: one alone.
         tell: Sends a row of int64 to the other ranks, on the first.
+        host_blocks: Where preempted sequences' blocks go; None: plans move none.
 
     Attributes:
         num_launches, launch_total_s: Steps launched, and the seconds of CPU that launching took.
@@ -75,11 +77,13 @@ class GpuRunner:
         clock: Clock,
         group: TensorGroup | None = None,
         tell: Tell | None = None,
+        host_blocks: HostBlocks | None = None,
     ) -> None:
         block_size, max_batch, chunk_tokens = config.block_size, config.max_batch, config.chunk_tokens
         self._model = model
         self._group = group
         self._tell = tell
+        self._host_blocks = host_blocks
         self._clock = clock
         self._max_blocks = -(-max_model_len // block_size)
         max_tokens = max(_rounded(chunk_tokens + max_batch), MIXED_TOKENS[-1])
@@ -107,6 +111,10 @@ class GpuRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue a step. Tokens it needs may still be on the device, sampled by the step before."""
         started_s = self._clock.now_s()
+        if self._host_blocks is not None:
+            self._host_blocks.move(plan.swaps)
+        if not plan.entries:
+            return LaunchedStep(plan, (), torch.empty(0, dtype=torch.int64), None, (), _recorded())
         shape = self._graphs.shape_of(plan)
         captured = shape is not None
         if shape is None:
@@ -187,9 +195,7 @@ class GpuRunner:
         self._rows_of = dict(zip(sequences, rows, strict=True))
         tokens = torch.empty(shape.num_rows, dtype=torch.int64, pin_memory=True)
         tokens.copy_(self._last_tokens[: shape.num_rows], non_blocking=True)
-        ended = torch.Event("cuda")
-        ended.record()
-        return LaunchedStep(plan, rows, tokens, kept, special, ended)
+        return LaunchedStep(plan, rows, tokens, kept, special, _recorded())
 
     def _sample_special(
         self, shape: StepShape, logits: torch.Tensor, rows: list[int], sequences: Rows[Sequence]
@@ -201,6 +207,13 @@ class GpuRunner:
         sample_rows(shape_logits(wanted, sequences), carve(self._memory, shape).sampling[index], tokens)
         self._last_tokens[index] = tokens
         return wanted
+
+
+def _recorded() -> torch.Event:
+    """Return an event behind all that is queued on the current stream."""
+    ended = torch.Event("cuda")
+    ended.record()
+    return ended
 
 
 def _rows(plan: StepPlan, shape: StepShape) -> tuple[int, ...]:

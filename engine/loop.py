@@ -293,6 +293,8 @@ class EngineLoop:
         """Wait for what is in flight, and take nothing of it."""
         landings = [flight.landing or self._wait_in(waiting, flight) for flight in self._flights]
         await asyncio.gather(*landings, return_exceptions=True)
+        for flight in self._flights:
+            self.scheduler.landed(flight.plan)
         self._flights.clear()
         self._release_landed()
 
@@ -312,7 +314,7 @@ class EngineLoop:
             result = landing.result()
             for sequence in flight.sequences:
                 sequence.busy_s += result.busy_s
-            outputs = self.scheduler.commit(flight.plan, result)
+            outputs = self.scheduler.commit(flight.plan, result, seconds)
         self._release_landed()
         self.num_steps += 1
         for output in outputs:
@@ -347,10 +349,7 @@ class EngineLoop:
         names = ",".join(entry.sequence.request_id for entry in plan.entries)
         event(log, "step failed", level=level, requests=names, error=f"{type(error).__name__}: {error}")
         log.debug("step failed", exc_info=error)
-        going_on = [entry.sequence for entry in plan.entries if entry.sequence.finish_reason is None]
-        for sequence in going_on:
-            self.scheduler.finish(sequence, FinishReason.ERROR)
-        return [SequenceOutput(sequence, (), FinishReason.ERROR) for sequence in going_on]
+        return self.scheduler.fail(plan)
 
     def _tell(self, output: SequenceOutput) -> None:
         if output.finish_reason is None:

@@ -16,6 +16,7 @@ from engine.model import PagedModel
 from engine.paged_cache import PagedCache
 from engine.sampler import sample
 from engine.step import StepPlan, StepResult
+from engine.swap_space import HostBlocks
 
 Tell = Callable[[torch.Tensor], None]
 """Sends a row of int64 on the host to the other ranks of a model, for their `follow`."""
@@ -45,16 +46,28 @@ class Runner:
 
     Args:
         tell: Where the model is cut into ranks, on the first.
+        host_blocks: Where preempted sequences' blocks go; None: plans move none.
     """
 
-    def __init__(self, model: PagedModel, cache: PagedCache, tell: Tell | None = None) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        cache: PagedCache,
+        tell: Tell | None = None,
+        host_blocks: HostBlocks | None = None,
+    ) -> None:
         self._model = model
         self._cache = cache
         self._tell = tell
+        self._host_blocks = host_blocks
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens, write their KV, and sample where the plan says so."""
         wait_for_prefixes(plan)
+        if self._host_blocks is not None:
+            self._host_blocks.move(plan.swaps)
+        if not plan.entries:
+            return StepResult(())
         batch = build_batch(plan, self._cache.layout.block_size, self._model.device)
         if self._tell is not None:
             self._tell(batch_numbers(batch))

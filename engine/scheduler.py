@@ -10,7 +10,8 @@ Rules:
 * Sequences go by rank: priority, then arrival. Admission is in that order, and takes
   the blocks of all known tokens at once, so that only growth can run out of blocks.
 * A running sequence that needs a block may take it from sequences of lower rank, lowest
-  first, which are then recomputed (preemption). One that finds nobody below it keeps
+  first (preemption). Those are recomputed, or their blocks move to host memory and back, whichever
+  is cheaper; what moves out comes free a step later. One that finds nobody below it keeps
   what it has and waits. The first in rank can take from everybody, so there is progress.
 * The first of those that wait for blocks has a promise of the pool's: what comes free is
   not set aside for other nodes before it has started.
@@ -35,6 +36,7 @@ from engine.block_pool import BlockPool
 from engine.chunk_sizes import chunk_limit
 from engine.sequence import Sequence
 from engine.step import SequenceOutput, StepEntry, StepPlan, StepResult
+from engine.swap_space import Swap, SwapSpace
 
 
 class Scheduler:
@@ -49,11 +51,13 @@ class Scheduler:
         max_model_len: int,
         vocab_size: int = 1 << 32,
         chunk_attention: float = 0.0,
+        swap_space: SwapSpace | None = None,
     ) -> None:
         """Begin without sequences.
 
         Args:
             chunk_attention: See `chunk_sizes.py`; 0: all chunks have `chunk_tokens`.
+            swap_space: None: whoever is preempted is recomputed.
         """
         self._pool = pool
         self.block_size = block_size
@@ -65,7 +69,10 @@ class Scheduler:
         # Both in order of rank.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
+        self._swap_space = swap_space or SwapSpace(0, 0.0)
         self.num_preemptions = 0
+        self.num_swaps = 0
+        """Preemptions that moved blocks."""
 
     @property
     def num_waiting(self) -> int:
@@ -127,6 +134,7 @@ class Scheduler:
         if not self._waiting:
             self._pool.num_promised = 0
         self._give_back(sequence)
+        self._swap_space.drop(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence that keeps its blocks until `release`."""
@@ -138,6 +146,7 @@ class Scheduler:
         for sequence in self._waiting:
             if not sequence.block_table:
                 self._waiting.remove(sequence)
+                self._swap_space.drop(sequence)
                 sequence.finish_reason = FinishReason.ERROR
                 return sequence
         return None
@@ -162,7 +171,8 @@ class Scheduler:
             num_tokens = self._share(sequence, budget)
             entries.append(self._entry(sequence, num_tokens))
             budget -= _cost(sequence, num_tokens)
-        return _plan(entries) if entries else None
+        swaps = self._swap_space.take_planned()
+        return _plan(entries, swaps) if entries or swaps else None
 
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
         """Return the step after `plan`, whose result is not known yet; None if that has to be.
@@ -187,10 +197,17 @@ class Scheduler:
                 sequence.block_table += self._pool.allocate(1)
             blocks = tuple(sequence.block_table)
             entries.append(StepEntry(sequence, entry.context_len, 1, blocks, samples=True))
-        return _plan(entries) if entries else None
+        return _plan(entries, ()) if entries else None
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
-        """Take in a step's result: count, append, publish full blocks, end what is done."""
+    def commit(self, plan: StepPlan, result: StepResult, seconds: float = 0.0) -> list[SequenceOutput]:
+        """Take in a step's result: count, append, publish full blocks, end what is done.
+
+        Args:
+            seconds: That the step took; 0: not known.
+        """
+        self.landed(plan)
+        if seconds and plan.num_tokens >= self.chunk_tokens:
+            self._swap_space.computed(plan.num_tokens, seconds)
         outputs = []
         for entry, sampled in zip(plan.entries, result.tokens, strict=True):
             sequence = entry.sequence
@@ -208,6 +225,24 @@ class Scheduler:
             outputs.append(SequenceOutput(sequence, (sampled,) if sampled is not None else (), reason))
         return outputs
 
+    def fail(self, plan: StepPlan) -> list[SequenceOutput]:
+        """Take in that a step failed: its sequences end, and what it moved is lost."""
+        self.landed(plan)
+        for swap in plan.swaps:
+            if swap.is_out:
+                self._swap_space.drop(swap.sequence)
+        going_on = [entry.sequence for entry in plan.entries if entry.sequence.finish_reason is None]
+        for sequence in going_on:
+            self.finish(sequence, FinishReason.ERROR)
+        return [SequenceOutput(sequence, (), FinishReason.ERROR) for sequence in going_on]
+
+    def landed(self, plan: StepPlan) -> None:
+        """A step has ended, whatever came of it: the blocks that it moved out are free."""
+        self._swap_space.landed(plan.swaps)
+        for swap in plan.swaps:
+            if swap.is_out:
+                self._pool.release(swap.blocks)
+
     def check(self) -> None:
         """Assert what holds between any two calls."""
         for queue in (self._waiting, self._running):
@@ -218,6 +253,8 @@ class Scheduler:
                 covered = len(sequence.block_table) * self.block_size
                 assert sequence.num_launched_tokens >= 0
                 assert sequence.num_computed_tokens + sequence.num_launched_tokens <= covered
+        assert all(item.swapped is None for item in self._running)
+        assert not any(item.swapped and item.block_table for item in self._waiting)
         assert not {id(item) for item in self._waiting} & {id(item) for item in self._running}
         assert len(self._running) <= self.max_batch
 
@@ -253,12 +290,18 @@ class Scheduler:
         return StepEntry(sequence, start, num_tokens, tuple(sequence.block_table), samples)
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Give a sequence the blocks of its tokens, preempting lower ranks if need be."""
-        while self._num_missing_blocks(sequence) > self._pool.num_available:
+        """Give a sequence the blocks of its tokens, preempting lower ranks if need be.
+
+        Returns False if there are none, or none before the blocks of others have moved out.
+        """
+        missing = self._num_missing_blocks(sequence)
+        while missing > self._pool.num_available + self._swap_space.num_leaving_blocks:
             victim = self._lowest_holder()
             if victim is None or victim.rank <= sequence.rank:
                 return False
             self._preempt(victim)
+        if missing > self._pool.num_available:
+            return False
         self._fill_block_table(sequence)
         return True
 
@@ -301,6 +344,8 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> None:
         self._fill_block_table(sequence)
+        if sequence.swapped is not None:
+            self._swap_space.move_in(sequence, sequence.num_published_blocks)
         self._waiting.remove(sequence)
         insort(self._running, sequence, key=lambda item: item.rank)
 
@@ -310,6 +355,8 @@ class Scheduler:
     def _match_prefix(self, sequence: Sequence) -> None:
         # At least one token is computed, or there would be nothing to sample from.
         longest = (sequence.num_tokens - 1) // self.block_size
+        if sequence.swapped is not None:
+            longest = min(longest, len(sequence.swapped.slots))
         sequence.block_table += self._pool.match(sequence.block_hashes[:longest])
         sequence.num_computed_tokens = len(sequence.block_table) * self.block_size
         sequence.num_matched_tokens = sequence.num_computed_tokens
@@ -323,6 +370,10 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         self.num_preemptions += 1
+        # A prompt half done is computed again: who sends its KV may read it before it is back. So is
+        # what may turn out to be damaged.
+        if victim.num_generated_tokens and victim.is_proven and victim.num_computed_tokens:
+            self.num_swaps += self._swap_space.move_out(victim, self._num_blocks(victim.num_computed_tokens))
         self._give_back(victim)
         if victim in self._running:
             self._running.remove(victim)
@@ -351,7 +402,7 @@ def _cost(sequence: Sequence, num_tokens: int) -> int:
     return 0 if sequence.num_plannable_tokens == 1 else num_tokens
 
 
-def _plan(entries: list[StepEntry]) -> StepPlan:
+def _plan(entries: list[StepEntry], swaps: tuple[Swap, ...]) -> StepPlan:
     """Return the step of these entries, which is under way from here on."""
     single = [entry for entry in entries if entry.num_tokens == 1]
     longer = [entry for entry in entries if entry.num_tokens > 1]
@@ -359,4 +410,4 @@ def _plan(entries: list[StepEntry]) -> StepPlan:
         entry.sequence.num_launched_tokens += entry.num_tokens
     # The longest context first: whatever works them off in parallel then ends together.
     single.sort(key=lambda entry: -entry.start)
-    return StepPlan((*single, *longer), len(single))
+    return StepPlan((*single, *longer), len(single), swaps)

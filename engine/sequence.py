@@ -16,6 +16,7 @@ from base.request import FinishReason, RequestId, SamplingParams, StopParams
 
 if TYPE_CHECKING:
     from engine.arrivals import Arrivals
+    from engine.swap_space import Swapped
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +53,8 @@ class Sequence:
     """Of KV that is still coming into the blocks; None: what counts as computed is there."""
     is_proven: bool = True
     """Whether the KV that it came with is known to be intact; until then none of it is published."""
+    swapped: Swapped | None = None
+    """Of a preempted sequence: its KV in host memory, which comes back when it runs again."""
     num_published_blocks: int = 0
     """Leading blocks that the pool can match."""
     finish_reason: FinishReason | None = None
@@ -79,7 +82,8 @@ class Sequence:
     @property
     def num_remaining_tokens(self) -> int:
         """Tokens to compute before the next one can be sampled."""
-        return len(self.token_ids) - self.num_computed_tokens
+        there = self.num_computed_tokens if self.swapped is None else self.swapped.num_tokens
+        return len(self.token_ids) - there
 
     @property
     def num_plannable_tokens(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from base.request import FinishReason, SampledToken, TokenLogprobs
 from engine.sequence import Sequence
+from engine.swap_space import Swap
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,16 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The batch of one step: entries of one token first, the longest context before the others."""
+    """The batch of one step: entries of one token first, the longest context before the others.
+
+    Without entries, it moves blocks and computes nothing.
+    """
 
     entries: tuple[StepEntry, ...]
     num_single: int
     """How many entries, at the front, compute one token."""
+    swaps: tuple[Swap, ...] = ()
+    """Moved before anything is computed."""
 
     @property
     def num_tokens(self) -> int:

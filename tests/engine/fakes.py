@@ -32,11 +32,21 @@ class FakeDevice:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._slots = [[0] * block_size for _ in range(num_blocks)]
+        self._host: dict[int, list[int]] = {}
         self._block_size = block_size
         self.plans: list[StepPlan] = []
 
+    def move(self, plan: StepPlan) -> None:
+        for swap in plan.swaps:
+            for block, slot in zip(swap.blocks, swap.slots, strict=False):
+                if swap.is_out:
+                    self._host[slot] = self._slots[block].copy()
+                else:
+                    self._slots[block] = self._host[slot].copy()
+
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
+        self.move(plan)
         tokens = []
         for entry in plan.entries:
             token_ids = entry.sequence.token_ids[: entry.context_len]
@@ -71,6 +81,7 @@ class LaunchingFakeDevice:
         self._sampled: dict[Sequence, int] = {}
 
     def launch(self, plan: StepPlan) -> FakeLaunch:
+        self._device.move(plan)
         tokens = []
         for entry in plan.entries:
             token_ids = entry.sequence.token_ids[: entry.context_len]

@@ -10,6 +10,7 @@ from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step import SequenceOutput
+from engine.swap_space import SwapSpace
 from tests.engine.builders import make_sequence
 from tests.engine.fakes import FakeDevice, continuation
 
@@ -19,16 +20,22 @@ BLOCK_SIZE = 4
 class Bench:
     """A scheduler on a fake device, step by step."""
 
-    def __init__(self, num_blocks=64, chunk_tokens=8, max_batch=8, max_model_len=64) -> None:
+    def __init__(
+        self, num_blocks=64, chunk_tokens=8, max_batch=8, max_model_len=64, num_slots=0, block_s=0.0
+    ) -> None:
         self.pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(self.pool, BLOCK_SIZE, chunk_tokens, max_batch, max_model_len)
+        self.swap_space = SwapSpace(num_slots, block_s)
+        self.scheduler = Scheduler(
+            self.pool, BLOCK_SIZE, chunk_tokens, max_batch, max_model_len, swap_space=self.swap_space
+        )
         self.device = FakeDevice(num_blocks, BLOCK_SIZE)
+        self.step_s = 0.0
 
     def step(self) -> list[SequenceOutput] | None:
         plan = self.scheduler.schedule()
         if plan is None:
             return None
-        outputs = self.scheduler.commit(plan, self.device.execute(plan))
+        outputs = self.scheduler.commit(plan, self.device.execute(plan), self.step_s)
         self.check()
         return outputs
 
@@ -290,7 +297,8 @@ def test_random_histories_end_with_every_token_right(seed: int) -> None:
     """Arrivals, cancellations, shared prefixes and blocks held elsewhere, in too small a pool."""
     rng = random.Random(seed)
     num_blocks = rng.randint(6, 20)
-    bench = Bench(num_blocks, chunk_tokens=rng.randint(1, 12), max_batch=rng.randint(1, 5))
+    num_slots = rng.choice([0, 2, 5, 30])
+    bench = Bench(num_blocks, rng.randint(1, 12), max_batch=rng.randint(1, 5), num_slots=num_slots)
     unfinished: dict[str, Sequence] = {}
     held: list[int] = []
     for number in range(250):
@@ -319,6 +327,7 @@ def test_random_histories_end_with_every_token_right(seed: int) -> None:
     while unfinished:
         assert finish_step(bench, unfinished), "somebody always advances"
     assert bench.pool.num_held == 0
+    assert bench.swap_space.num_free == num_slots
 
 
 def finish_step(bench: Bench, unfinished: dict[str, Sequence]) -> bool:

@@ -1,0 +1,167 @@
+"""Swap space: host memory that keeps the KV of sequences which had to give up their blocks.
+
+A preempted sequence is computed again, or its blocks move to host memory and back; moving 2,048 tokens of
+an 8B model takes a tenth of the time of computing them. Which of the two is cheaper the scheduler
+decides from what a block's move and a token's computation were measured to take.
+
+Moves are part of a step's plan and go before its computation, in the one order that the device works in.
+So a slot may be taken again as soon as a plan has emptied it. A block may not: peers write into free blocks
+without asking the device. Those that move out stay held until their step has landed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from base.clock import Clock
+from engine.paged_cache import PagedCache
+
+if TYPE_CHECKING:
+    from engine.sequence import Sequence
+
+MEASURED_BLOCKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """Where the KV of a sequence's leading tokens is while it has no blocks."""
+
+    slots: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """One sequence's move, before the step that it is planned with computes: block i to or from slot i."""
+
+    sequence: Sequence
+    blocks: tuple[int, ...]
+    """On the way out more than slots: the last ones have no content yet."""
+    slots: tuple[int, ...]
+    is_out: bool
+    """From the device to host memory."""
+
+
+class SwapSpace:
+    """Owns the numbers of the slots, and the moves of the step that is being planned.
+
+    Belongs to the event loop. A swapped sequence's slots are its own until a plan brings its
+    blocks back, and then the plan's; blocks on their way out are the plan's.
+
+    Args:
+        block_s: Seconds that a block takes, one way.
+    """
+
+    def __init__(self, num_slots: int, block_s: float) -> None:
+        self.num_slots = num_slots
+        self._block_s = block_s
+        self._token_s = 0.0
+        self._free = list(range(num_slots))
+        self._planned: list[Swap] = []
+        self.num_leaving_blocks = 0
+        """Blocks on their way out: they come free when their step has landed."""
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """A step with a long chunk took so long: what recomputing costs is known from these."""
+        token_s = seconds / num_tokens
+        self._token_s = token_s if not self._token_s else 0.8 * self._token_s + 0.2 * token_s
+
+    def move_out(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Plan to move the leading blocks of a sequence, and take its block table over.
+
+        Returns False, and does nothing, if there are too few slots, or if computing its tokens again
+        takes less time than moving them there and back.
+        """
+        recompute_s = self._token_s * sequence.num_computed_tokens
+        if num_blocks > len(self._free) or (recompute_s and 2 * num_blocks * self._block_s > recompute_s):
+            return False
+        slots = tuple(self._free[:num_blocks])
+        del self._free[:num_blocks]
+        blocks = tuple(sequence.block_table)
+        self._planned.append(Swap(sequence, blocks, slots, is_out=True))
+        self.num_leaving_blocks += len(blocks)
+        sequence.swapped = Swapped(slots, sequence.num_computed_tokens)
+        sequence.block_table.clear()
+        return True
+
+    def move_in(self, sequence: Sequence, num_there: int) -> None:
+        """Plan to bring a sequence's blocks back, but for `num_there` leading ones, to its block table."""
+        assert sequence.swapped is not None
+        slots, sequence.num_computed_tokens = sequence.swapped.slots, sequence.swapped.num_tokens
+        sequence.swapped = None
+        self._free += slots[:num_there]
+        blocks = tuple(sequence.block_table[num_there : len(slots)])
+        self._planned.append(Swap(sequence, blocks, slots[num_there:], is_out=False))
+
+    def drop(self, sequence: Sequence) -> None:
+        """Give back a sequence's slots, if it has any: what they hold is not wanted."""
+        if sequence.swapped is not None:
+            self._free += sequence.swapped.slots
+            sequence.swapped = None
+
+    def take_planned(self) -> tuple[Swap, ...]:
+        """Return the moves planned since the last call."""
+        planned, self._planned = tuple(self._planned), []
+        return planned
+
+    def landed(self, swaps: Items[Swap]) -> None:
+        """A step with these moves has run, or failed."""
+        for swap in swaps:
+            if swap.is_out:
+                self.num_leaving_blocks -= len(swap.blocks)
+            else:
+                self._free += swap.slots
+
+    def check(self, sequences: Items[Sequence]) -> None:
+        """Assert that each slot is free or of one of `sequences`, all that are swapped.
+
+        For when no step is under way.
+        """
+        held = [slot for item in sequences if item.swapped is not None for slot in item.swapped.slots]
+        assert sorted([*self._free, *held]) == list(range(self.num_slots)), "a slot is lost, or held twice"
+
+
+class HostBlocks:
+    """Owns the memory of the slots. Belongs to the device thread.
+
+    A block is contiguous, so one copy engine call moves it at the link's rate.
+    """
+
+    def __init__(self, cache: PagedCache, num_slots: int) -> None:
+        """Allocate `num_slots` blocks of host memory, pinned where the cache is on a GPU."""
+        blocks = cache.tensor
+        self.num_slots = num_slots
+        self._blocks = blocks
+        self._slots = torch.empty(
+            (num_slots, *blocks.shape[1:]), dtype=blocks.dtype, pin_memory=blocks.device.type == "cuda"
+        )
+
+    def move(self, swaps: Items[Swap]) -> None:
+        """Queue moves on the device's current stream."""
+        for swap in swaps:
+            for block, slot in zip(swap.blocks, swap.slots, strict=False):
+                if swap.is_out:
+                    self._slots[slot].copy_(self._blocks[block], non_blocking=True)
+                else:
+                    self._blocks[block].copy_(self._slots[slot], non_blocking=True)
+
+    def measure(self, clock: Clock) -> float:
+        """Return the seconds that a block takes, one way: for a cache that holds nothing yet."""
+        count = min(MEASURED_BLOCKS, len(self._slots), len(self._blocks))
+        times_s = []
+        for _ in range(3):
+            began_s = clock.now_s()
+            for index in range(count):
+                self._slots[index].copy_(self._blocks[index], non_blocking=True)
+            if self._blocks.device.type == "cuda":
+                torch.cuda.synchronize(self._blocks.device)
+            times_s.append(clock.now_s() - began_s)
+        return min(times_s) / count
