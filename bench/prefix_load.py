@@ -4,7 +4,7 @@ One engine on one GPU (or the CPU: `--model tiny`), and its store in pinned host
 the leading `--cached` share of a prompt. In turn, `--repeats` times over, milliseconds of
 
     load       the prefix alone, from the store into the engine's cache, checksums and all
-    compute    the rest alone, after a prefix that is there
+    compute    the rest alone, after a prefix that is there; `launch_ms` of it are the CPU's
     together   the whole prompt, the engine waiting for each layer's part of the prefix
     in turn    the same with the whole prefix loaded first
 
@@ -175,14 +175,19 @@ async def rounds(bench: Bench, repeats: int) -> dict[str, Any]:
     """Return the medians of all ways in turn; the first round warms up."""
     num_parts = max(bench.engine.loop.num_prefix_parts, 2)
     taken: dict[str, list[float]] = {"load": [], "compute": [], "together": [], "in_turn": []}
+    runner = bench.engine.runner
+    launch_s: list[float] = []
     for _ in range(repeats + 1):
         taken["load"].append(await bench.load_s())
+        launched_s = getattr(runner, "launch_total_s", 0.0)
         taken["compute"].append(await bench.prompt_s(is_there=True, num_parts=1))
+        launch_s.append(getattr(runner, "launch_total_s", 0.0) - launched_s)
         taken["together"].append(await bench.prompt_s(is_there=False, num_parts=num_parts))
         taken["in_turn"].append(await bench.prompt_s(is_there=False, num_parts=1))
     row = {f"{name}_ms": 1e3 * statistics.median(values[1:]) for name, values in taken.items()}
     less, more = sorted((row["load_ms"], row["compute_ms"]))
     row["num_parts"] = num_parts
+    row["launch_ms"] = 1e3 * statistics.median(launch_s[1:])
     row["ideal_ms"] = more + less / bench.engine.cache.layout.num_layers
     row["together_to_ideal"] = row["together_ms"] / row["ideal_ms"]
     return row
