@@ -3,12 +3,16 @@
 Every one is `python -m PACKAGE --config FILE`: a JSON file that whoever starts it has written
 out of `cluster.yaml`. Its exit status is 2 where the configuration is wrong, and a
 supervisor that sees it does not start the process again.
+
+With `--spare` it stands by: it imports and prepares, and runs when it is told to by a byte on its
+standard input, because the process that it is a spare of has ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,24 +27,31 @@ T = TypeVar("T")
 WRONG_CONFIGURATION = 2
 
 
-def run_process(module: str, into: type[T], name_of: Callable[[T], str], run: Callable[[T], None]) -> int:
+def run_process(
+    module: str, into: type[T], name_of: Callable[[T], str], prepare: Callable[[T], Callable[[], None]]
+) -> int:
     """Read what `--config` names, run with it, and return the exit status.
 
     Args:
         module: As after `python -m`, for the help text.
         into: The dataclass that the file holds.
         name_of: Returns what the process is called in its log lines.
-        run: Returns when the process has ended in order.
+        prepare: Does what takes nothing that another process of the same configuration may hold, and
+            returns what runs the process until it has ended in order.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
     parser.add_argument(
         "--config", type=Path, required=True, help=f"JSON of {into.__module__}.{into.__name__}"
     )
+    parser.add_argument("--spare", action="store_true", help="wait for a byte on standard input first")
     arguments = parser.parse_args()
     try:
         config = read_process_config(arguments.config, into)
         configure(name_of(config))
-        run(config)
+        run = prepare(config)
+        # Not sys.stdin, which would read ahead. End of file: the supervisor is gone.
+        if not arguments.spare or os.read(0, 1):
+            run()
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION

@@ -42,18 +42,17 @@ from conductor.replication import Replication
 from conductor.role_changes import change_roles
 from conductor.roles import RoleController, RoleSettings
 from conductor.scheduler_settings import scheduler_settings
-from conductor.served_model import load_served_model
+from conductor.served_model import ServedModel, load_served_model
 from conductor.server import listening
 from conductor.status import export_gauges, status
 from conductor.traced import RequestSpans, TracedDispatcher, TracedObserver
 from protos.nodes_pb2_grpc import add_NodesServicer_to_server
 
 
-async def serve(config: ConductorProcess) -> None:
+async def serve(config: ConductorProcess, model: ServedModel) -> None:
     """Run the conductor until it is told to stop. The wiring diagram of the process."""
     clock = SystemClock()
     rng = random.Random(secrets.randbits(64))
-    model = load_served_model(Path(config.model_path), config.served_model_name)
     cost = CostModel(load_profile(config.profile))
     view = ClusterView(cost, config.block_size)
     membership = Membership(config.model_id, view, clock)
@@ -123,10 +122,13 @@ def _decision_log(config: ConductorProcess, shared: Shared) -> DecisionLog | Non
     return DecisionLog(Path(config.scheduler.decision_log).expanduser(), shared, max_bytes)
 
 
+def prepare(config: ConductorProcess) -> Callable[[], None]:
+    model = load_served_model(Path(config.model_path), config.served_model_name)
+    return lambda: uvloop.run(serve(config, model))
+
+
 def main() -> int:
-    return run_process(
-        "conductor", ConductorProcess, lambda _: "conductor", lambda config: uvloop.run(serve(config))
-    )
+    return run_process("conductor", ConductorProcess, lambda _: "conductor", prepare)
 
 
 if __name__ == "__main__":

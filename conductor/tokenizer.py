@@ -138,8 +138,11 @@ class Detokenizer:
 
 def _is_byte_level(tokenizer: tokenizers.Tokenizer) -> bool:
     """Say to which family the decoder belongs; raises ConfigError if to none."""
-    decoder: Any = json.loads(tokenizer.to_str())["decoder"]
-    steps = _step_names(decoder)
+    # In a tokenizer of its own: to write down the vocabulary and read it again takes a second.
+    bare = tokenizers.Tokenizer(tokenizers.models.BPE())
+    if tokenizer.decoder is not None:
+        bare.decoder = tokenizer.decoder
+    steps = _step_names(json.loads(bare.to_str())["decoder"])
     if steps == {"ByteLevel"}:
         return True
     if steps and steps <= _PLAIN_STEPS:

@@ -29,7 +29,7 @@ from deploy import plan
 from deploy.api_client import ApiError, is_healthy, read_json, split_address
 from deploy.launch import Launched, RayCluster, package_path
 from deploy.progress import Progress
-from deploy.supervisor import LOG_TAIL_LINES, ProcessSpec
+from deploy.supervisor import LOG_TAIL_LINES, SPARE_AFTER_S, ProcessSpec
 
 ATTACH_TIMEOUT_S = 30.0
 HEALTH_PERIOD_S = 0.1
@@ -121,7 +121,7 @@ class Cluster:
         with self._progress.stage("conductor") as note:
             for name, conductor in plan.conductor_processes(self._config, model).items():
                 launched = await self._launch(
-                    name, self._programs.conductor, conductor, {}, plan.Room(on_head=True)
+                    name, self._programs.conductor, conductor, {}, plan.Room(on_head=True), SPARE_AFTER_S
                 )
                 host, ready = _reachable(conductor.server.host, launched.host), launched.ready
                 scheme = "https://" if conductor.server.tls.is_set else ""
@@ -345,6 +345,7 @@ class Cluster:
         config: Any,
         environment: dict[str, str],
         room: plan.Room,
+        spare_after_s: float | None = None,
     ) -> Launched:
         python_path = os.pathsep.join(filter(None, (package_path(), os.environ.get("PYTHONPATH"))))
         spec = ProcessSpec(
@@ -353,6 +354,7 @@ class Cluster:
             config=dataclasses.asdict(config),
             environment={"PYTHONPATH": python_path, **environment},
             folder=str(self.log_folder),
+            spare_after_s=spare_after_s,
         )
         return await self._ray.launch(spec, room)
 

@@ -218,7 +218,10 @@ def _info(config: NodeProcess, epoch: int, engine: Engine, agent: TransferAgent)
 
 def main() -> int:
     return run_process(
-        "deploy.node", NodeProcess, lambda config: config.node_id, lambda config: uvloop.run(serve(config))
+        "deploy.node",
+        NodeProcess,
+        lambda config: config.node_id,
+        lambda config: lambda: uvloop.run(serve(config)),
     )
 
 

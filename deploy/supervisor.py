@@ -18,6 +18,13 @@ What a process found out (the ports that were free) is written into FILE, under 
 keys, before a restart: clients and nodes find it where it was. FILE outlives this object,
 so a supervisor that is itself restarted on its host, by Ray, finds the ports there.
 
+Where the spec asks for one, a spare stands by: the same command with `--spare`, which has imported
+and read what it can and waits for one byte on its standard input. When the process ends it takes its
+place, so that a restart does not begin with seconds of imports. It is started a while after the
+process was ready, and not at its start, whose processor time it would take; without one, a restart
+is only slower. Weighed and left: a parent that imports and forks, whose own end would have to be the
+child's.
+
 A process that was never ready is not restarted: what is wrong then is its configuration
 or the machine, and the last lines of its log say what. This file knows nothing of Ray:
 `launch.py` wraps the class into an actor. Hence threads and blocking calls: an actor's
@@ -43,6 +50,10 @@ LONGEST_BACKOFF_S = 10.0
 STEADY_S = 30.0
 """A process that ran this long has not failed at its start: the next one is started at once."""
 
+SPARE_FLAG = "--spare"
+SPARE_AFTER_S = 5.0
+"""For nodes to attach and for what waited to be served first."""
+
 KILL_GRACE_S = 3.0
 """From SIGTERM's deadline on: what SIGKILL and the kernel may take."""
 
@@ -63,6 +74,8 @@ class ProcessSpec:
     folder: str
     """Absolute; made on the host that needs it."""
     ready_timeout_s: float = 300.0
+    spare_after_s: float | None = None
+    """After it is ready, until a spare is started; None: there is none."""
 
 
 class Supervisor:
@@ -75,6 +88,8 @@ class Supervisor:
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._process: subprocess.Popen[str] | None = None
+        self._spare: subprocess.Popen[str] | None = None
+        self._spare_timer: threading.Timer | None = None
         self._ready: dict[str, Any] | None = None
         self._failed = ""
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
@@ -132,12 +147,22 @@ class Supervisor:
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
+    def wait_spare(self) -> int:
+        """Block until a spare stands by; return its process's id."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._spare is not None)
+            assert self._spare is not None
+            return self._spare.pid
+
     def drain(self, grace_s: float) -> None:
         """Ask the process to finish what it has, and end it after `grace_s`. Idempotent."""
         with self._changed:
             self._stopping.set()
             self._changed.notify_all()
-            process = self._process
+            process, spare = self._process, self._spare
+        if spare is not None:
+            with spare:
+                spare.kill()
         if process is not None:
             _end(process, grace_s)
         self._thread.join(grace_s + KILL_GRACE_S)
@@ -182,7 +207,7 @@ class Supervisor:
             with self._changed:
                 if self._stopping.is_set():
                     return 0
-                self._process = process = self._start(log.fileno())
+                self._process = process = self._spare_begun() or self._start(log.fileno())
             assert process.stdout is not None
             assert process.stdin is not None
             for line in process.stdout:
@@ -196,8 +221,35 @@ class Supervisor:
             self._ready = None
         return status
 
-    def _start(self, log: int) -> subprocess.Popen[str]:
-        command = [*self._spec.command, "--config", str(self._config_path)]
+    def _spare_begun(self) -> subprocess.Popen[str] | None:
+        """Let the spare be the process; None if there is none."""
+        if self._spare_timer is not None:
+            self._spare_timer.cancel()
+        spare, self._spare = self._spare, None
+        if spare is None:
+            return None
+        assert spare.stdin is not None
+        try:
+            os.write(spare.stdin.fileno(), b"\n")
+        except BrokenPipeError:  # it was killed too
+            with spare:
+                return None
+        return spare
+
+    def _start_spare_later(self) -> None:
+        if self._spec.spare_after_s is not None:
+            self._spare_timer = threading.Timer(self._spec.spare_after_s, self._start_spare)
+            self._spare_timer.daemon = True
+            self._spare_timer.start()
+
+    def _start_spare(self) -> None:
+        with self._changed, self.log_path.open("a") as log:
+            if self._ready is not None and self._spare is None and not self._stopping.is_set():
+                self._spare = self._start(log.fileno(), SPARE_FLAG)
+                self._changed.notify_all()
+
+    def _start(self, log: int, *flags: str) -> subprocess.Popen[str]:
+        command = [*self._spec.command, "--config", str(self._config_path), *flags]
         # Its own session: a terminal's Ctrl-C is the launcher's to answer, by a drain.
         return subprocess.Popen(
             command,
@@ -220,6 +272,7 @@ class Supervisor:
         self._was_ready = True
         with self._changed:
             self._ready = said
+        self._start_spare_later()
         self._tell("ready", **{key: value for key, value in said.items() if key != "event"})
         return True
 

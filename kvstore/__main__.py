@@ -70,7 +70,10 @@ async def _attached(
 
 def main() -> int:
     return run_process(
-        "kvstore", StoreProcess, lambda config: config.node_id, lambda config: asyncio.run(serve(config))
+        "kvstore",
+        StoreProcess,
+        lambda config: config.node_id,
+        lambda config: lambda: asyncio.run(serve(config)),
     )
 
 

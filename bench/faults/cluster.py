@@ -29,7 +29,7 @@ from base.config import (
 )
 from deploy.api_client import ApiError, read_json
 from deploy.plan import PreparedModel, conductor_process, node_environment, planned_nodes
-from deploy.supervisor import ProcessSpec, Supervisor
+from deploy.supervisor import SPARE_AFTER_S, ProcessSpec, Supervisor
 
 BLOCK_SIZE = 32
 CHUNK_TOKENS = 50
@@ -170,6 +170,7 @@ def fault_cluster(
         dataclasses.asdict(conductor_process(config, model)),
         {},
         str(folder),
+        spare_after_s=SPARE_AFTER_S,
     )
     conductor = Supervisor(spec, SystemClock())
     forks = NodeForks(node_environment(1))

@@ -28,7 +28,7 @@ from bench.stub_cluster import BLOCK_SIZE, CACHE_DIR
 from conductor.cost_model import profile_json
 from deploy.api_client import ApiError, read_json
 from deploy.plan import PreparedModel, conductor_process
-from deploy.supervisor import STEADY_S, ProcessSpec, Supervisor
+from deploy.supervisor import SPARE_AFTER_S, STEADY_S, ProcessSpec, Supervisor
 from engine.model_store import prepare
 from protos.inference_pb2_grpc import InferenceStub
 
@@ -47,7 +47,8 @@ def conductor_restarts(count: int) -> dict[str, Any]:
         server = ServerConfig(http_port=0, grpc_port=0)
         config = ClusterConfig(profile=str(profile), server=server, prefill=pool, decode=pool)
         command, process = (sys.executable, "-m", "conductor"), conductor_process(config, model)
-        spec = ProcessSpec("conductor", command, dataclasses.asdict(process), {}, name)
+        values = dataclasses.asdict(process)
+        spec = ProcessSpec("conductor", command, values, {}, name, spare_after_s=SPARE_AFTER_S)
         conductor = Supervisor(spec, SystemClock())
         try:
             ready = conductor.wait_ready()

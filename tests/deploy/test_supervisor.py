@@ -87,6 +87,37 @@ def test_a_process_that_ran_for_a_while_is_restarted_at_once(supervise, tmp_path
     assert waits == [0.0, 0.5]
 
 
+def test_a_spare_takes_the_place_of_a_process_that_ends(supervise, tmp_path):
+    supervisor = supervise(spec_of(tmp_path, spare_after_s=0.0))
+    before = supervisor.wait_ready()
+    spare = supervisor.wait_spare()
+    os.kill(supervisor.pid(), signal.SIGKILL)
+    seen, _ = next_event(supervisor, "exited")
+    next_event(supervisor, "ready", seen)
+    assert (supervisor.pid(), supervisor.wait_ready()) == (spare, before)
+
+
+def test_where_the_spare_was_killed_too_another_process_is_started(supervise, tmp_path):
+    supervisor = supervise(spec_of(tmp_path, spare_after_s=0.0))
+    before = supervisor.wait_ready()
+    spare = supervisor.wait_spare()
+    os.kill(spare, signal.SIGKILL)
+    os.waitid(os.P_PID, spare, os.WEXITED | os.WNOWAIT)
+    os.kill(supervisor.pid(), signal.SIGKILL)
+    seen, _ = next_event(supervisor, "exited")
+    next_event(supervisor, "ready", seen)
+    assert supervisor.pid() != spare
+    assert supervisor.wait_ready() == before
+
+
+def test_a_drain_ends_the_spare_too(supervise, tmp_path):
+    supervisor = supervise(spec_of(tmp_path, spare_after_s=0.0))
+    supervisor.wait_ready()
+    spare = supervisor.wait_spare()
+    supervisor.drain(30.0)
+    assert not Path(f"/proc/{spare}").exists()
+
+
 def test_a_process_that_never_was_ready_is_not_restarted_and_its_log_is_told(supervise, tmp_path):
     supervisor = supervise(spec_of(tmp_path, environment={"FAULT": "conductor"}))
     with pytest.raises(RuntimeError, match=r"(?s)status 1 before it was ready.*fails, as it was told to"):
