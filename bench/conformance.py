@@ -33,7 +33,7 @@ from bench.about_run import about_run
 from bench.predict import ask, prompts, wait_for_nodes
 from bench.profile_log import profile_from_run
 from bench.stub_cluster import stub_cluster
-from conductor.cost_model import Profile, load_profile
+from conductor.profile import Profile, load_profile
 from conductor.replay.conformance import (
     LiveRun,
     compared,

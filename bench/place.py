@@ -22,8 +22,9 @@ from typing import Any
 
 from bench.about_run import about_run
 from conductor.cluster_view import ClusterView
-from conductor.cost_model import CostModel, load_profile
+from conductor.cost_model import CostModel
 from conductor.placement import Placement, PlacementRequest, Rejection
+from conductor.profile import load_profile
 from conductor.replay.cluster import Cluster, ClusterOptions
 from conductor.replay.trace import Trace, arrivals
 from conductor.replay.trace_formats import read_trace

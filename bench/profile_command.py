@@ -29,7 +29,7 @@ from bench.engine_shapes import SHAPES, build_model
 from bench.engine_work import Driver, Prompts
 from bench.profile_fit import Measured, fitted
 from bench.profile_log import profile_from_run
-from conductor.cost_model import Evidence, Profile, profile_json
+from conductor.profile import Evidence, Profile, profile_json
 from conductor.replay.conformance import read_run
 from engine.build import Engine, assemble_engine, build_engine
 from engine.model import PagedModel

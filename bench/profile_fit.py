@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from conductor.cost_model import CostModel, Evidence, Point, Profile
+from conductor.cost_model import CostModel
+from conductor.profile import Evidence, Point, Profile
 
 Terms = Callable[[float, float], list[float]]
 """(tokens, context) of a measurement to what each coefficient is multiplied with."""

@@ -21,7 +21,8 @@ from statistics import fmean
 from typing import Any
 
 from bench.about_run import about_run
-from conductor.cost_model import CostModel, load_profile
+from conductor.cost_model import CostModel
+from conductor.profile import load_profile
 from conductor.replay.cluster import Cluster, ClusterOptions
 from conductor.replay.generate import generate
 from conductor.replay.trace import TraceRequest

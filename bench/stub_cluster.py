@@ -35,7 +35,8 @@ from base.messages import NodeInfo
 from base.request import NodeId, Role
 from base.tls import channel_credentials
 from bench.stub_node import StubNode
-from conductor.cost_model import CostModel, Profile, load_profile, profile_json
+from conductor.cost_model import CostModel
+from conductor.profile import Profile, load_profile, profile_json
 from deploy.plan import PreparedModel, conductor_process
 from engine.model_store import prepare
 

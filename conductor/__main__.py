@@ -29,7 +29,7 @@ from base.spans import tracer_or_none
 from conductor.attach import AttachService
 from conductor.cluster_view import ClusterView
 from conductor.completion import Completions
-from conductor.cost_model import CostModel, load_profile
+from conductor.cost_model import CostModel
 from conductor.decision_log import DecisionLog, Shared
 from conductor.dispatch import Dispatcher, Limits, RequestObserver
 from conductor.explain import Decisions
@@ -37,6 +37,7 @@ from conductor.link_check import LinkCheck
 from conductor.membership import Membership
 from conductor.observer import Observer
 from conductor.panel_values import PanelValues
+from conductor.profile import load_profile
 from conductor.replicas import Replicas
 from conductor.replication import Replication
 from conductor.role_changes import change_roles

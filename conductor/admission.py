@@ -78,10 +78,10 @@ def decode_tbt_s(
     now_s: float,
 ) -> float:
     """Return the step time that this request would meet in the mean node: now, or when it is prefilled."""
-    sequences: float = view.running_sequences
-    tokens: float = view.running_context_tokens
+    sequences, tokens = view.running_sequences, view.running_context_tokens
     if policy is RejectPolicy.PREDICT:
-        sequences, tokens = view.projected(now_s + placement.predicted_ttft_s)
+        sequences, expected_tokens = view.projected(now_s + placement.predicted_ttft_s)
+        tokens = float(expected_tokens)
     num_nodes = view.decode_mask.bit_count()
     ratio = view.corrections.ratio(placement.decode_node, "decode")
     return cost.decode_step_s(sequences / num_nodes + 1, tokens / num_nodes + request.num_tokens) * ratio

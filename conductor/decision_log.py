@@ -27,9 +27,9 @@ from base.config import from_table
 from base.errors import ConfigError
 from base.logs import event
 from base.request import NodeId, RequestId, Slo
-from conductor.cost_model import Profile
 from conductor.decisions import Actual, Decision, NodeSeen, ViewSeen
 from conductor.placement import Placement, PlacementRequest, Rejection, RejectReason
+from conductor.profile import Profile
 from conductor.scheduler_settings import RejectPolicy, SchedulerSettings
 
 log = logging.getLogger(__name__)

@@ -133,7 +133,7 @@ def replayed_share(trace: Path, config: ClusterConfig, sizes: Sizes) -> float:
     Raises:
         ConfigError: the replay failed; the message says why.
     """
-    command = [sys.executable, "-m", "conductor.replay.command", str(trace), "--json"]
+    command = [sys.executable, "-m", "conductor.replay", str(trace), "--json"]
     command += ["--nodes", f"{sizes.prefill}P{sizes.decode}D", "--profile", config.profile]
     command += ["--reject", config.scheduler.reject]
     for option, bound_s in (("--slo-ttft", config.slo.ttft_s), ("--slo-tbt", config.slo.tbt_s)):

@@ -110,7 +110,7 @@ def _replay(
     command = [
         sys.executable,
         "-m",
-        "conductor.replay.command",
+        "conductor.replay",
         str(trace),
         "--nodes",
         nodes,

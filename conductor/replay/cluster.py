@@ -29,9 +29,10 @@ from base.messages import NodeInfo
 from base.request import NodeId, Role, Slo
 from conductor.admission import admit_to_decode
 from conductor.cluster_view import ClusterView
-from conductor.cost_model import CostModel, Profile
+from conductor.cost_model import CostModel
 from conductor.load_order import bits_of
 from conductor.placement import Placement, PlacementRequest, Rejection
+from conductor.profile import Profile
 from conductor.replay.block_cache import make_cache
 from conductor.replay.decode_node import DecodeNode, Sequence
 from conductor.replay.faults import Fault

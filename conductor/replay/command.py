@@ -18,7 +18,8 @@ from pathlib import Path
 from base.clock import Clock, SystemClock
 from base.errors import ConfigError
 from base.request import Slo
-from conductor.cost_model import CostModel, Profile, load_profile, preset_names
+from conductor.cost_model import CostModel
+from conductor.profile import Profile, load_profile, preset_names
 from conductor.replay.cluster import WATCH_EVERY, ClusterOptions
 from conductor.replay.conformance import compared, comparison_rows, read_run, simulated
 from conductor.replay.faults import read_faults

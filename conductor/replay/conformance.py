@@ -21,10 +21,11 @@ from statistics import fmean
 
 from base.errors import ConfigError
 from base.request import RequestId
-from conductor.cost_model import CostModel, Profile
+from conductor.cost_model import CostModel
 from conductor.decision_log import Shared, read_log
 from conductor.decisions import Actual, Decision, decide_again
 from conductor.placement import Placement
+from conductor.profile import Profile
 from conductor.replay.cluster import Cluster, ClusterOptions
 from conductor.replay.outcome import Outcomes
 from conductor.replay.simulate import Plan, simulate

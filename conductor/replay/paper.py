@@ -20,7 +20,8 @@ from random import Random
 from statistics import fmean
 
 from base.request import Slo
-from conductor.cost_model import CostModel, Profile
+from conductor.cost_model import CostModel
+from conductor.profile import Profile
 from conductor.replay.block_cache import BlockCache
 from conductor.replay.cluster import Cluster, ClusterOptions
 from conductor.replay.generate import generate

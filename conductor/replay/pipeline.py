@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from conductor.cost_model import Profile
+from conductor.profile import Profile
 
 CHUNK_TOKENS = 4_096
 """Half of `prefill_small_s` is lost on chunks this small at the paper's cluster; smaller ones lose more."""

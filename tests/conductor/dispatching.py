@@ -12,9 +12,10 @@ from base.messages import Lease, Prefill
 from base.request import Request, SamplingParams, StopParams
 from conductor.attach import AttachService
 from conductor.cluster_view import ClusterView
-from conductor.cost_model import CostModel, load_profile
+from conductor.cost_model import CostModel
 from conductor.dispatch import Dispatcher, Limits
 from conductor.membership import Membership
+from conductor.profile import load_profile
 from conductor.scheduler_settings import SchedulerSettings
 from protos.nodes_pb2_grpc import add_NodesServicer_to_server
 from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, node_info

@@ -7,8 +7,9 @@ import pytest
 from base.errors import CapacityError
 from base.messages import Failed, Prefill, Reserve, Start
 from base.request import FinishReason, Role
-from conductor.cost_model import CostModel, load_profile
+from conductor.cost_model import CostModel
 from conductor.decisions import decide_again
+from conductor.profile import load_profile
 from conductor.scheduler_settings import SchedulerSettings
 from tests.conductor.dispatching import answer, conductor, request
 from tests.conductor.scripted_node import ScriptedWork

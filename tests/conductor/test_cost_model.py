@@ -3,7 +3,8 @@
 import pytest
 
 from base.errors import ConfigError
-from conductor.cost_model import Corrections, CostModel, load_profile, preset_names, profile_json
+from conductor.cost_model import Corrections, CostModel
+from conductor.profile import load_profile, preset_names, profile_json
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,9 @@ from base.rpc import Service
 from base.tls import NODE_NAME, Certificates, channel_credentials
 from conductor.attach import AttachService
 from conductor.cluster_view import ClusterView
-from conductor.cost_model import CostModel, load_profile
+from conductor.cost_model import CostModel
 from conductor.membership import Membership
+from conductor.profile import load_profile
 from protos import inference_pb2, inference_pb2_grpc
 from protos.nodes_pb2_grpc import add_NodesServicer_to_server
 from tests.certificates import Authority

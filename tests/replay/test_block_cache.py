@@ -6,7 +6,7 @@ import random
 import pytest
 
 from base.errors import ConfigError
-from conductor.cost_model import Profile, load_profile
+from conductor.profile import Profile, load_profile
 from conductor.replay.block_cache import BlockCache, PolicyCache, make_cache
 from kvstore.eviction import BY_NAME
 

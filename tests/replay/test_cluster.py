@@ -7,7 +7,8 @@ import pytest
 
 from base.errors import ConfigError
 from base.request import NodeId, Slo
-from conductor.cost_model import CostModel, load_profile
+from conductor.cost_model import CostModel
+from conductor.profile import load_profile
 from conductor.replay.cluster import Cluster, ClusterOptions
 from conductor.replay.faults import Fault
 from conductor.replay.peers import RULES

@@ -2,7 +2,8 @@
 
 import pytest
 
-from conductor.cost_model import CostModel, load_profile
+from conductor.cost_model import CostModel
+from conductor.profile import load_profile
 from conductor.replay.advise import main, pareto, ranked, splits
 from conductor.replay.cluster import ClusterOptions
 from conductor.replay.colocated import CHUNK_TOKENS

@@ -5,7 +5,8 @@ from heapq import heappop, heappush
 
 import pytest
 
-from conductor.cost_model import CostModel, load_profile
+from conductor.cost_model import CostModel
+from conductor.profile import load_profile
 from conductor.replay.decode_node import DecodeNode, Sequence
 from conductor.replay.outcome import worst_gaps_s
 

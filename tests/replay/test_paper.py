@@ -2,7 +2,7 @@
 
 import pytest
 
-from conductor.cost_model import load_profile
+from conductor.profile import load_profile
 from conductor.replay.generate import generate
 from conductor.replay.outcome import Outcomes
 from conductor.replay.paper import correlation, deviation, halves, highest_rate

@@ -1,0 +1,117 @@
+"""Profiles: a dozen numbers of one kind of node running one model, and the file that they are read from.
+
+Presets are in `conductor/profiles/`. `cost_model.py` predicts with them, and says what they mean together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from base.config import read_process_config
+from base.errors import ConfigError
+
+PROFILE_DIR = Path(__file__).parent / "profiles"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measurement, and what the profile fitted to all of them says to it."""
+
+    tokens: float
+    """Of prefill: tokens computed. Of decode: sequences of the step."""
+    context: float
+    """Of prefill: tokens of the prefix. Of decode: tokens of each sequence."""
+    measured_s: float
+    predicted_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a profile was fitted to. Errors are relative; none of it enters a prediction."""
+
+    device: str = ""
+    model: str = ""
+    """Family and shape."""
+    versions: str = ""
+    commit: str = ""
+    date: str = ""
+    prefill: tuple[Point, ...] = ()
+    decode: tuple[Point, ...] = ()
+    prefill_left_out_error: float = 0.0
+    """Mean error at a point of a fit to all the others."""
+    decode_left_out_error: float = 0.0
+    worst_left_out_error: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Measured costs of one kind of node with one model. Seconds, bytes, tokens."""
+
+    name: str
+    source: str
+    """Where the numbers come from; "uncalibrated" where nobody measured."""
+    kv_token_bytes: int
+    num_layers: int
+    prefill_fixed_s: float
+    prefill_token_s: float
+    prefill_token2_s: float
+    """Times the difference of squares: attention."""
+    prefill_small_s: float
+    """Added to a prefill of few tokens, less the more they are: see `prefill_small_tokens`."""
+    prefill_small_tokens: int
+    """At so many new tokens half of `prefill_small_s` is left."""
+    prefix_token_s: float
+    """To bring a matched token's KV from host memory to where attention reads it."""
+    decode_fixed_s: float
+    decode_sequence_s: float
+    decode_context_token_s: float
+    transfer_bytes_per_s: float
+    """Of one node's link, each way."""
+    transfer_fixed_s: float
+    device_kv_tokens: int
+    """Tokens of KV that fit beside the weights."""
+    host_kv_tokens: int
+    """Tokens of KV in the node's share of host memory."""
+    disk_kv_tokens: int = 0
+    disk_bytes_per_s: float = 0.0
+    evidence: Evidence = Evidence()
+    request_s: float = 0.0
+    """Of a prefill node's time, that a request takes beside its prefill: scheduling, sampling, storing."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and (not math.isfinite(value) or value < 0):
+                raise ValueError(f"{field.name}: finite and not negative, not {value}")
+        for name in ("kv_token_bytes", "num_layers", "prefill_token_s", "decode_fixed_s"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}: more than 0")
+        if not self.transfer_bytes_per_s:
+            raise ValueError("transfer_bytes_per_s: more than 0")
+
+
+def preset_names() -> list[str]:
+    """Return the names of the profiles that come with the package."""
+    return sorted(path.stem for path in PROFILE_DIR.glob("*.json"))
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """Return a preset by name, or a profile from a JSON file.
+
+    Raises:
+        ConfigError: neither exists, or a key is unknown, missing or refused.
+    """
+    preset = PROFILE_DIR / f"{name_or_path}.json"
+    path = preset if preset.is_file() else Path(name_or_path)
+    if not path.is_file():
+        raise ConfigError(f"profile {name_or_path!r}: no such file, and no preset; presets: {preset_names()}")
+    return read_process_config(path, Profile)
+
+
+def profile_json(profile: Profile) -> str:
+    """Return what `load_profile` reads."""
+    return json.dumps(dataclasses.asdict(profile), indent=1) + "\n"
