@@ -96,12 +96,12 @@ class Bench:
         pool.release(block_ids)
         return taken_s
 
-    async def prompt_s(self, is_there: bool, num_parts: int) -> float:
+    async def prompt_s(self, is_there: bool, parts: tuple[int, ...]) -> float:
         """Return how long the prompt takes.
 
         Args:
             is_there: The prefix is in the engine's cache.
-            num_parts: In which it comes otherwise; 1: before the prompt is computed.
+            parts: In which it comes otherwise, layers of each; empty: before the prompt is computed.
         """
         self.forget()
         pool, block_size = self.engine.loop.pool, self.engine.cache.layout.block_size
@@ -123,7 +123,7 @@ class Bench:
                 ended.set()
 
         began_s = time.perf_counter()
-        async with loaded_prefix(pool, block_size, work, sources, self.clock, num_parts) as prefix:
+        async with loaded_prefix(pool, block_size, work, sources, self.clock, parts) as prefix:
             prefix.give_to(sequence, block_size)
             self.engine.loop.add(sequence, listen)
             await ended.wait()
@@ -173,20 +173,20 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 async def rounds(bench: Bench, repeats: int) -> dict[str, Any]:
     """Return the medians of all ways in turn; the first round warms up."""
-    num_parts = max(bench.engine.loop.num_prefix_parts, 2)
+    parts = bench.engine.loop.prefix_parts or (1,) * bench.engine.cache.layout.num_layers
     taken: dict[str, list[float]] = {"load": [], "compute": [], "together": [], "in_turn": []}
     runner = bench.engine.runner
     launch_s: list[float] = []
     for _ in range(repeats + 1):
         taken["load"].append(await bench.load_s())
         launched_s = getattr(runner, "launch_total_s", 0.0)
-        taken["compute"].append(await bench.prompt_s(is_there=True, num_parts=1))
+        taken["compute"].append(await bench.prompt_s(is_there=True, parts=()))
         launch_s.append(getattr(runner, "launch_total_s", 0.0) - launched_s)
-        taken["together"].append(await bench.prompt_s(is_there=False, num_parts=num_parts))
-        taken["in_turn"].append(await bench.prompt_s(is_there=False, num_parts=1))
+        taken["together"].append(await bench.prompt_s(is_there=False, parts=parts))
+        taken["in_turn"].append(await bench.prompt_s(is_there=False, parts=()))
     row = {f"{name}_ms": 1e3 * statistics.median(values[1:]) for name, values in taken.items()}
     less, more = sorted((row["load_ms"], row["compute_ms"]))
-    row["num_parts"] = num_parts
+    row["num_parts"] = len(parts)
     row["launch_ms"] = 1e3 * statistics.median(launch_s[1:])
     row["ideal_ms"] = more + less / bench.engine.cache.layout.num_layers
     row["together_to_ideal"] = row["together_ms"] / row["ideal_ms"]

@@ -18,7 +18,7 @@ import torch
 from base.clock import Clock
 from base.config import EngineConfig
 from base.request import TokenLogprobs
-from engine.arrivals import arrivals_of, wait_for_prefixes
+from engine.arrivals import arrivals_of, prefix_parts, wait_for_prefixes
 from engine.cuda_graph import GRAPH_CHUNKS, MIXED_TOKENS, StepGraphs
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
@@ -30,10 +30,6 @@ from engine.step import LayerGroup, StepPlan, StepResult, sampled_tokens
 from engine.step_memory import StepShape, StepWriter, carve
 from engine.swap_space import HostBlocks
 from engine.tensor_parallel import TensorGroup
-
-PREFIX_PARTS = 8
-"""In which a prefix comes while a step runs. A part for each layer of 32 kept the interpreter as busy as
-launching the layers did: 180 ms together, where either takes 121 at most alone (one H200, 2026-11-21)."""
 
 EAGER_TOKENS = 512
 """Steps that are not captured are padded to a multiple of this: it bounds how many lengths cuDNN sees."""
@@ -101,8 +97,8 @@ class GpuRunner:
         self._graphs.capture(chunk_tokens)
 
     @property
-    def num_prefix_parts(self) -> int:
-        return 1 if self._group is not None else min(PREFIX_PARTS, self._model.hooks.num_layers)
+    def prefix_parts(self) -> tuple[int, ...]:
+        return () if self._group is not None else prefix_parts(self._model.hooks.num_layers)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a step and wait for its tokens."""

@@ -66,7 +66,7 @@ class LayerHooks:
 
     def _before(self, index: int) -> None:
         for arrivals in self._arrivals:
-            arrivals.wait(index, self.num_layers)
+            arrivals.wait(index + 1)
 
     def _after(self, index: int) -> None:
         end = index + 1

@@ -114,8 +114,8 @@ class WaitingRunner(Protocol):
     """A runner whose steps can wait inside for what they read."""
 
     @property
-    def num_prefix_parts(self) -> int:
-        """In which a prefix may come while a step runs; each is of equally many layers."""
+    def prefix_parts(self) -> tuple[int, ...]:
+        """In which a prefix may come while a step runs: layers of each; empty: it may not."""
         ...
 
 
@@ -143,8 +143,8 @@ class EngineLoop:
             self._max_flights = runner.num_steps_under_way
         elif self._launching is not None:
             self._max_flights = 2
-        self.num_prefix_parts = runner.num_prefix_parts if isinstance(runner, WaitingRunner) else 1
-        """See `WaitingRunner`; 1: it has to be there before."""
+        self.prefix_parts = runner.prefix_parts if isinstance(runner, WaitingRunner) else ()
+        """See `WaitingRunner`."""
         self._clock = clock
         self._thread = thread
         self.scheduler = scheduler

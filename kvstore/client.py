@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -56,13 +57,14 @@ MAX_TRIES = 2
 
 @dataclass(frozen=True, slots=True)
 class Stripes:
-    """Loading of equal parts of all blocks, one part of each after the other: a block's layers in turn.
+    """Loading of parts of all blocks, one part of each after the other: a block's layers in turn.
 
     What is told of is there, and may be read; whether it is right is known at the end.
     """
 
-    count: int
-    """If it does not divide a block's bytes, whole blocks are loaded, and nobody is told."""
+    shares: tuple[int, ...]
+    """Of a block, in proportion. If their sum does not divide its bytes, whole blocks are loaded,
+    and nobody is told."""
     on_arrived: Callable[[int], None]
     """Told how many leading stripes are there; not called where blocks come from several places."""
 
@@ -345,7 +347,7 @@ class BlockCache:
             return await landing.num_right(here, grant.length, leased.checksums[at : at + group])
 
         try:
-            if landing.stripes is not None and grant.length % landing.stripes.count == 0:
+            if landing.stripes is not None and grant.length % sum(landing.stripes.shares) == 0:
                 await self._read_stripes(member, grant, landing, landing.stripes, offsets)
                 return await landing.num_right(offsets, grant.length, leased.checksums)
             async with asyncio.TaskGroup() as tasks:
@@ -359,18 +361,21 @@ class BlockCache:
     async def _read_stripes(
         self, member: Member, grant: Grant, landing: _Landing, stripes: Stripes, offsets: Sequence[int]
     ) -> None:
-        size = grant.length // stripes.count
+        unit = grant.length // sum(stripes.shares)
         sources, targets = np.array(grant.offsets, np.int64), np.array(offsets, np.int64)
         room = asyncio.Semaphore(STRIPES_UNDER_WAY)
 
-        async def read(stripe: int) -> None:
+        async def read(at: int, size: int) -> None:
             async with room:
-                at = stripe * size
                 batch = batch_of(landing.into, sources + at, targets + at, size)
                 await self._agent.read(member.peer, grant, batch, priority=landing.priority)
 
         async with asyncio.TaskGroup() as tasks:
-            reads = [tasks.create_task(read(stripe)) for stripe in range(stripes.count)]
+            begins = accumulate(stripes.shares, initial=0)
+            reads = [
+                tasks.create_task(read(unit * first, unit * share))
+                for first, share in zip(begins, stripes.shares, strict=False)
+            ]
             for count, each in enumerate(reads, 1):
                 await each
                 stripes.on_arrived(count)

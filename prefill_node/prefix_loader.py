@@ -144,7 +144,7 @@ class Prefix:
             await load_missing(self._pool, chain, source, self.block_ids)
 
     async def begin_to_load(
-        self, chain: Items[BlockHash], source: PrefixSource, num_parts: int, clock: Clock
+        self, chain: Items[BlockHash], source: PrefixSource, parts: Items[int], clock: Clock
     ) -> None:
         """Take in what comes from `source`; return when its first layers are there, or all of it."""
         first = len(self.block_ids)
@@ -152,14 +152,14 @@ class Prefix:
             return
         block_ids = self._pool.allocate_spare(end - first)
         self.block_ids += block_ids
-        arrivals = self.arrivals = Arrivals(num_parts, clock)
+        arrivals = self.arrivals = Arrivals(parts, clock)
         has_begun = asyncio.Event()
 
         def on_arrived(count: int) -> None:
             arrivals.arrived(count)
             has_begun.set()
 
-        stripes = Stripes(num_parts, on_arrived)
+        stripes = Stripes(tuple(parts), on_arrived)
         self._loading = asyncio.create_task(source.load(chain[:end], block_ids, first, stripes))
         self._loading.add_done_callback(lambda _: has_begun.set())
         self._chain = chain[first:end]
@@ -239,13 +239,13 @@ async def loaded_prefix(
     work: Work,
     sources: Items[PrefixSource],
     clock: Clock,
-    num_parts: int = 1,
+    parts: Items[int] = (),
 ) -> AsyncIterator[Prefix]:
     """Have what the sources can give in this node's cache, and held, for the body.
 
     Args:
-        num_parts: More than one: what the last source gives may come, in so many parts, while
-            the body runs.
+        parts: Layers of each part in which what the last source gives may come while the body runs;
+            empty: it may not.
     """
     prefix = Prefix(pool, work.request_id)
     try:
@@ -254,9 +254,9 @@ async def loaded_prefix(
         chain = hash_chain(work.token_ids[: longest * block_size], block_size, work.chain_root)
         prefix.block_ids += pool.match(chain) if sources else []
         for source in sources:
-            if num_parts > 1 and source is sources[-1]:
+            if parts and source is sources[-1]:
                 with _told(work.request_id, source):
-                    await prefix.begin_to_load(chain, source, num_parts, clock)
+                    await prefix.begin_to_load(chain, source, parts, clock)
             else:
                 await prefix.load(chain, source)
         yield prefix

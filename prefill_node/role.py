@@ -75,9 +75,9 @@ class PrefillRole:
         arrived_at_s = self._clock.now_s()
         try:
             async with asyncio.timeout(message.work.deadline_s):
-                done = await self._computed(message, arrived_at_s, self._engine.num_prefix_parts)
+                done = await self._computed(message, arrived_at_s, self._engine.prefix_parts)
                 # What was being loaded is not what it should be: what was made of it is dropped.
-                done = done or await self._computed(message, arrived_at_s, 1)
+                done = done or await self._computed(message, arrived_at_s, ())
         except TimeoutError:
             raise DeadlineError("the prefill did not end in time") from None
         assert done is not None, "what is loaded before is never found out later"
@@ -100,13 +100,15 @@ class PrefillRole:
             )
         )
 
-    async def _computed(self, message: Prefill, arrived_at_s: float, num_parts: int) -> _Computed | None:
+    async def _computed(
+        self, message: Prefill, arrived_at_s: float, parts: tuple[int, ...]
+    ) -> _Computed | None:
         """Compute a prompt and write it to its reservation; None: from a prefix that proved wrong."""
         news: asyncio.Queue[SequenceOutput | LaunchedChunk] = asyncio.Queue()
         sequence = one_token_sequence(message.work, arrived_at_s)
         sender = KvSender(self._kv, self._engine.pool, message)
         try:
-            async with self._loaded_prefix(message, num_parts) as prefix:
+            async with self._loaded_prefix(message, parts) as prefix:
                 loaded_at_s = self._clock.now_s()
                 prefix.give_to(sequence, self._kv.layout.block_size)
                 self._engine.add(sequence, news.put_nowait, news.put_nowait)
@@ -129,12 +131,12 @@ class PrefillRole:
         )
         return _Computed(sequence, sender, last, times)
 
-    def _loaded_prefix(self, message: Prefill, num_parts: int) -> AbstractAsyncContextManager[Prefix]:
+    def _loaded_prefix(self, message: Prefill, parts: tuple[int, ...]) -> AbstractAsyncContextManager[Prefix]:
         sources: list[PrefixSource] = [] if self._store is None else [self._store]
         if message.source is not None and self._lent is not None:
             sources.append(self._lent(message.source))
         block_size = self._kv.layout.block_size
-        return loaded_prefix(self._engine.pool, block_size, message.work, sources, self._clock, num_parts)
+        return loaded_prefix(self._engine.pool, block_size, message.work, sources, self._clock, parts)
 
     async def _compute(
         self,

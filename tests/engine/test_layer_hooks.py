@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from base.clock import SystemClock
-from engine.arrivals import Arrivals
+from engine.arrivals import Arrivals, prefix_parts
 from engine.layer_hooks import LayerHooks
 
 
@@ -48,6 +48,16 @@ def test_every_layer_is_in_one_group_and_the_result_is_the_same(num_groups: int,
     assert all(layer.kind == "full" for layer in layers)
 
 
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 7, 28, 32, 80])
+def test_the_parts_of_a_prefix_are_all_layers_and_small_at_both_ends(num_layers: int) -> None:
+    parts = prefix_parts(num_layers)
+    assert sum(parts) == num_layers
+    assert min(parts) >= 1
+    assert parts[0] == 1
+    assert parts[-1] == 1
+    assert max(parts) <= 2 + num_layers // 5
+
+
 def test_a_layer_waits_for_its_part_of_a_prefix_and_for_no_more() -> None:
     layers = nn.ModuleList(Layer(index) for index in range(4))
     computed: list[int] = []
@@ -56,7 +66,7 @@ def test_a_layer_waits_for_its_part_of_a_prefix_and_for_no_more() -> None:
         layer.register_forward_hook(lambda *_, index=index: computed.append(index))
     layers[1].register_forward_hook(lambda *_: second.set())
     hooks = LayerHooks(layers, 1, lambda: lambda: None)
-    arrivals = Arrivals(2, SystemClock())
+    arrivals = Arrivals((2, 2), SystemClock())
     arrivals.arrived(1)
     hooks.begin([arrivals])
     running = threading.Thread(target=run, args=(layers,))

@@ -116,12 +116,12 @@ async def test_what_the_cache_forgot_is_lent_from_the_store(three):
 class WaitingRunner(CountingRunner):
     """Computes layer by layer, and waits before each for its part of a prefix."""
 
-    num_prefix_parts = LAYOUT.num_layers
+    prefix_parts = (1,) * LAYOUT.num_layers
 
     def execute(self, plan):
         for layer in range(LAYOUT.num_layers):
             for arrivals in arrivals_of(plan):
-                arrivals.wait(layer, LAYOUT.num_layers)
+                arrivals.wait(layer + 1)
                 self.num_waits += 1
             self.compute(plan, layer)
         return self.sampled(plan)
