@@ -13,7 +13,7 @@ from base.grants import Grant, PeerDescriptor, RankGrant
 from base.kv_layout import KvPart
 from base.request import FinishReason, NodeId, RequestId, Role, SampledToken, SamplingParams, StopParams
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Of protos/nodes.proto. A node of another version is refused, with both named."""
 
 
@@ -76,6 +76,8 @@ class Prefill:
     source: Source | None = None
     ranks: tuple[RankGrant, ...] = ()
     """In place of `target` and `grant`, where several ranks of the decode node have its KV."""
+    stays: bool = False
+    """The sequence goes on on this node: nothing is written, and `Tokens` follow `Prefilled`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,8 @@ class Prefilled:
     times: PrefillTimes
     parts: tuple[KvPart, ...] = ()
     """None: the checksums are of whole blocks."""
+    stays: bool = False
+    """`Tokens` follow from the same node."""
 
 
 @dataclass(frozen=True, slots=True)

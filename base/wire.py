@@ -244,6 +244,7 @@ def to_node(items: Iterable[ToNode], heartbeat: bool = False) -> pb.ConductorMes
                     first_block=item.first_block,
                     source=_source_to(item.source),
                     ranks=map(rank_grant_to, item.ranks),
+                    stays=item.stays,
                 )
             case Lend():
                 message.lend.add(
@@ -293,6 +294,7 @@ def to_node_from(message: pb.ConductorMessage) -> list[ToNode]:
             item.first_block,
             _source_from(item.source) if item.HasField("source") else None,
             tuple(map(rank_grant_from, item.ranks)),
+            item.stays,
         )
         for item in message.prefill
     ]
@@ -434,6 +436,7 @@ def _prefilled_to(item: Prefilled) -> pb.Prefilled:
             bubble_s=item.times.bubble_s,
         ),
         parts=map(part_to, item.parts),
+        stays=item.stays,
     )
 
 
@@ -449,4 +452,5 @@ def _prefilled_from(message: pb.Prefilled) -> Prefilled:
             times.queue_s, times.compute_s, times.exposed_transfer_s, times.exposed_load_s, times.bubble_s
         ),
         tuple(map(part_from, message.parts)),
+        message.stays,
     )

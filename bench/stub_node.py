@@ -49,9 +49,10 @@ class _Running:
 
 
 class _Prompt:
-    __slots__ = ("came_at_s", "chain", "work")
+    __slots__ = ("came_at_s", "chain", "stays", "work")
 
-    def __init__(self, work: Work, chain: list[BlockHash], came_at_s: float) -> None:
+    def __init__(self, work: Work, chain: list[BlockHash], came_at_s: float, stays: bool) -> None:
+        self.stays = stays
         self.work = work
         self.chain = chain
         self.came_at_s = came_at_s
@@ -91,7 +92,8 @@ class StubNode:
                     self.send(Reserved(work.request_id, 0, GRANT))
                 case Prefill(work):
                     chain = hash_chain(work.token_ids, self._block_size, work.chain_root)
-                    self._prompts.append(_Prompt(work, chain, asyncio.get_running_loop().time()))
+                    now_s = asyncio.get_running_loop().time()
+                    self._prompts.append(_Prompt(work, chain, now_s, item.stays))
                     self._work_came.set()
                 case Start(request_id):
                     self._running[request_id] = _Running(self._reserved[request_id])
@@ -158,7 +160,13 @@ class StubNode:
                 self._news += [key for key in prompt.chain if key not in self._known]
                 self._known.update(prompt.chain)
                 times = PrefillTimes(began_at_s - prompt.came_at_s, loop.time() - began_at_s, 0.0)
-                self.send(Prefilled(work.request_id, TOKEN, None, matched, (), times))
+                running = _Running(work)
+                stays = prompt.stays and running.tokens_left > 0
+                self.send(Prefilled(work.request_id, TOKEN, None, matched, (), times, stays=stays))
+                if stays:
+                    self._reserved[work.request_id] = work
+                    self._running[work.request_id] = running
+                    self._batch_came.set()
 
     async def _decode_all(self) -> None:
         while True:

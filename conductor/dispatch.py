@@ -243,12 +243,17 @@ class Dispatcher:
             prefill = self._membership.session(placement.prefill_node)
             held.enter_context(run.deadline())
             held.enter_context(decode.exchange(run.attempt_id, run.mailbox))
-            decode.send(Reserve(work))
-            source = await self._lent(asked.chain, placement, held)
-            prefilled = await self._prefill(run, work, decode, prefill, source)
+            if stays := prefill is decode:
+                source = await self._lent(asked.chain, placement, held)
+                decode.send(Prefill(work, decode.info.peer, None, 0, source, stays=True))
+                prefilled = await self._prefilled(run)
+            else:
+                decode.send(Reserve(work))
+                source = await self._lent(asked.chain, placement, held)
+                prefilled = await self._handed_over(run, work, decode, prefill, source)
             self._was_prefilled(run, asked, placement, prefilled)
             finish = run.finish_of_first(prefilled)
-            if finish is None:
+            if finish is None and not stays:
                 # Before the client is told of the first token: the decode node need not wait for that.
                 token_id, sums, parts = prefilled.first_token.token_id, prefilled.checksums, prefilled.parts
                 decode.send(Start(run.attempt_id, token_id, sums, parts))
@@ -301,7 +306,6 @@ class Dispatcher:
             waited_s=now_s - run.arrived_at_s + ahead_s,
             is_promised=run.is_promised,
             avoid=tuple(run.avoid),
-            is_begun=bool(run.generated),
         )
         result = place(asked, self._view, self._cost, now_s, self._settings)
         if isinstance(result, Rejection) and run.generated:
@@ -391,9 +395,10 @@ class Dispatcher:
             raise ProtocolError(f"{type(lent).__name__} where Lent was expected")
         return Source(session.info.peer, lent.grant, lent.checksums, first)
 
-    async def _prefill(
+    async def _handed_over(
         self, run: Run, work: Work, decode: NodeSession, prefill: NodeSession, source: Source | None
     ) -> Prefilled:
+        """Return what one node says of a prompt whose KV another one has by then."""
         try:
             reserved = await run.mailbox.next()
         except CapacityError as error:
@@ -409,7 +414,10 @@ class Dispatcher:
         with prefill.exchange(work.request_id, run.mailbox):
             target, first = decode.info.peer, reserved.num_matched_blocks
             prefill.send(Prefill(work, target, reserved.grant, first, source, reserved.ranks))
-            prefilled = await run.mailbox.next()
+            return await self._prefilled(run)
+
+    async def _prefilled(self, run: Run) -> Prefilled:
+        prefilled = await run.mailbox.next()
         if not isinstance(prefilled, Prefilled):
             raise ProtocolError(f"{type(prefilled).__name__} where Prefilled was expected")
         return prefilled
@@ -449,12 +457,6 @@ def refusal(rejection: Rejection, waited_s: float) -> ServeError:
             return UnavailableError("no decode node is attached")
         case RejectReason.NO_FREE_BLOCKS:
             return CapacityError("no decode node has the KV blocks free", rejection.retry_after_s)
-        case RejectReason.NO_ROOM_TWICE:
-            return CapacityError(
-                "the node that would decode it would compute it too, and its whole cache has no room "
-                "for the prompt's KV twice: attach another node, or give it a larger cache",
-                rejection.retry_after_s,
-            )
         case RejectReason.TTFT:
             message = f"the first token is predicted after {ttft_s:.3g} s, past its SLO"
         case RejectReason.TBT:

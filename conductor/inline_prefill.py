@@ -73,8 +73,7 @@ def _inline(
     matched = min(depth * view.block_size, request.num_tokens - 1)
     new_tokens = request.num_tokens - matched
     needed = request.num_tokens + view.expected_output_tokens(request.max_tokens)
-    # what is computed is held twice until it is handed over
-    if new_tokens > settings.inline_tokens or node.free_tokens < needed + new_tokens:
+    if new_tokens > settings.inline_tokens or node.free_tokens < needed:
         return None
     ratio = view.corrections.ratio
     node_id = node.info.node_id

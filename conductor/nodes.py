@@ -183,4 +183,6 @@ def _is_last(item: FromNode) -> bool:
     """Return whether a node is done with a request when it says so."""
     if isinstance(item, Tokens):
         return item.finish_reason is not None
-    return isinstance(item, Prefilled | Fetched | Failed)
+    if isinstance(item, Prefilled):
+        return not item.stays
+    return isinstance(item, Fetched | Failed)

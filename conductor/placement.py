@@ -35,8 +35,6 @@ class PlacementRequest(NamedTuple):
     """It was let wait, because it was predicted to keep its bounds then."""
     avoid: Sequence[NodeId] = ()
     """Nodes that failed attempts before this one: chosen where no other will do."""
-    is_begun: bool = False
-    """Tokens of it were told. A node may have more of it cached than is known of."""
 
 
 class Placement(NamedTuple):
@@ -75,8 +73,6 @@ class RejectReason(Enum):
     NO_PREFILL_NODE = "no_prefill_node"
     NO_DECODE_NODE = "no_decode_node"
     NO_FREE_BLOCKS = "no_free_blocks"
-    NO_ROOM_TWICE = "no_room_twice"
-    """It would be computed and decoded by one node, whose whole cache has no room for both."""
     TTFT = "ttft"
     TBT = "tbt"
 

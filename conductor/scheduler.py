@@ -19,8 +19,7 @@ What the paper leaves open, and what is chosen here:
 * the source is the holder with the fewest fetches from it, and a busy link is shared;
 * the decode node is the one with the shortest predicted step, unless one that holds a
   part of the prompt has a step that is hardly longer: then fewer bytes travel;
-* one node does both only where it has room for the prompt's KV twice: it holds what it computes
-  and what it has set aside for it until the hand-over;
+* where one node is to do both, the sequence stays there, and its KV goes nowhere;
 * a node that failed an attempt of the request is chosen, or fetched from, where no other will
   do: it may be dead, which its lease tells some seconds later;
 * ties go to the smaller slot.
@@ -101,10 +100,10 @@ def place(
     view.prefill_order.settle(now_s)
     groups = view.index.match(request.chain)
     choose = choose_prefill or least_ttft
-    pair = _pair(request, groups, view, lambda asked: choose(asked, groups, view, cost, settings, now_s))
-    if isinstance(pair, RejectReason):
-        return Rejection(request.request_id, pair, _until_a_finish(view))
-    prefill, decode = pair
+    prefill = choose(request, groups, view, cost, settings, now_s)
+    decode = choose_decode(request, groups, view)
+    if isinstance(decode, RejectReason):
+        return Rejection(request.request_id, decode, _until_a_finish(view))
     placement = _combine(request, prefill, decode, view, cost)
     if settings.inline_tokens:
         placement = inline_placement(request, placement, groups, view, cost, settings)
@@ -119,35 +118,6 @@ def place(
         placement.predicted_ttft_s,
         placement.predicted_tbt_s,
     )
-
-
-def _pair(
-    request: PlacementRequest,
-    groups: list[Group],
-    view: ClusterView,
-    choose: Callable[[PlacementRequest], PrefillChoice],
-) -> tuple[PrefillChoice, tuple[NodeState, int]] | RejectReason:
-    """Return who computes and who decodes: one node only where it has room for the prompt's KV twice."""
-    prefill, decode = choose(request), choose_decode(request, groups, view)
-    if isinstance(decode, RejectReason):
-        return decode
-    node = decode[0]
-    if node.slot != prefill.slot:
-        return prefill, decode
-    needed = _tokens_twice(request, decode[1], view)
-    if node.free_tokens >= needed:
-        return prefill, decode
-    elsewhere = request._replace(avoid=(*request.avoid, node.info.node_id))
-    other = choose(elsewhere)
-    if other.slot != node.slot:
-        return other, decode
-    apart = choose_decode(elsewhere, groups, view)
-    if not isinstance(apart, RejectReason) and apart[0].slot != other.slot:
-        return other, apart
-    if node.capacity_tokens >= needed:
-        return RejectReason.NO_FREE_BLOCKS
-    # What was begun is not refused for ever: the node gives it up, if it has to.
-    return (prefill, decode) if request.is_begun else RejectReason.NO_ROOM_TWICE
 
 
 def must_wait(view: ClusterView, settings: SchedulerSettings, now_s: float) -> bool:
@@ -286,14 +256,6 @@ def best_source(mask: int, view: ClusterView) -> NodeState:
 
 
 _num_outgoing = attrgetter("num_outgoing")
-
-
-def _tokens_twice(request: PlacementRequest, decode_blocks: int, view: ClusterView) -> int:
-    """Return the tokens of KV that a node holds which hands the prompt over to itself: what it computed,
-    and what was set aside for it. Blocks that it had before are both."""
-    blocks = -(-request.num_tokens // view.block_size)
-    shared = min(decode_blocks, (request.num_tokens - 1) // view.block_size)
-    return (2 * blocks - shared) * view.block_size
 
 
 def _prefill_s(request: PlacementRequest, slot: int, depth: int, view: ClusterView, cost: CostModel) -> float:

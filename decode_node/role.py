@@ -21,14 +21,14 @@ from collections.abc import Sequence as Items
 from contextlib import contextmanager
 
 from base.clock import Clock
-from base.errors import DeadlineError, LostError
-from base.messages import FromNode, Reserve, Start, Tokens, Work
-from base.request import FinishReason, RequestId
+from base.errors import DeadlineError
+from base.messages import FromNode, Reserve, Start, Work
+from base.request import RequestId
 from base.request_tasks import RequestTasks
 from decode_node.reservation import Reservation, intact_in_order, require_intact, reserved
+from engine.answer import Answer
 from engine.loop import EngineLoop
 from engine.sequence import Sequence
-from engine.step import SequenceOutput
 from kvstore.engine_store import EngineStore
 from transfer.shard import NodeKv
 
@@ -114,35 +114,16 @@ class DecodeRole:
         )
 
     async def _generate(self, sequence: Sequence, reservation: Reservation, start: Start) -> None:
-        finished = asyncio.Event()
-        untold: list[Tokens] = []
-        broken = False
-
-        def on_output(output: SequenceOutput) -> None:
-            nonlocal broken
-            if output.finish_reason is FinishReason.ERROR:
-                broken = True
-            elif output.tokens or output.finish_reason is not None:
-                untold.append(Tokens(sequence.request_id, output.tokens, output.finish_reason))
-                tell()
-            if output.finish_reason is not None:
-                finished.set()
-
-        def tell() -> None:
-            while sequence.is_proven and untold:
-                self._send(untold.pop(0))
-
+        answer = Answer(sequence.request_id, self._send)
         with self._held(reservation.block_ids):
             proof = intact_in_order(self._kv, reservation, start)
             if proof is None:
                 await require_intact(self._kv, reservation, start, LAST)
-            self._engine.add(sequence, on_output)
+            self._engine.add(sequence, answer.on_output)
             await (proof or require_intact(self._kv, reservation, start, ALL_BUT_LAST))
             self._engine.proven(sequence)
-        tell()
-        await finished.wait()
-        if broken:
-            raise LostError("the step that this sequence was in failed; see the node's log")
+        answer.open()
+        await answer.ended()
 
     @contextmanager
     def _held(self, block_ids: Items[int]) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
     prefill      Prefill to Prefilled; below it, from the times told: queue, compute, exposed transfer
       transfer   each batch, read or written, with the way it went
-    decode       Start to the last Tokens
+    decode       Start, or Prefilled of a sequence that stays, to the last Tokens
     receive      Reserve to Start: blocks are set aside and their KV arrives
 
 They are below the conductor's span of the request, whose name comes with the work. The roles know
@@ -90,7 +90,7 @@ class RequestSpans:
         self._tracer = tracer
         self._spans: dict[RequestId, Span] = {}
         self._parents: dict[RequestId, str] = {}
-        """The conductor's span, of reserved requests."""
+        """The conductor's span, of requests that are reserved or to stay."""
         self._by_grant: dict[int, str] = {}
         """The prefill's span, by the generation of each grant that it may use."""
         self._grants: dict[RequestId, tuple[int, ...]] = {}
@@ -136,6 +136,8 @@ class RequestSpans:
         request_id = item.work.request_id
         self._forget(request_id, "begun again")
         span = self._begin("prefill", request_id, item.work.traceparent)
+        if item.stays:
+            self._parents[request_id] = item.work.traceparent
         grants = [item.grant, item.source.grant if item.source is not None else None]
         self._grants[request_id] = tuple(grant.generation for grant in grants if grant is not None)
         for generation in self._grants[request_id]:
@@ -149,7 +151,10 @@ class RequestSpans:
         self._tracer.past("compute", below, started_ago_s, computed_ago_s)
         self._tracer.past("exposed transfer", below, computed_ago_s, 0.0)
         self._spans[item.request_id].event("prefilled", cached_tokens=item.num_cached_tokens)
+        parent = self._parents.get(item.request_id)
         self._forget(item.request_id, "")
+        if item.stays and parent is not None:
+            self._begin("decode", item.request_id, parent)
 
     def _begin(self, name: str, request_id: RequestId, parent: str) -> Span:
         span = self._spans[request_id] = self._tracer.begin(name, parent, request_id=request_id)

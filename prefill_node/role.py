@@ -4,6 +4,9 @@ For each `Prefill` the engine computes the sequence up to its first new token, m
 what the node holds already, while the sender writes finished blocks. `Prefilled` is sent
 when the last write is acknowledged: from then on the decode node has all of it, and this
 node holds nothing but cached blocks.
+
+Where the decode node is this one, the sequence stays: nothing is reserved, written or compared, and the
+engine goes on with it.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ from dataclasses import dataclass, replace
 from base.clock import Clock
 from base.errors import DeadlineError, LostError
 from base.messages import FromNode, Prefill, Prefilled, PrefillTimes, Source, Work
-from base.request import FinishReason, RequestId
+from base.request import FinishReason, RequestId, StopParams
 from base.request_tasks import RequestTasks
+from engine.answer import Answer
 from engine.loop import EngineLoop
 from engine.sequence import Sequence
 from engine.step import LaunchedChunk, SequenceOutput
@@ -29,11 +33,13 @@ from transfer.shard import NodeKv
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """A prompt that is computed and written."""
+    """A prompt that is computed, and written or here to stay."""
 
     sequence: Sequence
-    sender: KvSender
-    last: SequenceOutput
+    sender: KvSender | None
+    first: SequenceOutput
+    answer: Answer
+    """After the first token; of a sequence that stays."""
     times: PrefillTimes
 
 
@@ -78,48 +84,85 @@ class PrefillRole:
                 done = await self._computed(message, arrived_at_s, self._engine.prefix_parts)
                 # What was being loaded is not what it should be: what was made of it is dropped.
                 done = done or await self._computed(message, arrived_at_s, ())
+                assert done is not None, "what is loaded before is never found out later"
+                if message.stays:
+                    await self._go_on(message.work, done)
+                else:
+                    self._tell(message.work, done)
         except TimeoutError:
             raise DeadlineError("the prefill did not end in time") from None
-        assert done is not None, "what is loaded before is never found out later"
-        self._observe(message.work.request_id, done.times)
+
+    def _tell(self, work: Work, done: _Computed) -> None:
+        self._observe(work.request_id, done.times)
         if self._store is not None:
-            num_tokens = len(message.work.token_ids)
+            num_tokens = len(work.token_ids)
             self._store.computed(num_tokens - done.sequence.num_matched_tokens, done.times.compute_s)
             full = num_tokens // self._kv.layout.block_size
             self._store.offer(done.sequence.block_hashes[:full], done.sequence.chain_root)
-        is_over = done.last.finish_reason is FinishReason.STOP
+        is_over = done.first.finish_reason is FinishReason.STOP
         self._send(
             Prefilled(
-                message.work.request_id,
-                done.last.tokens[0],
+                work.request_id,
+                done.first.tokens[0],
                 FinishReason.STOP if is_over else None,
                 done.sequence.num_matched_tokens,
-                done.sender.checksums,
+                done.sender.checksums if done.sender else (),
                 done.times,
-                done.sender.parts,
+                done.sender.parts if done.sender else (),
+                stays=done.sender is None and done.first.finish_reason is None,
             )
         )
+
+    async def _go_on(self, work: Work, done: _Computed) -> None:
+        """Tell of a sequence that stays until it ends, and release it."""
+        sequence = done.sequence
+        try:
+            self._tell(work, done)
+            done.answer.open()
+            if done.first.finish_reason is None:
+                await done.answer.ended()
+        finally:
+            if self._store is not None:
+                # The answer's blocks too: they are the prefix of the next turn.
+                published = sequence.block_hashes[: sequence.num_published_blocks]
+                self._store.offer(published, sequence.chain_root)
+            self._engine.release(sequence)
 
     async def _computed(
         self, message: Prefill, arrived_at_s: float, parts: tuple[int, ...]
     ) -> _Computed | None:
-        """Compute a prompt and write it to its reservation; None: from a prefix that proved wrong."""
+        """Compute a prompt and write it to its reservation; None: from a prefix that proved wrong.
+
+        A sequence that stays is the caller's to release, if it is returned.
+        """
         news: asyncio.Queue[SequenceOutput | LaunchedChunk] = asyncio.Queue()
-        sequence = one_token_sequence(message.work, arrived_at_s)
-        sender = KvSender(self._kv, self._engine.pool, message)
+        answer = Answer(message.work.request_id, self._send)
+        if message.stays:
+            sequence, sender = sequence_of(message.work, arrived_at_s, message.work.stop), None
+        else:
+            sequence = one_token_sequence(message.work, arrived_at_s)
+            sender = KvSender(self._kv, self._engine.pool, message)
+
+        def listen(output: SequenceOutput) -> None:
+            is_rest = sequence.num_tokens > len(message.work.token_ids) + len(output.tokens)
+            (answer.on_output if is_rest else news.put_nowait)(output)
+
+        is_kept = False
         try:
             async with self._loaded_prefix(message, parts) as prefix:
                 loaded_at_s = self._clock.now_s()
                 prefix.give_to(sequence, self._kv.layout.block_size)
-                self._engine.add(sequence, news.put_nowait, news.put_nowait)
+                self._engine.add(sequence, listen, news.put_nowait if sender else None)
                 async with asyncio.TaskGroup() as writes:
-                    last = await self._compute(sequence, sender, news, writes)
+                    first = await self._compute(sequence, sender, news, writes)
                     computed_at_s = self._clock.now_s()
                 if not await prefix.is_intact():
                     return None
                 self._engine.proven(sequence)
+            is_kept = message.stays
         finally:
-            self._engine.release(sequence)
+            if not is_kept:
+                self._engine.release(sequence)
         started_at_s = sequence.started_at_s or arrived_at_s
         waited_s = sequence.arrivals.waited_s if sequence.arrivals is not None else 0.0
         times = PrefillTimes(
@@ -129,7 +172,7 @@ class PrefillRole:
             exposed_load_s=loaded_at_s - arrived_at_s + waited_s,
             bubble_s=max(computed_at_s - started_at_s - sequence.busy_s, 0.0) if sequence.busy_s else 0.0,
         )
-        return _Computed(sequence, sender, last, times)
+        return _Computed(sequence, sender, first, answer, times)
 
     def _loaded_prefix(self, message: Prefill, parts: tuple[int, ...]) -> AbstractAsyncContextManager[Prefix]:
         sources: list[PrefixSource] = [] if self._store is None else [self._store]
@@ -141,7 +184,7 @@ class PrefillRole:
     async def _compute(
         self,
         sequence: Sequence,
-        sender: KvSender,
+        sender: KvSender | None,
         news: asyncio.Queue[SequenceOutput | LaunchedChunk],
         writes: asyncio.TaskGroup,
     ) -> SequenceOutput:
@@ -149,11 +192,13 @@ class PrefillRole:
         while True:
             output = await news.get()
             if isinstance(output, LaunchedChunk):
+                assert sender is not None, "only a sender asks to be told of launches"
                 sender.send_launched(writes, output)
                 continue
             if output.finish_reason is FinishReason.ERROR:
                 raise LostError("the engine gave this prompt up; see the node's log")
-            sender.send_finished(writes, sequence.block_table, sequence.num_computed_tokens)
+            if sender is not None:
+                sender.send_finished(writes, sequence.block_table, sequence.num_computed_tokens)
             if output.tokens:
                 return output
 
@@ -161,13 +206,18 @@ class PrefillRole:
 def one_token_sequence(work: Work, arrived_at_s: float) -> Sequence:
     """Return the sequence that ends with the first new token of `work`."""
     num_generated = len(work.token_ids) - work.num_prompt_tokens
+    return sequence_of(work, arrived_at_s, replace(work.stop, max_tokens=num_generated + 1))
+
+
+def sequence_of(work: Work, arrived_at_s: float, stop: StopParams) -> Sequence:
+    """Return the sequence of `work` that goes on until `stop`."""
     return Sequence(
         request_id=work.request_id,
         token_ids=list(work.token_ids),
         num_prompt_tokens=work.num_prompt_tokens,
         chain_root=work.chain_root,
         sampling=work.sampling,
-        stop=replace(work.stop, max_tokens=num_generated + 1),
+        stop=stop,
         num_logprobs=work.num_logprobs,
         priority=work.priority,
         arrived_at_s=arrived_at_s,

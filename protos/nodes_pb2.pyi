@@ -280,23 +280,25 @@ class Serve(_message.Message):
     def __init__(self, roles: _Optional[_Iterable[str]] = ..., draining: _Optional[bool] = ..., fence: _Optional[int] = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("work", "target", "grant", "first_block", "source", "ranks")
+    __slots__ = ("work", "target", "grant", "first_block", "source", "ranks", "stays")
     WORK_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    STAYS_FIELD_NUMBER: _ClassVar[int]
     work: Work
     target: _transfer_pb2.PeerDescriptor
     grant: _transfer_pb2.Grant
     first_block: int
     source: Source
     ranks: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.RankGrant]
-    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., target: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., first_block: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[_transfer_pb2.RankGrant, _Mapping]]] = ...) -> None: ...
+    stays: bool
+    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., target: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., first_block: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[_transfer_pb2.RankGrant, _Mapping]]] = ..., stays: _Optional[bool] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("request_id", "first_token", "finish_reason", "num_cached_tokens", "checksums", "times", "parts")
+    __slots__ = ("request_id", "first_token", "finish_reason", "num_cached_tokens", "checksums", "times", "parts", "stays")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -304,6 +306,7 @@ class Prefilled(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    STAYS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     first_token: SampledToken
     finish_reason: str
@@ -311,7 +314,8 @@ class Prefilled(_message.Message):
     checksums: _containers.RepeatedScalarFieldContainer[int]
     times: PrefillTimes
     parts: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.KvPart]
-    def __init__(self, request_id: _Optional[str] = ..., first_token: _Optional[_Union[SampledToken, _Mapping]] = ..., finish_reason: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ..., times: _Optional[_Union[PrefillTimes, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[_transfer_pb2.KvPart, _Mapping]]] = ...) -> None: ...
+    stays: bool
+    def __init__(self, request_id: _Optional[str] = ..., first_token: _Optional[_Union[SampledToken, _Mapping]] = ..., finish_reason: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ..., times: _Optional[_Union[PrefillTimes, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[_transfer_pb2.KvPart, _Mapping]]] = ..., stays: _Optional[bool] = ...) -> None: ...
 
 class PrefillTimes(_message.Message):
     __slots__ = ("queue_s", "compute_s", "exposed_transfer_s", "exposed_load_s", "bubble_s")

@@ -8,8 +8,8 @@ import grpc
 
 from base.attach import AttachClient
 from base.clock import SystemClock
-from base.messages import Lease, Prefill
-from base.request import Request, SamplingParams, StopParams
+from base.messages import Lease, Prefill, Reserve, Start, Tokens
+from base.request import Request, Role, SamplingParams, StopParams
 from conductor.attach import AttachService
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
@@ -18,14 +18,14 @@ from conductor.membership import Membership
 from conductor.profile import load_profile
 from conductor.scheduler_settings import SchedulerSettings
 from protos.nodes_pb2_grpc import add_NodesServicer_to_server
-from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, node_info
+from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, ScriptedWork, node_info
 
 LEASE = Lease(lease_s=1.0, heartbeat_s=0.2, conductor_epoch=1)
 
 
 class Watched:
     def __init__(self):
-        self.made, self.endings = [], []
+        self.made, self.endings, self.firsts = [], [], []
 
     def decided(self, made):
         self.made.append(made)
@@ -34,7 +34,7 @@ class Watched:
         self.endings.append((request_id, actual))
 
     def first_token(self, ttft_s, times, asked, placement):
-        pass
+        self.firsts.append(asked.request_id)
 
     def next_tokens(self, gap_s, num_tokens):
         pass
@@ -93,6 +93,37 @@ async def until(condition):
     async with asyncio.timeout(5):
         while not condition():
             await asyncio.sleep(0)
+
+
+STAGES = (Reserve, Prefill, Start, "lone Prefill", "lone Tokens")
+"""Where a request waits for a node: for one of two, or for the one that does both."""
+
+
+class Stuck:
+    """One node or two that answer up to a stage."""
+
+    def __init__(self, stage):
+        self.is_lone = isinstance(stage, str)
+        self.stage = {"lone Prefill": Prefill, "lone Tokens": Tokens}.get(stage, stage)
+        self.works = [ScriptedWork(silent_on=self.stage) for _ in range(1 if self.is_lone else 2)]
+        self.is_after_first = self.stage in (Start, Tokens)
+        """Whether the client has its first token when they are stuck."""
+
+    async def attach(self, running):
+        roles = [(Role.PREFILL, Role.DECODE)] if self.is_lone else [(Role.PREFILL,), (Role.DECODE,)]
+        for number, (work, of_node) in enumerate(zip(self.works, roles, strict=True)):
+            await running.attach(work, node_id=f"a{number}", roles=of_node)
+
+    def is_stuck(self):
+        last = Prefill if self.stage is Tokens else self.stage
+        return any(isinstance(item, last) for work in self.works for item in work.received)
+
+    def held(self):
+        return set().union(*(work.held() for work in self.works))
+
+    def lose(self, running):
+        for number in range(len(self.works)):
+            running.clients[f"a{number}"].cancel()
 
 
 def prefills(work):

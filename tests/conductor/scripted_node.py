@@ -41,7 +41,8 @@ def node_info(node_id="n0", roles=(Role.PREFILL, Role.DECODE), epoch=1, **change
 class ScriptedWork:
     """`base.attach.NodeWork`: answers as a healthy node would, and writes down what it got.
 
-    `silent_on` names a message class that it never answers; one that `is_full` refuses reservations.
+    `silent_on` names a message class that it never answers; `Tokens`: of a sequence that stays it tells the
+    first alone. One that `is_full` refuses reservations.
     """
 
     def __init__(self, answer_tokens=(11, 12, 13), silent_on=None, is_full=False):
@@ -66,26 +67,31 @@ class ScriptedWork:
                     self.send(answer)
 
     def _answers(self, item):
-        _, *rest = self._answer
         match item:
             case Reserve(work) if self._is_full:
                 self.done.add(work.request_id)
                 return [Failed(work.request_id, "CapacityError", "another conductor was there first")]
             case Reserve(work):
                 return [Reserved(work.request_id, 0, GRANT)]
-            case Prefill(work):
+            case Prefill(work) if not item.stays:
                 self.done.add(work.request_id)
                 return [self.prefilled(work)]
+            case Prefill(work):
+                rest = [] if self._silent_on is Tokens else self._tokens(work.request_id)
+                return [self.prefilled(work, stays=True), *rest]
             case Start(request_id):
-                *middle, last = rest
-                self.done.add(request_id)
-                answers = [Tokens(request_id, (SampledToken(token),), None) for token in middle]
-                return [*answers, Tokens(request_id, (SampledToken(last),), FinishReason.LENGTH)]
+                return self._tokens(request_id)
         return []
 
-    def prefilled(self, work):
+    def _tokens(self, request_id):
+        *middle, last = self._answer[1:]
+        self.done.add(request_id)
+        answers = [Tokens(request_id, (SampledToken(token),), None) for token in middle]
+        return [*answers, Tokens(request_id, (SampledToken(last),), FinishReason.LENGTH)]
+
+    def prefilled(self, work, stays=False):
         token = SampledToken(self._answer[0] + len(work.token_ids) - work.num_prompt_tokens)
-        return Prefilled(work.request_id, token, None, 0, (1, 2), TIMES)
+        return Prefilled(work.request_id, token, None, 0, (1, 2), TIMES, stays=stays)
 
     def heartbeat(self):
         self._beats += 1

@@ -2,9 +2,6 @@
 
 from contextlib import aclosing
 
-import pytest
-
-from base.errors import CapacityError
 from base.messages import Failed, Prefill, Reserve, Start
 from base.request import FinishReason, Role
 from conductor.cost_model import CostModel
@@ -76,15 +73,6 @@ async def test_a_retry_avoids_the_node_that_gave_the_request_up():
             ("a-good-p", "a-bad-d"),
             ("a-good-p", "a-good-d"),
         ]
-
-
-async def test_a_prompt_of_more_than_half_a_lone_nodes_cache_is_refused_at_once_with_the_reason():
-    async with conductor() as running:
-        work = ScriptedWork()
-        await running.attach(work, num_blocks=3)
-        with pytest.raises(CapacityError, match="no room for the prompt's KV twice"):
-            await answer(running.dispatcher, request())
-        assert work.received == []
 
 
 class FullOnce(ScriptedWork):

@@ -76,10 +76,10 @@ def test_a_recorded_decision_made_again_is_the_same(seed, settings):
 
 def test_a_refusal_for_want_of_room_made_again_is_the_same():
     view = make_view(0, 0, COST)
-    view.add_node(make_info("n0", Role.PREFILL, Role.DECODE, num_blocks=19), 0.0)
+    view.add_node(make_info("n0", Role.PREFILL, Role.DECODE, num_blocks=9), 0.0)
     request = make_request(blocks=10, max_tokens=1)
     made = decision(request, view, place(request, view, COST, 0.0), 0.0, 0.0)
-    assert made.result.reason is RejectReason.NO_ROOM_TWICE
+    assert made.result.reason is RejectReason.NO_FREE_BLOCKS
     assert decide_again(made, COST, SchedulerSettings()) == made.result
 
 

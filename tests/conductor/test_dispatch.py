@@ -15,8 +15,8 @@ from base.errors import (
     UnavailableError,
 )
 from base.messages import Failed, Prefill, Reserve, Start, Tokens
-from base.request import FinishReason, Role, Slo
-from tests.conductor.dispatching import answer, conductor, prefills, request, until
+from base.request import FinishReason, Role, SampledToken, Slo
+from tests.conductor.dispatching import STAGES, Stuck, answer, conductor, prefills, request, until
 from tests.conductor.scripted_node import ScriptedWork, node_info
 
 
@@ -29,6 +29,17 @@ async def test_tokens_come_from_prefill_and_decode_in_order():
         await until(lambda: not prefill.held() and not decode.held())
         assert [type(item) for item in prefill.received] == [Prefill]
         assert [type(item) for item in decode.received] == [Reserve, Start]
+        assert running.view.num_in_flight == 0
+
+
+async def test_a_sequence_stays_on_the_node_that_is_to_do_both():
+    async with conductor() as running:
+        both = ScriptedWork()
+        await running.attach(both)
+        assert await answer(running.dispatcher, request()) == ([11, 12, 13], FinishReason.LENGTH)
+        await until(lambda: not both.held())
+        (prefill,) = both.received
+        assert (prefill.stays, prefill.grant, prefill.ranks) == (True, None, ())
         assert running.view.num_in_flight == 0
 
 
@@ -63,19 +74,20 @@ async def test_a_short_prompt_may_be_computed_by_the_node_that_decodes_it():
         await running.attach(decode, node_id="d", roles=[Role.DECODE])
         assert await answer(running.dispatcher, request()) == ([11, 12, 13], FinishReason.LENGTH)
         await until(lambda: not decode.held())
-        assert [type(item) for item in decode.received] == [Reserve, Prefill, Start]
+        assert [type(item) for item in decode.received] == [Prefill]
         assert prefill.received == []
         assert running.view.num_in_flight == 0
 
 
 async def test_the_reservation_is_what_the_prefill_node_is_told_to_write():
     async with conductor() as running:
-        work = ScriptedWork()
-        await running.attach(work)
+        prefill, decode = ScriptedWork(), ScriptedWork()
+        await running.attach(prefill, node_id="p", roles=[Role.PREFILL])
+        await running.attach(decode, node_id="d", roles=[Role.DECODE])
         await answer(running.dispatcher, request())
-        told = next(item for item in work.received if isinstance(item, Prefill))
-        assert (told.grant.generation, told.target.node_id, told.first_block) == (2, "n0", 0)
-        started = next(item for item in work.received if isinstance(item, Start))
+        (told,) = prefill.received
+        assert (told.grant.generation, told.target.node_id, told.first_block) == (2, "d", 0)
+        started = next(item for item in decode.received if isinstance(item, Start))
         assert (started.first_token_id, started.checksums) == (11, (1, 2))
 
 
@@ -88,43 +100,43 @@ async def test_one_token_asked_is_one_token_and_no_decode():
         assert Start not in {type(item) for item in work.received}
 
 
-@pytest.mark.parametrize("stage", [Reserve, Prefill, Start])
+@pytest.mark.parametrize("stage", STAGES)
 async def test_a_client_that_leaves_at_any_await_leaves_nothing_held(stage):
     async with conductor() as running:
-        work = ScriptedWork(silent_on=stage)
-        await running.attach(work)
+        nodes = Stuck(stage)
+        await nodes.attach(running)
         asking = asyncio.ensure_future(answer(running.dispatcher, request()))
-        await until(lambda: stage in {type(item) for item in work.received})
+        await until(nodes.is_stuck)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        await until(lambda: not work.held())
+        await until(lambda: not nodes.held())
         assert running.view.num_in_flight == 0
 
 
-@pytest.mark.parametrize("stage", [Reserve, Prefill, Start])
+@pytest.mark.parametrize("stage", STAGES)
 async def test_a_request_whose_time_runs_out_at_any_await_is_told_so_and_leaves_nothing_held(stage):
     async with conductor(request_timeout_s=0.05) as running:
-        work = ScriptedWork(silent_on=stage)
-        await running.attach(work)
+        nodes = Stuck(stage)
+        await nodes.attach(running)
         with pytest.raises(DeadlineError):
             await answer(running.dispatcher, request())
-        await until(lambda: not work.held())
+        await until(lambda: not nodes.held())
 
 
-@pytest.mark.parametrize("stage", [Reserve, Prefill, Start])
+@pytest.mark.parametrize("stage", STAGES)
 async def test_a_node_lost_at_any_await_is_replaced_and_no_token_is_lost_or_repeated(stage):
     async with conductor() as running:
-        work = ScriptedWork(silent_on=stage)
-        await running.attach(work, node_id="a")
+        nodes = Stuck(stage)
+        await nodes.attach(running)
         asking = asyncio.ensure_future(answer(running.dispatcher, request()))
-        await until(lambda: stage in {type(item) for item in work.received})
+        await until(lambda: nodes.is_stuck() and bool(running.seen.firsts) == nodes.is_after_first)
         await running.attach(ScriptedWork(), node_id="b")
-        running.clients["a"].cancel()
+        nodes.lose(running)
         tokens, reason = await asking
         # Where the first token was out already, the second node is given it in its prompt,
         # and its own first token is the next.
-        expected = [11, 12, 12, 13] if stage is Start else [11, 12, 13]
+        expected = [11, 12, 12, 13] if nodes.is_after_first else [11, 12, 13]
         assert (tokens, reason) == (expected, FinishReason.LENGTH)
 
 
@@ -133,26 +145,26 @@ async def test_a_request_that_loses_every_node_it_meets_is_given_up():
 
         class Poisoned(ScriptedWork):
             def _answers(self, item):
-                return [Failed(item.work.request_id, "LostError", "x")] if isinstance(item, Reserve) else []
+                return [Failed(item.work.request_id, "LostError", "x")] if isinstance(item, Prefill) else []
 
         work = Poisoned()
         await running.attach(work)
         with pytest.raises(LostError):
             await answer(running.dispatcher, request())
-        assert len([item for item in work.received if isinstance(item, Reserve)]) == 4
+        assert len([item for item in work.received if isinstance(item, Prefill)]) == 4
 
 
-@pytest.mark.parametrize("stage", [Reserve, Prefill, Start])
+@pytest.mark.parametrize("stage", STAGES)
 async def test_a_role_that_is_lost_under_a_request_is_waited_for_and_no_token_is_lost(stage):
     async with conductor(role_wait_s=5.0) as running:
-        work = ScriptedWork(silent_on=stage)
-        await running.attach(work, node_id="a")
+        nodes = Stuck(stage)
+        await nodes.attach(running)
         asking = asyncio.ensure_future(answer(running.dispatcher, request()))
-        await until(lambda: stage in {type(item) for item in work.received})
-        running.clients["a"].cancel()
+        await until(lambda: nodes.is_stuck() and bool(running.seen.firsts) == nodes.is_after_first)
+        nodes.lose(running)
         await until(lambda: running.dispatcher.num_waiting == 1)
         await running.attach(ScriptedWork(), node_id="b")
-        expected = [11, 12, 12, 13] if stage is Start else [11, 12, 13]
+        expected = [11, 12, 12, 13] if nodes.is_after_first else [11, 12, 13]
         assert await asking == (expected, FinishReason.LENGTH)
 
 
@@ -181,7 +193,9 @@ async def test_while_a_node_has_enough_ahead_requests_wait_and_the_higher_class_
         await until(lambda: running.dispatcher.num_waiting == 3)
         for count in range(1, 5):
             await until(lambda count=count: len(prefills(work)) == count)
-            work.send(work.prefilled([item for item in work.received if isinstance(item, Prefill)][-1].work))
+            asked = [item for item in work.received if isinstance(item, Prefill)][-1].work
+            work.send(work.prefilled(asked, stays=True))
+            work.send(Tokens(asked.request_id, (SampledToken(12),), FinishReason.STOP))
         assert prefills(work) == ["first", "critical", "standard", "sheddable"]
         await asyncio.gather(*asking)
 
@@ -230,7 +244,7 @@ async def test_each_attempt_is_told_of_with_what_came_of_it():
 
         class Damaging(ScriptedWork):
             def _answers(self, item):
-                if isinstance(item, Reserve) and item.work.request_id == "r.1":
+                if isinstance(item, Prefill) and item.work.request_id == "r.1":
                     return [Failed("r.1", "ChecksumError", "x")]
                 return super()._answers(item)
 
@@ -248,9 +262,9 @@ async def test_a_late_message_of_a_lost_attempt_is_not_taken_for_the_next_ones()
 
         class Late(ScriptedWork):
             def _answers(self, item):
-                if isinstance(item, Reserve) and item.work.request_id == "r.1":
+                if isinstance(item, Prefill) and item.work.request_id == "r.1":
                     return [Failed("r.1", "ChecksumError", "x")]
-                if isinstance(item, Start):
+                if isinstance(item, Prefill):
                     return [Tokens("r.1", (), FinishReason.STOP), *super()._answers(item)]
                 return super()._answers(item)
 

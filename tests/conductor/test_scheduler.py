@@ -14,7 +14,6 @@ from conductor.scheduler_settings import RejectPolicy, SchedulerSettings
 from tests.conductor.builders import (
     BLOCK_SIZE,
     make_cost,
-    make_heartbeat,
     make_info,
     make_request,
     make_view,
@@ -85,49 +84,15 @@ def test_a_node_to_avoid_is_chosen_where_the_others_have_no_room() -> None:
     assert require_placement(place(request, view, COST, 0.0)).decode_node == "d0"
 
 
-def lone_node(num_blocks: int, *others: str):
+def test_a_lone_node_takes_a_prompt_that_fits_once_and_no_longer_one() -> None:
     view = make_view(0, 0)
-    view.add_node(make_info("n0", Role.PREFILL, Role.DECODE, num_blocks=num_blocks), 0.0)
-    for name in others:
-        roles = {"p": [Role.PREFILL], "d": [Role.DECODE], "n": [Role.PREFILL, Role.DECODE]}[name[0]]
-        view.add_node(make_info(name, *roles, num_blocks=num_blocks), 0.0)
-    return view
-
-
-def test_a_lone_node_takes_a_prompt_that_fits_twice_and_refuses_any_other_at_once() -> None:
-    request = make_request(blocks=10, max_tokens=1)
-    assert require_placement(place(request, lone_node(20), COST, 0.0)).decode_node == "n0"
-    rejection = place(request, lone_node(19), COST, 0.0)
+    view.add_node(make_info("n0", Role.PREFILL, Role.DECODE, num_blocks=10), 0.0)
+    request = make_request(blocks=9, max_tokens=1)
+    placement = require_placement(place(request, view, COST, 0.0))
+    assert (placement.prefill_node, placement.decode_node, placement.handoff_s) == ("n0", "n0", 0.0)
+    rejection = place(make_request(blocks=11, max_tokens=1), view, COST, 0.0)
     assert isinstance(rejection, Rejection)
-    assert rejection.reason is RejectReason.NO_ROOM_TWICE
-    # what it has generated the node may still have, and not have told
-    begun = place(request._replace(is_begun=True), lone_node(19), COST, 0.0)
-    assert require_placement(begun).decode_node == "n0"
-
-
-def test_what_a_lone_node_has_of_a_prompt_is_needed_once() -> None:
-    view = lone_node(12)
-    view.index.store(0, range(7))
-    assert place(make_request(blocks=10, max_tokens=1), view, COST, 0.0).reason is RejectReason.NO_ROOM_TWICE
-    view.index.store(0, range(10))
-    assert require_placement(place(make_request(blocks=10, max_tokens=1), view, COST, 0.0))
-
-
-def test_a_lone_node_that_has_room_twice_later_says_so() -> None:
-    view, request = lone_node(20), make_request(blocks=10, max_tokens=1)
-    view.heartbeat(NodeId("n0"), make_heartbeat(num_free_blocks=19), 0.0)
-    assert place(request, view, COST, 0.0).reason is RejectReason.NO_FREE_BLOCKS
-    view.heartbeat(NodeId("n0"), make_heartbeat(num_free_blocks=20), 1.0)
-    assert require_placement(place(request, view, COST, 1.0))
-
-
-@pytest.mark.parametrize(
-    ("other", "pair"), [("p1", ("p1", "n0")), ("d1", ("n0", "d1")), ("n1", ("n1", "n0"))]
-)
-def test_where_one_node_has_no_room_twice_two_share_the_work(other: str, pair: tuple[str, str]) -> None:
-    view = lone_node(19, other)
-    placement = require_placement(place(make_request(blocks=10, max_tokens=1), view, COST, 0.0))
-    assert (placement.prefill_node, placement.decode_node) == pair
+    assert rejection.reason is RejectReason.NO_FREE_BLOCKS
 
 
 @pytest.mark.parametrize("seed", range(20))
