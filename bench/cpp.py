@@ -77,6 +77,7 @@ async def measure(engine: Engine, options: argparse.Namespace, seed: int) -> dic
             for _ in range(options.repeats + 1)
         ][1:]
         row["ttft_s"][str(length)] = statistics.median(times)
+        print(f"{options.now} stages, {length:,} tokens: {row['ttft_s'][str(length)]:.3f} s", flush=True)
     rates = []
     for _ in range(options.repeats + 1):
         short = [

@@ -23,7 +23,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig
 
 from base.clock import wall_clock_s
-from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig
+from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig, ServerConfig
 from bench.about_run import current_commit
 from bench.engine_shapes import SHAPES
 from deploy.local import LocalCluster, local_cluster
@@ -104,6 +104,7 @@ class Limits:
     kv_cache_gib: float = 0.0
     """0: what is free."""
     layer_groups: int = 1
+    inline_tokens: int = 0
     stages: int = 1
     """Of each prefill node."""
     shared_gpu: bool = False
@@ -129,6 +130,7 @@ def cluster_config(model: str, shape: Shape, limits: Limits) -> ClusterConfig:
     return ClusterConfig(
         profile=PROFILES[model],
         server=ServerConfig(http_port=0, grpc_port=0),
+        scheduler=SchedulerConfig(inline_tokens=limits.inline_tokens),
         prefill=PoolConfig(
             nodes=shape.prefill,
             gpus_per_node=gpus * limits.stages,
@@ -155,6 +157,7 @@ def options_parser(description: str | None, max_model_len: int) -> argparse.Argu
     add("--model", default="8b", choices=["8b", "0.6b", "tiny"])
     add("--max-batch", type=int, default=64)
     add("--layer-groups", type=int, default=1, help="parts that a long chunk's KV is sent in")
+    add("--inline-tokens", type=int, default=0, help="of a prompt that a decode node may compute itself")
     add("--max-model-len", type=int, default=max_model_len, help="0: the model's own")
     add("--kv-cache-gib", type=float, default=0.0, help="of each node; 0: what is free")
     add("--shared-gpu", action="store_true", help="all nodes on one GPU, or on none")
@@ -171,6 +174,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
         max_model_len=options.max_model_len,
         kv_cache_gib=options.kv_cache_gib,
         layer_groups=options.layer_groups,
+        inline_tokens=options.inline_tokens,
         shared_gpu=options.shared_gpu,
     )
 

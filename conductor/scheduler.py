@@ -19,7 +19,8 @@ What the paper leaves open, and what is chosen here:
 * the source is the holder with the fewest fetches from it, and a busy link is shared;
 * the decode node is the one with the shortest predicted step, unless one that holds a
   part of the prompt has a step that is hardly longer: then fewer bytes travel;
-* where one node is to do both, the sequence stays there, and its KV goes nowhere;
+* where one node does both, the sequence stays there, and its KV goes nowhere: so the node that is to
+  compute decodes too, if it may and another's step is hardly shorter;
 * a node that failed an attempt of the request is chosen, or fetched from, where no other will
   do: it may be dead, which its lease tells some seconds later;
 * ties go to the smaller slot.
@@ -101,7 +102,7 @@ def place(
     groups = view.index.match(request.chain)
     choose = choose_prefill or least_ttft
     prefill = choose(request, groups, view, cost, settings, now_s)
-    decode = choose_decode(request, groups, view)
+    decode = choose_decode(request, groups, view, prefill)
     if isinstance(decode, RejectReason):
         return Rejection(request.request_id, decode, _until_a_finish(view))
     placement = _combine(request, prefill, decode, view, cost)
@@ -226,7 +227,7 @@ def tokens_needed(request: PlacementRequest, view: ClusterView) -> float:
 
 
 def choose_decode(
-    request: PlacementRequest, groups: list[Group], view: ClusterView
+    request: PlacementRequest, groups: list[Group], view: ClusterView, prefill: PrefillChoice
 ) -> tuple[NodeState, int] | RejectReason:
     """Return the decode node and how many leading blocks it holds already."""
     if not view.decode_mask:
@@ -239,7 +240,7 @@ def choose_decode(
         slot = _least_with_room(members, view, peak_tokens)
     if slot is None:
         return RejectReason.NO_FREE_BLOCKS
-    return _nearer_decode(slot, members, groups, view, peak_tokens)
+    return _nearer_decode(slot, members, groups, view, peak_tokens, prefill)
 
 
 def matched_tokens(request: PlacementRequest, blocks: int, view: ClusterView) -> int:
@@ -276,11 +277,20 @@ def _least_with_room(members: int, view: ClusterView, peak_tokens: float) -> int
 
 
 def _nearer_decode(
-    least: int, members: int, groups: list[Group], view: ClusterView, peak_tokens: float
+    least: int,
+    members: int,
+    groups: list[Group],
+    view: ClusterView,
+    peak_tokens: float,
+    prefill: PrefillChoice,
 ) -> tuple[NodeState, int]:
-    """Return the least loaded node, or one hardly more loaded that holds more of the prompt."""
+    """Return the least loaded node, or one hardly more loaded that computes or holds more of the prompt."""
     order = view.decode_order
     limit_s = order.value(least) * DECODE_AFFINITY
+    if members >> prefill.slot & 1 and order.value(prefill.slot) <= limit_s:
+        node = view.node_at(prefill.slot)
+        if node.free_tokens >= peak_tokens:
+            return node, prefill.local_blocks
     for depth, mask in groups:
         slot = order.least(mask & members) if mask & members else None
         if slot is not None and order.value(slot) <= limit_s:

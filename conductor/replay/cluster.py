@@ -400,7 +400,8 @@ class Cluster:
         """Stream the prompt's KV to the decode node while it is computed."""
         placement = request.placement
         tokens = request.num_tokens - placement.decode_matched_blocks * self._block_size
-        if tokens <= 0 or request.tokens_left <= 1:
+        stays = placement.prefill_node == placement.decode_node
+        if stays or tokens <= 0 or request.tokens_left <= 1:
             return
         request.waits_for += 1
         profile = self._cost.profile

@@ -95,6 +95,22 @@ def test_a_lone_node_takes_a_prompt_that_fits_once_and_no_longer_one() -> None:
     assert rejection.reason is RejectReason.NO_FREE_BLOCKS
 
 
+def test_a_node_that_computes_decodes_too_unless_another_has_a_shorter_step() -> None:
+    view = make_view(0, 0)
+    for name in ("n0", "n1"):
+        view.add_node(make_info(name, Role.PREFILL, Role.DECODE), 0.0)
+    view.index.store(1, range(10))
+    placement = require_placement(place(make_request(blocks=10), view, COST, 0.0))
+    assert (placement.prefill_node, placement.decode_node) == ("n1", "n1")
+    for number in range(40):
+        busy = make_request(f"b{number}")
+        made = require_placement(place(busy, view, COST, 0.0))
+        view.placed(busy, made._replace(decode_node=NodeId("n1")), 0.0)
+        view.prefill_done(busy.request_id, 0.0)
+    placement = require_placement(place(make_request(blocks=10), view, COST, 0.0))
+    assert (placement.prefill_node, placement.decode_node) == ("n1", "n0")
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_equal_views_give_equal_placements(seed: int) -> None:
     first, _ = random_cluster(random.Random(seed))
