@@ -32,6 +32,21 @@ def checksum(data: memoryview | bytes | bytearray) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
+class RunningChecksum:
+    """The checksum of bytes that come in parts, each summed while a processor's cache has it."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+
+    def add(self, data: memoryview) -> None:
+        """Take the next contiguous bytes in."""
+        self._hash.update(data)
+
+    def value(self) -> int:
+        """Return `checksum` of all bytes so far."""
+        return self._hash.intdigest()
+
+
 def sum_of_words(data: memoryview | bytes | bytearray) -> int:
     """Return the checksum that a GPU makes of the same bytes, a multiple of 8 of them.
 

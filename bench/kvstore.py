@@ -1,6 +1,6 @@
 """What the block cache adds to the transports, the disk and Redis below it.
 
-    python -m bench.kvstore [transfer] [disk] [directory] [--rounds N] [--json FILE]
+    python -m bench.kvstore [transfer] [disk] [directory] [--rounds N] [--transports shm,tcp] [--json FILE]
                             [--mooncake-python VENV/bin/python] [--lmcache-python VENV/bin/python]
 
 Every comparison is between two things measured in turn, within one run, on one machine:
@@ -83,13 +83,14 @@ async def main() -> None:
     parts = ("transfer", "disk", "directory")
     parser.add_argument("parts", nargs="*", default=parts, help=", ".join(parts))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--transports", default="shm,tcp")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--mooncake-python", type=Path)
     parser.add_argument("--lmcache-python", type=Path)
     options = parser.parse_args()
     figures: list[Figure] = []
     if "transfer" in options.parts:
-        for transport in ("shm", "tcp"):
+        for transport in options.transports.split(","):
             figures += await measure_transfer(transport, options.rounds, rival_of(transport, options))
     if "disk" in options.parts:
         figures += await measure_disk(options.rounds)

@@ -78,14 +78,11 @@ class _Landing:
     sums: Sums | None
     stripes: Stripes | None = None
 
-    async def num_right(self, offsets: Sequence[int], length: int, expected: Sequence[int]) -> int:
-        """Return how many leading blocks are what they should be."""
+    async def sums_there(self, offsets: Sequence[int], length: int) -> Sequence[int]:
+        """Return the checksums of blocks that have come."""
         if self.sums is not None:
-            found = await self.sums(offsets)
-        else:
-            found = await asyncio.to_thread(_sums_on_host, self.into.memory, length, offsets)
-        pairs = zip(found, expected, strict=True)
-        return next((count for count, (sum_, wanted) in enumerate(pairs) if sum_ != wanted), len(offsets))
+            return await self.sums(offsets)
+        return await asyncio.to_thread(_sums_on_host, self.into.memory, length, offsets)
 
 
 class BlockCache:
@@ -341,15 +338,22 @@ class BlockCache:
 
         async def num_right(at: int) -> int:
             here = offsets[at : at + group]
+            batch = batch_of(landing.into, grant.offsets[at : at + group], here, grant.length)
+            expected = leased.checksums[at : at + group]
+            if landing.sums is None:
+                async with room:
+                    found = await self._agent.read_summed(
+                        member.peer, grant, batch, priority=landing.priority
+                    )
+                return _num_right(found, expected)
             async with room:
-                batch = batch_of(landing.into, grant.offsets[at : at + group], here, grant.length)
                 await self._agent.read(member.peer, grant, batch, priority=landing.priority)
-            return await landing.num_right(here, grant.length, leased.checksums[at : at + group])
+            return _num_right(await landing.sums(here), expected)
 
         try:
             if landing.stripes is not None and grant.length % sum(landing.stripes.shares) == 0:
                 await self._read_stripes(member, grant, landing, landing.stripes, offsets)
-                return await landing.num_right(offsets, grant.length, leased.checksums)
+                return _num_right(await landing.sums_there(offsets, grant.length), leased.checksums)
             async with asyncio.TaskGroup() as tasks:
                 checks = [tasks.create_task(num_right(at)) for at in range(0, len(grant.offsets), group)]
         except ExceptionGroup as errors:
@@ -403,6 +407,12 @@ def _run_end(replicas: Sequence[Replicas], first: int, member: Member) -> int:
     while end < len(replicas) and member in replicas[end]:
         end += 1
     return end
+
+
+def _num_right(found: Sequence[int], expected: Sequence[int]) -> int:
+    """Return how many leading blocks are what they should be."""
+    pairs = zip(found, expected, strict=True)
+    return next((count for count, (sum_, wanted) in enumerate(pairs) if sum_ != wanted), len(expected))
 
 
 def _sums_on_host(memory: memoryview, length: int, offsets: Sequence[int]) -> list[int]:

@@ -24,7 +24,7 @@ from base.config import TransferConfig
 from base.errors import ProtocolError, TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from base.logs import event
-from transfer.batch import Priority, TransferBatch, plan_pieces
+from transfer.batch import Pieces, Priority, TransferBatch, plan_pieces, sums_of
 from transfer.board import Board
 from transfer.holdings import Holdings
 from transfer.ranges import ranges_of, with_table
@@ -261,6 +261,23 @@ class TransferAgent:
         """
         await self._move(Operation.READ, peer, grant, batch, deadline_s, priority)
 
+    async def read_summed(
+        self,
+        peer: PeerDescriptor,
+        grant: Grant,
+        batch: TransferBatch,
+        deadline_s: float | None = None,
+        priority: Priority = Priority.FOREGROUND,
+    ) -> Sequence[int]:
+        """`read` into host memory; return the checksum of what lies there for each request, in order.
+
+        Cheaper than to sum afterwards where the transport has the bytes in its hands.
+        """
+        pieces = await self._move(Operation.READ, peer, grant, batch, deadline_s, priority, wants_sums=True)
+        if pieces is None:
+            return ()
+        return pieces.sums if pieces.sums is not None else await asyncio.to_thread(sums_of, pieces)
+
     def route(self, peer: PeerDescriptor, grant: Grant) -> Route:
         """Return how a batch to this peer would travel; raises TransferFailedError if it cannot."""
         return self._started().choose(peer, grant.segment_id)
@@ -277,18 +294,22 @@ class TransferAgent:
         batch: TransferBatch,
         deadline_s: float | None,
         priority: Priority,
-    ) -> None:
+        wants_sums: bool = False,
+    ) -> Pieces | None:
+        """Return what was moved; None: nothing was asked for."""
         if grant.operation is not operation:
             raise ProtocolError(f"the grant is to {grant.operation.name}, not to {operation.name}")
         if not len(batch.lengths):
-            return
-        pieces = plan_pieces(operation, self._ranges_of(grant), batch)
+            return None
+        pieces = plan_pieces(operation, self._ranges_of(grant), batch, merge=not wants_sums)
+        pieces.wants_sums = wants_sums
         timeout_s = self._config.timeout_s if deadline_s is None else min(deadline_s, self._config.timeout_s)
         try:
             async with asyncio.timeout(timeout_s), self._slots:
                 await self._started().move(peer, grant, pieces, priority)
         except TimeoutError as error:
             raise TransferFailedError(f"no end within {timeout_s:.3g} s") from error
+        return pieces
 
     def _pinned(self, segment: Segment) -> Segment:
         for rail in self._rails:

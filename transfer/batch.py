@@ -14,6 +14,7 @@ from enum import Enum
 
 import numpy as np
 
+from base.checksum import checksum
 from base.errors import ProtocolError
 from base.grants import Operation
 from transfer.ranges import Offsets, Ranges
@@ -83,6 +84,10 @@ class Pieces:
         self.offsets = offsets
         self.peer_offsets = peer_offsets
         self.lengths = lengths
+        self.wants_sums = False
+        """Whether checksums of what was read are asked for."""
+        self.sums: list[int] | None = None
+        """Checksum of each piece as it lies in our memory, where a transport took them on the way."""
         # A call on an array takes 3 us, and a small batch is waited for.
         self.num_bytes = int(lengths[0]) if len(lengths) == 1 else int(lengths.sum())
 
@@ -129,8 +134,8 @@ class Pieces:
         return groups
 
 
-def plan_pieces(operation: Operation, allowed: Ranges, batch: TransferBatch) -> Pieces:
-    """Return the requests as pieces, neighbours merged, in the order given.
+def plan_pieces(operation: Operation, allowed: Ranges, batch: TransferBatch, merge: bool = True) -> Pieces:
+    """Return the requests as pieces in the order given, with `merge` neighbours as one.
 
     Raises:
         ProtocolError: a range lies outside our segment or outside what the grant allows.
@@ -144,7 +149,12 @@ def plan_pieces(operation: Operation, allowed: Ranges, batch: TransferBatch) -> 
     if not allowed.covers(theirs, lengths):
         raise ProtocolError("a request's range is not in the grant")
     pieces = Pieces(batch.segment, ours, theirs, lengths)
-    return pieces if len(lengths) == 1 else _merged(pieces)
+    return _merged(pieces) if merge and len(lengths) > 1 else pieces
+
+
+def sums_of(pieces: Pieces) -> list[int]:
+    """Return the checksum of each piece, of our memory."""
+    return [checksum(view) for view in pieces.views()]
 
 
 def _is_inside(segment: Segment, offsets: Offsets, lengths: Offsets) -> bool:

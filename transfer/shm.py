@@ -5,6 +5,10 @@ which lets go of the interpreter (slice assignment of memoryviews does not: 256 
 would stop the process for 60 ms). Between steps the thread looks whether the batch was
 cancelled, the grant ended or the peer died. Small copies are made in place: a MiB takes
 0.1 ms, a thread and back takes longer.
+
+Checksums that are asked for are taken of each step right after it, from the processor's cache:
+33 GB/s there, 10 from memory, which besides is what copies wait for (one core copies 3.9 GB/s,
+two together 4.1; 2.5 GHz Xeon, 2026-11-21).
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import asyncio
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 
+from base.checksum import RunningChecksum
 from base.errors import StaleError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
 from transfer.batch import Pieces, Priority
@@ -23,6 +28,9 @@ INLINE_BYTES = 1 << 20
 """A batch up to this size is copied on the event loop."""
 STEP_BYTES = 4 << 20
 """Copied between two looks at the grant: 1 ms."""
+SUMMED_STEP_BYTES = 1 << 20
+"""The same where what was copied is summed: what a core's second cache holds. In quarters of it the
+interpreter would be asked for four times as often, for 2 %."""
 
 
 class ShmTransport:
@@ -82,23 +90,36 @@ class _Copy:
         memory = self._peer.board.memory_of(self._grant.segment_id)
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         with self._peer.board.held(self._grant):
-            ours = self._pieces.segment.address
+            sums = []
             for offset, peer_offset, length in self._pieces.rows():
                 if peer_offset + length > memory.nbytes:
                     raise StaleError("the peer's segment has another size")
-                self._copy_piece(ours + offset, base + peer_offset, length)
+                if self._pieces.wants_sums:
+                    sums.append(self._copy_and_sum(offset, base + peer_offset, length))
+                else:
+                    self._copy_piece(offset, base + peer_offset, length)
         # Bytes put into the memory of a dead process arrived nowhere.
         if self._peer.is_dead():
             raise TransferFailedError("the peer's process ended during the copy")
+        if self._pieces.wants_sums:
+            self._pieces.sums = sums
 
-    def _copy_piece(self, our_address: int, peer_address: int, num_bytes: int) -> None:
+    def _copy_and_sum(self, offset: int, peer_address: int, num_bytes: int) -> int:
+        running = RunningChecksum()
+        memory = self._pieces.segment.memory
+        for start in range(0, num_bytes, SUMMED_STEP_BYTES):
+            length = min(SUMMED_STEP_BYTES, num_bytes - start)
+            self._copy_piece(offset + start, peer_address + start, length)
+            running.add(memory[offset + start : offset + start + length])
+        return running.value()
+
+    def _copy_piece(self, offset: int, peer_address: int, num_bytes: int) -> None:
         is_write = self._grant.operation is Operation.WRITE
         for start in range(0, num_bytes, STEP_BYTES):
             if self._cancelled:
                 raise TransferFailedError("cancelled")
-            if start:
-                self._peer.board.require_live(self._grant)
-            ours, theirs = our_address + start, peer_address + start
+            self._peer.board.require_live(self._grant)
+            ours, theirs = self._pieces.segment.address + offset + start, peer_address + start
             length = min(STEP_BYTES, num_bytes - start)
             if is_write:
                 ctypes.memmove(theirs, ours, length)
