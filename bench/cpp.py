@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
+import os
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence as Items
@@ -25,15 +27,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed
-
 from base.block_hash import BlockHash
 from base.clock import SystemClock
 from base.config import EngineConfig
 from base.request import RequestId, SamplingParams, StopParams
 from bench.about_run import about_run
-from bench.shapes import about, model_config, write_model
+from bench.shapes import PROFILES, about, model_config, write_model
+from deploy.plan import chunk_attention
 from engine.build import Engine, build_engine
 from engine.sequence import Sequence
 from engine.step import SequenceOutput
@@ -101,6 +101,7 @@ def measure_stages(options: argparse.Namespace, folder: Path, stages: int) -> di
         threads=options.threads,
         pipeline_parallel=stages,
     )
+    config = replace(config, chunk_attention=chunk_attention(config, PROFILES[options.model]))
     if options.split:
         splits = {len(split): split for split in options.split}
         config = replace(config, stage_layers=splits.get(stages, ()))
@@ -110,11 +111,20 @@ def measure_stages(options: argparse.Namespace, folder: Path, stages: int) -> di
     finally:
         if engine.ranks is not None:
             engine.ranks.close()
-            torch.distributed.destroy_process_group()
-        # The next engine wants the memory of this one, which is held in circles.
-        del engine
-        gc.collect()
-        torch.cuda.empty_cache()
+
+
+def in_a_process(arguments: Items[str], stages: int) -> dict[str, Any]:
+    """Return what this bench says of one number of stages, in a process of its own.
+
+    That gives the GPUs' memory back as nothing else does: links to ranks that have ended can hang whoever
+    collects them.
+    """
+    with tempfile.TemporaryDirectory() as made:
+        out = Path(made) / "row.json"
+        command = [sys.executable, "-m", "bench.cpp", *arguments, "--stages", str(stages), "--out", str(out)]
+        subprocess.run(command, check=True)
+        row: dict[str, Any] = json.loads(out.read_text())["rows"][0]
+    return row
 
 
 def compared(rows: list[dict[str, Any]]) -> None:
@@ -145,7 +155,8 @@ def main() -> None:
     parser.add_argument("--kv-cache-gib", type=float, default=0.0)
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    arguments = sys.argv[1:]
+    options = parser.parse_args(arguments)
     longest = max(options.prompts) + 1
     rows = []
     with tempfile.TemporaryDirectory() as made:
@@ -155,13 +166,18 @@ def main() -> None:
         config.max_position_embeddings = max(config.max_position_embeddings, longest)
         config.save_pretrained(folder)
         for stages in options.stages:
-            rows.append(measure_stages(options, folder, stages))
+            is_only = len(options.stages) == 1
+            rows.append(
+                measure_stages(options, folder, stages) if is_only else in_a_process(arguments, stages)
+            )
             compared(rows)
             print(json.dumps(rows[-1]), flush=True)
     report = {**about_run("torch"), **about(options.commit), "chunk": options.chunk, "rows": rows}
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # without destructors: see `in_a_process`
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 
 MIN_SHARE = 8
-"""A chunk has this part of `chunk_tokens` at least: short ones waste what a step costs at all."""
+"""A chunk is a multiple of this part of `chunk_tokens`: short ones waste what a step costs at all, and a GPU
+pads a chunk to one of few lengths."""
 
 
 def chunk_limit(start: int, chunk_tokens: int, attention: float, block_size: int) -> int:
@@ -27,6 +28,6 @@ def chunk_limit(start: int, chunk_tokens: int, attention: float, block_size: int
     cost = chunk_tokens + attention * chunk_tokens**2
     linear = 1 + 2 * attention * start
     # The positive root of attention n^2 + linear n - cost, in the form that loses no digits.
-    fitting = int(2 * cost / (linear + math.sqrt(linear**2 + 4 * attention * cost)))
-    least = max(chunk_tokens // MIN_SHARE, min(block_size, chunk_tokens))
-    return max(fitting // block_size * block_size, least)
+    fitting = 2 * cost / (linear + math.sqrt(linear**2 + 4 * attention * cost))
+    least = max(chunk_tokens // MIN_SHARE // block_size * block_size, min(block_size, chunk_tokens))
+    return min(max(round(fitting / least), 1) * least, chunk_tokens)
