@@ -105,6 +105,7 @@ class Limits:
     """0: what is free."""
     layer_groups: int = 1
     inline_tokens: int = 0
+    ahead_s: float = 0.5
     stages: int = 1
     """Of each prefill node."""
     shared_gpu: bool = False
@@ -130,7 +131,7 @@ def cluster_config(model: str, shape: Shape, limits: Limits) -> ClusterConfig:
     return ClusterConfig(
         profile=PROFILES[model],
         server=ServerConfig(http_port=0, grpc_port=0),
-        scheduler=SchedulerConfig(inline_tokens=limits.inline_tokens),
+        scheduler=SchedulerConfig(inline_tokens=limits.inline_tokens, ahead_s=limits.ahead_s),
         prefill=PoolConfig(
             nodes=shape.prefill,
             gpus_per_node=gpus * limits.stages,
@@ -158,6 +159,7 @@ def options_parser(description: str | None, max_model_len: int) -> argparse.Argu
     add("--max-batch", type=int, default=64)
     add("--layer-groups", type=int, default=1, help="parts that a long chunk's KV is sent in")
     add("--inline-tokens", type=int, default=0, help="of a prompt that a decode node may compute itself")
+    add("--ahead-s", type=float, default=0.5, help="of work that a node is given before it asks for more")
     add("--max-model-len", type=int, default=max_model_len, help="0: the model's own")
     add("--kv-cache-gib", type=float, default=0.0, help="of each node; 0: what is free")
     add("--shared-gpu", action="store_true", help="all nodes on one GPU, or on none")
@@ -175,6 +177,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
         kv_cache_gib=options.kv_cache_gib,
         layer_groups=options.layer_groups,
         inline_tokens=options.inline_tokens,
+        ahead_s=options.ahead_s,
         shared_gpu=options.shared_gpu,
     )
 

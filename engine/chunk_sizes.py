@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 
-MIN_SHARE = 8
-"""A chunk is a multiple of this part of `chunk_tokens`: short ones waste what a step costs at all, and a GPU
-pads a chunk to one of few lengths."""
+STEP_SHARE = 8
+"""A chunk is a multiple of this part of `chunk_tokens`, because a GPU pads it to one of few lengths; and
+twice that at least, because a short one wastes what a step costs at all."""
 
 
 def chunk_limit(start: int, chunk_tokens: int, attention: float, block_size: int) -> int:
@@ -29,5 +29,5 @@ def chunk_limit(start: int, chunk_tokens: int, attention: float, block_size: int
     linear = 1 + 2 * attention * start
     # The positive root of attention n^2 + linear n - cost, in the form that loses no digits.
     fitting = 2 * cost / (linear + math.sqrt(linear**2 + 4 * attention * cost))
-    least = max(chunk_tokens // MIN_SHARE // block_size * block_size, min(block_size, chunk_tokens))
-    return min(max(round(fitting / least), 1) * least, chunk_tokens)
+    step = max(chunk_tokens // STEP_SHARE // block_size * block_size, min(block_size, chunk_tokens))
+    return min(max(round(fitting / step), 2) * step, chunk_tokens)
