@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.block_pool import BlockPool
-from engine.chunk_sizes import STEP_SHARE, chunk_limit
+from engine.chunk_sizes import MIN_STEPS, STEP_SHARE, chunk_limit
 from engine.scheduler import Scheduler
 from tests.engine.builders import make_sequence
 
@@ -22,7 +22,7 @@ def test_a_later_chunk_costs_what_the_first_does_but_for_half_a_step(
     assert limit % step == 0 or limit == chunk_tokens
     assert 1 <= limit <= chunk_tokens
     first = cost(0, chunk_tokens, attention)
-    if limit > 2 * step:
+    if limit > MIN_STEPS * step:
         assert cost(start, limit - step // 2 - 1, attention) <= first * (1 + 1e-9)
     if limit < chunk_tokens:
         assert cost(start, limit + step // 2 + 1, attention) > first
