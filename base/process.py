@@ -11,6 +11,7 @@ standard input, because the process that it is a spare of has ended.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -59,6 +60,11 @@ def run_process(
 
 
 def say_ready(**fields: object) -> None:
-    """Write the one line on standard output that a supervisor waits for: where we are reached."""
+    """Write the one line on standard output that a supervisor waits for: where we are reached.
+
+    What is there by now stays to the end, and the garbage collector looks at it no more: it took 0.1 s of a
+    conductor, in which nobody was served, every 3 s of many requests.
+    """
+    gc.freeze()
     sys.stdout.write(json.dumps({"event": "ready", **fields}) + "\n")
     sys.stdout.flush()

@@ -20,7 +20,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf import any_pb2
@@ -198,8 +198,12 @@ def error_details(error: ServeError) -> list[Message]:
     return details
 
 
-async def abort_with(context: Context, error: ServeError) -> NoReturn:
-    """End a call with `error`'s status; raises what grpc ends handlers with."""
+def end_with(context: Context, error: ServeError) -> None:
+    """Let the call end with `error`'s status when its handler returns.
+
+    `abort` is not used: what it raises is kept by the call and keeps the call, and with it all that a
+    rejected request held, until the garbage collector comes by.
+    """
     code = status_of(error)
     message = str(error)[:MAX_MESSAGE_CHARS]
     status = status_pb2.Status(code=code.value[0], message=message)
@@ -208,7 +212,9 @@ async def abort_with(context: Context, error: ServeError) -> NoReturn:
         packed.Pack(detail)
         status.details.append(packed)
     trailers = (("grpc-status-details-bin", status.SerializeToString()),)
-    await context.abort(code, message, trailers)
+    context.set_code(code)
+    context.set_details(message)
+    context.set_trailing_metadata(trailers)
 
 
 class _Border(grpc.aio.ServerInterceptor):
@@ -259,9 +265,9 @@ def _bordered(
                     async for response in responses:
                         await context.write(response)
         except ServeError as error:
-            await abort_with(context, error)
+            end_with(context, error)
         except DecodeError as error:
-            await abort_with(context, InvalidRequestError(f"no message of this method: {error}"))
+            end_with(context, InvalidRequestError(f"no message of this method: {error}"))
         except grpc.aio.AbortError:
             raise
         except Exception:

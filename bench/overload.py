@@ -3,10 +3,10 @@
     python -m bench.overload [--overload-s 60] [--json bench/results/overload.json]
 
 Three processes: `python -m conductor` as it is deployed, two prefill and two decode stub
-nodes (`stub_cluster.py`) that take a profile's time, and an open-loop gRPC client. First rates
-around the nodes' capacity, for the peak of goodput; then ten times the capacity; then 0.7
-times, for the return to normal. Every request has the same bounds on TTFT and TBT. Goodput
-is requests a second that ended well within both.
+nodes (`stub_cluster.py`) that take a profile's time, and an open-loop HTTP client
+(`overload_client.py`). First rates around the nodes' capacity, for the peak of goodput; then ten
+times the capacity; then 0.7 times, for the return to normal. Every request has the same bounds on
+TTFT and TBT. Goodput is requests a second that ended well within both.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import random
 import re
 import time
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-import grpc
+import uvloop
 
 from base.request import Slo
 from bench.about_run import about_run
 from bench.frontend import cpu_seconds
+from bench.overload_client import Client
 from bench.stub_cluster import StubCluster, stub_cluster
 from conductor.profile import Profile, load_profile
-from protos import inference_pb2 as pb
-from protos.inference_pb2_grpc import InferenceStub
 
 PROMPT_TOKENS = 200
 MAX_TOKENS = 16
@@ -40,6 +40,9 @@ NODES_OF_A_ROLE = 2
 CAPACITY = 30.0
 """Requests a second that the prefill nodes compute, by their profile."""
 SLO = Slo(ttft_slo_s=0.5, tbt_slo_s=0.05)
+OK, REJECTED = 200, 429
+ANSWER_S = 30.0
+"""For a whole answer."""
 WARM_UP_S = 2.0
 """Of each stretch of load; left out of its figures but for the return to normal."""
 
@@ -72,6 +75,8 @@ class Asked:
     tbt_s: float | None = None
     """The mean."""
     is_whole: bool = False
+    said: str = ""
+    """What one that failed ended with."""
 
     @property
     def is_good(self) -> bool:
@@ -92,12 +97,15 @@ class Stretch:
     rejection_p50_s: float
     rejection_p99_s: float
     failed: int
+    failures: list[str]
+    """The first few."""
 
 
 def summary(rate: float, seconds: float, asked: Iterable[Asked], skip_s: float) -> Stretch:
     """Return the figures of a stretch without its first `skip_s`, by when requests were asked."""
     rows = [row for row in asked if row.at_s >= skip_s]
     ttft = [row.ttft_s for row in rows if row.ttft_s is not None]
+    failures = [row.said for row in rows if not row.is_whole and row.rejected_after_s is None]
     rejections = [row.rejected_after_s for row in rows if row.rejected_after_s is not None]
     return Stretch(
         rate=rate,
@@ -108,7 +116,8 @@ def summary(rate: float, seconds: float, asked: Iterable[Asked], skip_s: float) 
         rejected=len(rejections),
         rejection_p50_s=quantile(rejections, 0.5),
         rejection_p99_s=quantile(rejections, 0.99),
-        failed=sum(not row.is_whole and row.rejected_after_s is None for row in rows),
+        failed=len(failures),
+        failures=failures[:3],
     )
 
 
@@ -132,38 +141,27 @@ def normal_after_s(rows: Iterable[Asked]) -> float:
 # --- the client -------------------------------------------------------------------------
 
 
-async def ask(stub: InferenceStub, tokens: list[int], at_s: float) -> Asked:
-    request = pb.GenerateRequest(
-        token_ids=pb.TokenIds(ids=tokens),
-        sampling=pb.Sampling(temperature=0.0),
-        stop=pb.Stop(max_tokens=MAX_TOKENS, ignore_eos=True),
-        slo=pb.Slo(ttft_s=SLO.ttft_slo_s, tbt_s=SLO.tbt_slo_s),
-    )
-    begin_s, first_s, last_s, count = time.perf_counter(), None, 0.0, 0
-    try:
-        answer: Any = stub.Generate(request, timeout=30)
-        async for response in answer:
-            last_s = time.perf_counter()
-            first_s = first_s or last_s
-            count += len(response.token_ids)
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and first_s is None:
-            return Asked(at_s, rejected_after_s=time.perf_counter() - begin_s)
-        return Asked(at_s, ttft_s=first_s and first_s - begin_s)
-    assert first_s is not None, "a whole answer has a first token"
-    return Asked(at_s, None, first_s - begin_s, (last_s - first_s) / max(1, count - 1), True)
+async def ask(client: Client, at_s: float) -> Asked:
+    call = await client.ask(ANSWER_S)
+    if call.status == REJECTED:
+        return Asked(at_s, rejected_after_s=call.first_at_s - call.sent_at_s)
+    if call.status != OK:
+        return Asked(at_s, said=f"{call.status} {call.said[-200:].decode()}")
+    ttft_s = call.first_at_s - call.sent_at_s
+    if not call.is_whole:
+        return Asked(at_s, ttft_s=ttft_s, said=call.said[-200:].decode())
+    return Asked(at_s, None, ttft_s, (call.last_at_s - call.first_at_s) / (MAX_TOKENS - 1), True)
 
 
-async def stretch(stub: InferenceStub, rate: float, seconds: float, rng: random.Random) -> list[Asked]:
+async def stretch(client: Client, rate: float, seconds: float, rng: random.Random) -> list[Asked]:
     """Send an open loop of requests; return how each went, when all are over."""
-    begin_s = time.perf_counter()
+    begin_s = time.monotonic()
     due_s = 0.0
     async with asyncio.TaskGroup() as group:
         tasks = []
         while (due_s := due_s + rng.expovariate(rate)) < seconds:
-            await asyncio.sleep(max(0.0, begin_s + due_s - time.perf_counter()))
-            tokens = [100 + rng.randrange(20_000) for _ in range(PROMPT_TOKENS)]
-            tasks.append(group.create_task(ask(stub, tokens, time.perf_counter() - begin_s)))
+            await asyncio.sleep(max(0.0, begin_s + due_s - time.monotonic()))
+            tasks.append(group.create_task(ask(client, time.monotonic() - begin_s)))
     return [task.result() for task in tasks]
 
 
@@ -178,19 +176,19 @@ def rejections_within(http_port: int) -> dict[str, float]:
 
 async def measure(cluster: StubCluster, overload_s: float) -> dict[str, Any]:
     rng = random.Random(1)
-    async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
-        stub = InferenceStub(channel)
-        await stretch(stub, CAPACITY / 2, 3.0, rng)
+    with closing(Client(cluster.http_port, PROMPT_TOKENS, MAX_TOKENS, SLO)) as client:
+        await stretch(client, CAPACITY / 2, 3.0, rng)
         sweep = []
         for share in (0.8, 1.0, 1.2):
-            rows = await stretch(stub, CAPACITY * share, 8.0, rng)
+            rows = await stretch(client, CAPACITY * share, 8.0, rng)
             sweep.append(told(summary(CAPACITY * share, 8.0, rows, WARM_UP_S)))
         peak = max(each.goodput for each in sweep)
-        cpu_s = cpu_seconds(cluster.conductor_pid)
-        rows = await stretch(stub, CAPACITY * 10, overload_s, rng)
+        cpu_s, own_s = cpu_seconds(cluster.conductor_pid), time.process_time()
+        rows = await stretch(client, CAPACITY * 10, overload_s, rng)
         cpu_s = cpu_seconds(cluster.conductor_pid) - cpu_s
+        own_s = time.process_time() - own_s
         overload = told(summary(CAPACITY * 10, overload_s, rows, WARM_UP_S))
-        after = await stretch(stub, CAPACITY * 0.7, 12.0, rng)
+        after = await stretch(client, CAPACITY * 0.7, 12.0, rng)
         told(summary(CAPACITY * 0.7, 12.0, after, 0.0))
     result = {
         "peak_goodput": peak,
@@ -201,6 +199,7 @@ async def measure(cluster: StubCluster, overload_s: float) -> dict[str, Any]:
         "normal_after_s": normal_after_s(after),
         "conductor_cpu_ms_per_request": cpu_s / max(1, len(rows)) * 1e3,
         "conductor_cpu_share_of_a_core": cpu_s / overload_s,
+        "client_cpu_ms_per_request": own_s / max(1, len(rows)) * 1e3,
     }
     for name, value in result.items():
         print(f"{name}: {value:.4g}")
@@ -219,7 +218,7 @@ def told(figures: Stretch) -> Stretch:
         f"rate {figures.rate:6.1f}/s  goodput {figures.goodput:6.2f}/s"
         f"  accepted p99 TTFT {figures.accepted_p99_ttft_s * 1e3:6.0f} ms"
         f"  rejected {figures.rejected:6d}, p50 {figures.rejection_p50_s * 1e3:5.1f}"
-        f" p99 {figures.rejection_p99_s * 1e3:6.1f} ms  failed {figures.failed}",
+        f" p99 {figures.rejection_p99_s * 1e3:6.1f} ms  failed {figures.failed} {figures.failures}",
         flush=True,
     )
     return figures
@@ -232,7 +231,7 @@ def main() -> None:
     arguments = parser.parse_args()
     about = about_run()
     with stub_cluster(stub_profile(), NODES_OF_A_ROLE, NODES_OF_A_ROLE) as cluster:
-        result = asyncio.run(measure(cluster, arguments.overload_s))
+        result = uvloop.run(measure(cluster, arguments.overload_s))
     if arguments.json:
         arguments.json.write_text(json.dumps({"about": about, **result}, indent=1) + "\n")
 

@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import uvloop
+
 from base.attach import AttachClient
 from base.config import (
     ClusterConfig,
@@ -163,7 +165,7 @@ def main() -> None:
     parser.add_argument("--tls", nargs=3, default=("", "", ""), help="certificate, key, authority")
     told = parser.parse_args()
     counts = {Role.PREFILL: told.prefill, Role.DECODE: told.decode}
-    asyncio.run(
+    uvloop.run(
         serve_nodes(told.address, told.model_id, load_profile(told.profile), counts, TlsConfig(*told.tls))
     )
 

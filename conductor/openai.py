@@ -77,26 +77,26 @@ def openai_app(
         ("/tokenize", texts.tokenize),
         ("/detokenize", texts.detokenize),
     )
-    calls: dict[str, Callable[[], Response]] = {}
+    calls: dict[str, Callable[[], ASGIApp]] = {}
     for path, work in posts:
         make = partial(_Call, work, completions, default_slo, max_body_bytes, rng)
         calls[path] = make
-        app.add_api_route(path, _endpoint(make), methods=["POST"])
+        app.add_api_route(path, _answered_before, methods=["POST"], name=path)
     _add_operator_routes(app, completions)
     add_web_page(app)
     for path, report in (reports or {}).items():
         answer = _report_on(report) if path.endswith("/{name}") else _report(report)
         app.add_api_route(path, answer, methods=["GET"], name=path)
     app.add_exception_handler(HTTPException, _not_found)
-    app.add_middleware(_Shortcut, calls=calls)
+    app.middleware_stack = _Shortcut(app.build_middleware_stack(), calls)
     return app
 
 
 class _Shortcut:
-    """Answers the calls that read a body before FastAPI looks for their routes, which takes it longer
-    than all else that the HTTP side does for a request."""
+    """Answers the calls that read a body before FastAPI's middleware and the search for their routes, which
+    take longer than all else that the HTTP side does for a request."""
 
-    def __init__(self, app: ASGIApp, calls: Mapping[str, Callable[[], Response]]) -> None:
+    def __init__(self, app: ASGIApp, calls: Mapping[str, Callable[[], ASGIApp]]) -> None:
         self._app = app
         self._calls = calls
 
@@ -105,11 +105,9 @@ class _Shortcut:
         await (self._app if make is None else make())(scope, receive, send)
 
 
-def _endpoint(make: Callable[[], Response]) -> Callable[[HttpRequest], Awaitable[Response]]:
-    async def answer(request: HttpRequest) -> Response:
-        return make()
-
-    return answer
+async def _answered_before() -> Response:
+    """Stand for a call of `_Shortcut`'s in the table of routes, which knows of other methods."""
+    raise AssertionError("no request comes here")
 
 
 def _report(report: Callable[[], object]) -> Callable[[], Awaitable[Response]]:
@@ -136,8 +134,8 @@ async def _told(report: object) -> object:
     return await report if isawaitable(report) else report
 
 
-class _Call(Response):
-    """One call, as the response that FastAPI runs."""
+class _Call:
+    """One call, as an ASGI application."""
 
     def __init__(
         self,
@@ -147,7 +145,6 @@ class _Call(Response):
         max_body_bytes: int,
         rng: random.Random,
     ) -> None:
-        super().__init__()
         self._work = work
         self._completions = completions
         self._default_slo = default_slo

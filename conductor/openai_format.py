@@ -106,10 +106,7 @@ class Choice:
         self._index = index
         self._echo = echo
         self._prompt_token_ids = prompt_token_ids
-        self._before, self._after = answer.chunk_ends(index)
-        text_before, text_after = answer.shape.text.split("%s")
-        self._text_before = self._before + text_before
-        self._text_after = f'{text_after},"logprobs":null,"finish_reason":null{self._after}'
+        self._before = self._after = self._text_before = self._text_after = ""
         self._is_plain = not (answer.with_logprobs or answer.with_token_ids)
         self._is_opened = False
         self._offset = 0
@@ -153,6 +150,11 @@ class Choice:
             return ""
         self._is_opened = True
         shape = self._answer.shape
+        # Not before: who is rejected needs none of it.
+        self._before, self._after = self._answer.chunk_ends(self._index)
+        text_before, text_after = shape.text.split("%s")
+        self._text_before = self._before + text_before
+        self._text_after = f'{text_after},"logprobs":null,"finish_reason":null{self._after}'
         opening = shape.opening or (shape.text % to_json(self._echo) if self._echo else "")
         if self._answer.with_token_ids:
             opening = f'{opening or shape.no_text},"prompt_token_ids":{to_json(self._prompt_token_ids)}'

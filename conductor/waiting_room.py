@@ -97,9 +97,11 @@ class WaitingRoom:
             if not ahead_s and len(self._queue) > 1:
                 self.pump()
             await self._turn(ticket, began_at_s, first_token_by_s, give_up_at_s)
+            ticket.turn.result()
         finally:
             del self._tickets[item.request_id]
             self._queue.drop(item.request_id)
+            del ticket  # it may hold the error that leaves this frame, which the error holds
 
     def pump(self) -> None:
         """Try who waits, in order, until one has to wait on."""
@@ -112,7 +114,8 @@ class WaitingRoom:
             except ServeError as error:
                 self._queue.drop(item.request_id)
                 if not ticket.turn.done():
-                    ticket.turn.set_exception(error)
+                    # Without its traceback, which holds this frame and so the ticket and so the error.
+                    ticket.turn.set_exception(error.with_traceback(None))
                 continue
             self._queue.take(item)
             if not ticket.turn.done():
@@ -138,7 +141,7 @@ class WaitingRoom:
             next_s = min(give_up_at_s, first_token_by_s, role_by_s)
             await asyncio.wait([ticket.turn], timeout=max(0.0, next_s - now_s))
             if ticket.turn.done():
-                return ticket.turn.result()
+                return
             now_s = self._clock.now_s()
             if now_s >= give_up_at_s:
                 raise DeadlineError(f"request {ticket.item.request_id} ran out of time before it was placed")

@@ -92,6 +92,7 @@ class ScriptedDispatcher:
                 else:
                     await asyncio.Event().wait()
         finally:
+            step = WAIT  # not an error any more: it and this frame would keep each other
             self.num_open -= 1
             self.num_cancelled += is_cancelled
             # Not awaited on: a generator that is being closed may not wait for long.

@@ -143,6 +143,72 @@ def test_a_generation_is_not_drawn_twice_in_a_row_for_one_slot(clock: ManualCloc
     assert (first >> 16, issue(table).generation >> 16) == (5, 9)
 
 
+def test_a_drawn_zero_marks_no_grant_in_any_slot(clock: ManualClock) -> None:
+    asked: list[int] = []
+    draws = iter([5, 0, 9])
+
+    def drawn(bits: int) -> int:
+        asked.append(bits)
+        return next(draws)
+
+    table = GrantTable(clock, num_slots=2, random_bits=drawn)
+    assert [issue(table).generation >> 16 for _ in range(2)] == [5, 9]
+    assert set(asked) == {48}
+
+
+@pytest.mark.parametrize("num_slots", [0, 65_537])
+def test_a_table_has_as_many_slots_as_a_generation_can_name(clock: ManualClock, num_slots: int) -> None:
+    with pytest.raises(ValueError, match="between 1 and 65536"):
+        GrantTable(clock, num_slots)
+    assert GrantTable(clock, 65_536).num_live == 0
+
+
+@pytest.mark.parametrize(
+    ("offsets", "length", "lease_s"), [((), 1, 1.0), ((0,), 0, 1.0), ((0,), 1, 0.0), ((0,), -1, 1.0)]
+)
+def test_a_grant_of_nothing_or_for_no_time_is_refused(
+    table: GrantTable, offsets: tuple[int, ...], length: int, lease_s: float
+) -> None:
+    with pytest.raises(ValueError, match="a range, a length and a lease"):
+        table.issue(SEGMENT, Operation.WRITE, offsets, length, lease_s)
+    assert table.issue(SEGMENT, Operation.WRITE, (0,), 1, 1.0).length == 1
+
+
+def test_who_asks_for_a_grant_alone_is_told_that_it_ended(table: GrantTable, clock: ManualClock) -> None:
+    generation = issue(table, lease_s=5.0).generation
+    table.require_live(generation)
+    clock.advance(5.0)
+    with pytest.raises(LeaseExpiredError):
+        table.require_live(generation)
+
+
+def test_a_slot_that_the_table_does_not_have_is_stale(table: GrantTable) -> None:
+    with pytest.raises(StaleError):
+        table.require_live(1 << 16 | 4)
+
+
+def test_the_next_expiry_is_that_of_the_shortest_lease_and_never_past(
+    table: GrantTable, clock: ManualClock
+) -> None:
+    assert table.next_expiry_in_s() is None
+    clock.advance(10.0)
+    issue(table, lease_s=5.0)
+    issue(table, lease_s=3.0)
+    assert table.next_expiry_in_s() == 3.0
+    clock.advance(4.0)
+    assert table.next_expiry_in_s() == 0.0
+
+
+def test_a_grant_is_retired_only_when_it_has_ended_and_was_let_go(table: GrantTable) -> None:
+    generation = issue(table).generation
+    assert not table.is_retired(generation)
+    assert table.revoke(generation)
+    assert not table.revoke(generation)
+    assert not table.is_retired(generation)
+    table.retire(generation)
+    assert table.is_retired(generation)
+
+
 class GrantHistory(RuleBasedStateMachine):
     """Whatever is done in whatever order: live ones pass, no other ever does."""
 

@@ -1,0 +1,91 @@
+"""What a rejected request held is free at once: under ten times too much load the garbage collector would
+take its time from everybody."""
+
+import asyncio
+import gc
+import json
+import random
+
+import grpc
+import pytest
+
+from base.clock import ManualClock
+from base.errors import SloUnreachableError
+from base.request import RequestId
+from conductor.fair_queue import Criticality, Waiting
+from conductor.waiting_room import WaitingRoom
+from protos import inference_pb2, inference_pb2_grpc
+from tests.conductor.fakes import serving
+
+BODY = json.dumps({"prompt": "hello", "stream": True}).encode()
+
+
+def rejected(request):
+    return [SloUnreachableError("predicted 2 s", 3.2)]
+
+
+def num_rejections_kept():
+    return sum(type(item) is SloUnreachableError for item in gc.get_objects())
+
+
+@pytest.fixture
+def no_collection():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def ask_http(reader, writer):
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY)
+    head = await reader.readuntil(b"\r\n\r\n")
+    await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]))
+    return int(head.split()[1])
+
+
+async def test_a_rejected_http_call_leaves_nothing_to_collect(model, no_collection):
+    async with serving(model, rejected) as api:
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.ports.http_port)
+        assert {await ask_http(reader, writer) for _ in range(4)} == {429}
+        # A connection's next call begins when the last has ended.
+        writer.close()
+        await api.completions.wait_idle()
+        assert num_rejections_kept() <= 1
+
+
+async def test_a_rejected_grpc_call_leaves_nothing_to_collect(model, no_collection):
+    async with (
+        serving(model, rejected) as api,
+        grpc.aio.insecure_channel(api.grpc_address) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        for _ in range(4):
+            with pytest.raises(grpc.aio.AioRpcError, match="predicted 2 s"):
+                await stub.Generate(inference_pb2.GenerateRequest(text="hello")).read()
+        await api.completions.wait_idle()
+        assert num_rejections_kept() <= 1
+
+
+async def test_who_was_rejected_after_waiting_leaves_nothing_to_collect(no_collection):
+    is_hopeless = False
+
+    def attempt(ahead_s):
+        if is_hopeless:
+            raise SloUnreachableError("predicted 2 s", 3.2)
+        return False
+
+    async def wait(room, number):
+        item = Waiting(
+            RequestId(str(number)), Criticality.STANDARD, "", 100.0, random.Random(number).random()
+        )
+        with pytest.raises(SloUnreachableError):
+            await room.placed(item, attempt, 100.0, 100.0)
+
+    room = WaitingRoom(8, 10.0, lambda: None, lambda: 1, ManualClock())
+    async with asyncio.TaskGroup() as group:
+        for number in range(4):
+            group.create_task(wait(room, number))
+        await asyncio.sleep(0)
+        is_hopeless = True
+        room.pump()
+    assert num_rejections_kept() <= 1
