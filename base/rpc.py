@@ -198,12 +198,8 @@ def error_details(error: ServeError) -> list[Message]:
     return details
 
 
-def end_with(context: Context, error: ServeError) -> None:
-    """Let the call end with `error`'s status when its handler returns.
-
-    `abort` is not used: what it raises is kept by the call and keeps the call, and with it all that a
-    rejected request held, until the garbage collector comes by.
-    """
+def _told(error: ServeError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes]]]:
+    """Return the status, the message and the trailers that tell a client of `error`."""
     code = status_of(error)
     message = str(error)[:MAX_MESSAGE_CHARS]
     status = status_pb2.Status(code=code.value[0], message=message)
@@ -211,7 +207,19 @@ def end_with(context: Context, error: ServeError) -> None:
         packed = any_pb2.Any()
         packed.Pack(detail)
         status.details.append(packed)
-    trailers = (("grpc-status-details-bin", status.SerializeToString()),)
+    return code, message, (("grpc-status-details-bin", status.SerializeToString()),)
+
+
+async def _end_call(context: Context, error: ServeError, is_streaming: bool) -> None:
+    """End a call with `error`'s status.
+
+    What `abort` raises is kept by the call and keeps the call, and with it all that a rejected request
+    held, until the garbage collector comes by. So a stream is told its status and ends; a call with one
+    answer, which would be sent one, is aborted.
+    """
+    code, message, trailers = _told(error)
+    if not is_streaming:
+        await context.abort(code, message, trailers)
     context.set_code(code)
     context.set_details(message)
     context.set_trailing_metadata(trailers)
@@ -239,7 +247,12 @@ class _Border(grpc.aio.ServerInterceptor):
         }
         make, behaviour = kinds[handler.request_streaming, handler.response_streaming]
         return make(
-            _bordered(_parsing(behaviour, handler), handler_call_details.method, self._admit),
+            _bordered(
+                _parsing(behaviour, handler),
+                handler_call_details.method,
+                self._admit,
+                handler.response_streaming,
+            ),
             handler.request_deserializer if handler.request_streaming else None,
             handler.response_serializer,
         )
@@ -253,7 +266,7 @@ def _parsing(behaviour: Callable[[Any, Any], Any], handler: Any) -> Callable[[An
 
 
 def _bordered(
-    behaviour: Callable[[Any, Any], Any], method: str, admit: Admit
+    behaviour: Callable[[Any, Any], Any], method: str, admit: Admit, is_streaming: bool
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     async def run(request: Any, context: Context) -> Any:
         try:
@@ -265,9 +278,10 @@ def _bordered(
                     async for response in responses:
                         await context.write(response)
         except ServeError as error:
-            end_with(context, error)
+            await _end_call(context, error, is_streaming)
         except DecodeError as error:
-            end_with(context, InvalidRequestError(f"no message of this method: {error}"))
+            refused = InvalidRequestError(f"no message of this method: {error}")
+            await _end_call(context, refused, is_streaming)
         except grpc.aio.AbortError:
             raise
         except Exception:
