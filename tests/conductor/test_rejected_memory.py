@@ -24,15 +24,17 @@ def rejected(request):
     return [SloUnreachableError("predicted 2 s", 3.2)]
 
 
-def num_rejections_kept():
+def num_rejections():
     return sum(type(item) is SloUnreachableError for item in gc.get_objects())
 
 
 @pytest.fixture
-def no_collection():
+def num_kept():
+    """How many rejections there are more than at the test's begin, with no garbage collected since."""
     gc.collect()
     gc.disable()
-    yield
+    before = num_rejections()
+    yield lambda: num_rejections() - before
     gc.enable()
 
 
@@ -43,17 +45,17 @@ async def ask_http(reader, writer):
     return int(head.split()[1])
 
 
-async def test_a_rejected_http_call_leaves_nothing_to_collect(model, no_collection):
+async def test_a_rejected_http_call_leaves_nothing_to_collect(model, num_kept):
     async with serving(model, rejected) as api:
         reader, writer = await asyncio.open_connection("127.0.0.1", api.ports.http_port)
         assert {await ask_http(reader, writer) for _ in range(4)} == {429}
         # A connection's next call begins when the last has ended.
         writer.close()
         await api.completions.wait_idle()
-        assert num_rejections_kept() <= 1
+        assert num_kept() <= 1
 
 
-async def test_a_rejected_grpc_call_leaves_nothing_to_collect(model, no_collection):
+async def test_a_rejected_grpc_call_leaves_nothing_to_collect(model, num_kept):
     async with (
         serving(model, rejected) as api,
         grpc.aio.insecure_channel(api.grpc_address) as channel,
@@ -63,10 +65,10 @@ async def test_a_rejected_grpc_call_leaves_nothing_to_collect(model, no_collecti
             with pytest.raises(grpc.aio.AioRpcError, match="predicted 2 s"):
                 await stub.Generate(inference_pb2.GenerateRequest(text="hello")).read()
         await api.completions.wait_idle()
-        assert num_rejections_kept() <= 1
+        assert num_kept() <= 1
 
 
-async def test_who_was_rejected_after_waiting_leaves_nothing_to_collect(no_collection):
+async def test_who_was_rejected_after_waiting_leaves_nothing_to_collect(num_kept):
     is_hopeless = False
 
     def attempt(ahead_s):
@@ -88,4 +90,4 @@ async def test_who_was_rejected_after_waiting_leaves_nothing_to_collect(no_colle
         await asyncio.sleep(0)
         is_hopeless = True
         room.pump()
-    assert num_rejections_kept() <= 1
+    assert num_kept() <= 1
