@@ -26,6 +26,7 @@ from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from base.logs import event
 from transfer.batch import Pieces, Priority, TransferBatch, plan_pieces, sums_of
 from transfer.board import Board
+from transfer.completion import finish_within
 from transfer.holdings import Holdings
 from transfer.ranges import ranges_of, with_table
 from transfer.rdma import Rail, open_rails
@@ -305,11 +306,14 @@ class TransferAgent:
         pieces.wants_sums = wants_sums
         timeout_s = self._config.timeout_s if deadline_s is None else min(deadline_s, self._config.timeout_s)
         try:
-            async with asyncio.timeout(timeout_s), self._slots:
-                await self._started().move(peer, grant, pieces, priority)
+            await finish_within(timeout_s, self._in_turn(peer, grant, pieces, priority))
         except TimeoutError as error:
             raise TransferFailedError(f"no end within {timeout_s:.3g} s") from error
         return pieces
+
+    async def _in_turn(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
+        async with self._slots:
+            await self._started().move(peer, grant, pieces, priority)
 
     def _pinned(self, segment: Segment) -> Segment:
         for rail in self._rails:

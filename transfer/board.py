@@ -40,7 +40,7 @@ from base.checksum import checksum
 from base.errors import LeaseExpiredError, ProtocolError, StaleError, TransferFailedError
 from base.grants import Grant
 from transfer.grant import NUM_SLOTS, SLOT_BITS, GrantState
-from transfer.segment import Segment
+from transfer.segment import Segment, address_of
 
 MAX_SEGMENTS = 64
 _MAGIC = 0x436F6E6475637431
@@ -49,6 +49,8 @@ _SLOTS_AT = _SEGMENTS_AT + 4 * MAX_SEGMENTS
 _NUM_WORDS = _SLOTS_AT + 4 * NUM_SLOTS
 _SLOT_MASK = (1 << SLOT_BITS) - 1
 _MEMFD_NAME = "conductor-board"
+_FLOCK = struct.Struct("hhqqi4x")
+"""struct flock of 64-bit Linux; l_pid must be 0 for locks of this sort."""
 
 
 def digest_of(grant: Grant) -> int:
@@ -153,6 +155,7 @@ class PeerBoard:
             os.close(self._fd)
             raise
         self._segments: dict[int, memoryview] = {}
+        self._spans: dict[int, tuple[int, int]] = {}
         self._rows: dict[int, int] = {}
         self._digest_of = functools.lru_cache(256)(digest_of)
         self._holds: dict[int, int] = {}
@@ -177,6 +180,14 @@ class PeerBoard:
         if memory is None:
             memory = self._segments[segment_id] = self._map(self._row(segment_id))
         return memory
+
+    def host_memory_of(self, segment_id: int) -> tuple[int, int]:
+        """Return address and bytes of what `memory_of` maps; raises as it does."""
+        span = self._spans.get(segment_id)
+        if span is None:
+            memory = self.memory_of(segment_id)
+            span = self._spans[segment_id] = address_of(memory), memory.nbytes
+        return span
 
     def handle_of(self, segment_id: int) -> bytes:
         """Return what a GPU's memory is imported by; raises StaleError."""
@@ -211,6 +222,7 @@ class PeerBoard:
 
     def close(self) -> None:
         """Unmap everything. Nothing may be held."""
+        self._spans.clear()
         self._segments.clear()
         os.close(self._fd)
 
@@ -280,9 +292,8 @@ def _wait_for_lock(fd: int, slot: int, done: Callable[[], None]) -> None:
 
 
 def _lock(fd: int, slot: int, kind: int, wait: bool) -> None:
-    # struct flock of 64-bit Linux; l_pid must be 0 for locks of this sort.
     command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
-    fcntl.fcntl(fd, command, struct.pack("hhqqi4x", kind, os.SEEK_SET, slot, 1, 0))
+    fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, slot, 1, 0))
 
 
 def _boot_id() -> str:

@@ -5,7 +5,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
+
+
+async def finish_within(timeout_s: float, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`, at most `timeout_s` seconds; raises TimeoutError.
+
+    A timer and its end cost 12 us, a sixth of a small batch over shared memory: there is none
+    before `work` has to wait, which small batches mostly do not.
+    """
+    try:
+        waits_for = work.send(None)
+    except StopIteration:
+        return
+    async with asyncio.timeout(timeout_s):
+        await _Begun(work, waits_for)
+
+
+class _Begun:
+    """What is left of a coroutine that was begun by hand, to be awaited by the same task."""
+
+    def __init__(self, work: Coroutine[Any, Any, None], waits_for: object) -> None:
+        self._work = work
+        self._waits_for = waits_for
+
+    def __await__(self) -> Generator[object, None, None]:
+        while True:
+            try:
+                try:
+                    yield self._waits_for
+                except BaseException as error:
+                    self._waits_for = self._work.throw(error)
+                else:
+                    self._waits_for = self._work.send(None)
+            except StopIteration:
+                return
 
 
 class Completion:

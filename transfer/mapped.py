@@ -65,6 +65,11 @@ class MappedPeers:
         fresh = self._peers[peer.node_id] = MappedPeer(address, peer.epoch)
         return fresh
 
+    def latest(self, peer: PeerDescriptor) -> MappedPeer:
+        """Return it as `mapped` does, but perhaps dead: for who looks afterwards."""
+        mapped = self._peers.get(peer.node_id)
+        return mapped if mapped is not None and mapped.epoch == peer.epoch else self.mapped(peer)
+
     def close(self) -> None:
         """Unmap everything; no copy may be under way."""
         for mapped in self._peers.values():

@@ -25,6 +25,15 @@ MAX_COOLDOWN_S = 60.0
 MEASURED_FROM_BYTES = 1 << 20
 """A smaller batch measures latency and not bandwidth."""
 _WEIGHT = 0.2
+RANKED_FOR_S = 1.0
+"""Small batches go by the ranking of a moment ago: to ask every transport again takes longer than to
+copy 64 KiB. What fails is ranked anew at once."""
+
+MAX_PATHS = 4096
+"""Whose ranking is remembered."""
+
+_Path = tuple[str, int, int, int | None]
+"""A peer, its epoch, its segment, and the device of our memory."""
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +65,7 @@ class Router:
         self._clock = clock
         self._totals = {name: _Totals() for name in self._transports}
         self._records: dict[tuple[str, str], _Record] = {}
+        self._lately: dict[_Path, tuple[float, list[str]]] = {}
 
     def choose(self, peer: PeerDescriptor, segment_id: int, device: int | None = None) -> Route:
         """Return the route; raises TransferFailedError if nothing reaches the segment."""
@@ -76,10 +86,7 @@ class Router:
         Where a transport fails, the next takes the batch from its beginning: it puts the
         same bytes in the same places, and the grant is checked again.
         """
-        device = pieces.segment.device
-        names, _ = self._ranked(peer, grant.segment_id, device)
-        if not names:
-            self.choose(peer, grant.segment_id, device)
+        names = self._names(peer, grant.segment_id, pieces)
         for name in names[:-1]:
             try:
                 await self._try(name, peer, grant, pieces, priority)
@@ -104,7 +111,8 @@ class Router:
         self, name: str, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority
     ) -> None:
         record, totals = self._record(peer, name), self._totals[name]
-        begun_s = self._clock.now_s()
+        num_bytes = pieces.num_bytes
+        begun_s = self._clock.now_s() if num_bytes >= MEASURED_FROM_BYTES else 0.0
         try:
             await self._transports[name].move(peer, grant, pieces, priority)
         except TransferFailedError:
@@ -112,14 +120,27 @@ class Router:
             record.failures += 1
             record.rests_until_s = self._clock.now_s() + cooldown_s
             totals.failures += 1
+            self._lately.clear()
             raise
         record.failures = 0
-        num_bytes = pieces.num_bytes
         totals.batches += 1
         totals.num_bytes += num_bytes
-        elapsed_s = self._clock.now_s() - begun_s
-        if num_bytes >= MEASURED_FROM_BYTES and elapsed_s > 0:
+        if num_bytes >= MEASURED_FROM_BYTES and (elapsed_s := self._clock.now_s() - begun_s) > 0:
             record.bytes_per_s += _WEIGHT * (num_bytes / elapsed_s - record.bytes_per_s)
+
+    def _names(self, peer: PeerDescriptor, segment_id: int, pieces: Pieces) -> list[str]:
+        """Return the transports to try, in order; raises TransferFailedError if there is none."""
+        device, now_s = pieces.segment.device, self._clock.now_s()
+        path = (peer.node_id, peer.epoch, segment_id, device)
+        until_s, names = self._lately.get(path, (0.0, []))
+        if pieces.num_bytes >= MEASURED_FROM_BYTES or until_s <= now_s:
+            if len(self._lately) >= MAX_PATHS:
+                self._lately.clear()
+            names, _ = self._ranked(peer, segment_id, device)
+            if not names:
+                self.choose(peer, segment_id, device)
+            self._lately[path] = (now_s + RANKED_FOR_S, names)
+        return names
 
     def _ranked(
         self, peer: PeerDescriptor, segment_id: int, device: int | None

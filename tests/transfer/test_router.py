@@ -8,7 +8,7 @@ from base.errors import StaleError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
 from transfer import segment as segments
 from transfer.batch import Pieces, Priority
-from transfer.router import COOLDOWN_S, MEASURED_FROM_BYTES, Router
+from transfer.router import COOLDOWN_S, MEASURED_FROM_BYTES, RANKED_FOR_S, Router
 
 PEER = PeerDescriptor("peer", 1, ())
 GRANT = Grant(5, 1, Operation.WRITE, (0,), MEASURED_FROM_BYTES, 1.0)
@@ -89,6 +89,28 @@ async def test_measured_bandwidth_outweighs_the_prior(router: Router, shm: Stub,
         await send(router)
     assert router.choose(PEER, 5).transport == "tcp"
     assert (shm.moves > 0, tcp.moves > 0) == (True, True)
+
+
+async def test_a_small_batch_goes_by_the_ranking_of_a_moment_ago_until_something_fails(
+    router: Router, shm: Stub, tcp: Stub, clock: ManualClock
+) -> None:
+    small = Pieces(PIECES.segment, AT_START, AT_START, np.array([64]))
+    shm.seconds = tcp.seconds = 0.0
+    await router.move(PEER, GRANT, small, Priority.FOREGROUND)
+    shm.refusal = "gone"
+    await router.move(PEER, GRANT, small, Priority.FOREGROUND)
+    assert (shm.moves, tcp.moves) == (2, 0)
+    shm.error = TransferFailedError("gone")
+    await router.move(PEER, GRANT, small, Priority.FOREGROUND)
+    assert (shm.moves, tcp.moves) == (3, 1)
+    shm.refusal = shm.error = None
+    clock.advance(COOLDOWN_S)
+    await router.move(PEER, GRANT, small, Priority.FOREGROUND)
+    assert (shm.moves, tcp.moves) == (4, 1)
+    shm.refusal = "gone"
+    clock.advance(RANKED_FOR_S)
+    await router.move(PEER, GRANT, small, Priority.FOREGROUND)
+    assert (shm.moves, tcp.moves) == (4, 2)
 
 
 async def test_a_batch_whose_transport_fails_goes_on_by_the_next(
