@@ -12,8 +12,7 @@ A heap was weighed: it gives the least of all nodes, not of a given set.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from math import inf
+from bisect import bisect_left, bisect_right
 
 # Up to this many bits it is cheaper to look at each than to walk a long order.
 FEW_NODES = 8
@@ -34,46 +33,39 @@ class LoadOrder:
     """Nodes, small integers, ordered by a value. Every operation is O(log n) comparisons."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[float, int]] = {}
-        self._order: list[tuple[float, int]] = []
+        self._values: dict[int, float] = {}
+        # Two lists of one order: numbers compare in a fraction of the time that pairs take.
+        self._ordered_values: list[float] = []
+        self._ordered_nodes: list[int] = []
         self._idle = 0
         self.num_probes = 0
         """Entries looked at by `least`, for tests that bound the work."""
 
     def value(self, node: int) -> float:
         """Return what `set` was last told of `node`."""
-        return self._entries[node][0]
+        return self._values[node]
 
     def set(self, node: int, value: float) -> None:
         """Give `node` a value; adds it if it is unknown."""
-        order = self._order
-        known = self._entries.get(node)
-        if known is not None:
-            if self._idle >> node & 1:
-                self._idle ^= 1 << node
-            else:
-                del order[bisect_left(order, known)]
-        self._entries[node] = entry = (value, node)
-        insort(order, entry)
+        self._take_out(node)
+        self._values[node] = value
+        at = self._place_of(value, node)
+        self._ordered_values.insert(at, value)
+        self._ordered_nodes.insert(at, node)
 
     def remove(self, node: int) -> None:
         """Forget `node`; an unknown one is passed over."""
-        known = self._entries.pop(node, None)
-        if known is None:
-            return
-        if self._idle >> node & 1:
-            self._idle ^= 1 << node
-        else:
-            del self._order[bisect_left(self._order, known)]
+        self._take_out(node)
+        self._values.pop(node, None)
 
     def settle(self, floor: float) -> None:
         """Count nodes whose value is at most `floor` as idle. The floor never falls."""
-        order = self._order
-        if order and order[0][0] <= floor:
-            end = bisect_left(order, (floor, inf))
-            for _, node in order[:end]:
+        values = self._ordered_values
+        if values and values[0] <= floor:
+            end = bisect_right(values, floor)
+            for node in self._ordered_nodes[:end]:
                 self._idle |= 1 << node
-            del order[:end]
+            del values[:end], self._ordered_nodes[:end]
 
     def least(self, mask: int) -> int | None:
         """Return the least loaded node of `mask`; None where none of them is known."""
@@ -82,12 +74,12 @@ class LoadOrder:
             return (idle & -idle).bit_length() - 1
         if not mask & (mask - 1):
             node = mask.bit_length() - 1
-            return node if node in self._entries else None
-        if len(self._order) > LONG_ORDER and mask.bit_count() <= FEW_NODES:
-            known = [self._entries[node] for node in bits_of(mask) if node in self._entries]
+            return node if node in self._values else None
+        if len(self._ordered_nodes) > LONG_ORDER and mask.bit_count() <= FEW_NODES:
+            known = [(self._values[node], node) for node in bits_of(mask) if node in self._values]
             self.num_probes += len(known)
             return min(known)[1] if known else None
-        for probes, (_, node) in enumerate(self._order, 1):
+        for probes, node in enumerate(self._ordered_nodes, 1):
             if mask >> node & 1:
                 self.num_probes += probes
                 return node
@@ -95,12 +87,30 @@ class LoadOrder:
 
     def check(self) -> None:
         """Assert that every node is either idle or in the order, once, with its value."""
-        ordered = {node: value for value, node in self._order}
-        assert len(ordered) == len(self._order), "a node twice in the order"
+        order = list(zip(self._ordered_values, self._ordered_nodes, strict=True))
+        ordered = {node: value for value, node in order}
+        assert len(ordered) == len(order), "a node twice in the order"
         idle = set(bits_of(self._idle))
         assert not idle & ordered.keys(), "a node idle and in the order"
-        assert idle | ordered.keys() == self._entries.keys(), "a node lost"
-        assert self._order == sorted(self._order), "the order is not sorted"
-        assert all(self._entries[node] == (value, node) for node, value in ordered.items()), (
-            "a value is stale"
-        )
+        assert idle | ordered.keys() == self._values.keys(), "a node lost"
+        assert order == sorted(order), "the order is not sorted"
+        assert all(self._values[node] == value for node, value in ordered.items()), "a value is stale"
+
+    def _take_out(self, node: int) -> None:
+        """Let `node` be neither idle nor in the order."""
+        value = self._values.get(node)
+        if value is None:
+            return
+        if self._idle >> node & 1:
+            self._idle ^= 1 << node
+        else:
+            at = self._place_of(value, node)
+            del self._ordered_values[at], self._ordered_nodes[at]
+
+    def _place_of(self, value: float, node: int) -> int:
+        """Return where (value, node) is in the order, or belongs."""
+        values, nodes = self._ordered_values, self._ordered_nodes
+        at = bisect_left(values, value)
+        if at < len(values) and values[at] == value and nodes[at] < node:
+            at = bisect_left(nodes, node, at, bisect_right(values, value, at))
+        return at

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import NamedTuple
 
 from conductor.admission import RETRY_AFTER_S, refusal
 from conductor.cluster_view import ClusterView, NodeState
@@ -56,18 +55,39 @@ DECODE_TRIES = 4
 NOBODY: Group = (0, 0)
 
 
-class PrefillChoice(NamedTuple):
-    """One candidate for the prefill of a request; a tuple because several are made for each."""
+class PrefillChoice:
+    """One candidate for the prefill of a request; a bare class because several are made for each."""
 
-    slot: int
-    local_blocks: int
-    matched_blocks: int
-    source_slot: int | None
-    queue_s: float
-    fetch_s: float
-    prefill_s: float
-    ready_s: float
-    """Until its last layer is computed: the longer of queue and fetch, and prefill."""
+    __slots__ = (
+        "fetch_s",
+        "local_blocks",
+        "matched_blocks",
+        "prefill_s",
+        "queue_s",
+        "ready_s",
+        "slot",
+        "source_slot",
+    )
+
+    def __init__(
+        self,
+        slot: int,
+        local_blocks: int,
+        matched_blocks: int,
+        source_slot: int | None,
+        queue_s: float,
+        fetch_s: float,
+        prefill_s: float,
+    ) -> None:
+        self.slot = slot
+        self.local_blocks = local_blocks
+        self.matched_blocks = matched_blocks
+        self.source_slot = source_slot
+        self.queue_s = queue_s
+        self.fetch_s = fetch_s
+        self.prefill_s = prefill_s
+        self.ready_s = (queue_s if queue_s > fetch_s else fetch_s) + prefill_s
+        """Until its last layer is computed: the longer of queue and fetch, and prefill."""
 
 
 PrefillPolicy = Callable[
@@ -192,7 +212,7 @@ def candidate(
     if queue_s < 0.0:
         queue_s = 0.0
     prefill_s = _prefill_s(request, slot, depth, view, cost)
-    return PrefillChoice(slot, depth, depth, None, queue_s, 0.0, prefill_s, queue_s + prefill_s)
+    return PrefillChoice(slot, depth, depth, None, queue_s, 0.0, prefill_s)
 
 
 def fetching_candidate(
@@ -207,9 +227,8 @@ def fetching_candidate(
     missing = matched_tokens(request, best_blocks, view) - matched_tokens(request, own.local_blocks, view)
     fetch_s = cost.transfer_s(missing, cost.fetch_share(source.num_queued > 0, source.num_outgoing))
     prefill_s = _prefill_s(request, own.slot, best_blocks, view, cost)
-    ready_s = max(own.queue_s, fetch_s) + prefill_s
     return PrefillChoice(
-        own.slot, own.local_blocks, best_blocks, source.slot, own.queue_s, fetch_s, prefill_s, ready_s
+        own.slot, own.local_blocks, best_blocks, source.slot, own.queue_s, fetch_s, prefill_s
     )
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import repeat
+from typing import Any
 
 Key = Hashable
 
@@ -59,15 +60,15 @@ class PrefixIndex:
         if mine is None:
             mine = self._blocks[node] = set()
             self._know(node)
-        bit = self._bits[node]
+        # the shared object where there is one holder: an index of millions of
+        # blocks over hundreds of nodes would otherwise be mostly equal integers
+        # (`Any`: compiled, an int is no object until it is stored, and then another one)
+        bit: Any = self._bits[node]
         holders = self._holders
         for key in keys:
-            # the shared object where there is one holder: an index of millions of
-            # blocks over hundreds of nodes would otherwise be mostly equal integers
-            if key in holders:
-                holders[key] |= bit
-            else:
-                holders[key] = bit
+            mask: Any = holders.setdefault(key, bit)
+            if mask is not bit:
+                holders[key] = mask | bit
         mine.update(keys)
 
     def remove(self, node: int, keys: Collection[Key]) -> None:
@@ -75,7 +76,7 @@ class PrefixIndex:
         mine = self._blocks.get(node)
         if mine is None:
             return
-        bit = self._bits[node]
+        bit: Any = self._bits[node]
         holders = self._holders
         # most blocks have this holder alone: taken out in one go, the others put back
         masks = list(map(holders.pop, keys, repeat(0)))

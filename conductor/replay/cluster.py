@@ -6,7 +6,7 @@ and time. A request passes
 
     arrival -> placed -> (fetch) -> queue -> prefill ~ hand-off -> first token -> decode -> end
 
-and each arrow is an event in one heap, ordered by moment and then by the order in which
+and each arrow is an event, ordered by moment and then by the order in which
 they were made: the same trace and seed give the same run, to the byte.
 
 The view is told what a live conductor would be told, when it would be: its own placements
@@ -18,10 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ChainOf
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from itertools import count
 from math import inf
-from typing import Any
 
 from base.errors import ConfigError
 from base.grants import PeerDescriptor
@@ -35,6 +32,7 @@ from conductor.placement import Placement, PlacementRequest, Rejection
 from conductor.profile import Profile
 from conductor.replay.block_cache import make_cache
 from conductor.replay.decode_node import DecodeNode, Sequence
+from conductor.replay.events import Events
 from conductor.replay.faults import Fault
 from conductor.replay.links import Flow, Links
 from conductor.replay.outcome import Outcomes, worst_gaps_s
@@ -109,6 +107,8 @@ class Cluster:
         self.outcomes = Outcomes(options.block_size, cost.profile.request_s)
         self.view = ClusterView(cost, options.block_size)
         self.now_s = 0.0
+        self._events = Events()
+        self._at = self._events.at
         self.links = Links(self._at)
         self.samples: list[tuple[float, float, float]] = []
         """(moment, mean seconds of prefill queued, mean decode step) of each sample."""
@@ -125,8 +125,6 @@ class Cluster:
             kvcache_balancing_threshold=options.kvcache_balancing_threshold,
         )
         self._choose_prefill = prefill_policy(options.policy, options.seed)
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._next_number = count(1).__next__
         self.num_events = 0
         """After `run`: arrivals and what followed from them."""
         self._is_arriving = False
@@ -158,23 +156,21 @@ class Cluster:
         for fault in self.options.faults:
             self._at(fault.at_s, self._node_dies, fault)
         self._is_arriving = True
-        events = self._events
         for number, row in enumerate(arrivals):
-            if events and events[0][0] < row.arrival_s:
-                self._run_until(row.arrival_s)
+            self._run_until(row.arrival_s)
             self.now_s = row.arrival_s
             self._arrived(row)
             if watch is not None and not number % WATCH_EVERY:
                 watch(self.now_s, number + 1)
         self._is_arriving = False
         self._run_until(inf)
-        self.num_events = self._next_number() - 1 + self.outcomes.num_arrived
+        self.num_events = self._events.num_scheduled + self.outcomes.num_arrived
 
     def _run_until(self, moment_s: float) -> None:
         events = self._events
-        while events and events[0][0] < moment_s:
-            self.now_s, _, call, arguments = heappop(events)
-            call(*arguments)
+        while (next_s := events.next_s) < moment_s:
+            self.now_s = next_s
+            events.run_next()
 
     @property
     def _is_busy(self) -> bool:
@@ -280,9 +276,6 @@ class Cluster:
         replication.step(self.now_s)
         if self._is_busy:
             self._at(self.now_s + REPLICA_STEP_S, self._step_replicas, replication)
-
-    def _at(self, moment_s: float, call: Callable[..., None], *arguments: Any) -> None:
-        heappush(self._events, (moment_s, self._next_number(), call, arguments))
 
     def _sample(self) -> None:
         """Note the load of both pools: mean seconds to the end of the queue, mean predicted step."""

@@ -13,14 +13,13 @@ Steps with the same prompt in prefill and the same batch are taken at once, as i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from heapq import heappop, heappush
-from math import ceil
-from typing import Any
+from math import ceil, inf
 
 from conductor.cost_model import CostModel
 from conductor.replay.block_cache import BlockCache
+from conductor.replay.events import Events
 from conductor.replay.outcome import Outcomes, Segment, worst_gaps_s
 from conductor.replay.trace import TraceRequest
 
@@ -117,19 +116,15 @@ class ColocatedCluster:
         self.now_s = 0.0
         self._nodes = [_Node(f"c{number}", cost, block_size) for number in range(num_nodes)]
         self._cost = cost
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._number = 0
+        self._events = Events()
+        self._at = self._events.at
 
     def run(self, arrivals: Iterator[TraceRequest]) -> None:
         """Serve every request of `arrivals`, which come in order of time, to its end."""
         self._next_arrival(arrivals)
-        while self._events:
-            self.now_s, _, call, arguments = heappop(self._events)
-            call(*arguments)
-
-    def _at(self, moment_s: float, call: Callable[..., None], *arguments: Any) -> None:
-        self._number += 1
-        heappush(self._events, (moment_s, self._number, call, arguments))
+        while (next_s := self._events.next_s) < inf:
+            self.now_s = next_s
+            self._events.run_next()
 
     def _next_arrival(self, arrivals: Iterator[TraceRequest]) -> None:
         row = next(arrivals, None)

@@ -38,6 +38,7 @@ MODULES = (
     "conductor.replay.block_cache",
     "conductor.replay.cluster",
     "conductor.replay.decode_node",
+    "conductor.replay.events",
     "conductor.replay.links",
     "conductor.replay.outcome",
     "conductor.replay.policies",
