@@ -43,6 +43,8 @@ from transfer.segment import Segment
 
 GROUP_BYTES = 32 << 20
 """Moved while the group before it is compared with its checksums."""
+DEVICE_GROUP_BYTES = 128 << 20
+"""The same where a device takes the sums, in no time: 40 GB/s, and 34 in groups of 32 MiB (H200, 2026-11-21)."""
 GROUPS_UNDER_WAY = 3
 """One alone leaves the link idle while it is planned and told of: 21 GB/s of 55 (one H200, 2026-11-21)."""
 Sums = Callable[[Sequence[int]], Awaitable[Sequence[int]]]
@@ -333,7 +335,8 @@ class BlockCache:
         if grant is None or not len(leased.checksums) == len(grant.offsets) <= len(offsets):
             raise ProtocolError("a lease has an offset and a checksum for each block asked for")
         offsets = offsets[: len(grant.offsets)]
-        group = max(1, GROUP_BYTES // grant.length)
+        group_bytes = GROUP_BYTES if landing.sums is None else DEVICE_GROUP_BYTES
+        group = max(1, group_bytes // grant.length)
         room = asyncio.Semaphore(GROUPS_UNDER_WAY)
 
         async def num_right(at: int) -> int:
