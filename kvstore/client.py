@@ -44,7 +44,7 @@ from transfer.segment import Segment
 GROUP_BYTES = 32 << 20
 """Moved while the group before it is compared with its checksums."""
 DEVICE_GROUP_BYTES = 128 << 20
-"""The same where a device takes the sums, in no time: 40 GB/s, and 34 in groups of 32 MiB (H200, 2026-11-21)."""
+"""The same where a device takes the sums: 40 GB/s, and 34 in groups of 32 MiB (one H200, 2026-11-21)."""
 GROUPS_UNDER_WAY = 3
 """One alone leaves the link idle while it is planned and told of: 21 GB/s of 55 (one H200, 2026-11-21)."""
 Sums = Callable[[Sequence[int]], Awaitable[Sequence[int]]]
