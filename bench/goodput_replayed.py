@@ -1,0 +1,110 @@
+"""`python -m bench.goodput_replayed RESULT.json`: what replay says of rates that `bench.goodput` tried.
+
+The same arrivals, which are seeded, are simulated on as many nodes with a profile, and what came of
+them stands beside what was measured: seconds to the first token, mean gaps, the share within each
+pair of bounds, and goodput. Replay's colocated nodes have chunks of 512, and its prefill nodes take
+one prompt at a time.
+
+    python -m bench.goodput_replayed bench/results/goodput.json --profile h200-llama8b
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+from bench.goodput import goodput
+from bench.shapes import Shape, parse_shape
+from bench.workload import gamma_arrivals, synthetic_load
+from conductor.cost_model import CostModel
+from conductor.profile import Profile, load_profile
+from conductor.replay.cluster import ClusterOptions
+from conductor.replay.outcome import Outcomes
+from conductor.replay.simulate import Plan, simulate, simulate_colocated
+from conductor.replay.trace import Trace, TraceRequest
+
+BLOCK_TOKENS = 64
+
+
+def trace_of(told: dict[str, Any], rate: float, num_requests: int) -> Trace:
+    """Return the load of `bench.goodput.try_rate`, as a trace whose prompts share nothing."""
+    rng = random.Random(rate)
+    input_tokens, output_tokens = told["input_tokens"], told["output_tokens"]
+    times_s = gamma_arrivals(rate, 1.0, rng)
+    load = list(synthetic_load(num_requests, times_s, input_tokens, output_tokens, 0, rng))
+    num_blocks = -(-input_tokens // BLOCK_TOKENS)
+    rows = [
+        TraceRequest(
+            item.at_s,
+            input_tokens,
+            output_tokens,
+            range(number * num_blocks, (number + 1) * num_blocks),
+        )
+        for number, item in enumerate(load)
+    ]
+    return Trace("load", BLOCK_TOKENS, rows)
+
+
+def replayed(shape: Shape, trace: Trace, profile: Profile) -> Outcomes:
+    options = ClusterOptions(shape.prefill, shape.decode, BLOCK_TOKENS)
+    plan = Plan(trace, CostModel(profile), options)
+    return (simulate(plan) if shape.decode else simulate_colocated(plan)).outcomes
+
+
+def compared(told: dict[str, Any], tried: dict[str, Any], shape: Shape, profile: Profile) -> dict[str, Any]:
+    """Return one rate's figures, (measured, replayed) of each, and the shares within each pair of bounds."""
+    figures = tried["figures"]
+    outcomes = replayed(shape, trace_of(told, tried["rate"], figures["completed"]), profile)
+    ttft_ms = sorted(1e3 * value for value in outcomes.ttft_s)
+    tpot_ms = sorted(1e3 * value for value in outcomes.mean_tbt_s)
+    pairs = list(zip(outcomes.ttft_s, outcomes.mean_tbt_s, strict=True))
+    shares = [
+        sum(ttft <= bound["ttft_s"] and tpot <= bound["tpot_s"] for ttft, tpot in pairs) / len(pairs)
+        for bound in told["bounds"]
+    ]
+    return {
+        "shape": shape.name,
+        "rate": tried["rate"],
+        "median_ttft_ms": (figures["median_ttft_ms"], statistics.median(ttft_ms)),
+        "p90_ttft_ms": (figures["p90_ttft_ms"], ttft_ms[int(0.9 * (len(ttft_ms) - 1))]),
+        "median_tpot_ms": (figures["median_tpot_ms"], statistics.median(tpot_ms)),
+        "shares": (tried["shares"], shares),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("result", type=Path, help="of bench.goodput")
+    parser.add_argument("--profile", default="h200-llama8b")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    told = json.loads(options.result.read_text())
+    profile = load_profile(options.profile)
+    rows = []
+    for measured in told["shapes"]:
+        shape = parse_shape(measured["shape"])
+        found = [compared(told, tried, shape, profile) for tried in measured["tried"]]
+        rows += found
+        for row in found:
+            cells = "  ".join(
+                f"{name} {row[name][0]:7.1f} / {row[name][1]:7.1f} ({row[name][1] / row[name][0] - 1:+.0%})"
+                for name in ("median_ttft_ms", "p90_ttft_ms", "median_tpot_ms")
+            )
+            print(f"{shape.name:10} {row['rate']:6.2f} req/s  {cells}")
+        rates = [row["rate"] for row in found]
+        for index, bound in enumerate(told["bounds"]):
+            predicted = goodput(rates, [row["shares"][1][index] for row in found])
+            was = measured["goodput"][index]
+            print(f"{shape.name:10} goodput within {bound['tpot_s'] * 1e3:g} ms: {was:.2f} / {predicted:.2f}")
+    if options.out:
+        options.out.write_text(json.dumps({"profile": options.profile, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
