@@ -71,8 +71,26 @@ class Carried:
     tokens_per_s: float
     cpu_us_per_token: float
     """Of the conductor's process."""
+    client_cpu_us_per_token: float
     requests_per_s: float
     cpu_us_per_request: float
+    client_cpu_us_per_request: float
+
+
+class Spent:
+    """Processor time of the conductor and of this process from here on."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._conductor_s, self._client_s = cpu_seconds(pid), time.process_time()
+
+    def us_each(self, count: int) -> tuple[float, float]:
+        """Return microseconds of both for each of `count`."""
+        conductor_s, client_s = (
+            cpu_seconds(self._pid) - self._conductor_s,
+            time.process_time() - self._client_s,
+        )
+        return conductor_s / count * 1e6, client_s / count * 1e6
 
 
 class HttpClient:
@@ -122,28 +140,28 @@ class GrpcClient:
         return sum([len(response.token_ids) async for response in answer])
 
 
-async def streamed(ask: Ask, pid: int, streams: int = STREAMS) -> tuple[float, float]:
-    """Return tokens a second and the conductor's processor microseconds for each."""
-    cpu_s, begin_s = cpu_seconds(pid), time.perf_counter()
+async def streamed(ask: Ask, pid: int, streams: int = STREAMS) -> tuple[float, float, float]:
+    """Return tokens a second, and processor microseconds of conductor and client for each."""
+    spent, begin_s = Spent(pid), time.perf_counter()
     counts = await asyncio.gather(*(ask(TOKENS) for _ in range(streams)))
     took_s = time.perf_counter() - begin_s
     if set(counts) != {TOKENS}:
         raise RuntimeError(f"streams of {TOKENS} tokens had {sorted(set(counts))}")
-    return sum(counts) / took_s, (cpu_seconds(pid) - cpu_s) / sum(counts) * 1e6
+    return sum(counts) / took_s, *spent.us_each(sum(counts))
 
 
-async def admitted(ask: Ask, pid: int) -> tuple[float, float]:
-    """Return requests a second and the conductor's processor microseconds for each."""
+async def admitted(ask: Ask, pid: int) -> tuple[float, float, float]:
+    """Return requests a second, and processor microseconds of conductor and client for each."""
     left = iter(range(REQUESTS))
 
     async def one_after_another() -> None:
         for _ in left:
             await ask(1)
 
-    cpu_s, begin_s = cpu_seconds(pid), time.perf_counter()
+    spent, begin_s = Spent(pid), time.perf_counter()
     await asyncio.gather(*(one_after_another() for _ in range(ASKING)))
     took_s = time.perf_counter() - begin_s
-    return REQUESTS / took_s, (cpu_seconds(pid) - cpu_s) / REQUESTS * 1e6
+    return REQUESTS / took_s, *spent.us_each(REQUESTS)
 
 
 async def compare(cluster: StubCluster) -> list[Carried]:
@@ -160,7 +178,8 @@ async def compare(cluster: StubCluster) -> list[Carried]:
                 )
                 rows[api].append(row)
                 print(
-                    f"{api}: {row[0]:,.0f} tokens/s {row[1]:.1f} us, {row[2]:,.0f} requests/s {row[3]:.0f} us"
+                    f"{api}: {row[0]:,.0f} tokens/s {row[1]:.1f} us (client {row[2]:.1f}), "
+                    f"{row[3]:,.0f} requests/s {row[4]:.0f} us (client {row[5]:.0f})"
                 )
         return [
             Carried(api, *(statistics.median(column) for column in zip(*found, strict=True)))
@@ -169,15 +188,16 @@ async def compare(cluster: StubCluster) -> list[Carried]:
 
 
 async def added(cluster: StubCluster, rate: float, seconds: float) -> dict[str, float]:
-    """Return shares of requests by what was added to their TTFT, at an open-loop rate over gRPC.
+    """Return shares of requests by what was added to their TTFT, at an open-loop rate over HTTP.
 
     It is what the conductor's own metrics call frontend and dispatch: all that is neither
     queue, nor prefill, nor transfer; the messages to the nodes and back are in it.
     """
     before = buckets(cluster)
     rng = random.Random(1)
-    async with grpc.aio.insecure_channel(cluster.grpc_address) as channel, asyncio.TaskGroup() as group:
-        client = GrpcClient(channel)
+    # of the two the client that takes a fifth of the other's time, on cores that it shares
+    client = HttpClient(cluster.http_port)
+    async with asyncio.TaskGroup() as group:
         end_s = time.perf_counter() + seconds
         while time.perf_counter() < end_s:
             group.create_task(client.ask(8))
@@ -203,8 +223,8 @@ def main() -> None:
     about = about_run()
     with stub_cluster(quick_profile(), 1, 1, arguments.interval_ms) as cluster:
         carried = asyncio.run(compare(cluster))
-        by_grpc = next(row for row in carried if row.api == "grpc")
-        half = by_grpc.requests_per_s / 2
+        by_http = next(row for row in carried if row.api == "http")
+        half = by_http.requests_per_s / 2
         shares = asyncio.run(added(cluster, half, 8.0))
     for row in carried:
         print(row)

@@ -56,7 +56,7 @@ def main() -> None:
                 for name, cluster in list(clusters.items())[:: (1, -1)[number % 2]]:
                     # Its connections live on the event loop of the round.
                     client = HttpClient(cluster.http_port, unchecked() if name == "tls" else None)
-                    tokens_per_s, us = uvloop.run(streamed(client.ask, cluster.conductor_pid, streams))
+                    tokens_per_s, us, _ = uvloop.run(streamed(client.ask, cluster.conductor_pid, streams))
                     row |= {f"{name}_tokens_per_s": round(tokens_per_s), f"{name}_us": round(us, 1)}
                 row["ratio"] = round(row["tls_tokens_per_s"] / row["plain_tokens_per_s"], 3)
                 found.setdefault(str(streams), []).append(row)
