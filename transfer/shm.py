@@ -27,8 +27,9 @@ from transfer.mapped import MappedPeer, MappedPeers
 
 INLINE_BYTES = 1 << 20
 """A batch up to this size is copied on the event loop."""
-STEP_BYTES = 4 << 20
-"""Copied between two looks at the grant: 1 ms."""
+STEP_BYTES = 16 << 20
+"""Copied between two looks at the grant: 4 ms. From about here on the C library stores past the caches,
+which is 6 % faster than four copies of 4 MiB (2.5 GHz Xeon, 2026-11-21)."""
 SUMMED_STEP_BYTES = 1 << 20
 """The same where what was copied is summed: what a core's second cache holds. In quarters of it the
 interpreter would be asked for four times as often, for 2 %."""
