@@ -86,9 +86,10 @@ def read_until(stream, *words):
 
 
 def host_of(environment, process):
-    """The raylet that a process of ours hangs on: its actor's worker's parent."""
-    [pid] = [pid for pid, line in marked_pids(environment).items() if f"{process}.json" in line]
-    return parent(parent(pid))
+    """The raylet that a process of ours, and its spare, hang on: their actor's worker's parent."""
+    pids = [pid for pid, line in marked_pids(environment).items() if f"{process}.json" in line]
+    [host] = {parent(parent(pid)) for pid in pids}
+    return host
 
 
 def parent(pid):
