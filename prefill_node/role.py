@@ -90,7 +90,7 @@ class PrefillRole:
                 else:
                     self._tell(message.work, done)
         except TimeoutError:
-            raise DeadlineError("the prefill did not end in time") from None
+            raise DeadlineError("the prompt, or what was generated here, did not end in time") from None
 
     def _tell(self, work: Work, done: _Computed) -> None:
         self._observe(work.request_id, done.times)
