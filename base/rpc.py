@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -43,6 +43,11 @@ log = logging.getLogger(__name__)
 ERROR_DOMAIN = "conductor"
 MAX_MESSAGE_CHARS = 1_000
 """Statuses travel in headers, which peers bound at 8 KiB."""
+MAX_NOT_TAKEN_UP = 8192
+"""Calls, of all connections, that wait for the event loop. Each is told what the handler says, be it only
+when to come again; grpc itself can but cancel those beyond, and would some from its own 1,000 on."""
+HEAR_S = 1.0
+"""A call that is refused waits so long for the first message of its stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +172,12 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_metadata_size", 16 << 10),
+        # What a client has beyond these waits on its side.
         ("grpc.max_concurrent_streams", 1024),
+        # Off: it counts streams that have ended and are not forgotten yet, and resets a busy server's calls.
+        ("grpc.http.overload_protection", 0),
+        ("grpc.server.max_pending_requests", MAX_NOT_TAKEN_UP),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_NOT_TAKEN_UP),
         ("grpc.server_handshake_timeout_ms", 10_000),
         # A second process on the same port is a mistake, not a share of the load.
         ("grpc.so_reuseport", 0),
@@ -252,10 +262,19 @@ class _Border(grpc.aio.ServerInterceptor):
                 handler_call_details.method,
                 self._admit,
                 handler.response_streaming,
+                handler.request_streaming,
             ),
             handler.request_deserializer if handler.request_streaming else None,
             handler.response_serializer,
         )
+
+
+async def _hear(context: Context) -> None:
+    """Let a client write what it began with: one whose write meets the call's end is told INTERNAL by its
+    own library, in place of the status."""
+    with suppress(TimeoutError, DecodeError):
+        async with asyncio.timeout(HEAR_S):
+            await context.read()
 
 
 def _parsing(behaviour: Callable[[Any, Any], Any], handler: Any) -> Callable[[Any, Any], Any]:
@@ -266,11 +285,13 @@ def _parsing(behaviour: Callable[[Any, Any], Any], handler: Any) -> Callable[[An
 
 
 def _bordered(
-    behaviour: Callable[[Any, Any], Any], method: str, admit: Admit, is_streaming: bool
+    behaviour: Callable[[Any, Any], Any], method: str, admit: Admit, is_streaming: bool, reads_stream: bool
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     async def run(request: Any, context: Context) -> Any:
+        unheard = reads_stream
         try:
             with admit(method, context):
+                unheard = False
                 answer = behaviour(request, context)
                 if not isinstance(answer, AsyncGenerator):
                     return await answer
@@ -278,6 +299,8 @@ def _bordered(
                     async for response in responses:
                         await context.write(response)
         except ServeError as error:
+            if unheard:
+                await _hear(context)
             await _end_call(context, error, is_streaming)
         except DecodeError as error:
             refused = InvalidRequestError(f"no message of this method: {error}")
