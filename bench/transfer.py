@@ -24,6 +24,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,10 +55,22 @@ class Case:
     block: int
     batch: int
     tasks: int
+    apart: bool = False
+    """With a gap after each block, so that each is a piece of its own."""
 
     @property
     def num_bytes(self) -> int:
         return self.block * self.batch
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        stride = self.block * (1 + self.apart)
+        return tuple(range(0, stride * self.batch, stride))
+
+    @property
+    def span_bytes(self) -> int:
+        """Of memory that the blocks lie in."""
+        return self.offsets[-1] + self.block
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +93,7 @@ class Ours:
         self._target_id = target_id
 
     def grant_of(self, case: Case, generation: int) -> Grant:
-        offsets = tuple(range(0, case.num_bytes, case.block))
-        return Grant(self._target_id, generation, Operation.WRITE, offsets, case.block, LEASE_S)
+        return Grant(self._target_id, generation, Operation.WRITE, case.offsets, case.block, LEASE_S)
 
     async def run(self, case: Case, grant: Grant, count: int) -> list[float]:
         """Return the seconds of each batch, `case.tasks` of them at a time."""
@@ -115,8 +127,8 @@ async def serve(num_bytes: int, transports: tuple[str, ...]) -> None:
         peer = asdict(agent.descriptor)
         say({"peer": peer, "segment_id": segment.segment_id, "port": listener.getsockname()[1]})
         while line := await reader.readline():
-            block, batch = map(int, line.split())
-            offsets = tuple(range(0, block * batch, block))
+            block, batch, apart = map(int, line.split())
+            offsets = Case("", block, batch, 1, bool(apart)).offsets
             grant = agent.grant(segment, offsets, block, Operation.WRITE, LEASE_S)
             say({"generation": grant.generation})
 
@@ -151,7 +163,7 @@ class Child:
 
     def generation_for(self, case: Case) -> int:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{case.block} {case.batch}\n")
+        self._process.stdin.write(f"{case.block} {case.batch} {int(case.apart)}\n")
         self._process.stdin.flush()
         return int(self._read()["generation"])
 
@@ -165,7 +177,7 @@ async def measure_transport(
     transport: str, cases: list[Case], rounds: int, mooncake_python: str
 ) -> list[dict[str, Any]]:
     """Return one line of results for each case."""
-    num_bytes = max(case.num_bytes for case in cases)
+    num_bytes = max(case.span_bytes for case in cases)
     with ExitStack() as stack:
         child = Child(num_bytes, transport, stack)
         rivals: dict[str, Rival] = {"memcpy": Memcpy(num_bytes)}
@@ -193,16 +205,18 @@ async def measure(
         rival.run(case.block, case.batch, 2)
     count = max(2, min(400, int(ROUND_S * EXPECTED_BYTES_PER_S[case.transport] / case.num_bytes)))
     elapsed_s: dict[str, list[float]] = {"ours": [], **{name: [] for name in rivals}}
-    span_s = 0.0
+    span_s = user_s = 0.0
     for _ in range(rounds):
-        begun_s = time.perf_counter()
+        begun_s, used_s = time.perf_counter(), os.times().user
         elapsed_s["ours"] += await ours.run(case, grant, count)
         span_s += time.perf_counter() - begun_s
+        user_s += os.times().user - used_s
         for name, rival in rivals.items():
             elapsed_s[name] += rival.run(case.block, case.batch, count)
     figures = {name: figures_of(case, times) for name, times in elapsed_s.items()}
     line: dict[str, Any] = {**asdict(case), "rounds": rounds}
     line["aggregate_gb_per_s"] = round(case.num_bytes * case.tasks * count * rounds / span_s / 1e9, 3)
+    line["user_us_a_block"] = round(user_s * 1e6 / (case.batch * case.tasks * count * rounds), 2)
     for name, each in figures.items():
         line[name] = asdict(each)
         if name != "ours":
@@ -248,6 +262,7 @@ def main() -> None:
     parser.add_argument("--batches", type=numbers, default=[1])
     parser.add_argument("--tasks", type=numbers, default=[1])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--apart", action="store_true", help="leave gaps between blocks: none are merged")
     parser.add_argument("--mooncake-python", default="", help="a Python that has Mooncake's wheel")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--cuda", action="store_true", help="measure GPUs instead: bench/transfer_cuda.py")
@@ -265,14 +280,29 @@ def main() -> None:
     results = []
     for transport in transports:
         cases = [
-            Case(transport, block, batch, tasks)
+            Case(transport, block, batch, tasks, options.apart)
             for block in options.blocks
             for batch in options.batches
             for tasks in options.tasks
             if block * batch <= 1 << 30
         ]
         results += asyncio.run(measure_transport(transport, cases, options.rounds, options.mooncake_python))
-    write_report({"about": about_run(), "results": results}, options.json)
+    about = {**about_run(), "loop_us": round(loop_us(), 3)}
+    write_report({"about": about, "results": results}, options.json)
+
+
+def loop_us() -> float:
+    """Return what one turn of a loop over tuples, a dict and a queue takes: how fast Python is here."""
+    turns, best_s = 20_000, float("inf")
+    for _ in range(5):
+        queue: deque[tuple[int, str, int]] = deque(maxlen=64)
+        known: dict[int, int] = {}
+        begun_s = time.perf_counter()
+        for number in range(turns):
+            queue.append((number, "row", number + 1))
+            known[number & 63] = queue[0][2]
+        best_s = min(best_s, time.perf_counter() - begun_s)
+    return best_s * 1e6 / turns
 
 
 def write_report(report: dict[str, Any], path: Path | None) -> None:

@@ -96,6 +96,8 @@ class Pieces:
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
         """Yield (offset, offset at the peer, length) of each."""
+        if len(self.lengths) == 1:
+            return iter(((int(self.offsets[0]), int(self.peer_offsets[0]), self.num_bytes),))
         return zip(self.offsets.tolist(), self.peer_offsets.tolist(), self.lengths.tolist(), strict=True)
 
     def views(self) -> list[memoryview]:

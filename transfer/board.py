@@ -32,9 +32,9 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
 from base.checksum import checksum
 from base.errors import LeaseExpiredError, ProtocolError, StaleError, TransferFailedError
@@ -132,6 +132,23 @@ class Board:
         return True
 
 
+class Held:
+    """One hold on a grant's ranges, for a `with`. A generator would cost each small copy a microsecond."""
+
+    def __init__(self, board: PeerBoard, grant: Grant) -> None:
+        self._board = board
+        self._grant = grant
+
+    def __enter__(self) -> None:
+        """Raises as `PeerBoard.hold`."""
+        self._board.hold(self._grant)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._board.let_go(self._grant)
+
+
 class PeerBoard:
     """A peer's board and its segments, mapped. Any thread may call anything but `close`."""
 
@@ -197,25 +214,12 @@ class PeerBoard:
         finally:
             os.close(fd)
 
-    @contextmanager
-    def held(self, grant: Grant) -> Iterator[None]:
-        """Keep the ranges of a live grant from being reused for the length of the body.
-
-        Raises:
-            LeaseExpiredError, StaleError: the grant has ended or was never given.
-            ProtocolError: the grant is live and says something else.
-        """
-        slot = grant.generation & _SLOT_MASK
-        if slot >= NUM_SLOTS or not self._hold(slot):
-            raise StaleError(f"grant {grant.generation:#x} is being revoked")
-        try:
-            self._require_posted(grant, _SLOTS_AT + 4 * slot)
-            yield
-        finally:
-            self._let_go(slot)
+    def held(self, grant: Grant) -> Held:
+        """Return what keeps the ranges of a live grant from being reused for the length of a `with`."""
+        return Held(self, grant)
 
     def require_live(self, grant: Grant) -> None:
-        """Raise as `held` does if a grant that is held has ended meanwhile."""
+        """Raise as `hold` does if a grant that is held has ended meanwhile."""
         at = _SLOTS_AT + 4 * (grant.generation & _SLOT_MASK)
         if self._words[at] != grant.generation:
             self._require_posted(grant, at)
@@ -226,22 +230,39 @@ class PeerBoard:
         self._segments.clear()
         os.close(self._fd)
 
-    def _hold(self, slot: int) -> bool:
+    def hold(self, grant: Grant) -> None:
+        """Keep the ranges of a live grant from being reused until `let_go`.
+
+        Raises:
+            LeaseExpiredError, StaleError: the grant has ended or was never given.
+            ProtocolError: the grant is live and says something else.
+        """
+        slot = grant.generation & _SLOT_MASK
+        if slot >= NUM_SLOTS:
+            raise StaleError(f"no grant {grant.generation:#x}")
         # One lock for the whole process, so threads of it are counted here.
         with self._holds_lock:
-            if self._holds.get(slot, 0) == 0:
+            holds = self._holds.get(slot, 0)
+            if not holds:
                 try:
                     _lock(self._fd, slot, fcntl.F_RDLCK, wait=False)
-                except BlockingIOError:
-                    return False
-            self._holds[slot] = self._holds.get(slot, 0) + 1
-            return True
+                except BlockingIOError as error:
+                    raise StaleError(f"grant {grant.generation:#x} is being revoked") from error
+            self._holds[slot] = holds + 1
+        try:
+            self._require_posted(grant, _SLOTS_AT + 4 * slot)
+        except BaseException:
+            self.let_go(grant)
+            raise
 
-    def _let_go(self, slot: int) -> None:
+    def let_go(self, grant: Grant) -> None:
+        """End one `hold`."""
+        slot = grant.generation & _SLOT_MASK
         with self._holds_lock:
-            self._holds[slot] -= 1
-            if self._holds[slot] == 0:
-                del self._holds[slot]
+            left = self._holds.pop(slot) - 1
+            if left:
+                self._holds[slot] = left
+            else:
                 _lock(self._fd, slot, fcntl.F_UNLCK, wait=False)
 
     def _require_posted(self, grant: Grant, at: int) -> None:

@@ -38,6 +38,8 @@ from transfer.ranges import Offsets
 
 MAX_FRAME_BYTES = 4 << 20
 """Payload of one frame: 1 to 2 ms on a fast loopback, the longest anything urgent waits."""
+SMALL_BYTES = 1 << 20
+"""Up to here a batch is somebody's to wait for: 0.2 ms at most. Its way there and back counts."""
 MAX_RANGES = 1024
 _MAX_REASON_BYTES = 512
 _MAGIC = 0x4D534721
@@ -117,6 +119,11 @@ def pack(header: Header, table: bytes = b"") -> bytes:
     return head + table
 
 
+def pack_ack(frame_id: int) -> bytes:
+    """Return the acknowledgement of a WRITE."""
+    return _HEADER.pack(_MAGIC, _VERSION, Kind.ACK, 0, 1, 0, frame_id, 0, 0, 0, 0)
+
+
 def table_of(offsets: Offsets, lengths: Offsets) -> bytes:
     """Return the table of a frame's ranges; a single one is told by the header alone."""
     if len(offsets) == 1:
@@ -145,7 +152,6 @@ def unpack_ranges(header: Header, table: bytes | bytearray | memoryview) -> tupl
     Numbers above 2**63 come out negative, and no grant covers those.
     """
     if header.num_ranges == 1:
-        # The most frequent case by far, and one that somebody waits for.
         both = np.array((header.offset, header.num_bytes), np.uint64).view(np.int64)
         offsets, lengths = both[:1], both[1:]
         adds_up = header.num_bytes > 0

@@ -123,13 +123,14 @@ class GrantTable:
             StaleError: it was revoked, or this process never issued it.
             ProtocolError: it is live and allows something else.
         """
-        entry = self._live_entry(generation)
-        grant = entry.grant
-        if grant.segment_id != segment_id:
-            raise ProtocolError(f"the grant is on segment {grant.segment_id:#x}, not {segment_id:#x}")
-        if grant.operation is not operation:
-            raise ProtocolError(f"the grant is to {grant.operation.name}, not to {operation.name}")
-        if not entry.ranges.covers(offsets, lengths):
+        if not self._allowed(segment_id, generation, operation).covers(offsets, lengths):
+            raise ProtocolError("a range lies outside the grant")
+
+    def check_one(
+        self, segment_id: int, generation: int, operation: Operation, offset: int, length: int
+    ) -> None:
+        """Do as `check` for one range, without arrays, which somebody waits for."""
+        if not self._allowed(segment_id, generation, operation).covers_one(offset, length):
             raise ProtocolError("a range lies outside the grant")
 
     def require_live(self, generation: int) -> None:
@@ -198,6 +199,15 @@ class GrantTable:
             # Zero marks "no grant" in shared memory.
             if generation >> SLOT_BITS and (last is None or last.grant.generation != generation):
                 return generation
+
+    def _allowed(self, segment_id: int, generation: int, operation: Operation) -> Ranges:
+        entry = self._live_entry(generation)
+        grant = entry.grant
+        if grant.segment_id != segment_id:
+            raise ProtocolError(f"the grant is on segment {grant.segment_id:#x}, not {segment_id:#x}")
+        if grant.operation is not operation:
+            raise ProtocolError(f"the grant is to {grant.operation.name}, not to {operation.name}")
+        return entry.ranges
 
     def _live_entry(self, generation: int) -> _Entry:
         slot = _slot_of(generation)

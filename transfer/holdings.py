@@ -97,11 +97,16 @@ class Holdings:
         Any thread. Raises as `GrantTable.check` does.
         """
         self.grants.check(segment_id, generation, operation, offsets, lengths)
-        segment = self.segment(segment_id)
-        if segment.device is not None:
-            raise ProtocolError("the segment is a GPU's memory")
+        memory = self._host_memory(segment_id)
         ranges = zip(offsets.tolist(), lengths.tolist(), strict=True)
-        return [segment.memory[offset : offset + length] for offset, length in ranges]
+        return [memory[offset : offset + length] for offset, length in ranges]
+
+    def view(
+        self, segment_id: int, generation: int, operation: Operation, offset: int, length: int
+    ) -> memoryview:
+        """Return the memory of one range, as `views` does of several."""
+        self.grants.check_one(segment_id, generation, operation, offset, length)
+        return self._host_memory(segment_id)[offset : offset + length]
 
     def segment(self, segment_id: int) -> Segment:
         """Return a segment of ours; raises StaleError if there is none of that id. Any thread."""
@@ -109,6 +114,12 @@ class Holdings:
         if segment is None:
             raise StaleError(f"no segment {segment_id:#x}")
         return segment
+
+    def _host_memory(self, segment_id: int) -> memoryview:
+        segment = self.segment(segment_id)
+        if segment.device is not None:
+            raise ProtocolError("the segment is a GPU's memory")
+        return segment.memory
 
     def close(self) -> None:
         """Close every segment and the board. Memory lives on while somebody maps it."""

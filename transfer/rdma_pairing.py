@@ -18,12 +18,12 @@ from itertools import count
 from base.errors import ProtocolError, ServeError, TransferFailedError
 from transfer.batch import Pieces, Priority
 from transfer.completion import Completion
+from transfer.express import ExpressLink, Single
 from transfer.frame import Kind
 from transfer.rails import RailHealth
 from transfer.rdma import MAX_OUTSTANDING, SIGNAL_EVERY, Ended, QueuePair, Rail, unpack_ends
-from transfer.reactor import LoopPoller
 from transfer.segment import Segment
-from transfer.tcp_link import Frame, LinkState, TcpLink
+from transfer.tcp_link import Frame
 
 WORK_BYTES = 1 << 20
 """One work request at most: 21 us on a 400 Gb/s link, several times the cost of posting it."""
@@ -64,17 +64,13 @@ class Call:
     """A frame on the control connection, and the wait for its answer."""
 
     def __init__(self, kind: Kind, answer_bytes: int) -> None:
-        self._completion = Completion()
+        self._single = Single()
         self.answer = bytearray(answer_bytes)
-        self.frame = Frame(self, kind, incoming=[memoryview(self.answer)])
+        self.frame = Frame(self._single, kind, incoming=[memoryview(self.answer)])
 
-    def frame_ended(self, error: ServeError | None) -> None:
-        self._completion.end(error)
-
-    async def answered(self, link: TcpLink) -> bytes:
+    async def answered(self, link: ExpressLink) -> bytes:
         """Send it and return the answer; raises what the peer refused it with."""
-        link.submit([self.frame])
-        await self._completion.wait(lambda: link.detach(self))
+        await link.carry(self._single, self.frame)
         return bytes(self.answer)
 
 
@@ -137,8 +133,7 @@ class Pairing:
         self._background: deque[Work] = deque()
         self._pairing = asyncio.Lock()
         self._is_paired = False
-        self.link = TcpLink(address, epoch, LoopPoller(), self._on_link_closed)
-        self.link.connect()
+        self.link = ExpressLink(address, epoch, self._on_link_closed)
 
     async def ready(self) -> None:
         """Return when the lanes are open; raises TransferFailedError or StaleError."""
@@ -151,7 +146,7 @@ class Pairing:
 
     def is_spent(self) -> bool:
         """Return whether another pairing would reach the peer better than this one."""
-        if self.link.state is LinkState.CLOSED:
+        if self.link.is_closed:
             return True
         is_revived = any(lane.is_lost and self._health.is_usable(lane.pair.rail.name) for lane in self._lanes)
         return is_revived and not any(lane.under_way for lane in self._lanes)

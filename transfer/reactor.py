@@ -20,6 +20,39 @@ READABLE = select.EPOLLIN
 WRITABLE = select.EPOLLOUT
 
 
+LOOKS = 200
+"""For what is about to come, before sleeping for it: 100 us."""
+MAX_SKIPS = 63
+"""Occasions that are slept through after it was looked in vain again and again."""
+
+
+class Patience:
+    """Whether to look for something for a moment before sleeping for it: only where that has paid lately.
+
+    To be woken costs both sides of a small batch more than the batch. But where the processors
+    are busy, who looks keeps what it looks for from running.
+    """
+
+    def __init__(self) -> None:
+        self._skips = 0
+        self._last_skips = 0
+
+    def looks(self) -> int:
+        """Return how often to look, this time."""
+        if self._skips:
+            self._skips -= 1
+            return 0
+        return LOOKS
+
+    def paid(self) -> None:
+        """It came while it was looked for."""
+        self._last_skips = 0
+
+    def was_in_vain(self) -> None:
+        """It did not come in time."""
+        self._skips = self._last_skips = min(MAX_SKIPS, 2 * self._last_skips + 1)
+
+
 class Poller(Protocol):
     """What a socket needs of the thread that owns it: a reactor, or the event loop."""
 
@@ -45,21 +78,35 @@ class LoopPoller:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._watched: dict[int, int] = {}
+        self._watched: dict[int, tuple[int, Callable[[int], None]]] = {}
+        self._ready = select.poll()
 
     def watch(self, fd: int, events: int, on_ready: Callable[[int], None]) -> None:
-        if self._watched.get(fd, 0) & WRITABLE and not events & WRITABLE:
+        before, _ = self._watched.get(fd, (0, on_ready))
+        if before & WRITABLE and not events & WRITABLE:
             self._loop.remove_writer(fd)
         if events & READABLE:
             self._loop.add_reader(fd, on_ready, READABLE)
         if events & WRITABLE:
             self._loop.add_writer(fd, on_ready, WRITABLE)
-        self._watched[fd] = events
+        self._watched[fd] = events, on_ready
+        self._ready.register(fd, events)
 
     def forget(self, fd: int) -> None:
         if self._watched.pop(fd, None) is not None:
             self._loop.remove_reader(fd)
             self._loop.remove_writer(fd)
+            self._ready.unregister(fd)
+
+    def is_ready(self, timeout_ms: int) -> bool:
+        """Wait for the sockets at most so long; return whether there is anything to do."""
+        return bool(self._ready.poll(timeout_ms))
+
+    def turn(self) -> None:
+        """Do what the sockets are ready for now, as the loop would a little later."""
+        for fd, events in self._ready.poll(0):
+            if fd in self._watched:
+                self._watched[fd][1](events)
 
     def post(self, call: Callable[[], None]) -> None:
         call()
@@ -75,8 +122,14 @@ class Reactor:
         self._watched: dict[int, Callable[[int], None]] = {}
         self._posted: deque[Callable[[], None]] = deque()
         self._stopping = False
+        self._looks = 0
+        self._patience = Patience()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def stay_awake(self) -> None:
+        """Look for what comes next for a moment, instead of sleeping until it is there. On its thread."""
+        self._looks = self._patience.looks()
 
     def post(self, call: Callable[[], None]) -> None:
         """Run `call` on the reactor's thread, soon."""
@@ -106,13 +159,24 @@ class Reactor:
 
     def _run(self) -> None:
         while not self._stopping:
-            for fd, events in self._epoll.poll():
+            ready = self._epoll.poll(0 if self._looks else -1)
+            if self._looks:
+                self._look_counted(bool(ready))
+            for fd, events in ready:
                 if fd == self._wake_fd:
                     os.eventfd_read(self._wake_fd)
                     self._run_posted()
                 elif fd in self._watched:
                     # An earlier one of this turn may have closed it.
                     self._watched[fd](events)
+
+    def _look_counted(self, found: bool) -> None:
+        if found:
+            self._patience.paid()
+        else:
+            self._looks -= 1
+            if not self._looks:
+                self._patience.was_in_vain()
 
     def _run_posted(self) -> None:
         while self._posted:

@@ -118,14 +118,12 @@ class _Copy:
         return running.value()
 
     def _copy_piece(self, offset: int, peer_address: int, num_bytes: int) -> None:
-        is_write = self._grant.operation is Operation.WRITE
+        board, grant = self._peer.board, self._grant
+        source, target = self._pieces.segment.address + offset, peer_address
+        if grant.operation is Operation.READ:
+            source, target = target, source
         for start in range(0, num_bytes, STEP_BYTES):
             if self._cancelled:
                 raise TransferFailedError("cancelled")
-            self._peer.board.require_live(self._grant)
-            ours, theirs = self._pieces.segment.address + offset + start, peer_address + start
-            length = min(STEP_BYTES, num_bytes - start)
-            if is_write:
-                ctypes.memmove(theirs, ours, length)
-            else:
-                ctypes.memmove(ours, theirs, length)
+            board.require_live(grant)
+            ctypes.memmove(target + start, source + start, min(STEP_BYTES, num_bytes - start))

@@ -16,7 +16,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
@@ -27,8 +27,6 @@ from transfer.reactor import READABLE, WRITABLE, Poller
 _SINK_BYTES = 1 << 20
 _NO_TABLE = memoryview(b"")
 MAX_VECTORS = min(512, os.sysconf("SC_IOV_MAX"))
-_FRAMES_PER_TURN = 16
-"""Received from one socket before the others get their turn."""
 
 
 class StreamOwner(Protocol):
@@ -51,12 +49,12 @@ class StreamOwner(Protocol):
 class Incoming:
     """Where the payload of a frame goes."""
 
-    views: list[memoryview] = field(default_factory=list)
+    views: Sequence[memoryview] = ()
     owner: object | None = None
     detached: bool = False
     error: ServeError | None = None
     """Why it was refused from the start."""
-    answer: list[memoryview] = field(default_factory=list)
+    answer: Sequence[memoryview] = ()
     """What a READ that is allowed will be answered with."""
 
 
@@ -103,15 +101,45 @@ class FrameStream:
         frame_id: int = 0,
     ) -> None:
         """Queue a frame. The memory is read until the frame is out or `owner` is detached."""
-        if self._is_open:
-            self._outgoing.append(_Outgoing(frame_id, deque([memoryview(head), *views]), owner))
-            if not self._wants_write:
-                self._send_some()
+        if not self._is_open:
+            return
+        parts: list[bytes | memoryview] = [head, *views]
+        if self._outgoing or len(parts) > MAX_VECTORS:
+            sent = 0
+        else:
+            # Most frames go out whole, and need no place in a queue.
+            sent = self._send_at_once(parts)
+            if sent == sum([len(part) for part in parts]) or not self._is_open:
+                return
+        rest = deque([memoryview(part) for part in parts])
+        _advance_views(rest, sent)
+        self._outgoing.append(_Outgoing(frame_id, rest, owner, begun=sent > 0))
+        if not self._wants_write:
+            self._send_some()
 
-    def poll(self) -> None:
-        """Receive what is there, without waiting to be told that something is."""
-        if self._is_open:
-            self._receive_some()
+    def take(self, expected: bytes) -> bool:
+        """Receive what is there; return whether it was the frame `expected`, which is nobody else's then.
+
+        The answer that nearly always comes is known to the byte, and need not be understood.
+        """
+        if not self._is_open or self._header is not None or self._missing[0] is not self._head:
+            self._on_ready(READABLE)
+            return False
+        try:
+            count = self._sock.recv_into(self._head)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.close(f"receiving failed: {error}")
+            return False
+        if count == HEADER_BYTES and self._head == expected:
+            return True
+        if not count:
+            self.close("the peer closed the connection")
+            return False
+        _advance_views(self._missing, count)
+        self._receive_frame()
+        return False
 
     def detach(self, owner: object) -> list[int]:
         """Leave the owner's memory alone from here on; return the ids of dropped frames."""
@@ -143,7 +171,25 @@ class FrameStream:
         if events & WRITABLE and self._is_open:
             self._send_some()
         if events & ~WRITABLE and self._is_open:
-            self._receive_some()
+            self._receive_frame()
+
+    def _send_at_once(self, parts: list[bytes | memoryview]) -> int:
+        """Return how many bytes the socket took; it may have been closed."""
+        sent = 0
+        try:
+            if len(parts) > 2:
+                return self._sock.sendmsg(parts)
+            # The head alone: the peer checks it while the payload is being copied.
+            for part in parts:
+                count = self._sock.send(part)
+                sent += count
+                if count < len(part):
+                    break
+        except BlockingIOError:
+            return sent
+        except OSError as error:
+            self.close(f"sending failed: {error}")
+        return sent
 
     def _send_some(self) -> None:
         try:
@@ -160,12 +206,7 @@ class FrameStream:
         outgoing = self._outgoing[0]
         outgoing.begun = True
         views = outgoing.views
-        if len(views) == 2:
-            # The head alone: the peer checks it while the payload is being copied.
-            sent = self._sock.send(views[0])
-        else:
-            sent = self._sock.sendmsg(list(islice(views, MAX_VECTORS)))
-        _advance_views(views, sent)
+        _advance_views(views, self._sock.sendmsg(list(islice(views, MAX_VECTORS))))
         if not views:
             self._outgoing.popleft()
 
@@ -175,15 +216,15 @@ class FrameStream:
             events = READABLE | WRITABLE if wants else READABLE
             self._poller.watch(self._sock.fileno(), events, self._on_ready)
 
-    def _receive_some(self) -> None:
+    def _receive_frame(self) -> None:
+        """Receive what is there of one frame; the next one's turn comes after other sockets'."""
         try:
-            for _ in range(_FRAMES_PER_TURN):
+            while True:
                 while self._sink_left or self._missing:
                     if not self._receive_once():
                         self.close("the peer closed the connection")
                         return
-                self._advance()
-                if not self._is_open:
+                if self._ends_frame():
                     return
         except BlockingIOError:
             return
@@ -193,50 +234,58 @@ class FrameStream:
             self.close(str(error))
 
     def _receive_once(self) -> int:
+        missing = self._missing
         if self._sink_left:
             sink = self._sink_memory()[: self._sink_left]
             count = self._sock.recv_into(sink)
             self._sink_left -= count
-            return count
-        if len(self._missing) == 1:
-            count = self._sock.recv_into(self._missing[0])
+        elif len(missing) == 1:
+            count = self._sock.recv_into(missing[0])
+            if count == len(missing[0]):
+                missing.clear()
+            else:
+                missing[0] = missing[0][count:]
         else:
-            count = self._sock.recvmsg_into(list(islice(self._missing, MAX_VECTORS)))[0]
-        _advance_views(self._missing, count)
+            count = self._sock.recvmsg_into(list(islice(missing, MAX_VECTORS)))[0]
+            _advance_views(missing, count)
         return count
 
-    def _advance(self) -> None:
-        """What was awaited is there: go on to the table, the payload or the next frame."""
-        if self._header is None:
-            self._header = unpack_header(self._head)
-            table_bytes = self._header.table_bytes
-            self._table = memoryview(bytearray(table_bytes)) if table_bytes else _NO_TABLE
-            if table_bytes:
+    def _ends_frame(self) -> bool:
+        """What was awaited is there: go on to the table or the payload; return whether that was all."""
+        header = self._header
+        if header is None:
+            header = self._header = unpack_header(self._head)
+            if header.num_ranges > 1:
+                self._table = memoryview(bytearray(header.table_bytes))
                 self._missing.append(self._table)
-                return
-        if self._incoming is None:
-            self._begin_payload(self._header)
+                return False
+            self._table = _NO_TABLE
+        incoming = self._incoming
+        if incoming is None:
+            incoming = self._begin_payload(header)
             if self._sink_left or self._missing:
-                return
-        header, incoming = self._header, self._incoming
+                return False
         self._header = self._incoming = None
         self._missing.append(self._head)
-        if incoming is not None:
-            self._owner.on_frame(header, incoming)
+        self._owner.on_frame(header, incoming)
+        return True
 
-    def _begin_payload(self, header: Header) -> None:
-        incoming = self._incoming = self._owner.on_header(header, self._table)
-        if sum([view.nbytes for view in incoming.views]) == header.payload_bytes:
+    def _begin_payload(self, header: Header) -> Incoming:
+        incoming = self._owner.on_header(header, self._table)
+        num_bytes = header.payload_bytes
+        if sum([view.nbytes for view in incoming.views]) == num_bytes:
             self._missing.extend(incoming.views)
         elif incoming.detached:
-            self._sink_left = header.payload_bytes
+            self._sink_left = num_bytes
         else:
-            raise ProtocolError(f"a payload of {header.payload_bytes} bytes was not expected")
+            raise ProtocolError(f"a payload of {num_bytes} bytes was not expected")
+        self._incoming = incoming
+        return incoming
 
     def _sink_rest(self, incoming: Incoming) -> None:
         self._sink_left = sum(view.nbytes for view in self._missing)
         self._missing.clear()
-        incoming.views = []
+        incoming.views = ()
         incoming.detached = True
 
     def _sink_memory(self) -> memoryview:

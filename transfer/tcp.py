@@ -7,7 +7,6 @@ that reactors run; a small one on a link of the event loop itself.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 
@@ -15,14 +14,10 @@ from base.errors import ServeError, TransferFailedError
 from base.grants import Grant, PeerDescriptor
 from transfer.batch import Pieces, Priority
 from transfer.completion import Completion
-from transfer.frame import MAX_FRAME_BYTES, MAX_RANGES
-from transfer.reactor import LoopPoller, Poller, Reactor
+from transfer.express import ExpressLink, Single
+from transfer.frame import MAX_FRAME_BYTES, MAX_RANGES, SMALL_BYTES
+from transfer.reactor import Poller, Reactor
 from transfer.tcp_link import Frame, LinkState, TcpLink, frame_of
-
-POLLS = 25
-"""Looks for an answer before the loop goes on: 100 us."""
-EXPRESS_BYTES = 1 << 20
-"""A batch up to this size is sent by the event loop: 0.2 ms at most."""
 
 
 class TcpTransport:
@@ -41,17 +36,18 @@ class TcpTransport:
         return None if peer.address_or_none(self.name) else "the peer does not offer it"
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
+        connected = self._connected(peer)
+        if pieces.num_bytes <= SMALL_BYTES and len(pieces) <= MAX_RANGES:
+            single = Single()
+            await connected.express().carry(single, frame_of(single, grant, pieces, priority))
+            return
         groups = pieces.grouped(MAX_FRAME_BYTES, MAX_RANGES)
         batch = _Batch(len(groups))
         frames = [frame_of(batch, grant, group, priority) for group in groups]
-        connected = self._connected(peer)
-        is_small = len(frames) == 1 and frames[0].num_bytes <= EXPRESS_BYTES
-        links = [connected.express()] if is_small else connected.bulk()[: len(frames)]
+        links = connected.bulk()[: len(frames)]
         for index, link in enumerate(links):
             batch.links.append(link)
             link.submit(frames[index :: len(links)])
-        if is_small:
-            links[0].wait_briefly()
         await batch.completion.wait(batch.cancel)
 
     async def close(self) -> None:
@@ -78,15 +74,15 @@ class _Peer:
     def __init__(self, address: str, epoch: int, reactors: Sequence[Reactor], connections: int) -> None:
         self.epoch = epoch
         self._address = address
-        self._express: _RemoteLink | None = None
+        self._express: ExpressLink | None = None
         self._pollers = [reactors[index % len(reactors)] for index in range(connections)]
         self._bulk: list[_RemoteLink] = []
         self._turn = 0
 
-    def express(self) -> _RemoteLink:
+    def express(self) -> ExpressLink:
         """Return the link of the event loop."""
         if self._express is None or self._express.is_closed:
-            self._express = _RemoteLink(self._address, self.epoch, LoopPoller())
+            self._express = ExpressLink(self._address, self.epoch)
         return self._express
 
     def bulk(self) -> list[_RemoteLink]:
@@ -109,7 +105,7 @@ class _Peer:
 
 
 class _RemoteLink:
-    """A link, called from the event loop, whichever thread it belongs to."""
+    """A link of a reactor, called from the event loop."""
 
     def __init__(self, address: str, epoch: int, poller: Poller) -> None:
         self._poller = poller
@@ -122,16 +118,6 @@ class _RemoteLink:
 
     def submit(self, frames: Sequence[Frame]) -> None:
         self._poller.post(lambda: self._link.submit(frames))
-
-    def wait_briefly(self) -> None:
-        """Receive answers for as long as a prompt peer takes, if the link is the loop's own.
-
-        To sleep and be woken through the loop takes longer than the peer does.
-        """
-        for _ in range(POLLS):
-            if not self._link.poll():
-                return
-            os.sched_yield()
 
     def detach(self, batch: _Batch) -> None:
         self._poller.post(lambda: self._link.detach(batch))

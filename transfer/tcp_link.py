@@ -21,7 +21,7 @@ from typing import Protocol
 from base.errors import ProtocolError, ServeError, StaleError, TransferFailedError
 from base.grants import Grant, Operation
 from transfer.batch import Pieces, Priority
-from transfer.frame import Header, Kind, pack, refusal_error, table_of
+from transfer.frame import Header, Kind, pack, pack_ack, refusal_error, table_of
 from transfer.reactor import WRITABLE, Poller
 from transfer.stream import FrameStream, Incoming
 from transfer.tcp_socket import tune
@@ -150,11 +150,15 @@ class TcpLink:
         if self.state is LinkState.OPEN:
             self._fill()
 
-    def poll(self) -> bool:
-        """Receive what is there; return whether answers are awaited still."""
-        if self._stream is not None and self._in_flight:
-            self._stream.poll()
-        return bool(self._in_flight)
+    @property
+    def is_sending(self) -> bool:
+        """Whether something waits for room in the socket."""
+        return self._stream is None or self._stream.num_outgoing > 0
+
+    def take_ack(self, frame: Frame) -> None:
+        """Receive what is there, which is probably the acknowledgement of this frame, in flight."""
+        if self._stream is not None and self._stream.take(pack_ack(frame.frame_id)):
+            self._answered(frame.frame_id, None)
 
     def let_go(self, hold: Frame) -> None:
         """Tell the peer that what was held is touched no more."""
@@ -167,13 +171,13 @@ class TcpLink:
 
     def on_header(self, header: Header, table: memoryview) -> Incoming:
         if header.kind is Kind.REFUSED:
-            return Incoming([memoryview(bytearray(header.num_bytes))] if header.num_bytes else [])
+            return Incoming([memoryview(bytearray(header.num_bytes))] if header.num_bytes else ())
         if header.kind is Kind.DATA:
             frame = self._in_flight.get(header.frame_id)
             if frame is None:
                 # The answer to a read that was cancelled.
                 return Incoming(detached=True)
-            return Incoming(list(frame.incoming), frame.owner)
+            return Incoming(frame.incoming, frame.owner)
         if header.kind is (Kind.WELCOME if self.state is LinkState.GREETING else Kind.ACK):
             return Incoming()
         raise ProtocolError(f"{header.kind.name} does not follow")

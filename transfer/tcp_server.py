@@ -11,13 +11,13 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from base.errors import ProtocolError, ServeError, StaleError
 from base.grants import Operation
 from base.logs import event
-from transfer.frame import Header, Kind, pack, pack_refusal, unpack_ranges
+from transfer.frame import SMALL_BYTES, Header, Kind, pack, pack_ack, pack_refusal, unpack_ranges
 from transfer.holdings import Holdings
 from transfer.reactor import READABLE, Reactor
 from transfer.stream import FrameStream, Incoming
@@ -152,6 +152,7 @@ class _ServerLink:
         self._server = server
         self._one_sided = one_sided
         self._greeted = False
+        self._reactor = reactor
         self._held: dict[int, int] = {}
         self._stream = FrameStream(sock, reactor, self)
 
@@ -178,7 +179,7 @@ class _ServerLink:
             error = incoming.error or self._why_ended(header)
             self._stream.send(pack_refusal(header.frame_id, error))
         elif header.kind is Kind.WRITE:
-            self._stream.send(pack(Header(Kind.ACK, header.frame_id)))
+            self._stream.send(pack_ack(header.frame_id))
         elif header.kind is Kind.READ:
             head = pack(Header(Kind.DATA, header.frame_id, header.num_bytes))
             self._stream.send(head, incoming.answer, header.generation, header.frame_id)
@@ -204,13 +205,22 @@ class _ServerLink:
         self._stream.send(pack(Header(Kind.WELCOME, generation=self._epoch)))
 
     def _checked(self, header: Header, table: memoryview, operation: Operation) -> Incoming:
-        offsets, lengths = unpack_ranges(header, table)
         if self._stream.num_outgoing > MAX_READS:
             raise ProtocolError("too many answers are waiting")
+        # A single range, the most frequent case by far, is spared the arrays.
+        ranges = None if header.num_ranges == 1 and header.num_bytes else unpack_ranges(header, table)
+        segment_id, generation = header.segment_id, header.generation
+        views: Sequence[memoryview]
         try:
-            views = self._holdings.views(header.segment_id, header.generation, operation, offsets, lengths)
+            if ranges is None:
+                offset, length = header.offset, header.num_bytes
+                views = (self._holdings.view(segment_id, generation, operation, offset, length),)
+            else:
+                views = self._holdings.views(segment_id, generation, operation, *ranges)
         except ServeError as error:
             return Incoming(detached=True, error=error)
+        if header.num_bytes <= SMALL_BYTES:
+            self._reactor.stay_awake()
         if header.kind is Kind.WRITE:
             return Incoming(views, header.generation)
         return Incoming(answer=views)

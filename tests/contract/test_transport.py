@@ -137,6 +137,27 @@ async def test_twenty_batches_at_once_all_end(
     assert peer.checksum(target, 0, 20 * BLOCK) == checksum(source.memory[: 20 * BLOCK])
 
 
+async def test_small_batches_that_follow_each_other_leave_the_loop_to_others(
+    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int
+) -> None:
+    grant = peer.grant(target, OFFSETS, BLOCK)
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    for _ in range(4000):
+        await agent.write(peer.descriptor, grant, same_place(source, OFFSETS[:1]))
+        if turns >= 4:
+            break
+    counting.cancel()
+    assert turns >= 4
+
+
 async def test_a_revoked_grant_is_stale_and_no_byte_is_touched(
     agent: TransferAgent, peer: RemotePeer, source: Segment, target: int
 ) -> None:

@@ -1,0 +1,87 @@
+"""A connection of the event loop's own, for what somebody waits for: small batches, short calls.
+
+Nothing changes threads, and for a moment the loop itself looks for the answer, because its own way to
+sleep and back takes longer than a prompt peer does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from base.errors import ServeError
+from transfer.completion import Completion
+from transfer.frame import Kind
+from transfer.reactor import LoopPoller, Patience
+from transfer.tcp_link import Frame, LinkState, TcpLink
+
+PROMPT_S = 0.001
+"""How long the loop waits for an answer; a peer that took longer last time is not waited for."""
+
+
+class Single:
+    """The owner of one frame on such a link, which mostly is over before anybody waits for it."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.error: ServeError | None = None
+        self.completion: Completion | None = None
+
+    def frame_ended(self, error: ServeError | None) -> None:
+        self.is_over = True
+        self.error = error
+        if self.completion is not None:
+            self.completion.end(error)
+
+
+class ExpressLink:
+    """Owns one link; connects at once. Frames may be carried from then on."""
+
+    def __init__(self, address: str, epoch: int, on_closed: Callable[[], None] = lambda: None) -> None:
+        self._poller = LoopPoller()
+        self._link = TcpLink(address, epoch, self._poller, on_closed)
+        self._is_prompt = False
+        self._patience = Patience()
+        self._now_s = asyncio.get_running_loop().time
+        self._link.connect()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._link.state is LinkState.CLOSED
+
+    async def carry(self, single: Single, frame: Frame) -> None:
+        """Send the frame that `single` owns, and return or raise as it ends."""
+        begun_s = self._now_s()
+        self._link.submit((frame,))
+        if self._is_prompt and frame.is_urgent:
+            self._wait_briefly(single, frame, begun_s + PROMPT_S)
+        if not single.is_over:
+            single.completion = Completion()
+            await single.completion.wait(lambda: self._link.detach(single))
+        elif single.error is not None:
+            raise single.error
+        self._is_prompt = self._now_s() - begun_s < PROMPT_S
+
+    def let_go(self, hold: Frame) -> None:
+        """Tell the peer that what was held is touched no more."""
+        self._link.let_go(hold)
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _wait_briefly(self, single: Single, frame: Frame, until_s: float) -> None:
+        """Keep the loop until the answer is there: its own way to sleep and back takes longer."""
+        looks = self._patience.looks()
+        while not single.is_over and self._now_s() < until_s:
+            if not self._poller.is_ready(0 if looks else 1):
+                if looks:
+                    looks -= 1
+                    if not looks:
+                        self._patience.was_in_vain()
+                continue
+            if self._link.is_sending or frame.kind is not Kind.WRITE:
+                self._poller.turn()
+            else:
+                self._link.take_ack(frame)
+        if looks and single.is_over:
+            self._patience.paid()
