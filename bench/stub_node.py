@@ -3,7 +3,8 @@
 For benches and tests of the conductor, whose other side it is (`base.attach.NodeWork`): one
 prompt after another is prefilled, all running sequences decode in one batch, and the tokens
 of a step leave in one message. It holds no KV; the blocks of prompts that it has prefilled are
-told of as a node would, and matched from then on.
+told of as a node would, and matched from then on. What it does ends when the profile says, and not
+a timer's resolution later each time: that would make of a prompt of 0.1 ms one of 2.
 """
 
 from __future__ import annotations
@@ -146,14 +147,16 @@ class StubNode:
 
     async def _prefill_all(self) -> None:
         loop = asyncio.get_running_loop()
+        free_at_s = 0.0
         while True:
             await self._work_came.wait()
             self._work_came.clear()
             while self._prompts:
                 prompt = self._prompts[0]
                 work, matched = prompt.work, self._matched(prompt)
-                began_at_s = loop.time()
-                await asyncio.sleep(self._cost.prefill_s(len(work.token_ids) - matched, matched))
+                began_at_s = max(free_at_s, prompt.came_at_s)
+                free_at_s = began_at_s + self._cost.prefill_s(len(work.token_ids) - matched, matched)
+                await _until(free_at_s)
                 if not self._prompts:
                     break
                 self._prompts.popleft()
@@ -169,14 +172,17 @@ class StubNode:
                     self._batch_came.set()
 
     async def _decode_all(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             await self._batch_came.wait()
             self._batch_came.clear()
+            free_at_s = loop.time()
             while self._running:
                 # who comes during a step is in the next one
                 batch = list(self._running.items())
                 context_tokens = sum(running.context_tokens for _, running in batch)
-                await asyncio.sleep(self._cost.decode_step_s(len(batch), context_tokens))
+                free_at_s += self._cost.decode_step_s(len(batch), context_tokens)
+                await _until(free_at_s)
                 for request_id, running in batch:
                     if request_id not in self._running:
                         continue
@@ -193,3 +199,8 @@ class StubNode:
         chain = prompt.chain
         depth = next((at for at, key in enumerate(chain) if key not in self._known), len(chain))
         return min(depth * self._block_size, len(prompt.work.token_ids) - 1)
+
+
+async def _until(due_s: float) -> None:
+    """Return at `due_s` by the loop's clock; where that is past, in the loop's next turn."""
+    await asyncio.sleep(max(0.0, due_s - asyncio.get_running_loop().time()))

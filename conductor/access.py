@@ -83,7 +83,7 @@ class Access:
     @contextmanager
     def _http(self, scope: Scope) -> Iterator[None]:
         path = scope["path"]
-        if path in self._open_paths:
+        if self._keys is None or path in self._open_paths:
             yield
             return
         headers = MutableHeaders(scope=scope)

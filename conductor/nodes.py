@@ -18,9 +18,6 @@ from base.errors import LostError, error_named
 from base.messages import Failed, Fetched, FromNode, Heartbeat, NodeInfo, Prefilled, Release, Tokens, ToNode
 from base.request import RequestId
 
-SEND_GAP_S = 0.001
-"""Between two messages to a node at least; the first after a pause goes at once."""
-
 
 class Mailbox:
     """What the nodes of one request tell it, in order of arrival.
@@ -103,7 +100,6 @@ class NodeSession:
         self._mailboxes: dict[RequestId, Mailbox] = {}
         self.is_lost = False
         """Its requests were ended; nothing is sent to it any more."""
-        self._sent_at_s = 0.0
 
     @contextmanager
     def exchange(self, request_id: RequestId, mailbox: Mailbox) -> Iterator[None]:
@@ -155,16 +151,14 @@ class NodeSession:
     async def outgoing(self, at_most_s: float) -> list[ToNode]:
         """Return what waits to be sent; empty if nothing came in `at_most_s`."""
         if not self._outgoing.is_set():
+            timer = asyncio.get_running_loop().call_later(at_most_s, self._outgoing.set)
             try:
-                async with asyncio.timeout(at_most_s):
-                    await self._outgoing.wait()
-            except TimeoutError:
-                return []
-        # For what is about to be sent as well: each message is a system call, here and there.
-        now_s = asyncio.get_running_loop().time()
-        if self._sent_at_s + SEND_GAP_S > now_s:
-            await asyncio.sleep(self._sent_at_s + SEND_GAP_S - now_s)
-        self._sent_at_s = max(now_s, self._sent_at_s + SEND_GAP_S)
+                await self._outgoing.wait()
+            finally:
+                timer.cancel()
+        # For what others say in this turn as well: each message is a system call, here and there. To pause
+        # between two messages gathers more and costs more: each of a request's steps waits for a timer.
+        await asyncio.sleep(0)
         self._outgoing.clear()
         items, self._outbox = self._outbox, []
         return items

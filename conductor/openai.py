@@ -68,7 +68,7 @@ def openai_app(
         reports: What answers GET at other paths, with JSON, or an awaitable of it; see `server.listening`.
     """
     # Bodies are read by our own rules, so FastAPI's description of them would be empty.
-    app = FastAPI(openapi_url=None)
+    app = _Api(openapi_url=None)
     generation = Generation(completions, rng)
     texts = _Texts(completions)
     posts: tuple[tuple[str, Work], ...] = (
@@ -88,25 +88,23 @@ def openai_app(
         answer = _report_on(report) if path.endswith("/{name}") else _report(report)
         app.add_api_route(path, answer, methods=["GET"], name=path)
     app.add_exception_handler(HTTPException, _not_found)
-    app.middleware_stack = _Shortcut(app.build_middleware_stack(), calls)
+    app.calls = calls
     return app
 
 
-class _Shortcut:
+class _Api(FastAPI):
     """Answers the calls that read a body before FastAPI's middleware and the search for their routes, which
     take longer than all else that the HTTP side does for a request."""
 
-    def __init__(self, app: ASGIApp, calls: Mapping[str, Callable[[], ASGIApp]]) -> None:
-        self._app = app
-        self._calls = calls
+    calls: Mapping[str, Callable[[], ASGIApp]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        make = self._calls.get(scope.get("path", "")) if scope.get("method") == "POST" else None
-        await (self._app if make is None else make())(scope, receive, send)
+        make = self.calls.get(scope.get("path", "")) if scope.get("method") == "POST" else None
+        await (super().__call__ if make is None else make())(scope, receive, send)
 
 
 async def _answered_before() -> Response:
-    """Stand for a call of `_Shortcut`'s in the table of routes, which knows of other methods."""
+    """Stand for one of `_Api.calls` in the table of routes, which knows of other methods."""
     raise AssertionError("no request comes here")
 
 
