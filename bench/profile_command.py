@@ -1,10 +1,11 @@
 """`conductor profile`: what prefill and decode cost on this device, as placement and replay read it.
 
 Prefill is timed on a grid of new tokens and prefix, decode on a grid of batch and
-context, each varied by itself, through the whole engine of a node. The profile holds the
+context, each varied by itself, and steps that have both on one of chunk, prefix and batch, through the
+whole engine of a node. The profile holds the
 fitted coefficients, the points, and the error at each point of a fit to the others. What
-one device cannot tell, the rate of its links and the size of the host's cache, is given
-on the command line.
+one device cannot tell, the rate of its links, the size of the host's cache and what a request takes
+outside of the engine, is given on the command line.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,11 +29,12 @@ from base.errors import ConfigError
 from bench.about_run import current_commit, processor_name
 from bench.engine_shapes import SHAPES, build_model
 from bench.engine_work import Driver, Prompts
-from bench.profile_fit import Measured, fitted
+from bench.profile_fit import Measured, MeasuredStep, fitted, with_steps
 from bench.profile_log import profile_from_run
 from conductor.profile import Evidence, Profile, profile_json
 from conductor.replay.conformance import read_run
 from engine.build import Engine, assemble_engine, build_engine
+from engine.cuda_graph import MIXED_TOKENS
 from engine.model import PagedModel
 from engine.model_store import prepare
 
@@ -50,10 +53,29 @@ class Grid:
     steps: int
     """Decode steps of a measurement."""
     repeats: int
+    chunks: tuple[int, ...]
+    """Tokens of a prompt in a step that decodes too."""
+    chunk_prefixes: tuple[int, ...]
+    chunk_batches: tuple[int, ...]
+    chunk_context: int
+    """Of each sequence that decodes beside a chunk."""
+    chunk_steps: int
 
 
 GRIDS = {
-    "cpu": Grid((16, 64, 256, 512), (0, 512, 1024), (1, 4, 12), (128, 512, 1536), steps=4, repeats=2),
+    "cpu": Grid(
+        (16, 64, 256, 512),
+        (0, 512, 1024),
+        (1, 4, 12),
+        (128, 512, 1536),
+        steps=4,
+        repeats=2,
+        chunks=(64, 256),
+        chunk_prefixes=(0, 512),
+        chunk_batches=(0, 1, 8),
+        chunk_context=256,
+        chunk_steps=3,
+    ),
     "cuda": Grid(
         (128, 512, 2048, 8192, 32_768),
         (0, 2048, 8192, 24_576),
@@ -61,6 +83,11 @@ GRIDS = {
         (512, 2048, 8192),
         steps=16,
         repeats=3,
+        chunks=(256, 512, 1024),
+        chunk_prefixes=(0, 8192),
+        chunk_batches=(0, 1, 8, 64),
+        chunk_context=4096,
+        chunk_steps=8,
     ),
 }
 
@@ -88,6 +115,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--cache-dir", type=Path, default=Path("~/.cache/conductor-cluster"))
     add("--link-bytes-per-s", type=float, default=1.5e9, help="of one node, each way; not measured here")
     add("--link-latency-s", type=float, default=0.002, help="of a hand-off; not measured here")
+    add(
+        "--request-s",
+        type=float,
+        default=0.0,
+        help="of a prefill node, beside each prefill; not measured here",
+    )
+    add("--dispatch-s", type=float, default=0.0, help="of TTFT, outside of nodes; not measured here")
+    add("--dispatch-token-s", type=float, default=0.0, help="the same, for each token of the prompt")
     add("--host-kv-tokens", type=int, default=0, help="KV in a node's share of host memory; 0: as on it")
     return parser
 
@@ -104,8 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"conductor profile: {error}\n")
         return 1
-    prefill, decode = asyncio.run(measure(engine, GRIDS[kind]))
-    profile = make_profile(options, engine, prefill, decode)
+    profile = make_profile(options, engine, asyncio.run(measure(engine, GRIDS[kind])))
     options.out.write_text(profile_json(profile))
     print_profile(profile)
     print(f"written to {options.out}")
@@ -133,32 +167,70 @@ def _engine(options: argparse.Namespace, config: EngineConfig) -> Engine:
     return build_engine(config, prepared.path, SystemClock())
 
 
-async def measure(engine: Engine, grid: Grid) -> tuple[list[Measured], list[Measured]]:
-    """Return the points of prefill and of decode, each the shortest of its repeats after a warm-up."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Points:
+    """Each the shortest of its repeats after a warm-up."""
+
+    prefill: list[Measured]
+    decode: list[Measured]
+    steps: list[MeasuredStep]
+
+
+async def measure(engine: Engine, grid: Grid) -> Points:
+    """Return the points of `grid` that the cache and the model can hold."""
     driver = Driver(engine, Prompts(engine.vocab_size, 0))
-    capacity = engine.cache.num_blocks * engine.layout.block_size
-    prefill, decode = [], []
     try:
-        for prefix in grid.prefixes:
-            for new in grid.new_tokens:
-                if prefix + new < min(engine.max_model_len, capacity):
-                    seconds = await _least(lambda: driver.prefill_s(new, 1, prefix), grid.repeats)  # noqa: B023
-                    prefill.append(Measured(new, prefix, seconds))
-                    print(f"prefill {new:7,} after {prefix:7,}: {1e3 * seconds:9.2f} ms", flush=True)
-        for context in grid.contexts:
-            for batch in grid.batches:
-                longest = context + 2 * grid.steps
-                blocks = batch * engine.layout.num_blocks(longest)
-                if longest < engine.max_model_len and blocks <= engine.cache.num_blocks:
-                    seconds = await _least(
-                        lambda: driver.decode_step_s(batch, context, grid.steps),  # noqa: B023
-                        grid.repeats,
-                    )
-                    decode.append(Measured(batch, context + grid.steps // 2, seconds))
-                    print(f"decode {batch:5} x {context:7,}: {1e3 * seconds:9.2f} ms", flush=True)
+        return Points(
+            await _measure_prefill(driver, engine, grid),
+            await _measure_decode(driver, engine, grid),
+            await _measure_steps(driver, engine, grid),
+        )
     finally:
         await driver.close()
-    return prefill, decode
+
+
+async def _measure_prefill(driver: Driver, engine: Engine, grid: Grid) -> list[Measured]:
+    capacity = engine.cache.num_blocks * engine.layout.block_size
+    points = []
+    for prefix, new in itertools.product(grid.prefixes, grid.new_tokens):
+        if prefix + new < min(engine.max_model_len, capacity):
+            seconds = await _least(lambda: driver.prefill_s(new, 1, prefix), grid.repeats)  # noqa: B023
+            points.append(Measured(new, prefix, seconds))
+            print(f"prefill {new:7,} after {prefix:7,}: {1e3 * seconds:9.2f} ms", flush=True)
+    return points
+
+
+async def _measure_decode(driver: Driver, engine: Engine, grid: Grid) -> list[Measured]:
+    points = []
+    for context, batch in itertools.product(grid.contexts, grid.batches):
+        longest = context + 2 * grid.steps
+        blocks = batch * engine.layout.num_blocks(longest)
+        if longest < engine.max_model_len and blocks <= engine.cache.num_blocks:
+            seconds = await _least(
+                lambda: driver.decode_step_s(batch, context, grid.steps),  # noqa: B023
+                grid.repeats,
+            )
+            points.append(Measured(batch, context + grid.steps // 2, seconds))
+            print(f"decode {batch:5} x {context:7,}: {1e3 * seconds:9.2f} ms", flush=True)
+    return points
+
+
+async def _measure_steps(driver: Driver, engine: Engine, grid: Grid) -> list[MeasuredStep]:
+    context, steps, num_blocks = grid.chunk_context, grid.chunk_steps, engine.layout.num_blocks
+    points = []
+    for prefix, chunk, batch in itertools.product(grid.chunk_prefixes, grid.chunks, grid.chunk_batches):
+        longest = max(prefix + chunk * steps, context + steps)
+        blocks = num_blocks(prefix + chunk * steps) + batch * num_blocks(context + steps)
+        if longest < engine.max_model_len and blocks <= engine.cache.num_blocks:
+            seconds = await _least(
+                lambda: driver.chunk_step_s(chunk, prefix, batch, context, steps),  # noqa: B023
+                grid.repeats,
+            )
+            points.append(
+                MeasuredStep(chunk, prefix + chunk * steps / 2, batch, context + steps / 2, seconds)
+            )
+            print(f"chunk {chunk:6,} after {prefix:7,} + {batch:3}: {1e3 * seconds:9.2f} ms", flush=True)
+    return points
 
 
 async def _least(run: Callable[[], Awaitable[float]], repeats: int) -> float:
@@ -167,9 +239,7 @@ async def _least(run: Callable[[], Awaitable[float]], repeats: int) -> float:
     return min([await run() for _ in range(repeats)])
 
 
-def make_profile(
-    options: argparse.Namespace, engine: Engine, prefill: list[Measured], decode: list[Measured]
-) -> Profile:
+def make_profile(options: argparse.Namespace, engine: Engine, points: Points) -> Profile:
     """Return the profile that fits the points best."""
     layout = engine.layout
     device_tokens = engine.cache.num_blocks * layout.block_size
@@ -183,8 +253,13 @@ def make_profile(
         transfer_fixed_s=options.link_latency_s,
         device_kv_tokens=device_tokens,
         host_kv_tokens=options.host_kv_tokens or device_tokens,
+        request_s=options.request_s,
+        dispatch_s=options.dispatch_s,
+        dispatch_token_s=options.dispatch_token_s,
+        step_tokens=MIXED_TOKENS if engine.cache.tensor.is_cuda else (),
     )
-    profile = fitted(make, prefill, decode, _origin(options, engine))
+    profile = fitted(make, points.prefill, points.decode, _origin(options, engine))
+    profile = with_steps(profile, points.steps)
     # The prefix was on the device: its load from host memory is no part of what was measured.
     return dataclasses.replace(profile, prefix_token_s=_load_s(engine) * layout.token_bytes)
 
@@ -230,7 +305,17 @@ def print_profile(profile: Profile) -> None:
                 f"{'':8} {item.tokens:8,.0f} {item.context:8,.0f} {1e3 * item.measured_s:12.2f} "
                 f"{1e3 * item.predicted_s:10.2f} {error:6.1%}"
             )
+    if evidence.steps:
+        heads = ("chunk", "after", "batch", "measured ms", "fitted ms", "error")
+        print(f"{'step':8}" + "".join(f"{head:>12}" for head in heads))
+    for step in evidence.steps:
+        error = step.predicted_s / step.measured_s - 1
+        print(
+            f"{'':8}{step.chunk_tokens:12,}{step.prefix_tokens:12,.0f}{step.batch:12}"
+            f"{1e3 * step.measured_s:12.2f}{1e3 * step.predicted_s:12.2f}{error:12.1%}"
+        )
     print(
         f"left out one by one: prefill {evidence.prefill_left_out_error:.1%}, decode "
-        f"{evidence.decode_left_out_error:.1%} in the mean, {evidence.worst_left_out_error:.1%} at worst"
+        f"{evidence.decode_left_out_error:.1%} in the mean, {evidence.worst_left_out_error:.1%} at worst; "
+        f"steps {evidence.steps_left_out_error:.1%}"
     )

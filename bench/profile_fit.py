@@ -1,5 +1,8 @@
 """Measured seconds to the coefficients of `conductor/cost_model.py`, and how far they can be trusted.
 
+Prefill and decode are fitted by themselves. Of steps that have both, only what they take beside
+that is: seconds a step, seconds if sequences decode in it, and seconds for each of them.
+
 Least squares on relative errors, because a profile is asked about 16 tokens as often as
 about 16,000, with no coefficient under 0: every term is a cost. There are four terms at
 most, so every choice of those that are left at 0 is tried.
@@ -14,12 +17,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from conductor.cost_model import CostModel
-from conductor.profile import Evidence, Point, Profile
+from conductor.profile import Evidence, Point, Profile, StepPoint
 
 Terms = Callable[[float, float], list[float]]
 """(tokens, context) of a measurement to what each coefficient is multiplied with."""
+
+LEAST_STEP_S = 1e-9
 
 SMALL_TOKENS = (0, 32, 64, 128, 256, 512, 1024)
 """Candidates for the tokens at which half of a small product's waste is left; 0: no waste."""
@@ -32,6 +38,22 @@ class Measured:
     tokens: float
     context: float
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """Seconds of a step with a chunk of `tokens` after `prefix`, beside `batch` sequences."""
+
+    tokens: int
+    prefix: float
+    batch: int
+    context: float
+    """Tokens of each sequence."""
+    seconds: float
+
+    def predicted_s(self, cost: CostModel) -> float:
+        attended = self.tokens * (self.tokens + 2 * self.prefix)
+        return cost.chunk_step_s(self.tokens, attended, self.batch, round(self.batch * self.context))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +86,43 @@ def fit_prefill(points: Sequence[Measured]) -> tuple[Fit, int]:
 def fit_decode(points: Sequence[Measured]) -> Fit:
     """Return coefficients (fixed, sequence, token of context)."""
     return fit(points, lambda batch, context: [1.0, batch, batch * context])
+
+
+def with_steps(profile: Profile, steps: Sequence[MeasuredStep]) -> Profile:
+    """Return `profile` with what steps take beside its prefill and decode; it has their lengths already."""
+    if not steps:
+        return profile
+    errors = []
+    for index, step in enumerate(steps):
+        others = _with_step_costs(profile, [*steps[:index], *steps[index + 1 :]])
+        errors.append(abs(step.predicted_s(CostModel(others)) / step.seconds - 1))
+    profile = _with_step_costs(profile, steps)
+    cost = CostModel(profile)
+    points = tuple(
+        StepPoint(item.tokens, item.prefix, item.batch, item.context, item.seconds, item.predicted_s(cost))
+        for item in steps
+    )
+    evidence = dataclasses.replace(
+        profile.evidence, steps=points, steps_left_out_error=statistics.fmean(errors)
+    )
+    return dataclasses.replace(profile, evidence=evidence)
+
+
+def _with_step_costs(profile: Profile, steps: Sequence[MeasuredStep]) -> Profile:
+    # As good as nothing: a profile whose steps are not measured has 0.
+    bare = CostModel(
+        dataclasses.replace(profile, chunk_step_s=LEAST_STEP_S, mixed_step_s=0.0, chunk_sequence_s=0.0)
+    )
+    seconds = np.array([step.seconds for step in steps])
+    beside = 1 - np.array([step.predicted_s(bare) for step in steps]) / seconds
+    matrix = np.array([[1.0, step.batch > 0, step.batch] for step in steps]) / seconds[:, None]
+    step_s, mixed_s, sequence_s = _least_squares(matrix, beside)
+    return dataclasses.replace(
+        profile,
+        chunk_step_s=max(LEAST_STEP_S, step_s),
+        mixed_step_s=mixed_s,
+        chunk_sequence_s=sequence_s,
+    )
 
 
 def fitted(
@@ -132,13 +191,18 @@ def _predicted(coefficients: Sequence[float], point: Measured, terms: Terms) -> 
 def _solve(points: Sequence[Measured], terms: Terms) -> tuple[float, ...]:
     seconds = np.array([point.seconds for point in points])
     matrix = np.array([terms(point.tokens, point.context) for point in points]) / seconds[:, None]
+    return _least_squares(matrix, np.ones(len(points)))
+
+
+def _least_squares(matrix: NDArray[np.float64], wanted: NDArray[np.float64]) -> tuple[float, ...]:
+    """Return the coefficients of the least error, none of them under 0."""
     width = matrix.shape[1]
     best, least = np.zeros(width), float("inf")
     for count in range(1, width + 1):
         for columns in itertools.combinations(range(width), count):
             part = matrix[:, columns]
-            found = np.linalg.lstsq(part, np.ones(len(points)), rcond=None)[0]
-            error = float(((part @ found - 1) ** 2).sum())
+            found = np.linalg.lstsq(part, wanted, rcond=None)[0]
+            error = float(((part @ found - wanted) ** 2).sum())
             if (found >= 0).all() and error < least:
                 best, least = np.zeros(width), error
                 best[list(columns)] = found

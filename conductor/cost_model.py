@@ -4,6 +4,7 @@ A profile (`profile.py`) is a dozen numbers of one kind of node running one mode
 
     prefill(n new, p prefix) = fixed + a n + b ((p+n)^2 - p^2) + c h / (n + h) + d p
     decode step(B, K)        = fixed + e B + f K
+    step with chunks         = a (n + B, padded) + b ((p+n)^2 - p^2) + g + h B + f K (docs/replay.md)
     transfer(tokens)         = latency + tokens bytes / rate
 
 `a` is the linear layers, `b` attention, `c` what a small matrix multiplication wastes
@@ -21,6 +22,7 @@ The ratio is kept apart from the profile: replay then starts from the same numbe
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 from conductor.profile import Profile
 
@@ -68,6 +70,43 @@ class CostModel:
         """Return the seconds of one step of `batch` sequences with `context_tokens` in all."""
         fixed, sequence, token = self._decode
         return fixed + sequence * batch + token * context_tokens
+
+    def chunk_step_s(self, new_tokens: int, attended: float, batch: int, context_tokens: float) -> float:
+        """Return the seconds of one step that computes a part of one prompt or of several.
+
+        Args:
+            new_tokens: Of all chunks; more than 0.
+            attended: n (n + 2 p) summed over the chunks: n tokens after p on the device.
+            batch: Sequences that decode in the same step, with `context_tokens` in all.
+        """
+        profile = self.profile
+        _, linear, square = self._prefill
+        fixed, sequence, token = self._decode
+        rows = new_tokens
+        chunk_s = attended * square + token * context_tokens
+        if profile.chunk_step_s:
+            rows += batch
+            lengths = profile.step_tokens
+            at = bisect_left(lengths, rows)
+            rows = lengths[at] if at < len(lengths) else rows
+            chunk_s += profile.chunk_step_s + (profile.mixed_step_s if batch else 0.0)
+            sequence = profile.chunk_sequence_s
+        chunk_s += rows * linear + sequence * batch
+        # of few tokens, what reads the weights is as long as where nothing but decoding does
+        alone_s = fixed + sequence * batch + token * context_tokens
+        return chunk_s if chunk_s > alone_s else alone_s
+
+    def beside_chunks_s(self, new_tokens: int, prefix_tokens: int) -> float:
+        """Return the seconds of a prompt that are in none of its chunks' steps.
+
+        Where no steps were measured, whatever its prefill has that is not in proportion.
+        """
+        load_s = self._small[2] * prefix_tokens
+        if self.profile.chunk_step_s:
+            return load_s
+        fixed, _, _ = self._prefill
+        small, half, _ = self._small
+        return load_s + fixed - self.profile.request_s + small / (new_tokens + half)
 
     def transfer_s(self, tokens: int, share: float = 1.0) -> float:
         """Return the seconds to move the KV of `tokens` at `share` of a link; 0 tokens cost nothing."""

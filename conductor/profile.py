@@ -30,6 +30,21 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
+class StepPoint:
+    """One measured step with a chunk of a prompt in it, and what the profile says to it."""
+
+    chunk_tokens: int
+    prefix_tokens: float
+    """Before the chunk, on the device; the mean of several steps."""
+    batch: int
+    """Sequences that decode in the same step."""
+    context: float
+    """Tokens of each of them."""
+    measured_s: float
+    predicted_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """What a profile was fitted to. Errors are relative; none of it enters a prediction."""
 
@@ -45,6 +60,9 @@ class Evidence:
     """Mean error at a point of a fit to all the others."""
     decode_left_out_error: float = 0.0
     worst_left_out_error: float = 0.0
+    steps: tuple[StepPoint, ...] = ()
+    steps_left_out_error: float = 0.0
+    """Mean error at a step with a chunk, of a fit to all the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +99,18 @@ class Profile:
     evidence: Evidence = Evidence()
     request_s: float = 0.0
     """Of a prefill node's time, that a request takes beside its prefill: scheduling, sampling, storing."""
+    step_tokens: tuple[int, ...] = ()
+    """Lengths, rising, that a step with a chunk is padded to; past the last it is as long as it is."""
+    chunk_step_s: float = 0.0
+    """Of a step with a chunk, beside the chunk's prefill: nothing is launched ahead of it."""
+    mixed_step_s: float = 0.0
+    """Of such a step, if sequences decode in it, beside that."""
+    chunk_sequence_s: float = 0.0
+    """Of such a step, for each of these sequences."""
+    dispatch_s: float = 0.0
+    """Of a request's TTFT, that no node computes in: HTTP, messages."""
+    dispatch_token_s: float = 0.0
+    """The same for each token of its prompt: reading and tokenizing it."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -65,6 +65,8 @@ class ClusterOptions:
     block_size: int
     policy: str = "global"
     reject: RejectPolicy = RejectPolicy.NONE
+    retests: bool = True
+    """Whether its decode node tests a request again; False: what was admitted decodes."""
     slo: Slo = field(default_factory=Slo)
     kvcache_balancing_threshold: float | None = None
     eviction: str = "lru"
@@ -104,7 +106,7 @@ class Cluster:
         if options.stages > 1:
             cost = CostModel(grouped(cost.profile, options.stages))
         self._place = placer
-        self.outcomes = Outcomes(options.block_size, cost.profile.request_s)
+        self.outcomes = Outcomes(options.block_size, cost.profile)
         self.view = ClusterView(cost, options.block_size)
         self.now_s = 0.0
         self._events = Events()
@@ -118,6 +120,7 @@ class Cluster:
         self._block_size = options.block_size
         self._prefill_s = cost.prefill_s
         self._request_s = cost.profile.request_s
+        self._retests = options.retests and options.reject is not RejectPolicy.NONE
         self._has_disk = cost.profile.disk_kv_tokens > 0
         self._settings = SchedulerSettings(
             reject=options.reject,
@@ -430,7 +433,7 @@ class Cluster:
         """The token that prefill makes came: the first, or after a fault the next."""
         now_s, options, view = self.now_s, self.options, self.view
         node = self._nodes[request.placement.decode_node]
-        if options.reject is not RejectPolicy.NONE and not admit_to_decode(
+        if self._retests and not admit_to_decode(
             view.node(node.node_id), self._cost, request.num_tokens, options.slo, options.reject
         ):
             view.finished(request.request_id, now_s)

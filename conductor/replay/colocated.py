@@ -1,123 +1,57 @@
-"""A simulated colocated cluster: every node prefills and decodes in the same steps.
+"""A simulated cluster of colocated nodes: each prefills and decodes in the same steps.
 
-The baseline that disaggregation is judged against, after vLLM: continuous batching with
-chunked prefill. A step computes one token of each decoding sequence and, while a prompt
-waits, one chunk of the first prompt. The chunk makes everybody's step longer; the weights
-are read once for both. Prompts go to the node with the least prefill work and context, or,
-cache-aware, to the one predicted to answer first.
-
-Steps with the same prompt in prefill and the same batch are taken at once, as in
-`decode_node.py`, but a chunk is a step at least: some ten events a request.
+What disaggregation is judged against: our own nodes with both roles (`colocated_node.py`), placed by
+the live scheduler, with what it learns of their pace. It keeps a sequence where its prompt was computed
+unless another node's step is shorter; then its KV moves, for as long as the profile says. Nothing is
+fetched, and nobody is refused for time.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from math import ceil, inf
+from math import inf
 
+from base.grants import PeerDescriptor
+from base.messages import NodeInfo
+from base.request import NodeId, RequestId, Role, Slo
+from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
-from conductor.replay.block_cache import BlockCache
+from conductor.placement import Placement, PlacementRequest
+from conductor.prefill_pace import PrefillPace
+from conductor.replay.colocated_node import ColocatedNode, ColocatedSequence
 from conductor.replay.events import Events
-from conductor.replay.outcome import Outcomes, Segment, worst_gaps_s
+from conductor.replay.outcome import Outcomes, worst_gaps_s
 from conductor.replay.trace import TraceRequest
+from conductor.scheduler import place
+from conductor.scheduler_settings import RejectPolicy, SchedulerSettings
 
 CHUNK_TOKENS = 512
-"""Of a prompt in one step; vLLM's smaller setting, which favours TBT."""
+"""Of prompts in one step; vLLM's smaller setting, which favours TBT."""
 
-
-class _Sequence:
-    """One request on a node."""
-
-    __slots__ = (
-        "arrival_s",
-        "context_tokens",
-        "first_token_s",
-        "gaps",
-        "number",
-        "output_tokens",
-        "prefill_s",
-        "prefix_tokens",
-        "prompt_tokens",
-        "row",
-        "started_at_s",
-        "steps_left",
-    )
-
-    def __init__(self, row: TraceRequest, number: int) -> None:
-        self.row = row
-        self.number = number
-        self.arrival_s = row.arrival_s
-        self.prompt_tokens = self.context_tokens = row.num_tokens
-        self.output_tokens = row.output_tokens
-        self.steps_left = row.output_tokens - 1
-        self.gaps: list[Segment] = []
-        self.started_at_s = 0.0
-        self.first_token_s: float | None = None
-        self.prefill_s = 0.0
-        self.prefix_tokens = 0
-
-
-class _Node:
-    """One colocated node: prompts in order, a batch, a cache."""
-
-    def __init__(self, name: str, cost: CostModel, block_size: int) -> None:
-        self.name = name
-        self.cost = cost
-        self.block_size = block_size
-        self.cache = BlockCache(cost.profile.host_kv_tokens // block_size)
-        self.prompts: deque[_Sequence] = deque()
-        self.batch: list[_Sequence] = []
-        self.context_tokens = 0
-        self.queued_s = 0.0
-        self.chunks_left = 0
-        self.chunk_s = 0.0
-        self.is_stepping = False
-
-    def take_prompt(self) -> None:
-        """Begin the first prompt if none is under way and its KV fits."""
-        if self.chunks_left or not self.prompts:
-            return
-        first = self.prompts[0]
-        capacity = self.cost.profile.device_kv_tokens
-        if self.batch and self.context_tokens + first.row.num_tokens > capacity:
-            return
-        row = first.row
-        first.prefix_tokens = min(self.cache.match(row.chain) * self.block_size, row.num_tokens - 1)
-        new_tokens = row.num_tokens - first.prefix_tokens
-        first.prefill_s = self.cost.prefill_s(new_tokens, first.prefix_tokens)
-        self.chunks_left = ceil(new_tokens / CHUNK_TOKENS)
-        self.chunk_s = first.prefill_s / self.chunks_left
-
-    def run(self) -> tuple[int, float, float]:
-        """Return how many steps go alike, the seconds of the first, and the growth of each next."""
-        steps = min([sequence.steps_left for sequence in self.batch], default=self.chunks_left)
-        if self.chunks_left:
-            steps = min(steps, self.chunks_left)
-        growth_s = first_s = 0.0
-        if self.batch:
-            first_s = self.cost.decode_step_s(len(self.batch), self.context_tokens)
-            growth_s = self.cost.profile.decode_context_token_s * len(self.batch)
-        if self.chunks_left:
-            shared_s = self.cost.profile.decode_fixed_s if self.batch else 0.0
-            first_s = max(first_s, first_s + self.chunk_s - shared_s)
-        return steps, first_s, growth_s
+SETTINGS = SchedulerSettings(reject=RejectPolicy.NONE, fetches=False)
 
 
 class ColocatedCluster:
     """One run. `run` may be called once."""
 
-    def __init__(self, cost: CostModel, num_nodes: int, block_size: int) -> None:
+    def __init__(
+        self, cost: CostModel, num_nodes: int, block_size: int, chunk_tokens: int = CHUNK_TOKENS
+    ) -> None:
         # what a request takes beside its prefill was measured on nodes that only prefill
-        cost = CostModel(replace(cost.profile, request_s=0.0))
-        self.outcomes = Outcomes(block_size)
+        self._cost = cost = CostModel(replace(cost.profile, request_s=0.0))
+        self.outcomes = Outcomes(block_size, cost.profile)
         self.num_nodes = num_nodes
         self.now_s = 0.0
-        self._nodes = [_Node(f"c{number}", cost, block_size) for number in range(num_nodes)]
-        self._cost = cost
+        self.view = ClusterView(cost, block_size)
+        self._pace = PrefillPace()
+        self._block_size = block_size
         self._events = Events()
         self._at = self._events.at
+        self._nodes: dict[NodeId, ColocatedNode] = {}
+        self._next_event: dict[str, int] = {}
+        for number in range(num_nodes):
+            self._add_node(NodeId(f"c{number}"), chunk_tokens)
 
     def run(self, arrivals: Iterator[TraceRequest]) -> None:
         """Serve every request of `arrivals`, which come in order of time, to its end."""
@@ -126,6 +60,26 @@ class ColocatedCluster:
             self.now_s = next_s
             self._events.run_next()
 
+    def _add_node(self, node_id: NodeId, chunk_tokens: int) -> None:
+        size = self._block_size
+        self._nodes[node_id] = ColocatedNode(
+            node_id, self._cost, size, chunk_tokens, self._at, self._prefilled, self._finished
+        )
+        self._next_event[node_id] = 1
+        info = NodeInfo(
+            node_id=node_id,
+            epoch=1,
+            roles=frozenset({Role.PREFILL, Role.DECODE}),
+            model_id="",
+            layout_id="",
+            max_model_len=0,
+            num_blocks=self._cost.profile.device_kv_tokens // size,
+            block_size=size,
+            peer=PeerDescriptor(node_id, 1, ()),
+            host="",
+        )
+        self.view.add_node(info, 0.0)
+
     def _next_arrival(self, arrivals: Iterator[TraceRequest]) -> None:
         row = next(arrivals, None)
         if row is not None:
@@ -133,80 +87,66 @@ class ColocatedCluster:
 
     def _arrived(self, row: TraceRequest, arrivals: Iterator[TraceRequest]) -> None:
         self._next_arrival(arrivals)
-        self._place(row)
+        self._begin(row)
 
-    def _place(self, row: TraceRequest) -> None:
-        node = min(self._nodes, key=lambda node: self._predicted_s(node, row))
-        sequence = _Sequence(row, self.outcomes.num_arrived)
+    def _begin(self, row: TraceRequest) -> None:
+        """Place a request, or refuse it where no node has room."""
+        now_s, number = self.now_s, self.outcomes.num_arrived
         self.outcomes.num_arrived += 1
-        node.queued_s += self._own_s(node, row)
-        node.prompts.append(sequence)
-        if not node.is_stepping:
-            self._step(node)
+        asked = PlacementRequest(RequestId(str(number)), row.chain, row.num_tokens, row.output_tokens, Slo())
+        placement = place(asked, self.view, self._cost, now_s, SETTINGS)
+        if not isinstance(placement, Placement):
+            self.outcomes.rejected(number, now_s, placement.reason.value, 0.0)
+            self._next_turn(row)
+            return
+        self.view.placed(asked, placement, now_s)
+        self._pace.placed(placement.prefill_node, now_s)
+        self._nodes[placement.prefill_node].add(ColocatedSequence(row, number, placement), now_s)
 
-    def _own_s(self, node: _Node, row: TraceRequest) -> float:
-        prefix = min(node.cache.match(row.chain) * node.block_size, row.num_tokens - 1)
-        return self._cost.prefill_s(row.num_tokens - prefix, prefix)
-
-    def _predicted_s(self, node: _Node, row: TraceRequest) -> tuple[float, int]:
-        """Return the work before and of this prompt, and the context it would slow down."""
-        return node.queued_s + self._own_s(node, row), node.context_tokens
-
-    def _step(self, node: _Node) -> None:
-        """Schedule the end of the next steps that go alike; one if a prompt could join sooner."""
-        node.take_prompt()
-        steps, first_s, growth_s = node.run()
-        node.is_stepping = steps > 0
-        if node.is_stepping:
-            # a prompt that arrives meanwhile is taken at the next chunk or step boundary
-            steps = min(steps, MAX_STEPS)
-            seconds = steps * first_s + growth_s * steps * (steps - 1) / 2
-            self._at(self.now_s + seconds, self._stepped, node, steps, first_s, growth_s)
-
-    def _stepped(self, node: _Node, steps: int, first_s: float, growth_s: float) -> None:
-        last_s = first_s + growth_s * (steps - 1)
-        node.context_tokens += steps * len(node.batch)
-        running: list[_Sequence] = []
-        for sequence in node.batch:
-            sequence.gaps.append((last_s, steps, growth_s))
-            sequence.steps_left -= steps
-            sequence.context_tokens += steps
-            if sequence.steps_left:
-                running.append(sequence)
-            else:
-                self._finish(node, sequence)
-        node.batch = running
-        if node.chunks_left:
-            node.chunks_left -= steps
-            if not node.chunks_left:
-                self._prefilled(node)
-        self._step(node)
-
-    def _prefilled(self, node: _Node) -> None:
-        sequence = node.prompts.popleft()
-        node.queued_s = node.queued_s - sequence.prefill_s if node.prompts else 0.0
-        node.cache.store(sequence.row.chain)
-        sequence.first_token_s = self.now_s
-        sequence.started_at_s = max(sequence.arrival_s, self.now_s - sequence.prefill_s)
-        node.context_tokens += sequence.context_tokens
-        if sequence.steps_left:
-            node.batch.append(sequence)
+    def _prefilled(self, node: ColocatedNode, sequence: ColocatedSequence) -> None:
+        """A prompt is done: it goes on here, or its KV moves first."""
+        placement = sequence.placement
+        self._store(node, sequence)
+        new_tokens = sequence.prompt_tokens - sequence.prefix_tokens
+        profile_s = self._cost.prefill_s(new_tokens, sequence.prefix_tokens)
+        node_id = placement.prefill_node
+        paced = self._pace.done(node_id, self.now_s, profile_s, sequence.prefill_s)
+        if paced is not None:
+            self.view.corrections.observe(node_id, "prefill", *paced)
+        handoff_s = 0.0
+        if placement.decode_node != node_id and sequence.steps_left:
+            tokens = sequence.prompt_tokens - placement.decode_matched_blocks * self._block_size
+            handoff_s = self._cost.handoff_s(tokens, sequence.prefill_s)
+        if handoff_s:
+            self._at(self.now_s + handoff_s, self._first_token, sequence)
         else:
-            self._finish(node, sequence)
+            self._first_token(sequence)
 
-    def _finish(self, node: _Node, sequence: _Sequence) -> None:
-        node.context_tokens -= sequence.context_tokens
-        self.outcomes.completed(
-            sequence,
-            worst_gaps_s(sequence.gaps, sequence.output_tokens - 1),
-            node.name,
-            node.name,
-            self.now_s,
-        )
-        if (turn := sequence.row.next_turn) is not None:
+    def _first_token(self, sequence: ColocatedSequence) -> None:
+        node = self._nodes[sequence.placement.decode_node]
+        self.view.prefill_done(RequestId(str(sequence.number)), self.now_s)
+        sequence.first_token_s = self.now_s
+        if sequence.steps_left:
+            node.join(sequence, self.now_s)
+        else:
+            self._finished(node, sequence)
+
+    def _finished(self, node: ColocatedNode, sequence: ColocatedSequence) -> None:
+        self.view.finished(RequestId(str(sequence.number)), self.now_s, sequence.output_tokens)
+        tbt_s = worst_gaps_s(sequence.gaps, sequence.output_tokens - 1)
+        prefill_node = sequence.placement.prefill_node
+        self.outcomes.completed(sequence, tbt_s, prefill_node, node.name, self.now_s)
+        self._next_turn(sequence.row)
+
+    def _next_turn(self, row: TraceRequest) -> None:
+        if (turn := row.next_turn) is not None:
             arrival_s = self.now_s + turn.arrival_s
-            self._at(arrival_s, self._place, turn._replace(arrival_s=arrival_s))
+            self._at(arrival_s, self._begin, turn._replace(arrival_s=arrival_s))
 
-
-MAX_STEPS = 16
-"""Steps taken at once where nothing is known to change: what a new prompt may wait."""
+    def _store(self, node: ColocatedNode, sequence: ColocatedSequence) -> None:
+        """Put a prompt's blocks into the node's cache and tell the view."""
+        stored, evicted = node.cache.store(sequence.row.chain)
+        if stored or evicted:
+            first_number = self._next_event[node.name]
+            self._next_event[node.name] += len(stored) + len(evicted)
+            self.view.kv_events(NodeId(node.name), first_number, stored, evicted)

@@ -88,6 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--policy", choices=[*POLICIES, *RULES, "all", "peers"], default="global")
     add("--reject", choices=[policy.value for policy in RejectPolicy], default="none")
+    add("--no-retest", action="store_true", help="a decode node takes what was admitted, whatever its load")
     add("--profile", help=f"file, or one of {', '.join(preset_names())}; {DEFAULT_PROFILE}, or the log's own")
     add("--speed", type=_positive, default=1.0, help="arrivals so many times faster")
     add("--scale", type=int, default=1, help="so many copies of the trace, each with its own blocks")
@@ -269,6 +270,7 @@ def _plan(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str, 
         block_size=trace.block_size,
         policy=policy,
         reject=RejectPolicy(args.reject),
+        retests=not args.no_retest,
         slo=slo,
         kvcache_balancing_threshold=args.threshold,
         eviction=args.eviction,

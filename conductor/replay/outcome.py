@@ -10,6 +10,8 @@ from collections import Counter
 from math import ceil
 from typing import NamedTuple, Protocol
 
+from conductor.profile import Profile
+
 Segment = tuple[float, int, float]
 """Token gaps that grow evenly: (seconds of the last and longest, gaps, growth of each next)."""
 
@@ -41,10 +43,12 @@ class Rejected(NamedTuple):
 class Outcomes:
     """Counts every request once: completed, or rejected with a reason."""
 
-    def __init__(self, block_size: int, request_s: float = 0.0) -> None:
-        """`request_s` of each `prefill_s` is no prefill."""
+    def __init__(self, block_size: int, profile: Profile | None = None) -> None:
+        """`profile`: its `request_s` of each `prefill_s` is no prefill, and every TTFT has its dispatch."""
         self._block_size = block_size
-        self._request_s = request_s
+        self._request_s = profile.request_s if profile else 0.0
+        self._dispatch_s = profile.dispatch_s if profile else 0.0
+        self._dispatch_token_s = profile.dispatch_token_s if profile else 0.0
         self.num_arrived = 0
         self.refused: list[Rejected] = []
         self.wasted_prefill_s = 0.0
@@ -78,7 +82,8 @@ class Outcomes:
         prompt_tokens, prefix_tokens = request.prompt_tokens, request.prefix_tokens
         self.number.append(request.number)
         self.arrival_s.append(arrival_s)
-        self.ttft_s.append(first_token_s - arrival_s)
+        dispatch_s = self._dispatch_s + prompt_tokens * self._dispatch_token_s
+        self.ttft_s.append(first_token_s - arrival_s + dispatch_s)
         self.tbt_s.append(tbt_s)
         self.num_tokens.append(prompt_tokens)
         self.output_tokens.append(output_tokens := request.output_tokens)

@@ -47,7 +47,7 @@ def run_report(cluster: Cluster, slo: Slo) -> Report:
     return {
         "policy": options.policy,
         "threshold": options.kvcache_balancing_threshold,
-        "reject": options.reject.value,
+        "reject": options.reject.value if options.retests else f"{options.reject.value}, once",
         "prefill_nodes": options.prefill_nodes,
         "stages": options.stages,
         "decode_nodes": options.decode_nodes,

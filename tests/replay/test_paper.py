@@ -1,11 +1,20 @@
 """The papers' experiments: what they measure is what they say, on runs whose answer is known."""
 
+import math
+from random import Random
+
 import pytest
 
+from base.request import Slo
+from conductor.cost_model import CostModel
 from conductor.profile import load_profile
+from conductor.replay.cluster import ClusterOptions
 from conductor.replay.generate import generate
 from conductor.replay.outcome import Outcomes
-from conductor.replay.paper import correlation, deviation, halves, highest_rate
+from conductor.replay.paper import correlation, deviation, halves, highest_rate, loads, swing
+from conductor.replay.simulate import Plan, simulate
+from conductor.replay.trace import Trace, TraceRequest
+from conductor.scheduler_settings import RejectPolicy
 
 PROFILE = load_profile("a800-llama70b")
 
@@ -52,3 +61,41 @@ def test_bursts_are_bursts_and_the_mean_rate_stays() -> None:
         return deviation(gaps)
 
     assert spread(0.1) > 1.3 * spread(1.0)
+
+
+def overloaded(reject: RejectPolicy, retests: bool) -> tuple[list[float], list[float]]:
+    """Return the load of both pools, at three times what eight prefill nodes and one for decoding bear."""
+    rng, now_s, rows = Random(0), 0.0, []
+    for number in range(3_000):
+        now_s += rng.expovariate(12.0)
+        rows.append(TraceRequest(now_s, 8_192, 300, range(16 * number, 16 * number + 16)))
+    options = ClusterOptions(
+        8, 1, 512, reject=reject, retests=retests, slo=Slo(30.0, 0.06), sample_every_s=1.0
+    )
+    return loads(simulate(Plan(Trace("even", 512, rows), CostModel(PROFILE), options)))
+
+
+def test_loads_swing_in_anti_phase_where_the_present_one_decides_and_not_where_the_predicted_one_does() -> (
+    None
+):
+    early_queue_s, early_step_s = overloaded(RejectPolicy.EARLY, retests=False)
+    queue_s, step_s = overloaded(RejectPolicy.PREDICT, retests=False)
+    period, height = swing([early_step_s])
+    assert 20 < period < 50
+    assert height > 0.7
+    assert correlation(early_queue_s, early_step_s) < -0.3
+    assert swing([step_s])[1] < 0.3
+    assert deviation(step_s) < 0.2 * deviation(early_step_s)
+    assert deviation(queue_s) < 0.3 * deviation(early_queue_s)
+
+
+def test_second_test_at_the_decode_node_takes_the_swing_away() -> None:
+    assert swing([overloaded(RejectPolicy.EARLY, retests=True)[1]])[1] < 0.3
+
+
+def test_swing_of_a_wave_is_its_period_and_of_noise_none() -> None:
+    rng = Random(0)
+    wave = [math.sin(2 * math.pi * at / 40) for at in range(600)]
+    assert swing([wave])[0] in (40, 80)
+    assert swing([wave])[1] == pytest.approx(1.0, abs=0.05)
+    assert swing([[rng.random() for _ in range(600)] for _ in range(3)])[1] < 0.15

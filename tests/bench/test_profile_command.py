@@ -1,0 +1,75 @@
+"""`conductor profile` measures what it says, through a real engine of a tiny model."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from base.clock import SystemClock
+from base.config import EngineConfig
+from bench.profile_command import Grid, make_parser, make_profile, measure, print_profile
+from bench.profile_fit import MeasuredStep, with_steps
+from conductor.cost_model import CostModel
+from conductor.profile import load_profile, profile_json
+from engine.build import assemble_engine
+from engine.model import PagedModel
+from tests.engine.test_gpu_model import make_family
+
+GRID = Grid(
+    new_tokens=(16, 32, 64),
+    prefixes=(0, 32),
+    batches=(1, 2, 3),
+    contexts=(16, 48),
+    steps=2,
+    repeats=1,
+    chunks=(8, 16),
+    chunk_prefixes=(0, 32),
+    chunk_batches=(0, 1, 3),
+    chunk_context=24,
+    chunk_steps=3,
+)
+
+
+def test_a_profile_holds_each_point_of_the_grid_and_what_it_says_to_them(tmp_path, capsys) -> None:
+    config = EngineConfig("cpu", "float32", 16, 0.01, chunk_tokens=64, max_batch=8)
+    engine = assemble_engine(config, PagedModel(make_family("llama")), "float32", SystemClock())
+    points = asyncio.run(measure(engine, GRID))
+    assert engine.scheduler.chunk_tokens == 64
+    engine.pool.check()
+    assert all(point.seconds > 0 for point in [*points.prefill, *points.decode, *points.steps])
+    # How long a tiny model takes for 16 and for 64 tokens is alike on a busy machine, and no profile then.
+    points.prefill[:] = [replace(point, seconds=0.001 + 1e-4 * point.tokens) for point in points.prefill]
+    points.decode[:] = [replace(point, seconds=0.001 + 1e-5 * point.tokens) for point in points.decode]
+    profile = make_profile(make_parser().parse_args(["--request-s", "0.002"]), engine, points)
+    file = tmp_path / "profile.json"
+    file.write_text(profile_json(profile))
+    assert load_profile(str(file)) == profile
+    asked = [(step.chunk_tokens, step.prefix_tokens, step.batch) for step in profile.evidence.steps]
+    assert asked == [
+        (chunk, prefix + 1.5 * chunk, batch) for prefix in (0, 32) for chunk in (8, 16) for batch in (0, 1, 3)
+    ]
+    assert all(step.measured_s > 0 for step in profile.evidence.steps)
+    assert profile.chunk_step_s > 0
+    assert profile.request_s == 0.002
+    print_profile(profile)
+    assert capsys.readouterr().out.count("%") == 6 + 6 + 12 + 4
+
+
+def test_what_steps_take_beside_prefill_and_decode_is_found() -> None:
+    known = load_profile("h200-llama8b")
+    costs = {"chunk_step_s": 0.003, "mixed_step_s": 0.002, "chunk_sequence_s": 4e-5}
+    lengths = (128, 256, 512, 768, 1024, 2048)
+    made = replace(known, step_tokens=lengths, **costs)
+    steps = [
+        MeasuredStep(chunk, prefix, batch, 2048.0, 0.0)
+        for chunk in (256, 512, 1024)
+        for prefix in (0.0, 8192.0)
+        for batch in (0, 1, 8, 64)
+    ]
+    steps = [
+        MeasuredStep(step.tokens, step.prefix, step.batch, step.context, step.predicted_s(CostModel(made)))
+        for step in steps
+    ]
+    found = with_steps(replace(known, step_tokens=lengths), steps)
+    assert {name: getattr(found, name) for name in costs} == pytest.approx(costs, rel=1e-4)
+    assert found.evidence.steps_left_out_error < 1e-4

@@ -1,0 +1,141 @@
+"""A simulated colocated node takes the steps that the engine's own scheduler plans."""
+
+import random
+from array import array
+from collections import deque
+from dataclasses import replace
+
+import pytest
+
+from base.request import SampledToken
+from conductor.cost_model import CostModel
+from conductor.placement import Placement
+from conductor.profile import load_profile
+from conductor.replay.colocated_node import ColocatedNode, ColocatedSequence
+from conductor.replay.events import Events
+from conductor.replay.trace import TraceRequest
+from engine.block_pool import BlockPool
+from engine.scheduler import Scheduler
+from engine.step import StepPlan, StepResult
+from tests.engine.builders import make_sequence
+
+COST = CostModel(
+    replace(
+        load_profile("h200-llama8b"),
+        prefix_token_s=0.0,
+        step_tokens=(128, 256, 512, 768, 1024),
+        chunk_step_s=0.003,
+        mixed_step_s=0.001,
+        chunk_sequence_s=2e-5,
+    )
+)
+CHUNK = 256
+NOWHERE = Placement("", "", "", 0, 0, 0, None, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+Times = dict[int, tuple[float, float]]
+"""When each request had its first token and its last."""
+
+
+def random_rows(seed: int) -> list[TraceRequest]:
+    rng = random.Random(seed)
+    now_s, rows = 0.0, []
+    for _ in range(60):
+        now_s += rng.expovariate(12.0)
+        # even: of a prompt with one token left the engine takes that beside the chunk
+        size = 2 * rng.choice([rng.randint(1, 30), rng.randint(50, 450), CHUNK // 2 * rng.randint(1, 6)])
+        rows.append(TraceRequest(now_s, size, rng.randint(1, 60), ()))
+    return rows
+
+
+def simulated(rows: list[TraceRequest]) -> tuple[Times, list[ColocatedSequence]]:
+    events = Events()
+    now = array("d", [0.0])
+    times: Times = {}
+    ended = []
+
+    def prefilled(node: ColocatedNode, sequence: ColocatedSequence) -> None:
+        sequence.first_token_s = now[0]
+        if sequence.steps_left:
+            node.join(sequence, now[0])
+        else:
+            finished(node, sequence)
+
+    def finished(node: ColocatedNode, sequence: ColocatedSequence) -> None:
+        times[sequence.number] = (sequence.first_token_s, now[0])
+        ended.append(sequence)
+
+    node = ColocatedNode("c0", COST, 16, CHUNK, events.at, prefilled, finished)
+    for number, row in enumerate(rows):
+        sequence = ColocatedSequence(row, number, NOWHERE)
+        events.at(row.arrival_s, lambda sequence=sequence: node.add(sequence, now[0]))
+    while (next_s := events.next_s) < float("inf"):
+        now[0] = next_s
+        events.run_next()
+    return times, ended
+
+
+def seconds_of(plan: StepPlan) -> float:
+    singles, chunks = plan.entries[: plan.num_single], plan.entries[plan.num_single :]
+    context = sum(entry.start for entry in singles)
+    if not chunks:
+        return COST.decode_step_s(len(singles), context)
+    attended = sum(entry.num_tokens * (entry.num_tokens + 2 * entry.start) for entry in chunks)
+    return COST.chunk_step_s(sum(entry.num_tokens for entry in chunks), attended, len(singles), context)
+
+
+def by_the_engine(rows: list[TraceRequest]) -> Times:
+    """Run the engine's scheduler as `EngineLoop` does; a second step goes before the first lands."""
+    scheduler = Scheduler(BlockPool(20_000), 16, CHUNK, 1_000, 100_000)
+    arrivals = deque(enumerate(rows))
+    first_s: dict[int, float] = {}
+    times: Times = {}
+    flights: deque[tuple[StepPlan, float]] = deque()
+    now_s, is_waiting = 0.0, False
+    while True:
+        while len(flights) < 2 and not is_waiting:
+            plan = scheduler.schedule_ahead(flights[0][0]) if flights else scheduler.schedule()
+            if plan is None:
+                break
+            flights.append((plan, (flights[0][1] if flights else now_s) + seconds_of(plan)))
+        is_waiting = bool(flights)
+        if arrivals and (not flights or arrivals[0][1].arrival_s < flights[0][1]):
+            number, row = arrivals.popleft()
+            now_s = row.arrival_s
+            # another first token than anybody's, so that no prefix is found
+            prompt = [number] * row.num_tokens
+            scheduler.add(make_sequence(str(number), prompt, row.output_tokens, arrived_at_s=now_s))
+        elif flights:
+            plan, now_s = flights.popleft()
+            is_waiting = False
+            tokens = tuple(SampledToken(0, None) if entry.samples else None for entry in plan.entries)
+            for output in scheduler.commit(plan, StepResult(tokens)):
+                number = int(output.sequence.request_id)
+                if output.tokens:
+                    first_s.setdefault(number, now_s)
+                if output.finish_reason is not None:
+                    times[number] = (first_s[number], now_s)
+                    scheduler.release(output.sequence)
+        else:
+            return times
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_first_and_last_tokens_come_when_the_engines_own_scheduler_has_them(seed: int) -> None:
+    rows = random_rows(seed)
+    found, _ = simulated(rows)
+    expected = by_the_engine(rows)
+    assert found.keys() == expected.keys() == set(range(len(rows)))
+    for number, pair in expected.items():
+        assert found[number] == pytest.approx(pair, abs=1e-9), number
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gaps_of_a_sequence_add_up_to_its_time(seed: int) -> None:
+    times, ended = simulated(random_rows(seed))
+    for sequence in ended:
+        first_s, last_s = times[sequence.number]
+        assert sum(steps for _, steps, _ in sequence.gaps) == sequence.output_tokens - 1
+        seconds = sum(
+            steps * (longest - growth * (steps - 1) / 2) for longest, steps, growth in sequence.gaps
+        )
+        assert seconds == pytest.approx(last_s - first_s, abs=1e-9)
