@@ -157,11 +157,9 @@ class Cluster:
 
     def _watch(self, name: str) -> None:
         async def watch() -> None:
-            seen = 1  # the first event is the ready that its start waited for
             try:
                 while True:
-                    seen, event = await self._ray.next_event(name, seen)
-                    await self._events.put(event)
+                    await self._events.put(await self._ray.next_event(name))
             except RuntimeError as error:
                 await self._events.put(error)
 

@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from base.clock import SystemClock
 from base.errors import ConfigError
 from deploy.plan import HOST_ADDRESS, Room, Together
-from deploy.supervisor import ProcessSpec, Supervisor
+from deploy.supervisor import NOTHING_SEEN, ProcessSpec, Seen, Supervisor
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Ray's least: nothing of ours goes there, and the default takes 30 % of the memory."""
@@ -75,6 +75,8 @@ class RayCluster:
         self._groups: dict[str, PlacementGroup] = {}
         self._members: dict[str, str] = {}
         """Which group each process is in."""
+        self._seen: dict[str, Seen] = {}
+        """What `next_event` has returned of each process, and the `ready` of its start."""
         self.is_local = "RAY_ADDRESS" not in os.environ
 
     def start(self, needed: dict[str, float]) -> None:
@@ -141,6 +143,7 @@ class RayCluster:
         except TimeoutError as error:
             raise RuntimeError(f"{spec.name}: Ray found no place for it in {timeout_s:g} s") from error
         ready = await _result(actor.wait_ready.remote())
+        self._seen[spec.name], _ = await _result(actor.wait_event.remote(NOTHING_SEEN))
         return Launched(spec.name, actor, ready, host)
 
     def _bundle(self, together: Together) -> PlacementGroupSchedulingStrategy:
@@ -150,10 +153,10 @@ class RayCluster:
             self._groups[together.name] = placement_group(bundles, strategy="STRICT_PACK")
         return PlacementGroupSchedulingStrategy(self._groups[together.name], together.index)
 
-    async def next_event(self, name: str, seen: int) -> tuple[int, dict[str, Any]]:
-        """Return the next event of a process after its first `seen` ones."""
-        number, event = await _result(self._actors[name].wait_event.remote(seen))
-        return number, event
+    async def next_event(self, name: str) -> dict[str, Any]:
+        """Return what happens next to a process, after its start."""
+        self._seen[name], event = await _result(self._actors[name].wait_event.remote(self._seen[name]))
+        return dict(event)
 
     @property
     def names(self) -> set[str]:
@@ -174,6 +177,7 @@ class RayCluster:
         """Drain one process, and give its room back."""
         await self.drain({name}, grace_s)
         ray.kill(self._actors.pop(name))
+        self._seen.pop(name, None)
         group = self._members.pop(name, None)
         if group is not None and group not in self._members.values():
             remove_placement_group(self._groups.pop(group))

@@ -35,13 +35,14 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import threading
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from base.clock import Clock
 
@@ -58,6 +59,11 @@ KILL_GRACE_S = 3.0
 """From SIGTERM's deadline on: what SIGKILL and the kernel may take."""
 
 LOG_TAIL_LINES = 30
+
+Seen: TypeAlias = tuple[str, int]
+"""How many of whose events somebody was told: Ray may have started another supervisor in the place of
+the one that was asked before, which has told its first ones meanwhile."""
+NOTHING_SEEN: Seen = ("", 0)
 MAX_EVENTS = 1000
 """Of one supervisor; the oldest are forgotten."""
 
@@ -94,6 +100,7 @@ class Supervisor:
         self._failed = ""
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._num_events = 0
+        self._life = secrets.token_hex(8)
         self._folder.mkdir(parents=True, exist_ok=True)
         # A file that is there already was written by this process's supervisor before
         # Ray restarted it: its process was ready once.
@@ -128,19 +135,19 @@ class Supervisor:
             problem = self._failed or ("it was stopped" if done else "it is not ready in time")
         raise RuntimeError(f"{self._spec.name}: {problem}; the end of {self.log_path}:\n{self.log_tail()}")
 
-    def wait_event(self, seen: int) -> tuple[int, dict[str, Any]]:
-        """Block until something happens after the first `seen` events; return (its number, it).
+    def wait_event(self, seen: Seen) -> tuple[Seen, dict[str, Any]]:
+        """Block until something happens after what was `seen`; return what is seen then, and it.
 
-        An event has `event` (ready, exited, failed, stopped), `name` and details. After a restart of
-        this supervisor, numbers start anew.
+        An event has `event` (ready, exited, failed, stopped), `name` and details.
         """
+        life, count = seen
         with self._changed:
-            if seen > self._num_events:
-                seen = 0
-            self._changed.wait_for(lambda: self._num_events > seen)
+            if life != self._life:
+                count = 0
+            self._changed.wait_for(lambda: self._num_events > count)
             oldest = self._num_events - len(self._events)
-            index = max(seen - oldest, 0)
-            return oldest + index + 1, self._events[index]
+            index = max(count - oldest, 0)
+            return (self._life, oldest + index + 1), self._events[index]
 
     def pid(self) -> int | None:
         """Return the process's id on its host, None between two of them."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from base.clock import ManualClock
-from deploy.supervisor import STEADY_S, ProcessSpec, Supervisor
+from deploy.supervisor import NOTHING_SEEN, STEADY_S, ProcessSpec, Supervisor
 from tests.deploy.processes import wait_gone
 
 STUB = (sys.executable, str(Path(__file__).parent / "stub_process.py"))
@@ -32,7 +32,7 @@ def supervise():
         supervisor.drain(0.0)
 
 
-def next_event(supervisor, what, seen=0):
+def next_event(supervisor, what, seen=NOTHING_SEEN):
     while True:
         seen, event = supervisor.wait_event(seen)
         if event["event"] == what:
@@ -62,10 +62,20 @@ def test_a_restarted_supervisor_finds_the_ports_of_its_process(supervise, tmp_pa
     assert supervise(spec_of(tmp_path)).wait_ready() == before
 
 
+def test_who_saw_a_supervisors_events_is_told_all_of_its_successors(supervise, tmp_path):
+    first = supervise(spec_of(tmp_path, "node"))
+    seen, _ = next_event(first, "ready")
+    first.drain(5.0)
+    second = supervise(spec_of(tmp_path, "node"))
+    after, _ = next_event(second, "ready")
+    # its ready came before the question, as when Ray repeats a call late
+    assert second.wait_event(seen)[0] == after
+
+
 def test_restarts_wait_longer_each_time(supervise, tmp_path):
     supervisor = supervise(spec_of(tmp_path, "node"))
     supervisor.wait_ready()
-    waits, seen = [], 0
+    waits, seen = [], NOTHING_SEEN
     for _ in range(2):
         seen, _ = next_event(supervisor, "ready", seen)
         os.kill(supervisor.pid(), signal.SIGKILL)
@@ -77,7 +87,7 @@ def test_restarts_wait_longer_each_time(supervise, tmp_path):
 def test_a_process_that_ran_for_a_while_is_restarted_at_once(supervise, tmp_path):
     clock = ManualClock()
     supervisor = supervise(spec_of(tmp_path, "node"), clock)
-    waits, seen = [], 0
+    waits, seen = [], NOTHING_SEEN
     for ran_s in (STEADY_S, 1.0):
         seen, _ = next_event(supervisor, "ready", seen)
         clock.advance(ran_s)
@@ -122,7 +132,7 @@ def test_a_process_that_never_was_ready_is_not_restarted_and_its_log_is_told(sup
     supervisor = supervise(spec_of(tmp_path, environment={"FAULT": "conductor"}))
     with pytest.raises(RuntimeError, match=r"(?s)status 1 before it was ready.*fails, as it was told to"):
         supervisor.wait_ready()
-    assert supervisor.wait_event(0)[1]["event"] == "failed"
+    assert supervisor.wait_event(NOTHING_SEEN)[1]["event"] == "failed"
 
 
 def test_a_program_that_is_not_there_is_told(supervise, tmp_path):

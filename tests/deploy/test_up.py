@@ -63,8 +63,8 @@ def until(stream, words):
 
 
 def pid_of(environment, *words):
-    [pid] = [pid for pid, line in marked_pids(environment).items() if all(word in line for word in words)]
-    return pid
+    """The first of them: a conductor's spare was begun after it, and has its command line."""
+    return min(pid for pid, line in marked_pids(environment).items() if all(word in line for word in words))
 
 
 def test_an_answer_goes_to_stdout_and_nothing_is_left(start):
