@@ -24,9 +24,12 @@ def ks_p_value(first: Sequence[float], second: Sequence[float]) -> float:
     return min(1.0, max(0.0, 2 * sum(terms)))
 
 
-def slope(points: list[tuple[float, float]]) -> float:
-    """Return the least-squares slope of y over x."""
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+def pooled_slope(series: Sequence[Sequence[tuple[float, float]]]) -> float:
+    """Return the least-squares slope of y over x that all of `series` share, each with a level of its own."""
+    together, spread = 0.0, 0.0
+    for points in series:
+        mean_x = sum(x for x, _ in points) / len(points)
+        mean_y = sum(y for _, y in points) / len(points)
+        together += sum((x - mean_x) * (y - mean_y) for x, y in points)
+        spread += sum((x - mean_x) ** 2 for x, _ in points)
+    return together / spread if spread else 0.0

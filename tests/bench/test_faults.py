@@ -5,7 +5,7 @@ import random
 import pytest
 
 from bench.faults.asking import Answer, Seen
-from bench.faults.samples import ks_p_value, slope
+from bench.faults.samples import ks_p_value, pooled_slope
 
 EXPECTED = [3, 1, 4, 1, 5]
 
@@ -43,6 +43,7 @@ def test_two_samples_of_one_distribution_are_not_told_apart_and_shifted_ones_are
     assert ks_p_value(first, [value + 1 for value in second]) < 1e-6
 
 
-def test_a_slope_is_that_of_the_line():
-    assert slope([(x, 2.5 * x - 1) for x in range(10)]) == pytest.approx(2.5)
-    assert slope([(0, 5.0), (1, 5.0)]) == 0.0
+def test_a_slope_is_that_of_lines_of_any_level():
+    lines = [[(x, 2.5 * x + level) for x in range(first, first + 5)] for first, level in ((0, -1), (20, 7))]
+    assert pooled_slope(lines) == pytest.approx(2.5)
+    assert pooled_slope([[(0, 5.0), (1, 5.0)]]) == 0.0
