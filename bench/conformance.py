@@ -108,7 +108,10 @@ def engine_run(log: Path, count: int, rate: float, seed: int) -> None:
         decode=pool,
         scheduler=SchedulerConfig(decision_log=str(log), ahead_s=AHEAD_S),
     )
-    with local_cluster(config, model, log.parent) as cluster:
+    # A new one each time: a supervisor would go on with the configuration of the round before.
+    folder = log.with_suffix("")
+    folder.mkdir()
+    with local_cluster(config, model, folder) as cluster:
         wait_for_nodes(cluster)
         asyncio.run(load(cluster.grpc_address, count, rate, seed))
 

@@ -2,9 +2,12 @@
 
 For each number of stages an engine of as many ranks is built (a GPU each, or shares of the
 CPU), and each prompt computed alone, `--repeats` times, the engine warm. Then `--short-count`
-prompts of `--short` tokens are handed over at once, which gives prompts a second; that of X
-stages is compared with X times that of one, which is what X separate nodes would do. Ratios
-are of medians, to one stage.
+prompts of `--short` tokens are handed over at once, which gives prompts a second: of all of them,
+and at load, between the first tenth and the last, without what it takes to fill a pipeline once.
+
+One stage is measured on as many GPUs as the most stages have, all at once, because two cards of
+one kind differ by up to 7 %: X separate nodes do the sum of their prompts a second, and one GPU
+takes the mean of their times. Ratios are to these.
 
     python -m bench.cpp --model 8b --stages 1,2,4 --prompts 32768,131072 --chunk 8192 --out cpp.json
     python -m bench.cpp --model tiny --stages 1,2 --prompts 2048 --chunk 256 --kv-cache-gib 0.05
@@ -38,19 +41,24 @@ from engine.build import Engine, build_engine
 from engine.sequence import Sequence
 from engine.step import SequenceOutput
 
+RATES = ("short_prompts_per_s", "short_prompts_per_s_at_load")
+"""Of a row."""
+
 
 def prompt_of(length: int, vocab_size: int, rng: random.Random) -> list[int]:
     """Return a prompt whose first block nobody has computed before."""
     return [rng.randrange(vocab_size) for _ in range(length)]
 
 
-async def first_tokens(engine: Engine, prompts: Items[list[int]]) -> float:
-    """Hand over all prompts at once; return the seconds until the last one's first token."""
+async def first_tokens(engine: Engine, prompts: Items[list[int]]) -> list[float]:
+    """Hand over all prompts at once; return the seconds until each one's first token, the last one's last."""
     waiting = {RequestId(f"r{index}") for index in range(len(prompts))}
     done = asyncio.Event()
+    came_after_s = []
 
     def listen(output: SequenceOutput) -> None:
         if output.finish_reason is not None:
+            came_after_s.append(time.perf_counter() - started_s)
             engine.loop.release(output.sequence)
             waiting.discard(output.sequence.request_id)
         if not waiting:
@@ -62,7 +70,14 @@ async def first_tokens(engine: Engine, prompts: Items[list[int]]) -> float:
         name = RequestId(f"r{index}")
         engine.loop.add(Sequence(name, prompt, len(prompt), BlockHash(b""), sampling, stop), listen)
     await done.wait()
-    return time.perf_counter() - started_s
+    return came_after_s
+
+
+def at_load(came_after_s: Items[float]) -> float:
+    """Return prompts a second between the first tenth of them and the last."""
+    tenth = len(came_after_s) // 10
+    begin_s, end_s = came_after_s[tenth], came_after_s[-1 - tenth]
+    return sum(begin_s < at_s <= end_s for at_s in came_after_s) / (end_s - begin_s)
 
 
 async def measure(engine: Engine, options: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -73,18 +88,21 @@ async def measure(engine: Engine, options: argparse.Namespace, seed: int) -> dic
     for length in options.prompts:
         # The first is a warm-up: kernels compile, links are made.
         times = [
-            await first_tokens(engine, [prompt_of(length, engine.vocab_size, rng)])
+            (await first_tokens(engine, [prompt_of(length, engine.vocab_size, rng)]))[-1]
             for _ in range(options.repeats + 1)
         ][1:]
         row["ttft_s"][str(length)] = statistics.median(times)
         print(f"{options.now} stages, {length:,} tokens: {row['ttft_s'][str(length)]:.3f} s", flush=True)
-    rates = []
+    rates, rates_at_load = [], []
     for _ in range(options.repeats + 1):
         short = [
             prompt_of(options.short, engine.vocab_size, rng) for _ in range(options.short_count * options.now)
         ]
-        rates.append(len(short) / await first_tokens(engine, short))
+        came_after_s = await first_tokens(engine, short)
+        rates.append(len(short) / came_after_s[-1])
+        rates_at_load.append(at_load(came_after_s))
     row["short_prompts_per_s"] = statistics.median(rates[1:])
+    row["short_prompts_per_s_at_load"] = statistics.median(rates_at_load[1:])
     running.cancel()
     await asyncio.wait([running])
     return row
@@ -113,18 +131,29 @@ def measure_stages(options: argparse.Namespace, folder: Path, stages: int) -> di
             engine.ranks.close()
 
 
-def in_a_process(arguments: Items[str], stages: int) -> dict[str, Any]:
-    """Return what this bench says of one number of stages, in a process of its own.
+def in_processes(arguments: Items[str], stages: int, count: int) -> dict[str, Any]:
+    """Return the mean of what `count` runs of this bench, all at once, say of one number of stages.
 
-    That gives the GPUs' memory back as nothing else does: links to ranks that have ended can hang whoever
-    collects them.
+    Each is a process; of more than one, each has a GPU of its own. A process gives the GPUs' memory back
+    as nothing else does: links to ranks that have ended can hang whoever collects them.
     """
     with tempfile.TemporaryDirectory() as made:
-        out = Path(made) / "row.json"
-        command = [sys.executable, "-m", "bench.cpp", *arguments, "--stages", str(stages), "--out", str(out)]
-        subprocess.run(command, check=True)
-        row: dict[str, Any] = json.loads(out.read_text())["rows"][0]
-    return row
+        outs = [Path(made) / f"{index}.json" for index in range(count)]
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-m", "bench.cpp", *arguments, "--stages", str(stages), "--out", str(out)],
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": str(index)} if count > 1 else None,
+            )
+            for index, out in enumerate(outs)
+        ]
+        if any([process.wait() for process in running]):
+            raise RuntimeError(f"{stages} stages could not be measured; see above")
+        rows: list[dict[str, Any]] = [json.loads(out.read_text())["rows"][0] for out in outs]
+    mean = rows[0] | {rate: statistics.mean(row[rate] for row in rows) for rate in RATES}
+    mean["ttft_s"] = {
+        length: statistics.mean(row["ttft_s"][length] for row in rows) for length in rows[0]["ttft_s"]
+    }
+    return mean | ({"of_each": rows} if count > 1 else {})
 
 
 def compared(rows: list[dict[str, Any]]) -> None:
@@ -136,8 +165,7 @@ def compared(rows: list[dict[str, Any]]) -> None:
         row["ttft_ratio"] = {
             length: round(value / base["ttft_s"][length], 4) for length, value in row["ttft_s"].items()
         }
-        separate = row["stages"] * base["short_prompts_per_s"]
-        row["short_ratio"] = round(row["short_prompts_per_s"] / separate, 4)
+        row["short_ratios"] = {rate: round(row[rate] / (row["stages"] * base[rate]), 4) for rate in RATES}
 
 
 def main() -> None:
@@ -166,10 +194,11 @@ def main() -> None:
         config.max_position_embeddings = max(config.max_position_embeddings, longest)
         config.save_pretrained(folder)
         for stages in options.stages:
-            is_only = len(options.stages) == 1
-            rows.append(
-                measure_stages(options, folder, stages) if is_only else in_a_process(arguments, stages)
-            )
+            if len(options.stages) == 1:
+                rows.append(measure_stages(options, folder, stages))
+            else:
+                count = max(options.stages) if stages == 1 else 1
+                rows.append(in_processes(arguments, stages, count))
             compared(rows)
             print(json.dumps(rows[-1]), flush=True)
     report = {**about_run("torch"), **about(options.commit), "chunk": options.chunk, "rows": rows}
@@ -177,7 +206,7 @@ def main() -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # without destructors: see `in_a_process`
+    os._exit(0)  # without destructors: see `in_processes`
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from base.request import SamplingParams
 from bench.about_run import current_commit
 from bench.engine_rank import build_rank
 from bench.engine_shapes import SHAPES
-from bench.engine_work import GREEDY, Driver, Prompts
+from bench.engine_work import GREEDY, Driver, Prompts, Worker
 from engine.build import Engine, assemble_engine
 from engine.gpu_runner import GpuRunner
 from engine.rank_group import GroupShape
@@ -65,7 +65,7 @@ class Row:
     vllm: float
     must: float
     aim: float
-    measure: Callable[[Driver], Awaitable[float]]
+    measure: Callable[[Worker], Awaitable[float]]
     """Seconds that the work took."""
     tokens: int
     """Output tokens if the unit is tok/s."""
@@ -188,7 +188,7 @@ def decode_row(work: Work, batch: int, vllm_ms: float, aim_ms: float) -> Row:
         vllm_ms,
         vllm_ms,
         aim_ms,
-        lambda driver: driver.decode_step_s(batch, 1024, 128),
+        lambda worker: worker.decode_step_s(batch, 1024, 128),
         0,
         work.flops(batch, batch, seen),
         work.bytes_read(1, seen),
@@ -202,7 +202,7 @@ def prefill_row(work: Work, length: int, count: int, vllm_ms: float) -> Row:
         vllm_ms,
         vllm_ms,
         0.9 * vllm_ms,
-        lambda driver: driver.prefill_s(length, count),
+        lambda worker: worker.prefill_s(length, count),
         0,
         work.flops(length * count, count, count * length * length // 2),
         work.bytes_read(1, length * count),
@@ -222,7 +222,7 @@ def throughput_row(
         vllm,
         must,
         aim,
-        lambda driver: driver.throughput_s(lens),
+        lambda worker: worker.throughput_s(lens),
         tokens,
         work.flops(new, tokens, seen),
         work.bytes_read(max(output for _, output in lens), read),
@@ -254,9 +254,9 @@ def rows_of(name: str, work: Work, prompts: Prompts) -> list[Row]:
     ]
 
 
-async def run_row(row: Row, driver: Driver, repeats: int) -> Outcome:
-    await row.measure(driver)
-    seconds = [await row.measure(driver) for _ in range(repeats)]
+async def run_row(row: Row, worker: Worker, repeats: int) -> Outcome:
+    await row.measure(worker)
+    seconds = [await row.measure(worker) for _ in range(repeats)]
     values = [row.tokens / item if row.unit == "tok/s" else 1e3 * item for item in seconds]
     value, middle_s = statistics.median(values), statistics.median(seconds)
     ratio = value / row.vllm if row.unit == "tok/s" else row.vllm / value

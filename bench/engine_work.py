@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from typing import Protocol
 
 from base.block_hash import BlockHash
 from base.request import RequestId, SamplingParams, StopParams
@@ -38,6 +39,16 @@ class Prompts:
         token_ids = self._random.choices(range(self._vocab_size), k=num_tokens)
         name = RequestId(f"{self._made:06}")
         return Sequence(name, token_ids, num_tokens, ROOT, sampling, StopParams(max_tokens))
+
+
+class Worker(Protocol):
+    """What does the work of the table: an engine (`Driver`), or a server that has one (`bench/server.py`)."""
+
+    async def throughput_s(self, lens: list[tuple[int, int]]) -> float: ...
+
+    async def prefill_s(self, length: int, count: int) -> float: ...
+
+    async def decode_step_s(self, batch: int, context: int, steps: int) -> float: ...
 
 
 class Driver:
@@ -90,6 +101,30 @@ class Driver:
             sequence.num_computed_tokens = context - 1
         times = await self._run(sequences)
         return (times[-1] - times[0]) / steps
+
+    async def chunk_step_s(
+        self, chunk_tokens: int, prefix: int, batch: int, context: int, steps: int
+    ) -> float:
+        """Return the mean seconds of a step with one chunk of a prompt beside `batch` decoding sequences.
+
+        The prompt's `prefix` counts as computed, and so does what the sequences have. The first of
+        `steps` is left out, so the chunks come after `prefix + chunk_tokens * steps / 2` in the mean.
+        """
+        pool, layout, scheduler = self._engine.pool, self._engine.layout, self._engine.scheduler
+        prompt = self._prompts.sequence(prefix + chunk_tokens * steps, 1)
+        prompt.block_table += pool.allocate(layout.num_blocks(prefix))
+        prompt.num_computed_tokens = prefix
+        sequences = [self._prompts.sequence(context, steps) for _ in range(batch)]
+        for sequence in sequences:
+            sequence.block_table += pool.allocate(layout.num_blocks(context))
+            sequence.num_computed_tokens = context - 1
+        usual, scheduler.chunk_tokens = scheduler.chunk_tokens, chunk_tokens
+        try:
+            times = await self._run([*sequences, prompt])
+        finally:
+            scheduler.chunk_tokens = usual
+        assert len(times) == steps, "every step has a chunk and all sequences"
+        return (times[-1] - times[0]) / (steps - 1)
 
     async def _run(self, sequences: list[Sequence]) -> list[float]:
         """Run sequences to their end; return when each step told its last listener, seconds."""

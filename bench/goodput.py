@@ -40,7 +40,7 @@ KEPT = (
     "failed",
     "output_throughput",
     "max_send_delay_ms",
-    *(f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl") for kind in ("median", "p90", "p99")),
+    *(f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl") for kind in ("mean", "median", "p90", "p99")),
     "errors",
 )
 

@@ -2,7 +2,7 @@
 
 The same arrivals, which are seeded, are simulated on as many nodes with a profile, and what came of
 them stands beside what was measured: seconds to the first token, mean gaps, the share within each
-pair of bounds, and goodput. Replay's colocated nodes have chunks of 512, and its prefill nodes take
+pair of bounds, and goodput. Replay's colocated nodes have the shape's chunks, and its prefill nodes take
 one prompt at a time.
 
     python -m bench.goodput_replayed bench/results/goodput.json --profile h200-llama8b
@@ -16,6 +16,8 @@ import random
 import statistics
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from bench.goodput import goodput
 from bench.shapes import Shape, parse_shape
@@ -52,7 +54,9 @@ def trace_of(told: dict[str, Any], rate: float, num_requests: int) -> Trace:
 def replayed(shape: Shape, trace: Trace, profile: Profile) -> Outcomes:
     options = ClusterOptions(shape.prefill, shape.decode, BLOCK_TOKENS)
     plan = Plan(trace, CostModel(profile), options)
-    return (simulate(plan) if shape.decode else simulate_colocated(plan)).outcomes
+    if shape.decode:
+        return simulate(plan).outcomes
+    return simulate_colocated(plan, shape.chunk_tokens).outcomes
 
 
 def compared(told: dict[str, Any], tried: dict[str, Any], shape: Shape, profile: Profile) -> dict[str, Any]:
@@ -66,14 +70,25 @@ def compared(told: dict[str, Any], tried: dict[str, Any], shape: Shape, profile:
         sum(ttft <= bound["ttft_s"] and tpot <= bound["tpot_s"] for ttft, tpot in pairs) / len(pairs)
         for bound in told["bounds"]
     ]
+    said = {
+        "mean_ttft_ms": statistics.fmean(ttft_ms),
+        "median_ttft_ms": statistics.median(ttft_ms),
+        "p90_ttft_ms": _ranked(ttft_ms, 90),
+        "p99_ttft_ms": _ranked(ttft_ms, 99),
+        "median_tpot_ms": statistics.median(tpot_ms),
+        "p99_tpot_ms": _ranked(tpot_ms, 99),
+    }
     return {
         "shape": shape.name,
         "rate": tried["rate"],
-        "median_ttft_ms": (figures["median_ttft_ms"], statistics.median(ttft_ms)),
-        "p90_ttft_ms": (figures["p90_ttft_ms"], ttft_ms[int(0.9 * (len(ttft_ms) - 1))]),
-        "median_tpot_ms": (figures["median_tpot_ms"], statistics.median(tpot_ms)),
+        **{name: (figures[name], value) for name, value in said.items() if name in figures},
         "shares": (tried["shares"], shares),
     }
+
+
+def _ranked(ordered: list[float], percent: int) -> float:
+    """Return a percentile as `bench.load_report` does: between two values, in proportion."""
+    return float(np.percentile(ordered, percent))
 
 
 def main() -> None:
@@ -94,7 +109,8 @@ def main() -> None:
         for row in found:
             cells = "  ".join(
                 f"{name} {row[name][0]:7.1f} / {row[name][1]:7.1f} ({row[name][1] / row[name][0] - 1:+.0%})"
-                for name in ("median_ttft_ms", "p90_ttft_ms", "median_tpot_ms")
+                for name in row
+                if name.endswith("_ms")
             )
             print(f"{shape.name:10} {row['rate']:6.2f} req/s  {cells}")
         rates = [row["rate"] for row in found]
