@@ -108,7 +108,7 @@ async def test_a_refused_stream_is_told_why_whenever_it_writes_its_first_message
 
 async def test_a_refused_stream_that_writes_nothing_is_told_too():
     async def nothing():
-        await asyncio.sleep(30)
+        await asyncio.Event().wait()
         yield b""
 
     async with serving(admit_nobody) as address, grpc.aio.insecure_channel(address) as channel:
