@@ -105,13 +105,13 @@ class Driver:
     async def chunk_step_s(
         self, chunk_tokens: int, prefix: int, batch: int, context: int, steps: int
     ) -> float:
-        """Return the mean seconds of a step with one chunk of a prompt beside `batch` decoding sequences.
+        """Return the mean seconds of a step of `chunk_tokens`: `batch` sequences and a part of a prompt.
 
-        The prompt's `prefix` counts as computed, and so does what the sequences have. The first of
-        `steps` is left out, so the chunks come after `prefix + chunk_tokens * steps / 2` in the mean.
+        The prompt's `prefix` counts as computed, and so does what the sequences have. The first of `steps`
+        is left out, so the chunks come after `prefix + (chunk_tokens - batch) * steps / 2` in the mean.
         """
         pool, layout, scheduler = self._engine.pool, self._engine.layout, self._engine.scheduler
-        prompt = self._prompts.sequence(prefix + chunk_tokens * steps, 1)
+        prompt = self._prompts.sequence(prefix + (chunk_tokens - batch) * steps, 1)
         prompt.block_table += pool.allocate(layout.num_blocks(prefix))
         prompt.num_computed_tokens = prefix
         sequences = [self._prompts.sequence(context, steps) for _ in range(batch)]

@@ -54,7 +54,7 @@ class Grid:
     """Decode steps of a measurement."""
     repeats: int
     chunks: tuple[int, ...]
-    """Tokens of a prompt in a step that decodes too."""
+    """Tokens of a step with a part of a prompt, the sequences that decode in it included."""
     chunk_prefixes: tuple[int, ...]
     chunk_batches: tuple[int, ...]
     chunk_context: int
@@ -226,8 +226,9 @@ async def _measure_steps(driver: Driver, engine: Engine, grid: Grid) -> list[Mea
                 lambda: driver.chunk_step_s(chunk, prefix, batch, context, steps),  # noqa: B023
                 grid.repeats,
             )
+            tokens = chunk - batch
             points.append(
-                MeasuredStep(chunk, prefix + chunk * steps / 2, batch, context + steps / 2, seconds)
+                MeasuredStep(tokens, prefix + tokens * steps / 2, batch, context + steps / 2, seconds)
             )
             print(f"chunk {chunk:6,} after {prefix:7,} + {batch:3}: {1e3 * seconds:9.2f} ms", flush=True)
     return points

@@ -6,7 +6,8 @@ first; when it has, the next token is sampled. Chunked prefill, prefix hits, han
 from another node and recomputation after preemption all fall out of that.
 
 Rules:
-* A sequence one token behind always runs; prompts share `chunk_tokens` a step.
+* A sequence one token behind always runs; prompts share what those leave of `chunk_tokens` a step, half
+  of it at least.
 * Sequences go by rank: priority, then arrival. Admission is in that order, and takes
   the blocks of all known tokens at once, so that only growth can run out of blocks.
 * A running sequence that needs a block may take it from sequences of lower rank, lowest
@@ -153,7 +154,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Return the next step, or None if no sequence can advance now."""
-        budget = self.chunk_tokens
+        budget = self._prompt_budget()
         entries: list[StepEntry] = []
         index = 0
         # Growing may preempt sequences at the end of the list, never one already planned.
@@ -268,6 +269,15 @@ class Scheduler:
         numbers = np.array(array("q", token_ids))
         if len(numbers) and not (numbers.min() >= 0 and numbers.max() < self.vocab_size):
             raise InvalidRequestError(f"{param}: token ids are 0 to {self.vocab_size - 1}", param=param)
+
+    def _prompt_budget(self) -> int:
+        """Return how many tokens of prompts the next step computes at most.
+
+        With the sequences one token behind they are `chunk_tokens`: a GPU pads a step to one of few
+        lengths, and one token more than such a length would be paid as hundreds.
+        """
+        num_single = sum(item.num_plannable_tokens == 1 for item in (*self._running, *self._waiting))
+        return self.chunk_tokens - min(num_single, self.chunk_tokens // 2)
 
     def _share(self, sequence: Sequence, budget: int) -> int:
         """Return how many tokens of `sequence` this step computes."""

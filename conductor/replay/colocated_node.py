@@ -1,9 +1,9 @@
 """A simulated node that prefills and decodes in the same steps, by the rules of `engine/scheduler.py`.
 
 A step computes one token of each decoding sequence, and of prompts, first come first served, as
-many tokens as a chunk has, of several prompts where the first leaves some. A prompt is let in
-when its KV fits. What a step takes is `CostModel.chunk_step_s` where it has a chunk, and the
-decode step otherwise.
+many tokens as those leave of a chunk, half of it at least; of several prompts where the first leaves
+some. A prompt is let in when its KV fits. What a step takes is `CostModel.chunk_step_s` where it has a
+chunk, and the decode step otherwise.
 
 Steps that go alike are taken at once: k of the same batch, or k whole chunks of one prompt, of which each
 takes longer than the last by as much, so that they are a segment as in `decode_node.py`. What comes
@@ -100,6 +100,8 @@ class ColocatedNode:
         """Of KV that the prompts let in take or will."""
         # the present segment
         self._chunks: list[tuple[ColocatedSequence, int]] = []
+        self._budget = 0
+        """Of prompt tokens, in its first step."""
         self._steps = 0
         self._started_at_s = self._first_s = self._growth_s = 0.0
         self._version = 0
@@ -183,18 +185,26 @@ class ColocatedNode:
     def _plan_chunks(self, longest: int) -> int:
         """Set what the first step takes; return how many go alike: `longest` at most, where not 0."""
         new_tokens, attended, beside_s = 0, 0.0, 0.0
+        batch, context_tokens = len(self._batch), self._context_tokens
         for sequence, tokens in self._chunks:
-            new_tokens += tokens
-            attended += tokens * (tokens + 2 * sequence.computed_tokens)
+            if tokens == 1:  # attended like a sequence that decodes
+                batch += 1
+                context_tokens += sequence.computed_tokens
+            else:
+                new_tokens += tokens
+                attended += tokens * (tokens + 2 * sequence.computed_tokens)
             if sequence.computed_tokens == sequence.prefix_tokens:
                 left = sequence.prompt_tokens - sequence.prefix_tokens
                 beside_s += self._cost.beside_chunks_s(left, sequence.prefix_tokens)
-        batch, profile = len(self._batch), self._cost.profile
-        self._first_s = beside_s + self._cost.chunk_step_s(new_tokens, attended, batch, self._context_tokens)
+        profile = self._cost.profile
+        if new_tokens:
+            self._first_s = beside_s + self._cost.chunk_step_s(new_tokens, attended, batch, context_tokens)
+        else:
+            self._first_s = beside_s + self._cost.decode_step_s(batch, context_tokens)
         self._growth_s = 0.0
         steps = 1
         first, tokens = self._chunks[0]
-        if tokens == self._chunk_tokens and not beside_s:
+        if len(self._chunks) == 1 and tokens == self._budget and not beside_s:
             steps = (first.prompt_tokens - first.computed_tokens) // tokens
             steps = min(steps, longest) if longest else steps
             self._growth_s = 2 * profile.prefill_token2_s * tokens**2 + profile.decode_context_token_s * batch
@@ -206,11 +216,17 @@ class ColocatedNode:
 
     def _take_chunks(self, now_s: float) -> list[tuple[ColocatedSequence, int]]:
         """Return what the next step computes of prompts, letting in those that fit."""
-        budget = self._chunk_tokens
+        num_single = len(self._batch)
+        for sequence in self._prompts:
+            num_single += sequence.prompt_tokens - sequence.computed_tokens == 1
+        self._budget = budget = self._chunk_tokens - min(num_single, self._chunk_tokens // 2)
         chunks = []
         for sequence in self._prompts:
-            tokens = min(budget, sequence.prompt_tokens - sequence.computed_tokens)
-            if tokens:
+            left = sequence.prompt_tokens - sequence.computed_tokens
+            tokens = min(budget, left)
+            if left == 1:  # as a sequence that decodes: beside any chunk
+                chunks.append((sequence, 1))
+            elif tokens:
                 chunks.append((sequence, tokens))
                 budget -= tokens
         capacity = self._cost.profile.device_kv_tokens
@@ -220,9 +236,9 @@ class ColocatedNode:
             if held and held + sequence.prompt_tokens > capacity:
                 break
             self._let_in(self._waiting.popleft(), now_s)
-            tokens = min(budget, sequence.prompt_tokens - sequence.computed_tokens)
-            chunks.append((sequence, tokens))
-            budget -= tokens
+            left = sequence.prompt_tokens - sequence.computed_tokens
+            chunks.append((sequence, min(budget, left)))
+            budget -= min(budget, left) if left > 1 else 0
         return chunks
 
     def _let_in(self, sequence: ColocatedSequence, now_s: float) -> None:

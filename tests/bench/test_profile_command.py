@@ -46,7 +46,10 @@ def test_a_profile_holds_each_point_of_the_grid_and_what_it_says_to_them(tmp_pat
     assert load_profile(str(file)) == profile
     asked = [(step.chunk_tokens, step.prefix_tokens, step.batch) for step in profile.evidence.steps]
     assert asked == [
-        (chunk, prefix + 1.5 * chunk, batch) for prefix in (0, 32) for chunk in (8, 16) for batch in (0, 1, 3)
+        (chunk - batch, prefix + 1.5 * (chunk - batch), batch)
+        for prefix in (0, 32)
+        for chunk in (8, 16)
+        for batch in (0, 1, 3)
     ]
     assert all(step.measured_s > 0 for step in profile.evidence.steps)
     assert profile.chunk_step_s > 0

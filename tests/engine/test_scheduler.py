@@ -66,13 +66,36 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_after_the_last() -> Non
     assert [plan.entries[0].num_tokens for plan in bench.device.plans] == [8, 8, 4]
 
 
-def test_decoding_sequences_run_beside_every_chunk() -> None:
+def test_a_chunk_leaves_room_for_the_sequences_that_decode_beside_it() -> None:
     bench = Bench(chunk_tokens=8)
     bench.scheduler.add(make_sequence("a", range(4), max_tokens=9))
     bench.step()
     bench.scheduler.add(make_sequence("b", range(100, 120), arrived_at_s=1.0))
     bench.step()
-    assert bench.shape_of_last_step() == [("a", 1), ("b", 8)]
+    assert bench.shape_of_last_step() == [("a", 1), ("b", 7)]
+
+
+def test_a_chunk_leaves_room_for_who_comes_with_its_kv_in_the_same_step() -> None:
+    bench = Bench(chunk_tokens=8)
+    bench.scheduler.add(make_sequence("prompt", range(100, 120)))
+    moved = make_sequence("moved", range(5), arrived_at_s=1.0)
+    moved.block_table += bench.pool.allocate(2)
+    moved.num_computed_tokens = 4
+    bench.scheduler.add(moved)
+    plan = bench.scheduler.schedule()
+    assert plan is not None
+    assert [entry.num_tokens for entry in plan.entries] == [1, 7]
+
+
+def test_prompts_get_half_of_a_step_whatever_decodes() -> None:
+    bench = Bench(chunk_tokens=8)
+    for number in range(6):
+        bench.scheduler.add(make_sequence(str(number), [50 + number], max_tokens=9))
+    bench.step()
+    bench.scheduler.add(make_sequence("prompt", range(100, 120), arrived_at_s=1.0))
+    bench.step()
+    assert dict(bench.shape_of_last_step())["prompt"] == 4
+    assert len(bench.shape_of_last_step()) == 7
 
 
 def test_chunks_share_the_budget_in_order_of_rank() -> None:

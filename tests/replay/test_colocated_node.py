@@ -41,8 +41,7 @@ def random_rows(seed: int) -> list[TraceRequest]:
     now_s, rows = 0.0, []
     for _ in range(60):
         now_s += rng.expovariate(12.0)
-        # even: of a prompt with one token left the engine takes that beside the chunk
-        size = 2 * rng.choice([rng.randint(1, 30), rng.randint(50, 450), CHUNK // 2 * rng.randint(1, 6)])
+        size = rng.choice([rng.randint(2, 60), rng.randint(100, 900), CHUNK * rng.randint(1, 6)])
         rows.append(TraceRequest(now_s, size, rng.randint(1, 60), ()))
     return rows
 
