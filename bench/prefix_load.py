@@ -23,6 +23,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ from bench.about_run import about_run
 from bench.shapes import about, write_model
 from deploy.node_kv import node_segment
 from deploy.node_store import PagedBlocks, pin_pool
+from engine.block_sums import block_sums
 from engine.build import Engine, build_engine
 from engine.step import SequenceOutput
+from kvstore.block_mover import SegmentMover
 from kvstore.engine_store import EngineStore
 from kvstore.hosting import hosted_store
 from kvstore.settings import StoreProcess
@@ -158,8 +161,10 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         async with hosted_store(settings, agent, clock) as hosted:
             if is_gpu:
                 await pin_pool(hosted.store, agent, segment)
-            blocks = PagedBlocks(engine.loop.pool, engine.cache, segment)
-            beside = EngineStore(blocks, hosted.cache, hosted.store, NO_LIMIT, clock)
+            blocks = PagedBlocks(engine.loop.pool, layout)
+            sums = partial(block_sums, engine.cache)
+            mover = SegmentMover(hosted.cache, segment, layout.block_bytes, sums)
+            beside = EngineStore(blocks, mover, hosted.store, NO_LIMIT, clock)
             tokens = [random.randrange(engine.vocab_size) for _ in range(options.tokens)]
             bench = Bench(engine, segment, beside, tokens, num_cached, clock)
             tasks = [asyncio.create_task(engine.loop.run()), asyncio.create_task(beside.run())]

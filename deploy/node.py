@@ -76,6 +76,7 @@ async def serve(config: NodeProcess) -> None:
     ):
         # On a GPU the first sum compiles its kernel: seconds that no request shall wait.
         await block_sums(engine.cache, [0])
+        kv = node_kv(engine, segment, agent)
         info = _info(config, epoch, engine, agent)
         credentials = channel_credentials(config.tls, "nodes.tls")
         clients = [
@@ -83,13 +84,12 @@ async def serve(config: NodeProcess) -> None:
             for address in config.conductor_addresses
         ]
         async with (
-            node_store(config, engine, segment, agent, clock, StoreMetrics(registry)) as stored,
+            node_store(config, engine, kv, segment, agent, clock, StoreMetrics(registry)) as stored,
             asyncio.TaskGroup() as tasks,
         ):
             own = stored.own if stored is not None else None
             beside = stored.beside if stored is not None else None
             state = node_state(engine, info, own)
-            kv = node_kv(engine, segment, agent)
             if timeline is not None:
                 timeline.watch(engine)
                 kv = NodeKv(kv.layout, tuple(map(timeline.shard, kv.shards)))

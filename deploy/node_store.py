@@ -6,25 +6,29 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from base.block_hash import HASH_BYTES, BlockHash
+from base.checksum import checksum_of_kind
 from base.clock import Clock
 from base.config import NodeProcess, StoreConfig
 from base.errors import LostError, TransferFailedError
+from base.kv_layout import KvLayout
 from base.logs import event
 from base.metrics import StoreMetrics
 from engine.block_pool import BlockPool
-from engine.block_sums import block_sums
+from engine.block_sums import block_sums, sum_kind
 from engine.build import Engine
-from engine.paged_cache import PagedCache
-from kvstore.client import BlockCache
+from kvstore.block_mover import BlockMover, SegmentMover
 from kvstore.engine_store import EngineStore
 from kvstore.hosting import block_cache, hosted_store
 from kvstore.settings import of_node
+from kvstore.shard_mover import ShardMover
 from kvstore.store import Store
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
 from transfer.segment import Segment
+from transfer.shard import NodeKv
 
 log = logging.getLogger(__name__)
 
@@ -35,21 +39,16 @@ PIN_TRIES = 3
 class PagedBlocks:
     """An engine's cache as the block cache sees it."""
 
-    def __init__(self, pool: BlockPool, cache: PagedCache, segment: Segment) -> None:
+    def __init__(self, pool: BlockPool, layout: KvLayout) -> None:
         self._pool = pool
-        self._cache = cache
-        self.segment = segment
-        self.block_bytes = cache.layout.block_bytes
-        self.block_tokens = cache.layout.block_size
+        self.block_bytes = layout.block_bytes
+        self.block_tokens = layout.block_size
 
     def hold(self, chain: Sequence[BlockHash]) -> list[int]:
         return self._pool.match(chain)
 
     def release(self, block_ids: Sequence[int]) -> None:
         self._pool.release(block_ids)
-
-    async def checksums(self, block_ids: Sequence[int]) -> list[int]:
-        return await block_sums(self._cache, block_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +64,7 @@ class NodeStore:
 async def node_store(
     config: NodeProcess,
     engine: Engine,
+    kv: NodeKv,
     segment: Segment,
     agent: TransferAgent,
     clock: Clock,
@@ -78,22 +78,26 @@ async def node_store(
     if not config.store.is_used:
         yield None
         return
-    if engine.ranks is not None:
-        event(log, "no store beside a cache of several ranks yet", level=logging.WARNING)
+    if engine.ranks is not None and not config.store.dram_gib:
+        event(log, "no store for several ranks without dram_gib", level=logging.WARNING)
         yield None
         return
-    blocks = PagedBlocks(engine.pool, engine.cache, segment)
-    settings = of_node(config.store, config.node_id, blocks.block_bytes, config.transfer)
-    if config.store.dram_gib:
-        async with hosted_store(settings, agent, clock, metrics) as hosted:
-            if segment.device is not None:
-                await pin_pool(hosted.store, agent, segment)
-            yield NodeStore(
-                _beside(config.store, blocks, hosted.cache, hosted.store, clock, metrics), hosted.store
-            )
-    else:
+    settings = of_node(config.store, config.node_id, engine.layout.block_bytes, config.transfer)
+    beside = partial(_beside, config.store, PagedBlocks(engine.pool, engine.layout), clock, metrics)
+    sums = partial(block_sums, engine.cache)
+    one_segment = partial(SegmentMover, segment=segment, block_bytes=engine.layout.block_bytes, sums=sums)
+    if not config.store.dram_gib:
         async with block_cache(settings.redis_url, settings.peers, agent, clock) as cache:
-            yield NodeStore(_beside(config.store, blocks, cache, None, clock, metrics), None)
+            yield NodeStore(beside(one_segment(cache), None), None)
+        return
+    async with hosted_store(settings, agent, clock, metrics) as hosted:
+        if segment.device is not None:
+            await pin_pool(hosted.store, agent, segment)
+        mover: BlockMover = one_segment(hosted.cache)
+        if engine.ranks is not None:
+            sum_of = checksum_of_kind(sum_kind(engine.cache))
+            mover = ShardMover(kv, hosted.store, agent.descriptor, sum_of)
+        yield NodeStore(beside(mover, hosted.store), hosted.store)
 
 
 async def pin_pool(store: Store, agent: TransferAgent, segment: Segment) -> None:
@@ -124,13 +128,13 @@ async def pin_pool(store: Store, agent: TransferAgent, segment: Segment) -> None
 def _beside(
     config: StoreConfig,
     blocks: PagedBlocks,
-    cache: BlockCache,
-    own: Store | None,
     clock: Clock,
     metrics: StoreMetrics,
+    mover: BlockMover,
+    own: Store | None,
 ) -> EngineStore:
     bytes_per_s = config.save_mib_per_s * (1 << 20)
-    beside = EngineStore(blocks, cache, own, bytes_per_s, clock, has_quotas=config.tenant_quota < 1)
+    beside = EngineStore(blocks, mover, own, bytes_per_s, clock, has_quotas=config.tenant_quota < 1)
     metrics.engine_blocks.labels("saved").set_function(lambda: beside.num_saved)
     metrics.engine_blocks.labels("loaded").set_function(lambda: beside.num_loaded)
     metrics.engine_blocks.labels("dropped").set_function(lambda: beside.num_dropped)

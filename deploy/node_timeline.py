@@ -7,7 +7,7 @@ clock and nothing to merge; what a stage's answer takes through the pipe is in i
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from base.clock import Clock
@@ -100,7 +100,7 @@ class StageSteps:
 
 
 class TimedShard:
-    """A shard whose writes are kept."""
+    """A shard whose copies are kept."""
 
     def __init__(self, shard: KvShard, timeline: Timeline, clock: Clock) -> None:
         self.part = shard.part
@@ -109,10 +109,10 @@ class TimedShard:
         self._clock = clock
 
     async def write(self, move: BlockMove) -> None:
-        began_s = self._clock.now_s()
-        await self._shard.write(move)
-        track = f"transfer of layer {self.part.first_layer} on, head {self.part.first_head} on"
-        self._timeline.span(track, "write", began_s, self._clock.now_s(), blocks=len(move.block_ids))
+        await self._timed("write", self._shard.write, move)
+
+    async def read(self, move: BlockMove) -> None:
+        await self._timed("read", self._shard.read, move)
 
     async def grant(self, block_ids: Sequence[int], lease_s: float) -> RankGrant:
         return await self._shard.grant(block_ids, lease_s)
@@ -125,3 +125,9 @@ class TimedShard:
 
     def sums_in_order(self, block_ids: Sequence[int], part: KvPart) -> Awaitable[list[int]] | None:
         return self._shard.sums_in_order(block_ids, part)
+
+    async def _timed(self, name: str, copy: Callable[[BlockMove], Awaitable[None]], move: BlockMove) -> None:
+        began_s = self._clock.now_s()
+        await copy(move)
+        track = f"transfer of layer {self.part.first_layer} on, head {self.part.first_head} on"
+        self._timeline.span(track, name, began_s, self._clock.now_s(), blocks=len(move.block_ids))

@@ -30,6 +30,7 @@ from base.wire import (
 )
 from engine.ranks import Ranks
 from protos import ranks_pb2 as pb
+from transfer.batch import Priority
 from transfer.shard import BlockMove, KvShard
 
 Answer = asyncio.Future[pb.RankAnswer]
@@ -56,7 +57,10 @@ class RemoteShard:
         ranks.on_message(rank, on_message)
 
     async def write(self, move: BlockMove) -> None:
-        await self._call(pb.RankCall(write=_write_to(move)))
+        await self._call(pb.RankCall(write=_move_to(move)))
+
+    async def read(self, move: BlockMove) -> None:
+        await self._call(pb.RankCall(read=_move_to(move)))
 
     async def sums(self, block_ids: Sequence[int], part: KvPart) -> list[int]:
         call = pb.RankCall(sum=pb.SumBlocks(block_ids=block_ids, part=part_to(part)))
@@ -133,7 +137,9 @@ class ShardServer:
         answer = pb.RankAnswer()
         match call.WhichOneof("call"):
             case "write":
-                await self._shard.write(_write_from(call.write))
+                await self._shard.write(_move_from(call.write))
+            case "read":
+                await self._shard.read(_move_from(call.read))
             case "sum":
                 answer.sums.extend(await self._shard.sums(call.sum.block_ids, part_from(call.sum.part)))
             case "grant":
@@ -156,8 +162,8 @@ def _answer_of(task: Call) -> pb.RankAnswer:
     return pb.RankAnswer(reason=type(error).__name__, message=str(error))
 
 
-def _write_to(move: BlockMove) -> pb.WriteBlocks:
-    return pb.WriteBlocks(
+def _move_to(move: BlockMove) -> pb.MoveBlocks:
+    return pb.MoveBlocks(
         peer=peer_to(move.peer),
         grant=grant_to(move.grant),
         block_ids=move.block_ids,
@@ -165,10 +171,11 @@ def _write_to(move: BlockMove) -> pb.WriteBlocks:
         peer_part=part_to(move.peer_part),
         part=part_to(move.part),
         deadline_s=move.deadline_s,
+        is_background=move.priority is Priority.BACKGROUND,
     )
 
 
-def _write_from(message: pb.WriteBlocks) -> BlockMove:
+def _move_from(message: pb.MoveBlocks) -> BlockMove:
     return BlockMove(
         peer=peer_from(message.peer),
         grant=grant_from(message.grant),
@@ -177,6 +184,7 @@ def _write_from(message: pb.WriteBlocks) -> BlockMove:
         peer_part=part_from(message.peer_part),
         part=part_from(message.part),
         deadline_s=message.deadline_s,
+        priority=Priority.BACKGROUND if message.is_background else Priority.FOREGROUND,
     )
 
 

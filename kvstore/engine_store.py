@@ -9,8 +9,8 @@ or what nobody takes: it is a cache.
 Loading goes before the computing of a prompt, from wherever the block cache has the blocks,
 if that has been the quicker way on this node (`load_costs.py`).
 
-The engine's cache may be on a GPU. Then its blocks come and go by a transport that reaches
-it, straight between the GPU and the pool, and the engine alone can take their checksums.
+How blocks come and go is a mover's: from one segment, maybe on a GPU (`block_mover.py`), or from
+the memories of several ranks (`shard_mover.py`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from base.block_hash import BlockHash
 from base.clock import Clock
 from base.errors import ServeError
 from base.logs import event
-from kvstore.client import BlockCache, Stripes
+from kvstore.block_mover import BlockMover
+from kvstore.client import Stripes
 from kvstore.load_costs import LoadCosts
 from kvstore.store import Store
-from transfer.batch import Priority
-from transfer.segment import Segment
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +38,7 @@ GROUP_S = 0.1
 
 
 class EngineBlocks(Protocol):
-    """An engine's cache as it is seen from here: equal blocks of one segment, found by hash."""
-
-    @property
-    def segment(self) -> Segment: ...
+    """An engine's cache as it is seen from here: equal blocks, found by hash."""
 
     @property
     def block_bytes(self) -> int: ...
@@ -56,8 +52,6 @@ class EngineBlocks(Protocol):
 
     def release(self, block_ids: Sequence[int]) -> None: ...
 
-    async def checksums(self, block_ids: Sequence[int]) -> list[int]: ...
-
 
 class EngineStore:
     """One node's engine and its way into the block cache. `run` must be running."""
@@ -65,7 +59,7 @@ class EngineStore:
     def __init__(
         self,
         engine: EngineBlocks,
-        cache: BlockCache,
+        mover: BlockMover,
         own: Store | None,
         bytes_per_s: float,
         clock: Clock,
@@ -79,7 +73,7 @@ class EngineStore:
         learns from all of them together.
         """
         self._engine = engine
-        self._cache = cache
+        self._mover = mover
         self._own = own
         self._bytes_per_s = bytes_per_s
         self._clock = clock
@@ -122,7 +116,7 @@ class EngineStore:
 
     async def reach(self, chain: Sequence[BlockHash], first: int) -> int:
         """Return the index after the last block of `chain` that should be loaded; `first`: none."""
-        end = await self._cache.match(chain)
+        end = await self._mover.match(chain)
         return end if end > first and self._costs.is_worth(self._place(chain[:end])) else first
 
     async def load(
@@ -135,15 +129,7 @@ class EngineStore:
         """Load blocks `first` and on into the engine's `block_ids`; return how many came, all right."""
         place = self._place(chain)
         began_at_s = self._clock.now_s()
-        size = self._engine.block_bytes
-        offsets = [block_id * size for block_id in block_ids]
-
-        async def sums(landed: Sequence[int]) -> Sequence[int]:
-            return await self._engine.checksums([offset // size for offset in landed])
-
-        count = await self._cache.load(
-            chain, self._engine.segment, offsets, first, sums=sums, stripes=stripes
-        )
+        count = await self._mover.load(chain, block_ids, first, stripes)
         self._costs.loaded(place, count, self._clock.now_s() - began_at_s)
         self.num_loaded += count
         return count
@@ -163,7 +149,7 @@ class EngineStore:
         group = max(1, int(self._bytes_per_s * GROUP_S) // size)
         at = 0
         try:
-            at = await self._cache.num_saved(chain)
+            at = await self._mover.num_saved(chain)
             while at < len(chain):
                 end = min(at + group, len(chain))
                 num_saved = await self._save_part(chain[:end], at, tenant)
@@ -181,16 +167,6 @@ class EngineStore:
         try:
             if len(block_ids) <= first:
                 return 0
-            sums = await self._engine.checksums(block_ids[first:])
-            offsets = [block_id * self._engine.block_bytes for block_id in block_ids[first:]]
-            return await self._cache.save(
-                chain[: len(block_ids)],
-                self._engine.segment,
-                offsets,
-                sums,
-                first,
-                tenant,
-                priority=Priority.BACKGROUND,
-            )
+            return await self._mover.save(chain[: len(block_ids)], block_ids[first:], first, tenant)
         finally:
             self._engine.release(block_ids)

@@ -169,8 +169,8 @@ class Store:
         self._put_grants[put.put_id] = grant
         return Reserved(put.put_id, put.missing, grant)
 
-    async def commit(self, ticket: int, checksums: Sequence[int]) -> int:
-        """End a put whose bytes have arrived; return how many blocks are stored.
+    async def commit(self, ticket: int, checksums: Sequence[int | None]) -> int:
+        """End a put whose bytes have arrived, but of blocks without a checksum; return how many are stored.
 
         Raises:
             LeaseExpiredError, ProtocolError: as the pool's `commit`.
@@ -316,7 +316,7 @@ class Store:
     def _view(self, block_id: int) -> memoryview:
         return self._segment.memory[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]
 
-    async def _commit(self, ticket: int, grant: Grant, checksums: Sequence[int]) -> int:
+    async def _commit(self, ticket: int, grant: Grant, checksums: Sequence[int | None]) -> int:
         # No byte may arrive after a block has a name.
         await self._agent.revoke(grant)
         try:

@@ -8,23 +8,25 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RankCall(_message.Message):
-    __slots__ = ("call_id", "write", "sum", "cancel", "grant", "revoke")
+    __slots__ = ("call_id", "write", "sum", "cancel", "grant", "revoke", "read")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     WRITE_FIELD_NUMBER: _ClassVar[int]
     SUM_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     REVOKE_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
     call_id: int
-    write: WriteBlocks
+    write: MoveBlocks
     sum: SumBlocks
     cancel: CancelCall
     grant: GrantBlocks
     revoke: _transfer_pb2.Grant
-    def __init__(self, call_id: _Optional[int] = ..., write: _Optional[_Union[WriteBlocks, _Mapping]] = ..., sum: _Optional[_Union[SumBlocks, _Mapping]] = ..., cancel: _Optional[_Union[CancelCall, _Mapping]] = ..., grant: _Optional[_Union[GrantBlocks, _Mapping]] = ..., revoke: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ...) -> None: ...
+    read: MoveBlocks
+    def __init__(self, call_id: _Optional[int] = ..., write: _Optional[_Union[MoveBlocks, _Mapping]] = ..., sum: _Optional[_Union[SumBlocks, _Mapping]] = ..., cancel: _Optional[_Union[CancelCall, _Mapping]] = ..., grant: _Optional[_Union[GrantBlocks, _Mapping]] = ..., revoke: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., read: _Optional[_Union[MoveBlocks, _Mapping]] = ...) -> None: ...
 
-class WriteBlocks(_message.Message):
-    __slots__ = ("peer", "grant", "block_ids", "offsets", "peer_part", "part", "deadline_s")
+class MoveBlocks(_message.Message):
+    __slots__ = ("peer", "grant", "block_ids", "offsets", "peer_part", "part", "deadline_s", "is_background")
     PEER_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +34,7 @@ class WriteBlocks(_message.Message):
     PEER_PART_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    IS_BACKGROUND_FIELD_NUMBER: _ClassVar[int]
     peer: _transfer_pb2.PeerDescriptor
     grant: _transfer_pb2.Grant
     block_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -39,7 +42,8 @@ class WriteBlocks(_message.Message):
     peer_part: _transfer_pb2.KvPart
     part: _transfer_pb2.KvPart
     deadline_s: float
-    def __init__(self, peer: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., block_ids: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., peer_part: _Optional[_Union[_transfer_pb2.KvPart, _Mapping]] = ..., part: _Optional[_Union[_transfer_pb2.KvPart, _Mapping]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    is_background: bool
+    def __init__(self, peer: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., block_ids: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., peer_part: _Optional[_Union[_transfer_pb2.KvPart, _Mapping]] = ..., part: _Optional[_Union[_transfer_pb2.KvPart, _Mapping]] = ..., deadline_s: _Optional[float] = ..., is_background: _Optional[bool] = ...) -> None: ...
 
 class SumBlocks(_message.Message):
     __slots__ = ("block_ids", "part")

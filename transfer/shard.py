@@ -20,7 +20,8 @@ import numpy as np
 from base.grants import Grant, Operation, PeerDescriptor, RankGrant
 from base.kv_layout import KvLayout, KvPart, part_runs
 from transfer.agent import TransferAgent
-from transfer.batch import TransferBatch, batch_of
+from transfer.batch import Priority, batch_of
+from transfer.ranges import Offsets
 from transfer.segment import Segment
 
 
@@ -38,6 +39,7 @@ class BlockMove:
     part: KvPart
     """What is moved: both have it."""
     deadline_s: float
+    priority: Priority = Priority.FOREGROUND
 
 
 class KvShard(Protocol):
@@ -51,6 +53,10 @@ class KvShard(Protocol):
     async def write(self, move: BlockMove) -> None:
         """Copy a part of blocks to the peer; raises as `TransferAgent.write`, and LostError where
         the rank has ended. When it has returned or raised, the blocks are not read any more."""
+        ...
+
+    async def read(self, move: BlockMove) -> None:
+        """Copy a part of blocks from the peer; otherwise as `write`."""
         ...
 
     async def sums(self, block_ids: Sequence[int], part: KvPart) -> list[int]:
@@ -117,7 +123,14 @@ class LocalShard:
         self._sums_in_order = sums_in_order
 
     async def write(self, move: BlockMove) -> None:
-        await self._agent.write(move.peer, move.grant, self._batch(move), move.deadline_s)
+        ours, theirs, length = self._runs(move)
+        batch = batch_of(self._segment, ours, theirs, length)
+        await self._agent.write(move.peer, move.grant, batch, move.deadline_s, move.priority)
+
+    async def read(self, move: BlockMove) -> None:
+        ours, theirs, length = self._runs(move)
+        batch = batch_of(self._segment, theirs, ours, length)
+        await self._agent.read(move.peer, move.grant, batch, move.deadline_s, move.priority)
 
     async def sums(self, block_ids: Sequence[int], part: KvPart) -> list[int]:
         return await self._sums(block_ids, part.within(self.part))
@@ -135,9 +148,10 @@ class LocalShard:
     async def revoke(self, grant: Grant) -> None:
         await self._agent.revoke(grant)
 
-    def _batch(self, move: BlockMove) -> TransferBatch:
+    def _runs(self, move: BlockMove) -> tuple[Offsets, Offsets, int]:
+        """Return where the runs of bytes are here and at the peer, and how long each is."""
         runs = part_runs(self._layout, move.part, self.part, move.peer_part)
         starts = np.array(move.block_ids, np.int64) * self._layout.block_bytes
-        sources = starts[:, None] + np.array(runs.source_offsets, np.int64)
-        targets = np.array(move.offsets, np.int64)[:, None] + np.array(runs.target_offsets, np.int64)
-        return batch_of(self._segment, sources.ravel(), targets.ravel(), runs.length)
+        ours = starts[:, None] + np.array(runs.source_offsets, np.int64)
+        theirs = np.array(move.offsets, np.int64)[:, None] + np.array(runs.target_offsets, np.int64)
+        return ours.ravel(), theirs.ravel(), runs.length

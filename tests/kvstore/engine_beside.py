@@ -4,6 +4,7 @@ import asyncio
 
 from base.block_hash import BlockHash
 from base.checksum import checksum
+from kvstore.block_mover import SegmentMover
 from kvstore.engine_store import EngineStore
 from tests.kvstore.cluster import BLOCK_BYTES, bytes_of, chain_of
 
@@ -62,8 +63,9 @@ class Beside:
         self.node = node
         self.engine = engine or Engine(node.agent.allocate(NUM_BLOCKS * BLOCK_BYTES))
         self.paused_s = []
+        self.mover = SegmentMover(node.cache, self.engine.segment, BLOCK_BYTES, self.engine.checksums)
         self.store = EngineStore(
-            self.engine, node.cache, node.store, bytes_per_s, node.clock, self.pause, has_quotas
+            self.engine, self.mover, node.store, bytes_per_s, node.clock, self.pause, has_quotas
         )
 
     async def pause(self, seconds):

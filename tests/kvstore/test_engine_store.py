@@ -67,17 +67,17 @@ async def test_what_the_engine_forgot_before_its_turn_is_dropped():
 class Failing:
     """A way into the block cache that raises once, at one of its calls."""
 
-    def __init__(self, cache, call, error):
-        self.cache = cache
+    def __init__(self, mover, call, error):
+        self.mover = mover
         self.plan = {call: error}
 
     async def num_saved(self, chain):
         self.fail("num_saved")
-        return await self.cache.num_saved(chain)
+        return await self.mover.num_saved(chain)
 
-    async def save(self, *args, **options):
+    async def save(self, *args):
         self.fail("save")
-        return await self.cache.save(*args, **options)
+        return await self.mover.save(*args)
 
     def fail(self, call):
         if (error := self.plan.pop(call, None)) is not None:
@@ -90,8 +90,8 @@ class Failing:
 async def test_an_offer_that_fails_is_dropped_and_the_next_is_saved(call, error, caplog):
     async with running_cluster() as cluster:
         one = Beside(await cluster.node("one"), 1e9)
-        cache = Failing(one.node.cache, call, error)
-        one.store = EngineStore(one.engine, cache, one.node.store, 1e9, one.node.clock, one.pause)
+        mover = Failing(one.mover, call, error)
+        one.store = EngineStore(one.engine, mover, one.node.store, 1e9, one.node.clock, one.pause)
         one.engine.compute("abc")
         one.store.offer(chain_of("abc"), ROOT)
         one.store.offer(chain_of("ab"), ROOT)
@@ -163,7 +163,7 @@ async def test_what_is_sooner_computed_is_not_loaded():
         one.engine.compute("ab")
         one.store.offer(chain_of("ab"), ROOT)
         await one.saved(2)
-        slow = EngineStore(one.engine, one.node.cache, one.node.store, 1e9, TickingClock())
+        slow = EngineStore(one.engine, one.mover, one.node.store, 1e9, TickingClock())
         slow.computed(1000, 0.1)
         assert await slow.reach(chain_of("ab"), 0) == 2
         assert await slow.load(chain_of("ab"), [6, 7], 0) == 2

@@ -14,6 +14,8 @@ from base.messages import Failed, Lend, Lent, Prefill, Prefilled, Source
 from decode_node.role import DecodeRole
 from deploy.node_store import PagedBlocks
 from engine.arrivals import arrivals_of
+from engine.block_sums import block_sums
+from kvstore.block_mover import SegmentMover
 from kvstore.client import BlockCache
 from kvstore.directory import MemoryBoard, MemoryDirectory
 from kvstore.engine_store import EngineStore
@@ -56,8 +58,9 @@ async def with_store(part, group):
         part.agent, MemoryDirectory(MemoryBoard(), member), SystemClock(), (member, part.store)
     )
     part.store.join(cache.directory)
-    blocks = PagedBlocks(part.pool, part.cache, part.segment)
-    part.beside = EngineStore(blocks, cache, part.store, 1e9, ManualClock())
+    mover = SegmentMover(cache, part.segment, LAYOUT.block_bytes, partial(block_sums, part.cache))
+    blocks = PagedBlocks(part.pool, LAYOUT)
+    part.beside = EngineStore(blocks, mover, part.store, 1e9, ManualClock())
     lent = partial(LentPrefix, part.own)
     part.role = PrefillRole(part.loop, part.kv, group, part.send, SystemClock(), lent, part.beside)
     part.lender = Lender(part.own, group, part.send, part.store)

@@ -24,11 +24,13 @@ from deploy.node import node_state
 from deploy.node_kv import node_kv
 from deploy.node_store import PagedBlocks
 from deploy.node_work import ConductorWork
+from engine.block_sums import block_sums
 from engine.build import Engine
 from engine.loop import EngineLoop
 from engine.paged_cache import PagedCache
 from engine.scheduler import Scheduler
 from kvstore.access import LocalAccess
+from kvstore.block_mover import SegmentMover
 from kvstore.client import BlockCache
 from kvstore.directory import MemoryDirectory
 from kvstore.disk import DiskTier
@@ -194,8 +196,9 @@ class SimNode:
         world.stores[address] = (self, store)
         store.join(directory)
         cache = BlockCache(agent, directory, self.clock, (member, store), reach=self._reach)
-        blocks = PagedBlocks(self.engine.pool, self.engine.cache, segment)
-        beside = EngineStore(blocks, cache, store, 64 * LAYOUT.block_bytes, self.clock)
+        blocks = PagedBlocks(self.engine.pool, LAYOUT)
+        mover = SegmentMover(cache, segment, LAYOUT.block_bytes, partial(block_sums, self.engine.cache))
+        beside = EngineStore(blocks, mover, store, 64 * LAYOUT.block_bytes, self.clock)
         tasks.create_task(keep_up(store))
         if world.plan.shares_stores:
             tasks.create_task(replicate(store, cache, member, 8 * LAYOUT.block_bytes))

@@ -1,0 +1,182 @@
+"""Blocks between a cache that several ranks share and the node's store, where they lie whole.
+
+A stored block has all layers and heads in the one layout, as a node of one rank stores it: any
+node of the model may read it, however its ranks divide it. Each rank copies its own part, straight
+between its memory and the pool's, so no rank ever has a whole block, and the one checksum of
+a record is compared in the pool, here:
+
+saving   Each rank sums its part where it was made, and writes it. When all have, the whole is
+         summed in the pool, and after that each part, which must be what its rank summed. Only
+         a block of which all parts are is committed; so is nothing after it.
+loading  Each part is summed in the pool, and after that the whole, which must be what the record
+         says. Each rank sums what came to it, which must be that part.
+
+The order is what makes it safe: bytes that change at any moment make one of the two wrong.
+A rank that ends in the middle ends the node, and the put with it, which nobody can find.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+
+import numpy as np
+
+from base.block_hash import BlockHash
+from base.errors import CapacityError
+from base.grants import Grant, PeerDescriptor
+from base.kv_layout import KvLayout, KvPart
+from base.logs import event
+from base.request_tasks import first_serve_error
+from base.uninterrupted import uninterrupted
+from kvstore.client import Stripes
+from kvstore.store import Store
+from transfer.batch import Priority
+from transfer.shard import BlockMove, KvShard, NodeKv
+
+log = logging.getLogger(__name__)
+
+SumOf = Callable[[memoryview], int]
+
+
+def part_bytes(block: memoryview, layout: KvLayout, part: KvPart) -> memoryview:
+    """Return a part of a whole block, in the order in which a rank that has only that has it."""
+    rows = np.frombuffer(block, np.uint8).reshape(*layout.block_shape[:-1], -1)
+    layers = slice(part.first_layer, part.first_layer + part.num_layers)
+    heads = slice(part.first_head, part.first_head + part.num_heads)
+    return np.ascontiguousarray(rows[layers, :, :, heads]).data.cast("B")
+
+
+class ShardMover:
+    """`BlockMover` between the shards of one node and its own store. Belongs to the event loop.
+
+    Args:
+        own: How the ranks reach the store's memory: this process.
+        sum_of: Makes the checksums of this node's kind.
+    """
+
+    def __init__(self, kv: NodeKv, store: Store, own: PeerDescriptor, sum_of: SumOf) -> None:
+        self._kv = kv
+        self._store = store
+        self._own = own
+        self._sum_of = sum_of
+
+    async def match(self, chain: Sequence[BlockHash]) -> int:
+        return self._store.match(chain).num_blocks
+
+    async def num_saved(self, chain: Sequence[BlockHash]) -> int:
+        return self._store.match(chain).num_blocks
+
+    async def save(
+        self, chain: Sequence[BlockHash], block_ids: Sequence[int], first: int, tenant: str
+    ) -> int:
+        try:
+            reserved = self._store.reserve(chain, tenant)
+        except CapacityError:
+            return 0
+        try:
+            if reserved.grant is None or min(reserved.missing) < first:
+                return 0
+            missing = [block_ids[index - first] for index in reserved.missing]
+            return await self._store.commit(reserved.ticket, await self._written(reserved.grant, missing))
+        finally:
+            await self._store.abort(reserved.ticket)  # of no effect after a commit
+
+    async def load(
+        self, chain: Sequence[BlockHash], block_ids: Sequence[int], first: int, stripes: Stripes | None
+    ) -> int:
+        leased = await self._store.lease(chain, first)
+        try:
+            if leased.grant is None:
+                return 0
+            count, is_stored_right = await self._read(leased.grant, leased.checksums, block_ids)
+        finally:
+            await self._store.release(leased.ticket)
+        if not is_stored_right:
+            await self._store.report(chain[first + count])
+        return count
+
+    # --- each rank its part ---------------------------------------------------------------
+
+    async def _written(self, grant: Grant, block_ids: Sequence[int]) -> list[int | None]:
+        """Copy blocks to where they were reserved; return their checksums, None for what came wrong."""
+
+        async def write(shard: KvShard) -> list[int]:
+            sums = await shard.sums(block_ids, shard.part)
+            await shard.write(self._move(shard, grant, block_ids, Priority.BACKGROUND))
+            return sums
+
+        made = await self._by_each(write)
+        sealed = await asyncio.to_thread(self._sealed, grant, made)
+        if None in sealed:
+            event(log, "blocks did not arrive in the store as they were made", level=logging.WARNING)
+        return sealed
+
+    async def _read(
+        self, grant: Grant, checksums: Sequence[int], block_ids: Sequence[int]
+    ) -> tuple[int, bool]:
+        """Copy leased blocks to `block_ids`; return how many leading ones are right, and whether the
+        store is to blame for the next."""
+        block_ids = block_ids[: len(grant.offsets)]
+
+        async def read(shard: KvShard) -> list[int]:
+            await shard.read(self._move(shard, grant, block_ids, Priority.FOREGROUND))
+            return await shard.sums(block_ids, shard.part)
+
+        expecting = asyncio.create_task(asyncio.to_thread(self._expected, grant, checksums))
+        try:
+            landed = await self._by_each(read)
+        finally:
+            # A lease covers what the thread reads, too.
+            await uninterrupted(asyncio.wait([expecting]))
+        expected = expecting.result()
+        for count, (wanted, found) in enumerate(zip(expected, zip(*landed, strict=True), strict=True)):
+            if wanted != list(found):
+                return count, wanted is not None
+        return len(expected), True
+
+    async def _by_each(self, work: Callable[[KvShard], Coroutine[None, None, list[int]]]) -> list[list[int]]:
+        """Return what `work` does for each shard; when it fails for one, the others have ended."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(work(shard)) for shard in self._kv.shards]
+        except ExceptionGroup as errors:
+            raise (first_serve_error(errors) or errors) from errors
+        return [each.result() for each in running]
+
+    def _move(self, shard: KvShard, grant: Grant, block_ids: Sequence[int], priority: Priority) -> BlockMove:
+        return BlockMove(
+            peer=self._own,
+            grant=grant,
+            block_ids=tuple(block_ids),
+            offsets=grant.offsets,
+            peer_part=self._kv.whole,
+            part=shard.part,
+            deadline_s=grant.expires_in_s,
+            priority=priority,
+        )
+
+    # --- the whole of it, in the pool, on a thread ----------------------------------------
+
+    def _sealed(self, grant: Grant, made: list[list[int]]) -> list[int | None]:
+        sums: list[int | None] = []
+        for offset, of_parts in zip(grant.offsets, zip(*made, strict=True), strict=True):
+            whole = self._sum_of(self._block(offset))
+            sums.append(whole if self._part_sums(offset) == list(of_parts) else None)
+        return sums
+
+    def _expected(self, grant: Grant, checksums: Sequence[int]) -> list[list[int] | None]:
+        """Return the sums of each block's parts; None: the block is not what the record says."""
+        sums: list[list[int] | None] = []
+        for offset, checksum in zip(grant.offsets, checksums, strict=True):
+            of_parts = self._part_sums(offset)
+            sums.append(of_parts if self._sum_of(self._block(offset)) == checksum else None)
+        return sums
+
+    def _part_sums(self, offset: int) -> list[int]:
+        block, layout = self._block(offset), self._kv.layout
+        return [self._sum_of(part_bytes(block, layout, shard.part)) for shard in self._kv.shards]
+
+    def _block(self, offset: int) -> memoryview:
+        return self._store.segment.memory[offset : offset + self._kv.layout.block_bytes]

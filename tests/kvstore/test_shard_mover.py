@@ -1,0 +1,273 @@
+"""Blocks that several ranks share are stored whole, come back to any ranks, and never wrong."""
+
+import asyncio
+import itertools
+import random
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from base.checksum import checksum, checksum_of_kind
+from base.clock import SystemClock
+from base.errors import LostError, TransferFailedError
+from base.kv_layout import KvLayout, KvPart, part_runs
+from kvstore.eviction import BY_NAME
+from kvstore.pool import HostPool
+from kvstore.shard_mover import ShardMover, part_bytes
+from kvstore.store import Store
+from tests.kvstore.cluster import chain_of
+from tests.rank_caches import GROUPS, LAYOUT, NUM_BLOCKS, RankedNode
+from transfer.shard import NodeKv
+
+CHAIN = chain_of("abcd")
+SAVED = [3, 0, 5, 1]
+"""Where the blocks of CHAIN are when they are saved."""
+
+
+class TroubledShard:
+    """A shard behind which something happens after each copy, or is raised."""
+
+    def __init__(self, shard, after):
+        self.part = shard.part
+        self.sums = shard.sums
+        self._shard = shard
+        self._after = after
+
+    async def write(self, move):
+        await self._shard.write(move)
+        self._after()
+
+    async def read(self, move):
+        await self._shard.read(move)
+        self._after()
+
+
+def once(error):
+    """Return what raises `error` when it is called first."""
+    errors = [error]
+
+    def after():
+        if errors:
+            raise errors.pop()
+
+    return after
+
+
+@asynccontextmanager
+async def running_store(agent, num_blocks=8):
+    store = Store(agent, HostPool(num_blocks, BY_NAME["lru"], SystemClock()), LAYOUT.block_bytes)
+    yield store
+    assert store.pool.accounts().in_transfer == store.pool.accounts().held == 0
+    store.check()
+    await store.close()
+    assert agent.num_grants == 0
+
+
+@asynccontextmanager
+async def one_node(group, sum_of=checksum):
+    """A node whose ranks have random KV, its store and what is between them."""
+    node = RankedNode(*GROUPS[group])
+    async with node.running("node"), running_store(node.agents[0]) as store:
+        node.store = store
+        node.whole = torch.randn(NUM_BLOCKS, *LAYOUT.block_shape)
+        for part, cache in zip(node.parts, node.caches, strict=True):
+            cache.tensor.copy_(node.of(node.whole, part))
+        node.mover = ShardMover(node.kv, store, node.agents[0].descriptor, sum_of)
+        yield node
+
+
+def forget(node):
+    for cache in node.caches:
+        cache.tensor.zero_()
+
+
+def has(node, block_ids, expected):
+    """Whether these blocks of a node's caches are those, of the whole."""
+    pairs = zip(node.parts, node.caches, strict=True)
+    return all(torch.equal(cache.tensor[block_ids], node.of(expected, part)) for part, cache in pairs)
+
+
+def view(store, block_hash):
+    begin = store.pool.block_id(block_hash) * LAYOUT.block_bytes
+    return store.segment.memory[begin : begin + LAYOUT.block_bytes]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+async def test_a_stored_block_is_what_one_rank_would_store(group):
+    async with one_node(group) as node:
+        assert await node.mover.save(CHAIN, SAVED, 0, "") == 4
+        for block_hash, block_id in zip(CHAIN, SAVED, strict=True):
+            assert bytes(view(node.store, block_hash)) == node.whole[block_id].numpy().tobytes()
+            assert node.store.pool.checksum(block_hash) == checksum(view(node.store, block_hash))
+        assert await node.mover.num_saved(CHAIN) == await node.mover.match(CHAIN) == 4
+
+
+@pytest.mark.parametrize("group", GROUPS)
+async def test_what_was_stored_comes_back_to_other_blocks(group):
+    async with one_node(group) as node:
+        await node.mover.save(CHAIN, SAVED, 0, "")
+        forget(node)
+        assert await node.mover.load(CHAIN, [4, 2, 0], 1, None) == 3
+        assert has(node, [4, 2, 0], node.whole[SAVED[1:]])
+
+
+@pytest.mark.parametrize(("saver", "loader"), itertools.permutations(GROUPS, 2))
+async def test_any_ranks_read_what_any_ranks_stored(saver, loader):
+    async with one_node(saver) as node:
+        await node.mover.save(CHAIN, SAVED, 0, "")
+        other = RankedNode(*GROUPS[loader])
+        async with other.running("other"):
+            mover = ShardMover(other.kv, node.store, node.agents[0].descriptor, checksum)
+            assert await mover.load(CHAIN, SAVED, 0, None) == 4
+            assert has(other, SAVED, node.whole[SAVED])
+
+
+async def test_the_checksums_are_of_the_nodes_kind():
+    sum_of = checksum_of_kind("sum-words")
+    async with one_node("1", sum_of) as node:
+        (shard,) = node.kv.shards
+
+        async def sums(block_ids, part):
+            return [sum_of(node.caches[0].block_bytes_view(block_id)) for block_id in block_ids]
+
+        shard.sums = sums
+        assert await node.mover.save(CHAIN, SAVED, 0, "") == 4
+        assert node.store.pool.checksum(CHAIN[0]) == sum_of(view(node.store, CHAIN[0]))
+        assert await node.mover.load(CHAIN, SAVED, 0, None) == 4
+
+
+async def test_only_what_is_missing_is_written_and_only_whole_chains():
+    async with one_node("2 x 2") as node:
+        assert await node.mover.save(CHAIN[:2], SAVED[:2], 0, "") == 2
+        assert await node.mover.save(CHAIN, SAVED[1:], 1, "") == 2
+        assert await node.mover.save(CHAIN, SAVED, 0, "") == 0
+        other = chain_of("xyz")
+        assert await node.mover.save(other, [0], 2, "") == 0
+        assert await node.mover.load(other, [0], 2, None) == 0
+
+
+@pytest.mark.parametrize("damaged", range(4))
+@pytest.mark.parametrize("group", ["2 stages", "2 heads", "2 x 2"])
+async def test_a_record_that_is_hurt_is_refused_and_forgotten(group, damaged):
+    async with one_node(group) as node:
+        await node.mover.save(CHAIN, SAVED, 0, "")
+        view(node.store, CHAIN[damaged])[random.randrange(LAYOUT.block_bytes)] ^= 4
+        assert await node.mover.load(CHAIN, SAVED, 0, None) == damaged
+        assert node.store.num_damaged == 1
+        assert await node.mover.match(CHAIN) == damaged
+
+
+def troubled(node, rank, after):
+    """Return a mover over the same shards, with trouble behind one of them."""
+    shards = list(node.kv.shards)
+    shards[rank] = TroubledShard(shards[rank], after)
+    kv = NodeKv(LAYOUT, tuple(shards))
+    return ShardMover(kv, node.store, node.agents[0].descriptor, checksum)
+
+
+@pytest.mark.parametrize("damaged", range(4))
+async def test_a_block_that_did_not_arrive_as_it_was_made_is_not_stored(damaged, caplog):
+    async with one_node("2 x 2") as node:
+
+        def change():
+            # Nothing has a name yet: the pool hands its blocks out in order.
+            node.store.segment.memory[damaged * LAYOUT.block_bytes + 9] ^= 1
+
+        mover = troubled(node, 3, change)
+        stored = await mover.save(CHAIN, SAVED, 0, "")
+        assert stored == await mover.match(CHAIN) == damaged
+        assert "did not arrive" in caplog.text
+        for block_hash, block_id in zip(CHAIN[:stored], SAVED, strict=False):
+            assert bytes(view(node.store, block_hash)) == node.whole[block_id].numpy().tobytes()
+
+
+async def test_a_block_that_was_hurt_on_its_way_to_a_rank_is_refused_and_stays_stored():
+    async with one_node("2 stages") as node:
+        await node.mover.save(CHAIN, SAVED, 0, "")
+        forget(node)
+
+        def change():
+            node.caches[1].tensor[SAVED[2], 0, 0, 0] += 1
+
+        mover = troubled(node, 1, change)
+        assert await mover.load(CHAIN, SAVED, 0, None) == 2
+        assert (node.store.num_damaged, await mover.match(CHAIN)) == (0, 4)
+        assert await node.mover.load(CHAIN, SAVED, 0, None) == 4
+
+
+@pytest.mark.parametrize("rank", range(4))
+async def test_a_rank_that_ends_while_it_saves_leaves_nothing(rank):
+    async with one_node("2 x 2") as node:
+        await node.mover.save(CHAIN[:1], SAVED[:1], 0, "")
+        mover = troubled(node, rank, once(LostError("the rank has ended")))
+        with pytest.raises(LostError):
+            await mover.save(CHAIN, SAVED, 0, "")
+        assert await mover.match(CHAIN) == 1
+        assert node.store.pool.accounts().free == 7
+        assert await mover.save(CHAIN, SAVED, 0, "") == 3
+
+
+async def test_a_rank_that_cannot_read_fails_the_load_and_nothing_is_held():
+    async with one_node("2 heads") as node:
+        await node.mover.save(CHAIN, SAVED, 0, "")
+        mover = troubled(node, 1, once(TransferFailedError("no end")))
+        with pytest.raises(TransferFailedError):
+            await mover.load(CHAIN, SAVED, 0, None)
+        assert node.store.pool.accounts().held == 0
+        assert await mover.load(CHAIN, SAVED, 0, None) == 4
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+async def test_a_call_that_is_cancelled_at_any_moment_leaves_nothing(call):
+    async with one_node("2 x 2") as node:
+        if call == "load":
+            await node.mover.save(CHAIN, SAVED, 0, "")
+        for num_turns in range(0, 60, 2):
+            last = "" if call == "save" else None
+            task = asyncio.ensure_future(getattr(node.mover, call)(CHAIN, SAVED, 0, last))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            books = node.store.pool.accounts()
+            assert (books.in_transfer, books.held) == (0, 0)
+            assert node.agents[0].num_grants == 0
+            if call == "save":
+                node.store.delete(CHAIN)
+
+
+def random_parts(rng, layout):
+    """A grid of parts that has each layer's each head once, in any order."""
+    layers = sorted(rng.sample(range(1, layout.num_layers), rng.randint(0, layout.num_layers - 1)))
+    heads = sorted(rng.sample(range(1, layout.num_kv_heads), rng.randint(0, layout.num_kv_heads - 1)))
+    layer_ends, head_ends = [0, *layers, layout.num_layers], [0, *heads, layout.num_kv_heads]
+    parts = [
+        KvPart(first, end - first, head, head_end - head)
+        for first, end in itertools.pairwise(layer_ends)
+        for head, head_end in itertools.pairwise(head_ends)
+    ]
+    rng.shuffle(parts)
+    return parts
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_parts_that_are_put_where_their_runs_say_are_the_whole(seed):
+    """What `part_bytes` sums is what a rank has, and all ranks' runs together are each byte once."""
+    rng = random.Random(seed)
+    dtype = rng.choice(["float32", "bfloat16"])
+    layout = KvLayout(rng.randint(1, 5), rng.randint(1, 4), rng.choice([4, 8, 10]), 16, dtype)
+    everything = KvPart(0, layout.num_layers, 0, layout.num_kv_heads)
+    block = rng.randbytes(layout.block_bytes)
+    built = np.zeros(layout.block_bytes, np.uint8)
+    num_written = np.zeros(layout.block_bytes, np.int64)
+    for part in random_parts(rng, layout):
+        own = part_bytes(memoryview(block), layout, part)
+        assert len(own) == part.of(layout).block_bytes
+        runs = part_runs(layout, part, part, everything)
+        for source, target in zip(runs.source_offsets, runs.target_offsets, strict=True):
+            built[target : target + runs.length] = np.frombuffer(own, np.uint8)[source : source + runs.length]
+            num_written[target : target + runs.length] += 1
+    assert built.tobytes() == block
+    assert (num_written == 1).all()
