@@ -2,8 +2,8 @@
 
 Run by the Python of an environment that has the wheel, with this file's path: it imports
 nothing of ours. `target NUM_BYTES` prints its address and waits; `source` reads
-`ADDRESS POINTER NUM_BYTES` once and then `BLOCK BATCH COUNT` lines, and answers each with
-the seconds that each of COUNT calls took, as JSON.
+`ADDRESS POINTER NUM_BYTES` once and then lines of JSON, a block's bytes and where the blocks of
+each batch lie, and answers each line with the seconds that each batch took, as JSON.
 """
 
 from __future__ import annotations
@@ -47,15 +47,14 @@ def serve_source() -> None:
     memory, pointer = registered(engine, int(size))
     say({"ready": True})
     for line in sys.stdin:
-        block, batch, count = map(int, line.split())
-        offsets = [index * block for index in range(batch)]
-        sources = [pointer + offset for offset in offsets]
-        targets = [int(target) + offset for offset in offsets]
-        lengths = [block] * batch
+        block, places = json.loads(line)
         elapsed_s = []
-        for _ in range(count):
+        for source_offsets, target_offsets in places:
+            sources = [pointer + offset for offset in source_offsets]
+            targets = [int(target) + offset for offset in target_offsets]
+            lengths = [block] * len(sources)
             begun_s = time.perf_counter()
-            if batch == 1:
+            if len(sources) == 1:
                 failed = engine.transfer_sync_write(address, sources[0], targets[0], block)
             else:
                 failed = engine.batch_transfer_sync_write(address, sources, targets, lengths)

@@ -4,6 +4,7 @@
     python -m bench.transfer --mooncake-python VENV/bin/python
     python -m bench.transfer --transports rdma --blocks 1M --batches 32       beside ib_write_bw
     python -m bench.transfer --transports tcp --blocks 64K,1M --batches 1,64 --json out.json
+    python -m bench.transfer --blocks 64K --batches 64 --pool 1G     other blocks in each batch, as KV comes
 
 Every round runs each contender once on the same bytes, one after the other, so that a
 noisy machine disturbs all of them alike; ratios are of the medians over all rounds.
@@ -18,6 +19,7 @@ import asyncio
 import importlib
 import json
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -25,6 +27,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +37,7 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from bench.about_run import about_run
-from bench.transfer_rivals import BareSocket, IbWriteBw, Memcpy, Mooncake, Rival, serve_bare_socket
+from bench.transfer_rivals import BareSocket, IbWriteBw, Memcpy, Mooncake, Places, Rival, serve_bare_socket
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
 from transfer.segment import Segment
@@ -57,6 +60,8 @@ class Case:
     tasks: int
     apart: bool = False
     """With a gap after each block, so that each is a piece of its own."""
+    pool: int = 0
+    """Bytes of memory on either side that each batch takes other blocks of, at random; 0: always the same."""
 
     @property
     def num_bytes(self) -> int:
@@ -64,8 +69,19 @@ class Case:
 
     @property
     def offsets(self) -> tuple[int, ...]:
+        """Of the blocks that batches may take."""
         stride = self.block * (1 + self.apart)
-        return tuple(range(0, stride * self.batch, stride))
+        return tuple(range(0, self.pool or stride * self.batch, stride))
+
+    def places(self, count: int) -> list[Places]:
+        """Return where the blocks of `count` batches lie, on either side."""
+        if not self.pool:
+            return [(self.offsets, self.offsets)] * count
+        draw = random.Random(count)
+        return [
+            (draw.sample(self.offsets, self.batch), draw.sample(self.offsets, self.batch))
+            for _ in range(count)
+        ]
 
     @property
     def span_bytes(self) -> int:
@@ -95,13 +111,13 @@ class Ours:
     def grant_of(self, case: Case, generation: int) -> Grant:
         return Grant(self._target_id, generation, Operation.WRITE, case.offsets, case.block, LEASE_S)
 
-    async def run(self, case: Case, grant: Grant, count: int) -> list[float]:
+    async def run(self, case: Case, grant: Grant, places: Sequence[Places]) -> list[float]:
         """Return the seconds of each batch, `case.tasks` of them at a time."""
-        batch = batch_of(self._segment, grant.offsets, grant.offsets, case.block)
+        batches = [batch_of(self._segment, sources, targets, case.block) for sources, targets in places]
         elapsed_s: list[float] = []
 
         async def write_some() -> None:
-            for _ in range(count):
+            for batch in batches:
                 begun_s = time.perf_counter()
                 await self._agent.write(self._peer, grant, batch)
                 elapsed_s.append(time.perf_counter() - begun_s)
@@ -127,8 +143,8 @@ async def serve(num_bytes: int, transports: tuple[str, ...]) -> None:
         peer = asdict(agent.descriptor)
         say({"peer": peer, "segment_id": segment.segment_id, "port": listener.getsockname()[1]})
         while line := await reader.readline():
-            block, batch, apart = map(int, line.split())
-            offsets = Case("", block, batch, 1, bool(apart)).offsets
+            block, batch, apart, pool = map(int, line.split())
+            offsets = Case("", block, batch, 1, bool(apart), pool).offsets
             grant = agent.grant(segment, offsets, block, Operation.WRITE, LEASE_S)
             say({"generation": grant.generation})
 
@@ -163,7 +179,7 @@ class Child:
 
     def generation_for(self, case: Case) -> int:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{case.block} {case.batch} {int(case.apart)}\n")
+        self._process.stdin.write(f"{case.block} {case.batch} {int(case.apart)} {case.pool}\n")
         self._process.stdin.flush()
         return int(self._read()["generation"])
 
@@ -200,19 +216,20 @@ async def measure(
 ) -> dict[str, Any]:
     """Run every contender once a round; return what each did, and ours over each of theirs."""
     grant = ours.grant_of(case, child.generation_for(case))
-    await ours.run(case, grant, 2)
+    await ours.run(case, grant, case.places(2))
     for rival in rivals.values():
-        rival.run(case.block, case.batch, 2)
+        rival.run(case.block, case.places(2))
     count = max(2, min(400, int(ROUND_S * EXPECTED_BYTES_PER_S[case.transport] / case.num_bytes)))
     elapsed_s: dict[str, list[float]] = {"ours": [], **{name: [] for name in rivals}}
     span_s = user_s = 0.0
+    places = case.places(count)
     for _ in range(rounds):
         begun_s, used_s = time.perf_counter(), os.times().user
-        elapsed_s["ours"] += await ours.run(case, grant, count)
+        elapsed_s["ours"] += await ours.run(case, grant, places)
         span_s += time.perf_counter() - begun_s
         user_s += os.times().user - used_s
         for name, rival in rivals.items():
-            elapsed_s[name] += rival.run(case.block, case.batch, count)
+            elapsed_s[name] += rival.run(case.block, places)
     figures = {name: figures_of(case, times) for name, times in elapsed_s.items()}
     line: dict[str, Any] = {**asdict(case), "rounds": rounds}
     line["aggregate_gb_per_s"] = round(case.num_bytes * case.tasks * count * rounds / span_s / 1e9, 3)
@@ -263,6 +280,9 @@ def main() -> None:
     parser.add_argument("--tasks", type=numbers, default=[1])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--apart", action="store_true", help="leave gaps between blocks: none are merged")
+    parser.add_argument(
+        "--pool", type=size_of, default=0, help="each batch takes other blocks of so many bytes"
+    )
     parser.add_argument("--mooncake-python", default="", help="a Python that has Mooncake's wheel")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--cuda", action="store_true", help="measure GPUs instead: bench/transfer_cuda.py")
@@ -280,7 +300,7 @@ def main() -> None:
     results = []
     for transport in transports:
         cases = [
-            Case(transport, block, batch, tasks, options.apart)
+            Case(transport, block, batch, tasks, options.apart, options.pool)
             for block in options.blocks
             for batch in options.batches
             for tasks in options.tasks

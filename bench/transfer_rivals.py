@@ -1,8 +1,8 @@
 """What the Messenger is measured against: a bare socket, memcpy, Mooncake's wheel.
 
-Each is a `Rival`: `run(block, batch, count)` returns the seconds of each of `count`
-transfers of `batch` blocks. All of them write from memory to memory and wait for an
-acknowledgement, as our batches do.
+Each is a `Rival`: `run(block, places)` returns the seconds of each transfer of as many blocks
+as it has places for. All of them write from memory to memory and wait for an acknowledgement,
+as our batches do.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
@@ -22,10 +23,14 @@ _DRIVER = Path(__file__).with_name("mooncake_driver.py")
 _LENGTH = struct.Struct("<Q")
 
 
+Places = tuple[Sequence[int], Sequence[int]]
+"""Where the blocks of a batch lie: offsets in the source and in the target."""
+
+
 class Rival(Protocol):
     """Something that moves bytes and is timed."""
 
-    def run(self, block: int, batch: int, count: int) -> list[float]: ...
+    def run(self, block: int, places: Sequence[Places]) -> list[float]: ...
 
 
 def filled_memory(num_bytes: int) -> mmap.mmap:
@@ -42,14 +47,14 @@ class Memcpy:
         self._source = filled_memory(num_bytes)
         self._target = filled_memory(num_bytes)
 
-    def run(self, block: int, batch: int, count: int) -> list[float]:
+    def run(self, block: int, places: Sequence[Places]) -> list[float]:
         source = ctypes.addressof(ctypes.c_char.from_buffer(self._source))
         target = ctypes.addressof(ctypes.c_char.from_buffer(self._target))
-        elapsed_s = []
-        for _ in range(count):
+        memmove, elapsed_s = ctypes.memmove, []
+        for sources, targets in places:
             begun_s = time.perf_counter()
-            for index in range(batch):
-                ctypes.memmove(target + index * block, source + index * block, block)
+            for source_at, target_at in zip(sources, targets, strict=True):
+                memmove(target + target_at, source + source_at, block)
             elapsed_s.append(time.perf_counter() - begun_s)
         return elapsed_s
 
@@ -69,19 +74,19 @@ def serve_bare_socket(listener: socket.socket, num_bytes: int) -> None:
 
 
 class BareSocket:
-    """One blocking connection: length, bytes, one byte back. No addressing, no checks."""
+    """One blocking connection: length, the first bytes there are, one byte back. No addressing, no checks."""
 
     def __init__(self, port: int, num_bytes: int) -> None:
         self._memory = memoryview(filled_memory(num_bytes))
         self._sock = socket.create_connection(("127.0.0.1", port))
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def run(self, block: int, batch: int, count: int) -> list[float]:
+    def run(self, block: int, places: Sequence[Places]) -> list[float]:
         elapsed_s = []
-        for _ in range(count):
+        for sources, _ in places:
             begun_s = time.perf_counter()
-            self._sock.sendall(_LENGTH.pack(block * batch))
-            self._sock.sendall(self._memory[: block * batch])
+            self._sock.sendall(_LENGTH.pack(block * len(sources)))
+            self._sock.sendall(self._memory[: block * len(sources)])
             self._sock.recv(1)
             elapsed_s.append(time.perf_counter() - begun_s)
         return elapsed_s
@@ -99,8 +104,8 @@ class Mooncake:
         stack.callback(self._source.terminate)
         stack.callback(target.terminate)
 
-    def run(self, block: int, batch: int, count: int) -> list[float]:
-        self._tell(f"{block} {batch} {count}")
+    def run(self, block: int, places: Sequence[Places]) -> list[float]:
+        self._tell(json.dumps([block, places]))
         return [float(each) for each in _answer(self._source)["elapsed_s"]]
 
     def _tell(self, line: str) -> None:
@@ -115,8 +120,9 @@ class IbWriteBw:
     def __init__(self, port: int = 18515) -> None:
         self._port = port
 
-    def run(self, block: int, batch: int, count: int) -> list[float]:
-        """Return the mean time of a batch `count` times: the program tells no more."""
+    def run(self, block: int, places: Sequence[Places]) -> list[float]:
+        """Return the mean time of a batch for each: the program tells no more."""
+        batch, count = len(places[0][0]), len(places)
         command = ["ib_write_bw", "-d", "rxe0", "-x", "1", "-F", "--report_gbits", "-p", str(self._port)]
         command += ["-s", str(block), "-n", str(max(5, batch * count))]
         with _process(command) as server:

@@ -94,6 +94,13 @@ class Pieces:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def peer_end(self) -> int:
+        """The first byte of the peer's segment that none of them reaches up to."""
+        if len(self.lengths) == 1:
+            return int(self.peer_offsets[0]) + self.num_bytes
+        return int((self.peer_offsets + self.lengths).max())
+
     def rows(self) -> Iterator[tuple[int, int, int]]:
         """Yield (offset, offset at the peer, length) of each."""
         if len(self.lengths) == 1:

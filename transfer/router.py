@@ -26,8 +26,8 @@ MEASURED_FROM_BYTES = 1 << 20
 """A smaller batch measures latency and not bandwidth."""
 _WEIGHT = 0.2
 RANKED_FOR_S = 1.0
-"""Small batches go by the ranking of a moment ago: to ask every transport again takes longer than to
-copy 64 KiB. What fails is ranked anew at once."""
+"""Batches go by the ranking of a moment ago: to ask every transport again takes longer than to copy 64 KiB.
+What fails is ranked anew at once."""
 
 MAX_PATHS = 4096
 """Whose ranking is remembered."""
@@ -133,7 +133,7 @@ class Router:
         device, now_s = pieces.segment.device, self._clock.now_s()
         path = (peer.node_id, peer.epoch, segment_id, device)
         until_s, names = self._lately.get(path, (0.0, []))
-        if pieces.num_bytes >= MEASURED_FROM_BYTES or until_s <= now_s:
+        if until_s <= now_s:
             if len(self._lately) >= MAX_PATHS:
                 self._lately.clear()
             names, _ = self._ranked(peer, segment_id, device)

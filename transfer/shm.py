@@ -1,10 +1,12 @@
 """Shared-memory transport: one host's DRAM, one copy, made by the peer that asks.
 
-Large copies run on a thread of their own in steps, by `memmove` called through ctypes,
-which lets go of the interpreter (slice assignment of memoryviews does not: 256 MiB
-would stop the process for 60 ms). Between steps the thread looks whether the batch was
-cancelled, the grant ended or the peer died. Small copies are made in place: a MiB takes
-0.1 ms, a thread and back takes longer.
+Small copies are made in place: 4 MiB take half a millisecond, a thread and back a fifth of that, or
+many milliseconds where the processors are busy. Large ones run on a thread of their own, which looks
+now and then whether the batch was cancelled or the grant ended.
+
+`memmove` is called through ctypes in two ways. One lets go of the interpreter, so that large copies
+stop nobody. The other keeps it: getting it back from a thread that computes in Python takes up to 5 ms,
+and for each of 64 blocks of 64 KiB that came to 112 ms instead of 0.8 (AMD EPYC, 2026-11-22).
 
 Checksums that are asked for are taken of each step right after it, while the bytes are in the
 processor's cache, and such batches have two threads: one core that copies and sums does 0.7 to
@@ -25,14 +27,21 @@ from transfer.batch import Pieces, Priority
 from transfer.completion import Completion
 from transfer.mapped import MappedPeer, MappedPeers
 
-INLINE_BYTES = 1 << 20
-"""A batch up to this size is copied on the event loop."""
-STEP_BYTES = 16 << 20
-"""Copied between two looks at the grant: 4 ms. From about here on the C library stores past the caches,
-which is 6 % faster than four copies of 4 MiB (2.5 GHz Xeon, 2026-11-21)."""
+INLINE_BYTES = 4 << 20
+"""A batch up to this size is copied on the event loop, and so much at most without letting others have
+the interpreter."""
+STEP_BYTES = 256 << 20
+"""Copied between two looks at the grant: 25 to 60 ms. The C library stores past the caches only what is
+large beside the last of them (from 251 MiB on where it was asked), which is 1.3 to 2 times as fast as
+steps of 16 MiB (AMD EPYC, 2026-11-22)."""
 SUMMED_STEP_BYTES = 1 << 20
-"""The same where what was copied is summed: what a core's second cache holds. In quarters of it the
-interpreter would be asked for four times as often, for 2 %."""
+"""Copied before it is summed, and the largest batch of which the loop does both: what a core's second
+cache holds. In quarters of it the interpreter would be asked for four times as often, for 2 %."""
+
+_memmove = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ("memmove", ctypes.PyDLL(None))
+)
+"""`ctypes.memmove`, but for the interpreter, which is kept."""
 
 
 class ShmTransport:
@@ -58,7 +67,7 @@ class ShmTransport:
         return None if is_shown else "the peer's segment is not shared host memory"
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
-        if pieces.num_bytes <= INLINE_BYTES:
+        if pieces.num_bytes <= (SUMMED_STEP_BYTES if pieces.wants_sums else INLINE_BYTES):
             _Copy(self._peers.latest(peer), grant, pieces).run()
             return
         mapped = self._peers.mapped(peer)
@@ -92,38 +101,47 @@ class _Copy:
 
     def run(self) -> None:
         """Copy everything, or raise; see `Transport.move`."""
-        base, num_bytes = self._peer.board.host_memory_of(self._grant.segment_id)
-        with self._peer.board.held(self._grant):
-            sums = []
-            for offset, peer_offset, length in self._pieces.rows():
-                if peer_offset + length > num_bytes:
-                    raise StaleError("the peer's segment has another size")
-                if self._pieces.wants_sums:
-                    sums.append(self._copy_and_sum(offset, base + peer_offset, length))
-                else:
-                    self._copy_piece(offset, base + peer_offset, length)
+        pieces, board = self._pieces, self._peer.board
+        base, num_bytes = board.host_memory_of(self._grant.segment_id)
+        if pieces.peer_end > num_bytes:
+            raise StaleError("the peer's segment has another size")
+        with board.held(self._grant):
+            if pieces.wants_sums:
+                sums = [self._read_and_sum(base, *row) for row in pieces.rows()]
+            else:
+                self._copy(base)
         # Bytes put into the memory of a dead process arrived nowhere.
         if self._peer.is_dead():
             raise TransferFailedError("the peer's process ended during the copy")
-        if self._pieces.wants_sums:
-            self._pieces.sums = sums
+        if pieces.wants_sums:
+            pieces.sums = sums
 
-    def _copy_and_sum(self, offset: int, peer_address: int, num_bytes: int) -> int:
+    def _read_and_sum(self, base: int, offset: int, peer_offset: int, num_bytes: int) -> int:
         running = RunningChecksum()
-        memory = self._pieces.segment.memory
-        for start in range(0, num_bytes, SUMMED_STEP_BYTES):
-            length = min(SUMMED_STEP_BYTES, num_bytes - start)
-            self._copy_piece(offset + start, peer_address + start, length)
-            running.add(memory[offset + start : offset + start + length])
+        segment = self._pieces.segment
+        for at in range(0, num_bytes, SUMMED_STEP_BYTES):
+            self._require_wanted()
+            length = min(SUMMED_STEP_BYTES, num_bytes - at)
+            _memmove(segment.address + offset + at, base + peer_offset + at, length)
+            running.add(segment.memory[offset + at : offset + at + length])
         return running.value()
 
-    def _copy_piece(self, offset: int, peer_address: int, num_bytes: int) -> None:
-        board, grant = self._peer.board, self._grant
-        source, target = self._pieces.segment.address + offset, peer_address
-        if grant.operation is Operation.READ:
-            source, target = target, source
-        for start in range(0, num_bytes, STEP_BYTES):
-            if self._cancelled:
-                raise TransferFailedError("cancelled")
-            board.require_live(grant)
-            ctypes.memmove(target + start, source + start, min(STEP_BYTES, num_bytes - start))
+    def _copy(self, base: int) -> None:
+        address, is_read = self._pieces.segment.address, self._grant.operation is Operation.READ
+        self._require_wanted()
+        kept_bytes = 0
+        for offset, peer_offset, length in self._pieces.cut(STEP_BYTES).rows():
+            kept_bytes += length
+            copy = _memmove
+            if kept_bytes > INLINE_BYTES:
+                self._require_wanted()
+                copy, kept_bytes = ctypes.memmove, 0
+            if is_read:
+                copy(address + offset, base + peer_offset, length)
+            else:
+                copy(base + peer_offset, address + offset, length)
+
+    def _require_wanted(self) -> None:
+        if self._cancelled:
+            raise TransferFailedError("cancelled")
+        self._peer.board.require_live(self._grant)

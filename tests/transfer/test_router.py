@@ -91,25 +91,24 @@ async def test_measured_bandwidth_outweighs_the_prior(router: Router, shm: Stub,
     assert (shm.moves > 0, tcp.moves > 0) == (True, True)
 
 
-async def test_a_small_batch_goes_by_the_ranking_of_a_moment_ago_until_something_fails(
+async def test_a_batch_goes_by_the_ranking_of_a_moment_ago_until_something_fails(
     router: Router, shm: Stub, tcp: Stub, clock: ManualClock
 ) -> None:
-    small = Pieces(PIECES.segment, AT_START, AT_START, np.array([64]))
     shm.seconds = tcp.seconds = 0.0
-    await router.move(PEER, GRANT, small, Priority.FOREGROUND)
+    await send(router)
     shm.refusal = "gone"
-    await router.move(PEER, GRANT, small, Priority.FOREGROUND)
+    await send(router)
     assert (shm.moves, tcp.moves) == (2, 0)
     shm.error = TransferFailedError("gone")
-    await router.move(PEER, GRANT, small, Priority.FOREGROUND)
+    await send(router)
     assert (shm.moves, tcp.moves) == (3, 1)
     shm.refusal = shm.error = None
     clock.advance(COOLDOWN_S)
-    await router.move(PEER, GRANT, small, Priority.FOREGROUND)
+    await send(router)
     assert (shm.moves, tcp.moves) == (4, 1)
     shm.refusal = "gone"
     clock.advance(RANKED_FOR_S)
-    await router.move(PEER, GRANT, small, Priority.FOREGROUND)
+    await send(router)
     assert (shm.moves, tcp.moves) == (4, 2)
 
 
