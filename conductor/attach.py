@@ -126,7 +126,7 @@ class AttachService(NodesServicer):
 
     async def _send(self, session: NodeSession, context: Context) -> None:
         while True:
-            items = await session.outgoing(at_most_s=self._lease.heartbeat_s)
+            items = await session.outgoing(self._lease.heartbeat_s, self._clock)
             if session.is_lost:
                 # By a newer stream of the same node. Left open, this one would keep a node that
                 # takes it for its own from ever attaching.

@@ -36,7 +36,7 @@ async def attached(membership, session, node, clock):
     node.send = send
     membership.join(session)
     while True:
-        node.receive(await session.outgoing(at_most_s=1.0))
+        node.receive(await session.outgoing(1.0, clock))
         membership.heartbeat(session, node.heartbeat(), clock.now_s())
 
 

@@ -49,7 +49,7 @@ class Cluster:
         return asyncio.ensure_future(self.replication.step())
 
     async def sent(self, slot):
-        return [type(item) for item in await self.sessions[slot].outgoing(0.0)]
+        return [type(item) for item in await self.sessions[slot].outgoing(0.0, ManualClock())]
 
 
 @pytest.mark.parametrize("slot", [2, EMPTY])
@@ -64,7 +64,7 @@ async def test_what_is_wanted_of_a_node_that_has_left_is_passed_over(slot):
 async def test_nodes_that_leave_end_their_copy_and_no_more(leaving):
     cluster = Cluster()
     step = cluster.begin(Copy(CHAIN, 0, 0, 1))
-    assert await asyncio.wait_for(cluster.sessions[0].outgoing(5.0), 5.0)
+    assert await asyncio.wait_for(cluster.sessions[0].outgoing(5.0, ManualClock()), 5.0)
     for slot in leaving:
         cluster.membership.leave(cluster.sessions[slot], "gone")
     await step
@@ -77,7 +77,7 @@ async def test_nodes_that_leave_end_their_copy_and_no_more(leaving):
 async def test_a_copy_begins_with_its_holders_promise():
     cluster = Cluster()
     step = cluster.begin(Copy(CHAIN, 3, 0, 1))
-    (lend,) = await cluster.sessions[0].outgoing(5.0)
+    (lend,) = await cluster.sessions[0].outgoing(5.0, ManualClock())
     assert isinstance(lend, Lend)
     assert (lend.chain, lend.first_block) == (CHAIN, 3)
     step.cancel()
