@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NewType
 
 BlockHash = NewType("BlockHash", bytes)
@@ -28,6 +29,7 @@ HASH_BYTES = 16
 """128 bits of SHA-256: a collision needs 2^64 work, and the index stays small."""
 
 
+@lru_cache(maxsize=4096)
 def chain_root(model_id: str, layout_id: str, tenant_salt: str = "", cache_salt: str = "") -> BlockHash:
     """Return the hash that stands before a prompt's first block.
 

@@ -52,9 +52,9 @@ class Reply:
                 await self._start(200, headers)
             await self._send({"type": "http.response.body", "body": events.encode(), "more_body": True})
 
-    async def end(self) -> None:
-        """End an event stream."""
-        await self._send({"type": "http.response.body", "body": b""})
+    async def end(self, events: str) -> None:
+        """Send the last part of an event stream that has begun."""
+        await self._send({"type": "http.response.body", "body": events.encode()})
 
     async def fail(self, error: HttpError) -> None:
         """Send an error: as the answer, or as the event that ends a stream.
@@ -62,8 +62,8 @@ class Reply:
         No [DONE] follows it: whoever looks for that knows that the answer is not whole.
         """
         if self._is_started:
-            await self.event(f"data: {error.body.decode()}\n\n")
-            await self.end()
+            async with self._turn:
+                await self.end(f"data: {error.body.decode()}\n\n")
         else:
             await self.whole(error.status, error.body, error.headers)
 

@@ -35,11 +35,11 @@ from base.logs import event
 from base.metrics import CONTENT_TYPE, exposition
 from base.request import Slo
 from conductor.completion import Completions
-from conductor.headers import TENANT_HEADER, header_slo, header_traceparent
+from conductor.headers import TENANT_HEADER, Caller, header_slo, header_traceparent
 from conductor.http_reply import BodyError, ClientGoneError, Reply, read_body, while_connected
 from conductor.openai_errors import HttpError, http_error, internal_error
 from conductor.openai_format import to_json
-from conductor.openai_generation import Caller, Generation
+from conductor.openai_generation import Generation
 from conductor.openai_schema import DetokenizeBody, TokenizeBody, chat_messages
 from conductor.openai_schema import read_body as parse_body
 from conductor.options import check_request_id, check_token_ids, require_model

@@ -26,6 +26,8 @@ from conductor.tokenizer import Tokenizer
 # ASCII alone: some clients split events at Unicode's line separators.
 to_json = json.JSONEncoder(separators=(",", ":")).encode
 DONE = "data: [DONE]\n\n"
+NO_DETAILS = '"logprobs":null'
+"""JSON of what is told of tokens besides their text, where nothing is."""
 MIN_LOGPROB = -9999.0
 """OpenAI's word for "next to impossible"; JSON has no infinity."""
 
@@ -154,24 +156,25 @@ class Choice:
         self._before, self._after = self._answer.chunk_ends(self._index)
         text_before, text_after = shape.text.split("%s")
         self._text_before = self._before + text_before
-        self._text_after = f'{text_after},"logprobs":null,"finish_reason":null{self._after}'
+        self._text_after = f'{text_after},{NO_DETAILS},"finish_reason":null{self._after}'
         opening = shape.opening or (shape.text % to_json(self._echo) if self._echo else "")
         if self._answer.with_token_ids:
             opening = f'{opening or shape.no_text},"prompt_token_ids":{to_json(self._prompt_token_ids)}'
-        return self._chunk(opening, {"logprobs": None}, None) if opening else ""
+        return self._chunk(opening, NO_DETAILS, None) if opening else ""
 
     def _content(self, piece: Piece) -> str:
         if not piece.text and (self._is_plain or not piece.tokens):
             return ""
         content = self._answer.shape.text % to_json(piece.text)
-        return self._chunk(content, self._details(piece.tokens), None)
+        details = NO_DETAILS if self._is_plain else to_json(self._details(piece.tokens))[1:-1]
+        return self._chunk(content, details, None)
 
     def _finish(self, reason: FinishReason | None) -> str:
-        return "" if reason is None else self._chunk(self._answer.shape.no_text, {"logprobs": None}, reason)
+        return "" if reason is None else self._chunk(self._answer.shape.no_text, NO_DETAILS, reason)
 
-    def _chunk(self, content: str, details: Mapping[str, Any], reason: FinishReason | None) -> str:
-        more = to_json({**details, "finish_reason": reason.value if reason else None})[1:-1]
-        return f"{self._before}{content},{more}{self._after}"
+    def _chunk(self, content: str, details: str, reason: FinishReason | None) -> str:
+        finish = f'"{reason.value}"' if reason else "null"
+        return f'{self._before}{content},{details},"finish_reason":{finish}{self._after}'
 
     def _details(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         """Return what is told of tokens besides their text."""

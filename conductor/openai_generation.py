@@ -13,13 +13,14 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from base.clock import wall_clock_s
 from base.errors import InvalidRequestError
-from base.request import RequestId, Slo
+from base.request import RequestId
 from conductor.completion import Completions, Piece
+from conductor.headers import Caller
 from conductor.http_reply import Reply, all_of
 from conductor.openai_format import CHAT, COMPLETION, DONE, Answer, Choice, Shape, usage
 from conductor.openai_schema import (
@@ -46,16 +47,6 @@ from conductor.prompt import chat_token_ids, text_token_ids
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
-    """What a call's headers say."""
-
-    arrived_at_s: float
-    slo: Slo
-    tenant: str = ""
-    traceparent: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class _Prompt:
     token_ids: tuple[int, ...]
     echo: str = ""
@@ -76,7 +67,7 @@ class Generation:
         with params_spelled({"prompt": "messages", "max_tokens": max_tokens_name}):
             self._check(body, reply)
             max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-            options = to_options(body, max_tokens, num_chat_logprobs(body), caller.slo, caller.tenant)
+            options = to_options(body, max_tokens, num_chat_logprobs(body), caller)
             check_options(options, self._model)
             token_ids = await chat_token_ids(
                 self._model,
@@ -93,7 +84,7 @@ class Generation:
         self._check(body, reply)
         if body.echo and body.logprobs is not None:
             raise InvalidRequestError("echo: logprobs of the prompt are not computed", "echo")
-        options = to_options(body, body.max_tokens, body.logprobs, caller.slo, caller.tenant)
+        options = to_options(body, body.max_tokens, body.logprobs, caller)
         check_options(options, self._model)
         if len(body.prompt) * (body.n or 1) > MAX_CHOICES:
             raise InvalidRequestError(f"n: at most {MAX_CHOICES} choices of all prompts together", "n")
@@ -125,7 +116,6 @@ class Generation:
         default_max_tokens: int | None,
     ) -> list[TextRequest]:
         unique = unique_id(reply.request_id, self._rng)
-        options = replace(options, traceparent=caller.traceparent)
         return [
             make_request(
                 RequestId(f"{unique}-p{index}" if len(prompts) > 1 else unique),
@@ -172,8 +162,7 @@ class Generation:
         )
         used = _usage(prompts, choices, n)
         if body.stream:
-            await reply.event((answer.usage_event(used) if answer.with_usage else "") + DONE)
-            await reply.end()
+            await reply.end((answer.usage_event(used) if answer.with_usage else "") + DONE)
         else:
             await reply.whole(200, answer.body(choices, used))
 

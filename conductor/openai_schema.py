@@ -27,8 +27,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from base.errors import InvalidRequestError
-from base.request import MAX_TOP_LOGPROBS, Slo
+from base.request import MAX_TOP_LOGPROBS
 from conductor.chat_template import ChatMessage, ChatRole
+from conductor.headers import Caller
 from conductor.options import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, Options
 
 MAX_CHOICES = 128
@@ -252,7 +253,7 @@ def _chat_message(message: Message, param: str) -> ChatMessage:
 
 
 def to_options(
-    body: ChatBody | CompletionBody, max_tokens: int | None, num_logprobs: int | None, slo: Slo, tenant: str
+    body: ChatBody | CompletionBody, max_tokens: int | None, num_logprobs: int | None, caller: Caller
 ) -> Options:
     """Return the body's choices by their common names.
 
@@ -280,8 +281,9 @@ def to_options(
         # vLLM's is the other way round: lower goes first.
         priority=-(body.priority or 0),
         cache_salt=body.cache_salt or "",
-        tenant=tenant,
-        slo=slo,
+        tenant=caller.tenant,
+        slo=caller.slo,
+        traceparent=caller.traceparent,
     )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any, get_args
 
 import grpc
@@ -22,7 +21,7 @@ from base.rpc import Service
 from conductor.access import Access, metadata
 from conductor.chat_template import ChatMessage, ChatRole
 from conductor.completion import Completions, Piece
-from conductor.headers import header_slo, header_traceparent
+from conductor.headers import Caller, header_slo, header_traceparent
 from conductor.options import (
     Options,
     TextRequest,
@@ -116,8 +115,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         require_model(self._model, message.model or None)
         said = metadata(context)
         slo = _slo(message.slo, header_slo(said, self._default_slo), context.time_remaining())
-        options = _options(message, slo, self._access.tenant(said), context.time_remaining())
-        options = replace(options, traceparent=header_traceparent(said))
+        caller = Caller(arrived_at_s, slo, self._access.tenant(said), header_traceparent(said))
+        options = _options(message, caller, context.time_remaining())
         check_options(options, self._model)
         token_ids = await self._token_ids(message)
         request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"
@@ -145,9 +144,7 @@ def _chat_message(turn: inference_pb2.ChatMessage) -> ChatMessage:
     raise InvalidRequestError(f"role: one of {', '.join(get_args(ChatRole))} is wanted", "messages")
 
 
-def _options(
-    message: inference_pb2.GenerateRequest, slo: Slo, tenant: str, deadline_s: float | None
-) -> Options:
+def _options(message: inference_pb2.GenerateRequest, caller: Caller, deadline_s: float | None) -> Options:
     sampling, stop = message.sampling, message.stop
     given = {name: getattr(sampling, name) for name in (*_SAMPLING, "seed") if sampling.HasField(name)}
     return Options(
@@ -161,9 +158,10 @@ def _options(
         logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
         priority=message.priority,
         cache_salt=message.cache_salt,
-        tenant=tenant,
-        slo=slo,
+        tenant=caller.tenant,
+        slo=caller.slo,
         deadline_s=deadline_s,
+        traceparent=caller.traceparent,
     )
 
 
