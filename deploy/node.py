@@ -39,7 +39,7 @@ from base.tls import channel_credentials
 from decode_node.role import DecodeRole
 from deploy.node_kv import node_kv, node_segment, transfer_config
 from deploy.node_metrics import CountedTransport, observe, observe_prefill
-from deploy.node_store import node_store
+from deploy.node_store import node_store, own_cache
 from deploy.node_timeline import NodeTimeline
 from deploy.node_tracing import NodeTracing
 from deploy.node_work import ConductorWork, KvNews, NodeState
@@ -49,7 +49,6 @@ from kvstore.findable import Findable
 from kvstore.store import Store
 from prefill_node.fetcher import Fetcher
 from prefill_node.lender import Lender
-from prefill_node.prefix_loader import LentPrefix, OwnCache
 from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
 from transfer.segment import Segment
@@ -94,14 +93,14 @@ async def serve(config: NodeProcess) -> None:
                 timeline.watch(engine)
                 kv = NodeKv(kv.layout, tuple(map(timeline.shard, kv.shards)))
             prefilled = partial(_prefilled, metrics, timeline)
-            here = OwnCache(engine.pool, engine.cache, segment, agent, engine.ranks is None)
-            lent = partial(LentPrefix, here) if here.is_whole else None
+            here = own_cache(engine, segment, agent, stored)
+            lent = here.lent if here is not None else None
             works = []
             background = [tasks.create_task(engine.loop.run())]
             for client in clients:
                 traced = tracing.of_conductor()
                 send = traced.send(client.send)
-                lender, fetcher = Lender(here, tasks, send, own), Fetcher(here, tasks, send)
+                lender, fetcher = Lender(here, tasks, send), Fetcher(here, tasks, send)
                 prefill = PrefillRole(engine.loop, kv, tasks, send, clock, lent, beside, prefilled)
                 decode = DecodeRole(engine.loop, kv, tasks, send, clock, beside)
                 works.append(ConductorWork(state, client.wake, prefill, decode, lender, fetcher))

@@ -23,8 +23,10 @@ from kvstore.block_mover import BlockMover, SegmentMover
 from kvstore.engine_store import EngineStore
 from kvstore.hosting import block_cache, hosted_store
 from kvstore.settings import of_node
-from kvstore.shard_mover import ShardMover
+from kvstore.shard_mover import ShardMover, SumOf
 from kvstore.store import Store
+from prefill_node.own_cache import OwnCache, SegmentCache
+from prefill_node.ranked_cache import RankedCache
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
 from transfer.segment import Segment
@@ -95,9 +97,24 @@ async def node_store(
             await pin_pool(hosted.store, agent, segment)
         mover: BlockMover = one_segment(hosted.cache)
         if engine.ranks is not None:
-            sum_of = checksum_of_kind(sum_kind(engine.cache))
-            mover = ShardMover(kv, hosted.store, agent.descriptor, sum_of)
+            mover = ShardMover(kv, hosted.store, agent.descriptor, _sum_of(engine))
         yield NodeStore(beside(mover, hosted.store), hosted.store)
+
+
+def own_cache(
+    engine: Engine, segment: Segment, agent: TransferAgent, stored: NodeStore | None
+) -> OwnCache | None:
+    """Return the node's cache as other nodes use it; None: of several ranks without a store, they cannot."""
+    own = stored.own if stored is not None else None
+    if engine.ranks is None:
+        return SegmentCache(engine.pool, engine.cache, segment, agent, own)
+    if stored is None or own is None:
+        return None
+    return RankedCache(engine.pool, stored.beside, own, agent, _sum_of(engine))
+
+
+def _sum_of(engine: Engine) -> SumOf:
+    return checksum_of_kind(sum_kind(engine.cache))
 
 
 async def pin_pool(store: Store, agent: TransferAgent, segment: Segment) -> None:

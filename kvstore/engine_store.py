@@ -82,6 +82,8 @@ class EngineStore:
         self._costs = LoadCosts(engine.block_tokens)
         self._offers: OrderedDict[BlockHash, tuple[tuple[BlockHash, ...], str]] = OrderedDict()
         self._offered = asyncio.Event()
+        self._saving = asyncio.Lock()
+        """A put that begins where another has not ended yet would have no parent there."""
         self.num_saved = 0
         """Blocks, and so with the two below."""
         self.num_dropped = 0
@@ -113,6 +115,12 @@ class EngineStore:
                 await self._save(chain, tenant)
             self._offered.clear()
             await self._offered.wait()
+
+    async def save_now(self, chain: Sequence[BlockHash]) -> None:
+        """Save what the engine's cache has of `chain`, before all that was offered; raises ServeError."""
+        at = await self._mover.num_saved(chain)
+        if at < len(chain):
+            self.num_saved += await self._save_part(chain, at, "")
 
     async def reach(self, chain: Sequence[BlockHash], first: int) -> int:
         """Return the index after the last block of `chain` that should be loaded; `first`: none."""
@@ -167,6 +175,7 @@ class EngineStore:
         try:
             if len(block_ids) <= first:
                 return 0
-            return await self._mover.save(chain[: len(block_ids)], block_ids[first:], first, tenant)
+            async with self._saving:
+                return await self._mover.save(chain[: len(block_ids)], block_ids[first:], first, tenant)
         finally:
             self._engine.release(block_ids)

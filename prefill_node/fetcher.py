@@ -10,16 +10,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from base.errors import LostError
 from base.messages import Fetch, Fetched, FromNode
 from base.request_tasks import RequestTasks
-from prefill_node.prefix_loader import LentPrefix, OwnCache, load_missing
+from prefill_node.own_cache import OwnCache
+from prefill_node.prefix_loader import load_missing
 
 
 class Fetcher:
     """Answers `Fetch` messages. Belongs to the event loop."""
 
-    def __init__(self, own: OwnCache, group: asyncio.TaskGroup, send: Callable[[FromNode], None]) -> None:
-        """Begin without work."""
+    def __init__(
+        self, own: OwnCache | None, group: asyncio.TaskGroup, send: Callable[[FromNode], None]
+    ) -> None:
+        """Begin without work. `own`: None where this node cannot take in what others lend."""
         self._own = own
         self._send = send
         self.tasks = RequestTasks(group, send)
@@ -28,11 +32,12 @@ class Fetcher:
         self.tasks.start(message.request_id, self._fetch(message))
 
     async def _fetch(self, message: Fetch) -> None:
-        self._own.require_whole()
+        if self._own is None:
+            raise LostError("this node has several ranks and no store, and fetches nothing")
         pool = self._own.pool
         held = pool.match(message.chain)
         try:
-            await load_missing(pool, message.chain, LentPrefix(self._own, message.source), held)
+            await load_missing(pool, message.chain, self._own.lent(message.source), held)
             self._send(Fetched(message.request_id, len(held)))
         finally:
             pool.release(held)

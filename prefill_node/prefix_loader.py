@@ -23,25 +23,19 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as Items
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 from base.block_hash import BlockHash, hash_chain
 from base.clock import Clock
-from base.errors import ChecksumError, LostError, ServeError
+from base.errors import ServeError
 from base.logs import event
-from base.messages import Source, Work
+from base.messages import Work
 from base.request import RequestId
 from base.uninterrupted import uninterrupted
 from engine.arrivals import Arrivals
 from engine.block_pool import BlockPool
-from engine.block_sums import block_sums
-from engine.paged_cache import PagedCache
 from engine.sequence import Sequence
 from kvstore.client import Stripes
-from transfer.agent import TransferAgent
-from transfer.batch import batch_of
-from transfer.segment import Segment
 
 log = logging.getLogger(__name__)
 
@@ -69,59 +63,6 @@ class PrefixSource(Protocol):
             ServeError: they cannot be had, or are not what they should be.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class OwnCache:
-    """This node's paged cache, and by what its blocks are read and written from outside."""
-
-    pool: BlockPool
-    cache: PagedCache
-    segment: Segment
-    agent: TransferAgent
-    is_whole: bool = True
-    """Whether `cache` has all of a block. If other ranks have the rest, nothing is lent, loaded or
-    fetched: what moves a part from or to each is not built."""
-
-    def require_whole(self) -> None:
-        """Raise LostError if other ranks have a part of each block."""
-        if not self.is_whole:
-            raise LostError("the blocks of this node are with several ranks, and are not lent or fetched")
-
-
-class LentPrefix:
-    """Blocks that another node lent."""
-
-    def __init__(self, own: OwnCache, source: Source) -> None:
-        self._own = own
-        self._source = source
-
-    async def reach(self, chain: Items[BlockHash], first: int) -> int:
-        if first < self._source.first_block:
-            return first  # evicted meanwhile: a gap cannot be loaded over
-        return min(self._source.first_block + len(self._source.grant.offsets), len(chain))
-
-    async def load(
-        self,
-        chain: Items[BlockHash],
-        block_ids: Items[int],
-        first: int,
-        stripes: Stripes | None = None,
-    ) -> int:
-        own, source = self._own, self._source
-        layout = own.cache.layout
-        skipped = first - source.first_block
-        batch = batch_of(
-            own.segment,
-            source_offsets=source.grant.offsets[skipped : skipped + len(block_ids)],
-            target_offsets=[layout.offset(block_id) for block_id in block_ids],
-            length=layout.block_bytes,
-        )
-        await own.agent.read(source.peer, source.grant, batch)
-        expected = list(source.checksums[skipped : skipped + len(block_ids)])
-        if await block_sums(own.cache, block_ids) != expected:
-            raise ChecksumError("a loaded block is not the one that was lent")
-        return len(block_ids)
 
 
 class Prefix:

@@ -22,7 +22,7 @@ from engine.loop import EngineLoop
 from engine.paged_cache import PagedCache
 from engine.scheduler import Scheduler
 from engine.step import LayerGroup, StepPlan, StepResult
-from prefill_node.prefix_loader import LentPrefix, OwnCache
+from prefill_node.own_cache import SegmentCache
 from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
 from transfer.shard import LocalShard, NodeKv
@@ -115,10 +115,9 @@ class Part:
         self._news = asyncio.Event()
         shard = LocalShard(WHOLE, LAYOUT, self.segment, agent, partial(block_sums, self.cache))
         self.kv = NodeKv(LAYOUT, (shard,))
-        self.own = OwnCache(self.pool, self.cache, self.segment, agent)
-        lent = partial(LentPrefix, self.own)
+        self.own = SegmentCache(self.pool, self.cache, self.segment, agent)
         if role_class is PrefillRole:
-            self.role = PrefillRole(self.loop, self.kv, group, self.send, clock, lent)
+            self.role = PrefillRole(self.loop, self.kv, group, self.send, clock, self.own.lent)
         else:
             self.role = role_class(self.loop, self.kv, group, self.send, clock)
 

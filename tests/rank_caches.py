@@ -32,7 +32,7 @@ class RankedNode:
             for place in range(tensor)
         ]
         self.pool = BlockPool(NUM_BLOCKS)
-        self.agents, self.caches = [], []
+        self.agents, self.caches, self.segments = [], [], []
 
     @asynccontextmanager
     async def running(self, name):
@@ -49,6 +49,7 @@ class RankedNode:
                 shards.append(LocalShard(part, layout, segment, agent, partial(block_sums, cache)))
                 self.agents.append(agent)
                 self.caches.append(cache)
+                self.segments.append(segment)
             self.kv = NodeKv(LAYOUT, tuple(shards))
             yield self
 

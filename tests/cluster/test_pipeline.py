@@ -8,11 +8,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from base.config import SchedulerConfig
+from base.config import SchedulerConfig, StoreConfig
 from protos.inference_pb2_grpc import InferenceStub
 from tests.cluster.asking import EOS, PATIENCE_S, generate_request, generated, held_blocks, until
-from tests.cluster.conftest import running
+from tests.cluster.conftest import BLOCK_SIZE, running
+from tests.cluster.test_restart import epochs
 from tests.cluster.test_same_tokens import check_all, model, token_prompts, tokenizer  # noqa: F401
+from tests.cluster.test_store import metric
 from tests.engine.builders import reference
 from tests.engine.test_smollm2 import fast_prompts
 
@@ -85,6 +87,30 @@ def test_a_stage_killed_mid_prompt_delays_the_answer_alone(smollm2, tmp_path):
         assert generated(cluster.grpc_address, [token + 1 for token in prompt], 8)[0] == expected
         assert generated(cluster.grpc_address, prompt, 8)[0] == [token for token in tokens if token != EOS]
         until(lambda: held_blocks(cluster) == 0)
+
+
+def test_a_group_that_loses_a_rank_and_starts_cold_has_its_prefix_from_another_group(smollm2, tmp_path):
+    """By way of their stores: what the decode node's ranks hold is lent, and each rank loads its part."""
+    prompt = [31 + (13 * index) % 20_000 for index in range(500)]
+    fields = {
+        "kv_cache_gib": SMALL_CACHE_GIB,
+        "scheduler": SchedulerConfig(role_wait_s=240),
+        "store": StoreConfig(dram_gib=0.3, disk_path=str(tmp_path / "disk"), disk_gib=1.0),
+        "pipeline_parallel": 2,
+        "of_decode": {"tensor_parallel": 3},
+    }
+    with running(smollm2, tmp_path, **fields) as cluster:
+        before = epochs(cluster)
+        expected, usage = generated(cluster.grpc_address, prompt, 6)
+        assert usage.cached_tokens == 0
+        # While it saves, or soon after: whatever of it is on disk is whole.
+        os.kill(other_ranks(cluster, "prefill-0")[0], signal.SIGKILL)
+        until(lambda: epochs(cluster).get("prefill-0", before["prefill-0"]) != before["prefill-0"])
+        tokens, usage = generated(cluster.grpc_address, prompt, 6)
+        assert (tokens, usage.cached_tokens) == (expected, (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE)
+        until(lambda: held_blocks(cluster) == 0)
+        for name in before:
+            assert metric(cluster, name, 'kvstore_unaccounted_blocks{tier="host"}') == 0
 
 
 def test_a_client_that_leaves_mid_prompt_leaves_nothing_held_and_a_timeline_tells_of_it(smollm2, tmp_path):

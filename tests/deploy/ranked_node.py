@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from contextlib import asynccontextmanager
 
 import torch.distributed as dist
@@ -10,12 +11,13 @@ import torch.distributed as dist
 from base.block_hash import chain_root, hash_chain
 from base.clock import SystemClock
 from base.config import EngineConfig, NodeProcess, StoreConfig, TransferConfig
-from base.messages import Prefill, Prefilled, Tokens, Work
+from base.messages import Lend, Lent, Prefill, Prefilled, Source, Tokens, Work
 from base.metrics import StoreMetrics, process_registry
 from base.request import SamplingParams, StopParams
 from deploy.node import _built
 from deploy.node_kv import node_kv
-from deploy.node_store import node_store
+from deploy.node_store import node_store, own_cache
+from prefill_node.lender import Lender
 from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
 
@@ -27,16 +29,17 @@ PATIENCE_S = 60
 class AskedNode:
     """Answers prompts by itself: what it computes stays with it."""
 
-    def __init__(self, engine, agent, kv, stored, group, clock):
+    def __init__(self, engine, agent, kv, stored, own, group, clock):
         self.engine, self.agent, self.kv = engine, agent, kv
         self.beside, self.store = stored.beside, stored.own
-        self._told = asyncio.Queue()
+        self._told, self._lent = asyncio.Queue(), asyncio.Queue()
         send = self._told.put_nowait
-        self.role = PrefillRole(engine.loop, kv, group, send, clock, None, self.beside)
+        self.role = PrefillRole(engine.loop, kv, group, send, clock, own.lent, self.beside)
+        self.lender = Lender(own, group, self._lent.put_nowait)
         self._num_asked = 0
 
-    async def answer(self, prompt, max_tokens=6):
-        """Return the greedy tokens, and how many of the prompt were there."""
+    async def answer(self, prompt, source=None, max_tokens=6):
+        """Return the greedy tokens, and how many of the prompt were there or came from `source`."""
         self._num_asked += 1
         work = Work(
             request_id=f"r{self._num_asked}",
@@ -49,7 +52,7 @@ class AskedNode:
             priority=0,
             deadline_s=PATIENCE_S,
         )
-        self.role.prefill(Prefill(work, self.agent.descriptor, None, 0, stays=True))
+        self.role.prefill(Prefill(work, self.agent.descriptor, None, 0, source, stays=True))
         tokens, num_cached = [], 0
         async with asyncio.timeout(PATIENCE_S):
             while len(tokens) < max_tokens:
@@ -71,6 +74,17 @@ class AskedNode:
                 await asyncio.sleep(0)
         return chain
 
+    async def lent(self, prompt):
+        """Return the blocks of a prompt, lent."""
+        self.lender.lend(Lend("lend", tuple(hash_chain(prompt, BLOCK_SIZE, ROOT)), PATIENCE_S))
+        told = await asyncio.wait_for(self._lent.get(), PATIENCE_S)
+        assert isinstance(told, Lent), told
+        return Source(self.agent.descriptor, told.grant, told.checksums, 0)
+
+    async def end_loans(self):
+        self.lender.tasks.end_all()
+        await self.lender.tasks.idle()
+
     def forget(self):
         """Evict all that the engine's cache has."""
         pool = self.engine.pool
@@ -86,14 +100,14 @@ class AskedNode:
 
 
 @asynccontextmanager
-async def asked_node(folder, tensor, stages):
+async def asked_node(folder, tensor, stages, name="node"):
     clock = SystemClock()
     engine = EngineConfig(
         device="cpu", block_size=BLOCK_SIZE, kv_cache_gib=0.001, chunk_tokens=48, max_batch=4, threads=1,
         tensor_parallel=tensor, pipeline_parallel=stages,
     )  # fmt: skip
     config = NodeProcess(
-        node_id="node",
+        node_id=name,
         roles=("prefill",),
         model_path=str(folder),
         model_id="model",
@@ -104,7 +118,7 @@ async def asked_node(folder, tensor, stages):
     )
     try:
         async with (
-            TransferAgent("node", 7, config.transfer, clock) as agent,
+            TransferAgent(name, random.getrandbits(60), config.transfer, clock) as agent,
             _built(config, agent, clock) as (built, segment),
         ):
             kv = node_kv(built, segment, agent)
@@ -114,11 +128,13 @@ async def asked_node(folder, tensor, stages):
                 asyncio.TaskGroup() as group,
             ):
                 running = [group.create_task(built.loop.run()), group.create_task(stored.beside.run())]
-                node = AskedNode(built, agent, kv, stored, group, clock)
+                own = own_cache(built, segment, agent, stored)
+                node = AskedNode(built, agent, kv, stored, own, group, clock)
                 yield node
                 node.role.tasks.end_all()
+                await node.end_loans()
                 for task in running:
                     task.cancel()
     finally:
-        if dist.is_initialized():
+        if tensor * stages > 1 and dist.is_initialized():
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A node of several ranks keeps what it computed in its store, and says what one rank says of it."""
+"""A node of several ranks keeps what it computed, lends and borrows it, and says what one rank says."""
 
 import pytest
 
@@ -18,28 +18,32 @@ def model(tmp_path_factory):
     return folder
 
 
-async def answered_alone(folder):
-    async with asked_node(folder, 1, 1) as alone:
-        tokens, _ = await alone.answer(PROMPT)
-    return tokens
-
-
 @pytest.mark.parametrize(
     "group", [*list(GROUPS)[:2], pytest.param("two stages of two", marks=pytest.mark.full)]
 )
-async def test_a_prefix_that_the_cache_forgot_comes_back_from_the_store(group, model):
-    expected = await answered_alone(model)
-    async with asked_node(model, *GROUPS[group]) as node:
+async def test_a_prefix_comes_from_the_store_and_from_and_to_a_node_of_one_rank(group, model):
+    async with asked_node(model, 1, 1, "alone") as alone, asked_node(model, *GROUPS[group]) as node:
+        other = PROMPT[::-1]
+        expected, _ = await alone.answer(other)
+        assert await node.answer(other, await alone.lent(other)) == (expected, FOUND)
+        await alone.end_loans()
+        expected, _ = await alone.answer(PROMPT)
         assert await node.answer(PROMPT) == (expected, 0)
         chain = await node.saved(PROMPT)
         node.forget()
         assert await node.answer(PROMPT) == (expected, FOUND)
-        assert node.beside.num_loaded == FOUND // BLOCK_SIZE
+        assert node.beside.num_loaded == 2 * FOUND // BLOCK_SIZE
         # a record that is hurt is refused, forgotten and computed again
         node.forget()
         size = node.kv.layout.block_bytes
         node.store.segment.memory[node.store.pool.block_id(chain[3]) * size + 7] ^= 1
         assert await node.answer(PROMPT) == (expected, 3 * BLOCK_SIZE)
         assert node.store.num_damaged == 1
+        # and another node has it from here
+        alone.forget()
+        alone.store.delete(chain)
+        assert await alone.answer(PROMPT, await node.lent(PROMPT)) == (expected, FOUND)
         await node.saved(PROMPT)
-        node.check_nothing_is_held()
+        await node.end_loans()
+        for each in (node, alone):
+            each.check_nothing_is_held()

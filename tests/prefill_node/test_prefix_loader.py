@@ -24,7 +24,7 @@ from kvstore.member import Member
 from kvstore.pool import HostPool
 from kvstore.store import Store
 from prefill_node.lender import Lender
-from prefill_node.prefix_loader import LentPrefix
+from prefill_node.own_cache import SegmentCache
 from prefill_node.role import PrefillRole
 from tests.node_parts import LAYOUT, ROOT, CountingRunner, parts, work
 
@@ -61,9 +61,9 @@ async def with_store(part, group):
     mover = SegmentMover(cache, part.segment, LAYOUT.block_bytes, partial(block_sums, part.cache))
     blocks = PagedBlocks(part.pool, LAYOUT)
     part.beside = EngineStore(blocks, mover, part.store, 1e9, ManualClock())
-    lent = partial(LentPrefix, part.own)
-    part.role = PrefillRole(part.loop, part.kv, group, part.send, SystemClock(), lent, part.beside)
-    part.lender = Lender(part.own, group, part.send, part.store)
+    own = SegmentCache(part.pool, part.cache, part.segment, part.agent, part.store)
+    part.role = PrefillRole(part.loop, part.kv, group, part.send, SystemClock(), own.lent, part.beside)
+    part.lender = Lender(own, group, part.send)
     saving = group.create_task(part.beside.run())
     try:
         yield

@@ -42,7 +42,7 @@ from kvstore.pool import PoolLimits
 from kvstore.store import Store
 from prefill_node.fetcher import Fetcher
 from prefill_node.lender import Lender
-from prefill_node.prefix_loader import LentPrefix, OwnCache
+from prefill_node.own_cache import SegmentCache
 from prefill_node.role import PrefillRole
 from tests.simulation.attach_stream import Channel
 from tests.simulation.device import LAYOUT, VOCAB, LaunchingDevice, SimDevice
@@ -146,14 +146,13 @@ class SimNode:
             info = self._info(epoch)
             state = node_state(engine, info, self.store)
             kv = node_kv(engine, segment, agent)
-            here = OwnCache(engine.pool, engine.cache, segment, agent)
-            lent = partial(LentPrefix, here)
+            here = SegmentCache(engine.pool, engine.cache, segment, agent, self.store)
             tasks.create_task(engine.loop.run())
             for conductor in world.conductors:
                 client = AttachClient(info, conductor.name, self.rng, dial=self._dialled(conductor))
-                lender = Lender(here, tasks, client.send, self.store)
+                lender = Lender(here, tasks, client.send)
                 fetcher = Fetcher(here, tasks, client.send)
-                prefill = PrefillRole(engine.loop, kv, tasks, client.send, clock, lent, beside)
+                prefill = PrefillRole(engine.loop, kv, tasks, client.send, clock, here.lent, beside)
                 decode = DecodeRole(engine.loop, kv, tasks, client.send, clock, beside)
                 self.works.append(ConductorWork(state, client.wake, prefill, decode, lender, fetcher))
                 tasks.create_task(client.run(self.works[-1]))
