@@ -8,9 +8,11 @@ prompt some 0.3 s), so that a busy machine's delays of milliseconds are small be
 `--engine` the nodes are real, SmolLM2 on this processor, and as noisy as the machine.
 
 The measured profile of a round is fitted to the decision log of the round before
-(`conductor profile --from-log`); beside it stands the one fitted to the round itself, which differs
-by what the machine did meanwhile. With each the round is simulated from its arrivals alone.
-Prompts are 20 to 800 tokens, a third of them going on from an earlier one; outputs 4 to 24.
+(`conductor profile --from-log`, with `--timelines` where nodes are real); beside it stands the one fitted
+to the round itself, which differs by what the machine did meanwhile. With each the round is simulated
+from its arrivals alone. Prompts are 20 to 800 tokens, a third of them going on from an earlier one;
+outputs 4 to 24, or 16 to 48 where nodes are real: a request's mean gap is of as many steps, and of few
+the machine's noise is all there is in the highest.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import tempfile
 import time
@@ -32,6 +35,7 @@ from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig
 from bench.about_run import about_run
 from bench.predict import ask, prompts, wait_for_nodes
 from bench.profile_log import profile_from_run
+from bench.profile_steps import profile_from_steps
 from bench.stub_cluster import stub_cluster
 from conductor.profile import Profile, load_profile
 from conductor.replay.conformance import (
@@ -77,13 +81,13 @@ def slow_profile() -> Profile:
     )
 
 
-async def load(address: str, count: int, rate: float, seed: int) -> None:
+async def load(address: str, count: int, rate: float, seed: int, outputs: range) -> None:
     """Send an open loop of requests; return when all are answered."""
     rng = random.Random(seed)
     async with grpc.aio.insecure_channel(address) as channel, asyncio.TaskGroup() as group:
         stub = InferenceStub(channel)
         for tokens in prompts(count, rng):
-            group.create_task(ask(stub, tokens, rng.randrange(4, 24)))
+            group.create_task(ask(stub, tokens, rng.choice(outputs)))
             await asyncio.sleep(rng.expovariate(rate))
 
 
@@ -94,11 +98,11 @@ def stub_run(log: Path, count: int, rate: float, seed: int) -> None:
     with stub_cluster(slow_profile(), NODES, NODES, scheduler=scheduler) as cluster:
         while len(read_json(f"127.0.0.1:{cluster.http_port}", "/status")["nodes"]) < 2 * NODES:
             time.sleep(0.1)
-        asyncio.run(load(cluster.grpc_address, count, rate, seed))
+        asyncio.run(load(cluster.grpc_address, count, rate, seed, range(4, 24)))
 
 
 def engine_run(log: Path, count: int, rate: float, seed: int) -> None:
-    """Serve a load by one prefill and one decode node of SmolLM2, and leave its decision log."""
+    """Serve a load by one prefill and one decode node of SmolLM2; leave its log and their timelines."""
     prepared = prepare("smollm2", CACHE_DIR, lambda line: None)
     model = PreparedModel(str(prepared.path), prepared.model_id, prepared.name)
     pool = PoolConfig(engine=EngineConfig(block_size=32, kv_cache_gib=0.75, threads=1))
@@ -107,34 +111,43 @@ def engine_run(log: Path, count: int, rate: float, seed: int) -> None:
         prefill=pool,
         decode=pool,
         scheduler=SchedulerConfig(decision_log=str(log), ahead_s=AHEAD_S),
+        trace_out=str(timelines_of(log)),
     )
     # A new one each time: a supervisor would go on with the configuration of the round before.
     folder = log.with_suffix("")
     folder.mkdir()
     with local_cluster(config, model, folder) as cluster:
         wait_for_nodes(cluster)
-        asyncio.run(load(cluster.grpc_address, count, rate, seed))
+        asyncio.run(load(cluster.grpc_address, count, rate, seed, range(16, 49)))
 
 
-def recorded(folder: Path, number: int, arguments: argparse.Namespace) -> LiveRun:
-    """Run a round live and read its log."""
+def timelines_of(log: Path) -> Path:
+    """Return the folder of the nodes' timelines that belong to a decision log."""
+    return log.with_suffix(".timelines")
+
+
+def recorded(folder: Path, number: int, arguments: argparse.Namespace) -> tuple[LiveRun, Profile]:
+    """Run a round live; return what is in its log, and the profile fitted to it."""
     log = folder / f"round-{number}.jsonl"
     run = engine_run if arguments.engine else stub_run
     run(log, arguments.requests, arguments.rate, number)
-    return read_run(log)
+    live = read_run(log)
+    if not arguments.engine:
+        return live, profile_from_run(live, f"round {number}")
+    return live, profile_from_steps(live, timelines_of(log), f"round {number}")
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        before = profile_from_run(recorded(Path(folder), 0, arguments), "round 0")
+        _, before = recorded(Path(folder), 0, arguments)
         for number in range(1, arguments.rounds + 1):
-            live = recorded(Path(folder), number, arguments)
-            own = profile_from_run(live, f"round {number}")
+            live, own = recorded(Path(folder), number, arguments)
             rounds.append(
                 {
                     "round_before": _errors(live, before, arguments.engine),
                     "same_round": _errors(live, own, arguments.engine),
+                    "load_average": os.getloadavg()[0],
                     "decisions": len(live.decisions),
                     "decisions_made_again_alike": num_made_alike(live),
                 }

@@ -2,8 +2,7 @@
 
 The same arrivals, which are seeded, are simulated on as many nodes with a profile, and what came of
 them stands beside what was measured: seconds to the first token, mean gaps, the share within each
-pair of bounds, and goodput. Replay's colocated nodes have the shape's chunks, and its prefill nodes take
-one prompt at a time.
+pair of bounds, and goodput. Replay's nodes have the shape's chunks.
 
     python -m bench.goodput_replayed bench/results/goodput.json --profile h200-llama8b
 """
@@ -52,11 +51,11 @@ def trace_of(told: dict[str, Any], rate: float, num_requests: int) -> Trace:
 
 
 def replayed(shape: Shape, trace: Trace, profile: Profile) -> Outcomes:
-    options = ClusterOptions(shape.prefill, shape.decode, BLOCK_TOKENS)
+    options = ClusterOptions(shape.prefill, shape.decode, BLOCK_TOKENS, chunk_tokens=shape.chunk_tokens)
     plan = Plan(trace, CostModel(profile), options)
     if shape.decode:
         return simulate(plan).outcomes
-    return simulate_colocated(plan, shape.chunk_tokens).outcomes
+    return simulate_colocated(plan).outcomes
 
 
 def compared(told: dict[str, Any], tried: dict[str, Any], shape: Shape, profile: Profile) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from bench.engine_shapes import SHAPES, build_model
 from bench.engine_work import Driver, Prompts
 from bench.profile_fit import Measured, MeasuredStep, fitted, with_steps
 from bench.profile_log import profile_from_run
+from bench.profile_steps import profile_from_steps
 from conductor.profile import Evidence, Profile, profile_json
 from conductor.replay.conformance import read_run
 from engine.build import Engine, assemble_engine, build_engine
@@ -109,6 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--shape", choices=sorted(SHAPES), help="random weights of this shape instead, on a GPU")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--from-log", type=Path, metavar="FILE", help="fit a decision log instead of measuring here")
+    add("--timelines", type=Path, metavar="FOLDER", help="of the nodes of that log: fit their steps")
     add("--name", default="measured", help="of the profile")
     add("--out", type=Path, default=Path("profile.json"))
     add("--commit", default="", help="where the checkout has no .git")
@@ -148,7 +150,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _from_log(options: argparse.Namespace) -> int:
     try:
-        profile = profile_from_run(read_run(options.from_log), options.name)
+        run = read_run(options.from_log)
+        if options.timelines:
+            profile = profile_from_steps(run, options.timelines, options.name)
+        else:
+            profile = profile_from_run(run, options.name)
     except ConfigError as error:
         sys.stderr.write(f"conductor profile: {error}\n")
         return 1
@@ -258,6 +264,7 @@ def make_profile(options: argparse.Namespace, engine: Engine, points: Points) ->
         dispatch_s=options.dispatch_s,
         dispatch_token_s=options.dispatch_token_s,
         step_tokens=MIXED_TOKENS if engine.cache.tensor.is_cuda else (),
+        launches_ahead=engine.cache.tensor.is_cuda,
     )
     profile = fitted(make, points.prefill, points.decode, _origin(options, engine))
     profile = with_steps(profile, points.steps)

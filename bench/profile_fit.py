@@ -116,7 +116,7 @@ def _with_step_costs(profile: Profile, steps: Sequence[MeasuredStep]) -> Profile
     seconds = np.array([step.seconds for step in steps])
     beside = 1 - np.array([step.predicted_s(bare) for step in steps]) / seconds
     matrix = np.array([[1.0, step.batch > 0, step.batch] for step in steps]) / seconds[:, None]
-    step_s, mixed_s, sequence_s = _least_squares(matrix, beside)
+    step_s, mixed_s, sequence_s = least_squares(matrix, beside)
     return dataclasses.replace(
         profile,
         chunk_step_s=max(LEAST_STEP_S, step_s),
@@ -191,10 +191,10 @@ def _predicted(coefficients: Sequence[float], point: Measured, terms: Terms) -> 
 def _solve(points: Sequence[Measured], terms: Terms) -> tuple[float, ...]:
     seconds = np.array([point.seconds for point in points])
     matrix = np.array([terms(point.tokens, point.context) for point in points]) / seconds[:, None]
-    return _least_squares(matrix, np.ones(len(points)))
+    return least_squares(matrix, np.ones(len(points)))
 
 
-def _least_squares(matrix: NDArray[np.float64], wanted: NDArray[np.float64]) -> tuple[float, ...]:
+def least_squares(matrix: NDArray[np.float64], wanted: NDArray[np.float64]) -> tuple[float, ...]:
     """Return the coefficients of the least error, none of them under 0."""
     width = matrix.shape[1]
     best, least = np.zeros(width), float("inf")

@@ -101,6 +101,8 @@ class Profile:
     """Of a prefill node's time, that a request takes beside its prefill: scheduling, sampling, storing."""
     step_tokens: tuple[int, ...] = ()
     """Lengths, rising, that a step with a chunk is padded to; past the last it is as long as it is."""
+    launches_ahead: bool = False
+    """Whether a step is launched before the tokens of the one before are known."""
     chunk_step_s: float = 0.0
     """Of a step with a chunk, beside the chunk's prefill: nothing is launched ahead of it."""
     mixed_step_s: float = 0.0

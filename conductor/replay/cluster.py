@@ -31,7 +31,6 @@ from conductor.load_order import bits_of
 from conductor.placement import Placement, PlacementRequest, Rejection
 from conductor.profile import Profile
 from conductor.replay.block_cache import make_cache
-from conductor.replay.decode_node import DecodeNode, Sequence
 from conductor.replay.events import Events
 from conductor.replay.faults import Fault
 from conductor.replay.links import Flow, Links
@@ -40,7 +39,9 @@ from conductor.replay.pipeline import CHUNK_TOKENS, grouped, run_through
 from conductor.replay.policies import prefill_policy
 from conductor.replay.replication import STEP_S as REPLICA_STEP_S
 from conductor.replay.replication import SimReplication
-from conductor.replay.sim_node import SimNode, SimRequest
+from conductor.replay.sim_engine import DEFAULT_CHUNK_TOKENS, SimEngine
+from conductor.replay.sim_node import SimNode
+from conductor.replay.sim_request import SimRequest
 from conductor.replay.trace import TraceRequest
 from conductor.roles import RoleController, RoleSettings, RoleStep
 from conductor.scheduler import PrefillPolicy, place
@@ -88,6 +89,9 @@ class ClusterOptions:
     """Whether hot prefixes are copied ahead of requests."""
     decode_caches: bool = False
     """Whether a decode node keeps the prompts that it received, and lends them."""
+    chunk_tokens: int | None = None
+    """Of a step; 0: a step with a prompt is all of it, as in the paper's model and in a pipelined group.
+    None: the engine's default where the profile knows what a chunk costs, else 0."""
 
 
 Placer = Callable[
@@ -120,6 +124,12 @@ class Cluster:
         self._block_size = options.block_size
         self._prefill_s = cost.prefill_s
         self._request_s = cost.profile.request_s
+        self._chunk_tokens = 0
+        if options.stages == 1:
+            usual = DEFAULT_CHUNK_TOKENS if cost.profile.chunk_step_s else 0
+            self._chunk_tokens = usual if options.chunk_tokens is None else options.chunk_tokens
+        self._num_begun = 0
+        """Attempts, of all requests."""
         self._retests = options.retests and options.reject is not RejectPolicy.NONE
         self._has_disk = cost.profile.disk_kv_tokens > 0
         self._settings = SchedulerSettings(
@@ -197,8 +207,10 @@ class Cluster:
 
     def _add(self, node_id: NodeId, role: Role, profile: Profile) -> None:
         cache = make_cache(self.options.eviction, profile, self.options.block_size)
-        decode = DecodeNode(self._cost, profile.device_kv_tokens, self._at, self._finished)
-        node = SimNode(node_id, cache, decode, profile.transfer_bytes_per_s, self.options.stages)
+        engine = SimEngine(
+            self._cost, self._chunk_tokens, self._at, self._start_prefill, self._computed, self._finished
+        )
+        node = SimNode(node_id, cache, engine, profile.transfer_bytes_per_s, self.options.stages)
         self._nodes[node_id] = node
         self._register(node, frozenset({role}))
 
@@ -228,10 +240,8 @@ class Cluster:
         node.cache.clear()
         node.next_event = 1
         node.epoch += 1
-        for sequence in node.decode.evict_all(self.now_s):
-            request = sequence.owner
-            request.num_tokens, request.tokens_left = sequence.context_tokens, sequence.steps_left
-            request.gaps, request.last_token_s = sequence.gaps, sequence.started_at_s
+        for request in node.engine.evict_all(self.now_s):
+            request.num_tokens, request.tokens_left = request.context_tokens, request.steps_left
         for request in list(self._in_flight):
             placement = request.placement
             if node.node_id in (placement.prefill_node, placement.decode_node):
@@ -241,7 +251,7 @@ class Cluster:
             elif placement.source_node == node.node_id and request.fetching:
                 self._stop_flow(request)
                 request.fetching = False
-                self._start_prefill(self._nodes[placement.prefill_node])
+                self._nodes[placement.prefill_node].engine.add(request, self.now_s)
         if fault.for_s < inf:
             self._at(self.now_s + fault.for_s, self._register, node, roles)
 
@@ -249,13 +259,8 @@ class Cluster:
         """Begin a lost request again, with the tokens that it has."""
         self.view.finished(request.request_id, self.now_s)
         self._stop_flow(request)
-        node = self._nodes[request.placement.prefill_node]
-        if request in node.queue:
-            node.queue.remove(request)
+        self._nodes[request.placement.prefill_node].engine.drop(request, self.now_s)
         request.begin_again()
-        if node.running is request:
-            node.running = None
-            self._start_prefill(node)
         self.outcomes.num_retried += 1
         self._begin(request)
 
@@ -284,7 +289,7 @@ class Cluster:
         """Note the load of both pools: mean seconds to the end of the queue, mean predicted step."""
         view = self.view
         prefill = [view.node_at(slot) for slot in bits_of(view.prefill_mask)]
-        decode = [self._nodes[view.node_at(slot).info.node_id].decode for slot in bits_of(view.decode_mask)]
+        decode = [self._nodes[view.node_at(slot).info.node_id].engine for slot in bits_of(view.decode_mask)]
         queue_s = sum(node.queued_s for node in prefill) / max(1, len(prefill))
         step_s = sum(self._cost.decode_step_s(node.batch, node.context_tokens) for node in decode)
         self.samples.append((self.now_s, queue_s, step_s / max(1, len(decode))))
@@ -318,12 +323,12 @@ class Cluster:
         request.placement = placement
         request.waits_for = 1
         self._in_flight[request] = None
+        request.order = self._num_begun = self._num_begun + 1
         node = self._nodes[placement.prefill_node]
         if placement.source_node is not None:
             self._fetch(request, node, self._nodes[placement.source_node], placement)
-        node.queue.append(request)
-        if node.running is None:
-            self._start_prefill(node)
+        else:
+            node.engine.add(request, now_s)
 
     def _rejected(self, request: SimRequest, reason: str, wasted_prefill_s: float) -> None:
         self._in_flight.pop(request, None)
@@ -346,35 +351,31 @@ class Cluster:
         # what the source dropped meanwhile did not come
         blocks = request.chain[: min(request.placement.matched_blocks, source.cache.match(request.chain))]
         self.outcomes.replicas_created += self._store(node, blocks)
-        if node.running is None:
-            self._start_prefill(node)
+        node.engine.add(request, now_s)
 
-    def _start_prefill(self, node: SimNode) -> None:
-        """Compute the next prompt whose blocks have come, if the node is free."""
-        if not node.queue or node.running is not None:
-            return
-        request = node.take_ready()
-        if request is None:
-            return
-        node.running = request
-        now_s = self.now_s
+    def _start_prefill(self, request: SimRequest, now_s: float) -> float:
+        """Match a prompt's prefix; return the seconds of its prefill that are in no chunk's step."""
+        node = self._nodes[request.placement.prefill_node]
         matched = node.cache.match(request.chain)
         matched_tokens, last = matched * self._block_size, request.num_tokens - 1
         request.prefix_tokens = prefix = matched_tokens if matched_tokens < last else last
-        request.started_at_s = now_s
-        request.prefill_s = prefill_s = self._prefill_s(request.num_tokens - prefix, prefix)
-        if self._has_disk:
-            prefill_s += self._shown_load_s(node, request.chain, matched, prefill_s)
-        free_at_s = ends_at_s = now_s + prefill_s
+        new_tokens = request.num_tokens - prefix
+        request.prefill_s = prefill_s = self._prefill_s(new_tokens, prefix)
+        shown_s = self._shown_load_s(node, request.chain, matched, prefill_s) if self._has_disk else 0.0
+        if self._chunk_tokens:
+            # each of its chunks leaves when it is computed
+            self._hand_off(request, node, 0.0)
+            return self._request_s + self._cost.beside_chunks_s(new_tokens, prefix) + shown_s
+        seconds = prefill_s = prefill_s + shown_s
         if node.free_at_s:
             free_at_s, ends_at_s = run_through(node.free_at_s, now_s + self._request_s, self._chunks(request))
-        node.busy_s += request.prefill_s
-        self._hand_off(request, node, ends_at_s - now_s)
-        self._at(free_at_s, self._prefilled, request, node, request.attempt)
-        if ends_at_s > free_at_s:
-            # the first stage is free for the next prompt while later stages work on this one
-            request.waits_for += 1
-            self._at(ends_at_s, self._left_pipeline, request, request.attempt)
+            seconds, prefill_s = free_at_s - now_s, ends_at_s - now_s
+            if ends_at_s > free_at_s:
+                # the first stage is free for the next prompt while later stages work on this one
+                request.waits_for += 1
+                self._at(ends_at_s, self._left_pipeline, request, request.attempt)
+        self._hand_off(request, node, prefill_s)
+        return seconds
 
     def _shown_load_s(self, node: SimNode, chain: ChainOf[Key], matched: int, prefill_s: float) -> float:
         """Return what is seen of loading blocks from disk, layer by layer while others compute."""
@@ -395,6 +396,7 @@ class Cluster:
     def _hand_off(self, request: SimRequest, node: SimNode, prefill_s: float) -> None:
         """Stream the prompt's KV to the decode node while it is computed."""
         placement = request.placement
+        request.tail_s = 0.0
         tokens = request.num_tokens - placement.decode_matched_blocks * self._block_size
         stays = placement.prefill_node == placement.decode_node
         if stays or tokens <= 0 or request.tokens_left <= 1:
@@ -404,8 +406,7 @@ class Cluster:
         num_bytes = tokens * profile.kv_token_bytes
         # No layer can leave before it is computed, and the last leaves after all of it:
         # a flow slowed to that pace ends when a streamed hand-off would.
-        tail_s = self._cost.transfer_s(tokens) / profile.num_layers
-
+        request.tail_s = tail_s = self._cost.transfer_s(tokens) / profile.num_layers
         receives, rate = self._nodes[placement.decode_node].receives, num_bytes / (prefill_s + tail_s)
         request.flow = Flow(node.sends, receives, num_bytes, rate, self._handed_off, (request,))
         self.links.start(request.flow, self.now_s)
@@ -416,13 +417,19 @@ class Cluster:
         if not request.waits_for:
             self._next_token(request)
 
-    def _prefilled(self, request: SimRequest, node: SimNode, attempt: int) -> None:
-        if request.attempt != attempt:
+    def _computed(self, request: SimRequest, now_s: float) -> None:
+        node = self._nodes[request.placement.prefill_node]
+        if request.computed_tokens < request.num_tokens:
+            self._store(node, request.chain[: request.computed_tokens // self._block_size])
             return
-        node.running = None
         self._store(node, request.chain)
+        if self._chunk_tokens:
+            request.prefill_s = now_s - request.started_at_s
+            if request.tail_s and not request.flow:
+                # all but the last chunk's KV has come
+                self._at(now_s + request.tail_s, self._left_pipeline, request, request.attempt)
+                return
         self._one_part_done(request)
-        self._start_prefill(node)
 
     def _one_part_done(self, request: SimRequest) -> None:
         request.waits_for -= 1
@@ -445,20 +452,17 @@ class Cluster:
         if request.first_token_s is None:
             request.first_token_s = now_s
         else:
-            request.gaps.append((now_s - request.last_token_s, 1, 0.0))
-        sequence = Sequence(request, request.num_tokens, request.tokens_left - 1, now_s)
-        sequence.gaps = request.gaps
+            request.gaps.append((now_s - request.token_at_s, 1, 0.0))
         if request.tokens_left <= 1:
-            self._finished(sequence, now_s)
+            self._finished(request, now_s)
         else:
-            node.decode.join(sequence, now_s)
+            node.engine.join(request, now_s)
 
-    def _finished(self, sequence: Sequence[SimRequest], now_s: float) -> None:
-        request = sequence.owner
+    def _finished(self, request: SimRequest, now_s: float) -> None:
         self.view.finished(request.request_id, now_s, request.tokens_left)
         del self._in_flight[request]
         placement = request.placement
-        tbt_s = worst_gaps_s(sequence.gaps, request.output_tokens - 1)
+        tbt_s = worst_gaps_s(request.gaps, request.output_tokens - 1)
         self.outcomes.completed(request, tbt_s, placement.prefill_node, placement.decode_node, now_s)
         if request.next_turn is not None:
             self._next_turn(request)

@@ -1,6 +1,6 @@
 """A simulated cluster of colocated nodes: each prefills and decodes in the same steps.
 
-What disaggregation is judged against: our own nodes with both roles (`colocated_node.py`), placed by
+What disaggregation is judged against: our own nodes with both roles, placed by
 the live scheduler, with what it learns of their pace. It keeps a sequence where its prompt was computed
 unless another node's step is shorter; then its KV moves, for as long as the profile says. Nothing is
 fetched, and nobody is refused for time.
@@ -9,6 +9,7 @@ fetched, and nobody is refused for time.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as ChainOf
 from dataclasses import replace
 from math import inf
 
@@ -19,15 +20,16 @@ from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
 from conductor.placement import Placement, PlacementRequest
 from conductor.prefill_pace import PrefillPace
-from conductor.replay.colocated_node import ColocatedNode, ColocatedSequence
+from conductor.replay.block_cache import BlockCache
 from conductor.replay.events import Events
 from conductor.replay.outcome import Outcomes, worst_gaps_s
+from conductor.replay.sim_engine import SimEngine
+from conductor.replay.sim_node import SimNode
+from conductor.replay.sim_request import SimRequest
 from conductor.replay.trace import TraceRequest
 from conductor.scheduler import place
 from conductor.scheduler_settings import RejectPolicy, SchedulerSettings
-
-CHUNK_TOKENS = 512
-"""Of prompts in one step; vLLM's smaller setting, which favours TBT."""
+from kvstore.index import Key
 
 SETTINGS = SchedulerSettings(reject=RejectPolicy.NONE, fetches=False)
 
@@ -35,9 +37,7 @@ SETTINGS = SchedulerSettings(reject=RejectPolicy.NONE, fetches=False)
 class ColocatedCluster:
     """One run. `run` may be called once."""
 
-    def __init__(
-        self, cost: CostModel, num_nodes: int, block_size: int, chunk_tokens: int = CHUNK_TOKENS
-    ) -> None:
+    def __init__(self, cost: CostModel, num_nodes: int, block_size: int, chunk_tokens: int) -> None:
         # what a request takes beside its prefill was measured on nodes that only prefill
         self._cost = cost = CostModel(replace(cost.profile, request_s=0.0))
         self.outcomes = Outcomes(block_size, cost.profile)
@@ -48,8 +48,7 @@ class ColocatedCluster:
         self._block_size = block_size
         self._events = Events()
         self._at = self._events.at
-        self._nodes: dict[NodeId, ColocatedNode] = {}
-        self._next_event: dict[str, int] = {}
+        self._nodes: dict[NodeId, SimNode] = {}
         for number in range(num_nodes):
             self._add_node(NodeId(f"c{number}"), chunk_tokens)
 
@@ -61,11 +60,12 @@ class ColocatedCluster:
             self._events.run_next()
 
     def _add_node(self, node_id: NodeId, chunk_tokens: int) -> None:
-        size = self._block_size
-        self._nodes[node_id] = ColocatedNode(
-            node_id, self._cost, size, chunk_tokens, self._at, self._prefilled, self._finished
+        size, profile = self._block_size, self._cost.profile
+        engine = SimEngine(
+            self._cost, chunk_tokens, self._at, self._start_prefill, self._computed, self._finished
         )
-        self._next_event[node_id] = 1
+        cache = BlockCache(profile.host_kv_tokens // size)
+        self._nodes[node_id] = SimNode(node_id, cache, engine, profile.transfer_bytes_per_s)
         info = NodeInfo(
             node_id=node_id,
             epoch=1,
@@ -73,7 +73,7 @@ class ColocatedCluster:
             model_id="",
             layout_id="",
             max_model_len=0,
-            num_blocks=self._cost.profile.device_kv_tokens // size,
+            num_blocks=profile.device_kv_tokens // size,
             block_size=size,
             peer=PeerDescriptor(node_id, 1, ()),
             host="",
@@ -97,56 +97,67 @@ class ColocatedCluster:
         placement = place(asked, self.view, self._cost, now_s, SETTINGS)
         if not isinstance(placement, Placement):
             self.outcomes.rejected(number, now_s, placement.reason.value, 0.0)
-            self._next_turn(row)
+            self._next_turn(row.next_turn)
             return
         self.view.placed(asked, placement, now_s)
         self._pace.placed(placement.prefill_node, now_s)
-        self._nodes[placement.prefill_node].add(ColocatedSequence(row, number, placement), now_s)
+        request = SimRequest(row, number)
+        request.placement = placement
+        self._nodes[placement.prefill_node].engine.add(request, now_s)
 
-    def _prefilled(self, node: ColocatedNode, sequence: ColocatedSequence) -> None:
-        """A prompt is done: it goes on here, or its KV moves first."""
-        placement = sequence.placement
-        self._store(node, sequence)
-        new_tokens = sequence.prompt_tokens - sequence.prefix_tokens
-        profile_s = self._cost.prefill_s(new_tokens, sequence.prefix_tokens)
+    def _start_prefill(self, request: SimRequest, now_s: float) -> float:
+        """Match a prompt's prefix; return the seconds of its prefill that are in no chunk's step."""
+        matched = self._nodes[request.placement.prefill_node].cache.match(request.chain) * self._block_size
+        request.prefix_tokens = prefix = min(matched, request.prompt_tokens - 1)
+        return self._cost.beside_chunks_s(request.prompt_tokens - prefix, prefix)
+
+    def _computed(self, request: SimRequest, now_s: float) -> None:
+        """More of a prompt is there to be found; when all is, it goes on here, or its KV moves first."""
+        placement = request.placement
         node_id = placement.prefill_node
-        paced = self._pace.done(node_id, self.now_s, profile_s, sequence.prefill_s)
+        if request.computed_tokens < request.num_tokens:
+            self._store(self._nodes[node_id], request.chain[: request.computed_tokens // self._block_size])
+            return
+        self._store(self._nodes[node_id], request.chain)
+        request.prefill_s = now_s - request.started_at_s
+        new_tokens = request.prompt_tokens - request.prefix_tokens
+        profile_s = self._cost.prefill_s(new_tokens, request.prefix_tokens)
+        paced = self._pace.done(node_id, now_s, profile_s, request.prefill_s)
         if paced is not None:
             self.view.corrections.observe(node_id, "prefill", *paced)
         handoff_s = 0.0
-        if placement.decode_node != node_id and sequence.steps_left:
-            tokens = sequence.prompt_tokens - placement.decode_matched_blocks * self._block_size
-            handoff_s = self._cost.handoff_s(tokens, sequence.prefill_s)
+        if placement.decode_node != node_id and request.tokens_left > 1:
+            tokens = request.prompt_tokens - placement.decode_matched_blocks * self._block_size
+            handoff_s = self._cost.handoff_s(tokens, request.prefill_s)
         if handoff_s:
-            self._at(self.now_s + handoff_s, self._first_token, sequence)
+            self._at(now_s + handoff_s, self._first_token, request)
         else:
-            self._first_token(sequence)
+            self._first_token(request)
 
-    def _first_token(self, sequence: ColocatedSequence) -> None:
-        node = self._nodes[sequence.placement.decode_node]
-        self.view.prefill_done(RequestId(str(sequence.number)), self.now_s)
-        sequence.first_token_s = self.now_s
-        if sequence.steps_left:
-            node.join(sequence, self.now_s)
+    def _first_token(self, request: SimRequest) -> None:
+        self.view.prefill_done(request.request_id, self.now_s)
+        request.first_token_s = self.now_s
+        if request.tokens_left > 1:
+            self._nodes[request.placement.decode_node].engine.join(request, self.now_s)
         else:
-            self._finished(node, sequence)
+            self._finished(request, self.now_s)
 
-    def _finished(self, node: ColocatedNode, sequence: ColocatedSequence) -> None:
-        self.view.finished(RequestId(str(sequence.number)), self.now_s, sequence.output_tokens)
-        tbt_s = worst_gaps_s(sequence.gaps, sequence.output_tokens - 1)
-        prefill_node = sequence.placement.prefill_node
-        self.outcomes.completed(sequence, tbt_s, prefill_node, node.name, self.now_s)
-        self._next_turn(sequence.row)
+    def _finished(self, request: SimRequest, now_s: float) -> None:
+        self.view.finished(request.request_id, now_s, request.output_tokens)
+        tbt_s = worst_gaps_s(request.gaps, request.output_tokens - 1)
+        placement = request.placement
+        self.outcomes.completed(request, tbt_s, placement.prefill_node, placement.decode_node, now_s)
+        self._next_turn(request.next_turn)
 
-    def _next_turn(self, row: TraceRequest) -> None:
-        if (turn := row.next_turn) is not None:
+    def _next_turn(self, turn: TraceRequest | None) -> None:
+        if turn is not None:
             arrival_s = self.now_s + turn.arrival_s
             self._at(arrival_s, self._begin, turn._replace(arrival_s=arrival_s))
 
-    def _store(self, node: ColocatedNode, sequence: ColocatedSequence) -> None:
-        """Put a prompt's blocks into the node's cache and tell the view."""
-        stored, evicted = node.cache.store(sequence.row.chain)
+    def _store(self, node: SimNode, chain: ChainOf[Key]) -> None:
+        """Put blocks of a prompt into the node's cache and tell the view."""
+        stored, evicted = node.cache.store(chain)
         if stored or evicted:
-            first_number = self._next_event[node.name]
-            self._next_event[node.name] += len(stored) + len(evicted)
-            self.view.kv_events(NodeId(node.name), first_number, stored, evicted)
+            first_number = node.next_event
+            node.next_event += len(stored) + len(evicted)
+            self.view.kv_events(node.node_id, first_number, stored, evicted)

@@ -105,14 +105,11 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help='nodes that die: {"at_s": 600, "node": "p3", "for_s": 120} a line',
     )
+    add("--chunk-tokens", type=int, metavar="N", help="of a step (the profile says); 0: all of a prompt")
     add("--stages", type=int, default=1, metavar="X", help="prefill nodes that pipeline each prompt (CPP)")
     add("--disk", type=float, metavar="TOKENS", help="tokens of KV on each node's disk (the profile's)")
     add("--disk-rate", type=_positive, metavar="B/S", help="bytes a second of a disk (the profile's)")
-    add(
-        "--decode-caches",
-        action="store_true",
-        help="decode nodes keep the prompts they receive, and lend them",
-    )
+    add("--decode-caches", action="store_true", help="decode nodes keep and lend the prompts they receive")
     add("--flip-roles", action="store_true", help="nodes change roles with the load")
     add("--block-size", type=int, metavar="N", help="tokens per hash id (the header's, or 512)")
     add("--seed", type=int, default=0)
@@ -278,6 +275,7 @@ def _plan(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str, 
         roles=RoleSettings(slo.ttft_slo_s / FLIP_TTFT_SHARE, slo.tbt_slo_s) if args.flip_roles else None,
         view_delay_s=args.view_delay,
         stages=args.stages,
+        chunk_tokens=args.chunk_tokens,
         decode_caches=args.decode_caches,
         sample_every_s=max(1.0, trace.span_s / args.speed / POINTS) if args.html else 0.0,
         watched_blocks=hot_blocks(trace) if args.html else (),

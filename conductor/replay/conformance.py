@@ -74,6 +74,11 @@ class LiveRun:
             max(sum(node.decodes for node in nodes) for nodes in seen),
         )
 
+    def capacity_tokens(self) -> int:
+        """Return the tokens of KV that the smallest node has room for; raises ConfigError as `nodes`."""
+        self.nodes()
+        return min(node.capacity_tokens for made in self.decisions for node in made.seen.nodes or ())
+
     def trace(self) -> Trace:
         """Return the served requests as a trace, from their first arrival on."""
         first_s = self.served[0].made.arrived_at_s

@@ -54,7 +54,7 @@ def run_report(cluster: Cluster, slo: Slo) -> Report:
         **_outcome_report(outcomes, slo),
         "bytes_moved": round(cluster.links.bytes_moved),
         "replicas_created": outcomes.replicas_created,
-        "preemptions": sum(node.decode.num_preemptions for node in cluster.nodes),
+        "preemptions": sum(node.engine.num_preemptions for node in cluster.nodes),
         "retries": outcomes.num_retried,
         "role_changes": outcomes.role_changes,
         "simulated_s": round(cluster.now_s, DIGITS),

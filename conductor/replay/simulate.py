@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from conductor.cost_model import CostModel
 from conductor.replay.cluster import Cluster, ClusterOptions, Watch
-from conductor.replay.colocated import CHUNK_TOKENS, ColocatedCluster
+from conductor.replay.colocated import ColocatedCluster
+from conductor.replay.sim_engine import DEFAULT_CHUNK_TOKENS
 from conductor.replay.trace import Trace, TraceRequest, arrivals
 
 
@@ -32,10 +33,11 @@ def simulate(plan: Plan, watch: Watch | None = None) -> Cluster:
     return cluster
 
 
-def simulate_colocated(plan: Plan, chunk_tokens: int = CHUNK_TOKENS) -> ColocatedCluster:
+def simulate_colocated(plan: Plan) -> ColocatedCluster:
     """As `simulate`, with as many colocated nodes as the plan has nodes in all."""
     options = plan.options
     num_nodes = options.prefill_nodes + options.decode_nodes
+    chunk_tokens = options.chunk_tokens or DEFAULT_CHUNK_TOKENS
     cluster = ColocatedCluster(plan.cost, num_nodes, options.block_size, chunk_tokens)
     _run(cluster.run, plan)
     return cluster

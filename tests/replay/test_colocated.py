@@ -6,7 +6,7 @@ from conductor.cost_model import CostModel
 from conductor.profile import load_profile
 from conductor.replay.advise import main, pareto, ranked, splits
 from conductor.replay.cluster import ClusterOptions
-from conductor.replay.colocated import CHUNK_TOKENS
+from conductor.replay.sim_engine import DEFAULT_CHUNK_TOKENS
 from conductor.replay.simulate import Plan, simulate_colocated
 from conductor.replay.trace import Trace, TraceRequest, write_trace
 from tests.replay.builders import small_trace
@@ -34,7 +34,7 @@ def test_prompt_of_another_slows_down_those_who_decode() -> None:
     alone = run(Trace("one", 512, [decoding]), 2).outcomes.tbt_s
     others = [TraceRequest(2.0 + at, 20_000, 2, range(50 + 50 * at, 90 + 50 * at)) for at in range(6)]
     shared = run(Trace("many", 512, [decoding, *others]), 2).outcomes.tbt_s
-    assert max(shared) > alone[0] + 0.5 * COST.prefill_s(20_000, 0) / (20_000 / CHUNK_TOKENS)
+    assert max(shared) > alone[0] + 0.5 * COST.prefill_s(20_000, 0) / (20_000 / DEFAULT_CHUNK_TOKENS)
 
 
 def test_all_splits_and_colocation_are_tried() -> None:

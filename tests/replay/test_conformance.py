@@ -12,7 +12,9 @@ import pytest
 
 from base.errors import ConfigError
 from base.request import Request, RequestId, SamplingParams, Slo, StopParams
+from base.timeline import Timeline
 from bench.profile_log import profile_from_run
+from bench.profile_steps import profile_from_steps
 from conductor.cost_model import CostModel
 from conductor.decision_log import DecisionLog, Shared
 from conductor.replay.command import main
@@ -129,3 +131,69 @@ def test_log_in_which_nothing_was_served_is_refused(tmp_path):
     log.close()
     with pytest.raises(ConfigError, match="no request"):
         read_run(tmp_path / "empty")
+
+
+def steps_taken(run, cost, path) -> None:
+    """Write what two nodes would have done one step at a time: prompts by chunks, answers in twos."""
+    timeline, rng = Timeline("n"), random.Random(3)
+    now_s = 0.0
+
+    def took(seconds, shares) -> None:
+        nonlocal now_s
+        # a busy machine: some steps take twice as long, and the mean is what the cost says
+        ended_s = now_s + seconds * rng.choice((0.75, 0.75, 0.75, 0.75, 2.0))
+        timeline.span("stage 0", "step 1", now_s, ended_s, **shares)
+        timeline.span("transfer", "write", now_s, ended_s, blocks=3)
+        now_s = ended_s
+
+    pairs = list(zip(run.served[::2], run.served[1::2], strict=False))
+    for request in run.served:
+        name = f"{request.made.asked.request_id}.prefill"
+        before, total = request.cached_tokens, request.made.asked.num_tokens
+        while before < total:
+            tokens = min(512, total - before)
+            took(cost.chunk_step_s(tokens, tokens * (tokens + 2 * before), 0, 0), {name: tokens})
+            before += tokens
+    for pair in pairs:
+        contexts = {item.made.asked.request_id: item.made.asked.num_tokens for item in pair}
+        for _ in range(12):
+            for names in (list(contexts)[:1], list(contexts)):
+                context = sum(contexts[name] for name in names)
+                took(cost.decode_step_s(len(names), context), dict.fromkeys(names, 1))
+                for name in names:
+                    contexts[name] += 1
+    path.mkdir(exist_ok=True)
+    timeline.write(path / "n.json")
+
+
+def test_what_steps_cost_is_found_in_nodes_timelines(live_log, tmp_path) -> None:
+    live = read_run(live_log)
+    known = dataclasses.replace(
+        COST.profile,
+        prefill_token_s=0.003,
+        prefill_token2_s=6e-7,
+        decode_fixed_s=0.08,
+        decode_sequence_s=0.01,
+        decode_context_token_s=3e-5,
+        chunk_step_s=0.15,
+    )
+    steps_taken(live, CostModel(known), tmp_path / "timelines")
+    found = profile_from_steps(live, tmp_path / "timelines", "found")
+    cost, expected = CostModel(found), CostModel(known)
+    for tokens in (100, 512):
+        assert cost.chunk_step_s(tokens, tokens**2, 0, 0) == pytest.approx(
+            expected.chunk_step_s(tokens, tokens**2, 0, 0), rel=0.1
+        )
+    for batch in (1, 2):
+        assert cost.decode_step_s(batch, 400 * batch) == pytest.approx(
+            expected.decode_step_s(batch, 400 * batch), rel=0.05
+        )
+    assert found.device_kv_tokens == live.capacity_tokens() > 0
+
+
+def test_timelines_without_steps_are_refused(live_log, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="0 steps with a chunk and 0 without"):
+        profile_from_steps(read_run(live_log), tmp_path, "none")
+    (tmp_path / "n.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"n\.json: no timeline"):
+        profile_from_steps(read_run(live_log), tmp_path, "none")

@@ -1,14 +1,17 @@
 """The closed form of decode against steps taken one at a time."""
 
 import random
+from dataclasses import replace
 from heapq import heappop, heappush
 
 import pytest
 
 from conductor.cost_model import CostModel
 from conductor.profile import load_profile
-from conductor.replay.decode_node import DecodeNode, Sequence
 from conductor.replay.outcome import worst_gaps_s
+from conductor.replay.sim_engine import SimEngine
+from conductor.replay.sim_request import SimRequest
+from conductor.replay.trace import TraceRequest
 
 COST = CostModel(load_profile("a800-llama70b"))
 
@@ -24,8 +27,8 @@ class Loop:
         self._count += 1
         heappush(self._heap, (moment_s, self._count, call, arguments))
 
-    def run(self) -> None:
-        while self._heap:
+    def run(self, until_s: float = float("inf")) -> None:
+        while self._heap and self._heap[0][0] <= until_s:
             _, _, call, arguments = heappop(self._heap)
             call(*arguments)
 
@@ -34,14 +37,24 @@ def simulate(jobs, capacity: int = 10**9):
     """Return {owner: (end, mean of the longest tenth of gaps)} by closed form."""
     loop, ends = Loop(), {}
 
-    def finished(sequence, now_s) -> None:
-        ends[sequence.owner] = (now_s, worst_gaps_s(sequence.gaps, sum(gap[1] for gap in sequence.gaps)))
+    def finished(request, now_s) -> None:
+        ends[request.number] = (now_s, worst_gaps_s(request.gaps, sum(gap[1] for gap in request.gaps)))
 
-    node = DecodeNode(COST, capacity, loop.at, finished)
+    node = decode_engine(loop, finished, capacity)
     for owner, (at_s, context, steps) in enumerate(jobs):
-        loop.at(at_s, lambda s, now_s: node.join(s, now_s), Sequence(owner, context, steps, at_s), at_s)
+        loop.at(at_s, node.join, prefilled(owner, context, steps), at_s)
     loop.run()
     return ends, node
+
+
+def decode_engine(loop, finished, capacity: int = 10**9) -> SimEngine:
+    cost = CostModel(replace(COST.profile, device_kv_tokens=capacity))
+    return SimEngine(cost, 0, loop.at, lambda request, now_s: 0.0, lambda request, now_s: None, finished)
+
+
+def prefilled(owner: int, context: int, steps: int) -> SimRequest:
+    """Return a request whose prompt was computed elsewhere: `steps` tokens after the first."""
+    return SimRequest(TraceRequest(0.0, context, steps + 1, ()), owner)
 
 
 def step_by_step(jobs):
@@ -97,11 +110,50 @@ def test_growth_past_the_capacity_preempts_the_newest() -> None:
 
 def test_dead_node_gives_back_every_sequence() -> None:
     loop = Loop()
-    node = DecodeNode(COST, 10**9, loop.at, lambda sequence, now_s: None)
+    node = decode_engine(loop, lambda request, now_s: None)
     for owner in range(3):
-        node.join(Sequence(owner, 1_000, 50, 0.0), 0.0)
+        node.join(prefilled(owner, 1_000, 50), 0.0)
+    loop.run(until_s=0.5)
     left = node.evict_all(0.5)
-    assert [sequence.owner for sequence in left] == [0, 1, 2]
-    assert all(0 < sequence.steps_left < 50 for sequence in left)
-    assert all(sequence.context_tokens == 1_050 - sequence.steps_left for sequence in left)
+    assert [request.number for request in left] == [0, 1, 2]
+    assert left[0].steps_left < 49, "the first decoded alone for a step, and then beside the others"
+    assert all(0 < request.steps_left < 50 for request in left)
+    assert all(request.context_tokens == 1_050 - request.steps_left for request in left)
+    assert all(request.token_at_s <= 0.5 for request in left)
     assert (node.batch, node.context_tokens) == (0, 0)
+
+
+def test_a_prompt_is_one_step_where_chunks_have_no_length() -> None:
+    loop, done = Loop(), []
+
+    def start(request, now_s) -> float:
+        return COST.prefill_s(request.num_tokens, 0)
+
+    def prefilled_at(request, now_s) -> None:
+        done.append((request.number, now_s))
+
+    node = SimEngine(COST, 0, loop.at, start, prefilled_at, lambda request, now_s: None)
+    for number, tokens in enumerate((3_000, 200, 700)):
+        request = SimRequest(TraceRequest(0.0, tokens, 1, ()), number)
+        request.order = number
+        loop.at(0.0, node.add, request, 0.0)
+    loop.run()
+    seconds = [COST.prefill_s(tokens, 0) for tokens in (3_000, 200, 700)]
+    assert done == [(number, pytest.approx(sum(seconds[: number + 1]))) for number in range(3)]
+    assert node.busy_s == pytest.approx(sum(seconds))
+
+
+def test_a_prompt_that_waited_for_its_prefix_goes_before_later_ones() -> None:
+    loop, started = Loop(), []
+
+    def start(request, now_s) -> float:
+        started.append(request.number)
+        return 1.0
+
+    node = SimEngine(COST, 0, loop.at, start, lambda request, now_s: None, lambda request, now_s: None)
+    for number, at_s in ((0, 0.0), (2, 0.1), (3, 0.2), (1, 0.3)):
+        request = SimRequest(TraceRequest(0.0, 100, 1, ()), number)
+        request.order = number
+        loop.at(at_s, node.add, request, at_s)
+    loop.run()
+    assert started == [0, 1, 2, 3]

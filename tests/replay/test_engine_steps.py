@@ -1,7 +1,6 @@
-"""A simulated colocated node takes the steps that the engine's own scheduler plans."""
+"""A simulated engine takes the steps that the engine's own scheduler plans."""
 
 import random
-from array import array
 from collections import deque
 from dataclasses import replace
 
@@ -9,81 +8,82 @@ import pytest
 
 from base.request import SampledToken
 from conductor.cost_model import CostModel
-from conductor.placement import Placement
 from conductor.profile import load_profile
-from conductor.replay.colocated_node import ColocatedNode, ColocatedSequence
 from conductor.replay.events import Events
+from conductor.replay.sim_engine import SimEngine
+from conductor.replay.sim_request import SimRequest
 from conductor.replay.trace import TraceRequest
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
 from engine.step import StepPlan, StepResult
 from tests.engine.builders import make_sequence
 
-COST = CostModel(
-    replace(
-        load_profile("h200-llama8b"),
-        prefix_token_s=0.0,
-        step_tokens=(128, 256, 512, 768, 1024),
-        chunk_step_s=0.003,
-        mixed_step_s=0.001,
-        chunk_sequence_s=2e-5,
-    )
+PROFILE = replace(
+    load_profile("h200-llama8b"),
+    prefix_token_s=0.0,
+    step_tokens=(128, 256, 512, 768, 1024),
+    chunk_step_s=0.003,
+    mixed_step_s=0.001,
+    chunk_sequence_s=2e-5,
 )
+GPU = CostModel(replace(PROFILE, launches_ahead=True))
+CPU = CostModel(replace(PROFILE, launches_ahead=False))
 CHUNK = 256
-NOWHERE = Placement("", "", "", 0, 0, 0, None, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-
 Times = dict[int, tuple[float, float]]
 """When each request had its first token and its last."""
 
 
-def random_rows(seed: int) -> list[TraceRequest]:
+def random_rows(seed: int, longest_output: int = 60) -> list[TraceRequest]:
     rng = random.Random(seed)
     now_s, rows = 0.0, []
     for _ in range(60):
         now_s += rng.expovariate(12.0)
         size = rng.choice([rng.randint(2, 60), rng.randint(100, 900), CHUNK * rng.randint(1, 6)])
-        rows.append(TraceRequest(now_s, size, rng.randint(1, 60), ()))
+        rows.append(TraceRequest(now_s, size, rng.randint(1, longest_output), ()))
     return rows
 
 
-def simulated(rows: list[TraceRequest]) -> tuple[Times, list[ColocatedSequence]]:
+def simulated(rows: list[TraceRequest], cost: CostModel) -> tuple[Times, list[SimRequest]]:
     events = Events()
-    now = array("d", [0.0])
     times: Times = {}
     ended = []
 
-    def prefilled(node: ColocatedNode, sequence: ColocatedSequence) -> None:
-        sequence.first_token_s = now[0]
-        if sequence.steps_left:
-            node.join(sequence, now[0])
+    def start(request: SimRequest, now_s: float) -> float:
+        return cost.beside_chunks_s(request.num_tokens, 0)
+
+    def computed(request: SimRequest, now_s: float) -> None:
+        if request.computed_tokens < request.num_tokens:
+            return
+        request.first_token_s = now_s
+        if request.tokens_left > 1:
+            engine.join(request, now_s)
         else:
-            finished(node, sequence)
+            finished(request, now_s)
 
-    def finished(node: ColocatedNode, sequence: ColocatedSequence) -> None:
-        times[sequence.number] = (sequence.first_token_s, now[0])
-        ended.append(sequence)
+    def finished(request: SimRequest, now_s: float) -> None:
+        assert request.first_token_s is not None
+        times[request.number] = (request.first_token_s, now_s)
+        ended.append(request)
 
-    node = ColocatedNode("c0", COST, 16, CHUNK, events.at, prefilled, finished)
+    engine = SimEngine(cost, CHUNK, events.at, start, computed, finished)
     for number, row in enumerate(rows):
-        sequence = ColocatedSequence(row, number, NOWHERE)
-        events.at(row.arrival_s, lambda sequence=sequence: node.add(sequence, now[0]))
-    while (next_s := events.next_s) < float("inf"):
-        now[0] = next_s
+        events.at(row.arrival_s, engine.add, SimRequest(row, number), row.arrival_s)
+    while events.next_s < float("inf"):
         events.run_next()
     return times, ended
 
 
-def seconds_of(plan: StepPlan) -> float:
+def seconds_of(plan: StepPlan, cost: CostModel) -> float:
     singles, chunks = plan.entries[: plan.num_single], plan.entries[plan.num_single :]
     context = sum(entry.start for entry in singles)
     if not chunks:
-        return COST.decode_step_s(len(singles), context)
+        return cost.decode_step_s(len(singles), context)
     attended = sum(entry.num_tokens * (entry.num_tokens + 2 * entry.start) for entry in chunks)
-    return COST.chunk_step_s(sum(entry.num_tokens for entry in chunks), attended, len(singles), context)
+    return cost.chunk_step_s(sum(entry.num_tokens for entry in chunks), attended, len(singles), context)
 
 
-def by_the_engine(rows: list[TraceRequest]) -> Times:
-    """Run the engine's scheduler as `EngineLoop` does; a second step goes before the first lands."""
+def by_the_engine(rows: list[TraceRequest], cost: CostModel) -> Times:
+    """Run the engine's scheduler as `EngineLoop` does; on a GPU a second step goes before the first lands."""
     scheduler = Scheduler(BlockPool(20_000), 16, CHUNK, 1_000, 100_000)
     arrivals = deque(enumerate(rows))
     first_s: dict[int, float] = {}
@@ -91,11 +91,11 @@ def by_the_engine(rows: list[TraceRequest]) -> Times:
     flights: deque[tuple[StepPlan, float]] = deque()
     now_s, is_waiting = 0.0, False
     while True:
-        while len(flights) < 2 and not is_waiting:
+        while len(flights) < 1 + cost.profile.launches_ahead and not is_waiting:
             plan = scheduler.schedule_ahead(flights[0][0]) if flights else scheduler.schedule()
             if plan is None:
                 break
-            flights.append((plan, (flights[0][1] if flights else now_s) + seconds_of(plan)))
+            flights.append((plan, (flights[0][1] if flights else now_s) + seconds_of(plan, cost)))
         is_waiting = bool(flights)
         if arrivals and (not flights or arrivals[0][1].arrival_s < flights[0][1]):
             number, row = arrivals.popleft()
@@ -118,11 +118,15 @@ def by_the_engine(rows: list[TraceRequest]) -> Times:
             return times
 
 
+@pytest.mark.parametrize("longest_output", [1, 60])
+@pytest.mark.parametrize("cost", [GPU, CPU], ids=["launched ahead", "one after the other"])
 @pytest.mark.parametrize("seed", range(12))
-def test_first_and_last_tokens_come_when_the_engines_own_scheduler_has_them(seed: int) -> None:
-    rows = random_rows(seed)
-    found, _ = simulated(rows)
-    expected = by_the_engine(rows)
+def test_first_and_last_tokens_come_when_the_engines_own_scheduler_has_them(
+    seed: int, cost: CostModel, longest_output: int
+) -> None:
+    rows = random_rows(seed, longest_output)
+    found, _ = simulated(rows, cost)
+    expected = by_the_engine(rows, cost)
     assert found.keys() == expected.keys() == set(range(len(rows)))
     for number, pair in expected.items():
         assert found[number] == pytest.approx(pair, abs=1e-9), number
@@ -130,11 +134,9 @@ def test_first_and_last_tokens_come_when_the_engines_own_scheduler_has_them(seed
 
 @pytest.mark.parametrize("seed", range(4))
 def test_gaps_of_a_sequence_add_up_to_its_time(seed: int) -> None:
-    times, ended = simulated(random_rows(seed))
-    for sequence in ended:
-        first_s, last_s = times[sequence.number]
-        assert sum(steps for _, steps, _ in sequence.gaps) == sequence.output_tokens - 1
-        seconds = sum(
-            steps * (longest - growth * (steps - 1) / 2) for longest, steps, growth in sequence.gaps
-        )
+    times, ended = simulated(random_rows(seed), GPU)
+    for request in ended:
+        first_s, last_s = times[request.number]
+        assert sum(steps for _, steps, _ in request.gaps) == request.output_tokens - 1
+        seconds = sum(steps * (longest - growth * (steps - 1) / 2) for longest, steps, growth in request.gaps)
         assert seconds == pytest.approx(last_s - first_s, abs=1e-9)

@@ -1,0 +1,419 @@
+"""The engine of a simulated node: prompts and a batch, in the steps that `engine/scheduler.py` plans.
+
+A step computes one token of each decoding sequence, and of prompts, first come first served, as
+many tokens as those leave of a chunk, half of it at least; of several prompts where the first leaves
+some. A prompt is let in when its KV fits. What a step takes is `CostModel.chunk_step_s` where it has a
+chunk, and the decode step otherwise. Where chunks have no length, as in the papers' model, a step
+with a prompt is that whole prompt.
+
+Steps that go alike are taken at once, as a segment: k of the same batch, or k whole chunks of one prompt.
+While the same B sequences decode, the context grows by B a step, and so do the seconds, so k steps take
+
+    T(k) = k A + d k (k - 1) / 2,   A = the first step,   d = what each next one takes more
+
+and nothing is simulated but the moments when a segment ends: somebody came (a quadratic says in which
+step), the first of the batch ends (the top of a heap), a prompt is done, or KV runs out. A sequence's
+token gaps are the segments between its join and its end, so the mean of its longest tenth comes out of a
+handful of triples.
+
+What comes while a step is under way is in the next; but where every sequence of a step samples and nobody
+waits, an engine that launches ahead has the next step launched too, and what comes is in the one after.
+
+KV that does not fit: a sequence waits to join until it does; where growth overruns the capacity the newest
+sequence is preempted, keeps its KV in host memory, and waits first in line.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from math import ceil, sqrt
+
+from base.config import EngineConfig
+from conductor.cost_model import CostModel
+from conductor.replay.sim_request import SimRequest
+
+DEFAULT_CHUNK_TOKENS = EngineConfig().chunk_tokens
+"""Of a step, where nothing else is said."""
+
+# Segments kept for sequences that ended are dropped when so many have gathered.
+TRIM_AT = 4096
+
+Schedule = Callable[..., None]
+"""(moment, what to call, its arguments...)."""
+
+Told = Callable[[SimRequest, float], None]
+"""(request, moment)."""
+
+
+class SimEngine:
+    """Continuous batching on one node."""
+
+    def __init__(
+        self,
+        cost: CostModel,
+        chunk_tokens: int,
+        schedule: Schedule,
+        on_start: Callable[[SimRequest, float], float],
+        on_computed: Told,
+        on_finished: Told,
+    ) -> None:
+        """Begin without work.
+
+        Args:
+            chunk_tokens: Of a step; 0: a step with a prompt is all of it.
+            on_start: Sets the prefix of a prompt of which the first step begins, and returns the
+                seconds of its prefill that are in none of its chunks; all, where chunks have no length.
+            on_computed: Told when more of a prompt is computed; when all is, may say by `join` that it
+                goes on here.
+            on_finished: Told of a sequence that had its last token.
+        """
+        self.capacity_tokens = cost.profile.device_kv_tokens
+        self.num_preemptions = 0
+        self.busy_s = 0.0
+        """In steps with a prompt."""
+        self._cost = cost
+        self._token_s = cost.profile.decode_context_token_s
+        self._token2_s = 2 * cost.profile.prefill_token2_s
+        self._launches_ahead = cost.profile.launches_ahead
+        self._chunk_tokens = chunk_tokens
+        self._schedule = schedule
+        self._on_start = on_start
+        self._on_computed = on_computed
+        self._on_finished = on_finished
+        self._queue: deque[SimRequest] = deque()
+        self._prompts: list[SimRequest] = []
+        self._prompt_tokens = 0
+        """Of KV that the prompts let in take or will."""
+        self._joining: deque[SimRequest] = deque()
+        self._running: list[tuple[int, int, SimRequest]] = []
+        self._batch = 0
+        self._context_tokens = 0
+        self._step = 0
+        self._num_joined = 0
+        self._segments: list[tuple[float, int, float]] = []
+        self._dropped_segments = 0
+        # the present segment
+        self._chunks: list[tuple[SimRequest, int]] = []
+        self._budget = 0
+        """Of prompt tokens, in its first step."""
+        self._steps = 0
+        self._started_at_s = self._first_s = self._growth_s = 0.0
+        self._version = 0
+        self._ends_prompts = False
+        """Whether with it the prompts of all its chunks are done."""
+        self._is_cut = False
+        """Whether it ends for somebody who came."""
+        self._launched_steps = 0
+        """Those after it that he is not in either."""
+        self._is_between_steps = False
+
+    @property
+    def batch(self) -> int:
+        """Sequences decoding."""
+        return self._batch
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of KV of the batch when its present segment began."""
+        return self._context_tokens
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts and sequences that are in no step yet."""
+        return len(self._queue) + len(self._joining)
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of which a part is computed or in the present step."""
+        return len(self._prompts)
+
+    def add(self, request: SimRequest, now_s: float) -> None:
+        """Queue a prompt, before those that are later in order."""
+        queue = self._queue
+        at = len(queue)
+        while at and queue[at - 1].order > request.order:
+            at -= 1
+        queue.insert(at, request)
+        self._came(now_s, is_prompt=True)
+
+    def join(self, request: SimRequest, now_s: float) -> None:
+        """Let a sequence decode from the next step that is planned, or once its KV fits."""
+        request.token_at_s = now_s
+        request.context_tokens = request.num_tokens
+        request.steps_left = request.tokens_left - 1
+        # whose prompt this very engine has just computed is in the next step, if that is launched too
+        if not (self._is_between_steps and self._enter(request)):
+            self._joining.append(request)
+            self._came(now_s, is_prompt=False)
+
+    def drop(self, request: SimRequest, now_s: float) -> None:
+        """Forget a prompt; the step that computes it ends as it would have. Unknown: no effect."""
+        if request in self._queue:
+            self._queue.remove(request)
+        elif request in self._prompts:
+            self._prompts.remove(request)
+            self._prompt_tokens -= request.num_tokens
+            self._chunks = [chunk for chunk in self._chunks if chunk[0] is not request]
+            if (steps := self._num_begun(now_s)) < self._steps:
+                self._begin(steps)
+
+    def evict_all(self, now_s: float) -> list[SimRequest]:
+        """Forget everything: the node died. Return the sequences that decoded; their whole steps count."""
+        if self._steps and (whole := self._num_begun(now_s) - 1):
+            self._close(whole)
+            self._started_at_s += whole * (self._first_s + self._growth_s * (whole - 1) / 2)
+        everyone = [entry[2] for entry in sorted(self._running, key=_joined)]
+        for request in everyone:
+            self._leave(request)
+        everyone.extend(self._joining)
+        self._joining.clear()
+        self._running.clear()
+        self._queue.clear()
+        self._prompts.clear()
+        self._chunks.clear()
+        self._prompt_tokens = 0
+        self._steps = 0
+        self._version += 1
+        return everyone
+
+    def _num_begun(self, now_s: float) -> int:
+        """Return how many steps of the present segment had begun."""
+        elapsed_s = now_s - self._started_at_s
+        linear, growth_s = self._first_s - self._growth_s / 2, self._growth_s
+        begun = 2 * elapsed_s / (linear + sqrt(linear * linear + 2 * growth_s * elapsed_s))
+        return max(1, ceil(begun - 1e-9))
+
+    def _came(self, now_s: float, is_prompt: bool) -> None:
+        """Let what just came be in the first step that is not launched yet."""
+        if self._is_between_steps:
+            return
+        if not self._steps:
+            self._plan(now_s)
+            return
+        if self._is_cut:
+            return
+        steps = self._num_begun(now_s)
+        is_first = self._launches_ahead and len(self._queue) + len(self._joining) == 1
+        if not self._chunks:
+            steps += is_first
+        elif self._ends_prompts and is_first and steps == self._steps:
+            steps += 1
+        elif is_prompt:
+            return  # whole chunks of the first are what they are, whoever waits
+        self._is_cut = True
+        self._launched_steps = max(0, steps - self._steps)
+        if steps < self._steps:
+            self._begin(steps)
+
+    def _begin(self, steps: int) -> None:
+        """Let the segment have so many steps, and be told of its end."""
+        self._steps = steps
+        self._version = version = self._version + 1
+        at_s = self._started_at_s + steps * (self._first_s + self._growth_s * (steps - 1) / 2)
+        self._schedule(at_s, self._stepped, version, at_s)
+
+    def _plan(self, now_s: float) -> None:
+        """Begin the steps that go alike from now on."""
+        self._is_cut = False
+        self._started_at_s = now_s
+        launched, self._launched_steps = self._launched_steps, 0
+        if launched and self._batch:
+            self._is_cut = True
+        else:
+            launched = 0
+            if self._batch > 1:
+                self._make_room()
+            if self._joining:
+                self._admit()
+            if self._queue or self._prompts:
+                self._take_chunks(now_s)
+        batch = self._batch
+        if self._chunks:
+            self._plan_chunks(launched)
+        elif batch:
+            self._first_s = self._cost.decode_step_s(batch, self._context_tokens)
+            self._growth_s = self._token_s * batch
+            self._begin(launched or self._num_alike())
+
+    def _num_alike(self) -> int:
+        """Return the steps until the first of the batch ends, or its KV has no room."""
+        batch = self._batch
+        steps = self._running[0][0] - self._step
+        left = self.capacity_tokens - self._context_tokens - self._prompt_tokens
+        return max(1, left // batch) if steps * batch > left and batch > 1 else steps
+
+    def _plan_chunks(self, launched: int) -> None:
+        """Begin the steps with the chunks that were taken."""
+        new_tokens, attended, beside_s = 0, 0.0, 0.0
+        batch, context_tokens = self._batch, self._context_tokens
+        for request, tokens in self._chunks:
+            if request.computed_tokens == request.prefix_tokens:
+                beside_s += request.beside_s
+            if tokens == 1:  # attended like a sequence that decodes
+                batch += 1
+                context_tokens += request.computed_tokens
+            else:
+                new_tokens += tokens
+                attended += tokens * (tokens + 2 * request.computed_tokens)
+        self._growth_s = 0.0
+        steps = 1
+        first, tokens = self._chunks[0]
+        if not self._chunk_tokens:
+            self._first_s = beside_s
+            if self._batch:
+                self._first_s += self._cost.decode_step_s(self._batch, self._context_tokens)
+        elif new_tokens:
+            self._first_s = beside_s + self._cost.chunk_step_s(new_tokens, attended, batch, context_tokens)
+        else:
+            self._first_s = beside_s + self._cost.decode_step_s(batch, context_tokens)
+        if len(self._chunks) == 1 and tokens == self._budget and not beside_s:
+            steps = (first.num_tokens - first.computed_tokens) // tokens
+            if self._batch:
+                steps = min(steps, self._num_alike())
+            self._growth_s = self._token2_s * tokens**2 + self._token_s * self._batch
+        self._ends_prompts = all(
+            request.computed_tokens + steps * tokens == request.num_tokens for request, tokens in self._chunks
+        )
+        self._begin(steps)
+
+    def _take_chunks(self, now_s: float) -> None:
+        """Set what the next step computes of prompts, letting in those that fit."""
+        if not self._chunk_tokens:
+            request = self._let_in(now_s)
+            self._chunks.append((request, request.num_tokens - request.computed_tokens))
+            return
+        num_single = self._batch
+        for request in self._prompts:
+            num_single += request.num_tokens - request.computed_tokens == 1
+        self._budget = budget = self._chunk_tokens - min(num_single, self._chunk_tokens // 2)
+        for request in self._prompts:
+            left = request.num_tokens - request.computed_tokens
+            if left == 1:  # as a sequence that decodes: beside any chunk
+                self._chunks.append((request, 1))
+            elif budget:
+                tokens = min(budget, left)
+                self._chunks.append((request, tokens))
+                budget -= tokens
+        while budget and self._queue:
+            held = self._context_tokens + self._prompt_tokens
+            if held and held + self._queue[0].num_tokens > self.capacity_tokens:
+                break
+            request = self._let_in(now_s)
+            left = request.num_tokens - request.computed_tokens
+            tokens = min(budget, left)
+            self._chunks.append((request, tokens))
+            budget -= tokens if left > 1 else 0
+
+    def _let_in(self, now_s: float) -> SimRequest:
+        request = self._queue.popleft()
+        request.started_at_s = now_s
+        request.beside_s = self._on_start(request, now_s)
+        request.computed_tokens = request.prefix_tokens
+        self._prompt_tokens += request.num_tokens
+        self._prompts.append(request)
+        return request
+
+    def _stepped(self, version: int, now_s: float) -> None:
+        if version != self._version:
+            return
+        steps = self._steps
+        self._steps = 0
+        self._is_between_steps = True
+        if self._chunks:
+            self.busy_s += now_s - self._started_at_s
+        self._started_at_s = now_s
+        if self._batch:
+            self._close(steps)
+            self._finish(now_s)
+        if self._chunks:
+            chunks, self._chunks = self._chunks, []
+            for request, tokens in chunks:
+                request.computed_tokens += steps * tokens
+                if request.computed_tokens == request.num_tokens:
+                    self._prompts.remove(request)
+                    self._prompt_tokens -= request.num_tokens
+                self._on_computed(request, now_s)
+        self._is_between_steps = False
+        self._plan(now_s)
+
+    def _close(self, steps: int) -> None:
+        """Count the tokens that the batch has made in the present segment."""
+        growth_s = self._growth_s
+        self._segments.append((self._first_s + growth_s * (steps - 1), steps, growth_s))
+        self._step += steps
+        self._context_tokens += steps * self._batch
+
+    def _finish(self, now_s: float) -> None:
+        running, step = self._running, self._step
+        while running and running[0][0] <= step:
+            request = heappop(running)[2]
+            self._leave(request)
+            self._on_finished(request, now_s)
+        if len(self._segments) >= TRIM_AT:
+            self._trim()
+
+    def _admit(self) -> None:
+        """Let those who wait to decode join, first come first served, as far as KV goes."""
+        joining = self._joining
+        while joining and self._enter(joining[0]):
+            joining.popleft()
+
+    def _enter(self, request: SimRequest) -> bool:
+        """Let a sequence join if its KV fits; an empty batch takes any."""
+        batch, context_tokens = self._batch, self._context_tokens + request.context_tokens
+        if batch and context_tokens + self._prompt_tokens + batch >= self.capacity_tokens:
+            return False
+        self._batch = batch + 1
+        self._context_tokens = context_tokens
+        self._num_joined = request.join_number = self._num_joined + 1
+        request.finish_step = self._step + request.steps_left
+        request.joined_at_s = self._started_at_s
+        request.first_segment = self._dropped_segments + len(self._segments)
+        heappush(self._running, (request.finish_step, request.join_number, request))
+        return True
+
+    def _leave(self, request: SimRequest) -> None:
+        """Take a sequence out of the batch and note its gaps so far."""
+        gaps = self._segments[request.first_segment - self._dropped_segments :]
+        steps_left = request.finish_step - self._step
+        steps = request.steps_left - steps_left
+        if gaps:
+            # its first gap began with its last token, before it could join
+            last_s, count, growth_s = gaps[0]
+            first_s = last_s - growth_s * (count - 1)
+            gaps[0] = (request.joined_at_s - request.token_at_s + first_s, 1, 0.0)
+            if count > 1:
+                gaps.append((last_s, count - 1, growth_s))
+            request.gaps += gaps
+            request.token_at_s = self._started_at_s
+        request.steps_left = steps_left
+        self._context_tokens -= request.context_tokens + steps
+        request.context_tokens += steps
+        self._batch -= 1
+
+    def _make_room(self) -> None:
+        """Preempt the newest of the batch while its next step has no room."""
+        running = self._running
+        while (
+            self._batch > 1
+            and self._context_tokens + self._prompt_tokens + self._batch > self.capacity_tokens
+        ):
+            newest = max(running, key=_joined)
+            running.remove(newest)
+            heapify(running)
+            self._leave(newest[2])
+            self._joining.appendleft(newest[2])
+            self.num_preemptions += 1
+
+    def _trim(self) -> None:
+        """Forget the segments of sequences that ended."""
+        oldest = min((entry[2].first_segment for entry in self._running), default=None)
+        end = self._dropped_segments + len(self._segments) if oldest is None else oldest
+        del self._segments[: end - self._dropped_segments]
+        self._dropped_segments = end
+
+
+def _joined(entry: tuple[int, int, SimRequest]) -> int:
+    return entry[1]
