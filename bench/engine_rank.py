@@ -5,6 +5,7 @@ from __future__ import annotations
 from base.clock import SystemClock
 from base.config import EngineConfig, from_table
 from bench.engine_shapes import SHAPES, build_model
+from engine.arrivals import ArrivingBlocks
 from engine.build import assemble_engine
 from engine.model import PagedModel
 from engine.ranks import follow_steps, join_ranks
@@ -21,12 +22,13 @@ def build_rank(shape: str, group: TensorGroup | None) -> PagedModel:
 
 
 def main() -> None:
+    clock = SystemClock()
     spec, group, pipe = join_ranks()
     config = from_table(EngineConfig, spec["engine"], "engine.")
     model = build_rank(spec["shape"], group.tensor)
-    runner = assemble_engine(config, model, "bfloat16", SystemClock(), group=group).runner
+    runner = assemble_engine(config, model, "bfloat16", clock, group=group).runner
     assert isinstance(runner, Follower)
-    follow_steps(pipe, group.device, runner.follow, lambda message: None)
+    follow_steps(pipe, group.device, runner.follow, lambda message: None, ArrivingBlocks((), clock))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from functools import partial
 
 from base.config import NodeProcess, TransferConfig
 from deploy.remote_shard import RemoteShard
+from engine.arrivals import prefix_parts
 from engine.block_sums import block_sums, block_sums_in_order
 from engine.build import Engine, device_of
 from transfer.agent import TransferAgent
@@ -43,7 +44,8 @@ def node_kv(engine: Engine, segment: Segment, agent: TransferAgent) -> NodeKv:
     """Return the KV of all ranks."""
     cache = engine.cache
     sums, in_order = partial(block_sums, cache), partial(block_sums_in_order, cache)
-    own = LocalShard(engine.parts[0], cache.layout, segment, agent, sums, in_order)
+    layer_parts = prefix_parts(cache.layout.num_layers)
+    own = LocalShard(engine.parts[0], cache.layout, segment, agent, sums, in_order, layer_parts)
     ranks = engine.ranks
     others = (
         []

@@ -8,6 +8,7 @@ clock and nothing to merge; what a stage's answer takes through the pipe is in i
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from base.clock import Clock
@@ -19,7 +20,7 @@ from base.timeline import Timeline
 from engine.build import Engine
 from engine.rank_group import GroupShape
 from engine.step import StepPlan
-from transfer.shard import BlockMove, KvShard
+from transfer.shard import BlockMove, KvShard, OnArrived
 
 
 class NodeTimeline:
@@ -111,8 +112,8 @@ class TimedShard:
     async def write(self, move: BlockMove) -> None:
         await self._timed("write", self._shard.write, move)
 
-    async def read(self, move: BlockMove) -> None:
-        await self._timed("read", self._shard.read, move)
+    async def read(self, move: BlockMove, on_arrived: OnArrived | None = None) -> None:
+        await self._timed("read", partial(self._shard.read, on_arrived=on_arrived), move)
 
     async def grant(self, block_ids: Sequence[int], lease_s: float) -> RankGrant:
         return await self._shard.grant(block_ids, lease_s)

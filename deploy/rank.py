@@ -19,6 +19,7 @@ from base.errors import ConfigError
 from base.logs import configure
 from deploy.node_kv import node_segment, transfer_config
 from deploy.remote_shard import ShardServer
+from engine.arrivals import ArrivingBlocks, prefix_parts
 from engine.block_sums import block_sums
 from engine.build import build_rank
 from engine.rank_group import RankGroup
@@ -39,25 +40,27 @@ async def serve(spec: dict[str, Any], group: RankGroup, pipe: Pipe) -> None:
     async with agent:
         # Not in a thread: which GPU is used is a thread's own matter, and nothing else is to do yet.
         engine, segment = node_segment(agent, partial(build_rank, spec, group, clock))
-        shard = LocalShard(
-            engine.parts[rank], engine.cache.layout, segment, agent, partial(block_sums, engine.cache)
-        )
+        layout = engine.cache.layout
+        parts = prefix_parts(layout.num_layers)
+        sums = partial(block_sums, engine.cache)
+        shard = LocalShard(engine.parts[rank], layout, segment, agent, sums, layer_parts=parts)
         # On a GPU the first sum compiles its kernel: seconds that no request shall wait.
         await block_sums(engine.cache, [0])
-        server = ShardServer(shard, partial(pipe.send, Kind.MESSAGE))
+        arriving = ArrivingBlocks(parts, clock)
+        server = ShardServer(shard, partial(pipe.send, Kind.MESSAGE), arriving)
         loop = asyncio.get_running_loop()
         assert isinstance(engine.runner, Follower)
         follow = engine.runner.follow
 
         def run() -> None:
-            follow_steps(pipe, group.device, follow, lambda message: _post(loop, server, message))
+            follow_steps(pipe, group.device, follow, lambda message: _post(loop, server, message), arriving)
 
         threading.Thread(target=run, name="pipe", daemon=True).start()
         await asyncio.Event().wait()
 
 
 def _post(loop: asyncio.AbstractEventLoop, server: ShardServer, message: bytes) -> None:
-    loop.call_soon_threadsafe(server.receive, message)
+    loop.call_soon_threadsafe(server.receive, server.expect(message))
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import base.errors
 from base.errors import LostError, ServeError
@@ -28,10 +29,11 @@ from base.wire import (
     rank_grant_from,
     rank_grant_to,
 )
+from engine.arrivals import ArrivingBlocks
 from engine.ranks import Ranks
 from protos import ranks_pb2 as pb
 from transfer.batch import Priority
-from transfer.shard import BlockMove, KvShard
+from transfer.shard import BlockMove, KvShard, OnArrived
 
 Answer = asyncio.Future[pb.RankAnswer]
 Call = asyncio.Task[pb.RankAnswer]
@@ -59,8 +61,10 @@ class RemoteShard:
     async def write(self, move: BlockMove) -> None:
         await self._call(pb.RankCall(write=_move_to(move)))
 
-    async def read(self, move: BlockMove) -> None:
-        await self._call(pb.RankCall(read=_move_to(move)))
+    async def read(self, move: BlockMove, on_arrived: OnArrived | None = None) -> None:
+        message = _move_to(move)
+        message.comes_in_parts = on_arrived is not None
+        await self._call(pb.RankCall(read=message))
 
     async def sums(self, block_ids: Sequence[int], part: KvPart) -> list[int]:
         call = pb.RankCall(sum=pb.SumBlocks(block_ids=block_ids, part=part_to(part)))
@@ -108,29 +112,42 @@ class RemoteShard:
 
 
 class ShardServer:
-    """Answers rank 0's calls with this rank's shard. Belongs to the event loop."""
+    """Answers rank 0's calls with this rank's shard. Belongs to the event loop.
 
-    def __init__(self, shard: KvShard, send: Callable[[bytes], None]) -> None:
+    Args:
+        arriving: What steps of this rank wait for.
+    """
+
+    def __init__(self, shard: KvShard, send: Callable[[bytes], None], arriving: ArrivingBlocks) -> None:
         self._shard = shard
+        self._arriving = arriving
         self._send = send
         self._tasks: dict[int, Call] = {}
 
-    def receive(self, message: bytes) -> None:
-        """Begin with a call, or end one."""
+    def expect(self, message: bytes) -> pb.RankCall:
+        """Return a call, for `receive`. Steps that are told of later wait for what it loads. Any thread."""
         call = pb.RankCall.FromString(message)
+        if call.read.comes_in_parts:
+            self._arriving.begin(call.read.block_ids[0])
+        return call
+
+    def receive(self, call: pb.RankCall) -> None:
+        """Begin with a call, or end one."""
         task = self._tasks.get(call.call_id)
         if not call.HasField("cancel"):
             task = asyncio.get_running_loop().create_task(self._run(call))
             self._tasks[call.call_id] = task
-            task.add_done_callback(lambda task: self._ended(call.call_id, task))
+            task.add_done_callback(lambda task: self._ended(call, task))
         elif task is not None:
             task.cancel()
 
-    def _ended(self, call_id: int, task: Call) -> None:
+    def _ended(self, call: pb.RankCall, task: Call) -> None:
         """Answer, however the call ended: a task that was cancelled before it began has an end too."""
-        del self._tasks[call_id]
+        del self._tasks[call.call_id]
+        if call.read.comes_in_parts:
+            self._arriving.end(call.read.block_ids[0])
         answer = _answer_of(task)
-        answer.call_id = call_id
+        answer.call_id = call.call_id
         self._send(answer.SerializeToString())
 
     async def _run(self, call: pb.RankCall) -> pb.RankAnswer:
@@ -139,7 +156,7 @@ class ShardServer:
             case "write":
                 await self._shard.write(_move_from(call.write))
             case "read":
-                await self._shard.read(_move_from(call.read))
+                await self._read(call.read)
             case "sum":
                 answer.sums.extend(await self._shard.sums(call.sum.block_ids, part_from(call.sum.part)))
             case "grant":
@@ -148,6 +165,12 @@ class ShardServer:
             case "revoke":
                 await self._shard.revoke(grant_from(call.revoke))
         return answer
+
+    async def _read(self, message: pb.MoveBlocks) -> None:
+        on_arrived = None
+        if message.comes_in_parts:
+            on_arrived = partial(self._arriving.arrived, message.block_ids[0])
+        await self._shard.read(_move_from(message), on_arrived)
 
 
 def _answer_of(task: Call) -> pb.RankAnswer:

@@ -7,6 +7,10 @@ leaves uncovered. Where a step cannot wait inside, it waits for all before it be
 A part for each layer would keep the interpreter busier than it is with launching layers. So there are parts
 of several; small ones first, because nothing computes before the first is there, and small ones last,
 because nothing is loaded any more while what they hold up is computed.
+
+Of a pipeline every rank loads its own layers and waits for them itself. A load is named by the first
+of its blocks, which no other load has meanwhile: a step names the loads that it reads, and
+each rank knows how far each of its own has come (`ArrivingBlocks`).
 """
 
 from __future__ import annotations
@@ -33,8 +37,14 @@ def prefix_parts(num_layers: int) -> tuple[int, ...]:
 class Arrivals:
     """One prefix's. The event loop tells; the device thread waits."""
 
-    def __init__(self, parts: Sequence[int], clock: Clock) -> None:
-        """Begin with nothing there. `parts`: layers of each."""
+    def __init__(self, parts: Sequence[int], clock: Clock, first_block: int) -> None:
+        """Begin with nothing there.
+
+        Args:
+            parts: Layers of each.
+            first_block: Of those that are loaded.
+        """
+        self.first_block = first_block
         self._ends = tuple(accumulate(parts))
         self._num_layers_there = 0
         self._clock = clock
@@ -65,9 +75,44 @@ class Arrivals:
         self.wait(self._ends[-1])
 
 
+class ArrivingBlocks:
+    """What is being loaded into the cache of a rank that is not the first. Any thread.
+
+    Args:
+        parts: Layers of each, of this rank's.
+    """
+
+    def __init__(self, parts: Sequence[int], clock: Clock) -> None:
+        self._parts = tuple(parts)
+        self._clock = clock
+        self._loads: dict[int, Arrivals] = {}
+
+    def begin(self, first_block: int) -> None:
+        """From here on a step that names this load waits for it."""
+        self._loads[first_block] = Arrivals(self._parts, self._clock, first_block)
+
+    def arrived(self, first_block: int, num_parts: int) -> None:
+        """So many leading parts are in the cache."""
+        self._loads[first_block].arrived(num_parts)
+
+    def end(self, first_block: int) -> None:
+        """Nothing more comes, whether all is there or not: the first rank knows."""
+        self._loads.pop(first_block).end()
+
+    def of(self, first_blocks: Sequence[int]) -> list[Arrivals]:
+        """Return what is to be waited for of these loads: those that have not ended."""
+        loads = map(self._loads.get, first_blocks)
+        return [arrivals for arrivals in loads if arrivals is not None]
+
+
 def arrivals_of(plan: StepPlan) -> list[Arrivals]:
     """Return what a step has to wait for."""
     return [entry.sequence.arrivals for entry in plan.entries if entry.sequence.arrivals is not None]
+
+
+def loads_of(plan: StepPlan) -> list[int]:
+    """Return the names of the loads that a step has to wait for."""
+    return [arrivals.first_block for arrivals in arrivals_of(plan)]
 
 
 def wait_for_prefixes(plan: StepPlan) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.arrivals import wait_for_prefixes
+from engine.arrivals import Arrivals, arrivals_of, loads_of, prefix_parts
 from engine.gpu_attention import HEADER_NUMBERS, step_header
 from engine.gpu_model import GpuModel
 from engine.layer_hooks import Mark, mark_on_stream
@@ -90,18 +90,23 @@ class GpuPipelineRunner:
         """One for each stage, and one that waits for the first: it never waits for the event loop."""
         return len(self._stage_layers) + 1
 
+    @property
+    def prefix_parts(self) -> tuple[int, ...]:
+        """Of this rank's layers; every rank waits for its own."""
+        return prefix_parts(self._model.hooks.num_layers)
+
     def launch(self, plan: StepPlan) -> QueuedStep:
         """Tell the others of a step, and queue this rank's share."""
         assert self._ranks is not None, "the first rank launches"
-        wait_for_prefixes(plan)
         # Two chunks at least: the compiler would make a variant of the last layer for one row.
         num_chunks = max(2, len(plan.entries) - plan.num_single)
         shape = StepShape(_rounded(plan.num_tokens), plan.num_single, num_chunks, self._max_blocks)
         header = step_header(shape, plan)
         # All that a step needs is known to the host: no token of a step under way is in it.
         numbers = torch.cat([header, self._writer.write(plan, shape, {}).long()])
-        self._ranks.tell(numbers)
-        logits = self._compute(numbers)
+        self._ranks.tell(numbers, loads_of(plan))
+        with self._model.hooks.waiting_for(arrivals_of(plan)):
+            logits = self._compute(numbers)
         wait, ended = self._mark(), self._timed()
         groups = stage_groups(self._stage_layers, self._ranks, wait)
         return QueuedStep(plan, logits, _rows(plan), self._began, ended, wait, groups)
@@ -120,9 +125,10 @@ class GpuPipelineRunner:
         sampled = tuple(next(tokens) if entry.samples else None for entry in step.plan.entries)
         return StepResult(sampled, busy_s)
 
-    def follow(self, numbers: torch.Tensor) -> Callable[[], None]:
+    def follow(self, numbers: torch.Tensor, arrivals: list[Arrivals]) -> Callable[[], None]:
         """Queue this rank's share of a step of the first rank's."""
-        self._compute(numbers)
+        with self._model.hooks.waiting_for(arrivals):
+            self._compute(numbers)
         return self._mark()
 
     def _begin(self) -> None:

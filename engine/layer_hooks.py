@@ -9,7 +9,8 @@ queued as one, waits for all and tells nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -63,6 +64,15 @@ class LayerHooks:
         groups, self._groups = self._groups or [], None
         self._arrivals = []
         return tuple(groups)
+
+    @contextmanager
+    def waiting_for(self, arrivals: list[Arrivals]) -> Iterator[None]:
+        """Wait before each layer of what the body computes or queues, and tell of no groups."""
+        self._arrivals = arrivals
+        try:
+            yield
+        finally:
+            self._arrivals = []
 
     def _before(self, index: int) -> None:
         for arrivals in self._arrivals:

@@ -115,6 +115,21 @@ class Stage:
         self._after.send(hidden)
 
 
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the decoder layers of a causal model that can be cut.
+
+    Raises:
+        ConfigError: the family's decoder has no `layers` and `norm`.
+    """
+    decoder = model.base_model
+    layers: object = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not isinstance(getattr(decoder, "norm", None), nn.Module):
+        raise ConfigError(
+            f"pipeline parallel: model family {model.config.model_type!r} has no `layers` and `norm`"
+        )
+    return layers
+
+
 def cut_to_stage(model: PreTrainedModel, layers: range) -> None:
     """Keep these layers of a causal model, in place, and of its ends what they need.
 
@@ -124,12 +139,7 @@ def cut_to_stage(model: PreTrainedModel, layers: range) -> None:
     decoder = model.base_model
     config = model.config.get_text_config()
     num_layers: int = config.num_hidden_layers
-    own: object = getattr(decoder, "layers", None)
-    if not isinstance(own, nn.ModuleList) or not isinstance(getattr(decoder, "norm", None), nn.Module):
-        raise ConfigError(
-            f"pipeline parallel: model family {model.config.model_type!r} has no `layers` and `norm`"
-        )
-    decoder.layers = own[layers.start : layers.stop]
+    decoder.layers = layers_of(model)[layers.start : layers.stop]
     for module in decoder.layers.modules():
         if isinstance(layer := getattr(module, "layer_idx", None), int):
             module.layer_idx = layer - layers.start

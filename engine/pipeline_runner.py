@@ -20,11 +20,12 @@ import torch
 
 from base.clock import Clock
 from base.errors import LostError
-from engine.arrivals import wait_for_prefixes
+from engine.arrivals import Arrivals, arrivals_of, loads_of, prefix_parts
 from engine.batch import Batch, batch_from_numbers, batch_numbers, build_batch
+from engine.layer_hooks import LayerHooks
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
-from engine.pipeline import Stage
+from engine.pipeline import Stage, layers_of
 from engine.ranks import Ranks
 from engine.runner import run_batch
 from engine.step import LayerGroup, StepPlan, StepResult
@@ -71,19 +72,24 @@ class PipelineRunner:
         self._ranks = ranks
         self._began_s = 0.0
         stage.on_taken_in = self._begin
+        self._hooks = LayerHooks(layers_of(model.module), 1)
 
     @property
     def num_steps_under_way(self) -> int:
         """One for each stage, and one that waits for the first: it never waits for the event loop."""
         return len(self._stage_layers) + 1
 
+    @property
+    def prefix_parts(self) -> tuple[int, ...]:
+        """Of this rank's layers; every rank waits for its own."""
+        return prefix_parts(self._hooks.num_layers)
+
     def launch(self, plan: StepPlan) -> PipelinedStep:
         """Have the stages before begin with a step."""
         assert self._ranks is not None, "the first rank launches"
-        wait_for_prefixes(plan)
         batch = build_batch(plan, self._cache.layout.block_size, self._model.device)
         step = PipelinedStep(plan, batch, (), threading.Event())
-        self._ranks.tell(batch_numbers(batch))
+        self._ranks.tell(batch_numbers(batch), loads_of(plan))
         step.layer_groups = stage_groups(
             self._stage_layers, self._ranks, functools.partial(_wait_for_own, step)
         )
@@ -92,15 +98,17 @@ class PipelineRunner:
     def resolve(self, step: PipelinedStep) -> StepResult:
         """Run the last stage's share of a step, once the stages before have run theirs."""
         try:
-            result = run_batch(self._model, self._cache, step.batch, step.plan)
+            with self._hooks.waiting_for(arrivals_of(step.plan)):
+                result = run_batch(self._model, self._cache, step.batch, step.plan)
             step.is_broken = False
             return replace(result, busy_s=self._clock.now_s() - self._began_s)
         finally:
             step.has_run.set()
 
-    def follow(self, numbers: torch.Tensor) -> Callable[[], None]:
+    def follow(self, numbers: torch.Tensor, arrivals: list[Arrivals]) -> Callable[[], None]:
         """Run this rank's share of a step of the first rank's."""
-        self._model.forward(batch_from_numbers(numbers, self._model.device), self._cache)
+        with self._hooks.waiting_for(arrivals):
+            self._model.forward(batch_from_numbers(numbers, self._model.device), self._cache)
         return lambda: None
 
     def _begin(self) -> None:

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from base.clock import SystemClock
 from base.errors import ConfigError
+from engine.arrivals import ArrivingBlocks
 from engine.build import build_rank
 from engine.ranks import follow_steps, join_ranks
 from engine.runner import Follower
@@ -18,13 +19,15 @@ from engine.runner import Follower
 
 def main() -> NoReturn:
     """Follow rank 0 to its end. What cannot be served is rank 0's to tell."""
+    clock = SystemClock()
     spec, group, pipe = join_ranks()
     try:
-        engine = build_rank(spec, group, SystemClock())
+        engine = build_rank(spec, group, clock)
     except ConfigError:
         sys.exit(1)
     assert isinstance(engine.runner, Follower)
-    follow_steps(pipe, group.device, engine.runner.follow, lambda message: None)
+    nothing = ArrivingBlocks((), clock)
+    follow_steps(pipe, group.device, engine.runner.follow, lambda message: None, nothing)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -31,6 +31,7 @@ from typing import IO, Any, NoReturn
 import torch
 
 from base.errors import LostError
+from engine.arrivals import ArrivingBlocks
 from engine.rank_group import GroupShape, RankGroup, join_group
 from engine.runner import Follow
 
@@ -115,13 +116,16 @@ class Ranks:
         process.stdin.flush()
         threading.Thread(target=self._listen, args=(rank, pipe), name=f"rank-{rank}", daemon=True).start()
 
-    def tell(self, numbers: torch.Tensor) -> None:
+    def tell(self, numbers: torch.Tensor, loads: Sequence[int] = ()) -> None:
         """Send a row of int64 to every other rank, for its `follow`.
+
+        Args:
+            loads: That the step reads, by their names (`engine/arrivals.py`).
 
         Raises:
             OSError: a rank has ended.
         """
-        row = numbers.numpy().tobytes()
+        row = torch.cat([torch.tensor([len(loads), *loads]), numbers]).numpy().tobytes()
         self.num_told += 1
         self._on_step(0, self.num_told)
         for pipe in self._pipes:
@@ -252,7 +256,9 @@ def join_ranks() -> tuple[dict[str, Any], RankGroup, Pipe]:
     return call["spec"], group, Pipe(sys.stdin.buffer, answers)
 
 
-def follow_steps(pipe: Pipe, device: torch.device, follow: Follow, on_message: OnMessage) -> NoReturn:
+def follow_steps(
+    pipe: Pipe, device: torch.device, follow: Follow, on_message: OnMessage, arriving: ArrivingBlocks
+) -> NoReturn:
     """Run the steps that rank 0 tells of until its pipe ends; that is the end of the process.
 
     A step that fails ends it too: this rank's share of the cache is not what the others take
@@ -261,7 +267,8 @@ def follow_steps(pipe: Pipe, device: torch.device, follow: Follow, on_message: O
     Args:
         device: Of this rank.
         follow: See `engine/runner.py`.
-        on_message: Called with each message, whatever step runs.
+        on_message: Called with each message, whatever step runs, and before steps that were told of later.
+        arriving: What messages have brought to load.
     """
 
     def begin() -> None:
@@ -276,7 +283,9 @@ def follow_steps(pipe: Pipe, device: torch.device, follow: Follow, on_message: O
         pipe.send(Kind.RAN)
 
     def run(payload: bytes) -> None:
-        wait = follow(torch.frombuffer(bytearray(payload), dtype=torch.int64))
+        row = torch.frombuffer(bytearray(payload), dtype=torch.int64)
+        begin = 1 + int(row[0])
+        wait = follow(row[begin:], arriving.of(row[1:begin].tolist()))
         if wait is not None:
             _or_end(waiting.submit(report, wait))
 

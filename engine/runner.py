@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from engine.arrivals import wait_for_prefixes
+from engine.arrivals import Arrivals, wait_for_prefixes
 from engine.batch import Batch, batch_from_numbers, batch_numbers, build_batch
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
@@ -25,15 +25,18 @@ Tell = Callable[[torch.Tensor], None]
 Wait = Callable[[], None]
 """Blocks until a step has run, on any thread."""
 
-Follow = Callable[[torch.Tensor], Wait | None]
+Follow = Callable[[torch.Tensor, list[Arrivals]], Wait | None]
 
 
 @runtime_checkable
 class Follower(Protocol):
     """What a rank that is not the first runs."""
 
-    def follow(self, numbers: torch.Tensor) -> Wait | None:
+    def follow(self, numbers: torch.Tensor, arrivals: list[Arrivals]) -> Wait | None:
         """Run or queue this rank's share of a step of which the first rank told; may raise anything.
+
+        Args:
+            arrivals: Of prefixes that it reads and that are still being loaded on this rank.
 
         Returns what waits for it, where somebody has to know that this rank has run it; None:
         when it has run on the first rank, it has on this one.
@@ -73,8 +76,8 @@ class Runner:
             self._tell(batch_numbers(batch))
         return run_batch(self._model, self._cache, batch, plan)
 
-    def follow(self, numbers: torch.Tensor) -> None:
-        """Run this rank's share of a step of the first rank's; who samples is the first."""
+    def follow(self, numbers: torch.Tensor, arrivals: list[Arrivals]) -> None:
+        """Run this rank's share of a step of the first rank's, who samples, and has waited for prefixes."""
         self._model.forward(batch_from_numbers(numbers, self._model.device), self._cache)
 
 

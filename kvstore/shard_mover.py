@@ -48,6 +48,10 @@ def part_bytes(block: memoryview, layout: KvLayout, part: KvPart) -> memoryview:
     return np.ascontiguousarray(rows[layers, :, :, heads]).data.cast("B")
 
 
+def _arrived_elsewhere(num_parts: int) -> None:
+    """Steps of another rank are told in its own process."""
+
+
 class ShardMover:
     """`BlockMover` between the shards of one node and its own store. Belongs to the event loop.
 
@@ -90,7 +94,7 @@ class ShardMover:
         try:
             if leased.grant is None:
                 return 0
-            count, is_stored_right = await self._read(leased.grant, leased.checksums, block_ids)
+            count, is_stored_right = await self._read(leased.grant, leased.checksums, block_ids, stripes)
         finally:
             await self._store.release(leased.ticket)
         if not is_stored_right:
@@ -114,14 +118,23 @@ class ShardMover:
         return sealed
 
     async def _read(
-        self, grant: Grant, checksums: Sequence[int], block_ids: Sequence[int]
+        self, grant: Grant, checksums: Sequence[int], block_ids: Sequence[int], stripes: Stripes | None
     ) -> tuple[int, bool]:
         """Copy leased blocks to `block_ids`; return how many leading ones are right, and whether the
-        store is to blame for the next."""
+        store is right about the next.
+
+        With `stripes`, each rank's layers come in parts of its own, and its steps may wait for them;
+        whoever gave the stripes is told of rank 0's, when the others have begun.
+        """
         block_ids = block_ids[: len(grant.offsets)]
 
         async def read(shard: KvShard) -> list[int]:
-            await shard.read(self._move(shard, grant, block_ids, Priority.FOREGROUND))
+            move = self._move(shard, grant, block_ids, Priority.FOREGROUND)
+            if stripes is None:
+                await shard.read(move)
+            else:
+                is_own = shard is self._kv.shards[0]
+                await shard.read(move, stripes.on_arrived if is_own else _arrived_elsewhere)
             return await shard.sums(block_ids, shard.part)
 
         expecting = asyncio.create_task(asyncio.to_thread(self._expected, grant, checksums))
@@ -140,10 +153,11 @@ class ShardMover:
         """Return what `work` does for each shard; when it fails for one, the others have ended."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(work(shard)) for shard in self._kv.shards]
+                # Rank 0's last: what it tells of what has arrived is told when all have begun.
+                running = [tasks.create_task(work(shard)) for shard in reversed(self._kv.shards)]
         except ExceptionGroup as errors:
             raise (first_serve_error(errors) or errors) from errors
-        return [each.result() for each in running]
+        return [each.result() for each in reversed(running)]
 
     def _move(self, shard: KvShard, grant: Grant, block_ids: Sequence[int], priority: Priority) -> BlockMove:
         return BlockMove(

@@ -93,7 +93,7 @@ class Prefix:
             return
         block_ids = self._pool.allocate_spare(end - first)
         self.block_ids += block_ids
-        arrivals = self.arrivals = Arrivals(parts, clock)
+        arrivals = self.arrivals = Arrivals(parts, clock, block_ids[0])
         has_begun = asyncio.Event()
 
         def on_arrived(count: int) -> None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import transfer_pb2 as protos_dot_transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/ranks.proto\x12\x0c\x63onductor.v1\x1a\x15protos/transfer.proto\"\x9f\x02\n\x08RankCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12)\n\x05write\x18\x02 \x01(\x0b\x32\x18.conductor.v1.MoveBlocksH\x00\x12&\n\x03sum\x18\x03 \x01(\x0b\x32\x17.conductor.v1.SumBlocksH\x00\x12*\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x18.conductor.v1.CancelCallH\x00\x12*\n\x05grant\x18\x05 \x01(\x0b\x32\x19.conductor.v1.GrantBlocksH\x00\x12%\n\x06revoke\x18\x06 \x01(\x0b\x32\x13.conductor.v1.GrantH\x00\x12(\n\x04read\x18\x07 \x01(\x0b\x32\x18.conductor.v1.MoveBlocksH\x00\x42\x06\n\x04\x63\x61ll\"\xf8\x01\n\nMoveBlocks\x12*\n\x04peer\x18\x01 \x01(\x0b\x32\x1c.conductor.v1.PeerDescriptor\x12\"\n\x05grant\x18\x02 \x01(\x0b\x32\x13.conductor.v1.Grant\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x0f\n\x07offsets\x18\x04 \x03(\x04\x12\'\n\tpeer_part\x18\x05 \x01(\x0b\x32\x14.conductor.v1.KvPart\x12\"\n\x04part\x18\x06 \x01(\x0b\x32\x14.conductor.v1.KvPart\x12\x12\n\ndeadline_s\x18\x07 \x01(\x01\x12\x15\n\ris_background\x18\x08 \x01(\x08\"B\n\tSumBlocks\x12\x11\n\tblock_ids\x18\x01 \x03(\r\x12\"\n\x04part\x18\x02 \x01(\x0b\x32\x14.conductor.v1.KvPart\"1\n\x0bGrantBlocks\x12\x11\n\tblock_ids\x18\x01 \x03(\r\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"\x0c\n\nCancelCall\"v\n\nRankAnswer\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x0c\n\x04sums\x18\x02 \x03(\x06\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12(\n\x07granted\x18\x05 \x01(\x0b\x32\x17.conductor.v1.RankGrantb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/ranks.proto\x12\x0c\x63onductor.v1\x1a\x15protos/transfer.proto\"\x9f\x02\n\x08RankCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12)\n\x05write\x18\x02 \x01(\x0b\x32\x18.conductor.v1.MoveBlocksH\x00\x12&\n\x03sum\x18\x03 \x01(\x0b\x32\x17.conductor.v1.SumBlocksH\x00\x12*\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x18.conductor.v1.CancelCallH\x00\x12*\n\x05grant\x18\x05 \x01(\x0b\x32\x19.conductor.v1.GrantBlocksH\x00\x12%\n\x06revoke\x18\x06 \x01(\x0b\x32\x13.conductor.v1.GrantH\x00\x12(\n\x04read\x18\x07 \x01(\x0b\x32\x18.conductor.v1.MoveBlocksH\x00\x42\x06\n\x04\x63\x61ll\"\x90\x02\n\nMoveBlocks\x12*\n\x04peer\x18\x01 \x01(\x0b\x32\x1c.conductor.v1.PeerDescriptor\x12\"\n\x05grant\x18\x02 \x01(\x0b\x32\x13.conductor.v1.Grant\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x0f\n\x07offsets\x18\x04 \x03(\x04\x12\'\n\tpeer_part\x18\x05 \x01(\x0b\x32\x14.conductor.v1.KvPart\x12\"\n\x04part\x18\x06 \x01(\x0b\x32\x14.conductor.v1.KvPart\x12\x12\n\ndeadline_s\x18\x07 \x01(\x01\x12\x15\n\ris_background\x18\x08 \x01(\x08\x12\x16\n\x0e\x63omes_in_parts\x18\t \x01(\x08\"B\n\tSumBlocks\x12\x11\n\tblock_ids\x18\x01 \x03(\r\x12\"\n\x04part\x18\x02 \x01(\x0b\x32\x14.conductor.v1.KvPart\"1\n\x0bGrantBlocks\x12\x11\n\tblock_ids\x18\x01 \x03(\r\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"\x0c\n\nCancelCall\"v\n\nRankAnswer\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x0c\n\x04sums\x18\x02 \x03(\x06\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12(\n\x07granted\x18\x05 \x01(\x0b\x32\x17.conductor.v1.RankGrantb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,13 +35,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RANKCALL']._serialized_start=60
   _globals['_RANKCALL']._serialized_end=347
   _globals['_MOVEBLOCKS']._serialized_start=350
-  _globals['_MOVEBLOCKS']._serialized_end=598
-  _globals['_SUMBLOCKS']._serialized_start=600
-  _globals['_SUMBLOCKS']._serialized_end=666
-  _globals['_GRANTBLOCKS']._serialized_start=668
-  _globals['_GRANTBLOCKS']._serialized_end=717
-  _globals['_CANCELCALL']._serialized_start=719
-  _globals['_CANCELCALL']._serialized_end=731
-  _globals['_RANKANSWER']._serialized_start=733
-  _globals['_RANKANSWER']._serialized_end=851
+  _globals['_MOVEBLOCKS']._serialized_end=622
+  _globals['_SUMBLOCKS']._serialized_start=624
+  _globals['_SUMBLOCKS']._serialized_end=690
+  _globals['_GRANTBLOCKS']._serialized_start=692
+  _globals['_GRANTBLOCKS']._serialized_end=741
+  _globals['_CANCELCALL']._serialized_start=743
+  _globals['_CANCELCALL']._serialized_end=755
+  _globals['_RANKANSWER']._serialized_start=757
+  _globals['_RANKANSWER']._serialized_end=875
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,7 @@ class RankCall(_message.Message):
     def __init__(self, call_id: _Optional[int] = ..., write: _Optional[_Union[MoveBlocks, _Mapping]] = ..., sum: _Optional[_Union[SumBlocks, _Mapping]] = ..., cancel: _Optional[_Union[CancelCall, _Mapping]] = ..., grant: _Optional[_Union[GrantBlocks, _Mapping]] = ..., revoke: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., read: _Optional[_Union[MoveBlocks, _Mapping]] = ...) -> None: ...
 
 class MoveBlocks(_message.Message):
-    __slots__ = ("peer", "grant", "block_ids", "offsets", "peer_part", "part", "deadline_s", "is_background")
+    __slots__ = ("peer", "grant", "block_ids", "offsets", "peer_part", "part", "deadline_s", "is_background", "comes_in_parts")
     PEER_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class MoveBlocks(_message.Message):
     PART_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     IS_BACKGROUND_FIELD_NUMBER: _ClassVar[int]
+    COMES_IN_PARTS_FIELD_NUMBER: _ClassVar[int]
     peer: _transfer_pb2.PeerDescriptor
     grant: _transfer_pb2.Grant
     block_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -43,7 +44,8 @@ class MoveBlocks(_message.Message):
     part: _transfer_pb2.KvPart
     deadline_s: float
     is_background: bool
-    def __init__(self, peer: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., block_ids: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., peer_part: _Optional[_Union[_transfer_pb2.KvPart, _Mapping]] = ..., part: _Optional[_Union[_transfer_pb2.KvPart, _Mapping]] = ..., deadline_s: _Optional[float] = ..., is_background: _Optional[bool] = ...) -> None: ...
+    comes_in_parts: bool
+    def __init__(self, peer: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., block_ids: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., peer_part: _Optional[_Union[_transfer_pb2.KvPart, _Mapping]] = ..., part: _Optional[_Union[_transfer_pb2.KvPart, _Mapping]] = ..., deadline_s: _Optional[float] = ..., is_background: _Optional[bool] = ..., comes_in_parts: _Optional[bool] = ...) -> None: ...
 
 class SumBlocks(_message.Message):
     __slots__ = ("block_ids", "part")

@@ -46,7 +46,8 @@ class RankedNode:
                 layout = part.of(LAYOUT)
                 segment = agent.allocate(NUM_BLOCKS * layout.block_bytes)
                 cache = PagedCache(layout, NUM_BLOCKS, torch.device("cpu"), segment.memory)
-                shards.append(LocalShard(part, layout, segment, agent, partial(block_sums, cache)))
+                sums, layer_parts = partial(block_sums, cache), (1,) * part.num_layers
+                shards.append(LocalShard(part, layout, segment, agent, sums, layer_parts=layer_parts))
                 self.agents.append(agent)
                 self.caches.append(cache)
                 self.segments.append(segment)

@@ -12,7 +12,8 @@ another process (`deploy/remote_shard.py`), makes no difference to it.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -42,6 +43,9 @@ class BlockMove:
     priority: Priority = Priority.FOREGROUND
 
 
+OnArrived = Callable[[int], None]
+
+
 class KvShard(Protocol):
     """One rank's share of the KV. Belongs to the event loop."""
 
@@ -55,8 +59,14 @@ class KvShard(Protocol):
         the rank has ended. When it has returned or raised, the blocks are not read any more."""
         ...
 
-    async def read(self, move: BlockMove) -> None:
-        """Copy a part of blocks from the peer; otherwise as `write`."""
+    async def read(self, move: BlockMove, on_arrived: OnArrived | None = None) -> None:
+        """Copy a part of blocks from the peer; otherwise as `write`.
+
+        Args:
+            on_arrived: For blocks that steps read while they come, layers after layers, in parts: told
+                how many of the leading parts are there. Of a shard in another process nobody here is
+                told: steps there know. Such a read has begun there before what rank 0 tells it next.
+        """
         ...
 
     async def sums(self, block_ids: Sequence[int], part: KvPart) -> list[int]:
@@ -104,6 +114,7 @@ class LocalShard:
         layout: Of its own blocks, which begin at the start of `segment`.
         sums, sums_in_order: The checksums of a part of blocks, counted from the shard's first layer
             and head.
+        layer_parts: How many layers each part has in which blocks come that steps read meanwhile.
     """
 
     def __init__(
@@ -114,6 +125,7 @@ class LocalShard:
         agent: TransferAgent,
         sums: Sums,
         sums_in_order: SumsInOrder = lambda block_ids, part: None,
+        layer_parts: Sequence[int] = (),
     ) -> None:
         self.part = part
         self._layout = layout
@@ -121,13 +133,24 @@ class LocalShard:
         self._agent = agent
         self._sums = sums
         self._sums_in_order = sums_in_order
+        self._layer_parts = tuple(layer_parts)
 
     async def write(self, move: BlockMove) -> None:
         ours, theirs, length = self._runs(move)
         batch = batch_of(self._segment, ours, theirs, length)
         await self._agent.write(move.peer, move.grant, batch, move.deadline_s, move.priority)
 
-    async def read(self, move: BlockMove) -> None:
+    async def read(self, move: BlockMove, on_arrived: OnArrived | None = None) -> None:
+        if on_arrived is None:
+            await self._read(move)
+            return
+        assert move.part == self.part, "all that the shard has comes in parts"
+        begins = accumulate(self._layer_parts, initial=self.part.first_layer)
+        for index, (first, count) in enumerate(zip(begins, self._layer_parts, strict=False), 1):
+            await self._read(replace(move, part=replace(self.part, first_layer=first, num_layers=count)))
+            on_arrived(index)
+
+    async def _read(self, move: BlockMove) -> None:
         ours, theirs, length = self._runs(move)
         batch = batch_of(self._segment, theirs, ours, length)
         await self._agent.read(move.peer, move.grant, batch, move.deadline_s, move.priority)

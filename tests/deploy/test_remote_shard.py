@@ -4,10 +4,14 @@ import asyncio
 
 import pytest
 
+from base.clock import SystemClock
 from base.errors import LostError, TransferFailedError
+from base.grants import Grant, Operation, PeerDescriptor
 from base.kv_layout import KvPart
 from deploy.remote_shard import RemoteShard, ShardServer
+from engine.arrivals import ArrivingBlocks
 from protos import ranks_pb2 as pb
+from transfer.shard import BlockMove
 
 PART = KvPart(0, 2, 0, 2)
 
@@ -15,17 +19,17 @@ PART = KvPart(0, 2, 0, 2)
 class Pipes:
     """Two ends in one process: what is sent arrives at once, or together when a test says so."""
 
-    def __init__(self, shard):
+    def __init__(self, shard, arriving):
         self.answers = []
         self.held = None
-        self._server = ShardServer(shard, self._answered)
+        self._server = ShardServer(shard, self._answered, arriving)
 
     def on_message(self, rank, listener):
         self._listener = listener
 
     def send(self, rank, message):
         if self.held is None:
-            self._server.receive(message)
+            self._receive(message)
         else:
             self.held.append(message)
 
@@ -34,7 +38,10 @@ class Pipes:
         while len(self.held) < count:
             await asyncio.sleep(0)
         for message in self.held:
-            self._server.receive(message)
+            self._receive(message)
+
+    def _receive(self, message):
+        self._server.receive(self._server.expect(message))
 
     def _answered(self, message):
         self.answers.append(pb.RankAnswer.FromString(message))
@@ -57,10 +64,38 @@ class Shard:
         return self._outcome
 
 
+class ReadShard:
+    """`KvShard` whose reads tell of one part, and end when a test says so, maybe with an error."""
+
+    def __init__(self, error=None):
+        self._error = error
+        self.begun, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def read(self, move, on_arrived=None):
+        if on_arrived is not None:
+            on_arrived(1)
+        self.begun.set()
+        await self.may_end.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def reading(shard):
+    """A shard's ends, and what its steps wait for."""
+    arriving = ArrivingBlocks((1, 1), SystemClock())
+    pipes = Pipes(shard, arriving)
+    return pipes, RemoteShard(pipes, 1, PART), arriving
+
+
+def read_of(block_ids):
+    grant = Grant(1, 2, Operation.READ, (0,) * len(block_ids), 64, 10.0)
+    return BlockMove(PeerDescriptor("n", 1, ()), grant, block_ids, grant.offsets, PART, PART, 10.0)
+
+
 def ends(outcome):
     shard = Shard(outcome)
-    pipes = Pipes(shard)
-    return shard, pipes, RemoteShard(pipes, 1, PART)
+    pipes, remote, _ = reading(shard)
+    return shard, pipes, remote
 
 
 async def test_a_call_is_answered():
@@ -103,3 +138,52 @@ async def test_a_call_that_is_cancelled_before_it_began_is_answered_too():
         await call
     assert [(answer.reason, answer.message) for answer in pipes.answers] == [("LostError", "cancelled")]
     assert not shard.asked.is_set()
+
+
+async def test_steps_that_are_told_of_after_a_read_wait_for_it_until_it_ends():
+    shard = ReadShard()
+    pipes, remote, arriving = reading(shard)
+    pipes.held = []
+    call = asyncio.ensure_future(remote.read(read_of((5, 3)), lambda num_parts: None))
+    await asyncio.sleep(0)
+    assert arriving.of([5]) == []
+    await pipes.arrive(1)
+    (arrivals,) = arriving.of([3, 5])  # by its first block, before the call itself has begun
+    await shard.begun.wait()
+    arrivals.wait(1)
+    waiting = asyncio.ensure_future(asyncio.to_thread(arrivals.wait, 2))
+    shard.may_end.set()
+    await call
+    await waiting
+    assert arriving.of([5]) == []
+
+
+async def test_a_read_that_is_waited_for_as_a_whole_is_named_by_no_step():
+    shard = ReadShard()
+    _, remote, arriving = reading(shard)
+    shard.may_end.set()
+    await remote.read(read_of((5,)))
+    assert arriving.of([5]) == []
+
+
+@pytest.mark.parametrize("how", ["fails", "is cancelled", "is cancelled before it began"])
+async def test_no_step_waits_for_a_read_that_has_ended_somehow(how):
+    shard = ReadShard(TransferFailedError("no end") if how == "fails" else None)
+    pipes, remote, arriving = reading(shard)
+    pipes.held = []
+    call = asyncio.ensure_future(remote.read(read_of((5,)), lambda num_parts: None))
+    await asyncio.sleep(0)
+    if how == "is cancelled before it began":
+        call.cancel()
+        await pipes.arrive(2)
+    else:
+        await pipes.arrive(1)
+        (arrivals,) = arriving.of([5])
+        pipes.held = None
+        await shard.begun.wait()
+        shard.may_end.set() if how == "fails" else call.cancel()
+    with pytest.raises(TransferFailedError if how == "fails" else asyncio.CancelledError):
+        await call
+    assert arriving.of([5]) == []
+    if how != "is cancelled before it began":
+        arrivals.wait_for_all()

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from base.clock import SystemClock
 from base.kv_layout import KvLayout
+from engine.arrivals import ArrivingBlocks
 from engine.block_pool import BlockPool
 from engine.gpu_model import GpuModel
 from engine.gpu_pipeline_runner import GpuPipelineRunner
@@ -55,17 +56,20 @@ class QueueLink:
 class ThreadRanks:
     """Stands in for `Ranks`: tells threads of steps, and knows which they have run."""
 
-    def __init__(self, num_stages):
+    def __init__(self, split):
+        num_stages = len(split)
         self.shape = GroupShape(stages=num_stages)
+        layers = [split[self.shape.place(rank)[0]] for rank in range(num_stages)]
         self.num_told = 0
         self.steps = [queue.SimpleQueue() for _ in range(num_stages)]
+        self.arriving = [ArrivingBlocks((1,) * num_layers, SystemClock()) for num_layers in layers]
         self._num_ran = [0] * num_stages
         self._changed = threading.Condition()
 
-    def tell(self, numbers):
+    def tell(self, numbers, loads=()):
         self.num_told += 1
         for rank in range(1, self.shape.size):
-            self.steps[rank].put(numbers)
+            self.steps[rank].put((numbers, self.arriving[rank].of(loads)))
 
     def ran(self, rank):
         with self._changed:
@@ -92,10 +96,11 @@ class Stages:
         on_gpu: bool = False,
     ):
         """Build it, with the GPU's way through the model (in Triton's interpreter) if `on_gpu`."""
-        self.ranks = ThreadRanks(len(split))
+        self.ranks = ThreadRanks(split)
         links = [QueueLink() for _ in split[1:]]
         made = [PagedModel(copy.deepcopy(model)) for _ in split]
         expected = eager_logits(made[0])
+        self.models = made
         self.caches, runners = [], []
         for index, (paged, count) in enumerate(zip(made, split, strict=True)):
             before = links[index - 1] if index else None
@@ -127,8 +132,8 @@ class Stages:
         ]
 
     def _follow(self, rank, runner):
-        while (numbers := self.ranks.steps[rank].get()) is not END:
-            runner.follow(numbers)()
+        while (told := self.ranks.steps[rank].get()) is not END:
+            runner.follow(*told)()
             self.ranks.ran(rank)
 
     @contextmanager

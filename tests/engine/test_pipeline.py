@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from base.block_hash import hash_chain
 from base.clock import SystemClock
 from base.config import EngineConfig
 from base.errors import ConfigError, LostError
 from base.request import FinishReason, SamplingParams
+from engine.arrivals import Arrivals
 from engine.build import build_engine
 from engine.model import PagedModel
-from engine.pipeline import cut_to_stage, split_layers
+from engine.pipeline import cut_to_stage, layers_of, split_layers
 from engine.rank_group import GroupShape
-from tests.engine.builders import make_loop, make_sequence, run_sequences
+from tests.engine.builders import ROOT, make_loop, make_sequence, run_sequences
 from tests.engine.stages import Stages, deep_llama
 from tests.engine.test_gpu_model import make_family
 
@@ -116,6 +118,68 @@ async def test_the_first_stage_is_a_chunk_ahead_of_the_last(family):
         sequences = [make_sequence(f"{index}", prompt, 1) for index, prompt in enumerate(prompts)]
         assert said(await run_sequences(loop, sequences)) == expected
     assert loop.num_steps == 6
+
+
+def watch_layers(stages, block_ids):
+    """Return a list to which each layer that computes adds whether these blocks have KV of it."""
+    was_there = []
+    for model, cache in zip(stages.models, stages.caches, strict=True):
+        for index, watched in enumerate(layers_of(model.module)):
+
+            def look(*_, index=index, cache=cache):
+                was_there.append(bool(cache.tensor[block_ids, index].any()))
+
+            watched.layer.register_forward_pre_hook(look)
+    return was_there
+
+
+@pytest.mark.parametrize("on_gpu", [False, pytest.param(True, marks=pytest.mark.full)])
+async def test_a_stage_computes_when_its_own_layers_of_a_prefix_are_there(family, on_gpu):
+    """Those of the stage after it are not: who waited for all would stand still."""
+    prompt = list(range(60, 112))
+    stages = Stages(family, (3, 2), 32, num_blocks=12, on_gpu=on_gpu)
+    first_cache, last_cache = stages.caches
+    with stages.running() as loop:
+        running = asyncio.create_task(loop.run())
+        tokens = await generated(loop, make_sequence("first", prompt, 2))
+        chain = hash_chain(prompt, 16, ROOT)
+        computed = stages.pool.match(chain)
+        kept = [cache.tensor[computed].clone() for cache in stages.caches]
+        assert len(computed) == 3
+        stages.pool.release(computed)
+        stages.pool.forget(chain)
+        for cache in stages.caches:
+            cache.tensor.zero_()
+
+        sequence = make_sequence("again", prompt, 2)
+        block_ids = stages.pool.allocate(3)
+        sequence.block_table += block_ids
+        sequence.num_computed_tokens = sequence.num_matched_tokens = 48
+        sequence.num_published_blocks = 3
+        sequence.arrivals = Arrivals((1, 1), SystemClock(), block_ids[0])
+        elsewhere = stages.ranks.arriving[1]
+        elsewhere.begin(block_ids[0])
+        was_there = watch_layers(stages, block_ids)
+        num_told = stages.ranks.num_told
+        answer = asyncio.create_task(generated(loop, sequence))
+        while stages.ranks.num_told == num_told:
+            await asyncio.sleep(0)
+        for layer in range(3):
+            first_cache.tensor[block_ids, layer] = kept[0][:, layer]
+            elsewhere.arrived(block_ids[0], layer + 1)
+        elsewhere.end(block_ids[0])
+        await asyncio.to_thread(stages.ranks.wait_ran, [1], num_told + 1)
+        assert not answer.done()
+        for layer in range(2):
+            last_cache.tensor[block_ids, layer] = kept[1][:, layer]
+            sequence.arrivals.arrived(layer + 1)
+        assert await answer == tokens
+        assert was_there == [True] * 5 * 2
+        assert sequence.num_matched_tokens == 48
+        running.cancel()
+        await asyncio.wait([running])
+    stages.pool.check()
+    assert stages.pool.num_held == 0
 
 
 async def test_a_sequence_that_is_released_while_its_chunks_are_under_way_leaks_nothing(family):

@@ -13,6 +13,7 @@ from base.checksum import checksum, checksum_of_kind
 from base.clock import SystemClock
 from base.errors import LostError, TransferFailedError
 from base.kv_layout import KvLayout, KvPart, part_runs
+from kvstore.client import Stripes
 from kvstore.eviction import BY_NAME
 from kvstore.pool import HostPool
 from kvstore.shard_mover import ShardMover, part_bytes
@@ -39,8 +40,8 @@ class TroubledShard:
         await self._shard.write(move)
         self._after()
 
-    async def read(self, move):
-        await self._shard.read(move)
+    async def read(self, move, on_arrived=None):
+        await self._shard.read(move, on_arrived)
         self._after()
 
 
@@ -113,6 +114,21 @@ async def test_what_was_stored_comes_back_to_other_blocks(group):
         assert has(node, [4, 2, 0], node.whole[SAVED[1:]])
 
 
+async def test_blocks_that_steps_wait_for_come_layer_by_layer_to_each_rank():
+    async with one_node("2 stages") as node:
+        await node.mover.save(CHAIN, SAVED, 0, "")
+        forget(node)
+        had = []
+
+        def on_arrived(num_parts):
+            first, second = (cache.tensor[SAVED].abs().sum((0, 2, 3, 4, 5)) > 0 for cache in node.caches)
+            had.append((num_parts, first.tolist(), second.tolist()))
+
+        assert await node.mover.load(CHAIN, SAVED, 0, Stripes((1, 1), on_arrived)) == 4
+        assert [(num_parts, first) for num_parts, first, _ in had] == [(1, [True, False]), (2, [True, True])]
+        assert has(node, SAVED, node.whole[SAVED])
+
+
 @pytest.mark.parametrize(("saver", "loader"), itertools.permutations(GROUPS, 2))
 async def test_any_ranks_read_what_any_ranks_stored(saver, loader):
     async with one_node(saver) as node:
@@ -173,7 +189,7 @@ async def test_a_block_that_did_not_arrive_as_it_was_made_is_not_stored(damaged,
 
         def change():
             # Nothing has a name yet: the pool hands its blocks out in order.
-            node.store.segment.memory[damaged * LAYOUT.block_bytes + 9] ^= 1
+            node.store.segment.memory[(damaged + 1) * LAYOUT.block_bytes - 1] ^= 1
 
         mover = troubled(node, 3, change)
         stored = await mover.save(CHAIN, SAVED, 0, "")
