@@ -198,7 +198,7 @@ async def measure_transport(
         child = Child(num_bytes, transport, stack)
         rivals: dict[str, Rival] = {"memcpy": Memcpy(num_bytes)}
         if transport == "rdma":
-            rivals = {"ib_write_bw": IbWriteBw()}
+            rivals = {"ib_write_bw": IbWriteBw(128), "ib_write_bw -t 1": IbWriteBw(1)}
         elif transport == "tcp":
             rivals = {"bare socket": BareSocket(child.port, num_bytes)}
             if mooncake_python:

@@ -115,9 +115,13 @@ class Mooncake:
 
 
 class IbWriteBw:
-    """perftest's `ib_write_bw`, a C loop of one-sided writes, over the first RDMA device."""
+    """perftest's `ib_write_bw`, a C loop of one-sided writes, over the first RDMA device.
 
-    def __init__(self, port: int = 18515) -> None:
+    It keeps `depth` of them under way; with 1, each is waited for before the next, as our batches are.
+    """
+
+    def __init__(self, depth: int, port: int = 18515) -> None:
+        self._depth = depth
         self._port = port
 
     def run(self, block: int, places: Sequence[Places]) -> list[float]:
@@ -125,6 +129,7 @@ class IbWriteBw:
         batch, count = len(places[0][0]), len(places)
         command = ["ib_write_bw", "-d", "rxe0", "-x", "1", "-F", "--report_gbits", "-p", str(self._port)]
         command += ["-s", str(block), "-n", str(max(5, batch * count))]
+        command += ["-t", str(self._depth)]
         with _process(command) as server:
             while not _listens(self._port):
                 time.sleep(0.1)

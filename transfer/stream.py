@@ -175,21 +175,14 @@ class FrameStream:
 
     def _send_at_once(self, parts: list[bytes | memoryview]) -> int:
         """Return how many bytes the socket took; it may have been closed."""
-        sent = 0
         try:
-            if len(parts) > 2:
-                return self._sock.sendmsg(parts)
-            # The head alone: the peer checks it while the payload is being copied.
-            for part in parts:
-                count = self._sock.send(part)
-                sent += count
-                if count < len(part):
-                    break
+            # In one call: a peer that sleeps would be woken twice.
+            return self._sock.sendmsg(parts) if len(parts) > 1 else self._sock.send(parts[0])
         except BlockingIOError:
-            return sent
+            return 0
         except OSError as error:
             self.close(f"sending failed: {error}")
-        return sent
+        return 0
 
     def _send_some(self) -> None:
         try:

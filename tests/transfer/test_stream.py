@@ -141,3 +141,14 @@ def test_the_rest_of_a_frame_that_has_begun_is_sent_from_a_copy_once_its_owner_i
         got += theirs.recv(1 << 20)
         poller.on_ready(poller.events)
     assert got[len(ACK) :] == b"\1" * PAYLOAD_BYTES
+
+
+def test_a_head_and_its_payload_go_out_in_one_call_and_wake_a_sleeping_peer_once(
+    poller: IdlePoller, told: Told
+) -> None:
+    # Between these, each call is a message of its own.
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        head = pack(Header(Kind.WRITE, 1, 5))
+        FrameStream(ours, poller, told).send(head, [memoryview(b"bytes")], owner=3, frame_id=1)
+        assert theirs.recv(1000) == head + b"bytes"
