@@ -144,7 +144,7 @@ def recorded(folder: Path, number: int, arguments: argparse.Namespace) -> Record
     run = engine_run if arguments.engine else stub_run
     for attempt in itertools.count():
         log = folder / f"round-{number}-{attempt}.jsonl"
-        began_s, others_s = time.monotonic(), _others_s()
+        others_s, began_s = _others_s(), time.monotonic()
         run(log, arguments.requests, arguments.rate, number)
         share = (_others_s() - others_s) / (time.monotonic() - began_s) / (os.cpu_count() or 1)
         if share <= arguments.others:

@@ -109,6 +109,25 @@ def test_repeated_prompt_is_found_in_the_cache() -> None:
     assert cluster.outcomes.hit_rate_blocks() == 0.5
 
 
+def test_chunks_that_are_computed_are_found_while_the_rest_of_their_prompt_is_not() -> None:
+    first_s = COST.chunk_step_s(2_048, 2_048**2, 0, 0) + COST.beside_chunks_s(5_120, 0)
+    rows = [TraceRequest(0.0, 5_120, 2, range(10)), TraceRequest(first_s, 5_120, 2, range(10))]
+    trace = Trace("twice", 512, rows)
+    # the second begins beside the rest of the first, when that has two chunks of three
+    assert list(run(trace, "1P1D", chunk_tokens=2_048).outcomes.prefix_tokens) == [0, 4_096]
+    assert list(run(trace, "1P1D").outcomes.prefix_tokens) == [0, 5_119]
+
+
+def test_prompts_share_the_steps_of_a_prefill_node_that_has_chunks() -> None:
+    rows = [TraceRequest(0.0, 200, 2, [number]) for number in range(3)]
+    trace = Trace("three", 512, rows)
+    ttft_s = run(trace, "1P1D", chunk_tokens=512).outcomes.ttft_s
+    # the first was alone in its step, the others had one together
+    assert ttft_s[0] < ttft_s[1] == pytest.approx(ttft_s[2], abs=1e-3)
+    apart_s = run(trace, "1P1D").outcomes.ttft_s
+    assert apart_s[0] < apart_s[1] < apart_s[2] - 0.9 * COST.prefill_s(200, 0)
+
+
 def test_view_delay_hides_a_prefix_for_as_long() -> None:
     rows = [TraceRequest(at, 5_120, 2, range(10)) for at in (0.0, 5.0, 100.0)]
     trace = Trace("thrice", 512, [TraceRequest(0.0, 100, 2, [99]), *rows])
@@ -150,12 +169,14 @@ def test_global_beats_local_beats_load_beats_random_on_the_public_trace() -> Non
     assert means == sorted(means, reverse=True)
 
 
+@pytest.mark.parametrize("chunk_tokens", [None, 512])
 @pytest.mark.parametrize("seed", range(6))
-def test_every_request_ends_once_whichever_nodes_die(seed: int) -> None:
+def test_every_request_ends_once_whichever_nodes_die(seed: int, chunk_tokens: int | None) -> None:
     rng = random.Random(seed)
     names = [NodeId(name) for name in ("p0", "p1", "p2", "d0", "d1")]
     faults = tuple(Fault(rng.random() * 80, rng.choice(names), rng.choice([5.0, 20.0])) for _ in range(8))
-    cluster = run(small_trace(seed=seed), "3P2D", faults=faults, reject=RejectPolicy.PREDICT, slo=TIGHT)
+    options = {"faults": faults, "reject": RejectPolicy.PREDICT, "slo": TIGHT, "chunk_tokens": chunk_tokens}
+    cluster = run(small_trace(seed=seed), "3P2D", **options)
     check_ends(cluster, 300)
     assert cluster.outcomes.num_retried > 0
 
