@@ -200,39 +200,23 @@ class Dispatcher:
             DeadlineError: the request's time ran out.
             LostError: nodes were lost as often as this request may lose them.
         """
+        run = Run(request, self._request_timeout_s, self._clock)
         self._num_running += 1
         try:
-            async with aclosing(self._with_retries(request)) as pieces:
-                async for piece in pieces:
-                    yield piece
+            while not run.is_complete:
+                try:
+                    async with aclosing(self._attempt(run)) as pieces:
+                        async for piece in pieces:
+                            run.generated += [token.token_id for token in piece.tokens]
+                            yield piece
+                except (LostError, CapacityError) as error:
+                    if not _may_try_again(run, error):
+                        if run.generated and isinstance(error, CapacityError):
+                            # What was begun is not rejected.
+                            raise LostError(f"no node could go on with it: {error}") from error
+                        raise
         finally:
             self._num_running -= 1
-
-    async def _with_retries(self, request: Request) -> AsyncGenerator[Generated, None]:
-        run = Run(request, self._request_timeout_s, self._clock)
-        while True:
-            try:
-                async with aclosing(self._attempt(run)) as pieces:
-                    async for piece in pieces:
-                        run.generated += [token.token_id for token in piece.tokens]
-                        yield piece
-                return
-            except (LostError, CapacityError) as error:
-                is_full = isinstance(error, CapacityError)
-                if is_full and not run.generated:
-                    raise
-                event(
-                    log,
-                    "attempt lost",
-                    level=logging.WARNING,
-                    attempt=run.attempt_id,
-                    tokens=len(run.generated),
-                    reason=error,
-                )
-                if run.num_attempts == MAX_ATTEMPTS:
-                    if is_full:  # what was begun is not rejected
-                        raise LostError(f"no node could go on with it: {error}") from error
-                    raise
 
     async def _attempt(self, run: Run) -> AsyncGenerator[Generated, None]:
         run.begin_attempt()
@@ -445,6 +429,21 @@ class Dispatcher:
     def _pace_s(self) -> float:
         """Return the seconds between two pieces of a stream, so that all streams leave time for the rest."""
         return max(self._stream_interval_s, self._num_streaming * PIECE_S / STREAMING_SHARE)
+
+
+def _may_try_again(run: Run, error: LostError | CapacityError) -> bool:
+    """Return whether an attempt that was lost is followed by another."""
+    if isinstance(error, CapacityError) and not run.generated:
+        return False
+    event(
+        log,
+        "attempt lost",
+        level=logging.WARNING,
+        attempt=run.attempt_id,
+        tokens=len(run.generated),
+        reason=error,
+    )
+    return run.num_attempts < MAX_ATTEMPTS
 
 
 def refusal(rejection: Rejection, waited_s: float) -> ServeError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from base.clock import wall_clock_s
 from base.errors import InvalidRequestError
 from base.request import RequestId
-from conductor.completion import Completions, Piece
+from conductor.completion import Completions
 from conductor.headers import Caller
 from conductor.http_reply import Reply, all_of
 from conductor.openai_format import CHAT, COMPLETION, DONE, Answer, Choice, Shape, usage
@@ -154,10 +154,10 @@ class Generation:
             for offset in range(n)
         ]
         asked = [request.choice(offset) if n > 1 else request for request in requests for offset in range(n)]
-        run = self._stream if body.stream else self._keep
+        stream = reply if body.stream else None
         ahead = [asyncio.Event() for _ in prompts]
         await all_of(
-            run(choice, one, reply, ahead[at // n], at % n == 0)
+            self._run(choice, one, stream, ahead[at // n], at % n == 0)
             for at, (choice, one) in enumerate(zip(choices, asked, strict=True))
         )
         used = _usage(prompts, choices, n)
@@ -166,30 +166,24 @@ class Generation:
         else:
             await reply.whole(200, answer.body(choices, used))
 
-    async def _stream(
-        self, choice: Choice, asked: TextRequest, reply: Reply, prefilled: asyncio.Event, is_first: bool
+    async def _run(
+        self,
+        choice: Choice,
+        asked: TextRequest,
+        stream: Reply | None,
+        prefilled: asyncio.Event,
+        is_first: bool,
     ) -> None:
-        async with aclosing(self._pieces(asked, prefilled, is_first)) as pieces:
-            async for piece in pieces:
-                if events := choice.events(piece):
-                    await reply.event(events)
-
-    async def _keep(
-        self, choice: Choice, asked: TextRequest, reply: Reply, prefilled: asyncio.Event, is_first: bool
-    ) -> None:
-        async with aclosing(self._pieces(asked, prefilled, is_first)) as pieces:
-            async for piece in pieces:
-                choice.keep(piece)
-
-    async def _pieces(
-        self, asked: TextRequest, prefilled: asyncio.Event, is_first: bool
-    ) -> AsyncGenerator[Piece, None]:
+        """Fill in `choice`, and tell `stream` of it as it comes if there is one."""
         if not is_first:
             await prefilled.wait()
         async with aclosing(self._completions.generate(asked)) as pieces:
             async for piece in pieces:
                 prefilled.set()
-                yield piece
+                if stream is None:
+                    choice.keep(piece)
+                elif events := choice.events(piece):
+                    await stream.event(events)
 
 
 def _usage(prompts: Sequence[_Prompt], choices: Sequence[Choice], n: int) -> Mapping[str, Any]:
