@@ -27,6 +27,8 @@ class Run:
         self.request = request
         self.generated: list[int] = []
         self.num_attempts = 0
+        self.attempt_id = request.request_id
+        """The request's name on the nodes; each attempt has its own."""
         self.is_complete = False
         self.mailbox = Mailbox()
         self.arrived_at_s = clock.now_s()
@@ -49,6 +51,7 @@ class Run:
     def begin_attempt(self) -> None:
         """Start afresh: a late message of the attempt before must not be taken for ours."""
         self.num_attempts += 1
+        self.attempt_id = RequestId(f"{self.request.request_id}.{self.num_attempts}")
         self.is_promised = False
         self.mailbox = Mailbox()
         self._num_tokens_before = len(self.generated)
@@ -105,18 +108,13 @@ class Run:
         )
 
     @property
-    def attempt_id(self) -> RequestId:
-        """The request's name on the nodes."""
-        return RequestId(f"{self.request.request_id}.{self.num_attempts}")
-
-    @property
     def prefill_id(self) -> RequestId:
         """Its name on the prefill node: another one, because one node may have both roles."""
         return RequestId(f"{self.attempt_id}.prefill")
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        return (*self.request.token_ids, *self.generated)
+        return (*self.request.token_ids, *self.generated) if self.generated else self.request.token_ids
 
     def chain(self, block_size: int, root: BlockHash) -> list[BlockHash]:
         """Return the hashes of the full blocks of all tokens so far."""
