@@ -6,7 +6,9 @@ A prefill node and a decode node as in `bench/handoff.py`, one request at a time
     N groups        in N parts, each when its layers are (one rank, steps that are not captured)
     N stages        a pipeline of N ranks: each stage's layers leave when it has run the chunk
 
-Reported is the median exposed transfer, in ms and as a share of the prefill, whose bar is 3 %.
+Reported is the median exposed transfer, in ms and as a share of the prefill, whose bar is 3 %, and the KV
+that the prefill node holds: the most of it, and its GiB times the seconds that it is held, for each request.
+Where layers leave while others are computed, it is held for the prefill and not for the transfer too.
 The ways are measured one after the other, `--rounds` times over.
 
     python -m bench.layerwise --groups 1,4,8 --stages 2,4 --lengths 16384,32768 --out layerwise.json
@@ -20,13 +22,21 @@ import argparse
 import json
 import random
 import statistics
-from dataclasses import replace
+import threading
+import time
+import urllib.request
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from bench.about_run import about_run
 from bench.handoff import Row, measure
 from bench.shapes import Limits, about, model_config, parse_shape, running
+from deploy.local import LocalCluster
+
+LOOK_EVERY_S = 0.02
 
 
 def ways_of(options: argparse.Namespace) -> dict[str, Limits]:
@@ -41,27 +51,90 @@ def ways_of(options: argparse.Namespace) -> dict[str, Limits]:
     return ways | {f"{count} stages": replace(base, stages=count) for count in options.stages}
 
 
-def measured(options: argparse.Namespace, limits: Limits, seed: int) -> list[Row]:
+class HeldKv:
+    """Looks at the KV that prefill nodes hold, from a thread, while the body runs: as their heartbeats
+    tell of it, which they do when it changes."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._url = f"{cluster.url}/status"
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self.peak_tokens = 0
+        self.token_seconds = 0.0
+
+    def __enter__(self) -> HeldKv:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        before_s = time.perf_counter()
+        while not self._stop.wait(LOOK_EVERY_S):
+            with urllib.request.urlopen(self._url) as answer:
+                nodes = json.load(answer)["nodes"]
+            held = [
+                node["held_blocks"] * node["block_size"]
+                for node in nodes
+                if "prefill" in node["roles"] and "held_blocks" in node
+            ]
+            now_s = time.perf_counter()
+            self.peak_tokens = max(self.peak_tokens, *held)
+            self.token_seconds += sum(held) * (now_s - before_s)
+            before_s = now_s
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One length of one way."""
+
+    row: Row
+    held_gib_s: float
+    """For each request."""
+    peak_gib: float
+
+
+def token_gib(model: str) -> float:
+    """Return the KV of one token, in the precision that nodes choose on this machine."""
+    config = model_config(model)
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads: int = config.num_hidden_layers * config.num_key_value_heads
+    width = 2 if torch.cuda.is_available() else 4
+    return 2 * heads * head_dim * width / 2**30
+
+
+def measured(options: argparse.Namespace, limits: Limits, seed: int) -> list[Measured]:
     """Start a cluster, measure each length, and end it."""
     rng = random.Random(seed)
-    vocab_size = model_config(options.model).vocab_size
+    vocab_size, gib = model_config(options.model).vocab_size, token_gib(options.model)
     shape = parse_shape(f"1p1d@{options.chunk_tokens}")
+    rows = []
     with running(options.model, shape, limits, options.logs) as cluster:
-        return [measure(cluster, length, options.repeats, vocab_size, rng) for length in options.lengths]
+        for length in options.lengths:
+            with HeldKv(cluster) as held:
+                row = measure(cluster, length, options.repeats, vocab_size, rng)
+            num_requests = options.repeats + 1
+            rows.append(Measured(row, held.token_seconds * gib / num_requests, held.peak_tokens * gib))
+    return rows
 
 
-def summary(way: str, rounds: list[list[Row]]) -> list[dict[str, Any]]:
+def summary(way: str, rounds: list[list[Measured]]) -> list[dict[str, Any]]:
     """Return the medians over all rounds of one way, for each length."""
     rows = []
     for of_length in zip(*rounds, strict=True):
-        shares = [row.exposed_share for row in of_length]
+        found = [each.row for each in of_length]
+        shares = [row.exposed_share for row in found]
         rows.append(
             {
                 "way": way,
-                "prompt_tokens": of_length[0].prompt_tokens,
-                "ttft_ms": statistics.median(row.ttft_ms for row in of_length),
-                "compute_ms": statistics.median(row.compute_ms for row in of_length),
-                "exposed_ms": statistics.median(row.exposed_ms for row in of_length),
+                "prompt_tokens": found[0].prompt_tokens,
+                "ttft_ms": statistics.median(row.ttft_ms for row in found),
+                "compute_ms": statistics.median(row.compute_ms for row in found),
+                "exposed_ms": statistics.median(row.exposed_ms for row in found),
+                "held_gib_s": statistics.median(each.held_gib_s for each in of_length),
+                "peak_gib": max(each.peak_gib for each in of_length),
                 "exposed_share": statistics.median(shares),
                 "worst_share": max(shares),
             }
@@ -94,7 +167,7 @@ def main() -> None:
     add("--commit", default="")
     add("--out", type=Path)
     options = parser.parse_args()
-    rounds: dict[str, list[list[Row]]] = {}
+    rounds: dict[str, list[list[Measured]]] = {}
     for number in range(options.rounds):
         for way, limits in ways_of(options).items():
             rounds.setdefault(way, []).append(measured(options, limits, number))
