@@ -240,15 +240,23 @@ class _Border(grpc.aio.ServerInterceptor):
 
     def __init__(self, admit: Admit) -> None:
         self._admit = admit
+        self._handlers: dict[str, Any] = {}
+        """By method: there are as many as the server has."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        handler: Any = await continuation(handler_call_details)
-        if handler is None:
-            return None
+        method = handler_call_details.method
+        if method not in self._handlers:
+            handler: Any = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            self._handlers[method] = self._around(handler, method)
+        return self._handlers[method]
+
+    def _around(self, handler: Any, method: str) -> Any:
         kinds = {
             (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
             (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
@@ -259,7 +267,7 @@ class _Border(grpc.aio.ServerInterceptor):
         return make(
             _bordered(
                 _parsing(behaviour, handler),
-                handler_call_details.method,
+                method,
                 self._admit,
                 handler.response_streaming,
                 handler.request_streaming,

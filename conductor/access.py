@@ -52,13 +52,13 @@ class Access:
     @contextmanager
     def rpc(self, method: str, context: Context) -> Iterator[None]:
         """Be in the middle of a gRPC call; raises ServeError where it may not be made."""
-        if method.startswith(OPEN_SERVICE):
-            yield
-        elif method.startswith(NODE_SERVICE):
+        if method.startswith(NODE_SERVICE):
             self._require_node(context)
             yield
+        elif self._keys is None or method.startswith(OPEN_SERVICE):
+            yield
         else:
-            with self._client(metadata(context), method.startswith(CLIENT_SERVICE)):
+            with self._client(self._keys, metadata(context), method.startswith(CLIENT_SERVICE)):
                 yield
 
     def tenant(self, said: Mapping[str, str]) -> str:
@@ -87,21 +87,19 @@ class Access:
             yield
             return
         headers = MutableHeaders(scope=scope)
-        with self._client(headers, path in CLIENT_PATHS or path.startswith(CLIENT_FOLDER)) as tenant:
-            if tenant is not None:
-                # What reads the header behind the gate reads the truth.
-                headers[TENANT_HEADER] = tenant
+        with self._client(
+            self._keys, headers, path in CLIENT_PATHS or path.startswith(CLIENT_FOLDER)
+        ) as tenant:
+            # What reads the header behind the gate reads the truth.
+            headers[TENANT_HEADER] = tenant
             yield
 
     @contextmanager
-    def _client(self, said: Mapping[str, str], for_clients: bool) -> Iterator[str | None]:
-        if self._keys is None:
-            yield None
-            return
-        key = self._keys.find(_bearer(said))
+    def _client(self, keys: KeyRing, said: Mapping[str, str], for_clients: bool) -> Iterator[str]:
+        key = keys.find(_bearer(said))
         if not for_clients and not key.operator:
             raise ForbiddenError("this is for operators: conductor keys add NAME --operator")
-        with self._keys.request(key.tenant):
+        with keys.request(key.tenant):
             yield key.tenant
 
     def _require_node(self, context: Context) -> None:
