@@ -19,7 +19,7 @@ import xxhash
 CHECKSUM_KIND = "xxh3"
 """Its name in a node's layout id: what is stored under one kind is not compared under another."""
 DEVICE_CHECKSUM_KIND = "sum-words"
-"""The name of the other, which a GPU makes."""
+"""The name of the other, which a GPU makes. Its sums of the parts of a block add up to the block's."""
 
 _KEY_STEP = np.uint64(0x9E3779B1)
 _OTHER_KEY = np.uint64(0x85EBCA77)

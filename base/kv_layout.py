@@ -110,6 +110,36 @@ def whole_layout(layout: KvLayout, parts: Sequence[KvPart]) -> KvLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """Where the bytes of a part, one behind the other, are in the whole: equal runs, equally far apart."""
+
+    first: int
+    run: int
+    stride: int
+
+    def of_words(self, word_bytes: int) -> Spread:
+        """Return the same in words; raises ValueError if a run is no number of them."""
+        if any(number % word_bytes for number in (self.first, self.run, self.stride)):
+            raise ValueError(f"the heads of a token are not words of {word_bytes} bytes: {self}")
+        return Spread(self.first // word_bytes, self.run // word_bytes, self.stride // word_bytes)
+
+
+def spread(whole: KvLayout, part: KvPart) -> Spread:
+    """Return where a part's bytes are in a block of `whole`.
+
+    Of all heads they are one run; of some, each run is a token's heads in one of K and V.
+    """
+    first = part.first_layer * whole.layer_bytes
+    if part.num_heads == whole.num_kv_heads:
+        num_bytes = part.num_layers * whole.layer_bytes
+        return Spread(first, num_bytes, num_bytes)
+    head_bytes = whole.head_dim * DTYPE_BYTES[whole.dtype]
+    return Spread(
+        first + part.first_head * head_bytes, part.num_heads * head_bytes, whole.num_kv_heads * head_bytes
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class PartRuns:
     """Where the bytes of a part are in a block of one rank and in a block of another."""
 

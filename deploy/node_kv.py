@@ -10,7 +10,7 @@ from functools import partial
 from base.config import NodeProcess, TransferConfig
 from deploy.remote_shard import RemoteShard
 from engine.arrivals import prefix_parts
-from engine.block_sums import block_sums, block_sums_in_order
+from engine.block_sums import CachePlace, block_sums, block_sums_in_order
 from engine.build import Engine, device_of
 from transfer.agent import TransferAgent
 from transfer.segment import Segment
@@ -43,7 +43,8 @@ def node_segment(agent: TransferAgent, build: Build) -> tuple[Engine, Segment]:
 def node_kv(engine: Engine, segment: Segment, agent: TransferAgent) -> NodeKv:
     """Return the KV of all ranks."""
     cache = engine.cache
-    sums, in_order = partial(block_sums, cache), partial(block_sums_in_order, cache)
+    place = CachePlace(engine.parts[0], engine.layout)
+    sums, in_order = partial(block_sums, cache, place=place), partial(block_sums_in_order, cache, place=place)
     layer_parts = prefix_parts(cache.layout.num_layers)
     own = LocalShard(engine.parts[0], cache.layout, segment, agent, sums, in_order, layer_parts)
     ranks = engine.ranks

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from base.block_hash import HASH_BYTES, BlockHash
-from base.checksum import checksum_of_kind
 from base.clock import Clock
 from base.config import NodeProcess, StoreConfig
 from base.errors import LostError, TransferFailedError
@@ -23,7 +22,7 @@ from kvstore.block_mover import BlockMover, SegmentMover
 from kvstore.engine_store import EngineStore
 from kvstore.hosting import block_cache, hosted_store
 from kvstore.settings import of_node
-from kvstore.shard_mover import ShardMover, SumOf
+from kvstore.shard_mover import ShardMover
 from kvstore.store import Store
 from prefill_node.own_cache import OwnCache, SegmentCache
 from prefill_node.ranked_cache import RankedCache
@@ -97,7 +96,7 @@ async def node_store(
             await pin_pool(hosted.store, agent, segment)
         mover: BlockMover = one_segment(hosted.cache)
         if engine.ranks is not None:
-            mover = ShardMover(kv, hosted.store, agent.descriptor, _sum_of(engine))
+            mover = ShardMover(kv, hosted.store, agent.descriptor, sum_kind(engine.cache))
         yield NodeStore(beside(mover, hosted.store), hosted.store)
 
 
@@ -110,11 +109,7 @@ def own_cache(
         return SegmentCache(engine.pool, engine.cache, segment, agent, own)
     if stored is None or own is None:
         return None
-    return RankedCache(engine.pool, stored.beside, own, agent, _sum_of(engine))
-
-
-def _sum_of(engine: Engine) -> SumOf:
-    return checksum_of_kind(sum_kind(engine.cache))
+    return RankedCache(engine.pool, stored.beside, own, agent)
 
 
 async def pin_pool(store: Store, agent: TransferAgent, segment: Segment) -> None:

@@ -20,7 +20,7 @@ from base.logs import configure
 from deploy.node_kv import node_segment, transfer_config
 from deploy.remote_shard import ShardServer
 from engine.arrivals import ArrivingBlocks, prefix_parts
-from engine.block_sums import block_sums
+from engine.block_sums import CachePlace, block_sums
 from engine.build import build_rank
 from engine.rank_group import RankGroup
 from engine.ranks import Kind, Pipe, follow_steps, join_ranks
@@ -42,7 +42,8 @@ async def serve(spec: dict[str, Any], group: RankGroup, pipe: Pipe) -> None:
         engine, segment = node_segment(agent, partial(build_rank, spec, group, clock))
         layout = engine.cache.layout
         parts = prefix_parts(layout.num_layers)
-        sums = partial(block_sums, engine.cache)
+        place = CachePlace(engine.parts[rank], engine.layout)
+        sums = partial(block_sums, engine.cache, place=place)
         shard = LocalShard(engine.parts[rank], layout, segment, agent, sums, layer_parts=parts)
         # On a GPU the first sum compiles its kernel: seconds that no request shall wait.
         await block_sums(engine.cache, [0])

@@ -34,16 +34,11 @@ async def lend_stored(store: Store, message: Lend, send: Callable[[FromNode], No
         await store.release(leased.ticket)
 
 
-async def store_lent(
-    store: Store,
-    agent: TransferAgent,
-    sum_of: Callable[[memoryview], int],
-    chain: Sequence[BlockHash],
-    source: Source,
-) -> bool:
-    """Read what is missing of `chain` from who lent it, and keep what is right; return whether all is.
+async def store_lent(store: Store, agent: TransferAgent, chain: Sequence[BlockHash], source: Source) -> None:
+    """Read what is missing of `chain` from who lent it into `store`, under the checksums it was lent with.
 
-    Nothing is read where a block before the first that was lent is missing too.
+    They are compared by who loads it from there, which forgets what is not right. Nothing is read
+    where a block before the first that was lent is missing too.
 
     Raises:
         ServeError: it cannot be read, or there is no room.
@@ -53,16 +48,11 @@ async def store_lent(
     reserved = store.reserve(chain, "")
     try:
         if reserved.grant is None or reserved.missing[0] < source.first_block:
-            return True
+            return
         wanted = [index - source.first_block for index in reserved.missing]
-        offsets, size = reserved.grant.offsets, reserved.grant.length
-        batch = batch_of(store.segment, [source.grant.offsets[index] for index in wanted], offsets, size)
+        sources = [source.grant.offsets[index] for index in wanted]
+        batch = batch_of(store.segment, sources, reserved.grant.offsets, reserved.grant.length)
         await agent.read(source.peer, source.grant, batch)
-        views = [store.segment.memory[offset : offset + size] for offset in offsets]
-        found = await asyncio.to_thread(lambda: [sum_of(view) for view in views])
-        expected = [source.checksums[index] for index in wanted]
-        sums = [value if value == right else None for value, right in zip(found, expected, strict=True)]
-        await store.commit(reserved.ticket, sums)
-        return None not in sums
+        await store.commit(reserved.ticket, [source.checksums[index] for index in wanted])
     finally:
         await store.abort(reserved.ticket)  # of no effect after a commit

@@ -2,8 +2,9 @@
 
 A stored block has all layers and heads in the one layout, as a node of one rank stores it: any
 node of the model may read it, however its ranks divide it. Each rank copies its own part, straight
-between its memory and the pool's, so no rank ever has a whole block, and the one checksum of
-a record is compared in the pool, here:
+between its memory and the pool's, so no rank ever has a whole block, of which a record has one
+checksum. Where a GPU makes it, the sums of the parts add up to it, and that is all. Another kind is
+compared in the pool, here:
 
 saving   Each rank sums its part where it was made, and writes it. When all have, the whole is
          summed in the pool, and after that each part, which must be what its rank summed. Only
@@ -24,6 +25,7 @@ from collections.abc import Callable, Coroutine, Sequence
 import numpy as np
 
 from base.block_hash import BlockHash
+from base.checksum import DEVICE_CHECKSUM_KIND, checksum_of_kind
 from base.errors import CapacityError
 from base.grants import Grant, PeerDescriptor
 from base.kv_layout import KvLayout, KvPart
@@ -37,8 +39,6 @@ from transfer.shard import BlockMove, KvShard, NodeKv
 
 log = logging.getLogger(__name__)
 
-SumOf = Callable[[memoryview], int]
-
 
 def part_bytes(block: memoryview, layout: KvLayout, part: KvPart) -> memoryview:
     """Return a part of a whole block, in the order in which a rank that has only that has it."""
@@ -46,6 +46,16 @@ def part_bytes(block: memoryview, layout: KvLayout, part: KvPart) -> memoryview:
     layers = slice(part.first_layer, part.first_layer + part.num_layers)
     heads = slice(part.first_head, part.first_head + part.num_heads)
     return np.ascontiguousarray(rows[layers, :, :, heads]).data.cast("B")
+
+
+def _added(sums: Sequence[int]) -> int:
+    return sum(sums) & (1 << 64) - 1
+
+
+def _num_equal(found: Sequence[object], expected: Sequence[object]) -> int:
+    """Return how many leading ones are equal."""
+    pairs = enumerate(zip(found, expected, strict=True))
+    return next((count for count, (one, other) in pairs if one != other), len(expected))
 
 
 def _arrived_elsewhere(num_parts: int) -> None:
@@ -57,14 +67,15 @@ class ShardMover:
 
     Args:
         own: How the ranks reach the store's memory: this process.
-        sum_of: Makes the checksums of this node's kind.
+        kind: Of this node's checksums.
     """
 
-    def __init__(self, kv: NodeKv, store: Store, own: PeerDescriptor, sum_of: SumOf) -> None:
+    def __init__(self, kv: NodeKv, store: Store, own: PeerDescriptor, kind: str) -> None:
         self._kv = kv
         self._store = store
         self._own = own
-        self._sum_of = sum_of
+        self._adds_up = kind == DEVICE_CHECKSUM_KIND
+        self._sum_of = checksum_of_kind(kind)
 
     async def match(self, chain: Sequence[BlockHash]) -> int:
         return self._store.match(chain).num_blocks
@@ -94,10 +105,10 @@ class ShardMover:
         try:
             if leased.grant is None:
                 return 0
-            count, is_stored_right = await self._read(leased.grant, leased.checksums, block_ids, stripes)
+            count = await self._read(leased.grant, leased.checksums, block_ids, stripes)
         finally:
             await self._store.release(leased.ticket)
-        if not is_stored_right:
+        if count < len(leased.checksums):
             await self._store.report(chain[first + count])
         return count
 
@@ -112,6 +123,8 @@ class ShardMover:
             return sums
 
         made = await self._by_each(write)
+        if self._adds_up:
+            return [_added(of_parts) for of_parts in zip(*made, strict=True)]
         sealed = await asyncio.to_thread(self._sealed, grant, made)
         if None in sealed:
             event(log, "blocks did not arrive in the store as they were made", level=logging.WARNING)
@@ -119,9 +132,8 @@ class ShardMover:
 
     async def _read(
         self, grant: Grant, checksums: Sequence[int], block_ids: Sequence[int], stripes: Stripes | None
-    ) -> tuple[int, bool]:
-        """Copy leased blocks to `block_ids`; return how many leading ones are right, and whether the
-        store is right about the next.
+    ) -> int:
+        """Copy leased blocks to `block_ids`; return how many leading ones are right.
 
         With `stripes`, each rank's layers come in parts of its own, and its steps may wait for them;
         whoever gave the stripes is told of rank 0's, when the others have begun.
@@ -137,17 +149,17 @@ class ShardMover:
                 await shard.read(move, stripes.on_arrived if is_own else _arrived_elsewhere)
             return await shard.sums(block_ids, shard.part)
 
+        if self._adds_up:
+            landed = await self._by_each(read)
+            sums = [_added(of_parts) for of_parts in zip(*landed, strict=True)]
+            return _num_equal(sums, checksums)
         expecting = asyncio.create_task(asyncio.to_thread(self._expected, grant, checksums))
         try:
             landed = await self._by_each(read)
         finally:
             # A lease covers what the thread reads, too.
             await uninterrupted(asyncio.wait([expecting]))
-        expected = expecting.result()
-        for count, (wanted, found) in enumerate(zip(expected, zip(*landed, strict=True), strict=True)):
-            if wanted != list(found):
-                return count, wanted is not None
-        return len(expected), True
+        return _num_equal([list(of_parts) for of_parts in zip(*landed, strict=True)], expecting.result())
 
     async def _by_each(self, work: Callable[[KvShard], Coroutine[None, None, list[int]]]) -> list[list[int]]:
         """Return what `work` does for each shard; when it fails for one, the others have ended."""

@@ -9,6 +9,9 @@ sent layer by layer is summed layer by layer.
 
 Host code sums with xxh3 (`base/checksum.py`), which no GPU computes at the rate of its
 memory: it goes through its input in one order.
+
+A rank that has some of the layers and heads of a block sums its words by the keys of their places in the
+whole block (`Spread`), so the sums of all ranks add up to the whole's.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from base.kv_layout import Spread
 
 WORD_BYTES = 8
 TILE_WORDS = 4096
@@ -27,23 +32,36 @@ _LOW = 0xFFFFFFFF
 
 
 def sum_words_definition(
-    words: torch.Tensor, block_ids: torch.Tensor, first_word: int, num_words: int
+    words: torch.Tensor,
+    block_ids: torch.Tensor,
+    first_word: int,
+    num_words: int,
+    places: Spread | None = None,
 ) -> torch.Tensor:
     """The readable definition; arguments and result as `sum_words`."""
+    places = places or Spread(first_word, num_words, num_words)
     part = words[block_ids.long(), first_word : first_word + num_words]
-    place = torch.arange(first_word, first_word + num_words, device=words.device)
+    index = torch.arange(num_words, device=words.device)
+    place = places.first + index // places.run * places.stride + index % places.run
     key = place * KEY_STEP & _LOW
     low = (part & _LOW) + key & _LOW
     high = (part >> 32 & _LOW) + (key ^ OTHER_KEY) & _LOW
     return (low * high + part).sum(1)  # int64 wraps
 
 
-def sum_words(words: torch.Tensor, block_ids: torch.Tensor, first_word: int, num_words: int) -> torch.Tensor:
+def sum_words(
+    words: torch.Tensor,
+    block_ids: torch.Tensor,
+    first_word: int,
+    num_words: int,
+    places: Spread | None = None,
+) -> torch.Tensor:
     """Return the sums [num_ids] int64 of words [first_word, first_word + num_words) of blocks.
 
     Args:
         words: [num_blocks, block_words] int64, contiguous; fewer than 2^31 words a block.
         block_ids: [num_ids] int32 on the same device; within `words`, which is not checked.
+        places: Of these words in the whole block, in words; None: they are where they lie in `words`.
 
     Raises:
         ValueError: a shape or dtype that the kernel does not take.
@@ -54,6 +72,7 @@ def sum_words(words: torch.Tensor, block_ids: torch.Tensor, first_word: int, num
         raise ValueError("block_ids must be [num_ids] int32")
     if not (0 <= first_word < first_word + num_words <= words.shape[1] < 2**31):
         raise ValueError(f"words {first_word} to {first_word + num_words} are not in a block")
+    places = places or Spread(first_word, num_words, num_words)
     sums = torch.zeros(len(block_ids), dtype=torch.int64, device=words.device)
     if len(block_ids):
         grid = (len(block_ids), triton.cdiv(num_words, TILE_WORDS))
@@ -64,6 +83,10 @@ def sum_words(words: torch.Tensor, block_ids: torch.Tensor, first_word: int, num
             words.shape[1],
             first_word,
             num_words,
+            places.first,
+            places.run,
+            places.stride,
+            SPREAD=places.run < num_words,
             STEP=KEY_STEP,
             OTHER=OTHER_KEY,
             TILE=TILE_WORDS,
@@ -80,6 +103,10 @@ def _sum_tile(
     block_words,
     first_word,
     num_words,
+    first_place,
+    run,
+    stride,
+    SPREAD: tl.constexpr,  # otherwise one run, and nothing is divided
     STEP: tl.constexpr,
     OTHER: tl.constexpr,
     TILE: tl.constexpr,
@@ -88,8 +115,10 @@ def _sum_tile(
     block = tl.load(block_ids + item).to(tl.int64)
     offset = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = offset < num_words
-    place = first_word + offset
-    word = tl.load(words + block * block_words + place, mask=inside, other=0)
+    place = first_place + offset
+    if SPREAD:
+        place = first_place + offset // run * stride + offset % run
+    word = tl.load(words + block * block_words + first_word + offset, mask=inside, other=0)
     key = place.to(tl.uint32) * STEP
     low = word.to(tl.uint32) + key
     high = (word >> 32).to(tl.uint32) + (key ^ OTHER)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from base.checksum import checksum, checksum_of_kind
+from base.checksum import CHECKSUM_KIND, DEVICE_CHECKSUM_KIND, checksum, sum_of_words
 from base.clock import SystemClock
 from base.errors import LostError, TransferFailedError
-from base.kv_layout import KvLayout, KvPart, part_runs
+from base.kv_layout import KvLayout, KvPart, part_runs, spread
+from engine.kernels.sum_words import sum_words_definition
 from kvstore.client import Stripes
 from kvstore.eviction import BY_NAME
 from kvstore.pool import HostPool
@@ -67,7 +68,7 @@ async def running_store(agent, num_blocks=8):
 
 
 @asynccontextmanager
-async def one_node(group, sum_of=checksum):
+async def one_node(group, kind=CHECKSUM_KIND):
     """A node whose ranks have random KV, its store and what is between them."""
     node = RankedNode(*GROUPS[group])
     async with node.running("node"), running_store(node.agents[0]) as store:
@@ -75,7 +76,7 @@ async def one_node(group, sum_of=checksum):
         node.whole = torch.randn(NUM_BLOCKS, *LAYOUT.block_shape)
         for part, cache in zip(node.parts, node.caches, strict=True):
             cache.tensor.copy_(node.of(node.whole, part))
-        node.mover = ShardMover(node.kv, store, node.agents[0].descriptor, sum_of)
+        node.mover = ShardMover(node.kv, store, node.agents[0].descriptor, kind)
         yield node
 
 
@@ -135,23 +136,38 @@ async def test_any_ranks_read_what_any_ranks_stored(saver, loader):
         await node.mover.save(CHAIN, SAVED, 0, "")
         other = RankedNode(*GROUPS[loader])
         async with other.running("other"):
-            mover = ShardMover(other.kv, node.store, node.agents[0].descriptor, checksum)
+            mover = ShardMover(other.kv, node.store, node.agents[0].descriptor, CHECKSUM_KIND)
             assert await mover.load(CHAIN, SAVED, 0, None) == 4
             assert has(other, SAVED, node.whole[SAVED])
 
 
-async def test_the_checksums_are_of_the_nodes_kind():
-    sum_of = checksum_of_kind("sum-words")
-    async with one_node("1", sum_of) as node:
-        (shard,) = node.kv.shards
+def sum_as_gpus_do(node):
+    """Let the shards take their sums as GPUs do: by the places of their words in whole blocks."""
+    for shard, cache in zip(node.kv.shards, node.caches, strict=True):
 
-        async def sums(block_ids, part):
-            return [sum_of(node.caches[0].block_bytes_view(block_id)) for block_id in block_ids]
+        async def sums(block_ids, part, cache=cache, own=shard.part):
+            words = cache.tensor.view(NUM_BLOCKS, -1).view(torch.int64)
+            assert part == own
+            places = spread(LAYOUT, part).of_words(8)
+            found = sum_words_definition(words, torch.tensor(block_ids), 0, words.shape[1], places)
+            return [value & (1 << 64) - 1 for value in found.tolist()]
 
         shard.sums = sums
+
+
+@pytest.mark.parametrize("group", GROUPS)
+async def test_sums_that_ranks_take_as_gpus_do_add_up_to_a_blocks(group):
+    async with one_node(group, DEVICE_CHECKSUM_KIND) as node:
+        sum_as_gpus_do(node)
         assert await node.mover.save(CHAIN, SAVED, 0, "") == 4
-        assert node.store.pool.checksum(CHAIN[0]) == sum_of(view(node.store, CHAIN[0]))
+        for block_hash in CHAIN:
+            assert node.store.pool.checksum(block_hash) == sum_of_words(view(node.store, block_hash))
+        forget(node)
         assert await node.mover.load(CHAIN, SAVED, 0, None) == 4
+        assert has(node, SAVED, node.whole[SAVED])
+        view(node.store, CHAIN[2])[random.randrange(LAYOUT.block_bytes)] ^= 4
+        assert await node.mover.load(CHAIN, SAVED, 0, None) == 2
+        assert (node.store.num_damaged, await node.mover.match(CHAIN)) == (1, 2)
 
 
 async def test_only_what_is_missing_is_written_and_only_whole_chains():
@@ -180,7 +196,7 @@ def troubled(node, rank, after):
     shards = list(node.kv.shards)
     shards[rank] = TroubledShard(shards[rank], after)
     kv = NodeKv(LAYOUT, tuple(shards))
-    return ShardMover(kv, node.store, node.agents[0].descriptor, checksum)
+    return ShardMover(kv, node.store, node.agents[0].descriptor, CHECKSUM_KIND)
 
 
 @pytest.mark.parametrize("damaged", range(4))
@@ -281,6 +297,9 @@ def test_parts_that_are_put_where_their_runs_say_are_the_whole(seed):
     for part in random_parts(rng, layout):
         own = part_bytes(memoryview(block), layout, part)
         assert len(own) == part.of(layout).block_bytes
+        lies, index = spread(layout, part), np.arange(len(own))
+        places = lies.first + index // lies.run * lies.stride + index % lies.run
+        assert np.array_equal(np.frombuffer(block, np.uint8)[places], np.frombuffer(own, np.uint8))
         runs = part_runs(layout, part, part, everything)
         for source, target in zip(runs.source_offsets, runs.target_offsets, strict=True):
             built[target : target + runs.length] = np.frombuffer(own, np.uint8)[source : source + runs.length]

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from base.kv_layout import Spread
 from engine.kernels.sum_words import TILE_WORDS, sum_words, sum_words_definition
 from tests.engine.kernels.paged import DEVICE
 
@@ -33,6 +34,31 @@ def test_kernel_and_definition_agree_and_a_block_is_the_sum_of_its_parts(
     middle = min(block_words - 1, max(1, int(cut * block_words)))
     parts = sum_words(words, ids, 0, middle) + sum_words(words, ids, middle, block_words - middle)
     assert torch.equal(whole, parts)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    runs=st.integers(1, 70),
+    widths=st.lists(st.integers(1, 130), min_size=1, max_size=4),
+    seed=st.integers(0, 2**20),
+)
+def test_the_sums_of_parts_that_lie_spread_add_up_to_the_whole(
+    runs: int, widths: list[int], seed: int
+) -> None:
+    """Each part has a few words of each run, as a rank has some of the heads of each token."""
+    stride = sum(widths)
+    words = random_words(2, runs * stride, seed)
+    ids = torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
+    total = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    first = 0
+    for width in widths:
+        part = words.view(2, runs, stride)[:, :, first : first + width].reshape(2, -1).contiguous()
+        places = Spread(first, width, stride)
+        found = sum_words(part, ids, 0, runs * width, places)
+        assert torch.equal(found, sum_words_definition(part, ids, 0, runs * width, places))
+        total += found
+        first += width
+    assert torch.equal(total, sum_words(words, ids, 0, runs * stride))
 
 
 @settings(max_examples=200, deadline=None)
