@@ -12,8 +12,9 @@ The measured profile of a round is fitted to the decision log of the round befor
 to the round itself, which differs by what the machine did meanwhile. With each the round is simulated
 from its arrivals alone. Prompts are 20 to 800 tokens, a third of them going on from an earlier one;
 outputs 4 to 24, or 16 to 48 where nodes are real: a request's mean gap is of as many steps, and of few
-the machine's noise is all there is in the highest. A round in which other work on the machine took more than
-`--others` of its processors is run again, whatever came of it.
+the machine's noise is all there is in the highest. A time in which there was always a request, and other
+work on the machine took more than `--others` of its processors, is left out with its requests and
+steps, whatever came of it; all of the round is simulated, for the caches.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
 import random
-import resource
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -36,6 +36,7 @@ import grpc
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig, ServerConfig
 from bench.about_run import about_run
+from bench.others import OthersWatch
 from bench.predict import ask, prompts, wait_for_nodes
 from bench.profile_log import profile_from_run
 from bench.profile_steps import profile_from_steps
@@ -49,6 +50,7 @@ from conductor.replay.conformance import (
     read_run,
     simulated,
 )
+from conductor.replay.outcome import Outcomes
 from conductor.replay.report import aligned
 from deploy.api_client import read_json
 from deploy.local import local_cluster
@@ -56,6 +58,7 @@ from deploy.plan import PreparedModel
 from engine.model_store import prepare
 from protos.inference_pb2_grpc import InferenceStub
 
+BLOCK_SIZE = 32
 CACHE_DIR = Path("~/.cache/conductor-cluster")
 NODES = 2
 """Of each role, where they are stubs; one of each, where they are real."""
@@ -108,7 +111,7 @@ def engine_run(log: Path, count: int, rate: float, seed: int) -> None:
     """Serve a load by one prefill and one decode node of SmolLM2; leave its log and their timelines."""
     prepared = prepare("smollm2", CACHE_DIR, lambda line: None)
     model = PreparedModel(str(prepared.path), prepared.model_id, prepared.name)
-    pool = PoolConfig(engine=EngineConfig(block_size=32, kv_cache_gib=0.75, threads=1))
+    pool = PoolConfig(engine=EngineConfig(block_size=BLOCK_SIZE, kv_cache_gib=0.75, threads=1))
     config = ClusterConfig(
         server=ServerConfig(http_port=0, grpc_port=0),
         prefill=pool,
@@ -131,40 +134,55 @@ def timelines_of(log: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A round that was run live, and the profile fitted to it."""
+    """A round that was run live."""
 
     live: LiveRun
+    kept: frozenset[int]
+    """Of the served requests, those whose busy period was undisturbed."""
     profile: Profile
-    others_share: float
-    """Of the processors' time, that other work on the machine took."""
+    """Fitted to it; of real nodes, to the undisturbed steps."""
 
 
 def recorded(folder: Path, number: int, arguments: argparse.Namespace) -> Recorded:
-    """Run a round live, again as long as other work takes more of the machine than is allowed."""
+    """Run a round live, again while fewer than half of its requests were undisturbed."""
     run = engine_run if arguments.engine else stub_run
     for attempt in itertools.count():
         log = folder / f"round-{number}-{attempt}.jsonl"
-        others_s, began_s = _others_s(), time.monotonic()
-        run(log, arguments.requests, arguments.rate, number)
-        share = (_others_s() - others_s) / (time.monotonic() - began_s) / (os.cpu_count() or 1)
-        if share <= arguments.others:
+        with OthersWatch() as others:
+            run(log, arguments.requests, arguments.rate, number)
+        live = read_run(log)
+        periods = busy_periods(live)
+        quiet = [period for period in periods if others.share(*period) <= arguments.others]
+        kept = frozenset(
+            at for at, request in enumerate(live.served) if _is_in(request.made.arrived_at_s, quiet)
+        )
+        print(f"round {number}: {len(kept)} of {len(live.served)} requests were undisturbed", flush=True)
+        if 2 * len(kept) >= len(live.served):
             break
-        print(f"round {number} again: other work took {share:.0%} of the processors", flush=True)
-    live = read_run(log)
     if arguments.engine:
-        profile = profile_from_steps(live, timelines_of(log), f"round {number}")
+        timelines, name = timelines_of(log), f"round {number}"
+        profile = profile_from_steps(live, timelines, name, lambda step: _is_in(step.began_s, quiet))
     else:
         profile = profile_from_run(live, f"round {number}")
-    return Recorded(live, profile, share)
+    return Recorded(live, kept, profile)
 
 
-def _others_s() -> float:
-    """Return the seconds that processors worked so far, but for this process and its ended children."""
-    with open("/proc/stat") as file:
-        user, nice, system, _, _, irq, softirq = map(int, file.readline().split()[1:8])
-    own = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    own_s = sum(used.ru_utime + used.ru_stime for used in own)
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK") - own_s
+def busy_periods(live: LiveRun) -> list[tuple[float, float]]:
+    """Return from when to when there was always a request, in order."""
+    periods: list[tuple[float, float]] = []
+    for request in live.served:
+        actual, began_s = request.actual, request.made.arrived_at_s
+        ended_s = began_s + (actual.ttft_s or 0.0)
+        ended_s += (actual.mean_tbt_s or 0.0) * max(0, actual.num_output_tokens - 1)
+        if periods and began_s <= periods[-1][1]:
+            periods[-1] = (periods[-1][0], max(ended_s, periods[-1][1]))
+        else:
+            periods.append((began_s, ended_s))
+    return periods
+
+
+def _is_in(moment_s: float, periods: Sequence[tuple[float, float]]) -> bool:
+    return any(began_s <= moment_s <= ended_s for began_s, ended_s in periods)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -173,20 +191,20 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         before = recorded(Path(folder), 0, arguments).profile
         for number in range(1, arguments.rounds + 1):
             found = recorded(Path(folder), number, arguments)
-            live, own = found.live, found.profile
             rounds.append(
                 {
-                    "round_before": _errors(live, before, arguments.engine),
-                    "same_round": _errors(live, own, arguments.engine),
-                    "others_share": found.others_share,
-                    "decisions": len(live.decisions),
-                    "decisions_made_again_alike": num_made_alike(live),
+                    "round_before": _errors(found, before, arguments.engine),
+                    "same_round": _errors(found, found.profile, arguments.engine),
+                    "undisturbed": len(found.kept),
+                    "decisions": len(found.live.decisions),
+                    "decisions_made_again_alike": num_made_alike(found.live),
                 }
             )
-            before = own
+            before = found.profile
     return {
         "requests": arguments.requests,
         "rate": arguments.rate,
+        "others": arguments.others,
         "nodes": "SmolLM2, 1P1D" if arguments.engine else f"stub, {NODES}P{NODES}D",
         "median_error": {
             fitted: {name: median(row[fitted][name]["error"] for row in rounds) for name in rounds[0][fitted]}
@@ -196,12 +214,26 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _errors(live: LiveRun, profile: Profile, decode_caches: bool) -> dict[str, dict[str, float]]:
-    measures = compared(live, simulated(live, profile, decode_caches).outcomes)
+def _errors(found: Recorded, profile: Profile, decode_caches: bool) -> dict[str, dict[str, float]]:
+    """Simulate all of a round; return how its undisturbed requests compare."""
+    outcomes = simulated(found.live, profile, decode_caches).outcomes
+    live = replace(found.live, served=[found.live.served[at] for at in sorted(found.kept)])
+    measures = compared(live, _only(outcomes, found.kept))
     print(f"{profile.name}\n{aligned(comparison_rows(live, measures))}", flush=True)
     return {
         each.name: {"live": each.live, "simulated": each.simulated, "error": each.error} for each in measures
     }
+
+
+def _only(outcomes: Outcomes, numbers: frozenset[int]) -> Outcomes:
+    """Return what `compared` reads of some requests."""
+    chosen = Outcomes(BLOCK_SIZE)
+    for at, number in enumerate(outcomes.number):
+        if number in numbers:
+            chosen.ttft_s.append(outcomes.ttft_s[at])
+            chosen.mean_tbt_s.append(outcomes.mean_tbt_s[at])
+            chosen.prefix_tokens.append(outcomes.prefix_tokens[at])
+    return chosen
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -103,16 +103,20 @@ def _found(name: str, prompts: dict[RequestId, LiveRequest]) -> int:
     return request.cached_tokens if name.endswith(PREFILL_SUFFIX) else request.made.asked.num_tokens
 
 
-def profile_from_steps(run: LiveRun, timelines: Path, name: str) -> Profile:
+def profile_from_steps(
+    run: LiveRun, timelines: Path, name: str, is_wanted: Callable[[LiveStep], bool] = lambda step: True
+) -> Profile:
     """Return the conductor's own profile with steps, hand-off and KV blocks as they were measured.
 
     Args:
         timelines: The folder of the nodes' timelines.
+        is_wanted: Which steps to fit.
 
     Raises:
         ConfigError: too few steps were taken.
     """
-    steps = [step for timeline in sorted(timelines.glob("*.json")) for step in steps_of(run, timeline)]
+    files = sorted(timelines.glob("*.json"))
+    steps = [step for file in files for step in steps_of(run, file) if is_wanted(step)]
     chunked = [step for step in steps if step.chunk_tokens]
     decoding = [step for step in steps if not step.chunk_tokens]
     if min(len(chunked), len(decoding)) < FEWEST:

@@ -6,6 +6,7 @@ machine's noise is in it. `python -m bench.conformance` does the same over socke
 
 import asyncio
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from base.errors import ConfigError
 from base.request import Request, RequestId, SamplingParams, Slo, StopParams
 from base.timeline import Timeline
+from bench.conformance import busy_periods
 from bench.profile_log import profile_from_run
 from bench.profile_steps import profile_from_steps
 from conductor.cost_model import CostModel
@@ -197,3 +199,17 @@ def test_timelines_without_steps_are_refused(live_log, tmp_path) -> None:
     (tmp_path / "n.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"n\.json: no timeline"):
         profile_from_steps(read_run(live_log), tmp_path, "none")
+
+
+def test_busy_periods_are_apart_and_every_request_is_in_one_with_its_last_token(live_log) -> None:
+    live = read_run(live_log)
+    sparse = dataclasses.replace(live, served=live.served[::10])
+    for run_ in (live, sparse):
+        periods = busy_periods(run_)
+        assert all(before[1] < after[0] for before, after in itertools.pairwise(periods))
+        for request in run_.served:
+            began_s = request.made.arrived_at_s
+            ended_s = began_s + request.actual.ttft_s
+            ended_s += request.actual.mean_tbt_s * (request.actual.num_output_tokens - 1)
+            assert any(first <= began_s and ended_s <= last for first, last in periods)
+    assert len(busy_periods(sparse)) > len(busy_periods(live))
