@@ -6,6 +6,7 @@ field, for what our own values could not hold.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -47,6 +48,8 @@ from protos import nodes_pb2 as pb
 from protos import transfer_pb2 as transfer_pb
 
 T = TypeVar("T")
+
+TOKEN_ID_BYTES = 4
 
 _OPERATIONS = {
     Operation.READ: transfer_pb.OPERATION_READ,
@@ -167,7 +170,7 @@ def _work_to(work: Work) -> pb.Work:
     sampling = work.sampling
     return pb.Work(
         request_id=work.request_id,
-        token_ids=work.token_ids,
+        token_ids=array("I", work.token_ids).tobytes(),
         num_prompt_tokens=work.num_prompt_tokens,
         chain_root=work.chain_root,
         sampling=pb.SamplingParams(
@@ -194,16 +197,19 @@ def _work_to(work: Work) -> pb.Work:
 
 
 def _work_from(message: pb.Work) -> Work:
+    if len(message.token_ids) % TOKEN_ID_BYTES:
+        raise ProtocolError(f"work.token_ids: {len(message.token_ids)} bytes")
+    token_ids = tuple(array("I", message.token_ids))
     if len(message.chain_root) != HASH_BYTES:
         raise ProtocolError(f"work.chain_root: {len(message.chain_root)} bytes, not {HASH_BYTES}")
-    if not 1 <= message.num_prompt_tokens <= len(message.token_ids):
+    if not 1 <= message.num_prompt_tokens <= len(token_ids):
         raise ProtocolError(f"work.num_prompt_tokens: {message.num_prompt_tokens}")
     if message.stop.max_tokens < 1:
         raise ProtocolError("work.stop.max_tokens: less than 1")
     sampling = message.sampling
     return Work(
         request_id=RequestId(message.request_id),
-        token_ids=tuple(message.token_ids),
+        token_ids=token_ids,
         num_prompt_tokens=message.num_prompt_tokens,
         chain_root=BlockHash(message.chain_root),
         sampling=SamplingParams(

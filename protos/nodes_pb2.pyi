@@ -178,7 +178,7 @@ class Work(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: bytes
     num_prompt_tokens: int
     chain_root: bytes
     sampling: SamplingParams
@@ -187,7 +187,7 @@ class Work(_message.Message):
     priority: int
     deadline_s: float
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., chain_root: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopParams, _Mapping]] = ..., num_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., chain_root: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopParams, _Mapping]] = ..., num_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("work",)

@@ -143,9 +143,16 @@ def test_failures_come_after_the_tokens_of_the_same_message():
     assert from_node_from(from_node(items)) == items[::-1]
 
 
+def test_token_ids_travel_as_the_proto_file_says():
+    (work,) = to_node_from(work_message())
+    assert work.work.token_ids == (1, 2)
+    packed = to_node([work]).reserve[0].work.token_ids
+    assert packed == work_message().reserve[0].work.token_ids
+
+
 def work_message(**change):
     work = {
-        "token_ids": [1, 2],
+        "token_ids": (1).to_bytes(4, "little") + (2).to_bytes(4, "little"),
         "num_prompt_tokens": 2,
         "chain_root": bytes(16),
         "stop": pb.StopParams(max_tokens=1),
@@ -159,6 +166,7 @@ def work_message(**change):
         (work_message(chain_root=bytes(15)), "chain_root"),
         (work_message(num_prompt_tokens=3), "num_prompt_tokens"),
         (work_message(num_prompt_tokens=0), "num_prompt_tokens"),
+        (work_message(token_ids=bytes(7)), "token_ids"),
         (work_message(stop=pb.StopParams()), "max_tokens"),
     ],
 )
