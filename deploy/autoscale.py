@@ -20,6 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -106,9 +107,9 @@ def last_of_log(path: Path, last_s: float) -> Iterator[str]:
         older = path.with_name(f"{path.name}.1")
         files = [older.read_text().splitlines(), *files] if older.exists() else files
         parsed = [[json.loads(line) for line in lines] for lines in files]
-        if len(parsed) == 2 and _arrivals(parsed[0]) > _arrivals(parsed[1], first=True):
+        if len(parsed) == 2 and not _goes_on(*parsed):
             del parsed[0]
-        since_s = _arrivals(parsed[-1]) - last_s
+        since_s = max(at_s for rows in parsed for at_s in _arrivals(rows)) - last_s
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path}: {error}: is scheduler.decision_log set, and was anything asked?"
@@ -122,9 +123,19 @@ def last_of_log(path: Path, last_s: float) -> Iterator[str]:
             yield json.dumps(row)
 
 
-def _arrivals(rows: list[dict[str, Any]], first: bool = False) -> float:
-    found = [float(row["arrived_at_s"]) for row in rows[1:] if row["kind"] == "decision"]
-    return min(found) if first else max(found)
+def _goes_on(older: list[dict[str, Any]], newer: list[dict[str, Any]]) -> bool:
+    """Return whether a file may be of the same start as the one that was renamed before it.
+
+    One that begins with how a request ended has the decision in the other, and one that has just begun may
+    have none of its own yet.
+    """
+    if len(newer) < 2 or newer[1]["kind"] != "decision":
+        return True
+    return max(_arrivals(older), default=-inf) <= min(_arrivals(newer))
+
+
+def _arrivals(rows: list[dict[str, Any]]) -> list[float]:
+    return [float(row["arrived_at_s"]) for row in rows[1:] if row["kind"] == "decision"]
 
 
 def replayed_share(trace: Path, config: ClusterConfig, sizes: Sizes) -> float:

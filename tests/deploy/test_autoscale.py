@@ -78,9 +78,20 @@ def test_the_last_hour_is_what_arrived_in_it_with_its_outcomes(tmp_path):
 
 
 def test_the_hour_may_have_begun_in_the_file_before(tmp_path):
-    write_log(tmp_path / "log", [0.0, 100.0, 200.0], max_bytes=3000)
+    write_log(tmp_path / "two", [0.0, 100.0])
+    two_requests = (tmp_path / "two").stat().st_size
+    write_log(tmp_path / "log", [0.0, 100.0, 200.0], max_bytes=two_requests)
     assert (tmp_path / "log.1").exists()
     assert len(kept(tmp_path / "log", 3600.0)[0]) > len(kept(tmp_path / "log", 1.0)[0])
+
+
+@pytest.mark.parametrize("num_rows", range(2, 8))
+def test_a_request_may_end_in_the_file_after_the_one_where_it_was_decided(tmp_path, num_rows):
+    write_log(tmp_path / "whole", [0.0, 100.0, 200.0])
+    header, *rows = (tmp_path / "whole").read_text().splitlines()
+    (tmp_path / "log.1").write_text("\n".join([header, *rows[: num_rows - 1]]))
+    (tmp_path / "log").write_text("\n".join([header, *rows[num_rows - 1 :]]))
+    assert kept(tmp_path / "log", 3600.0) == kept(tmp_path / "whole", 3600.0)
 
 
 def test_a_file_of_another_start_is_left_out(tmp_path):
