@@ -85,9 +85,12 @@ class AskedNode:
         self.lender.tasks.end_all()
         await self.lender.tasks.idle()
 
-    def forget(self):
-        """Evict all that the engine's cache has."""
+    async def forget(self):
+        """Evict all that the engine's cache has, once steps that end and saves hold nothing of it."""
         pool = self.engine.pool
+        async with asyncio.timeout(PATIENCE_S):
+            while pool.num_held:
+                await asyncio.sleep(0)
         pool.release(pool.allocate(pool.num_blocks))
 
     def check_nothing_is_held(self):

@@ -30,20 +30,21 @@ async def test_a_prefix_comes_from_the_store_and_from_and_to_a_node_of_one_rank(
         expected, _ = await alone.answer(PROMPT)
         assert await node.answer(PROMPT) == (expected, 0)
         chain = await node.saved(PROMPT)
-        node.forget()
+        await node.forget()
         assert await node.answer(PROMPT) == (expected, FOUND)
         assert node.beside.num_loaded == 2 * FOUND // BLOCK_SIZE
         # a record that is hurt is refused, forgotten and computed again
-        node.forget()
+        await node.forget()
         size = node.kv.layout.block_bytes
         node.store.segment.memory[node.store.pool.block_id(chain[3]) * size + 7] ^= 1
         assert await node.answer(PROMPT) == (expected, 3 * BLOCK_SIZE)
         assert node.store.num_damaged == 1
         # and another node has it from here
-        alone.forget()
+        await alone.forget()
         alone.store.delete(chain)
         assert await alone.answer(PROMPT, await node.lent(PROMPT)) == (expected, FOUND)
         await node.saved(PROMPT)
         await node.end_loans()
         for each in (node, alone):
+            await each.forget()
             each.check_nothing_is_held()
