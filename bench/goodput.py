@@ -4,10 +4,13 @@ For each shape (`1p1d`, `2p2d`, `2c` for two colocated nodes of our own; `@1024`
 the real processes are started, and an open loop of requests is sent at rising rates. At each
 rate, and for each pair of bounds on TTFT and TPOT (the mean gap of a request), the share of
 requests that meet both is counted; goodput is the highest rate at which 90 % do, between two
-tried rates in proportion. Prompts are random: no prefix is ever found. Rates stop rising
-when hardly anybody meets the widest bounds.
+tried rates in proportion. Prompts are random: no prefix is ever found. With `--trace` they are a
+trace's first, with the prefixes that they share, at the rate and cut to `--input-tokens`. Rates stop
+rising when hardly anybody meets the widest bounds.
 
     python -m bench.goodput --shapes 1p1d,2c --rates 2,3,4 --out bench/results/goodput.json
+    python -m bench.goodput --shapes 4c,2p2d --trace conversation_trace.jsonl --input-tokens 32768 \\
+        --max-model-len 40960 --bounds 2:0.01 --rates 2,3,4,5,6 --seconds 40
 
 vLLM's figures beside ours are of one H200 and the same load (8,192 in, 256 out, 0.26.0, its
 better chunk of 512 and 2,048, measured through its engine without HTTP).
@@ -21,23 +24,29 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from bench.load import run_load, warm_up
 from bench.load_report import Goodput, report
 from bench.shapes import Shape, about, limits_of, options_parser, parse_shape, running
 from bench.sse_client import Outcome, Server
-from bench.workload import gamma_arrivals, synthetic_load
+from bench.workload import LoadRequest, gamma_arrivals, synthetic_load, trace_at, trace_load
+from conductor.replay.trace import Trace
+from conductor.replay.trace_formats import read_trace
 
 ENOUGH = 0.9
 HOPELESS = 0.3
 """Share within the widest bounds below which no higher rate is tried."""
 VLLM_PER_GPU = {8.0: 1.0, 15.0: 1.7, 30.0: 2.6}
-"""Requests a second by bound on TPOT in ms, TTFT < 2 s, 8,192 in / 256 out."""
+"""Requests a second by bound on TPOT in ms, TTFT < 2 s, with this load."""
+VLLM_LOAD = {"input_tokens": 8192, "output_tokens": 256}
 KEPT = (
     "duration",
     "completed",
     "failed",
+    "total_input_tokens",
+    "cached_input_tokens",
     "output_throughput",
     "max_send_delay_ms",
     *(f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl") for kind in ("mean", "median", "p90", "p99")),
@@ -74,22 +83,28 @@ def share_within(outcomes: Sequence[Outcome], bounds: Goodput) -> float:
     return sum(not item.error and bounds.is_met_by(item) for item in outcomes) / len(outcomes)
 
 
+def load_at(rate: float, num_requests: int, input_tokens: int, output_tokens: int) -> list[LoadRequest]:
+    """Return random prompts of one length with Poisson arrivals, the same for the same rate."""
+    rng = random.Random(rate)
+    times_s = gamma_arrivals(rate, 1.0, rng)
+    return list(synthetic_load(num_requests, times_s, input_tokens, output_tokens, 0, rng))
+
+
+def copy_of(rate: float) -> int:
+    """Return the trace's copy that is sent at a rate, which no other tried rate has."""
+    return round(100 * rate)
+
+
 async def try_rate(
-    server: Server, rate: float, options: argparse.Namespace, bounds: Sequence[Goodput]
+    server: Server, rate: float, options: argparse.Namespace, trace: Trace | None, bounds: Sequence[Goodput]
 ) -> Tried:
     """Send the load at one rate and wait for all answers."""
-    rng = random.Random(rate)
     num_requests = max(options.min_requests, round(rate * options.seconds))
-    load = list(
-        synthetic_load(
-            num_requests,
-            gamma_arrivals(rate, 1.0, rng),
-            options.input_tokens,
-            options.output_tokens,
-            0,
-            rng,
-        )
-    )
+    if trace is None:
+        load = load_at(rate, num_requests, options.input_tokens, options.output_tokens)
+    else:
+        cut = trace_at(trace, rate, num_requests, options.input_tokens, copy_of(rate))
+        load = list(trace_load(cut, 1.0, None, None))
     run = await run_load(server, load, None, lambda answered: None)
     told = report(run, None, {})
     shares = tuple(share_within(run.outcomes, pair) for pair in bounds)
@@ -99,12 +114,13 @@ async def try_rate(
 async def try_rates(url: str, options: argparse.Namespace, bounds: Sequence[Goodput]) -> list[Tried]:
     """Send rising rates until hardly anybody is served within the widest bounds."""
     server = Server(url, options.model)
+    trace = read_trace(options.trace) if options.trace else None
     # Long and short ones: every kernel that the load needs is compiled before it is timed.
     await warm_up(server, 2, options.input_tokens)
     await warm_up(server, 2, 200)
     tried = []
     for rate in options.rates:
-        tried.append(await try_rate(server, rate, options, bounds))
+        tried.append(await try_rate(server, rate, options, trace, bounds))
         print(line(tried[-1], bounds), flush=True)
         if max(tried[-1].shares) < HOPELESS:
             break
@@ -141,14 +157,15 @@ def measure(shape: Shape, options: argparse.Namespace, bounds: Sequence[Goodput]
     }
 
 
-def table(results: Sequence[dict[str, Any]], bounds: Sequence[Goodput]) -> str:
-    """Return goodput by shape and bounds, and what as many vLLM GPUs do."""
+def table(results: Sequence[dict[str, Any]], bounds: Sequence[Goodput], with_vllm: bool) -> str:
+    """Return goodput by shape and bounds, and what a GPU of vLLM does of the load it was measured with."""
     heads = [f"{pair.ttft_s:g} s/{1e3 * pair.tbt_s:g} ms" for pair in bounds]
     lines = [f"{'goodput, req/s':22}" + "".join(f"{head:>14}" for head in heads)]
     for result in results:
         lines.append(f"{result['shape']:22}" + "".join(f"{value:14.2f}" for value in result["goodput"]))
-    known = [VLLM_PER_GPU.get(round(1e3 * pair.tbt_s, 3), float("nan")) for pair in bounds]
-    lines.append(f"{'a GPU of vLLM 0.26.0':22}" + "".join(f"{value:14.2f}" for value in known))
+    if with_vllm:
+        known = [VLLM_PER_GPU.get(round(1e3 * pair.tbt_s, 3), float("nan")) for pair in bounds]
+        lines.append(f"{'a GPU of vLLM 0.26.0':22}" + "".join(f"{value:14.2f}" for value in known))
     return "\n".join(lines)
 
 
@@ -166,20 +183,23 @@ def make_parser() -> argparse.ArgumentParser:
     add("--bounds", type=parse_bounds, default=parse_bounds("2:0.008,2:0.015,2:0.03"))
     add("--seconds", type=float, default=20.0, help="of arrivals at each rate")
     add("--min-requests", type=int, default=30, help="at each rate")
-    add("--input-tokens", type=int, default=8192)
+    add("--input-tokens", type=int, default=8192, help="of each prompt; with a trace: the most")
     add("--output-tokens", type=int, default=256)
+    add("--trace", type=Path, help="its arrivals, lengths and shared prefixes, instead of random prompts")
     return parser
 
 
 def main() -> None:
     options = make_parser().parse_args()
     load = {"input_tokens": options.input_tokens, "output_tokens": options.output_tokens}
+    if options.trace:
+        load["trace"] = options.trace.name
     told: dict[str, Any] = {"model": options.model, **load, **about(options.commit)}
     told["bounds"] = [{"ttft_s": pair.ttft_s, "tpot_s": pair.tbt_s} for pair in options.bounds]
     results: list[dict[str, Any]] = []
     for shape in map(parse_shape, options.shapes.split(",")):
         results.append(measure(shape, options, options.bounds))
-        print(table(results, options.bounds), flush=True)
+        print(table(results, options.bounds, load == VLLM_LOAD), flush=True)
         if options.out:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps({**told, "shapes": results}, indent=1) + "\n")

@@ -11,32 +11,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.goodput import goodput
+from bench.goodput import copy_of, goodput, load_at
 from bench.shapes import Shape, parse_shape
-from bench.workload import gamma_arrivals, synthetic_load
+from bench.workload import trace_at
 from conductor.cost_model import CostModel
 from conductor.profile import Profile, load_profile
 from conductor.replay.cluster import ClusterOptions
 from conductor.replay.outcome import Outcomes
 from conductor.replay.simulate import Plan, simulate, simulate_colocated
 from conductor.replay.trace import Trace, TraceRequest
+from conductor.replay.trace_formats import read_trace
 
 BLOCK_TOKENS = 64
 
 
-def trace_of(told: dict[str, Any], rate: float, num_requests: int) -> Trace:
-    """Return the load of `bench.goodput.try_rate`, as a trace whose prompts share nothing."""
-    rng = random.Random(rate)
+def trace_of(told: dict[str, Any], rate: float, num_requests: int, trace: Trace | None) -> Trace:
+    """Return the load of `bench.goodput.try_rate`: of a trace, or one whose prompts share nothing."""
+    if trace is not None:
+        return trace_at(trace, rate, num_requests, told["input_tokens"], copy_of(rate))
     input_tokens, output_tokens = told["input_tokens"], told["output_tokens"]
-    times_s = gamma_arrivals(rate, 1.0, rng)
-    load = list(synthetic_load(num_requests, times_s, input_tokens, output_tokens, 0, rng))
     num_blocks = -(-input_tokens // BLOCK_TOKENS)
     rows = [
         TraceRequest(
@@ -45,23 +44,26 @@ def trace_of(told: dict[str, Any], rate: float, num_requests: int) -> Trace:
             output_tokens,
             range(number * num_blocks, (number + 1) * num_blocks),
         )
-        for number, item in enumerate(load)
+        for number, item in enumerate(load_at(rate, num_requests, input_tokens, output_tokens))
     ]
     return Trace("load", BLOCK_TOKENS, rows)
 
 
 def replayed(shape: Shape, trace: Trace, profile: Profile) -> Outcomes:
-    options = ClusterOptions(shape.prefill, shape.decode, BLOCK_TOKENS, chunk_tokens=shape.chunk_tokens)
+    options = ClusterOptions(shape.prefill, shape.decode, trace.block_size, chunk_tokens=shape.chunk_tokens)
     plan = Plan(trace, CostModel(profile), options)
     if shape.decode:
         return simulate(plan).outcomes
     return simulate_colocated(plan).outcomes
 
 
-def compared(told: dict[str, Any], tried: dict[str, Any], shape: Shape, profile: Profile) -> dict[str, Any]:
+def compared(
+    told: dict[str, Any], tried: dict[str, Any], shape: Shape, profile: Profile, trace: Trace | None
+) -> dict[str, Any]:
     """Return one rate's figures, (measured, replayed) of each, and the shares within each pair of bounds."""
     figures = tried["figures"]
-    outcomes = replayed(shape, trace_of(told, tried["rate"], figures["completed"]), profile)
+    num_requests = figures["completed"] + figures["failed"]
+    outcomes = replayed(shape, trace_of(told, tried["rate"], num_requests, trace), profile)
     ttft_ms = sorted(1e3 * value for value in outcomes.ttft_s)
     tpot_ms = sorted(1e3 * value for value in outcomes.mean_tbt_s)
     pairs = list(zip(outcomes.ttft_s, outcomes.mean_tbt_s, strict=True))
@@ -96,14 +98,18 @@ def main() -> None:
     )
     parser.add_argument("result", type=Path, help="of bench.goodput")
     parser.add_argument("--profile", default="h200-llama8b")
+    parser.add_argument("--trace", type=Path, help="what the result was measured with")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     told = json.loads(options.result.read_text())
+    trace = read_trace(options.trace) if options.trace else None
+    if (options.trace.name if options.trace else None) != told.get("trace"):
+        raise SystemExit(f"--trace: {options.result} is of {told.get('trace') or 'random prompts'}")
     profile = load_profile(options.profile)
     rows = []
     for measured in told["shapes"]:
         shape = parse_shape(measured["shape"])
-        found = [compared(told, tried, shape, profile) for tried in measured["tried"]]
+        found = [compared(told, tried, shape, profile, trace) for tried in measured["tried"]]
         rows += found
         for row in found:
             cells = "  ".join(

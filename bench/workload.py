@@ -20,6 +20,9 @@ TOKEN_IDS = range(1000, 20000)
 """Ordinary tokens of every vocabulary in use: special ones have the lowest or highest ids."""
 
 
+TICK_S = 3.0
+
+
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
     """One request to send."""
@@ -90,6 +93,37 @@ def sessions(load: Iterator[LoadRequest], turns: int, think_s: float, rng: Rando
             turn = LoadRequest(think_s, prompt, first.output_tokens, turn)
         assert turn is not None
         yield replace(turn, at_s=first.at_s)
+
+
+def trace_at(trace: Trace, rate: float, num_requests: int, max_tokens: int, copy: int) -> Trace:
+    """Return a trace's first requests at `rate` a second in the mean.
+
+    Arrivals are spread within `TICK_S`, in which the public conversation trace counts: its users did
+    not ask ten at a time.
+
+    Args:
+        max_tokens: Longer prompts are cut to it.
+        copy: Of another number no prompt shares a prefix: no cache of an earlier run helps.
+
+    Raises:
+        ValueError: the trace has sessions, whose later turns come when they come.
+    """
+    first = trace.requests[:num_requests]
+    if any(row.next_turn is not None for row in first):
+        raise ValueError(f"{trace.name}: a trace of sessions has no rate; give one without session_id")
+    offset = copy * (1 + max((block for row in first for block in row.chain), default=0))
+    num_blocks = -(-max_tokens // trace.block_size)
+    cut = [
+        row._replace(
+            num_tokens=min(row.num_tokens, max_tokens),
+            chain=tuple(block + offset for block in row.chain[:num_blocks]),
+        )
+        for row in first
+    ]
+    span_s = TICK_S + first[-1].arrival_s - first[0].arrival_s
+    speed = rate * span_s / len(first)
+    rows = arrivals(replace(trace, requests=cut), speed, scale=1, jitter_s=TICK_S, limit=None, seed=copy)
+    return replace(trace, requests=list(rows))
 
 
 def trace_load(

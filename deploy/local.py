@@ -11,11 +11,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from base.clock import SystemClock
 from base.config import ClusterConfig
+from base.errors import ConfigError
 from deploy.api_client import read_json
 from deploy.plan import PreparedModel, conductor_processes, node_environment, planned_nodes
 from deploy.supervisor import ProcessSpec, Supervisor
@@ -68,6 +70,7 @@ def local_cluster(config: ClusterConfig, model: PreparedModel, folder: Path) -> 
 
     Raises:
         RuntimeError: a process did not become ready; the message holds its log's end.
+        ConfigError: CUDA_VISIBLE_DEVICES names fewer GPUs than the nodes want.
     """
     with ExitStack() as running:
 
@@ -89,16 +92,27 @@ def local_cluster(config: ClusterConfig, model: PreparedModel, folder: Path) -> 
         }
         ready = {name: conductor.wait_ready() for name, conductor in processes.items()}
         addresses = tuple(f"127.0.0.1:{told['attach_port']}" for told in ready.values())
-        num_gpus = 0
+        gpus = _visible_gpus()
         for node in planned_nodes(config, model, addresses, os.cpu_count() or 1):
             environment = node_environment(node.process.engine.threads)
             if node.room.gpus:
-                gpus = range(num_gpus, num_gpus + node.room.gpus)
-                environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-                num_gpus += node.room.gpus
+                environment["CUDA_VISIBLE_DEVICES"] = _taken(gpus, node.room.gpus)
             processes[node.process.node_id] = start(
                 node.process.node_id, "deploy.node", node.process, environment
             )
         for supervisor in processes.values():
             supervisor.wait_ready()
         yield LocalCluster(ready, processes)
+
+
+def _visible_gpus() -> Iterator[str]:
+    """Yield the names of the GPUs that this process may use: those it was shown, or all, by number."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return map(str, count()) if shown is None else iter(shown.split(","))
+
+
+def _taken(gpus: Iterator[str], num_gpus: int) -> str:
+    taken = list(islice(gpus, num_gpus))
+    if len(taken) < num_gpus:
+        raise ConfigError("CUDA_VISIBLE_DEVICES: fewer GPUs than gpus_per_node of all nodes; name more")
+    return ",".join(taken)

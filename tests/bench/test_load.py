@@ -16,7 +16,15 @@ from bench.load import LoadRun, run_load
 from bench.load_command import main
 from bench.load_report import Goodput, parse_goodput, report, table
 from bench.sse_client import Outcome, Server, complete
-from bench.workload import LoadRequest, gamma_arrivals, num_turns, sessions, synthetic_load, trace_load
+from bench.workload import (
+    LoadRequest,
+    gamma_arrivals,
+    num_turns,
+    sessions,
+    synthetic_load,
+    trace_at,
+    trace_load,
+)
 from conductor.replay.trace_formats import read_trace
 
 # --- workloads ---
@@ -279,3 +287,33 @@ def test_gzipped_traces_are_read(tmp_path):
     file.write_bytes(gzip.compress(json.dumps(row).encode()))
     [request] = trace_load(read_trace(file), 1.0, None, None)
     assert (request.at_s, len(request.token_ids), request.output_tokens) == (0.005, 3, 2)
+
+
+def test_a_trace_at_a_rate_keeps_its_prefixes_and_shares_none_with_another_copy(tmp_path):
+    file = tmp_path / "t.jsonl"
+    rows = [(0, 1500, [7, 8, 9]), (3000, 900, [7, 11]), (6000, 100, [12]), (9000, 100, [13])]
+    file.write_text(
+        "".join(
+            json.dumps({"timestamp": at, "input_length": tokens, "output_length": 3, "hash_ids": ids}) + "\n"
+            for at, tokens, ids in rows
+        )
+    )
+    trace = read_trace(file)
+    one, other = (trace_at(trace, 2.0, 3, 1024, copy) for copy in (1, 2))
+    assert [row.num_tokens for row in one.requests] == [1024, 900, 100]
+    by_length = {row.num_tokens: row.chain for row in one.requests}
+    assert by_length[1024][0] == by_length[900][0]
+    assert len(by_length[1024]) == 2
+    blocks = [{block for row in load.requests for block in row.chain} for load in (one, other)]
+    assert not blocks[0] & blocks[1]
+    assert all(0 <= row.arrival_s <= 1.5 for row in one.requests)
+    assert one.requests == trace_at(trace, 2.0, 3, 1024, 1).requests
+
+
+def test_a_trace_of_sessions_has_no_rate(tmp_path):
+    file = tmp_path / "t.jsonl"
+    row = {"session_id": "a", "timestamp": 0, "input_length": 5, "output_length": 3, "hash_ids": [1]}
+    later = {"session_id": "a", "delay_ms": 10, "input_length": 9, "output_length": 3, "hash_ids": [1]}
+    file.write_text(json.dumps(row) + "\n" + json.dumps(later) + "\n")
+    with pytest.raises(ValueError, match="session_id"):
+        trace_at(read_trace(file), 2.0, 2, 1024, 0)
