@@ -163,7 +163,9 @@ def options_parser(description: str | None, max_model_len: int) -> argparse.Argu
     add("--max-model-len", type=int, default=max_model_len, help="0: the model's own")
     add("--kv-cache-gib", type=float, default=0.0, help="of each node; 0: what is free")
     add("--shared-gpu", action="store_true", help="all nodes on one GPU, or on none")
-    add("--logs", type=Path, help="configurations and logs of the processes are kept here")
+    add(
+        "--logs", type=Path, help="the processes' configurations, logs, decisions and timelines are kept here"
+    )
     add("--commit", default="", help="where the checkout has no .git")
     add("--out", type=Path)
     return parser
@@ -187,7 +189,7 @@ def running(model: str, shape: Shape, limits: Limits, logs: Path | None = None) 
     """Run a cluster in the body, once all its nodes are attached.
 
     Args:
-        logs: Where configurations and logs of the processes are kept.
+        logs: Where the processes' configurations, logs, decisions and timelines are kept.
     """
     started_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as made:
@@ -196,7 +198,11 @@ def running(model: str, shape: Shape, limits: Limits, logs: Path | None = None) 
             logs.mkdir(parents=True, exist_ok=True)
         # A new one each time: a supervisor would go on with the configuration of an earlier run.
         folder = Path(tempfile.mkdtemp(prefix=f"{shape.name}-", dir=logs or made))
-        with local_cluster(cluster_config(model, shape, limits), prepared, folder) as cluster:
+        config = cluster_config(model, shape, limits)
+        if logs is not None:
+            scheduler = replace(config.scheduler, decision_log=str(folder / "decisions.jsonl"))
+            config = replace(config, scheduler=scheduler, trace_out=str(folder))
+        with local_cluster(config, prepared, folder) as cluster:
             while len(cluster.status()["nodes"]) < shape.num_nodes:
                 time.sleep(0.05)
             print(f"{shape.name}: start-up {time.perf_counter() - started_s:.1f} s", flush=True)

@@ -11,6 +11,7 @@ that of tokens, and one CUDA graph serves all steps of a shape.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -23,8 +24,7 @@ from engine.attention_rule import AttentionRule
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.write_kv import write_kv
-from engine.long_chunks import MAX_LONG_CHUNKS, LongChunk, attend_long, can_attend, long_chunks
-from engine.step import StepPlan
+from engine.long_chunks import MAX_LONG_CHUNKS, LongChunk, attend_long, can_attend
 from engine.step_memory import StepShape, StepViews, carve
 
 GPU_ATTENTION_NAME = "conductor_paged_gpu"
@@ -55,15 +55,11 @@ class StepCall(NamedTuple):
     """[num_rows] int64 on the device; the last token of each sequence."""
 
 
-def step_header(shape: StepShape, plan: StepPlan | None) -> torch.Tensor:
-    """Return a step's shape, and its chunks if all of them are long.
-
-    Args:
-        plan: None where the step is captured: a graph serves chunks of any lengths.
-    """
+def step_header(shape: StepShape, chunks: Sequence[LongChunk] = ()) -> torch.Tensor:
+    """Return a step's shape, and its chunks if all of them are long; a graph serves those of any lengths."""
     header = torch.zeros(HEADER_NUMBERS, dtype=torch.int64)
     header[:4] = torch.tensor([shape.num_tokens, shape.num_single, shape.num_chunks, shape.max_blocks])
-    if plan and (chunks := long_chunks(plan)):
+    if chunks:
         header[4 : 4 + 2 * len(chunks)] = torch.tensor(chunks).flatten()
     return header
 

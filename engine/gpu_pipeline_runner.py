@@ -20,6 +20,7 @@ from engine.arrivals import Arrivals, arrivals_of, loads_of, prefix_parts
 from engine.gpu_attention import HEADER_NUMBERS, step_header
 from engine.gpu_model import GpuModel
 from engine.layer_hooks import Mark, mark_on_stream
+from engine.long_chunks import long_chunks
 from engine.pipeline import Stage
 from engine.pipeline_runner import stage_groups
 from engine.ranks import Ranks
@@ -101,7 +102,7 @@ class GpuPipelineRunner:
         # Two chunks at least: the compiler would make a variant of the last layer for one row.
         num_chunks = max(2, len(plan.entries) - plan.num_single)
         shape = StepShape(_rounded(plan.num_tokens), plan.num_single, num_chunks, self._max_blocks)
-        header = step_header(shape, plan)
+        header = step_header(shape, long_chunks(plan))
         # All that a step needs is known to the host: no token of a step under way is in it.
         numbers = torch.cat([header, self._writer.write(plan, shape, {}).long()])
         self._ranks.tell(numbers, loads_of(plan))

@@ -23,6 +23,7 @@ from engine.cuda_graph import GRAPH_CHUNKS, MIXED_TOKENS, StepGraphs
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
 from engine.kernels.sample_rows import sample_rows
+from engine.long_chunks import first_met, long_chunks
 from engine.runner import Tell
 from engine.sampler import logprobs_of, needs_logits, shape_logits
 from engine.sequence import Sequence
@@ -95,6 +96,9 @@ class GpuRunner:
         self.launch_total_s = 0.0
         self._graphs = StepGraphs(self._run_captured, max_batch, self._max_blocks)
         self._graphs.capture(chunk_tokens)
+        for chunk in first_met(chunk_tokens, max_model_len):
+            shape = StepShape(_rounded(chunk.num_tokens), 0, 2, self._max_blocks)
+            self._run(shape, step_header(shape, [chunk]))
 
     @property
     def prefix_parts(self) -> tuple[int, ...]:
@@ -117,7 +121,7 @@ class GpuRunner:
             # Two at least: the compiler would make a variant of the last layer for one row.
             num_chunks = max(2, len(plan.entries) - plan.num_single)
             shape = StepShape(_rounded(plan.num_tokens), plan.num_single, num_chunks, self._max_blocks)
-        header = step_header(shape, None if captured else plan)
+        header = step_header(shape, () if captured else long_chunks(plan))
         self._send(plan, shape)
         if self._tell is not None:
             self._tell(torch.cat([torch.tensor([captured]), header]))
@@ -176,7 +180,7 @@ class GpuRunner:
         return logits
 
     def _run_captured(self, shape: StepShape) -> None:
-        self._logits[shape] = self._run(shape, step_header(shape, None))
+        self._logits[shape] = self._run(shape, step_header(shape))
 
     def _finish(self, plan: StepPlan, shape: StepShape, logits: torch.Tensor) -> LaunchedStep:
         """Sample again where a sequence asks for more than a draw, and send for the tokens."""

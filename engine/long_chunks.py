@@ -10,9 +10,10 @@ a chunk is cut into segments, and each attends in parts that are merged by their
 Rectangles are what it is fastest at: 690 TFLOP/s, against 530 to 650 of a triangle and 421 of the
 paged kernel (32 heads of 128, one H200, 2026-11-21). Keys of
 a cached prefix are gathered out of their blocks first, at the memory's speed. The first call with
-new lengths takes cuDNN 40 ms, so there are few lengths: multiples of `ROWS_STEP` rows, and of
+new lengths or strides takes cuDNN 40 ms, so there are few: multiples of `ROWS_STEP` rows, and of
 `KEYS_RUN` keys or less than one; what is less than `KEYS_STEP` goes to the triangle, behind queries that
-nobody reads.
+nobody reads. Strides are the lengths' own: a batch of one is made of the rows that are
+attended to, not of all that there are.
 """
 
 from __future__ import annotations
@@ -40,6 +41,19 @@ KEYS_RUN = 8192
 ROWS_STEP = 512
 KEYS_STEP = 2048
 MAX_HEAD_DIM = 128
+
+
+def first_met(chunk_tokens: int, max_model_len: int) -> list[LongChunk]:
+    """Return whole chunks that together have all lengths of parts which whole chunks can have.
+
+    Whoever runs them before the first request spares the prompts that would be the first to need a length.
+    """
+    if chunk_tokens < MIN_TOKENS:
+        return []
+    left_over = [number * KEYS_STEP + number * ROWS_STEP for number in range(KEYS_RUN // KEYS_STEP)]
+    runs = range(KEYS_RUN, max_model_len, KEYS_RUN)
+    prefixes = [*left_over, KEYS_STEP - 1, *runs]
+    return [LongChunk(chunk_tokens, prefix) for prefix in prefixes if prefix + chunk_tokens <= max_model_len]
 
 
 class LongChunk(NamedTuple):
@@ -134,7 +148,7 @@ def attend_long(
         asked = query[segment.row : segment.row + _rounded(segment.num_rows)]
         for seen in rectangles_of(segment.before - segment.num_left_over):
             within = slice(seen.start, seen.stop)
-            part, part_lse = attend_part(asked[None], keys[None, within], values[None, within], False, scale)
+            part, part_lse = attend_part(asked[None], keys[within][None], values[within][None], False, scale)
             merge_part(output[rows], lse, part[0, : segment.num_rows], part_lse[0, :, : segment.num_rows])
     return output
 
@@ -190,7 +204,7 @@ def _triangle_after(
         query[segment.row : segment.row + num_rows], (0, 0, 0, 0, skipped, length - skipped - num_rows)
     )
     within = slice(segment.before - skipped, segment.before - skipped + length)
-    part, lse = attend_part(asked[None], keys[None, within], values[None, within], True, scale)
+    part, lse = attend_part(asked[None], keys[within][None], values[within][None], True, scale)
     wanted = slice(skipped, skipped + num_rows)
     return part[:, wanted], lse[:, :, wanted]
 

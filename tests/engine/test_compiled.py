@@ -31,7 +31,7 @@ def graphs_of(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
     ):
         plan = StepPlan(tuple(entries), sum(item.num_tokens == 1 for item in entries))
         memory = StepWriter(4096, BLOCK_SIZE, pinned=False).write(plan, step, {})
-        gpu_model.forward(memory, step, step_header(step, None), NO_TOKENS)
+        gpu_model.forward(memory, step, step_header(step), NO_TOKENS)
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 

@@ -51,7 +51,7 @@ def run(
     singles = sum(item.num_tokens == 1 for item in entries)
     plan = StepPlan(tuple(entries), singles)
     memory = StepWriter(4096, BLOCK_SIZE, pinned=False).write(plan, shape, rows_of or {})
-    return model.forward(memory, shape, step_header(shape, None), last_tokens)
+    return model.forward(memory, shape, step_header(shape), last_tokens)
 
 
 def expected_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:

@@ -12,6 +12,7 @@ from engine.long_chunks import (
     Segment,
     attend_long,
     attend_part,
+    first_met,
     long_chunks,
     rectangles_of,
     segments_of,
@@ -119,3 +120,40 @@ def test_cudnn_computes_what_the_definition_says() -> None:
         expected, expected_lse = attend_part(q, k, v, is_causal, 0.1)
         assert relative_error(found.cpu(), expected) < tolerance(torch.bfloat16)
         assert relative_error(lse.cpu(), expected_lse) < 1e-4
+
+
+def parts_of(chunk: LongChunk, monkeypatch: pytest.MonkeyPatch) -> set[tuple[object, ...]]:
+    """Return lengths and strides of the parts that a chunk is attended in, by which cuDNN keeps its plans."""
+    met = set()
+
+    def attended(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = (query, key, value)
+        met.add((*((item.shape, item.stride()) for item in inputs), is_causal))
+        return torch.empty_like(query), query.new_empty((1, query.shape[2], query.shape[1]))
+
+    monkeypatch.setattr("engine.long_chunks.attend_part", attended)
+    monkeypatch.setattr("engine.long_chunks.merge_part", lambda *parts: None)
+    num_blocks = -(-(chunk.prefix + chunk.num_tokens) // BLOCK)
+    rows = -(-chunk.num_tokens // 512) * 512
+    with torch.device("meta"):
+        own = torch.empty(rows, 1, 16)
+        tables = torch.empty(1, num_blocks, dtype=torch.int32)
+        attend_long(torch.empty(rows, 2, 16), (own, own), torch.empty(9, 2, BLOCK, 1, 16), tables, [chunk], 1)
+    return met
+
+
+def test_whole_chunks_after_any_prefix_have_no_parts_but_those_that_were_met(monkeypatch) -> None:
+    tokens, longest = 2048, 40_000
+    first = first_met(tokens, longest)
+    assert len(first) < 12
+    met = set().union(*(parts_of(chunk, monkeypatch) for chunk in first))
+    prefixes = [*range(0, longest - tokens, 997), *range(0, longest - tokens, 2048)]
+    for prefix in prefixes:
+        assert parts_of(LongChunk(tokens, prefix), monkeypatch) <= met
+
+
+def test_short_chunks_meet_nothing_and_none_is_longer_than_the_model() -> None:
+    assert first_met(1024, 40_000) == []
+    assert all(chunk.prefix + chunk.num_tokens <= 6000 for chunk in first_met(4096, 6000))
