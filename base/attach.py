@@ -10,19 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from typing import Protocol, TypeAlias
+import ssl
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Protocol
 
-import grpc
+from google.protobuf.message import DecodeError
 
-from base.errors import ProtocolError
+from base.errors import ProtocolError, ServeError
+from base.link import EARLY_S, End, Link, dial
 from base.logs import event
 from base.messages import FromNode, Heartbeat, KvEvents, Lease, NodeInfo, ToNode
 from base.wire import from_node, to_node_from
 from base.wire_membership import add_state, lease_from, register
 from protos import nodes_pb2 as pb
-from protos.nodes_pb2_grpc import NodesStub
 
 log = logging.getLogger(__name__)
 
@@ -34,25 +35,8 @@ CONNECT_TIMEOUT_S = 5.0
 MAX_BACKOFF_S = 1.0
 MIN_BACKOFF_S = 0.1
 
-SEND_GAP_S = 0.001
-"""Between two messages at least; the first after a pause goes at once."""
-
-WAKE_DELAY_S = 0.002
-"""From a change of a node's state to the heartbeat that tells of it."""
-
-CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
-    # Nothing else backs off for us: the library's own would wait up to two minutes.
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    # A dial begins anew: of a pool that is shared, it would wait out the backoff of the one before.
-    ("grpc.use_local_subchannel_pool", 1),
-)
-
-Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.NodeMessage, pb.ConductorMessage]"
+STATE_GAP_S = 0.002
+"""Between two messages that tell the node's state, and from a change of it to the first that does."""
 
 
 class NodeWork(Protocol):
@@ -83,149 +67,198 @@ class AttachClient:
         info: NodeInfo,
         address: str,
         rng: random.Random,
-        credentials: grpc.ChannelCredentials | None = None,
-        dial: Callable[[], grpc.aio.Channel] | None = None,
+        secured: ssl.SSLContext | None = None,
+        dial_end: Callable[[End], Awaitable[None]] | None = None,
     ) -> None:
         """Begin unattached.
 
         Args:
-            credentials: From `base/tls.py`; None: the conductor has no TLS.
-            dial: Makes the channel; None: to `address`. A simulation's goes nowhere else.
+            secured: From `base/tls.py`; None: the conductor has no TLS.
+            dial_end: Gives the end a link; None: to `address`. A simulation's goes nowhere else.
         """
         self._info = info
         self._address = address
-        self._credentials = credentials
-        self._dial = dial or self._channel
+        self._dial = dial_end or partial(dial, address=address, secured=secured)
         self._rng = rng
-        self._outbox: list[FromNode] = []
-        self._outgoing = asyncio.Event()
-        self._is_attached = False
-        self._waking: asyncio.TimerHandle | None = None
+        self._stream: _Stream | None = None
 
     def send(self, item: FromNode) -> None:
-        """Queue `item` for the conductor; while there is none, it is dropped: all the
+        """Say `item` to the conductor; while there is none, it is dropped: all the
         requests it could be about ended with the stream."""
-        if self._is_attached:
-            self._outbox.append(item)
-            self._outgoing.set()
+        if self._stream is not None:
+            self._stream.send(item)
+
+    def wake(self) -> None:
+        """Send a heartbeat soon: the node's state changed.
+
+        Not at once: what changes the state mostly has something to say as well.
+        """
+        if self._stream is not None:
+            self._stream.tell_state()
 
     async def run(self, work: NodeWork) -> None:
         """Serve until cancelled."""
         backoff_s = MIN_BACKOFF_S
         while True:
-            try:
-                async with self._attached() as (call, lease):
-                    backoff_s = MIN_BACKOFF_S
-                    await self._serve(call, lease, work)
-            except (grpc.aio.AioRpcError, TimeoutError, ProtocolError) as error:
-                event(
-                    log, "conductor lost", level=logging.WARNING, address=self._address, reason=_reason(error)
-                )
-            finally:
-                self._is_attached = False
-                self._outbox.clear()
-                work.lost()
-            await _pause(backoff_s * self._rng.uniform(0.5, 1.0))
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-
-    @asynccontextmanager
-    async def _attached(self) -> AsyncIterator[tuple[Call, Lease]]:
-        async with self._dial() as channel:
-            call: Call = NodesStub(channel).Attach()
+            stream = _Stream(self._info, work, self._attached)
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    await _write(call, register(self._info))
-                    lease = lease_from(await _read(call))
-                event(log, "attached", address=self._address, conductor_epoch=lease.conductor_epoch)
-                self._is_attached = True
-                yield call, lease
+                    await self._dial(stream)
+                    await stream.answered.wait()
+                if stream.is_attached:
+                    backoff_s = MIN_BACKOFF_S
+                await stream.over()
+            except (OSError, ServeError) as error:  # a TimeoutError is an OSError
+                event(
+                    log,
+                    "conductor lost",
+                    level=logging.WARNING,
+                    address=self._address,
+                    reason=str(error) or type(error).__name__,
+                )
             finally:
-                call.cancel()
+                self._stream = None
+                stream.close()
+                work.lost()
+            await asyncio.sleep(backoff_s * self._rng.uniform(0.5, 1.0))
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
-    def _channel(self) -> grpc.aio.Channel:
-        if self._credentials is None:
-            return grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
-        return grpc.aio.secure_channel(self._address, self._credentials, options=CHANNEL_OPTIONS)
+    def _attached(self, stream: _Stream, conductor_epoch: int) -> None:
+        event(log, "attached", address=self._address, conductor_epoch=conductor_epoch)
+        self._stream = stream
 
-    async def _serve(self, call: Call, lease: Lease, work: NodeWork) -> None:
-        work.attached(lease.conductor_epoch)
-        message = pb.NodeMessage()
-        add_state(message, work.heartbeat(), work.kv_snapshot())
-        await _write(call, message)
-        # In a task of its own: before Python 3.11.4 a group whose member fails leaves its task half
-        # cancelled, and the next time-out in it cancels the task.
-        await asyncio.create_task(self._exchange(call, lease, work))
 
-    async def _exchange(self, call: Call, lease: Lease, work: NodeWork) -> None:
-        lost: list[BaseException] = []
+class _Stream:
+    """One stream, from its registration to its end: an `End`."""
+
+    def __init__(self, info: NodeInfo, work: NodeWork, attached: Callable[[_Stream, int], None]) -> None:
+        self._info = info
+        self._work = work
+        self._attached = attached
+        self._loop = asyncio.get_running_loop()
+        self._link: Link | None = None
+        self._lease: Lease | None = None
+        self._outbox: list[FromNode] = []
+        self._is_flushing = False
+        self._heard_at_s = self._told_at_s = 0.0
+        self._silence: asyncio.TimerHandle | None = None
+        self._beat: asyncio.TimerHandle | None = None
+        self._beat_due_s = 0.0
+        """When the state is told next, whatever else is said."""
+        self._ended: asyncio.Future[Exception] = self._loop.create_future()
+        self.answered = asyncio.Event()
+        """The conductor took the node in, or the stream is over."""
+
+    @property
+    def is_attached(self) -> bool:
+        return self._lease is not None
+
+    async def over(self) -> None:
+        """Wait for the end, and raise what it was."""
+        raise await self._ended
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+    def send(self, item: FromNode) -> None:
+        self._outbox.append(item)
+        if not self._is_flushing:
+            # What is said in one turn of the loop goes in one message, as the tokens of a step.
+            self._is_flushing = True
+            self._loop.call_soon(self._flush)
+
+    def tell_state(self) -> None:
+        """Tell the state once `STATE_GAP_S` has passed."""
+        if self._lease is not None:
+            due_s = self._loop.time() + STATE_GAP_S
+            if due_s < self._beat_due_s:
+                self._beat_at(due_s)
+
+    # End
+
+    def opened(self, link: Link) -> None:
+        self._link = link
+        link.send(register(self._info).SerializeToString())
+
+    def received(self, message: bytes) -> None:
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._receive(call, lease, work))
-                tasks.create_task(self._send(call, lease, work))
-        except* (grpc.aio.AioRpcError, TimeoutError, ProtocolError) as errors:
-            lost.extend(errors.exceptions)
-        if lost:
-            # Not within `except*`: before Python 3.11.4 that wraps it in a group again.
-            raise lost[0]
+            told = pb.ConductorMessage.FromString(message)
+        except DecodeError as error:
+            raise ProtocolError(f"no message of a conductor: {error}") from error
+        self._heard_at_s = self._loop.time()
+        if self._lease is None:
+            self._registered(told)
+        else:
+            self._work.receive(to_node_from(told))
 
-    async def _receive(self, call: Call, lease: Lease, work: NodeWork) -> None:
-        while True:
-            async with asyncio.timeout(lease.lease_s):
-                message = await _read(call)
-            work.receive(to_node_from(message))
+    def writable(self) -> None:
+        self._flush()
 
-    async def _send(self, call: Call, lease: Lease, work: NodeWork) -> None:
-        """Send what waits, and the node's load with it, at least every heartbeat."""
-        sent_at_s = 0.0
-        while True:
-            if not self._outgoing.is_set():
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(lease.heartbeat_s):
-                        await self._outgoing.wait()
-            # What is about to be said goes along: each message is a system call, here and there.
-            now_s = asyncio.get_running_loop().time()
-            if sent_at_s + SEND_GAP_S > now_s:
-                await asyncio.sleep(sent_at_s + SEND_GAP_S - now_s)
-            sent_at_s = max(now_s, sent_at_s + SEND_GAP_S)
-            self._outgoing.clear()
-            if self._waking is not None:
-                self._waking.cancel()
-                self._waking = None
-            items, self._outbox = self._outbox, []
-            message = from_node(items)
-            add_state(message, work.heartbeat(), work.kv_events())
-            await _write(call, message)
+    def closed(self, error: Exception | None) -> None:
+        for timer in (self._silence, self._beat):
+            if timer is not None:
+                timer.cancel()
+        self._lease = None
+        self._outbox.clear()
+        if not self._ended.done():
+            self._ended.set_result(error or ProtocolError("the conductor closed the stream"))
+        self.answered.set()
 
-    def wake(self) -> None:
-        """Send a heartbeat soon: the node's state changed.
+    def _registered(self, told: pb.ConductorMessage) -> None:
+        self._lease = lease = lease_from(told)
+        self._attached(self, lease.conductor_epoch)
+        self._work.attached(lease.conductor_epoch)
+        self._tell(self._work.kv_snapshot())
+        self._silence = self._loop.call_later(lease.lease_s, self._hear)
+        self.answered.set()
 
-        Not at once: what changes the state mostly has something to say as well, which would
-        wait until the heartbeat is written.
-        """
-        if self._waking is None:
-            self._waking = asyncio.get_running_loop().call_later(WAKE_DELAY_S, self._outgoing.set)
+    def _hear(self) -> None:
+        """End the stream if nothing came for the lease."""
+        assert self._link is not None
+        assert self._lease is not None
+        due_s = self._heard_at_s + self._lease.lease_s
+        if due_s > self._loop.time() + EARLY_S:
+            self._silence = self._loop.call_at(due_s, self._hear)
+        else:
+            self._link.close(TimeoutError(f"silent for {self._lease.lease_s} s"))
 
+    def _flush(self) -> None:
+        self._is_flushing = False
+        if self._link is None or self._lease is None or self._link.is_choked or not self._outbox:
+            return
+        if self._loop.time() >= self._told_at_s + STATE_GAP_S:
+            self._tell(self._work.kv_events())
+        else:
+            self._write(from_node(self._take_outbox()))
+            self.tell_state()
 
-async def _read(call: Call) -> pb.ConductorMessage:
-    message = await call.read()
-    if not isinstance(message, pb.ConductorMessage):
-        raise ProtocolError("the conductor closed the stream")
-    return message
+    def _tell_now(self) -> None:
+        assert self._link is not None
+        if self._link.is_choked:
+            self._beat_at(self._loop.time() + STATE_GAP_S)
+        else:
+            self._tell(self._work.kv_events())
 
+    def _tell(self, kv_events: KvEvents | None) -> None:
+        """Send what waits, and the state with it."""
+        assert self._lease is not None
+        message = from_node(self._take_outbox())
+        add_state(message, self._work.heartbeat(), kv_events)
+        self._write(message)
+        self._told_at_s = self._loop.time()
+        self._beat_at(self._told_at_s + self._lease.heartbeat_s)
 
-async def _write(call: Call, message: pb.NodeMessage) -> None:
-    try:
-        await call.write(message)
-    except asyncio.InvalidStateError:
-        # What grpc.aio says of a call that has ended, whatever ended it, before `read` has said so.
-        raise ProtocolError("the conductor closed the stream") from None
+    def _write(self, message: pb.NodeMessage) -> None:
+        assert self._link is not None
+        self._link.send(message.SerializeToString())
 
+    def _take_outbox(self) -> list[FromNode]:
+        items, self._outbox = self._outbox, []
+        return items
 
-async def _pause(seconds: float) -> None:
-    await asyncio.sleep(seconds)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return str(error) or type(error).__name__
+    def _beat_at(self, due_s: float) -> None:
+        if self._beat is not None:
+            self._beat.cancel()
+        self._beat_due_s = due_s
+        self._beat = self._loop.call_at(due_s, self._tell_now)

@@ -159,7 +159,7 @@ class ServerConfig:
     http_port: int = 8000
     """0: a free one, printed at start. Of several conductors the first one's; the others count up."""
     grpc_port: int = 50051
-    """Clients', and nodes' where there is no TLS. 0: a free one. Counts up as `http_port`."""
+    """0: a free one. Counts up as `http_port`."""
     tls: TlsConfig = field(default_factory=TlsConfig)
     """Of HTTP and gRPC. With a `ca`, clients must show a certificate that it signed."""
     keys_file: str = ""
@@ -203,7 +203,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class NodesConfig:
-    """How nodes reach the conductor where it has TLS, by a listener of their own; and their metrics' port."""
+    """How nodes reach the conductor, by a listener of their own; and their metrics' port."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = STRICT
 

@@ -13,7 +13,7 @@ from base.grants import Grant, PeerDescriptor, RankGrant
 from base.kv_layout import KvPart
 from base.request import FinishReason, NodeId, RequestId, Role, SampledToken, SamplingParams, StopParams
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Of protos/nodes.proto. A node of another version is refused, with both named."""
 
 

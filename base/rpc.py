@@ -126,18 +126,18 @@ def admit_all(method: str, context: Context) -> AbstractContextManager[None]:
 async def start_server(
     services: Sequence[Service],
     is_serving: Callable[[], bool],
-    ports: Sequence[Port],
+    port: Port,
     max_message_bytes: int,
     admit: Admit = admit_all,
-) -> tuple[grpc.aio.Server, list[int], Health]:
-    """Start a server with health and reflection; return it, its ports, and its health.
+) -> tuple[grpc.aio.Server, int, Health]:
+    """Start a server with health and reflection; return it, its port, and its health.
 
     Stop it with `await server.stop(grace_s)`.
 
     Args:
-        services: What it serves, at each port alike.
+        services: What it serves.
         is_serving: For health.
-        ports: Where.
+        port: Where.
         max_message_bytes: Longer messages are refused, with RESOURCE_EXHAUSTED.
         admit: Who may call what.
 
@@ -153,7 +153,7 @@ async def start_server(
     reflection.enable_server_reflection(
         [*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME], server
     )
-    bound = [_bind(server, port) for port in ports]
+    bound = _bind(server, port)
     await server.start()
     return server, bound, health
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import ssl
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import grpc
@@ -26,11 +25,6 @@ log = logging.getLogger(__name__)
 
 NODE_NAME = "urn:conductor:node"
 """Among the names of a certificate (a URI): it may attach as a node."""
-
-
-def is_node(auth_context: Mapping[str, Iterable[bytes]]) -> bool:
-    """Return whether a call's peer proved, by a certificate, that it is a node."""
-    return NODE_NAME.encode() in auth_context.get("x509_subject_alternative_name", ())
 
 
 class Certificates:
@@ -62,7 +56,9 @@ class Certificates:
         needs_peers = bool(self._tls.ca)
         return grpc.dynamic_ssl_server_credentials(configuration, renewed, needs_peers)  # type: ignore[arg-type]
 
-    def for_http(self) -> ssl.SSLContext:
+    def context(self) -> ssl.SSLContext:
+        """Return what asyncio listens with: for HTTP, and for nodes."""
+
         def renew(connection: object, name: str | None, context: ssl.SSLContext) -> None:
             """Called at each handshake; what it loads is shown from the next one on."""
             if self._reread():
@@ -93,13 +89,11 @@ class Certificates:
         return tuple(_stamp(path) for path in (self._tls.cert, self._tls.key, self._tls.ca) if path)
 
 
-def channel_credentials(tls: TlsConfig, where: str) -> grpc.ChannelCredentials | None:
+def dialling_context(tls: TlsConfig, where: str) -> ssl.SSLContext | None:
     """Return what a process dials with; None: without TLS. Raises ConfigError as `Certificates`."""
     if not tls.is_set:
         return None
-    cert, key, ca = _read(tls, where)
-    _context(tls, where)
-    return grpc.ssl_channel_credentials(ca, key, cert)
+    return _context(tls, where, ssl.PROTOCOL_TLS_CLIENT)
 
 
 def _read(tls: TlsConfig, where: str) -> tuple[bytes, bytes, bytes | None]:
@@ -120,9 +114,9 @@ def _pem(path: str, key: str, kind: bytes) -> bytes:
     return pem
 
 
-def _context(tls: TlsConfig, where: str) -> ssl.SSLContext:
+def _context(tls: TlsConfig, where: str, protocol: int = ssl.PROTOCOL_TLS_SERVER) -> ssl.SSLContext:
     _read(tls, where)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.sslobject_class = _LoggedHandshake
     try:

@@ -60,8 +60,15 @@ def lease_to(lease: Lease) -> pb.ConductorMessage:
     )
 
 
+def refused(reason: str) -> pb.ConductorMessage:
+    """Return what a node is told in place of a lease."""
+    return pb.ConductorMessage(refused=reason)
+
+
 def lease_from(message: pb.ConductorMessage) -> Lease:
-    """Raises ProtocolError if the message does not answer a registration."""
+    """Raises ProtocolError if the message does not answer a registration, or refuses it."""
+    if message.refused:
+        raise ProtocolError(f"refused: {message.refused}")
     if not message.HasField("registered"):
         raise ProtocolError("the first message of the conductor is not Registered")
     told = message.registered

@@ -114,7 +114,7 @@ async def serve_bare() -> None:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     config = uvicorn.Config(application, lifespan="off", log_level="critical", ws="none")
-    listener = tcp_listener("127.0.0.1", 0)
+    listener = tcp_listener("127.0.0.1", 0, "port")
     server = uvicorn.Server(config)
     async with asyncio.TaskGroup() as group:
         group.create_task(server.serve(sockets=[listener]))

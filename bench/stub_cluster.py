@@ -35,7 +35,7 @@ from base.config import (
 from base.grants import PeerDescriptor
 from base.messages import NodeInfo
 from base.request import NodeId, Role
-from base.tls import channel_credentials
+from base.tls import dialling_context
 from bench.stub_node import StubNode
 from conductor.cost_model import CostModel
 from conductor.profile import Profile, load_profile, profile_json
@@ -144,13 +144,13 @@ async def serve_nodes(
     address: str, model_id: str, profile: Profile, counts: dict[Role, int], tls: TlsConfig
 ) -> None:
     cost = CostModel(profile)
-    credentials = channel_credentials(tls, "nodes.tls")
+    secured = dialling_context(tls, "nodes.tls")
     async with asyncio.TaskGroup() as group:
         for role, count in counts.items():
             for number in range(count):
                 node = StubNode(cost, NUM_BLOCKS, BLOCK_SIZE)
                 info = stub_info(f"{role.value}-{number}", role, model_id)
-                client = AttachClient(info, address, random.Random(number), credentials)
+                client = AttachClient(info, address, random.Random(number), secured)
                 node.send = client.send
                 group.create_task(node.run())
                 group.create_task(client.run(node))

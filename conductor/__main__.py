@@ -24,7 +24,6 @@ from base.lifetime import stop_requested
 from base.messages import Lease
 from base.metrics import ConductorMetrics, process_registry
 from base.process import run_process, say_ready
-from base.rpc import Service
 from base.spans import tracer_or_none
 from conductor.attach import AttachService
 from conductor.cluster_view import ClusterView
@@ -47,7 +46,6 @@ from conductor.served_model import ServedModel, load_served_model
 from conductor.server import listening
 from conductor.status import export_gauges, status
 from conductor.traced import RequestSpans, TracedDispatcher, TracedObserver
-from protos.nodes_pb2_grpc import add_NodesServicer_to_server
 
 
 async def serve(config: ConductorProcess, model: ServedModel) -> None:
@@ -78,8 +76,8 @@ async def serve(config: ConductorProcess, model: ServedModel) -> None:
     dispatcher = Dispatcher(membership, view, cost, observer, clock, settings, limits)
     clients = TracedDispatcher(dispatcher, spans) if spans is not None else dispatcher
     completions = Completions(model, clients, metrics, clock, server.max_waiting)
-    nodes = AttachService(membership, Lease(server.lease_s, server.heartbeat_s, rng.getrandbits(63)), clock)
-    services = [Service("conductor.v1.Nodes", partial(add_NodesServicer_to_server, nodes))]
+    lease = Lease(server.lease_s, server.heartbeat_s, rng.getrandbits(63))
+    nodes = AttachService(membership, lease, clock, server.tls.is_set)
     panels = PanelValues(server.prometheus, wall_clock_s)
     reports: dict[str, Callable[..., object]] = {
         "/status": partial(status, dispatcher, membership, view),
@@ -90,7 +88,7 @@ async def serve(config: ConductorProcess, model: ServedModel) -> None:
         "/v1/panels/{name}": panels.values,
     }
     async with listening(
-        completions, server, config.slo, rng, services, reports, nodes=config.nodes
+        completions, server, config.slo, rng, nodes.stream, reports, nodes=config.nodes
     ) as ports:
         export_gauges(metrics, membership, clock)
         membership.on_change(ports.health.refresh)

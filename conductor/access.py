@@ -1,12 +1,13 @@
 """Who may call what, over gRPC and HTTP alike.
 
     health, the page's files   everybody: they tell nothing; metrics, if `server.open_metrics`
-    Nodes.Attach               a node: where there is TLS, by the name in its certificate
     inference, models, texts   clients: where there are keys, who shows one
     everything else            operators: where there are keys, who shows an operator's
 
 This is the one table, and what stands in no line of it needs an operator: a route that is
 added is closed. Of an HTTP call nothing but its head was read when it is decided.
+
+Nodes have a listener of their own (`conductor/attach.py`).
 
 With keys, a call's tenant is its key's, whatever its headers say. A tenant's name is in the
 root of its block hashes (`base/block_hash.py`), so tenants share no cached prefix.
@@ -23,14 +24,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from base.errors import ForbiddenError, ServeError, UnauthenticatedError
 from base.rpc import Context
-from base.tls import NODE_NAME, is_node
 from conductor.headers import TENANT_HEADER
 from conductor.keys import KeyRing
 from conductor.openai_errors import http_error
 from conductor.web_page import FILES
 
 OPEN_SERVICE = "/grpc.health.v1.Health/"
-NODE_SERVICE = "/conductor.v1.Nodes/"
 CLIENT_SERVICE = "/conductor.v1.Inference/"
 CLIENT_PATHS = {
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/version")
@@ -42,20 +41,14 @@ BEARER = "bearer "
 class Access:
     """Admits calls. Owned by the event loop."""
 
-    def __init__(
-        self, nodes_have_certificates: bool, keys: KeyRing | None = None, open_metrics: bool = False
-    ) -> None:
-        self._nodes_have_certificates = nodes_have_certificates
+    def __init__(self, keys: KeyRing | None = None, open_metrics: bool = False) -> None:
         self._keys = keys
         self._open_paths = {"/health", *FILES, *(["/metrics"] if open_metrics else [])}
 
     @contextmanager
     def rpc(self, method: str, context: Context) -> Iterator[None]:
         """Be in the middle of a gRPC call; raises ServeError where it may not be made."""
-        if method.startswith(NODE_SERVICE):
-            self._require_node(context)
-            yield
-        elif self._keys is None or method.startswith(OPEN_SERVICE):
+        if self._keys is None or method.startswith(OPEN_SERVICE):
             yield
         else:
             with self._client(self._keys, metadata(context), method.startswith(CLIENT_SERVICE)):
@@ -101,10 +94,6 @@ class Access:
             raise ForbiddenError("this is for operators: conductor keys add NAME --operator")
         with keys.request(key.tenant):
             yield key.tenant
-
-    def _require_node(self, context: Context) -> None:
-        if self._nodes_have_certificates and not is_node(context.auth_context()):
-            raise ForbiddenError(f"only a node may attach: its certificate must name {NODE_NAME}")
 
 
 def metadata(context: Context) -> dict[str, str]:

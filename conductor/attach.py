@@ -2,141 +2,183 @@
 
     node                     conductor
     Register      ------->
-                  <-------   Registered (lease, heartbeat), or an error status that says why
+                  <-------   Registered (lease, heartbeat), or refused: why
     Heartbeat ... ------->   every heartbeat_s; results as they come
                   <-------   work as it comes; a bare heartbeat when there is none
 
 Either side that hears nothing for the lease treats the other as lost. What a node held
 for the conductor ends with the stream, on both sides, with no message needed.
+
+Where there is TLS, who attaches has proved by its certificate to be a node.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from typing import TypeAlias
+from collections.abc import Callable
 
-import grpc
 from google.protobuf.message import DecodeError
 
 from base.clock import Clock
-from base.errors import ProtocolError, ServeError, status_of
+from base.errors import ForbiddenError, ProtocolError, ServeError
+from base.link import EARLY_S, Link
 from base.logs import event
-from base.messages import Lease
+from base.messages import Heartbeat, KvEvents, Lease
+from base.tls import NODE_NAME
 from base.wire import from_node_from, to_node
-from base.wire_membership import heartbeat_from, kv_events_from, lease_to, register_from
+from base.wire_membership import heartbeat_from, kv_events_from, lease_to, refused, register_from
 from conductor.membership import Membership
 from conductor.nodes import NodeSession
 from protos import nodes_pb2 as pb
-from protos.nodes_pb2_grpc import NodesServicer
 
 log = logging.getLogger(__name__)
 
-RENEWAL = 0.02
-"""Of a lease, that passes before it is renewed again."""
 
-Context: TypeAlias = "grpc.aio.ServicerContext[pb.NodeMessage, pb.ConductorMessage]"
+class AttachService:
+    """Takes nodes in, each by a stream."""
 
+    def __init__(
+        self, membership: Membership, lease: Lease, clock: Clock, nodes_have_certificates: bool = False
+    ) -> None:
+        self.membership = membership
+        self.lease = lease
+        self.clock = clock
+        self._nodes_have_certificates = nodes_have_certificates
+        self._streams: set[NodeStream] = set()
 
-class AttachService(NodesServicer):
-    """Serves `Nodes.Attach`."""
-
-    def __init__(self, membership: Membership, lease: Lease, clock: Clock) -> None:
-        self._membership = membership
-        self._lease = lease
-        self._clock = clock
-        self._closing = asyncio.Event()
+    def stream(self) -> NodeStream:
+        """Return the end of one more connection."""
+        return NodeStream(self)
 
     def close(self) -> None:
-        """End every stream; to be called before the server is stopped."""
-        self._closing.set()
+        """End every stream."""
+        for stream in list(self._streams):
+            stream.close()
 
-    async def Attach(  # type: ignore[override]  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.NodeMessage], context: Context
-    ) -> None:
-        try:
-            async with asyncio.timeout(self._lease.lease_s):
-                first = await self._read(context)
-            session = self._join(first)
-        except ServeError as error:
-            event(log, "node refused", level=logging.WARNING, reason=error)
-            await context.abort(status_of(error), str(error))
-        node_id = session.info.node_id
-        reason = "the stream ended"
-        try:
-            await context.write(lease_to(self._lease))
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._receive(session, context))
-                tasks.create_task(self._send(session, context))
-                tasks.create_task(self._until_closed())
-        except* TimeoutError:
-            reason = f"silent for {self._lease.lease_s} s"
-        except* _StreamEnded:
-            pass
-        except* ServeError as errors:
-            reason = str(errors.exceptions[0])
-        finally:
-            self._membership.leave(session, reason)
-            event(log, "node left", node_id=node_id, epoch=session.info.epoch, reason=reason)
+    def opened(self, stream: NodeStream) -> None:
+        self._streams.add(stream)
 
-    def _join(self, message: pb.NodeMessage) -> NodeSession:
-        session = NodeSession(register_from(message))
-        self._membership.join(session)
-        info = session.info
-        event(log, "node joined", node_id=info.node_id, epoch=info.epoch, roles=_roles(session))
-        return session
+    def closed(self, stream: NodeStream) -> None:
+        self._streams.discard(stream)
 
-    async def _read(self, context: Context) -> pb.NodeMessage:
+    def require_node(self, link: Link) -> None:
+        """Raises ForbiddenError if the other side proved to be something else."""
+        if self._nodes_have_certificates and NODE_NAME not in link.peer_uris:
+            raise ForbiddenError(f"only a node may attach: its certificate must name {NODE_NAME}")
+
+
+class NodeStream:
+    """One node's: the end of its link (`base.link.End`). Belongs to the event loop."""
+
+    def __init__(self, service: AttachService) -> None:
+        self._service = service
+        self._loop = asyncio.get_running_loop()
+        self._session: NodeSession | None = None
+        self._is_flushing = False
+        self._heard_at_s = self._said_at_s = 0.0
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def close(self) -> None:
+        self._link.close()
+
+    # base.link.End
+
+    def opened(self, link: Link) -> None:
+        self._link = link
+        self._service.opened(self)
+        self._heard_at_s = self._loop.time()
+        self._at("silence", self._heard_at_s + self._service.lease.lease_s, self._hear)
+
+    def received(self, message: bytes) -> None:
         try:
-            message = await context.read()
+            told = pb.NodeMessage.FromString(message)
         except DecodeError as error:
             raise ProtocolError(f"no message of a node: {error}") from error
-        if not isinstance(message, pb.NodeMessage):  # grpc.aio.EOF
-            raise _StreamEnded
-        return message
+        if self._session is None:
+            self._take_in(told)
+            return
+        self._heard_at_s = self._loop.time()
+        if items := from_node_from(told):
+            self._session.deliver(items)
+        heartbeat, kv_events = heartbeat_from(told), kv_events_from(told)
+        if heartbeat is not None or kv_events is not None:
+            # A turn for the requests and one for what they send: a node's state can wait.
+            self._loop.call_soon(self._loop.call_soon, self._learn, heartbeat, kv_events)
 
-    async def _receive(self, session: NodeSession, context: Context) -> None:
-        lease_s = self._lease.lease_s
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(lease_s) as lease:
-            while True:
-                message = await self._read(context)
-                # To renew it for each message takes longer than to read one.
-                if (ends_at := loop.time() + lease_s) - (lease.when() or 0.0) > lease_s * RENEWAL:
-                    lease.reschedule(ends_at)
-                await self._take(session, message)
+    def writable(self) -> None:
+        self._flush()
 
-    async def _take(self, session: NodeSession, message: pb.NodeMessage) -> None:
-        if items := from_node_from(message):
-            session.deliver(items)
-            # A turn for the requests and one for what they send: KV events can wait.
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        heartbeat = heartbeat_from(message)
+    def closed(self, error: Exception | None) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self._service.closed(self)
+        if self._session is not None:
+            info, reason = self._session.info, str(error or "the stream ended")
+            self._service.membership.leave(self._session, reason)
+            event(log, "node left", node_id=info.node_id, epoch=info.epoch, reason=reason)
+
+    def _take_in(self, message: pb.NodeMessage) -> None:
+        try:
+            self._service.require_node(self._link)
+            session = NodeSession(register_from(message), self._wake)
+            self._service.membership.join(session)
+        except ServeError as error:
+            event(log, "node refused", level=logging.WARNING, reason=error)
+            self._write(refused(f"{type(error).__name__}: {error}"))
+            self._link.close()
+            return
+        self._session, info = session, session.info
+        roles = "+".join(sorted(role.value for role in info.roles))
+        event(log, "node joined", node_id=info.node_id, epoch=info.epoch, roles=roles)
+        self._write(lease_to(self._service.lease))
+        self._at("heartbeat", self._said_at_s + self._service.lease.heartbeat_s, self._beat)
+
+    def _learn(self, heartbeat: Heartbeat | None, kv_events: KvEvents | None) -> None:
+        assert self._session is not None
+        membership = self._service.membership
         if heartbeat is not None:
-            self._membership.heartbeat(session, heartbeat, self._clock.now_s())
-        kv_events = kv_events_from(message)
+            membership.heartbeat(self._session, heartbeat, self._service.clock.now_s())
         if kv_events is not None:
-            self._membership.kv_events(session, kv_events)
+            membership.kv_events(self._session, kv_events)
 
-    async def _until_closed(self) -> None:
-        await self._closing.wait()
-        raise _StreamEnded
+    def _wake(self) -> None:
+        """Send what the session has at the end of this turn of the event loop."""
+        if not self._is_flushing:
+            self._is_flushing = True
+            self._loop.call_soon(self._flush)
 
-    async def _send(self, session: NodeSession, context: Context) -> None:
-        while True:
-            items = await session.outgoing(self._lease.heartbeat_s, self._clock)
-            if session.is_lost:
-                # By a newer stream of the same node. Left open, this one would keep a node that
-                # takes it for its own from ever attaching.
-                raise _StreamEnded
-            await context.write(to_node(items, heartbeat=not items))
+    def _flush(self) -> None:
+        self._is_flushing = False
+        if self._session is None:
+            return
+        if self._session.is_lost:
+            # By a newer stream of the same node. Left open, this one would keep a node that
+            # takes it for its own from ever attaching.
+            self._link.close()
+        elif not self._link.is_choked and (items := self._session.take_outgoing()):
+            self._write(to_node(items))
 
+    def _beat(self) -> None:
+        heartbeat_s, now_s = self._service.lease.heartbeat_s, self._loop.time()
+        due_s = self._said_at_s + heartbeat_s
+        if due_s <= now_s + EARLY_S:
+            due_s = now_s + heartbeat_s
+            if not self._link.is_choked:
+                self._write(to_node((), heartbeat=True))
+        self._at("heartbeat", due_s, self._beat)
 
-class _StreamEnded(Exception):  # noqa: N818
-    """One side closed the stream: an end, not an error."""
+    def _hear(self) -> None:
+        lease_s = self._service.lease.lease_s
+        due_s = self._heard_at_s + lease_s
+        if due_s > self._loop.time() + EARLY_S:
+            self._at("silence", due_s, self._hear)
+        else:
+            self._link.close(TimeoutError(f"silent for {lease_s} s"))
 
+    def _at(self, name: str, due_s: float, call: Callable[[], None]) -> None:
+        self._timers[name] = self._loop.call_at(due_s, call)
 
-def _roles(session: NodeSession) -> str:
-    return "+".join(sorted(role.value for role in session.info.roles))
+    def _write(self, message: pb.ConductorMessage) -> None:
+        self._link.send(message.SerializeToString())
+        self._said_at_s = self._loop.time()

@@ -1,8 +1,8 @@
 """The nodes attached to this conductor, and the requests that each one works on.
 
-A `NodeSession` is one `Attach` stream. It belongs to the event loop. Sending never
-waits: what is sent goes into the outbox, and the stream's writer takes all of it in one
-message. A request opens an exchange with each node it was placed on, and everything
+A `NodeSession` is one attached stream. It belongs to the event loop. Sending never
+waits: what is sent goes into the outbox, and the stream takes all of it that was said in a
+turn of the loop in one message. A request opens an exchange with each node it was placed on, and everything
 that either node says arrives in the request's one mailbox, so that the death of the
 decode node is noticed while the prefill node is waited for.
 """
@@ -11,18 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from base.clock import Clock
 from base.errors import LostError, error_named
 from base.messages import Failed, Fetched, FromNode, Heartbeat, NodeInfo, Prefilled, Release, Tokens, ToNode
 from base.request import RequestId
-
-MAX_GATHER_S = 0.004
-"""That a message to a node waits for more to be said."""
-IDLE_TURN_S = 5e-5
-"""A turn of the event loop that takes less had nobody to serve."""
 
 
 class Mailbox:
@@ -97,12 +91,13 @@ class Mailbox:
 class NodeSession:
     """One attached node, for as long as its stream lives."""
 
-    def __init__(self, info: NodeInfo) -> None:
+    def __init__(self, info: NodeInfo, wake: Callable[[], None] = lambda: None) -> None:
+        """Begin. `wake` is called when there is something for `take_outgoing`, or the node is lost."""
         self.info = info
+        self._wake = wake
         self.last_heartbeat: Heartbeat | None = None
         self.last_heartbeat_at_s = 0.0
         self._outbox: list[ToNode] = []
-        self._outgoing = asyncio.Event()
         self._mailboxes: dict[RequestId, Mailbox] = {}
         self.is_lost = False
         """Its requests were ended; nothing is sent to it any more."""
@@ -127,10 +122,11 @@ class NodeSession:
                 self.send(Release(request_id))
 
     def send(self, item: ToNode) -> None:
-        """Queue `item`; the stream's writer takes it. Nothing is sent to a lost node."""
+        """Queue `item`; the stream takes it. Nothing is sent to a lost node."""
         if not self.is_lost:
+            if not self._outbox:
+                self._wake()
             self._outbox.append(item)
-            self._outgoing.set()
 
     def deliver(self, items: Iterable[FromNode]) -> None:
         """Hand each message to the request it is about; late ones go nowhere."""
@@ -147,33 +143,15 @@ class NodeSession:
         """End every exchange: the stream is gone, and the node lets go of everything."""
         self.is_lost = True
         self._outbox.clear()
-        self._outgoing.set()
+        self._wake()
         mailboxes, self._mailboxes = self._mailboxes, {}
         for request_id, mailbox in mailboxes.items():
             mailbox.put(
                 Failed(request_id, LostError.__name__, f"node {self.info.node_id} was lost: {reason}")
             )
 
-    async def outgoing(self, at_most_s: float, clock: Clock) -> list[ToNode]:
-        """Return what waits to be sent; empty if nothing came in `at_most_s`.
-
-        A message is system calls and wakes a thread, here and there, so what is about to be said goes along:
-        while the event loop has other things to do, it does them first, for `MAX_GATHER_S` at most. A timer
-        would gather as much, and hold up those who wait while the loop has nothing to do.
-        """
-        if not self._outgoing.is_set():
-            timer = asyncio.get_running_loop().call_later(at_most_s, self._outgoing.set)
-            try:
-                await self._outgoing.wait()
-            finally:
-                timer.cancel()
-        began_s = turn_s = clock.now_s()
-        is_idle = False
-        while not is_idle and turn_s < began_s + MAX_GATHER_S:
-            await asyncio.sleep(0)
-            before_s, turn_s = turn_s, clock.now_s()
-            is_idle = turn_s - before_s < IDLE_TURN_S
-        self._outgoing.clear()
+    def take_outgoing(self) -> list[ToNode]:
+        """Return what waits to be sent, in order; it waits no more."""
         items, self._outbox = self._outbox, []
         return items
 

@@ -1,11 +1,11 @@
-"""Both listeners of the conductor, from their start to the end of a drain.
+"""The listeners of the conductor, from their start to the end of a drain.
 
-    start   bind both ports, serve
+    start   bind the ports, serve
     drain   refuse new calls (health says so), wait for those in progress, at most drain_s
     stop    close the listeners; what is still in progress is cancelled
 
-Nodes dial the same gRPC listener as clients. It stays open through the drain, because
-without the nodes' streams no call in progress could end.
+Nodes' listener stays open through the drain, because without their streams no call in progress
+could end.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import asyncio
 import logging
 import random
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,9 +24,10 @@ import uvicorn
 from base.clock import Clock
 from base.config import NodesConfig, ServerConfig, SloConfig, TlsConfig
 from base.errors import ConfigError
+from base.link import End, listen
 from base.logs import event
 from base.request import Slo
-from base.rpc import Health, Port, Service, start_server
+from base.rpc import Health, Port, start_server
 from base.tls import Certificates
 from conductor.access import Access
 from conductor.completion import Completions
@@ -53,7 +54,7 @@ class Listening:
     http_port: int
     grpc_port: int
     attach_port: int
-    """The same, where nodes have no listener of their own."""
+    """0: no nodes are listened for."""
     health: Health
     """To be refreshed when `Dispatcher.is_ready` changes."""
 
@@ -64,7 +65,7 @@ async def listening(
     config: ServerConfig,
     slo: SloConfig,
     rng: random.Random,
-    services: Sequence[Service] = (),
+    attach: Callable[[], End] | None = None,
     reports: Mapping[str, Callable[..., object]] | None = None,
     drain_s: float = DRAIN_S,
     nodes: NodesConfig | None = None,
@@ -76,24 +77,26 @@ async def listening(
         config: Addresses and limits; port 0 is a free one.
         slo: Bounds of requests that name none.
         rng: Draws request ids and seeds.
-        services: More for the gRPC listener: the nodes'.
+        attach: Returns the end of one more node's connection.
         reports: More for the HTTP listener: GET paths and what answers them, with JSON or an
             awaitable of it. A path may end with `{name}`, which is handed over; None is
             answered as 404.
         drain_s: Calls in progress after so long are cancelled.
-        nodes: Their listener, where there is TLS.
+        nodes: Their listener.
 
     Raises:
         ConfigError: an address cannot be bound, or certificate or keys not be read.
     """
     default_slo = Slo(slo.ttft_s or float("inf"), slo.tbt_s or float("inf"))
     max_bytes = int(config.max_body_mib * (1 << 20))
-    ports = _grpc_ports(config, nodes or NodesConfig())
+    nodes = nodes or NodesConfig()
     access = _access(config, completions.clock)
     inference = InferenceService(completions, default_slo, rng, access)
-    with tcp_listener(config.host, config.http_port) as http_socket:
-        grpc_server, grpc_ports, health = await start_server(
-            [inference.service(), *services], lambda: completions.is_ready, ports, max_bytes, access.rpc
+    async with AsyncExitStack() as listeners:
+        http_socket = listeners.enter_context(tcp_listener(config.host, config.http_port, "server.http_port"))
+        attach_port = await _listen_for_nodes(attach, config, nodes, listeners) if attach else 0
+        grpc_server, grpc_port, health = await start_server(
+            [inference.service()], lambda: completions.is_ready, _grpc_port(config), max_bytes, access.rpc
         )
         app = openai_app(completions, default_slo, max_bytes, rng, reports)
         http_server = _HttpServer(_http_config(access.http(app), config.tls))
@@ -101,7 +104,7 @@ async def listening(
             async with asyncio.TaskGroup() as group:
                 group.create_task(http_server.serve(sockets=[http_socket]))
                 try:
-                    yield Listening(http_socket.getsockname()[1], grpc_ports[0], grpc_ports[-1], health)
+                    yield Listening(http_socket.getsockname()[1], grpc_port, attach_port, health)
                 finally:
                     await _drain(completions, health, drain_s)
                     http_server.should_exit = True
@@ -129,23 +132,29 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def _grpc_ports(config: ServerConfig, nodes: NodesConfig) -> list[Port]:
-    """Return where clients, and last where nodes are listened for."""
-    own = _address(config.host, config.grpc_port)
-    if not config.tls.is_set:
-        return [Port(own)]
-    for_clients = Certificates(config.tls, "server.tls")
-    # The conductor shows nodes the certificate that it shows clients, and trusts others.
-    for_nodes = Certificates(replace(config.tls, ca=nodes.tls.ca), "nodes.tls")
-    return [
-        Port(own, for_clients.for_grpc()),
-        Port(_address(config.host, nodes.attach_port), for_nodes.for_grpc()),
-    ]
+async def _listen_for_nodes(
+    attach: Callable[[], End], config: ServerConfig, nodes: NodesConfig, listeners: AsyncExitStack
+) -> int:
+    """Return the port where nodes are listened for, as long as `listeners`."""
+    secured = None
+    if config.tls.is_set:
+        # The conductor shows nodes the certificate that it shows clients, and trusts others.
+        secured = Certificates(replace(config.tls, ca=nodes.tls.ca), "nodes.tls").context()
+    listener = tcp_listener(config.host, nodes.attach_port, "nodes.attach_port")
+    server = await listen(attach, listener, secured)
+    listeners.callback(server.close)
+    port: int = listener.getsockname()[1]
+    return port
+
+
+def _grpc_port(config: ServerConfig) -> Port:
+    address = _address(config.host, config.grpc_port)
+    return Port(address, Certificates(config.tls, "server.tls").for_grpc() if config.tls.is_set else None)
 
 
 def _access(config: ServerConfig, clock: Clock) -> Access:
     keys = KeyRing(Path(config.keys_file).expanduser(), clock) if config.keys_file else None
-    return Access(config.tls.is_set, keys, config.open_metrics)
+    return Access(keys, config.open_metrics)
 
 
 def _http_config(app: object, tls: TlsConfig) -> uvicorn.Config:
@@ -163,7 +172,7 @@ def _http_config(app: object, tls: TlsConfig) -> uvicorn.Config:
     )
     config.load()
     if tls.is_set:
-        config.ssl = Certificates(tls, "server.tls").for_http()
+        config.ssl = Certificates(tls, "server.tls").context()
     return config
 
 
@@ -171,8 +180,8 @@ def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def tcp_listener(host: str, port: int) -> socket.socket:
-    """Return a socket that queues connections before uvicorn runs; raises ConfigError."""
+def tcp_listener(host: str, port: int, key: str) -> socket.socket:
+    """Return a socket that queues connections before it is served; raises ConfigError, naming `key`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns Nagle's algorithm off only where the protocol is named. With it, each
     # answer's body waits 40 ms for the acknowledgement of its head.
@@ -183,5 +192,5 @@ def tcp_listener(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"server.http_port: cannot listen on {_address(host, port)}: {error}") from error
+        raise ConfigError(f"{key}: cannot listen on {_address(host, port)}: {error}") from error
     return listener

@@ -131,7 +131,7 @@ class Cluster:
                     model=conductor.served_model_name,
                 )
                 endpoints.append(found)
-                attach_addresses.append(f"{host}:{ready.get('attach_port', ready['grpc_port'])}")
+                attach_addresses.append(f"{host}:{ready['attach_port']}")
                 self._conductors[name] = found.http_address
             note("; ".join(f"http {found.http_address}, grpc {found.grpc_address}" for found in endpoints))
         self._attach_addresses = tuple(attach_addresses)

@@ -35,7 +35,7 @@ from base.metrics import NodeMetrics, StoreMetrics, process_registry, serve_metr
 from base.process import run_process, say_ready
 from base.request import NodeId, RequestId, Role
 from base.spans import tracer_or_none
-from base.tls import channel_credentials
+from base.tls import dialling_context
 from decode_node.role import DecodeRole
 from deploy.node_kv import node_kv, node_segment, transfer_config
 from deploy.node_metrics import CountedTransport, observe, observe_prefill
@@ -77,9 +77,9 @@ async def serve(config: NodeProcess) -> None:
         await block_sums(engine.cache, [0])
         kv = node_kv(engine, segment, agent)
         info = _info(config, epoch, engine, agent)
-        credentials = channel_credentials(config.tls, "nodes.tls")
+        secured = dialling_context(config.tls, "nodes.tls")
         clients = [
-            AttachClient(info, address, random.Random(f"{epoch} {address}"), credentials)
+            AttachClient(info, address, random.Random(f"{epoch} {address}"), secured)
             for address in config.conductor_addresses
         ]
         async with (

@@ -106,7 +106,7 @@ def planned_nodes(
     A pool of no nodes leaves its role to the other: its nodes then have both.
 
     Args:
-        conductor_addresses: `host:port` of each conductor's gRPC.
+        conductor_addresses: `host:port` of each conductor, for nodes.
         host_cores: Of one host, shared by the nodes that leave `threads` open.
     """
     num_nodes = max(config.prefill.nodes + config.decode.nodes, 1)

@@ -20,7 +20,7 @@ from base.lifetime import stop_requested
 from base.logs import event
 from base.metrics import StoreMetrics, process_registry, serve_metrics
 from base.process import run_process, say_ready
-from base.tls import channel_credentials
+from base.tls import dialling_context
 from kvstore.attached import AttachedStore, storage_info
 from kvstore.hosting import HostedStore, hosted_store
 from kvstore.settings import StoreProcess
@@ -60,8 +60,8 @@ async def _attached(
     """Be a node of one conductor's."""
     num_blocks = config.num_blocks + config.num_disk_blocks
     info = storage_info(config.node_id, hosted.member.peer, num_blocks)
-    credentials = channel_credentials(config.tls, "tls")
-    client = AttachClient(info, address, random.Random(f"{info.epoch} {address}"), credentials)
+    secured = dialling_context(config.tls, "tls")
+    client = AttachClient(info, address, random.Random(f"{info.epoch} {address}"), secured)
     work = AttachedStore(hosted.store, group, client.send)
     # Who asks next may be placed by what has just come.
     hosted.store.on_change(lambda _: client.wake())

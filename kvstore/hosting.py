@@ -75,10 +75,10 @@ async def hosted_store(
     disk = await _opened_disk(settings)
     store = Store(agent, pool, settings.block_bytes, disk, metrics)
     members: list[Member] = []
-    server, (port,), _ = await start_server(
+    server, port, _ = await start_server(
         [store_service(store, lambda: members[0])],
         lambda: True,
-        [Port(f"{settings.host}:{settings.port}")],
+        Port(f"{settings.host}:{settings.port}"),
         MAX_MESSAGE_BYTES,
     )
     member = Member(

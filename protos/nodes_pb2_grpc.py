@@ -3,7 +3,6 @@
 import grpc
 import warnings
 
-from protos import nodes_pb2 as protos_dot_nodes__pb2
 
 GRPC_GENERATED_VERSION = '1.84.0'
 GRPC_VERSION = grpc.__version__
@@ -23,75 +22,3 @@ if _version_not_supported:
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
-
-
-class NodesStub:
-    """Missing associated documentation comment in .proto file."""
-
-    def __init__(self, channel):
-        """Constructor.
-
-        Args:
-            channel: A grpc.Channel.
-        """
-        self.Attach = channel.stream_stream(
-                '/conductor.v1.Nodes/Attach',
-                request_serializer=protos_dot_nodes__pb2.NodeMessage.SerializeToString,
-                response_deserializer=protos_dot_nodes__pb2.ConductorMessage.FromString,
-                _registered_method=True)
-
-
-class NodesServicer:
-    """Missing associated documentation comment in .proto file."""
-
-    def Attach(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-
-def add_NodesServicer_to_server(servicer, server):
-    rpc_method_handlers = {
-            'Attach': grpc.stream_stream_rpc_method_handler(
-                    servicer.Attach,
-                    request_deserializer=protos_dot_nodes__pb2.NodeMessage.FromString,
-                    response_serializer=protos_dot_nodes__pb2.ConductorMessage.SerializeToString,
-            ),
-    }
-    generic_handler = grpc.method_handlers_generic_handler(
-            'conductor.v1.Nodes', rpc_method_handlers)
-    server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('conductor.v1.Nodes', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class Nodes:
-    """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Attach(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/conductor.v1.Nodes/Attach',
-            protos_dot_nodes__pb2.NodeMessage.SerializeToString,
-            protos_dot_nodes__pb2.ConductorMessage.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)

@@ -12,23 +12,16 @@ on the life of the stream: when it ends, or stays silent for the lease, all of i
 released. Within it each request has its own life, ended by its last Tokens or by Failed
 from the node, or by Release from the conductor.
 
-A message carries everything that waited since the last one (a Python gRPC stream moves
-some 13,000 messages a second whatever they hold), so the tokens of one step travel in
-one message.
+A message carries everything that was said in a turn of the sender's event loop, so the tokens
+of one step travel in one message. Each follows its length in 4 bytes, little-endian, on one
+connection (base/link.py).
 """
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from protos import nodes_pb2 as _nodes_pb2
 import abc as _abc_1
 import grpc as _grpc
-import sys
 import typing as _typing
-
-if sys.version_info >= (3, 11):
-    from typing import Self as _Self
-else:
-    from typing_extensions import Self as _Self
 
 _T = _typing.TypeVar("_T")
 
@@ -39,25 +32,3 @@ class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ig
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
-
-class NodesStub:
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> NodesAsyncStub: ...
-    Attach: _grpc.StreamStreamMultiCallable[_nodes_pb2.NodeMessage, _nodes_pb2.ConductorMessage]
-
-@_typing.type_check_only
-class NodesAsyncStub(NodesStub):
-    def __init__(self, channel: _aio.Channel) -> None: ...
-    Attach: _aio.StreamStreamMultiCallable[_nodes_pb2.NodeMessage, _nodes_pb2.ConductorMessage]  # type: ignore[assignment]
-
-class NodesServicer(metaclass=_abc_1.ABCMeta):
-    @_abc_1.abstractmethod
-    def Attach(
-        self,
-        request_iterator: _MaybeAsyncIterator[_nodes_pb2.NodeMessage],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_nodes_pb2.ConductorMessage], _abc.AsyncIterator[_nodes_pb2.ConductorMessage]]: ...
-
-def add_NodesServicer_to_server(servicer: NodesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

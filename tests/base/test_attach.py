@@ -5,58 +5,63 @@ import random
 
 import pytest
 
-from base.attach import AttachClient
+from base.attach import CONNECT_TIMEOUT_S, AttachClient
 from base.errors import ProtocolError
-from base.messages import Lease
-from base.wire_membership import lease_to
+from base.messages import Failed, Lease
+from base.request import RequestId
+from base.wire_membership import lease_to, refused
+from protos import nodes_pb2 as pb
 from tests.conductor.scripted_node import ScriptedWork, node_info
-from tests.simulation.attach_stream import Channel, gone
 from tests.simulation.loop import SimLoop
 
-ENDED = asyncio.InvalidStateError("RPC already finished.")
-"""What grpc.aio raises for a write to a call that has ended; a node that was stopped for longer than its
-lease meets it when it goes on."""
+LEASE = Lease(lease_s=10.0, heartbeat_s=2.0, conductor_epoch=1)
 
 
-class Call:
-    """A call that grants a lease, and of which write number `fails_at` raises `error`."""
+class Link:
+    """A conductor that answers a registration with `answer`, and keeps what it is sent."""
 
-    def __init__(self, fails_at, error):
-        self._fails_at, self._error = fails_at, error
-        self._num_writes = 0
-        self._answers = [lease_to(Lease(10.0, 2.0, 1))]
+    is_choked = False
+    peer_uris = ()
 
-    async def write(self, message):
-        self._num_writes += 1
-        if self._num_writes == self._fails_at:
-            raise self._error
+    def __init__(self, end, answer):
+        self.end, self.is_over = end, False
+        self.sent = []
+        end.opened(self)
+        if answer is not None:
+            self.say(answer)
 
-    async def read(self):
-        if self._answers:
-            return self._answers.pop()
-        return await asyncio.Event().wait()
+    def send(self, message):
+        self.sent.append((asyncio.get_running_loop().time(), pb.NodeMessage.FromString(message)))
 
-    def cancel(self):
-        pass
+    def say(self, message):
+        try:
+            self.end.received(message if isinstance(message, bytes) else message.SerializeToString())
+        except ProtocolError as error:
+            self.close(error)
+
+    def close(self, error=None):
+        if not self.is_over:
+            self.is_over = True
+            self.end.closed(error)
 
 
-@pytest.mark.parametrize(
-    "error", [ENDED, gone("cut"), ProtocolError("x")], ids=lambda error: type(error).__name__
-)
-@pytest.mark.parametrize("fails_at", [1, 2, 3, 5])
-def test_a_write_that_fails_is_the_end_of_the_stream_and_not_of_the_node(fails_at, error):
-    loop, work = SimLoop(lambda: (0.0, True)), ScriptedWork()
-    calls = []
+def attached_for(seconds, begin=lambda link: None, first_answer=None):
+    """Run a node for so long; return its links, its work and what it logged as the client's task ended.
 
-    def open_stream():
-        calls.append(Call(fails_at if not calls else None, error))
-        return calls[-1]
+    `begin` is called with the first link, half a second after it was made.
+    """
+    loop, work, links = SimLoop(lambda: (0.0, True)), ScriptedWork(), []
 
-    client = AttachClient(node_info(), "there", random.Random(0), dial=lambda: Channel(open_stream))
+    async def dial_end(end):
+        links.append(Link(end, lease_to(LEASE) if links or first_answer is None else first_answer))
 
     async def run():
+        client = AttachClient(node_info(), "there", random.Random(0), dial_end=dial_end)
+        work.send = client.send
         task = asyncio.ensure_future(client.run(work))
-        await asyncio.sleep(9.0)
+        await asyncio.sleep(0.5)
+        begin(links[0])
+        await asyncio.sleep(seconds - 0.5)
         assert not task.done()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -66,5 +71,72 @@ def test_a_write_that_fails_is_the_end_of_the_stream_and_not_of_the_node(fails_a
         loop.run_until_complete(run())
     finally:
         loop.close()
-    assert len(calls) == 2
+    assert not loop.violations
+    return links, work
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda link: link.close(),
+        lambda link: link.close(ConnectionResetError("cut")),
+        lambda link: link.say(b"\xff" * 10),
+        lambda link: link.say(pb.ConductorMessage(prefill=[pb.Prefill()])),
+    ],
+    ids=["closed", "cut", "noise", "wrong work"],
+)
+def test_the_end_of_the_stream_is_not_the_end_of_the_node(begin):
+    links, work = attached_for(9.0, begin)
+    assert [link.is_over for link in links] == [True, True]
     assert work.num_lost == 2  # by the failure, and by the end of the test
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"), [(refused("no"), "refused: no"), (pb.ConductorMessage(heartbeat=True), "Registered")]
+)
+def test_a_node_that_is_not_taken_in_says_why_and_dials_again(answer, told, caplog):
+    links, _ = attached_for(3.0, first_answer=answer)
+    assert len(links) == 2
+    assert told in caplog.text
+
+
+def test_a_conductor_that_does_not_answer_is_dialled_again():
+    links, _ = attached_for(CONNECT_TIMEOUT_S + 2.0, first_answer=b"")
+    assert len(links) == 2
+
+
+def test_a_silent_conductor_is_left_after_the_lease():
+    links, work = attached_for(9.9)
+    assert len(links) == 1
+    links, work = attached_for(10.5)
+    assert links[0].is_over
+    assert work.num_lost >= 1
+
+
+def test_a_word_renews_the_lease():
+    links, _ = attached_for(10.4, lambda link: link.say(pb.ConductorMessage(heartbeat=True)))
+    assert not links[0].sent[0][1].HasField("heartbeat")
+    assert len(links) == 1
+
+
+def test_the_state_is_told_every_heartbeat_and_soon_after_a_result_that_went_without_it():
+    def begin(link):
+        client_end = link.end
+        for name in ("a", "b"):
+            client_end.send(Failed(RequestId(name), "LostError", "x"))
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.001, client_end.send, Failed(RequestId("c"), "LostError", "x"))
+
+    links, _ = attached_for(5.0, begin)
+    told = [
+        (round(at_s, 3), [item.request_id for item in message.failed], message.HasField("heartbeat"))
+        for at_s, message in links[0].sent[1:]
+    ]
+    assert told == [
+        (0.0, [], True),
+        (0.5, ["a", "b"], True),
+        (0.501, ["c"], False),
+        (0.503, [], True),
+        (2.503, [], True),
+        (4.503, [], True),
+    ]

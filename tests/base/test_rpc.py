@@ -34,7 +34,7 @@ async def serving(admit=admit_all):
         "conductor.v1.Inference",
         lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(Rejecting(), server),
     )
-    server, (port,), _ = await start_server([service], lambda: True, [Port("127.0.0.1:0")], 1 << 20, admit)
+    server, port, _ = await start_server([service], lambda: True, Port("127.0.0.1:0"), 1 << 20, admit)
     try:
         yield f"127.0.0.1:{port}"
     finally:

@@ -4,10 +4,9 @@ import asyncio
 import random
 from contextlib import aclosing, asynccontextmanager
 
-import grpc
-
 from base.attach import AttachClient
 from base.clock import SystemClock
+from base.link import listen
 from base.messages import Lease, Prefill, Reserve, Start, Tokens
 from base.request import Request, Role, SamplingParams, StopParams
 from conductor.attach import AttachService
@@ -17,7 +16,7 @@ from conductor.dispatch import Dispatcher, Limits
 from conductor.membership import Membership
 from conductor.profile import load_profile
 from conductor.scheduler_settings import SchedulerSettings
-from protos.nodes_pb2_grpc import add_NodesServicer_to_server
+from conductor.server import tcp_listener
 from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, ScriptedWork, node_info
 
 LEASE = Lease(lease_s=1.0, heartbeat_s=0.2, conductor_epoch=1)
@@ -67,10 +66,9 @@ class Conductor:
 
     @asynccontextmanager
     async def serving(self):
-        server = grpc.aio.server()
-        add_NodesServicer_to_server(self.service, server)
-        self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
+        listener = tcp_listener("127.0.0.1", 0, "port")
+        self.address = f"127.0.0.1:{listener.getsockname()[1]}"
+        server = await listen(self.service.stream, listener, None)
         async with asyncio.TaskGroup() as self._group:
             try:
                 yield self
@@ -78,7 +76,7 @@ class Conductor:
                 for task in self.clients.values():
                     task.cancel()
                 self.service.close()
-                await server.stop(1.0)
+                server.close()
 
 
 @asynccontextmanager

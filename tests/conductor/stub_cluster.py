@@ -21,7 +21,7 @@ from conductor.roles import RoleController
 COST = CostModel(stub_profile())
 
 
-async def attached(membership, session, node, clock):
+async def attached(membership, session, said, node, clock):
     """Be the stream between a conductor and a stub node."""
 
     def send(item):
@@ -36,7 +36,11 @@ async def attached(membership, session, node, clock):
     node.send = send
     membership.join(session)
     while True:
-        node.receive(await session.outgoing(1.0, clock))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await said.wait()
+        said.clear()
+        node.receive(session.take_outgoing())
         membership.heartbeat(session, node.heartbeat(), clock.now_s())
 
 
@@ -60,8 +64,9 @@ async def cluster(
         for number in range(num_prefill + num_decode):
             role = Role.PREFILL if number < num_prefill else Role.DECODE
             node = StubNode(COST, 10_000, BLOCK_SIZE)
-            session = NodeSession(stub_info(f"n{number}", role, "m"))
-            tasks.append(group.create_task(attached(membership, session, node, clock)))
+            said = asyncio.Event()
+            session = NodeSession(stub_info(f"n{number}", role, "m"), said.set)
+            tasks.append(group.create_task(attached(membership, session, said, node, clock)))
             tasks.append(group.create_task(node.run()))
         dispatcher = Dispatcher(membership, view, COST, observer, clock, settings, limits)
         if role_settings is not None:

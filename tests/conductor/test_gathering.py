@@ -1,50 +1,82 @@
-"""Messages to a node gather while the event loop has others to serve, and wait for nothing else."""
+"""What is said to a node in one turn of the event loop leaves in one message, at the end of that turn."""
 
 import asyncio
 
-import pytest
-
 from base.clock import ManualClock
-from base.messages import Release
+from base.messages import Lease, Release
 from base.request import RequestId
-from conductor.nodes import IDLE_TURN_S, MAX_GATHER_S, NodeSession
-from tests.conductor.builders import make_info
-
-BUSY_TURN_S = 3 * IDLE_TURN_S
-
-
-async def said_together(turns, turn_s):
-    """Return how many of the items, one said in each turn of the loop, are in the first message, and the
-    seconds that it waited."""
-    clock, session = ManualClock(), NodeSession(make_info("p"))
-
-    async def say():
-        for turn in range(turns):
-            session.send(Release(RequestId(str(turn))))
-            clock.advance(turn_s)
-            await asyncio.sleep(0)
-
-    session.send(Release(RequestId("first")))
-    saying = asyncio.create_task(say())
-    items = await session.outgoing(1.0, clock)
-    waited_s = clock.now_s()
-    await saying
-    return len(items), waited_s
+from base.wire import to_node_from
+from base.wire_membership import register
+from conductor.attach import AttachService
+from conductor.membership import Membership
+from protos import nodes_pb2 as pb
+from tests.conductor.builders import BLOCK_SIZE, make_view
+from tests.conductor.scripted_node import MODEL_ID, node_info
 
 
-async def test_what_is_said_while_the_loop_is_busy_goes_in_one_message():
-    assert (await said_together(8, BUSY_TURN_S))[0] == 9
+class Link:
+    """Keeps what is written."""
+
+    peer_uris = ()
+
+    def __init__(self, end):
+        self.end, self.is_choked, self.messages = end, False, []
+        end.opened(self)
+
+    def send(self, message):
+        self.messages.append(to_node_from(pb.ConductorMessage.FromString(message)))
+
+    def close(self, error=None):
+        self.end.closed(error)
 
 
-async def test_a_loop_with_nothing_else_to_do_sends_at_once():
-    assert (await said_together(8, 0.0))[0] == 2
+class Attached:
+    """A node that is attached, and its session at the conductor."""
+
+    def __init__(self):
+        clock = ManualClock()
+        membership = Membership(MODEL_ID, make_view(0, 0), clock)
+        self.link = Link(AttachService(membership, Lease(10.0, 2.0, 1), clock).stream())
+        info = node_info(block_size=BLOCK_SIZE)
+        self.link.end.received(register(info).SerializeToString())
+        self.session = membership.sessions[0]
+        self.link.messages.clear()
+
+    def say(self, *names):
+        for name in names:
+            self.session.send(Release(RequestId(name)))
+
+    def told(self):
+        return [[item.request_id for item in message] for message in self.link.messages]
 
 
-async def test_a_loop_that_stays_busy_sends_in_time():
-    num_items, waited_s = await said_together(10_000, BUSY_TURN_S)
-    assert waited_s == pytest.approx(MAX_GATHER_S, abs=2 * BUSY_TURN_S)
-    assert num_items < 100
+async def test_what_is_said_in_one_turn_goes_in_one_message_at_its_end():
+    node = Attached()
+    node.say("a", "b")
+    assert node.told() == []
+    await asyncio.sleep(0)
+    assert node.told() == [["a", "b"]]
+    node.say("c")
+    await asyncio.sleep(0)
+    assert node.told() == [["a", "b"], ["c"]]
+    node.link.close()
 
 
-async def test_nothing_said_is_nothing_to_send():
-    assert await NodeSession(make_info("p")).outgoing(0.0, ManualClock()) == []
+async def test_who_does_not_read_is_told_all_of_it_later():
+    node = Attached()
+    node.link.is_choked = True
+    for name in "ab":
+        node.say(name)
+        await asyncio.sleep(0)
+    assert node.told() == []
+    node.link.is_choked = False
+    node.link.end.writable()
+    assert node.told() == [["a", "b"]]
+    node.link.close()
+
+
+async def test_nothing_said_is_nothing_sent():
+    node = Attached()
+    await asyncio.sleep(0)
+    assert node.told() == []
+    node.link.close()

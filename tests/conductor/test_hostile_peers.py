@@ -13,6 +13,7 @@ from functools import partial
 import grpc
 import pytest
 
+from base.link import LENGTH_BYTES
 from conductor import http_connection
 from protos import inference_pb2, inference_pb2_grpc, nodes_pb2
 from tests.conductor.dispatching import conductor
@@ -175,12 +176,25 @@ async def test_bytes_that_are_no_http2_are_cut_off(model):
             assert (await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)).models
 
 
-async def refused(attach, sent):
-    call = attach(timeout=5)
-    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        await call.write(sent)
-        await call.done_writing()
-    return await call.code()
+async def refused(address, sent):
+    """Send one message as a node would; return what comes back until the connection ends."""
+    host, port = address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    answer = b""
+    try:
+        writer.write(sent)
+        async with asyncio.timeout(5.0):
+            while part := await reader.read(1 << 16):
+                answer += part
+    except ConnectionResetError:
+        pass  # it is closed with what it has not read
+    finally:
+        writer.close()
+    return answer
+
+
+def framed(message):
+    return len(message).to_bytes(LENGTH_BYTES, "little") + message
 
 
 def registered(**fields):
@@ -203,13 +217,26 @@ HOSTILE_NODES = {
 }
 
 
+HOSTILE_LINKS = {
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0" * 100,
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01" + b"\0" * 100,
+    "a length without end": b"\xff" * 5_000,
+}
+
+
 async def test_no_message_of_a_node_harms_the_others():
     async with conductor() as running:
         await running.attach(ScriptedWork())
-        async with grpc.aio.insecure_channel(running.address) as channel:
-            attach = channel.stream_stream("/conductor.v1.Nodes/Attach")
-            for name, sent in HOSTILE_NODES.items():
-                code = await soon(name, partial(refused, attach, sent))
-                assert code.name in {"INTERNAL", "FAILED_PRECONDITION", "INVALID_ARGUMENT"}, name
-                assert len(running.membership.sessions) == 1, name
+        sent = {name: framed(message) for name, message in HOSTILE_NODES.items()} | HOSTILE_LINKS
+        for name, message in sent.items():
+            answer = await soon(name, partial(refused, running.address, message))
+            if answer:
+                assert nodes_pb2.ConductorMessage.FromString(answer[LENGTH_BYTES:]).refused, name
+            assert len(running.membership.sessions) == 1, name
         assert running.membership.sessions[0].info.node_id != "x"
+
+
+async def test_a_node_that_says_half_a_message_and_no_more_is_let_go_after_the_lease():
+    async with conductor() as running:
+        assert await refused(running.address, framed(registered(node_id="x"))[:-1]) == b""

@@ -9,7 +9,6 @@ import os
 import random
 import socket
 import ssl
-from functools import partial
 from pathlib import Path
 
 import grpc
@@ -20,16 +19,16 @@ from base.attach import AttachClient
 from base.clock import SystemClock
 from base.config import NodesConfig, TlsConfig
 from base.errors import ConfigError
+from base.link import LENGTH_BYTES
 from base.messages import Lease
-from base.rpc import Service
-from base.tls import NODE_NAME, Certificates, channel_credentials
+from base.tls import NODE_NAME, Certificates, dialling_context
+from base.wire_membership import register
 from conductor.attach import AttachService
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
 from conductor.membership import Membership
 from conductor.profile import load_profile
 from protos import inference_pb2, inference_pb2_grpc
-from protos.nodes_pb2_grpc import add_NodesServicer_to_server
 from tests.certificates import Authority
 from tests.conductor.fakes import serving, spoken
 from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, node_info
@@ -50,13 +49,13 @@ class Secure:
         clock = SystemClock()
         view = ClusterView(CostModel(load_profile("cpu-smollm2")), BLOCK_SIZE)
         self.membership = Membership(MODEL_ID, view, clock)
-        self.attach = AttachService(self.membership, Lease(10.0, 2.0, 1), clock)
+        self.attach = AttachService(self.membership, Lease(10.0, 2.0, 1), clock, nodes_have_certificates=True)
         tls = dataclasses.replace(authority.issue("server"), ca=client_ca)
         self.listening = serving(
             model,
             lambda request: spoken(model, "hi"),
             server={"tls": tls},
-            services=[Service("conductor.v1.Nodes", partial(add_NodesServicer_to_server, self.attach))],
+            attach=self.attach.stream,
             nodes=NodesConfig(tls=authority.issue("node", NODE_NAME)),
         )
 
@@ -78,6 +77,14 @@ def context_of(authority, own=None):
     if own is not None:
         context.load_cert_chain(own.cert, own.key)
     return context
+
+
+def credentials_of(authority, own=None):
+    if own is None:
+        return grpc.ssl_channel_credentials(authority.pem)
+    return grpc.ssl_channel_credentials(
+        authority.pem, Path(own.key).read_bytes(), Path(own.cert).read_bytes()
+    )
 
 
 async def generated(address, credentials):
@@ -107,12 +114,11 @@ async def test_plain_text_reaches_nothing(model, authority):
         async with httpx.AsyncClient() as client:
             with pytest.raises(httpx.TransportError):
                 await client.post(f"{secure.api.url}{CHAT}", json=HELLO)
-        for address in (secure.api.grpc_address, secure.attach_address):
-            async with grpc.aio.insecure_channel(address) as channel:
-                with pytest.raises(grpc.aio.AioRpcError):
-                    await inference_pb2_grpc.InferenceStub(channel).ListModels(
-                        inference_pb2.ListModelsRequest(), timeout=5
-                    )
+        async with grpc.aio.insecure_channel(secure.api.grpc_address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await inference_pb2_grpc.InferenceStub(channel).ListModels(
+                    inference_pb2.ListModelsRequest(), timeout=5
+                )
         assert not secure.api.dispatcher.requests
 
 
@@ -131,15 +137,13 @@ async def test_clients_certificates_are_checked_where_there_is_an_authority(mode
         url = f"{secure.api.secure_url}/health"
         async with httpx.AsyncClient(verify=context_of(authority, authority.issue("client"))) as client:
             assert (await client.get(url)).status_code == 200
-        good = channel_credentials(authority.issue("client"), "tls")
+        good = credentials_of(authority, authority.issue("client"))
         assert await generated(secure.api.grpc_address, good) == "hi"
         for own in strangers(authority, tmp_path).values():
             async with httpx.AsyncClient(verify=context_of(authority, own)) as client:
                 with pytest.raises(httpx.TransportError):
                     await client.get(url)
-            credentials = grpc.ssl_channel_credentials(authority.pem)
-            if own is not None:
-                credentials = channel_credentials(dataclasses.replace(own, ca=authority.path), "tls")
+            credentials = credentials_of(authority, own)
             assert await refused_code(secure.api.grpc_address, credentials) == grpc.StatusCode.UNAVAILABLE
 
 
@@ -182,8 +186,8 @@ class Idle:
         pass
 
 
-async def attached_within_a_second(secure, address, credentials):
-    client = AttachClient(node_info(), address, random.Random(0), credentials)
+async def attached_within_a_second(secure, tls):
+    client = AttachClient(node_info(), secure.attach_address, random.Random(0), dialling_context(tls, "tls"))
     arrived = asyncio.Event()
     secure.membership.on_change(arrived.set)
     task = asyncio.create_task(client.run(Idle()))
@@ -201,18 +205,45 @@ async def attached_within_a_second(secure, address, credentials):
 
 async def test_a_node_attaches_by_its_certificate(model, authority):
     async with Secure(model, authority) as secure:
-        credentials = channel_credentials(authority.issue("node", NODE_NAME), "nodes.tls")
-        assert await attached_within_a_second(secure, secure.attach_address, credentials)
+        assert await attached_within_a_second(secure, authority.issue("node", NODE_NAME))
 
 
 async def test_a_clients_certificate_does_not_attach(model, authority, caplog):
     caplog.set_level(logging.WARNING, "base.attach")
     async with Secure(model, authority) as secure:
-        credentials = channel_credentials(authority.issue("client"), "nodes.tls")
-        assert not await attached_within_a_second(secure, secure.attach_address, credentials)
-        ca = grpc.ssl_channel_credentials(authority.pem)
-        assert not await attached_within_a_second(secure, secure.api.grpc_address, ca)
-    assert sum("PERMISSION_DENIED" in record.getMessage() for record in caplog.records) >= 2
+        assert not await attached_within_a_second(secure, authority.issue("client"))
+    assert any("ForbiddenError: only a node may attach" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("who", ["nobody", "of another authority", "without TLS"])
+async def test_who_shows_no_good_certificate_does_not_attach(model, authority, tmp_path, who):
+    stranger = Authority(tmp_path / "other", "other").issue("node", NODE_NAME)
+    async with Secure(model, authority) as secure:
+        context = context_of(authority, stranger if who == "of another authority" else None)
+        heard = await asyncio.to_thread(heard_after_registering, secure, None if "out" in who else context)
+        assert not heard
+        assert not secure.membership.sessions
+
+
+def heard_after_registering(secure, context):
+    """Dial by hand, register as a node, and return what is answered."""
+    message = register(node_info()).SerializeToString()
+    port = secure.api.ports.attach_port
+    with contextlib.suppress(ssl.SSLError, ConnectionError), contextlib.ExitStack() as opened:
+        link = opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+        if context is not None:
+            link = opened.enter_context(context.wrap_socket(link, server_hostname="127.0.0.1"))
+        link.sendall(len(message).to_bytes(LENGTH_BYTES, "little") + message)
+        return link.recv(1000)
+    return b""
+
+
+async def test_a_node_does_not_talk_to_a_conductor_of_another_authority(model, authority, tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "base.attach")
+    own = Authority(tmp_path / "other", "other").issue("node", NODE_NAME)
+    async with Secure(model, authority) as secure:
+        assert not await attached_within_a_second(secure, own)
+    assert "CERTIFICATE_VERIFY_FAILED" in caplog.text
 
 
 async def test_a_renewed_certificate_is_shown_without_a_restart(model, authority):
@@ -232,7 +263,11 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(model, authority
         folder = Path(renewed.cert).parent
         for new, old in ((renewed.key, "server.key"), (renewed.cert, "server.pem")):
             os.replace(new, folder / old)
-        await asyncio.to_thread(shown, ports[0])
+        for port in (
+            ports[0],
+            ports[2],
+        ):  # asyncio's listeners look at each handshake, and show it at the next
+            await asyncio.to_thread(shown, port)
         assert [await asyncio.to_thread(shown, port) for port in ports] == ["renewed"] * 3
         # A broken file leaves the last good one in use.
         (folder / "server.pem").write_text("nothing")
@@ -261,6 +296,6 @@ def test_a_file_that_is_wrong_is_named_with_its_key(authority, tmp_path, field, 
     elif content is not None:
         path.write_text(content)
     tls = TlsConfig(**{**dataclasses.asdict(good), field: str(path)})
-    for use in (Certificates, channel_credentials):
+    for use in (Certificates, dialling_context):
         with pytest.raises(ConfigError, match=told):
             use(tls, "tls")

@@ -94,7 +94,7 @@ class Cluster:
         )
         members = []
         service = store_service(store, lambda: members[0])
-        server, (port,), _ = await start_server([service], lambda: True, [Port("127.0.0.1:0")], 16 << 20)
+        server, port, _ = await start_server([service], lambda: True, Port("127.0.0.1:0"), 16 << 20)
         self.stack.push_async_callback(server.stop, 0)
         peer = agent.descriptor
         member = Member(NodeId(name), peer.epoch, f"127.0.0.1:{port}", name, peer, BLOCK_BYTES)

@@ -79,7 +79,7 @@ class SimConductor:
             self.world.network,
             node_process,
             self.process,
-            functools.partial(_handled, self.service),
+            self.service.stream,
             self.world.trace,
         )
 
@@ -89,16 +89,6 @@ class SimConductor:
         assert self.view.num_in_flight == 0, "the view counts requests"
         for session in self.membership.sessions:
             assert session.num_requests == 0, f"{session.info.node_id} has exchanges"
-
-
-async def _handled(service, stream):
-    try:
-        await service.Attach(None, stream.context())
-    except Exception as error:
-        if type(error).__name__ != "AbortError":
-            raise
-    finally:
-        stream.closed()
 
 
 class Client:

@@ -44,7 +44,6 @@ from prefill_node.fetcher import Fetcher
 from prefill_node.lender import Lender
 from prefill_node.own_cache import SegmentCache
 from prefill_node.role import PrefillRole
-from tests.simulation.attach_stream import Channel
 from tests.simulation.device import LAYOUT, VOCAB, LaunchingDevice, SimDevice
 from tests.simulation.disk import SimDisk
 from tests.simulation.loop import InlineExecutor, Process
@@ -149,7 +148,7 @@ class SimNode:
             here = SegmentCache(engine.pool, engine.cache, segment, agent, self.store)
             tasks.create_task(engine.loop.run())
             for conductor in world.conductors:
-                client = AttachClient(info, conductor.name, self.rng, dial=self._dialled(conductor))
+                client = AttachClient(info, conductor.name, self.rng, dial_end=self._dialled(conductor))
                 lender = Lender(here, tasks, client.send)
                 fetcher = Fetcher(here, tasks, client.send)
                 prefill = PrefillRole(engine.loop, kv, tasks, client.send, clock, here.lent, beside)
@@ -235,7 +234,10 @@ class SimNode:
         self.world.started(self._faulty_transport.deliver_late())
 
     def _dialled(self, conductor):
-        return lambda: Channel(lambda: conductor.attach(self.process))
+        async def dial_end(end):
+            conductor.attach(self.process).open(end)
+
+        return dial_end
 
     def _reach(self, address):
         return _FarStore(self.world, self.process, address)

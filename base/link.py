@@ -1,0 +1,176 @@
+"""One connection between a node and a conductor, as messages of bytes: each after its length.
+
+    length (4 bytes, little-endian)   message   length   message   ...
+
+What arrives is handed over in the turn of the event loop that read it, and what is sent is written in the
+turn that sends it: no task, no thread and no queue is between the socket and either end.
+
+Weighed and left: a stream of gRPC's, which carried the same messages. Each costs it some 0.1 ms and wakes a
+thread that waits for the interpreter, on both sides (bench/results/conductor_live.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from base.errors import ProtocolError, ServeError
+
+LENGTH_BYTES = 4
+MAX_FIRST_BYTES = 64 << 10
+"""Of the first message, before anything is known of who sends it."""
+MAX_MESSAGE_BYTES = 64 << 20
+HANDSHAKE_TIMEOUT_S = 10.0
+EARLY_S = 0.002
+"""That a timer of an event loop may come before its time, for who looks at the clock then."""
+
+
+class Link(Protocol):
+    """A connection that is open, as the end that uses it sees it."""
+
+    @property
+    def is_choked(self) -> bool:
+        """Whether the other side does not read: `End.writable` says when it has."""
+        ...
+
+    @property
+    def peer_uris(self) -> tuple[str, ...]:
+        """URIs among the names in the certificate that the other side proved to have."""
+        ...
+
+    def send(self, message: bytes) -> None:
+        """Write `message`; never waits. After the end nothing is written."""
+        ...
+
+    def close(self, error: Exception | None = None) -> None:
+        """Close when what was sent is written. `End.closed` is told `error`, if it was told nothing yet."""
+        ...
+
+
+class End(Protocol):
+    """What one side does with its link. Called by the event loop."""
+
+    def opened(self, link: Link) -> None: ...
+
+    def received(self, message: bytes) -> None:
+        """Take a message in; a ServeError, or a bug, ends the link."""
+        ...
+
+    def writable(self) -> None: ...
+
+    def closed(self, error: Exception | None) -> None:
+        """The link is over, which is told once. None: one of the sides closed it."""
+        ...
+
+
+class TcpLink(asyncio.Protocol):
+    """A `Link` over TCP, with or without TLS."""
+
+    def __init__(self, end: End) -> None:
+        self._end = end
+        self._transport: asyncio.Transport | None = None
+        self._partial = bytearray()
+        self._wanted_bytes = LENGTH_BYTES
+        """That `_partial` has to have for there to be a message, or its length, in it."""
+        self._max_bytes = MAX_FIRST_BYTES
+        self._is_choked = self._is_over = False
+
+    @property
+    def is_choked(self) -> bool:
+        return self._is_choked
+
+    @property
+    def peer_uris(self) -> tuple[str, ...]:
+        assert self._transport is not None
+        certificate = self._transport.get_extra_info("peercert") or {}
+        return tuple(name for kind, name in certificate.get("subjectAltName", ()) if kind == "URI")
+
+    def send(self, message: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(len(message).to_bytes(LENGTH_BYTES, "little") + message)
+
+    def close(self, error: Exception | None = None) -> None:
+        if self._transport is not None:
+            if self._is_choked:
+                self._transport.abort()  # who does not read would keep it open for ever
+            else:
+                self._transport.close()
+        self._ended(error)
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._end.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._partial:
+            self._partial += data
+            if len(self._partial) < self._wanted_bytes:
+                return
+            data = bytes(self._partial)
+            self._partial.clear()
+        at, self._wanted_bytes = 0, LENGTH_BYTES
+        while len(data) - at >= LENGTH_BYTES and not self._is_over:
+            begin = at + LENGTH_BYTES
+            end = begin + int.from_bytes(data[at:begin], "little")
+            if end - begin > self._max_bytes:
+                self.close(ProtocolError(f"a message of {end - begin} bytes"))
+                return
+            if end > len(data):
+                self._wanted_bytes = end - at
+                break
+            self._deliver(data[begin:end])
+            at = end
+        self._partial += data[at:]
+
+    def pause_writing(self) -> None:
+        self._is_choked = True
+
+    def resume_writing(self) -> None:
+        self._is_choked = False
+        self._end.writable()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended(exc)
+
+    def _deliver(self, message: bytes) -> None:
+        self._max_bytes = MAX_MESSAGE_BYTES
+        try:
+            self._end.received(message)
+        except ServeError as error:
+            self.close(error)
+
+    def _ended(self, error: Exception | None) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._end.closed(error)
+
+
+async def dial(end: End, address: str, secured: ssl.SSLContext | None = None) -> None:
+    """Connect to `address`, host:port; `end` has the link then. Raises OSError."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    await asyncio.get_running_loop().create_connection(
+        lambda: TcpLink(end),
+        host,
+        int(port),
+        ssl=secured,
+        server_hostname=host if secured else None,
+        ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if secured else None,
+    )
+
+
+async def listen(
+    make_end: Callable[[], End], listener: socket.socket, secured: ssl.SSLContext | None
+) -> asyncio.Server:
+    """Take connections; each has an end of its own."""
+    return await asyncio.get_running_loop().create_server(
+        lambda: TcpLink(make_end()),
+        sock=listener,
+        ssl=secured,
+        ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if secured else None,
+    )

@@ -1,0 +1,145 @@
+"""Messages over a real socket, whole and in order however they arrive, and what ends a link."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from base.errors import ProtocolError
+from base.link import LENGTH_BYTES, MAX_FIRST_BYTES, MAX_MESSAGE_BYTES, dial, listen
+from conductor.server import tcp_listener
+
+
+class End:
+    """Keeps what it is told; `fails_on` is a message that it raises for."""
+
+    def __init__(self, fails_on=None):
+        self.link = None
+        self.messages, self.closings = [], []
+        self.num_writable = 0
+        self._fails_on = fails_on
+
+    def opened(self, link):
+        self.link = link
+
+    def received(self, message):
+        if message == self._fails_on:
+            raise ProtocolError("not that")
+        self.messages.append(message)
+
+    def writable(self):
+        self.num_writable += 1
+
+    def closed(self, error):
+        self.closings.append(error)
+
+
+def framed(message):
+    return len(message).to_bytes(LENGTH_BYTES, "little") + message
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def listening(*ends):
+    """A listener whose connections have `ends`, one after the other; gives its port."""
+    left = list(ends)
+    with tcp_listener("127.0.0.1", 0, "port") as listener:
+        server = await listen(lambda: left.pop(0), listener, None)
+        yield listener.getsockname()[1]
+        server.close()
+
+
+async def test_messages_arrive_whole_and_in_order_in_both_directions():
+    here, there = End(), End()
+    sizes = (0, 1, 10, 70_000, 3, 5_000_000)
+    sent = [bytes([number]) * size for number, size in enumerate(sizes)]
+    async with listening(there) as port:
+        await dial(here, f"127.0.0.1:{port}")
+        await until(lambda: there.link)
+        for end, other in ((here, there), (there, here)):
+            for message in sent:
+                end.link.send(message)
+            await until(lambda other=other: len(other.messages) == len(sent))
+            assert other.messages == sent
+        assert here.num_writable  # 5 MB did not leave at once
+        here.link.close()
+        await until(lambda: there.closings)
+    assert here.closings == there.closings == [None]
+
+
+@pytest.mark.parametrize("step", [1, 3, 5, 100])
+async def test_a_message_may_come_in_any_parts(step):
+    there = End()
+    sent = [b"a", b"", b"bcdefgh", b"x" * 20]
+    stream = b"".join(map(framed, sent))
+    async with listening(there) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        for at in range(0, len(stream), step):
+            writer.write(stream[at : at + step])
+            await writer.drain()
+            await asyncio.sleep(0)
+        await until(lambda: len(there.messages) == len(sent))
+        writer.close()
+    assert there.messages == sent
+
+
+@pytest.mark.parametrize(
+    ("before", "length"),
+    [(b"", MAX_FIRST_BYTES + 1), (b"", 2**32 - 1), (framed(b"hello"), MAX_MESSAGE_BYTES + 1)],
+)
+async def test_a_message_that_is_too_long_ends_the_link_before_it_came(before, length):
+    there = End()
+    async with listening(there) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(before + length.to_bytes(LENGTH_BYTES, "little"))
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+    (error,) = there.closings
+    assert str(length) in str(error)
+    assert there.messages == ([b"hello"] if before else [])
+
+
+async def test_what_an_end_raises_ends_the_link_and_what_came_with_it_is_dropped():
+    here, there = End(), End(fails_on=b"bad")
+    async with listening(there) as port:
+        await dial(here, f"127.0.0.1:{port}")
+        await until(lambda: there.link)
+        for message in (b"good", b"bad", b"late"):
+            here.link.send(message)
+        await until(lambda: here.closings)
+    assert there.messages == [b"good"]
+    assert [str(error) for error in there.closings] == ["not that"]
+
+
+async def test_a_bug_ends_the_link_and_is_told():
+    here, there = End(), End(fails_on=b"bad")
+    there.messages = None  # it cannot append
+    told = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["exception"]))
+    async with listening(there) as port:
+        await dial(here, f"127.0.0.1:{port}")
+        here.link.send(b"x")
+        await until(lambda: here.closings)
+    assert [type(error) for error in told] == [type(error) for error in there.closings] == [AttributeError]
+
+
+async def test_who_does_not_read_is_cut_off_when_the_link_is_closed():
+    there = End()
+    async with listening(there) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+        writer.transport.pause_reading()
+        await until(lambda: there.link)
+        num_sent = 0
+        while not there.link.is_choked:
+            there.link.send(b"x" * 100_000)
+            num_sent += 100_000 + LENGTH_BYTES
+        there.link.close(TimeoutError("silent"))
+        assert [str(error) for error in there.closings] == ["silent"]
+        writer.transport.resume_reading()
+        assert len(await asyncio.wait_for(reader.read(), 5)) < num_sent
+        writer.close()
