@@ -112,7 +112,7 @@ def main():
         server.folder = Path(sys.argv[sys.argv.index("--config") + 1]).parent
         threading.Thread(target=server.serve_forever, daemon=True).start()
         grpc = socket.create_server(("127.0.0.1", config["server"]["grpc_port"]))
-        said = {"http_port": server.server_address[1], "grpc_port": grpc.getsockname()[1]}
+        said = {"http_port": server.server_address[1], "grpc_port": grpc.getsockname()[1], "attach_port": 1}
     else:
         said = {"node_id": config["node_id"], "metrics_port": 1}
     print(json.dumps({"event": "ready", **said}), flush=True)
