@@ -124,6 +124,11 @@ def make_plans(like: torch.Tensor, kv_layer: torch.Tensor, chunk_tokens: int, ma
         for rows in RECTANGLE_ROWS:
             if rows <= _rectangle_rows(most):
                 attend_part(query[:, :rows], keys[:, :seen], keys[:, :seen], False, 1.0)
+    if max_model_len > KEYS_STEP:
+        # The merge is compiled twice: for sums that begin at a multiple of 16 bytes, and for others.
+        for before in (KEYS_STEP, KEYS_STEP + 1):
+            own = keys[0, : before + 1]
+            _attend_segment(query[0, :1], own, own, Segment(0, 1, before), 1.0)
 
 
 def attend_long(
