@@ -35,8 +35,12 @@ CONNECT_TIMEOUT_S = 5.0
 MAX_BACKOFF_S = 1.0
 MIN_BACKOFF_S = 0.1
 
-STATE_GAP_S = 0.002
-"""Between two messages that tell the node's state, and from a change of it to the first that does."""
+STATE_GAP_S = 0.005
+"""Between two messages that tell the node's state: more than most of what goes with it costs."""
+STATE_DELAY_S = 0.02
+"""From a message without it to one of its own, where no other comes."""
+WAKE_DELAY_S = 0.002
+"""From a change of a node's state to the message that tells of it."""
 
 
 class NodeWork(Protocol):
@@ -94,7 +98,7 @@ class AttachClient:
         Not at once: what changes the state mostly has something to say as well.
         """
         if self._stream is not None:
-            self._stream.tell_state()
+            self._stream.tell_state(WAKE_DELAY_S)
 
     async def run(self, work: NodeWork) -> None:
         """Serve until cancelled."""
@@ -168,10 +172,10 @@ class _Stream:
             self._is_flushing = True
             self._loop.call_soon(self._flush)
 
-    def tell_state(self) -> None:
-        """Tell the state once `STATE_GAP_S` has passed."""
+    def tell_state(self, delay_s: float) -> None:
+        """Tell the state once so much time has passed, if no message does before."""
         if self._lease is not None:
-            due_s = self._loop.time() + STATE_GAP_S
+            due_s = self._loop.time() + delay_s
             if due_s < self._beat_due_s:
                 self._beat_at(due_s)
 
@@ -231,12 +235,12 @@ class _Stream:
             self._tell(self._work.kv_events())
         else:
             self._write(from_node(self._take_outbox()))
-            self.tell_state()
+            self.tell_state(STATE_DELAY_S)
 
     def _tell_now(self) -> None:
         assert self._link is not None
         if self._link.is_choked:
-            self._beat_at(self._loop.time() + STATE_GAP_S)
+            self._beat_at(self._loop.time() + STATE_DELAY_S)
         else:
             self._tell(self._work.kv_events())
 

@@ -237,6 +237,8 @@ class ConductorMetrics:
             "conductor_prediction_error_ratio", told, "term", PREDICTED_TERMS, ERROR_BUCKETS, registry
         )
         self.prediction_error = error.by_value
+        self._corrections: dict[tuple[str, str], Gauge] = {}
+        """The library looks for a label's gauge under a lock."""
         self.prediction_correction = Gauge(
             "conductor_prediction_correction_ratio",
             "What a node's predictions are multiplied with, as learned",
@@ -280,7 +282,10 @@ class ConductorMetrics:
 
     def prediction_ratio(self, node_id: str, term: str, ratio: float) -> None:
         """Show what has been learned of a node."""
-        self.prediction_correction.labels(node_id, term).set(ratio)
+        shown = self._corrections.get((node_id, term))
+        if shown is None:
+            shown = self._corrections[node_id, term] = self.prediction_correction.labels(node_id, term)
+        shown.set(ratio)
 
     def next_tokens(self, gap_s: float, num_tokens: int) -> None:
         """Observe tokens that arrived together, `gap_s` after the one before them."""

@@ -61,11 +61,14 @@ class Access:
         return self._keys.find(_bearer(said)).tenant
 
     def http(self, app: ASGIApp) -> ASGIApp:
-        """Return `app` behind the gate."""
+        """Return `app` behind the gate; where there are no keys, there is none."""
+        keys = self._keys
+        if keys is None:
+            return app
 
         async def gated(scope: Scope, receive: Receive, send: Send) -> None:
             try:
-                with self._http(scope):
+                with self._http(scope, keys):
                     await app(scope, receive, send)
             except ServeError as error:
                 # The application answers its own errors: this one is the gate's.
@@ -74,15 +77,13 @@ class Access:
         return gated
 
     @contextmanager
-    def _http(self, scope: Scope) -> Iterator[None]:
+    def _http(self, scope: Scope, keys: KeyRing) -> Iterator[None]:
         path = scope["path"]
-        if self._keys is None or path in self._open_paths:
+        if path in self._open_paths:
             yield
             return
         headers = MutableHeaders(scope=scope)
-        with self._client(
-            self._keys, headers, path in CLIENT_PATHS or path.startswith(CLIENT_FOLDER)
-        ) as tenant:
+        with self._client(keys, headers, path in CLIENT_PATHS or path.startswith(CLIENT_FOLDER)) as tenant:
             # What reads the header behind the gate reads the truth.
             headers[TENANT_HEADER] = tenant
             yield

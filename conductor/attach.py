@@ -34,6 +34,12 @@ from protos import nodes_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+MOST_TOGETHER = 6
+"""Of what was said in a turn of the event loop, in one message. Where all of it went at the end of the turn,
+the nodes had nothing to do until then, and the conductor nothing while they were at work on it."""
+RELEASE_S = 0.002
+"""That a Release waits for something to go with: nobody waits for it, and a message is a system call."""
+
 
 class AttachService:
     """Takes nodes in, each by a stream."""
@@ -78,6 +84,8 @@ class NodeStream:
         self._is_flushing = False
         self._heard_at_s = self._said_at_s = 0.0
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._later: asyncio.TimerHandle | None = None
+        """Of what can wait."""
 
     def close(self) -> None:
         self._link.close()
@@ -110,8 +118,9 @@ class NodeStream:
         self._flush()
 
     def closed(self, error: Exception | None) -> None:
-        for timer in self._timers.values():
-            timer.cancel()
+        for timer in (*self._timers.values(), self._later):
+            if timer is not None:
+                timer.cancel()
         self._service.closed(self)
         if self._session is not None:
             info, reason = self._session.info, str(error or "the stream ended")
@@ -142,16 +151,27 @@ class NodeStream:
         if kv_events is not None:
             membership.kv_events(self._session, kv_events)
 
-    def _wake(self) -> None:
-        """Send what the session has at the end of this turn of the event loop."""
-        if not self._is_flushing:
-            self._is_flushing = True
-            self._loop.call_soon(self._flush)
+    def _wake(self, num_waiting: int, is_urgent: bool) -> None:
+        """Send what the session has: at the end of this turn of the event loop, where it is not much."""
+        if num_waiting >= MOST_TOGETHER:
+            self._flush()
+        elif is_urgent:
+            if not self._is_flushing:
+                self._is_flushing = True
+                self._loop.call_soon(self._flush_turn)
+        elif self._later is None:
+            self._later = self._loop.call_later(RELEASE_S, self._flush)
+
+    def _flush_turn(self) -> None:
+        self._is_flushing = False
+        self._flush()
 
     def _flush(self) -> None:
-        self._is_flushing = False
         if self._session is None:
             return
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
         if self._session.is_lost:
             # By a newer stream of the same node. Left open, this one would keep a node that
             # takes it for its own from ever attaching.

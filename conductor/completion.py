@@ -8,8 +8,8 @@ arrival to first token, to last token, how it ended.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from base.clock import Clock
@@ -41,6 +41,24 @@ class Piece:
     finish_reason: FinishReason | None
     """STOP or LENGTH in the last piece, and only there."""
     num_cached_tokens: int
+
+
+class InProgress:
+    """A client's call, for the length of a `with`; gives the moment it arrived.
+
+    Raises:
+        UnavailableError: the conductor is draining.
+        RejectedError: too many calls are in progress.
+    """
+
+    def __init__(self, completions: Completions) -> None:
+        self._completions = completions
+
+    def __enter__(self) -> float:
+        return self._completions.begin()
+
+    def __exit__(self, *error: object) -> None:
+        self._completions.end()
 
 
 class Completions:
@@ -75,26 +93,24 @@ class Completions:
         """Whether a call that comes now would be served."""
         return self._dispatcher.is_ready and not self._is_draining
 
-    @contextmanager
-    def call(self) -> Iterator[float]:
-        """Be in the middle of a client's call; gives the moment it arrived.
+    def call(self) -> InProgress:
+        """Return what it is to be in the middle of a client's call."""
+        return InProgress(self)
 
-        Raises:
-            UnavailableError: the conductor is draining.
-            RejectedError: too many calls are in progress.
-        """
+    def begin(self) -> float:
+        """Count a call; raises as `InProgress` does."""
         if self._is_draining:
             raise UnavailableError("the conductor is shutting down")
         if self._num_calls >= self._max_calls:
             raise RejectedError(f"{self._num_calls} calls are in progress, the limit of server.max_waiting")
         self._num_calls += 1
         self._idle.clear()
-        try:
-            yield self.clock.now_s()
-        finally:
-            self._num_calls -= 1
-            if not self._num_calls:
-                self._idle.set()
+        return self.clock.now_s()
+
+    def end(self) -> None:
+        self._num_calls -= 1
+        if not self._num_calls:
+            self._idle.set()
 
     def drain(self) -> None:
         """Take no more calls; those in progress go on."""

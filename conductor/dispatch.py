@@ -225,7 +225,7 @@ class Dispatcher:
             asked, placement, work = placed.asked, placed.placement, run.work(placed.root)
             decode = self._membership.session(placement.decode_node)
             prefill = self._membership.session(placement.prefill_node)
-            held.enter_context(run.deadline())
+            held.callback(run.deadline().cancel)
             held.enter_context(decode.exchange(run.attempt_id, run.mailbox))
             if stays := prefill is decode:
                 source = await self._lent(asked.chain, placement, held)

@@ -123,6 +123,8 @@ class FairQueue:
         Another tenant of the class gets, until then, what brings its virtual time to where
         this one's will be, if it has so much waiting.
         """
+        if not self._waiting:
+            return 0.0
         higher: defaultdict[str, float] = defaultdict(float)
         for each, tenants in self._lines.items():
             if each > item.criticality:

@@ -22,6 +22,11 @@ BODY_TIMEOUT_S = 30.0
 that trickles in takes a place from others."""
 
 
+STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+WATCH_AFTER_S = 0.05
+"""Of work, before its client is watched: most of what a short answer takes is not its work."""
+
+
 class ClientGoneError(Exception):
     """The client has closed its connection."""
 
@@ -41,15 +46,15 @@ class Reply:
     async def whole(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         """Send an answer that does not stream."""
         headers = {"content-type": "application/json", **(headers or {}), "content-length": str(len(body))}
-        await self._start(status, headers)
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._start(status, raw)
         await self._send({"type": "http.response.body", "body": body})
 
     async def event(self, events: str) -> None:
         """Send a part of an event stream, and before the first one its head."""
         async with self._turn:
             if not self._is_started:
-                headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-                await self._start(200, headers)
+                await self._start(200, STREAM_HEADERS)
             await self._send({"type": "http.response.body", "body": events.encode(), "more_body": True})
 
     async def end(self, events: str) -> None:
@@ -67,11 +72,10 @@ class Reply:
         else:
             await self.whole(error.status, error.body, error.headers)
 
-    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._is_started = True
-        lines = {**headers, "x-request-id": self.request_id}
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in lines.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        headers = [*headers, (b"x-request-id", self.request_id.encode("latin-1"))]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 
 async def read_body(receive: Receive, declared_bytes: int, max_bytes: int) -> bytes:
@@ -114,7 +118,9 @@ class BodyError(Exception):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do `work` until it is done or the client leaves. Call when the body was read.
+    """Do `work` until it is done or the client leaves, which is noticed after `WATCH_AFTER_S`.
+
+    Call when the body was read.
 
     Raises:
         ClientGoneError: the client left; `work` was cancelled.
@@ -122,9 +128,18 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
     """
     try:
         async with asyncio.TaskGroup() as group:
-            watch = group.create_task(_raise_when_gone(receive))
-            error = await _error_of(work)
-            watch.cancel()
+            watches: list[asyncio.Task[None]] = []
+
+            def watch() -> None:
+                watches.append(group.create_task(_raise_when_gone(receive)))
+
+            later = asyncio.get_running_loop().call_later(WATCH_AFTER_S, watch)
+            try:
+                error = await _error_of(work)
+            finally:
+                later.cancel()
+            for watching in watches:
+                watching.cancel()
     except BaseExceptionGroup as failed:
         raise first_failure(failed) from None
     try:

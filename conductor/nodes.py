@@ -1,8 +1,8 @@
 """The nodes attached to this conductor, and the requests that each one works on.
 
 A `NodeSession` is one attached stream. It belongs to the event loop. Sending never
-waits: what is sent goes into the outbox, and the stream takes all of it that was said in a
-turn of the loop in one message. A request opens an exchange with each node it was placed on, and everything
+waits: what is sent goes into the outbox, and the stream takes it from there, much of it in one
+message. A request opens an exchange with each node it was placed on, and everything
 that either node says arrives in the request's one mailbox, so that the death of the
 decode node is noticed while the prefill node is waited for.
 """
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 from base.errors import LostError, error_named
 from base.messages import Failed, Fetched, FromNode, Heartbeat, NodeInfo, Prefilled, Release, Tokens, ToNode
@@ -88,11 +87,35 @@ class Mailbox:
         return taken
 
 
+class Exchange:
+    """What one request and one node say to each other, for the length of a `with`.
+
+    Leaving it, for whatever reason, releases what the node holds of the request, unless the node has said
+    its last of it. That is the only clean-up there is. Entering it raises LostError if the node has left.
+
+    A class, because a generator under `contextmanager` takes four times as long, several times a request.
+    """
+
+    def __init__(self, session: NodeSession, request_id: RequestId, mailbox: Mailbox) -> None:
+        self._session, self._request_id, self._mailbox = session, request_id, mailbox
+
+    def __enter__(self) -> None:
+        self._session.begin(self._request_id, self._mailbox)
+
+    def __exit__(self, *error: object) -> None:
+        self._session.end(self._request_id)
+
+
 class NodeSession:
     """One attached node, for as long as its stream lives."""
 
-    def __init__(self, info: NodeInfo, wake: Callable[[], None] = lambda: None) -> None:
-        """Begin. `wake` is called when there is something for `take_outgoing`, or the node is lost."""
+    def __init__(self, info: NodeInfo, wake: Callable[[int, bool], None] = lambda *_: None) -> None:
+        """Begin.
+
+        Args:
+            wake: Called when something was said, with how much waits for `take_outgoing`, and whether
+                anybody waits for an answer to it; and when the node is lost.
+        """
         self.info = info
         self._wake = wake
         self.last_heartbeat: Heartbeat | None = None
@@ -102,31 +125,25 @@ class NodeSession:
         self.is_lost = False
         """Its requests were ended; nothing is sent to it any more."""
 
-    @contextmanager
-    def exchange(self, request_id: RequestId, mailbox: Mailbox) -> Iterator[None]:
-        """Deliver the node's messages on `request_id` to `mailbox` in the body.
+    def exchange(self, request_id: RequestId, mailbox: Mailbox) -> Exchange:
+        """Return what delivers the node's messages on `request_id` to `mailbox`."""
+        return Exchange(self, request_id, mailbox)
 
-        Leaving the body, for whatever reason, releases what the node holds of the
-        request, unless the node has said its last of it. That is the only clean-up there is.
-
-        Raises:
-            LostError: the node has left already.
-        """
+    def begin(self, request_id: RequestId, mailbox: Mailbox) -> None:
+        """Begin an exchange; raises LostError if the node has left already."""
         if self.is_lost:
             raise LostError(f"node {self.info.node_id} has left")
         self._mailboxes[request_id] = mailbox
-        try:
-            yield
-        finally:
-            if self._mailboxes.pop(request_id, None) is not None:
-                self.send(Release(request_id))
+
+    def end(self, request_id: RequestId) -> None:
+        if self._mailboxes.pop(request_id, None) is not None:
+            self.send(Release(request_id))
 
     def send(self, item: ToNode) -> None:
         """Queue `item`; the stream takes it. Nothing is sent to a lost node."""
         if not self.is_lost:
-            if not self._outbox:
-                self._wake()
             self._outbox.append(item)
+            self._wake(len(self._outbox), not isinstance(item, Release))
 
     def deliver(self, items: Iterable[FromNode]) -> None:
         """Hand each message to the request it is about; late ones go nowhere."""
@@ -143,7 +160,7 @@ class NodeSession:
         """End every exchange: the stream is gone, and the node lets go of everything."""
         self.is_lost = True
         self._outbox.clear()
-        self._wake()
+        self._wake(0, True)
         mailboxes, self._mailboxes = self._mailboxes, {}
         for request_id, mailbox in mailboxes.items():
             mailbox.put(

@@ -24,7 +24,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -153,7 +152,10 @@ class _Call:
         reply = Reply(send, self._request_id)
         try:
             with self._completions.call() as arrived_at_s:
-                headers = Headers(scope=scope)
+                # Not Starlette's, which looks through all of them for each.
+                headers = {
+                    name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+                }
                 if given := headers.get("x-request-id"):
                     check_request_id(given)
                     reply.request_id = given

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from base.block_hash import BlockHash, hash_chain
 from base.clock import Clock
@@ -163,20 +161,16 @@ class Run:
             cost_s,
         )
 
-    @contextmanager
-    def deadline(self) -> Iterator[None]:
-        """Let the mailbox raise DeadlineError in the body when the request's time is up.
+    def deadline(self) -> asyncio.TimerHandle:
+        """Let the attempt's mailbox raise DeadlineError when the request's time is up.
 
         One timer for the attempt: one for each message is a quarter of what a token costs.
         """
-        told = Failed(
-            self.attempt_id, DeadlineError.__name__, f"request {self.request.request_id} ran out of time"
-        )
-        timer = asyncio.get_running_loop().call_later(self._remaining_s(), self.mailbox.put, told)
-        try:
-            yield
-        finally:
-            timer.cancel()
+        return asyncio.get_running_loop().call_later(self._remaining_s(), self._run_out, self.mailbox)
+
+    def _run_out(self, mailbox: Mailbox) -> None:
+        reason = f"request {self.request.request_id} ran out of time"
+        mailbox.put(Failed(self.attempt_id, DeadlineError.__name__, reason))
 
     def finish_of_first(self, prefilled: Prefilled) -> FinishReason | None:
         """Return why the sequence is over with the token that prefill sampled, if it is."""

@@ -136,7 +136,7 @@ def test_the_state_is_told_every_heartbeat_and_soon_after_a_result_that_went_wit
         (0.0, [], True),
         (0.5, ["a", "b"], True),
         (0.501, ["c"], False),
-        (0.503, [], True),
-        (2.503, [], True),
-        (4.503, [], True),
+        (0.521, [], True),
+        (2.521, [], True),
+        (4.521, [], True),
     ]

@@ -65,7 +65,7 @@ async def cluster(
             role = Role.PREFILL if number < num_prefill else Role.DECODE
             node = StubNode(COST, 10_000, BLOCK_SIZE)
             said = asyncio.Event()
-            session = NodeSession(stub_info(f"n{number}", role, "m"), said.set)
+            session = NodeSession(stub_info(f"n{number}", role, "m"), lambda *_, said=said: said.set())
             tasks.append(group.create_task(attached(membership, session, said, node, clock)))
             tasks.append(group.create_task(node.run()))
         dispatcher = Dispatcher(membership, view, COST, observer, clock, settings, limits)
