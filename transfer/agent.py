@@ -38,6 +38,7 @@ from transfer.shm import ShmTransport
 from transfer.tcp import TcpTransport
 from transfer.tcp_server import TcpServer
 from transfer.transport import Carriage, Route, Totals, Transport
+from transfer.turns import Turns
 
 MAX_BATCHES = 256
 """Under way at once; more wait their turn, within their deadlines."""
@@ -89,7 +90,7 @@ class TransferAgent:
         self._ranges_of = functools.lru_cache(KNOWN_GRANTS)(
             lambda grant: with_table(ranges_of(grant.offsets, grant.length))
         )
-        self._slots = asyncio.Semaphore(MAX_BATCHES)
+        self._turns = Turns(MAX_BATCHES)
         self._kept_s = 0.0
         self._draining: dict[int, asyncio.Future[None]] = {}
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -321,12 +322,12 @@ class TransferAgent:
         return pieces
 
     async def _in_turn(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
-        # By hand: `async with` takes a microsecond more.
-        await self._slots.acquire()
+        if not self._turns.take():
+            await self._turns.wait(priority)
         try:
             await self._started().move(peer, grant, pieces, priority)
         finally:
-            self._slots.release()
+            self._turns.give_back()
 
     def _pinned(self, segment: Segment) -> Segment:
         for rail in self._rails:

@@ -8,7 +8,7 @@ every transport pays for each piece and not only for its bytes. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -75,6 +75,10 @@ def batch_of(
     return TransferBatch(segment, sources, targets, lengths)
 
 
+Row = tuple[int, int, int]
+"""A piece: offset in our segment, offset in the peer's, bytes."""
+
+
 class Pieces:
     """Runs of bytes that are contiguous on both sides, checked; at least one."""
 
@@ -88,8 +92,13 @@ class Pieces:
         """Whether checksums of what was read are asked for."""
         self.sums: list[int] | None = None
         """Checksum of each piece as it lies in our memory, where a transport took them on the way."""
-        # A call on an array takes 3 us, and a small batch is waited for.
-        self.num_bytes = int(lengths[0]) if len(lengths) == 1 else int(lengths.sum())
+        self.only: Row | None = None
+        """The one piece, if there is but one: calls on arrays take microseconds, and it is waited for."""
+        if len(lengths) == 1:
+            self.only = offsets.item(), peer_offsets.item(), lengths.item()
+            self.num_bytes: int = self.only[2]
+        else:
+            self.num_bytes = int(np.add.reduce(lengths))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -97,14 +106,12 @@ class Pieces:
     @property
     def peer_end(self) -> int:
         """The first byte of the peer's segment that none of them reaches up to."""
-        if len(self.lengths) == 1:
-            return int(self.peer_offsets[0]) + self.num_bytes
         return int((self.peer_offsets + self.lengths).max())
 
-    def rows(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (offset, offset at the peer, length) of each."""
-        if len(self.lengths) == 1:
-            return iter(((int(self.offsets[0]), int(self.peer_offsets[0]), self.num_bytes),))
+    def rows(self) -> Iterable[Row]:
+        """Return each."""
+        if self.only is not None:
+            return (self.only,)
         return zip(self.offsets.tolist(), self.peer_offsets.tolist(), self.lengths.tolist(), strict=True)
 
     def views(self) -> list[memoryview]:
@@ -153,12 +160,20 @@ def plan_pieces(operation: Operation, allowed: Ranges, batch: TransferBatch, mer
     ours, theirs, lengths = batch.source_offsets, batch.target_offsets, batch.lengths
     if operation is Operation.READ:
         ours, theirs = theirs, ours
-    if not _is_inside(batch.segment, ours, lengths):
-        raise ProtocolError("a request's range is not in our segment")
-    if not allowed.covers(theirs, lengths):
-        raise ProtocolError("a request's range is not in the grant")
     pieces = Pieces(batch.segment, ours, theirs, lengths)
-    return _merged(pieces) if merge and len(lengths) > 1 else pieces
+    if pieces.only is not None:
+        offset, peer_offset, length = pieces.only
+        is_inside = 0 <= offset <= batch.segment.num_bytes - length
+        is_allowed = allowed.covers_one(peer_offset, length)
+    else:
+        room = batch.segment.num_bytes - ours
+        is_inside = not np.count_nonzero(ours < 0) and not np.count_nonzero(lengths > room)
+        is_allowed = allowed.covers(theirs, lengths)
+    if not is_inside:
+        raise ProtocolError("a request's range is not in our segment")
+    if not is_allowed:
+        raise ProtocolError("a request's range is not in the grant")
+    return _merged(pieces) if merge and pieces.only is None else pieces
 
 
 def sums_of(pieces: Pieces) -> list[int]:
@@ -166,21 +181,12 @@ def sums_of(pieces: Pieces) -> list[int]:
     return [checksum(view) for view in pieces.views()]
 
 
-def _is_inside(segment: Segment, offsets: Offsets, lengths: Offsets) -> bool:
-    if len(offsets) == 1:
-        return 0 <= int(offsets[0]) <= segment.num_bytes - int(lengths[0])
-    room = segment.num_bytes - offsets
-    return bool(offsets.min() >= 0 and (lengths <= room).all())
-
-
 def _merged(pieces: Pieces) -> Pieces:
     ours, theirs, lengths = pieces.offsets, pieces.peer_offsets, pieces.lengths
-    is_first = np.empty(len(lengths), np.bool_)
-    is_first[0] = True
     before = lengths[:-1]
-    np.not_equal(ours[:-1] + before, ours[1:], out=is_first[1:])
-    is_first[1:] |= theirs[:-1] + before != theirs[1:]
-    if is_first.all():
+    is_first = np.ones(len(lengths), np.bool_)
+    np.logical_or(ours[:-1] + before != ours[1:], theirs[:-1] + before != theirs[1:], out=is_first[1:])
+    if np.count_nonzero(is_first) == len(lengths):
         return pieces
     firsts = np.flatnonzero(is_first)
     return Pieces(pieces.segment, ours[firsts], theirs[firsts], np.add.reduceat(lengths, firsts))

@@ -19,24 +19,24 @@ class MappedPeer:
         self._is_closed = False
         self.board = PeerBoard(address, epoch)
         try:
-            self._pidfd = os.pidfd_open(self.board.pid)
+            # Watched by an epoll set, because two threads may ask at a time, which a poll object refuses.
+            self._end = select.epoll()
+            pidfd = os.pidfd_open(self.board.pid)
         except OSError as error:
             self.board.close()
             raise TransferFailedError(f"the peer's process is gone: {error}") from error
+        self._end.register(pidfd, select.EPOLLIN)
+        self._pidfd = pidfd
 
     def is_dead(self) -> bool:
         """Return whether the process has ended (or was let go): bytes put there are lost."""
-        if self._is_closed:
-            return True
-        # Readable once it has. A poll object for each call: two threads ask at a time,
-        # and one object refuses that.
-        end = select.poll()
-        end.register(self._pidfd, select.POLLIN)
-        return bool(end.poll(0))
+        # Readable once it has ended.
+        return self._is_closed or bool(self._end.poll(0, 1))
 
     def close(self) -> None:
         """Unmap everything."""
         self._is_closed = True
+        self._end.close()
         os.close(self._pidfd)
         self.board.close()
 

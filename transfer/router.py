@@ -87,14 +87,24 @@ class Router:
         same bytes in the same places, and the grant is checked again.
         """
         names = self._names(peer, grant.segment_id, pieces)
-        for name in names[:-1]:
+        num_bytes = pieces.num_bytes
+        for name in names:
+            record, totals = self._record(peer, name), self._totals[name]
+            begun_s = self._clock.now_s() if num_bytes >= MEASURED_FROM_BYTES else 0.0
             try:
-                await self._try(name, peer, grant, pieces, priority)
+                await self._transports[name].move(peer, grant, pieces, priority)
             except TransferFailedError as error:
+                self._count_failure(record, totals)
+                if name is names[-1]:
+                    raise
                 event(log, "transport failed", level=logging.WARNING, transport=name, reason=error)
-            else:
-                return
-        await self._try(names[-1], peer, grant, pieces, priority)
+                continue
+            record.failures = 0
+            totals.batches += 1
+            totals.num_bytes += num_bytes
+            if num_bytes >= MEASURED_FROM_BYTES and (elapsed_s := self._clock.now_s() - begun_s) > 0:
+                record.bytes_per_s += _WEIGHT * (num_bytes / elapsed_s - record.bytes_per_s)
+            return
 
     def totals(self) -> tuple[Totals, ...]:
         """Return what each transport has carried since the start."""
@@ -107,26 +117,12 @@ class Router:
         for transport in self._transports.values():
             await transport.close()
 
-    async def _try(
-        self, name: str, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority
-    ) -> None:
-        record, totals = self._record(peer, name), self._totals[name]
-        num_bytes = pieces.num_bytes
-        begun_s = self._clock.now_s() if num_bytes >= MEASURED_FROM_BYTES else 0.0
-        try:
-            await self._transports[name].move(peer, grant, pieces, priority)
-        except TransferFailedError:
-            cooldown_s = min(MAX_COOLDOWN_S, COOLDOWN_S * 2**record.failures)
-            record.failures += 1
-            record.rests_until_s = self._clock.now_s() + cooldown_s
-            totals.failures += 1
-            self._lately.clear()
-            raise
-        record.failures = 0
-        totals.batches += 1
-        totals.num_bytes += num_bytes
-        if num_bytes >= MEASURED_FROM_BYTES and (elapsed_s := self._clock.now_s() - begun_s) > 0:
-            record.bytes_per_s += _WEIGHT * (num_bytes / elapsed_s - record.bytes_per_s)
+    def _count_failure(self, record: _Record, totals: _Totals) -> None:
+        cooldown_s = min(MAX_COOLDOWN_S, COOLDOWN_S * 2**record.failures)
+        record.failures += 1
+        record.rests_until_s = self._clock.now_s() + cooldown_s
+        totals.failures += 1
+        self._lately.clear()
 
     def _names(self, peer: PeerDescriptor, segment_id: int, pieces: Pieces) -> list[str]:
         """Return the transports to try, in order; raises TransferFailedError if there is none."""

@@ -1,5 +1,6 @@
 """The board between processes: who holds delays the owner, and the dead hold nothing."""
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -86,6 +87,39 @@ def test_two_holders_of_one_process_are_both_waited_for(board: Board) -> None:
         assert not done.is_set()
     assert done.wait(10)
     peer.close()
+
+
+async def test_what_the_loop_keeps_delays_the_owner_until_the_loops_next_turn(board: Board) -> None:
+    peer = PeerBoard(board.address, EPOCH)
+    for _ in range(3):
+        peer.keep(GRANT)
+    peer.keep(replace(GRANT, expires_in_s=5.0))
+    done = draining(board)
+    assert not done.wait(0.05)
+    await asyncio.sleep(0)
+    assert done.wait(10)
+    peer.close()
+
+
+async def test_what_is_kept_is_refused_once_it_has_ended_or_says_more(board: Board) -> None:
+    peer = PeerBoard(board.address, EPOCH)
+    peer.keep(GRANT)
+    with pytest.raises(ProtocolError):
+        peer.keep(replace(GRANT, offsets=(0, 64, 128)))
+    board.close_slot(GRANT.generation, GrantState.REVOKED)
+    with pytest.raises(StaleError):
+        peer.keep(GRANT)
+    await asyncio.sleep(0)
+    assert draining(board).is_set()
+    peer.close()
+
+
+async def test_a_board_that_is_closed_keeps_nothing(board: Board) -> None:
+    peer = PeerBoard(board.address, EPOCH)
+    peer.keep(GRANT)
+    peer.close()
+    assert draining(board).is_set()
+    await asyncio.sleep(0)
 
 
 def test_a_grant_that_ended_is_not_held_and_says_how_it_ended(board: Board) -> None:

@@ -1,18 +1,33 @@
-"""Copies over shared memory: which of them let others have the interpreter."""
+"""Copies over shared memory: which of them let others have the interpreter, the loop or the thread."""
 
+import asyncio
 import ctypes
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from base.clock import SystemClock
 from base.config import TransferConfig
+from base.errors import StaleError
 from base.grants import Operation
 from transfer.agent import TransferAgent
-from transfer.batch import batch_of
-from transfer.shm import INLINE_BYTES
+from transfer.batch import Priority, batch_of
+from transfer.shm import IN_TURNS_BYTES, INLINE_BYTES, TURN_BYTES
+from transfer.shm_copy import BACKGROUND_STEP_BYTES
 
 CONFIG = TransferConfig(transports=("shm",))
 BLOCK = 64 << 10
+
+
+@asynccontextmanager
+async def pair() -> AsyncIterator[tuple[TransferAgent, TransferAgent]]:
+    async with (
+        TransferAgent("us", 1, CONFIG, SystemClock()) as owner,
+        TransferAgent("them", 2, CONFIG, SystemClock()) as asker,
+    ):
+        yield owner, asker
 
 
 @pytest.mark.parametrize(
@@ -20,10 +35,11 @@ BLOCK = 64 << 10
     [
         (BLOCK, INLINE_BYTES // BLOCK, 0),
         (INLINE_BYTES, 1, 0),
-        (INLINE_BYTES + 1, 1, 1),
-        (BLOCK, 3 * INLINE_BYTES // BLOCK, 2),
+        (IN_TURNS_BYTES, 1, 0),
+        (IN_TURNS_BYTES + 1, 1, 1),
+        (BLOCK, (IN_TURNS_BYTES + INLINE_BYTES) // BLOCK, 4),
     ],
-    ids=["small blocks", "one block", "one larger block", "many small blocks"],
+    ids=["small blocks", "one block", "one in turns", "one larger block", "many small blocks"],
 )
 async def test_a_copy_lets_go_of_the_interpreter_once_in_four_mib_and_not_for_each_block(
     monkeypatch: pytest.MonkeyPatch, block: int, num_blocks: int, lettings_go: int
@@ -33,13 +49,69 @@ async def test_a_copy_lets_go_of_the_interpreter_once_in_four_mib_and_not_for_ea
     monkeypatch.setattr(ctypes, "memmove", lambda *call: seen.append(call[2]) or memmove(*call))
     # With gaps between them, or they would be one.
     offsets = [2 * block * index for index in range(num_blocks)]
-    async with (
-        TransferAgent("us", 1, CONFIG, SystemClock()) as owner,
-        TransferAgent("them", 2, CONFIG, SystemClock()) as asker,
-    ):
+    async with pair() as (owner, asker):
         target, source = owner.allocate(2 * block * num_blocks), asker.allocate(2 * block * num_blocks)
         source.memory[:] = b"\7" * source.num_bytes
         grant = owner.grant(target, offsets, block, Operation.WRITE, 10.0)
         await asker.write(owner.descriptor, grant, batch_of(source, offsets, offsets, block))
         assert len(seen) == lettings_go
         assert bytes(target.memory) == (b"\7" * block + bytes(block)) * num_blocks
+
+
+async def test_a_batch_of_some_mib_leaves_the_loop_to_others_while_it_is_copied() -> None:
+    async with pair() as (owner, asker):
+        target, source = owner.allocate(IN_TURNS_BYTES), asker.allocate(IN_TURNS_BYTES)
+        source.memory[:] = b"\7" * source.num_bytes
+        grant = owner.grant(target, [0], IN_TURNS_BYTES, Operation.WRITE, 10.0)
+        whole = batch_of(source, [0], [0], IN_TURNS_BYTES)
+        writing = asyncio.ensure_future(asker.write(owner.descriptor, grant, whole))
+        await asyncio.sleep(0)
+        assert (target.memory[TURN_BYTES - 1], target.memory[TURN_BYTES]) == (7, 0)
+        await writing
+        assert target.memory[-1] == 7
+
+
+async def test_a_grant_that_is_revoked_between_two_turns_of_a_batch_ends_it_there() -> None:
+    async with pair() as (owner, asker):
+        target, source = owner.allocate(IN_TURNS_BYTES), asker.allocate(IN_TURNS_BYTES)
+        source.memory[:] = b"\7" * source.num_bytes
+        grant = owner.grant(target, [0], IN_TURNS_BYTES, Operation.WRITE, 10.0)
+        whole = batch_of(source, [0], [0], IN_TURNS_BYTES)
+        writing = asyncio.ensure_future(asker.write(owner.descriptor, grant, whole))
+        await asyncio.sleep(0)
+        await owner.revoke(grant)
+        with pytest.raises(StaleError):
+            await writing
+        assert bytes(target.memory[TURN_BYTES:]) == bytes(IN_TURNS_BYTES - TURN_BYTES)
+
+
+async def test_what_a_request_waits_for_is_copied_before_and_amid_what_nobody_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first background copy is let go on only when everything else waits for the thread."""
+    size, gate = 3 * BACKGROUND_STEP_BYTES, threading.Event()
+    steps: list[int] = []
+    memmove = ctypes.memmove
+
+    def slow(target: int, source: int, length: int) -> None:
+        gate.wait(10)
+        steps.append(length)
+        memmove(target, source, length)
+
+    monkeypatch.setattr(ctypes, "memmove", slow)
+    async with pair() as (owner, asker):
+        target, source = owner.allocate(size), asker.allocate(size)
+        grant = owner.grant(target, [0], size, Operation.WRITE, 60.0)
+
+        async def write(num_bytes: int, priority: Priority) -> None:
+            batch = batch_of(source, [0], [0], num_bytes)
+            await asker.write(owner.descriptor, grant, batch, priority=priority)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(write(size, Priority.BACKGROUND))
+            await asyncio.sleep(0.05)
+            group.create_task(write(size, Priority.BACKGROUND))
+            group.create_task(write(IN_TURNS_BYTES + 1, Priority.FOREGROUND))
+            await asyncio.sleep(0.05)
+            gate.set()
+    assert steps == [BACKGROUND_STEP_BYTES, IN_TURNS_BYTES + 1] + [BACKGROUND_STEP_BYTES] * 5
