@@ -7,6 +7,7 @@ sleep and back takes longer than a prompt peer does.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 
 from base.errors import ServeError
@@ -17,6 +18,9 @@ from transfer.tcp_link import Frame, LinkState, TcpLink
 
 PROMPT_S = 0.001
 """How long the loop waits for an answer; a peer that took longer last time is not waited for."""
+
+
+_WRITE = Kind.WRITE
 
 
 class Single:
@@ -72,16 +76,19 @@ class ExpressLink:
     def _wait_briefly(self, single: Single, frame: Frame, until_s: float) -> None:
         """Keep the loop until the answer is there: its own way to sleep and back takes longer."""
         looks = self._patience.looks()
-        while not single.is_over and self._now_s() < until_s:
-            if not self._poller.is_ready(0 if looks else 1):
-                if looks:
-                    looks -= 1
-                    if not looks:
-                        self._patience.was_in_vain()
-                continue
-            if self._link.is_sending or frame.kind is not Kind.WRITE:
-                self._poller.turn()
-            else:
-                self._link.take_ack(frame)
-        if looks and single.is_over:
+        while not single.is_over:
+            if self._poller.is_ready(0 if looks else 1):
+                if self._link.is_sending or frame.kind is not _WRITE:
+                    self._poller.turn()
+                else:
+                    self._link.take_ack(frame)
+            elif looks:
+                looks -= 1
+                if not looks:
+                    self._patience.was_in_vain()
+                # The peer may need this very processor to answer.
+                os.sched_yield()
+            elif self._now_s() >= until_s:
+                return
+        if looks:
             self._patience.paid()

@@ -103,25 +103,29 @@ class Header(NamedTuple):
 
 def pack(header: Header, table: bytes = b"") -> bytes:
     """Return a frame without its payload. `table`: what `table_of` returned for its ranges."""
-    head = _HEADER.pack(
-        _MAGIC,
-        _VERSION,
-        header.kind,
-        header.refusal,
-        max(1, len(table) // RANGE_BYTES),
-        0,
-        header.frame_id,
-        header.num_bytes,
-        header.segment_id,
-        header.generation,
-        header.offset,
+    kind, frame_id, num_bytes, segment_id, generation, offset, _, refusal = header
+    num_ranges = len(table) // RANGE_BYTES or 1
+    return (
+        _HEADER.pack(
+            _MAGIC,
+            _VERSION,
+            kind,
+            refusal,
+            num_ranges,
+            0,
+            frame_id,
+            num_bytes,
+            segment_id,
+            generation,
+            offset,
+        )
+        + table
     )
-    return head + table
 
 
 def pack_ack(frame_id: int) -> bytes:
     """Return the acknowledgement of a WRITE."""
-    return _HEADER.pack(_MAGIC, _VERSION, Kind.ACK, 0, 1, 0, frame_id, 0, 0, 0, 0)
+    return _HEADER.pack(_MAGIC, _VERSION, _ACK, 0, 1, 0, frame_id, 0, 0, 0, 0)
 
 
 def table_of(offsets: Offsets, lengths: Offsets) -> bytes:
@@ -133,17 +137,17 @@ def table_of(offsets: Offsets, lengths: Offsets) -> bytes:
 
 def unpack_header(data: bytes | bytearray | memoryview) -> Header:
     """Return the header in HEADER_BYTES bytes; raises ProtocolError."""
-    magic, version, kind, refusal, num_ranges, _, frame_id, num_bytes, segment, generation, offset = (
+    magic, version, number, refusal, num_ranges, _, frame_id, num_bytes, segment, generation, offset = (
         _HEADER.unpack(data)
     )
     if magic != _MAGIC or version != _VERSION:
         raise ProtocolError(f"not our protocol: magic {magic:#x}, version {version}")
-    if kind not in _KINDS:
-        raise ProtocolError(f"no frame is of kind {kind}")
-    limit = _MAX_REASON_BYTES if kind in (Kind.REFUSED, Kind.PAIR) else MAX_FRAME_BYTES
-    if (num_bytes > limit and kind not in _UNBOUNDED) or not 1 <= num_ranges <= MAX_RANGES:
+    kind, limit = _KINDS.get(number, _NO_KIND)
+    if kind is None:
+        raise ProtocolError(f"no frame is of kind {number}")
+    if num_bytes > limit or not 1 <= num_ranges <= MAX_RANGES:
         raise ProtocolError(f"a frame of {num_bytes} bytes in {num_ranges} ranges")
-    return Header(_KINDS[kind], frame_id, num_bytes, segment, generation, offset, num_ranges, refusal)
+    return Header(kind, frame_id, num_bytes, segment, generation, offset, num_ranges, refusal)
 
 
 def unpack_ranges(header: Header, table: bytes | bytearray | memoryview) -> tuple[Offsets, Offsets]:
@@ -180,4 +184,14 @@ def refusal_error(header: Header, reason: bytes) -> ServeError:
     return kind(reason.decode(errors="replace"))
 
 
-_KINDS = {kind.value: kind for kind in Kind}
+_ACK = int(Kind.ACK)
+_SHORT = frozenset({Kind.REFUSED, Kind.PAIR})
+_KINDS = {
+    kind.value: (
+        kind,
+        _MAX_REASON_BYTES if kind in _SHORT else 1 << 64 if kind in _UNBOUNDED else MAX_FRAME_BYTES,
+    )
+    for kind in Kind
+}
+"""Each kind by its number, with the most bytes that its header may speak of."""
+_NO_KIND: tuple[Kind | None, int] = (None, 0)

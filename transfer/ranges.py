@@ -27,7 +27,7 @@ MAX_TABLE = 1 << 17
 
 @dataclass(slots=True, eq=False)
 class Ranges:
-    """Half-open ranges, ascending; those that touch are one, so merged requests fit too. Nobody changes them."""
+    """Half-open ranges, ascending; those that touch are one, so merged requests fit too."""
 
     starts: Offsets
     ends: Offsets

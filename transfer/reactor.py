@@ -23,6 +23,8 @@ WRITABLE = select.EPOLLOUT
 LOOKS = 100
 """For what is about to come, before sleeping for it: 50 us. An answer takes 10, the next batch 25; who looks
 in vain on the processor that the peer would need costs it all of that."""
+MAX_EVENTS = 64
+"""Taken in one call, for which memory is set aside each time."""
 MAX_SKIPS = 63
 """Occasions that are slept through after it was looked in vain again and again."""
 
@@ -160,7 +162,7 @@ class Reactor:
 
     def _run(self) -> None:
         while not self._stopping:
-            ready = self._epoll.poll(0 if self._looks else -1)
+            ready = self._epoll.poll(0 if self._looks else -1, MAX_EVENTS)
             if self._looks:
                 self._look_counted(bool(ready))
             for fd, events in ready:
@@ -178,6 +180,8 @@ class Reactor:
             self._looks -= 1
             if not self._looks:
                 self._patience.was_in_vain()
+            # The peer may need this very processor to go on.
+            os.sched_yield()
 
     def _run_posted(self) -> None:
         while self._posted:

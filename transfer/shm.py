@@ -14,14 +14,14 @@ import asyncio
 from base.errors import TransferFailedError
 from base.grants import Grant, PeerDescriptor
 from transfer.batch import Pieces, Priority
-from transfer.mapped import MappedPeer, MappedPeers
+from transfer.mapped import MappedPeers
 from transfer.shm_copy import KEPT_BYTES, SUMMED_STEP_BYTES, Copiers, Copy, copy_here
 
 INLINE_BYTES = KEPT_BYTES
 """A batch up to this size is copied on the event loop at once."""
 TURN_BYTES = 8 << 20
-"""Copied between two turns of the loop of what it copies in several: 0.6 to 1 ms. A turn takes 50 us, the copy
-having emptied the caches that it runs from."""
+"""Copied between two turns of the loop of what it copies in several: 0.6 to 1 ms. A turn takes 50 us, because
+the copy has emptied the caches that it runs from."""
 IN_TURNS_BYTES = 16 << 20
 """An urgent batch up to this size is copied so."""
 

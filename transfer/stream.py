@@ -109,7 +109,8 @@ class FrameStream:
         else:
             # Most frames go out whole, and need no place in a queue.
             sent = self._send_at_once(parts)
-            if sent == sum([len(part) for part in parts]) or not self._is_open:
+            num_bytes = len(head) + len(views[0]) if len(parts) == 2 else sum([len(part) for part in parts])
+            if sent == num_bytes or not self._is_open:
                 return
         rest = deque([memoryview(part) for part in parts])
         _advance_views(rest, sent)

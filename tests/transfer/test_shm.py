@@ -89,11 +89,13 @@ async def test_what_a_request_waits_for_is_copied_before_and_amid_what_nobody_wa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first background copy is let go on only when everything else waits for the thread."""
-    size, gate = 3 * BACKGROUND_STEP_BYTES, threading.Event()
+    size, begun, gate = 3 * BACKGROUND_STEP_BYTES, asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
     steps: list[int] = []
     memmove = ctypes.memmove
 
     def slow(target: int, source: int, length: int) -> None:
+        loop.call_soon_threadsafe(begun.set)
         gate.wait(10)
         steps.append(length)
         memmove(target, source, length)
@@ -109,9 +111,9 @@ async def test_what_a_request_waits_for_is_copied_before_and_amid_what_nobody_wa
 
         async with asyncio.TaskGroup() as group:
             group.create_task(write(size, Priority.BACKGROUND))
-            await asyncio.sleep(0.05)
+            await begun.wait()
             group.create_task(write(size, Priority.BACKGROUND))
             group.create_task(write(IN_TURNS_BYTES + 1, Priority.FOREGROUND))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0)
             gate.set()
     assert steps == [BACKGROUND_STEP_BYTES, IN_TURNS_BYTES + 1] + [BACKGROUND_STEP_BYTES] * 5
