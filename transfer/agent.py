@@ -15,9 +15,9 @@ import importlib
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from base.clock import Clock
 from base.config import TransferConfig
@@ -26,7 +26,7 @@ from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from base.logs import event
 from transfer.batch import Pieces, Priority, TransferBatch, plan_pieces, sums_of
 from transfer.board import Board
-from transfer.completion import finish_within
+from transfer.completion import begin, finish_within
 from transfer.holdings import Holdings
 from transfer.ranges import ranges_of, with_table
 from transfer.rdma import Rail, open_rails
@@ -311,21 +311,31 @@ class TransferAgent:
         pieces.wants_sums = wants_sums
         timeout_s = self._config.timeout_s if deadline_s is None else min(deadline_s, self._config.timeout_s)
         begun_s = self._clock.now_s()
+        has_turn = self._turns.take()
         try:
-            waited = await finish_within(timeout_s, self._in_turn(peer, grant, pieces, priority))
+            work = self._started().move(peer, grant, pieces, priority)
+            rest = begin(work if has_turn else self._in_turn(work, priority))
+            if rest is not None:
+                await finish_within(timeout_s, rest)
         except TimeoutError as error:
             raise TransferFailedError(f"no end within {timeout_s:.3g} s") from error
-        self._kept_s = 0.0 if waited else self._kept_s + self._clock.now_s() - begun_s
+        finally:
+            if has_turn:
+                self._turns.give_back()
+        self._kept_s = 0.0 if rest is not None else self._kept_s + self._clock.now_s() - begun_s
         if self._kept_s > MAX_KEPT_S:
             self._kept_s = 0.0
             await asyncio.sleep(0)
         return pieces
 
-    async def _in_turn(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
-        if not self._turns.take():
-            await self._turns.wait(priority)
+    async def _in_turn(self, work: Coroutine[Any, Any, None], priority: Priority) -> None:
         try:
-            await self._started().move(peer, grant, pieces, priority)
+            await self._turns.wait(priority)
+        except BaseException:
+            work.close()
+            raise
+        try:
+            await work
         finally:
             self._turns.give_back()
 

@@ -35,6 +35,7 @@ SLOT_BITS = 16
 NUM_SLOTS = 4096
 """Grants live or draining at once; one request holds one or two."""
 _SECRET_BITS = 64 - SLOT_BITS
+_SLOT_MASK = (1 << SLOT_BITS) - 1
 
 
 class GrantState(Enum):
@@ -45,6 +46,7 @@ class GrantState(Enum):
     EXPIRED = 3
 
 
+_LIVE = GrantState.LIVE
 _NOWHERE = ranges_of((0,), 1)
 
 
@@ -210,13 +212,13 @@ class GrantTable:
         return entry.ranges
 
     def _live_entry(self, generation: int) -> _Entry:
-        slot = _slot_of(generation)
+        slot = generation & _SLOT_MASK
         entry = self._entries[slot] if slot < len(self._entries) else None
         if entry is None or entry.grant.generation != generation:
             raise StaleError(f"no grant {generation:#x}")
-        if entry.state is GrantState.REVOKED:
+        if entry.state is not _LIVE and entry.state is GrantState.REVOKED:
             raise StaleError(f"grant {generation:#x} was revoked")
-        if entry.state is GrantState.EXPIRED or entry.expires_at_s <= self._clock.now_s():
+        if entry.state is not _LIVE or entry.expires_at_s <= self._clock.now_s():
             raise LeaseExpiredError(f"the lease of grant {generation:#x} ran out")
         return entry
 
@@ -236,4 +238,4 @@ class GrantTable:
 
 
 def _slot_of(generation: int) -> int:
-    return generation & (1 << SLOT_BITS) - 1
+    return generation & _SLOT_MASK

@@ -266,9 +266,10 @@ class FrameStream:
 
     def _begin_payload(self, header: Header) -> Incoming:
         incoming = self._owner.on_header(header, self._table)
-        num_bytes = header.payload_bytes
-        if sum([view.nbytes for view in incoming.views]) == num_bytes:
-            self._missing.extend(incoming.views)
+        num_bytes, views = header.payload_bytes, incoming.views
+        expected = len(views[0]) if len(views) == 1 else sum([len(view) for view in views])
+        if expected == num_bytes:
+            self._missing.extend(views)
         elif incoming.detached:
             self._sink_left = num_bytes
         else:

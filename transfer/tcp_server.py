@@ -161,9 +161,10 @@ class _ServerLink:
         return generation in self._held.values()
 
     def on_header(self, header: Header, table: memoryview) -> Incoming:
-        if self._greeted == (header.kind is Kind.HELLO):
-            raise ProtocolError(f"a connection does not go on with {header.kind.name}")
-        operation = _OPERATIONS.get(header.kind)
+        kind = header.kind
+        if self._greeted == (kind is _HELLO):
+            raise ProtocolError(f"a connection does not go on with {kind.name}")
+        operation = _OPERATIONS.get(kind)
         if operation is not None:
             return self._checked(header, table, operation)
         if header.kind is Kind.PAIR:
@@ -173,13 +174,13 @@ class _ServerLink:
         raise ProtocolError(f"only a server sends {header.kind.name}")
 
     def on_frame(self, header: Header, incoming: Incoming) -> None:
-        if header.kind is Kind.HELLO:
-            self._greet(header)
-        elif incoming.detached:
+        if incoming.detached:
             error = incoming.error or self._why_ended(header)
             self._stream.send(pack_refusal(header.frame_id, error))
-        elif header.kind is Kind.WRITE:
+        elif header.kind is _WRITE:
             self._stream.send(pack_ack(header.frame_id))
+        elif header.kind is _HELLO:
+            self._greet(header)
         elif header.kind is Kind.READ:
             head = pack(Header(Kind.DATA, header.frame_id, header.num_bytes))
             self._stream.send(head, incoming.answer, header.generation, header.frame_id)
@@ -207,23 +208,20 @@ class _ServerLink:
     def _checked(self, header: Header, table: memoryview, operation: Operation) -> Incoming:
         if self._stream.num_outgoing > MAX_READS:
             raise ProtocolError("too many answers are waiting")
+        kind, _, num_bytes, segment_id, generation, offset, num_ranges, _ = header
         # A single range, the most frequent case by far, is spared the arrays.
-        ranges = None if header.num_ranges == 1 and header.num_bytes else unpack_ranges(header, table)
-        segment_id, generation = header.segment_id, header.generation
+        ranges = None if num_ranges == 1 and num_bytes else unpack_ranges(header, table)
         views: Sequence[memoryview]
         try:
             if ranges is None:
-                offset, length = header.offset, header.num_bytes
-                views = (self._holdings.view(segment_id, generation, operation, offset, length),)
+                views = (self._holdings.view(segment_id, generation, operation, offset, num_bytes),)
             else:
                 views = self._holdings.views(segment_id, generation, operation, *ranges)
         except ServeError as error:
             return Incoming(detached=True, error=error)
-        if header.num_bytes <= SMALL_BYTES:
+        if num_bytes <= SMALL_BYTES:
             self._reactor.stay_awake()
-        if header.kind is Kind.WRITE:
-            return Incoming(views, header.generation)
-        return Incoming(answer=views)
+        return Incoming(views, generation) if kind is _WRITE else Incoming(answer=views)
 
     def _serve_one_sided(self, header: Header, offer: bytes) -> None:
         if self._one_sided is None:
@@ -253,6 +251,9 @@ class _ServerLink:
         return StaleError("the grant was revoked")
 
 
+# Looked up by its class, a member takes 0.1 us (Python 3.11) of a frame's 5.
+_HELLO = Kind.HELLO
+_WRITE = Kind.WRITE
 _OPERATIONS = {
     Kind.WRITE: Operation.WRITE,
     Kind.HOLD_WRITE: Operation.WRITE,

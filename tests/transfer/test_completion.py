@@ -4,7 +4,13 @@ import asyncio
 
 import pytest
 
-from transfer.completion import Completion, finish_within
+from transfer.completion import Completion, begin, finish_within
+
+
+async def run_within(timeout_s, work):
+    rest = begin(work)
+    if rest is not None:
+        await finish_within(timeout_s, rest)
 
 
 async def test_work_that_never_waits_ends_whatever_its_time() -> None:
@@ -13,7 +19,7 @@ async def test_work_that_never_waits_ends_whatever_its_time() -> None:
     async def work() -> None:
         done.append(1)
 
-    await finish_within(-1.0, work())
+    await run_within(-1.0, work())
     assert done == [1]
 
 
@@ -25,7 +31,7 @@ async def test_work_that_waits_ends_when_what_it_waits_for_does() -> None:
         await second.wait(lambda: None)
         done.append(1)
 
-    waiting = asyncio.ensure_future(finish_within(60.0, work()))
+    waiting = asyncio.ensure_future(run_within(60.0, work()))
     for completion in (first, second):
         await asyncio.sleep(0)
         completion.end(None)
@@ -42,9 +48,9 @@ async def test_an_error_of_the_first_step_or_a_later_one_reaches_the_caller() ->
         raise LookupError("later")
 
     with pytest.raises(LookupError, match="at once"):
-        await finish_within(60.0, fails_at_once())
+        await run_within(60.0, fails_at_once())
     with pytest.raises(LookupError, match="later"):
-        await finish_within(60.0, fails_later())
+        await run_within(60.0, fails_later())
 
 
 async def test_time_that_ran_out_takes_the_work_back_before_it_is_told() -> None:
@@ -61,7 +67,7 @@ async def test_time_that_ran_out_takes_the_work_back_before_it_is_told() -> None
             log.append("ended")
 
     with pytest.raises(TimeoutError):
-        await finish_within(0.0, work())
+        await run_within(0.0, work())
     assert log == ["cancelled", "ended"]
 
 
@@ -71,7 +77,7 @@ async def test_a_caller_that_is_cancelled_leaves_when_the_work_has_ended() -> No
     async def work() -> None:
         await completion.wait(lambda: log.append("cancelled"))
 
-    waiting = asyncio.ensure_future(finish_within(60.0, work()))
+    waiting = asyncio.ensure_future(run_within(60.0, work()))
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.sleep(0)
