@@ -35,7 +35,7 @@ from base.clock import SystemClock
 from base.config import EngineConfig
 from base.request import RequestId, SamplingParams, StopParams
 from bench.about_run import about_run
-from bench.shapes import PROFILES, about, model_config, write_model
+from bench.shapes import PROFILES, about, write_model
 from deploy.plan import chunk_attention
 from engine.build import Engine, build_engine
 from engine.sequence import Sequence
@@ -185,14 +185,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = sys.argv[1:]
     options = parser.parse_args(arguments)
-    longest = max(options.prompts) + 1
     rows = []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) / "model"
-        write_model(options.model, folder)
-        config = model_config(options.model)
-        config.max_position_embeddings = max(config.max_position_embeddings, longest)
-        config.save_pretrained(folder)
+        write_model(options.model, folder, max(options.prompts) + 1)
         for stages in options.stages:
             if len(options.stages) == 1:
                 rows.append(measure_stages(options, folder, stages))

@@ -9,6 +9,7 @@ streams as a real model's does.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import re
 import tempfile
@@ -86,10 +87,11 @@ def model_config(name: str) -> PreTrainedConfig:
     return {**SHAPES, "tiny": TINY}[name]
 
 
-def write_model(name: str, folder: Path) -> PreparedModel:
-    """Write the folder of a model without weights."""
+def write_model(name: str, folder: Path, max_model_len: int = 0) -> PreparedModel:
+    """Write the folder of a model without weights, which takes `max_model_len` tokens at least."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = model_config(name)
+    config = copy.deepcopy(model_config(name))
+    config.max_position_embeddings = max(config.max_position_embeddings, max_model_len)
     config.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(config.vocab_size)))
     return PreparedModel(str(folder), f"random-{name}", name)
@@ -193,7 +195,7 @@ def running(model: str, shape: Shape, limits: Limits, logs: Path | None = None) 
     """
     started_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as made:
-        prepared = write_model(model, Path(made) / "model")
+        prepared = write_model(model, Path(made) / "model", limits.max_model_len)
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
         # A new one each time: a supervisor would go on with the configuration of an earlier run.

@@ -1,5 +1,6 @@
 """Shapes become clusters, and goodput is the rate at which enough requests are within bounds."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,9 @@ def test_a_model_without_weights_is_served_and_two_nodes_draw_the_same(tmp_path:
         assert torch.equal(one, other), name
     config = EngineConfig(kv_cache_gib=0.01, random_weights=True, threads=1)
     assert build_engine(config, model.path, ManualClock()).max_model_len == 4096
+
+
+def test_a_model_takes_as_many_tokens_as_a_bench_asks_for(tmp_path: Path):
+    for asked, taken in ((9000, 9000), (100, 4096)):
+        write_model("tiny", tmp_path, asked)
+        assert json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"] == taken
