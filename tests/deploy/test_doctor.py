@@ -163,7 +163,7 @@ def test_a_pair_that_moved_nothing_yet_is_named():
         (seen("new"), "wrong", "new runs, and the conductor does not know it"),
         (seen("p", versions=(("torch", "3"), ("version", "1"))), "wrong", "torch differs (2: d; 3: p)"),
         (seen("p", offset_s=-3.0, unsure_s=0.1), "warning", "p's clock is -3.000 s"),
-        (seen("p", links=(Link("d", "tcp", 1e9),)), "warning", "p - d: tcp, 1 GB/s, on one host"),
+        (seen("p", links=(Link("d", "tcp", 1e9),)), "warning", "p - d: tcp, 1 GB/s, though both offer shm"),
     ],
 )
 def test_a_trouble_of_a_process_is_told_with_its_mend(process, level, told):
@@ -171,6 +171,23 @@ def test_a_trouble_of_a_process_is_told_with_its_mend(process, level, told):
     assert found == level
     assert told in what
     assert mend
+
+
+@pytest.mark.parametrize(
+    ("other_host", "offered", "told"),
+    [
+        ("h", ["tcp"], "on one host"),
+        ("h", ["rdma", "shm", "tcp"], "though both offer rdma, shm"),
+        ("far", ["rdma", "shm", "tcp"], "though both offer rdma"),
+        ("far", ["shm", "tcp"], "when it was last used"),
+    ],
+)
+def test_a_link_over_tcp_where_both_offer_something_faster_is_told(other_host, offered, told):
+    ends = zip(PAIR["nodes"], ("h", other_host), strict=True)
+    nodes = [{**node, "host": host, "transports": offered} for node, host in ends]
+    process = seen("p", links=(Link("d", "tcp", 1e9),))
+    found = [finding.what for finding in check_processes([process, seen("d")], {"nodes": nodes})]
+    assert f"p - d: tcp, 1 GB/s{'' if told.startswith('when') else ','} {told}" in found
 
 
 def test_a_link_far_below_its_like_is_worth_a_look():

@@ -1,0 +1,167 @@
+"""Work on the rails of one peer, with rails that are made up: who goes first, and what a lost one leaves."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from base.clock import ManualClock
+from base.errors import TransferFailedError
+from transfer import segment as segments
+from transfer.batch import Pieces, Priority
+from transfer.holdings import Holdings
+from transfer.rails import MAX_ERRORS, REST_S, RailHealth
+from transfer.rdma import MAX_OUTSTANDING, Ended, QueuePairEnd
+from transfer.rdma_pairing import WORK_BYTES, Batch, Pairing
+from transfer.reactor import Reactor
+from transfer.tcp_server import TcpServer
+
+EPOCH = 7
+SEGMENT = segments.over(1, bytearray(16))
+
+
+class FakePair:
+    """A queue pair that notes what is posted, by the peer's key, which a test makes the batch's name."""
+
+    def __init__(self, rail: "FakeRail", number: int) -> None:
+        self.rail = rail
+        self.end = QueuePairEnd(number, 0, 0, 3, bytes(16))
+        self.posted: list[tuple[int, int]] = []
+        self.is_broken = self.is_closed = False
+
+    def connect(self, peer: QueuePairEnd) -> None:
+        if self.rail.is_down:
+            raise TransferFailedError("down")
+
+    def post(self, work, is_write: bool) -> None:
+        if self.is_broken:
+            raise TransferFailedError("broken")
+        self.posted += [(work_id, key) for work_id, _, _, _, _, _, key in work]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class FakeRail:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_down = False
+        self.pairs: list[FakePair] = []
+
+    def queue_pair(self) -> FakePair:
+        self.pairs.append(FakePair(self, len(self.pairs) + 1))
+        return self.pairs[-1]
+
+    def keys(self, segment: segments.Segment) -> tuple[int, int]:
+        return 0, 0
+
+
+class Bed:
+    """A peer that agrees to any queue pairs, and pairings with it."""
+
+    def __init__(self, reactor: Reactor) -> None:
+        self.clock = ManualClock()
+        self.health = RailHealth(self.clock)
+        self.rails = [FakeRail("a"), FakeRail("b")]
+        self.pairings: list[Pairing] = []
+        agrees = SimpleNamespace(pair=lambda link, offer: offer, cut=lambda link: None)
+        self.server = TcpServer("127.0.0.1", 0, EPOCH, Holdings(self.clock, None), reactor, agrees)
+
+    async def paired(self, num_rails: int = 2) -> Pairing:
+        rails = self.rails[:num_rails]
+        pairing = Pairing(self.server.address, EPOCH, rails, self.health, {})
+        self.pairings.append(pairing)
+        await pairing.ready()
+        return pairing
+
+
+@pytest.fixture
+async def bed() -> AsyncIterator[Bed]:
+    reactor = Reactor("test")
+    started = Bed(reactor)
+    yield started
+    for pairing in started.pairings:
+        pairing.close()
+    reactor.post(started.server.close)
+    await asyncio.to_thread(reactor.stop)
+
+
+def submit(pairing: Pairing, name: int, num_works: int, priority: Priority = Priority.FOREGROUND) -> Batch:
+    batch = Batch(True, SEGMENT, 0, [name, name])
+    places = np.arange(num_works, dtype=np.int64) * WORK_BYTES
+    pieces = Pieces(SEGMENT, places, places, np.full(num_works, WORK_BYTES, np.int64))
+    pairing.add(batch, pieces, priority)
+    return batch
+
+
+def end_first(pairing: Pairing, lane: int, count: int, error: str = "") -> None:
+    owner = pairing._lanes[lane]
+    work_id = owner.under_way[count - 1][0]
+    pairing.on_ended(owner, Ended(owner.pair.end.number, work_id, error, is_refused=False))
+    pairing.pump()
+
+
+async def test_what_a_request_waits_for_is_posted_before_background_work_that_waits(bed: Bed) -> None:
+    pairing = await bed.paired(num_rails=1)
+    [pair] = bed.rails[0].pairs
+    submit(pairing, 1, MAX_OUTSTANDING + 40, Priority.BACKGROUND)
+    submit(pairing, 2, 4)
+    assert {name for _, name in pair.posted} == {1}
+    end_first(pairing, 0, 8)
+    assert [name for _, name in pair.posted[MAX_OUTSTANDING:]] == [2] * 4 + [1] * 4
+
+
+async def test_a_batch_is_spread_over_the_rails_and_ends_when_all_of_it_has(bed: Bed) -> None:
+    pairing = await bed.paired()
+    batch = submit(pairing, 1, 64)
+    assert [len(rail.pairs[0].posted) for rail in bed.rails] == [32, 32]
+    end_first(pairing, 0, 32)
+    assert not batch.completion.is_over
+    end_first(pairing, 1, 32)
+    assert batch.completion.is_over
+    await batch.completion.wait(lambda: None)
+
+
+@pytest.mark.parametrize("how", ["completion", "posting"])
+async def test_the_work_of_a_rail_that_fails_goes_to_the_other_after_it_was_destroyed(
+    bed: Bed, how: str
+) -> None:
+    pairing = await bed.paired()
+    lost, kept = (rail.pairs[0] for rail in bed.rails)
+    if how == "posting":
+        lost.is_broken = True
+        batch = submit(pairing, 1, 20)
+    else:
+        batch = submit(pairing, 1, 20)
+        end_first(pairing, 0, 3, "status 12")
+    assert lost.is_closed
+    # Of the lost rail's work, what ended before the error is not done again.
+    assert len(kept.posted) == (20 if how == "posting" else 18)
+    end_first(pairing, 1, len(kept.posted))
+    await batch.completion.wait(lambda: None)
+
+
+async def test_when_the_last_rail_fails_the_batch_does_and_says_which(bed: Bed) -> None:
+    pairing = await bed.paired()
+    batch = submit(pairing, 1, 20)
+    end_first(pairing, 0, 1, "status 12")
+    end_first(pairing, 1, 1, "status 12")
+    with pytest.raises(TransferFailedError, match="b failed: status 12"):
+        await batch.completion.wait(lambda: None)
+    with pytest.raises(TransferFailedError, match="no rail"):
+        await pairing.ready()
+
+
+async def test_a_rail_that_failed_again_and_again_rests_and_is_taken_again_afterwards(bed: Bed) -> None:
+    bed.rails[0].is_down = True
+    for _ in range(MAX_ERRORS):
+        pairing = await bed.paired()
+        submit(pairing, 1, 4)
+        assert [len(rail.pairs[-1].posted) for rail in bed.rails] == [0, 4]
+    bed.rails[0].is_down = False
+    pairing = await bed.paired()
+    assert [lane.is_open for lane in pairing._lanes] == [False, True]
+    bed.clock.advance(REST_S)
+    assert [lane.is_open for lane in (await bed.paired())._lanes] == [True, True]
