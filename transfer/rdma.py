@@ -106,7 +106,7 @@ def open_rails() -> tuple[list[Rail], str]:
 
 
 class Rail:
-    """One NIC: its memory regions and its completion queue. `poll` is the event loop's."""
+    """One NIC: its memory regions and its completion queue. `poll` and `drain` are the event loop's."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -155,9 +155,21 @@ class Rail:
             self._queue.ack_events(1)
         except PyverbsRDMAError:
             # Woken for an event that an earlier poll had taken already.
-            return self._drain()
+            return self.drain()
         self._queue.req_notify()
-        return self._drain()
+        return self.drain()
+
+    def drain(self) -> list[Ended]:
+        """Return what has ended since the last call, with nobody woken: no call of the kernel's."""
+        ended: list[Ended] = []
+        while True:
+            count, completions = self._queue.poll(64)
+            for each in completions:
+                ok = each.status == verbs.IBV_WC_SUCCESS
+                refused = each.status == verbs.IBV_WC_REM_ACCESS_ERR
+                ended.append(Ended(each.qp_num, each.wr_id, "" if ok else f"status {each.status}", refused))
+            if count < 64:
+                return ended
 
     def close(self) -> None:
         """Give everything back; queue pairs must be closed before."""
@@ -174,17 +186,6 @@ class Rail:
             raise TransferFailedError(
                 f"{self.name}: {segment.num_bytes} bytes cannot be registered ({error}); see ulimit -l"
             ) from error
-
-    def _drain(self) -> list[Ended]:
-        ended: list[Ended] = []
-        while True:
-            count, completions = self._queue.poll(64)
-            for each in completions:
-                ok = each.status == verbs.IBV_WC_SUCCESS
-                refused = each.status == verbs.IBV_WC_REM_ACCESS_ERR
-                ended.append(Ended(each.qp_num, each.wr_id, "" if ok else f"status {each.status}", refused))
-            if count < 64:
-                return ended
 
 
 class QueuePair:

@@ -1,6 +1,8 @@
 """Work on the rails of one peer, with rails that are made up: who goes first, and what a lost one leaves."""
 
 import asyncio
+import os
+import struct
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
@@ -9,17 +11,20 @@ import pytest
 
 from base.clock import ManualClock
 from base.errors import TransferFailedError
+from base.grants import Endpoint, Operation, PeerDescriptor
 from transfer import segment as segments
 from transfer.batch import Pieces, Priority
 from transfer.holdings import Holdings
 from transfer.rails import MAX_ERRORS, REST_S, RailHealth
 from transfer.rdma import MAX_OUTSTANDING, Ended, QueuePairEnd
 from transfer.rdma_pairing import WORK_BYTES, Batch, Pairing
+from transfer.rdma_transport import RdmaTransport
 from transfer.reactor import Reactor
 from transfer.tcp_server import TcpServer
 
 EPOCH = 7
 SEGMENT = segments.over(1, bytearray(16))
+ADMISSION = struct.pack("<Q8I", 0, *range(8))
 
 
 class FakePair:
@@ -39,6 +44,8 @@ class FakePair:
         if self.is_broken:
             raise TransferFailedError("broken")
         self.posted += [(work_id, key) for work_id, _, _, _, _, _, key in work]
+        if self.rail.is_prompt:
+            self.rail.ended.append(Ended(self.end.number, work[-1][0], "", is_refused=False))
 
     def close(self) -> None:
         self.is_closed = True
@@ -47,12 +54,22 @@ class FakePair:
 class FakeRail:
     def __init__(self, name: str) -> None:
         self.name = name
-        self.is_down = False
+        self.is_down = self.is_prompt = False
         self.pairs: list[FakePair] = []
+        self.ended: list[Ended] = []
+        self.channel_fd = os.eventfd(0)
 
     def queue_pair(self) -> FakePair:
         self.pairs.append(FakePair(self, len(self.pairs) + 1))
         return self.pairs[-1]
+
+    def drain(self) -> list[Ended]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def poll(self) -> list[Ended]:
+        os.eventfd_read(self.channel_fd)
+        return self.drain()
 
     def keys(self, segment: segments.Segment) -> tuple[int, int]:
         return 0, 0
@@ -66,8 +83,11 @@ class Bed:
         self.health = RailHealth(self.clock)
         self.rails = [FakeRail("a"), FakeRail("b")]
         self.pairings: list[Pairing] = []
-        agrees = SimpleNamespace(pair=lambda link, offer: offer, cut=lambda link: None)
-        self.server = TcpServer("127.0.0.1", 0, EPOCH, Holdings(self.clock, None), reactor, agrees)
+        agrees = SimpleNamespace(
+            pair=lambda link, offer: offer, cut=lambda link: None, admit=lambda segment_id: ADMISSION
+        )
+        self.holdings = Holdings(self.clock, None)
+        self.server = TcpServer("127.0.0.1", 0, EPOCH, self.holdings, reactor, agrees)
 
     async def paired(self, num_rails: int = 2) -> Pairing:
         rails = self.rails[:num_rails]
@@ -86,6 +106,9 @@ async def bed() -> AsyncIterator[Bed]:
         pairing.close()
     reactor.post(started.server.close)
     await asyncio.to_thread(reactor.stop)
+    started.holdings.close()
+    for rail in started.rails:
+        os.close(rail.channel_fd)
 
 
 def submit(pairing: Pairing, name: int, num_works: int, priority: Priority = Priority.FOREGROUND) -> Batch:
@@ -165,3 +188,26 @@ async def test_a_rail_that_failed_again_and_again_rests_and_is_taken_again_after
     assert [lane.is_open for lane in pairing._lanes] == [False, True]
     bed.clock.advance(REST_S)
     assert [lane.is_open for lane in (await bed.paired())._lanes] == [True, True]
+
+
+@pytest.mark.parametrize("is_prompt", [True, False])
+async def test_an_end_that_is_there_at_once_needs_no_wake_up_and_a_later_one_wakes(
+    bed: Bed, is_prompt: bool
+) -> None:
+    transport = RdmaTransport(bed.rails, bed.clock)
+    peer = PeerDescriptor("peer", EPOCH, (Endpoint("rdma", bed.server.address),))
+    segment = bed.holdings.allocate(64)
+    grant = bed.holdings.grant(segment, [0], 64, Operation.WRITE, 10.0)
+    at_start = np.zeros(1, np.int64)
+    pieces = Pieces(SEGMENT, at_start, at_start, np.full(1, 16, np.int64))
+    rail = bed.rails[0]
+    rail.is_prompt = is_prompt
+    moving = asyncio.ensure_future(transport.move(peer, grant, pieces, Priority.FOREGROUND))
+    if not is_prompt:
+        while not (rail.pairs and rail.pairs[0].posted):
+            await asyncio.sleep(0)
+        assert not moving.done()
+        rail.ended.append(Ended(rail.pairs[0].end.number, 1, "", is_refused=False))
+        os.eventfd_write(rail.channel_fd, 1)
+    await asyncio.wait_for(moving, 10)
+    await transport.close()
