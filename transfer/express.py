@@ -7,7 +7,6 @@ sleep and back takes longer than a prompt peer does.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 
 from base.errors import ServeError
@@ -86,8 +85,6 @@ class ExpressLink:
                 looks -= 1
                 if not looks:
                     self._patience.was_in_vain()
-                # The peer may need this very processor to answer.
-                os.sched_yield()
             elif self._now_s() >= until_s:
                 return
         if looks:
