@@ -6,11 +6,12 @@ rate, and for each pair of bounds on TTFT and TPOT (the mean gap of a request), 
 requests that meet both is counted; goodput is the highest rate at which 90 % do, between two
 tried rates in proportion. Prompts are random: no prefix is ever found. With `--trace` they are a
 trace's first, with the prefixes that they share, at the rate and cut to `--input-tokens`. Rates stop
-rising when hardly anybody meets the widest bounds.
+rising when hardly anybody meets the widest bounds. With `--slo` each request names its bounds, and one that
+is predicted to miss them is refused, which counts as missed.
 
     python -m bench.goodput --shapes 1p1d,2c --rates 2,3,4 --out bench/results/goodput.json
     python -m bench.goodput --shapes 4c,2p2d --trace conversation_trace.jsonl --input-tokens 32768 \\
-        --max-model-len 40960 --bounds 2:0.01 --rates 2,3,4,5,6 --seconds 40
+        --max-model-len 40960 --bounds 2:0.01 --slo 2:0.01 --rates 2,3,4,5,6 --seconds 40
 
 vLLM's figures beside ours are of one H200 and the same load (8,192 in, 256 out, 0.26.0, its
 better chunk of 512 and 2,048, measured through its engine without HTTP).
@@ -23,7 +24,7 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,13 @@ def copy_of(rate: float) -> int:
     return round(100 * rate)
 
 
+def headers_of(slo: Goodput | None) -> tuple[tuple[str, str], ...]:
+    """Return how a request names its bounds."""
+    if slo is None:
+        return ()
+    return (("x-slo-ttft-ms", f"{1e3 * slo.ttft_s:g}"), ("x-slo-tpot-ms", f"{1e3 * slo.tbt_s:g}"))
+
+
 async def try_rate(
     server: Server, rate: float, options: argparse.Namespace, trace: Trace | None, bounds: Sequence[Goodput]
 ) -> Tried:
@@ -113,11 +121,12 @@ async def try_rate(
 
 async def try_rates(url: str, options: argparse.Namespace, bounds: Sequence[Goodput]) -> list[Tried]:
     """Send rising rates until hardly anybody is served within the widest bounds."""
-    server = Server(url, options.model)
+    server = Server(url, options.model, headers=headers_of(options.slo))
     trace = read_trace(options.trace) if options.trace else None
     # Long and short ones: every kernel that the load needs is compiled before it is timed.
-    await warm_up(server, 2, options.input_tokens)
-    await warm_up(server, 2, 200)
+    unbounded = replace(server, headers=())
+    await warm_up(unbounded, 2, options.input_tokens)
+    await warm_up(unbounded, 2, 200)
     tried = []
     for rate in options.rates:
         tried.append(await try_rate(server, rate, options, trace, bounds))
@@ -175,12 +184,18 @@ def parse_bounds(text: str) -> list[Goodput]:
     return [Goodput(float(ttft), float(tpot)) for ttft, tpot in pairs]
 
 
+def bound(pair: Goodput) -> dict[str, float]:
+    """Return a pair of bounds as it stands in the result."""
+    return {"ttft_s": pair.ttft_s, "tpot_s": pair.tbt_s}
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = options_parser(__doc__, max_model_len=16_384)
     add = parser.add_argument
     add("--shapes", default="1p1d,2c")
     add("--rates", type=lambda text: [float(part) for part in text.split(",")], default=[1, 2, 3, 4, 5])
     add("--bounds", type=parse_bounds, default=parse_bounds("2:0.008,2:0.015,2:0.03"))
+    add("--slo", type=lambda text: parse_bounds(text)[0], help="a pair of bounds that each request names")
     add("--seconds", type=float, default=20.0, help="of arrivals at each rate")
     add("--min-requests", type=int, default=30, help="at each rate")
     add("--input-tokens", type=int, default=8192, help="of each prompt; with a trace: the most")
@@ -194,8 +209,10 @@ def main() -> None:
     load = {"input_tokens": options.input_tokens, "output_tokens": options.output_tokens}
     if options.trace:
         load["trace"] = options.trace.name
+    if options.slo:
+        load["slo"] = bound(options.slo)
     told: dict[str, Any] = {"model": options.model, **load, **about(options.commit)}
-    told["bounds"] = [{"ttft_s": pair.ttft_s, "tpot_s": pair.tbt_s} for pair in options.bounds]
+    told["bounds"] = [bound(pair) for pair in options.bounds]
     results: list[dict[str, Any]] = []
     for shape in map(parse_shape, options.shapes.split(",")):
         results.append(measure(shape, options, options.bounds))

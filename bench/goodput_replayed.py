@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from base.request import Slo
 from bench.goodput import copy_of, goodput, load_at
 from bench.shapes import Shape, parse_shape
 from bench.workload import trace_at
@@ -27,6 +29,7 @@ from conductor.replay.outcome import Outcomes
 from conductor.replay.simulate import Plan, simulate, simulate_colocated
 from conductor.replay.trace import Trace, TraceRequest
 from conductor.replay.trace_formats import read_trace
+from conductor.scheduler_settings import RejectPolicy
 
 BLOCK_TOKENS = 64
 
@@ -49,8 +52,11 @@ def trace_of(told: dict[str, Any], rate: float, num_requests: int, trace: Trace 
     return Trace("load", BLOCK_TOKENS, rows)
 
 
-def replayed(shape: Shape, trace: Trace, profile: Profile) -> Outcomes:
+def replayed(shape: Shape, trace: Trace, profile: Profile, slo: Slo | None = None) -> Outcomes:
+    """Simulate a load. `slo`: what each request names; colocated nodes refuse nobody in replay."""
     options = ClusterOptions(shape.prefill, shape.decode, trace.block_size, chunk_tokens=shape.chunk_tokens)
+    if slo is not None:
+        options = replace(options, slo=slo, reject=RejectPolicy.PREDICT)
     plan = Plan(trace, CostModel(profile), options)
     if shape.decode:
         return simulate(plan).outcomes
@@ -63,12 +69,13 @@ def compared(
     """Return one rate's figures, (measured, replayed) of each, and the shares within each pair of bounds."""
     figures = tried["figures"]
     num_requests = figures["completed"] + figures["failed"]
-    outcomes = replayed(shape, trace_of(told, tried["rate"], num_requests, trace), profile)
+    slo = Slo(told["slo"]["ttft_s"], told["slo"]["tpot_s"]) if "slo" in told else None
+    outcomes = replayed(shape, trace_of(told, tried["rate"], num_requests, trace), profile, slo)
     ttft_ms = sorted(1e3 * value for value in outcomes.ttft_s)
     tpot_ms = sorted(1e3 * value for value in outcomes.mean_tbt_s)
     pairs = list(zip(outcomes.ttft_s, outcomes.mean_tbt_s, strict=True))
     shares = [
-        sum(ttft <= bound["ttft_s"] and tpot <= bound["tpot_s"] for ttft, tpot in pairs) / len(pairs)
+        sum(ttft <= bound["ttft_s"] and tpot <= bound["tpot_s"] for ttft, tpot in pairs) / num_requests
         for bound in told["bounds"]
     ]
     said = {

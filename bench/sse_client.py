@@ -54,6 +54,8 @@ class Server:
     model: str
     api_key: str = ""
     timeout_s: float = 600.0
+    headers: tuple[tuple[str, str], ...] = ()
+    """More of each request's."""
 
     def path(self, name: str) -> str:
         base = urlsplit(self.url).path.rstrip("/")
@@ -112,6 +114,7 @@ async def _events(server: Server, name: str, body: bytes) -> AsyncIterator[bytes
         )
         if server.api_key:
             head += f"Authorization: Bearer {server.api_key}\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in server.headers)
         writer.write(f"{head}\r\n".encode() + body)
         await writer.drain()
         status, is_chunked = await _read_head(reader)

@@ -8,10 +8,12 @@ import torch
 
 from base.clock import ManualClock
 from base.config import EngineConfig
-from bench.goodput import goodput, parse_bounds, share_within
+from base.request import Slo
+from bench.goodput import goodput, headers_of, parse_bounds, share_within
 from bench.load_report import Goodput
 from bench.shapes import Limits, cluster_config, parse_shape, write_model
 from bench.sse_client import Outcome
+from conductor.headers import header_slo
 from conductor.served_model import load_served_model
 from deploy.plan import PreparedModel, planned_nodes
 from engine.build import build_engine
@@ -69,3 +71,9 @@ def test_a_model_takes_as_many_tokens_as_a_bench_asks_for(tmp_path: Path):
     for asked, taken in ((9000, 9000), (100, 4096)):
         write_model("tiny", tmp_path, asked)
         assert json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"] == taken
+
+
+def test_requests_name_their_bounds_as_a_client_does():
+    headers = dict(headers_of(parse_bounds("2:0.0085")[0]))
+    assert header_slo(headers, Slo()) == Slo(2.0, pytest.approx(0.0085))
+    assert headers_of(None) == ()
