@@ -35,7 +35,7 @@ CONNECT_TIMEOUT_S = 5.0
 MAX_BACKOFF_S = 1.0
 MIN_BACKOFF_S = 0.1
 
-STATE_GAP_S = 0.005
+STATE_GAP_S = 0.01
 """Between two messages that tell the node's state: more than most of what goes with it costs."""
 STATE_DELAY_S = 0.02
 """From a message without it to one of its own, where no other comes."""
