@@ -1,7 +1,7 @@
 """The two ends of one HTTP call: its body coming in, its answer going out.
 
-While a call is worked on, somebody always reads its connection, because ASGI tells of a
-client's leaving only to those who ask: `while_connected`. An answer is sent as soon as
+While a call is worked on, somebody reads its connection but at its very beginning, because ASGI tells
+of a client's leaving only to those who ask: `while_connected`. An answer is sent as soon as
 there is something to say, one write per event, and its status line waits until then, so
 that a request rejected after it was queued still is a 429.
 """
@@ -24,7 +24,7 @@ that trickles in takes a place from others."""
 
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 WATCH_AFTER_S = 0.05
-"""Of work, before its client is watched: most of what a short answer takes is not its work."""
+"""Of work, before its client is watched: to watch costs as much as writing a short answer does."""
 
 
 class ClientGoneError(Exception):
@@ -51,15 +51,20 @@ class Reply:
         await self._send({"type": "http.response.body", "body": body})
 
     async def event(self, events: str) -> None:
-        """Send a part of an event stream, and before the first one its head."""
+        """Send a part of an event stream."""
         async with self._turn:
-            if not self._is_started:
-                await self._start(200, STREAM_HEADERS)
+            await self._begin_stream()
             await self._send({"type": "http.response.body", "body": events.encode(), "more_body": True})
 
     async def end(self, events: str) -> None:
-        """Send the last part of an event stream that has begun."""
+        """Send the last part of an event stream."""
+        await self._begin_stream()
         await self._send({"type": "http.response.body", "body": events.encode()})
+
+    async def _begin_stream(self) -> None:
+        """Send the head before what is sent first."""
+        if not self._is_started:
+            await self._start(200, STREAM_HEADERS)
 
     async def fail(self, error: HttpError) -> None:
         """Send an error: as the answer, or as the event that ends a stream.
@@ -164,9 +169,6 @@ async def _error_of(work: Coroutine[Any, Any, None]) -> ServeError | None:
 
 async def all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Do all of `work` at once; the first that fails cancels the others and is raised."""
-    work = list(work)
-    if len(work) == 1:
-        return await work[0]
     try:
         async with asyncio.TaskGroup() as group:
             for item in work:

@@ -155,18 +155,22 @@ class Generation:
         ]
         asked = [request.choice(offset) if n > 1 else request for request in requests for offset in range(n)]
         stream = reply if body.stream else None
-        ahead = [asyncio.Event() for _ in prompts]
-        await all_of(
-            self._run(choice, one, stream, ahead[at // n], at % n == 0)
-            for at, (choice, one) in enumerate(zip(choices, asked, strict=True))
-        )
+        last = ""
+        if len(choices) == 1:
+            last = await self._run(choices[0], asked[0], stream)
+        else:
+            ahead = [asyncio.Event() for _ in prompts]
+            await all_of(
+                self._run_beside(choice, one, stream, ahead[at // n], at % n == 0)
+                for at, (choice, one) in enumerate(zip(choices, asked, strict=True))
+            )
         used = _usage(prompts, choices, n)
         if body.stream:
-            await reply.end((answer.usage_event(used) if answer.with_usage else "") + DONE)
+            await reply.end(last + (answer.usage_event(used) if answer.with_usage else "") + DONE)
         else:
             await reply.whole(200, answer.body(choices, used))
 
-    async def _run(
+    async def _run_beside(
         self,
         choice: Choice,
         asked: TextRequest,
@@ -174,16 +178,36 @@ class Generation:
         prefilled: asyncio.Event,
         is_first: bool,
     ) -> None:
-        """Fill in `choice`, and tell `stream` of it as it comes if there is one."""
+        """Run one of several choices; the first of a prompt says when the others may begin."""
         if not is_first:
             await prefilled.wait()
+        last = await self._run(choice, asked, stream, prefilled)
+        if stream is not None and last:
+            await stream.event(last)
+
+    async def _run(
+        self,
+        choice: Choice,
+        asked: TextRequest,
+        stream: Reply | None,
+        prefilled: asyncio.Event | None = None,
+    ) -> str:
+        """Fill in `choice`, and tell `stream` of it as it comes if there is one.
+
+        Returns the events of the last piece, which `stream` was not told: more may go with them.
+        """
+        events = ""
         async with aclosing(self._completions.generate(asked)) as pieces:
             async for piece in pieces:
-                prefilled.set()
+                if prefilled is not None:
+                    prefilled.set()
                 if stream is None:
                     choice.keep(piece)
-                elif events := choice.events(piece):
-                    await stream.event(events)
+                else:
+                    events = choice.events(piece)
+                    if events and piece.finish_reason is None:
+                        await stream.event(events)
+        return events
 
 
 def _usage(prompts: Sequence[_Prompt], choices: Sequence[Choice], n: int) -> Mapping[str, Any]:
