@@ -28,7 +28,7 @@ def main() -> None:
     model = build_rank(spec["shape"], group.tensor)
     runner = assemble_engine(config, model, "bfloat16", clock, group=group).runner
     assert isinstance(runner, Follower)
-    follow_steps(pipe, group.device, runner.follow, lambda message: None, ArrivingBlocks((), clock))
+    follow_steps(pipe, group.device, runner, lambda message: None, ArrivingBlocks((), clock))
 
 
 if __name__ == "__main__":

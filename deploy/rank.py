@@ -50,11 +50,11 @@ async def serve(spec: dict[str, Any], group: RankGroup, pipe: Pipe) -> None:
         arriving = ArrivingBlocks(parts, clock)
         server = ShardServer(shard, partial(pipe.send, Kind.MESSAGE), arriving)
         loop = asyncio.get_running_loop()
-        assert isinstance(engine.runner, Follower)
-        follow = engine.runner.follow
+        runner = engine.runner
+        assert isinstance(runner, Follower)
 
         def run() -> None:
-            follow_steps(pipe, group.device, follow, lambda message: _post(loop, server, message), arriving)
+            follow_steps(pipe, group.device, runner, lambda message: _post(loop, server, message), arriving)
 
         threading.Thread(target=run, name="pipe", daemon=True).start()
         await asyncio.Event().wait()

@@ -51,6 +51,8 @@ class StepCall(NamedTuple):
     header: torch.Tensor
     """[HEADER_NUMBERS] int64 on the host, as `step_header` makes it."""
     part: StepPart
+    parts: torch.Tensor
+    """`decode_parts` of the sequences of one token; where there are none, any numbers."""
     rows: torch.Tensor
     """[num_rows] int64 on the device; the last token of each sequence."""
 
@@ -103,7 +105,7 @@ def _attention(
     elif call.part is StepPart.LAST_ROWS:
         output = last_rows_attention(rows[0], *where, *rule, sinks)
     else:
-        output = paged_attention(*rows, *where, *rule, sinks)
+        output = paged_attention(*rows, *where, call.parts, *rule, sinks)
     return output[None, ..., :value_dim], None
 
 
@@ -121,6 +123,7 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
     kv_layer: torch.Tensor,
     memory: torch.Tensor,
     header: torch.Tensor,
+    parts: torch.Tensor,
     scale: float,
     sliding_window: int,
     soft_cap: float,
@@ -145,6 +148,7 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
             sinks,
             output=output[singles],
             added=None if has_chunks else (key[singles], value[singles]),
+            parts=parts,
         )
     if not has_chunks:
         return output

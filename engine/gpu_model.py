@@ -15,11 +15,13 @@ from transformers import PreTrainedModel
 from engine.compiled import compile_layers, compiled
 from engine.fused_projections import GROUPS, LAST_GROUPS, fuse_projections, use_products
 from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, StepPart, attach_cache
+from engine.kernels.decode_parts import decode_parts
 from engine.last_layer import LastLayer, can_be_cut, dropping_result
 from engine.layer_hooks import LayerHooks
+from engine.long_chunks import make_plans
 from engine.paged_cache import PagedCache
 from engine.pipeline import Stage
-from engine.step_memory import StepShape, carve
+from engine.step_memory import StepShape, StepViews, carve
 
 
 class GpuModel:
@@ -43,9 +45,14 @@ class GpuModel:
         stage: Stage | None = None,
     ) -> None:
         self._model = model.eval()
+        config = model.config.get_text_config()
         self._stage = stage
         is_last = stage is None or stage.is_last
         attach_cache(model, cache.tensor)
+        self._kv_layer = cache.tensor[:, 0]
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self._num_ranks: int = max(1, kv_heads // self._kv_layer.shape[3])
+        """Among which heads are cut."""
         model.set_attn_implementation(GPU_ATTENTION_NAME)
         if model.dtype != torch.bfloat16:
             # torch's grouped product is bfloat16's; its stand-in waits for the device at each layer.
@@ -63,8 +70,15 @@ class GpuModel:
             layers[-1].forward = LastLayer(layers[-1], compiled(keep_kv) if is_compiled else keep_kv)
         self.hooks = LayerHooks(layers, layer_groups)
         self.device: torch.device = model.device
-        self.vocab_size: int = model.config.get_text_config().vocab_size
-        self._hidden_size: int = model.config.get_text_config().hidden_size
+        self.vocab_size: int = config.vocab_size
+        self._hidden_size: int = config.hidden_size
+
+    @torch.no_grad()
+    def make_plans(self, chunk_tokens: int, max_model_len: int) -> None:
+        """Have cuDNN make this thread's plans; 40 ms each, which no request shall wait for."""
+        heads = self._model.config.get_text_config().num_attention_heads // self._num_ranks
+        like = self._kv_layer.new_empty((0, heads, self._kv_layer.shape[-1]))
+        make_plans(like, self._kv_layer, chunk_tokens, max_model_len)
 
     @torch.no_grad()
     def forward(
@@ -92,7 +106,7 @@ class GpuModel:
         arguments: dict[str, Any] = {
             "position_ids": views.positions.long()[None],
             "use_cache": False,
-            "paged": StepCall(memory, header, part, rows),
+            "paged": StepCall(memory, header, part, self._parts(views), rows),
         }
         hidden = None
         if self._stage is not None:
@@ -105,6 +119,13 @@ class GpuModel:
         keep = 0 if self._cuts_last_layer else rows
         logits: torch.Tensor = self._model(**arguments, logits_to_keep=keep).logits[0]
         return logits
+
+    def _parts(self, views: StepViews[torch.Tensor]) -> torch.Tensor:
+        """Return who reads what of the sequences of one token, which all layers share."""
+        if not len(views.single_lens):
+            # As long as the chunks, which are two at least: of nothing, the compiler would make a variant.
+            return views.chunk_lens
+        return decode_parts(views.single_lens, self._kv_layer.shape[3])
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -73,6 +73,7 @@ class GpuPipelineRunner:
     ) -> None:
         chunk_tokens, max_batch, self._max_blocks = sizes
         self._model = model
+        self._longest = chunk_tokens, self._max_blocks * block_size
         self._stage_layers = stage_layers
         self._ranks = ranks
         self._mark = mark
@@ -85,6 +86,10 @@ class GpuPipelineRunner:
         self._no_tokens = torch.zeros(largest.num_rows, dtype=torch.int64, device=model.device)
         self._beside = torch.cuda.Stream(priority=-1) if self._memory.is_cuda else None  # type: ignore
         self._writer = StepWriter(largest.size, block_size, pinned=False)
+
+    def begin(self) -> None:
+        """Make what cuDNN keeps for each thread."""
+        self._model.make_plans(*self._longest)
 
     @property
     def num_steps_under_way(self) -> int:

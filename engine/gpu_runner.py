@@ -23,7 +23,7 @@ from engine.cuda_graph import GRAPH_CHUNKS, MIXED_TOKENS, StepGraphs
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
 from engine.kernels.sample_rows import sample_rows
-from engine.long_chunks import first_met, long_chunks
+from engine.long_chunks import long_chunks
 from engine.runner import Tell
 from engine.sampler import logprobs_of, needs_logits, shape_logits
 from engine.sequence import Sequence
@@ -82,6 +82,7 @@ class GpuRunner:
         self._tell = tell
         self._host_blocks = host_blocks
         self._clock = clock
+        self._chunk_tokens, self._max_model_len = chunk_tokens, max_model_len
         self._max_blocks = -(-max_model_len // block_size)
         max_tokens = max(_rounded(chunk_tokens + max_batch), MIXED_TOKENS[-1])
         max_chunks = max(max_batch, GRAPH_CHUNKS)
@@ -96,9 +97,10 @@ class GpuRunner:
         self.launch_total_s = 0.0
         self._graphs = StepGraphs(self._run_captured, max_batch, self._max_blocks)
         self._graphs.capture(chunk_tokens)
-        for chunk in first_met(chunk_tokens, max_model_len):
-            shape = StepShape(_rounded(chunk.num_tokens), 0, 2, self._max_blocks)
-            self._run(shape, step_header(shape, [chunk]))
+
+    def begin(self) -> None:
+        """Make what cuDNN keeps for each thread."""
+        self._model.make_plans(self._chunk_tokens, self._max_model_len)
 
     @property
     def prefix_parts(self) -> tuple[int, ...]:

@@ -8,17 +8,18 @@ a chunk is cut into segments, and each attends in parts that are merged by their
              rectangles, seen by every row    | triangle, the segment's own
 
 Rectangles are what it is fastest at: 690 TFLOP/s, against 530 to 650 of a triangle and 421 of the
-paged kernel (32 heads of 128, one H200, 2026-11-21). Keys of
-a cached prefix are gathered out of their blocks first, at the memory's speed. The first call with
-new lengths or strides takes cuDNN 40 ms, so there are few: multiples of `ROWS_STEP` rows, and of
-`KEYS_RUN` keys or less than one; what is less than `KEYS_STEP` goes to the triangle, behind queries that
-nobody reads. Strides are the lengths' own: a batch of one is made of the rows that are
-attended to, not of all that there are.
+paged kernel (32 heads of 128, one H200, 2026-11-21). Keys of a cached prefix are gathered out of their
+blocks first, at the memory's speed.
+
+The first call of a thread with new lengths or strides takes cuDNN 40 ms, in which it makes a plan. So there
+are few lengths, whatever the chunk's and the prefix's: rectangles of `RECTANGLE_ROWS` rows and of as many
+keys as a power of two, triangles of multiples of `TRIANGLE_STEP`; what is less than `KEYS_STEP` keys goes to
+the triangle, behind queries that nobody reads. What is handed over is contiguous. `make_plans` goes through
+all of them before the first request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,23 +38,10 @@ MAX_LONG_CHUNKS = 32
 SEGMENT = 16_384
 """Rows of a triangle at most. Cut in two, one of 16,384 takes 6 ms more of 478 ms of prefill; one of
 32,768 as long as it does whole."""
-KEYS_RUN = 8192
-ROWS_STEP = 512
+TRIANGLE_STEP = 512
+RECTANGLE_ROWS = (1024, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384)
 KEYS_STEP = 2048
 MAX_HEAD_DIM = 128
-
-
-def first_met(chunk_tokens: int, max_model_len: int) -> list[LongChunk]:
-    """Return whole chunks that together have all lengths of parts which whole chunks can have.
-
-    Whoever runs them before the first request spares the prompts that would be the first to need a length.
-    """
-    if chunk_tokens < MIN_TOKENS:
-        return []
-    left_over = [number * KEYS_STEP + number * ROWS_STEP for number in range(KEYS_RUN // KEYS_STEP)]
-    runs = range(KEYS_RUN, max_model_len, KEYS_RUN)
-    prefixes = [*left_over, KEYS_STEP - 1, *runs]
-    return [LongChunk(chunk_tokens, prefix) for prefix in prefixes if prefix + chunk_tokens <= max_model_len]
 
 
 class LongChunk(NamedTuple):
@@ -107,13 +95,40 @@ def segments_of(chunk: LongChunk, row: int, most: int) -> list[Segment]:
 
 
 def rectangles_of(num_keys: int) -> list[range]:
-    """Cut so many leading keys, a multiple of `KEYS_STEP`, into ranges of few different lengths."""
-    most = num_keys // KEYS_RUN * KEYS_RUN
-    return [keys for keys in (range(most), range(most, num_keys)) if keys]
+    """Cut so many leading keys, a multiple of `KEYS_STEP`, into ranges as long as powers of two."""
+    found = []
+    start = 0
+    while start < num_keys:
+        length = 1 << (num_keys - start).bit_length() - 1
+        found.append(range(start, start + length))
+        start += length
+    return found
 
 
-Cut = list[tuple[Segment, torch.Tensor, torch.Tensor]]
-"""Segments, each with the K and V of its sequence's tokens from the first."""
+def make_plans(like: torch.Tensor, kv_layer: torch.Tensor, chunk_tokens: int, max_model_len: int) -> None:
+    """Have cuDNN make this thread's plans of all parts that chunks can have.
+
+    Args:
+        like: [any, num_heads, head_dim]; a query's shape, dtype and device.
+        kv_layer: One layer of the paged cache.
+    """
+    most = min(chunk_tokens, SEGMENT)
+    if chunk_tokens < MIN_TOKENS // 2 or not can_attend(like):
+        return
+    side = _triangle_rows(most + KEYS_STEP)
+    query = like.new_zeros((1, max(side, _rectangle_rows(most)), *like.shape[1:]))
+    keys = like.new_zeros((1, max(side, max_model_len), *kv_layer.shape[3:]))
+    for length in range(TRIANGLE_STEP, side + 1, TRIANGLE_STEP):
+        attend_part(query[:, :length], keys[:, :length], keys[:, :length], True, 1.0)
+    for seen in (KEYS_STEP << doubled for doubled in range((max_model_len // KEYS_STEP).bit_length())):
+        for rows in RECTANGLE_ROWS:
+            if rows <= _rectangle_rows(most):
+                attend_part(query[:, :rows], keys[:, :seen], keys[:, :seen], False, 1.0)
+    if max_model_len > KEYS_STEP:
+        # The merge is compiled twice: for sums that begin at a multiple of 16 bytes, and for others.
+        for before in (KEYS_STEP, KEYS_STEP + 1):
+            own = keys[0, : before + 1]
+            _attend_segment(query[0, :1], own, own, Segment(0, 1, before), 1.0)
 
 
 def attend_long(
@@ -135,104 +150,84 @@ def attend_long(
         tables: [>= len(chunks), max_blocks] int32; each chunk's blocks.
         most: Rows of a segment.
     """
-    cut: Cut = []
+    found: list[torch.Tensor] = []
     row = 0
     for chunk, table in zip(chunks, tables, strict=False):
+        rows = slice(row, row + chunk.num_tokens)
         # Without a prefix, the keys before a segment are rows of this step.
-        keys, values = _gathered(kv_layer, table, chunk) if chunk.prefix else (own[0][row:], own[1][row:])
-        cut += [(segment, keys, values) for segment in segments_of(chunk, row, most)]
+        seen = _gathered(kv_layer, table, chunk) if chunk.prefix else (own[0][rows], own[1][rows])
+        found += [
+            _attend_segment(query[segment.row : segment.row + segment.num_rows], *seen, segment, scale)
+            for segment in segments_of(chunk, row, most)
+        ]
         row += chunk.num_tokens
-    output, sums = _triangles(query, own, cut, scale)
-    for (segment, keys, values), lse in zip(cut, sums, strict=True):
-        rows = slice(segment.row, segment.row + segment.num_rows)
-        asked = query[segment.row : segment.row + _rounded(segment.num_rows)]
-        for seen in rectangles_of(segment.before - segment.num_left_over):
-            within = slice(seen.start, seen.stop)
-            part, part_lse = attend_part(asked[None], keys[within][None], values[within][None], False, scale)
-            merge_part(output[rows], lse, part[0, : segment.num_rows], part_lse[0, :, : segment.num_rows])
+    if len(found) == 1 and row == query.shape[0]:
+        return found[0]
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    torch.cat(found, out=output[:row])
     return output
 
 
-def _triangles(
-    query: torch.Tensor, own: tuple[torch.Tensor, torch.Tensor], cut: Cut, scale: float
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Attend to each segment's own keys and those left over; return the result, and the lse of each."""
-    sums: list[torch.Tensor] = []
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    for group in _alike(segment for segment, _, _ in cut):
-        first, count = group[0], len(group)
-        start, num_rows = first.row, first.num_rows
-        if first.num_left_over:
-            part, lse = _triangle_after(query, *cut[len(sums)], scale)
-        else:
-            # Rows of others, or of padding, make up the length: causality keeps them out of ours.
-            stop = min(start + (count - 1) * num_rows + _rounded(num_rows), query.shape[0])
-            shape = (count, (stop - start) // count)
-            q, k, v = (item[start:stop].view(*shape, *item.shape[1:]) for item in (query, *own))
-            part, lse = attend_part(q, k, v, True, scale)
-        sums += [of_one[:, :num_rows] for of_one in lse]
-        part = part.flatten(0, 1)
-        if count == len(cut) and part.shape[0] == query.shape[0]:
-            return part, sums  # all there is: nothing is copied
-        output[start : start + count * num_rows] = part[: count * num_rows]
-    return output, sums
+def _attend_segment(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segment: Segment, scale: float
+) -> torch.Tensor:
+    """Return the attention of a segment's rows to its sequence's keys, [tokens, num_kv_heads, head_dim]."""
+    num_rows, skipped = segment.num_rows, segment.num_left_over
+    length = _triangle_rows(skipped + num_rows)
+    first, end = segment.before - skipped, segment.before + num_rows
+    asked = _padded(query, skipped, length)
+    own_keys, own_values = (_padded(item[first:end], 0, length) for item in (keys, values))
+    both, sums = attend_part(asked, own_keys, own_values, True, scale)
+    output, lse = both[0, skipped : skipped + num_rows], sums[0, :, skipped : skipped + num_rows]
+    if first:
+        asked = _padded(query, 0, _rectangle_rows(num_rows))
+    for seen in rectangles_of(first):
+        within = slice(seen.start, seen.stop)
+        part, part_lse = attend_part(asked, keys[None, within], values[None, within], False, scale)
+        merge_part(output, lse, part[0, :num_rows], part_lse[0, :, :num_rows])
+    return output
 
 
-def _alike(segments: Iterable[Segment]) -> list[list[Segment]]:
-    """Group neighbours that are one batch: of equal length, with nothing left over."""
-    groups: list[list[Segment]] = []
-    for segment in segments:
-        like = groups[-1][-1] if groups else None
-        if (
-            like is not None
-            and not (like.num_left_over or segment.num_left_over or segment.num_rows % ROWS_STEP)
-            and like.num_rows == segment.num_rows
-        ):
-            groups[-1].append(segment)
-        else:
-            groups.append([segment])
-    return groups
+def _padded(rows: torch.Tensor, before: int, length: int) -> torch.Tensor:
+    """Return a batch of one, [1, length, heads, head_dim]: `before` zeros, the rows, and zeros.
+
+    Zeros, because a weight of nought times whatever is there may be no number.
+    """
+    after = length - before - rows.shape[0]
+    return (pad(rows, (0, 0, 0, 0, before, after)) if before or after else rows)[None]
 
 
-def _triangle_after(
-    query: torch.Tensor, segment: Segment, keys: torch.Tensor, values: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the keys left over too: queries that nobody reads stand before the segment's."""
-    skipped, num_rows = segment.num_left_over, segment.num_rows
-    length = _rounded(skipped + num_rows)
-    asked = pad(
-        query[segment.row : segment.row + num_rows], (0, 0, 0, 0, skipped, length - skipped - num_rows)
-    )
-    within = slice(segment.before - skipped, segment.before - skipped + length)
-    part, lse = attend_part(asked[None], keys[within][None], values[within][None], True, scale)
-    wanted = slice(skipped, skipped + num_rows)
-    return part[:, wanted], lse[:, :, wanted]
+def _triangle_rows(num_rows: int) -> int:
+    return -(-num_rows // TRIANGLE_STEP) * TRIANGLE_STEP
+
+
+def _rectangle_rows(num_rows: int) -> int:
+    return next(rows for rows in RECTANGLE_ROWS if rows >= num_rows)
 
 
 def _gathered(
     kv_layer: torch.Tensor, table: torch.Tensor, chunk: LongChunk
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a sequence's K and V, each [>= tokens, num_kv_heads, head_dim], zeros after its last token."""
-    num_tokens, block_size = chunk.prefix + chunk.num_tokens, kv_layer.shape[2]
-    num_blocks = -(-num_tokens // block_size)
-    both = kv_layer.new_empty((2, num_blocks * block_size + ROWS_STEP, *kv_layer.shape[3:]))
-    for index, rows in enumerate(both):
-        blocks = rows[:-ROWS_STEP].view(num_blocks, block_size, *rows.shape[1:])
+    """Return a sequence's K and V, each [>= tokens, num_kv_heads, head_dim]."""
+    num_blocks = -(-(chunk.prefix + chunk.num_tokens) // kv_layer.shape[2])
+    both = kv_layer.new_empty((2, num_blocks, *kv_layer.shape[2:]))
+    for index, blocks in enumerate(both):
         torch.index_select(kv_layer[:, index], 0, table[:num_blocks], out=blocks)
-    both[:, num_tokens:] = 0  # a weight of nought times whatever is there may be no number
-    return both[0], both[1]
+    keys, values = both.flatten(1, 2)
+    return keys, values
 
 
 def attend_part(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention [batch, rows, heads, head_dim], and its lse [batch, heads, rows] float32.
+    """Return attention [1, rows, heads, head_dim], and its lse [1, heads, rows] float32.
 
     Args:
-        query: [batch, rows, heads, head_dim]
-        key, value: [batch, keys, kv_heads, head_dim]
+        query: [1, rows, heads, head_dim]
+        key, value: [1, keys, kv_heads, head_dim]
     """
-    query, key, value = (item.transpose(1, 2) for item in (query, key, value))
+    # Of one batch, whose stride no cut can change: a plan is for strides.
+    query, key, value = (item[0].contiguous()[None].transpose(1, 2) for item in (query, key, value))
     if not query.is_cuda:
         return _attend_part_definition(query, key, value, is_causal, scale)
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -252,7 +247,3 @@ def _attend_part_definition(
         scores = scores.masked_fill(hidden, float("-inf"))
     mixed = (scores.softmax(-1) @ value).to(query.dtype)
     return mixed.transpose(1, 2), scores.logsumexp(-1)
-
-
-def _rounded(num_rows: int) -> int:
-    return -(-num_rows // ROWS_STEP) * ROWS_STEP

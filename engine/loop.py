@@ -35,6 +35,7 @@ from base.logs import event
 from base.request import FinishReason
 from base.uninterrupted import uninterrupted
 from engine.block_pool import BlockPool
+from engine.runner import ThreadBound
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step import LaunchedChunk, LayerGroup, SequenceOutput, StepPlan, StepResult
@@ -211,6 +212,9 @@ class EngineLoop:
         with self._thread("device") as device, self._thread("pipeline-end") as end:
             # A step must be launched into a pipeline while another one is waited for.
             waiting = end if self._is_pipelined else device
+            runner = self._launching or self._executing
+            if isinstance(runner, ThreadBound):
+                await asyncio.get_running_loop().run_in_executor(device, runner.begin)
             try:
                 while True:
                     if (plan := self._next_plan()) is not None:

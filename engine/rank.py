@@ -27,7 +27,7 @@ def main() -> NoReturn:
         sys.exit(1)
     assert isinstance(engine.runner, Follower)
     nothing = ArrivingBlocks((), clock)
-    follow_steps(pipe, group.device, engine.runner.follow, lambda message: None, nothing)
+    follow_steps(pipe, group.device, engine.runner, lambda message: None, nothing)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import torch
 from base.errors import LostError
 from engine.arrivals import ArrivingBlocks
 from engine.rank_group import GroupShape, RankGroup, join_group
-from engine.runner import Follow
+from engine.runner import Follower, ThreadBound
 
 END_S = 10.0
 """For a rank to end by itself."""
@@ -257,7 +257,7 @@ def join_ranks() -> tuple[dict[str, Any], RankGroup, Pipe]:
 
 
 def follow_steps(
-    pipe: Pipe, device: torch.device, follow: Follow, on_message: OnMessage, arriving: ArrivingBlocks
+    pipe: Pipe, device: torch.device, runner: Follower, on_message: OnMessage, arriving: ArrivingBlocks
 ) -> NoReturn:
     """Run the steps that rank 0 tells of until its pipe ends; that is the end of the process.
 
@@ -266,7 +266,7 @@ def follow_steps(
 
     Args:
         device: Of this rank.
-        follow: See `engine/runner.py`.
+        runner: Of this rank.
         on_message: Called with each message, whatever step runs, and before steps that were told of later.
         arriving: What messages have brought to load.
     """
@@ -285,10 +285,12 @@ def follow_steps(
     def run(payload: bytes) -> None:
         row = torch.frombuffer(bytearray(payload), dtype=torch.int64)
         begin = 1 + int(row[0])
-        wait = follow(row[begin:], arriving.of(row[1:begin].tolist()))
+        wait = runner.follow(row[begin:], arriving.of(row[1:begin].tolist()))
         if wait is not None:
             _or_end(waiting.submit(report, wait))
 
+    if isinstance(runner, ThreadBound):
+        _or_end(running.submit(runner.begin))
     while (frame := pipe.receive()) is not None:
         kind, payload = frame
         if kind is Kind.STEP:

@@ -29,6 +29,15 @@ Follow = Callable[[torch.Tensor, list[Arrivals]], Wait | None]
 
 
 @runtime_checkable
+class ThreadBound(Protocol):
+    """A runner that has something to make ready on the device thread, which no other thread can."""
+
+    def begin(self) -> None:
+        """Called on the device thread before its first step; may raise anything."""
+        ...
+
+
+@runtime_checkable
 class Follower(Protocol):
     """What a rank that is not the first runs."""
 

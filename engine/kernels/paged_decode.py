@@ -1,16 +1,16 @@
 """Attention of one new token per sequence over its paged KV: definition, launcher, kernel.
 
-A program owns one KV head of one sequence and one split of its context, so that a single
-long sequence still fills the device; a second kernel joins the splits. The query heads
-that share the KV head are the rows of one matrix product, padded to the 16 rows that a
-tensor core takes: K and V are read once for all of them, and reading is all that costs.
+A program owns one KV head of one part of a sequence's context (`decode_parts.py`), so that a single
+long sequence still fills the device; a second kernel joins the parts of those that have several.
+The query heads that share the KV head are the rows of one matrix product, padded to the 16 rows
+that a tensor core takes: K and V are read once for all of them, and reading is all that costs.
 
 The new token's K and V may be handed in instead of lying in the cache: the program that
-owns the last split writes them there and takes them from its registers, which saves a
+owns the last part writes them there and takes them from its registers, which saves a
 launch for each layer.
 
-The number of splits follows from shapes alone, never from the lengths: the launch is the
-same at each replay of a CUDA graph, and a split with nothing to do returns at once.
+The launch follows from shapes alone, never from the lengths, and is the same at each replay of a CUDA
+graph; a program without a part returns at once.
 """
 
 from __future__ import annotations
@@ -22,17 +22,11 @@ import triton
 import triton.language as tl
 
 from engine.attention_rule import AttentionRule, attend, gathered
+from engine.kernels.decode_parts import MAX_SPLITS, decode_parts
 from engine.kernels.paged_layer import kernel_constants, require_new_rows, require_paged_layer
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 """exp(x) = exp2(x * LOG2_E); the device has exp2 as one instruction."""
-
-MAX_SPLITS = 32
-"""At batch 1, 8 KV heads and 1,088 tokens 32 splits take 8.0 us, 64 8.4, 16 8.5 (H200, 2026-11-21)."""
-
-PROGRAMS_WANTED = 512
-"""Splits are added while the launch has fewer programs than this. On the same H200: best at batch 8
-are 8 splits (16.4 us), at 64 none (69.2 against 76.1 for two)."""
 
 
 def paged_decode_definition(
@@ -63,21 +57,12 @@ class DecodeTiles:
     tokens: int
     num_warps: int
     num_stages: int
-    num_splits: int
 
 
-def decode_tiles(num_seqs: int, num_kv_heads: int, max_tokens: int, row_bytes: int) -> DecodeTiles:
-    """Choose a launch from shapes alone, so that one CUDA graph serves all lengths.
-
-    Args:
-        max_tokens: What a row of the block tables can hold.
-        row_bytes: Bytes of one head of one token, padded to a power of two.
-    """
+def decode_tiles(row_bytes: int) -> DecodeTiles:
+    """Choose a launch for `row_bytes` of one head of one token, padded to a power of two."""
     tokens = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-    wanted = triton.cdiv(PROGRAMS_WANTED, max(1, num_seqs * num_kv_heads))
-    useful = triton.cdiv(max_tokens, tokens)
-    num_splits = triton.next_power_of_2(max(1, min(wanted, useful, MAX_SPLITS)))
-    return DecodeTiles(tokens, num_warps=4, num_stages=3, num_splits=num_splits)
+    return DecodeTiles(tokens, num_warps=4, num_stages=3)
 
 
 def paged_decode(
@@ -90,6 +75,7 @@ def paged_decode(
     tiles: DecodeTiles | None = None,
     output: torch.Tensor | None = None,
     added: tuple[torch.Tensor, torch.Tensor] | None = None,
+    parts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention of one new token per sequence over its paged KV.
 
@@ -104,6 +90,7 @@ def paged_decode(
         output: Written; None allocates.
         added: K and V of the new tokens, each [num_seqs, num_kv_heads, head_dim]; they are written
             to the cache. None: they are there already.
+        parts: `decode_parts` of `context_lens` and the layer's KV heads, which layers share; None: made here.
 
     Returns:
         [num_seqs, num_heads, head_dim], dtype of `query`, contiguous.
@@ -117,63 +104,55 @@ def paged_decode(
         raise ValueError(f"{num_seqs} queries, {block_tables.shape[0]} block tables")
     num_kv_heads = kv_cache.shape[3]
     constants = kernel_constants(query, kv_cache, rule, sinks)
-    max_tokens = block_tables.shape[1] * kv_cache.shape[2]
-    row_bytes = constants["DIM_PAD"] * query.element_size()
-    tiles = tiles or decode_tiles(num_seqs, num_kv_heads, max_tokens, row_bytes)
+    tiles = tiles or decode_tiles(constants["DIM_PAD"] * query.element_size())
     output = query.new_empty(query.shape) if output is None else output
-    partial, log_sums = _partial_results(output, tiles.num_splits)
+    parts = decode_parts(context_lens, num_kv_heads) if parts is None else parts
+    num_items = parts.shape[0] - 2 * num_seqs
+    partial = output.new_empty((num_items, num_heads, head_dim), dtype=torch.float32)
+    log_sums = output.new_empty((num_items, num_heads), dtype=torch.float32)
     sinks = query if sinks is None else sinks  # a pointer that is not read
     key, value = (query, query) if added is None else added
     if added is not None:
         require_new_rows(kv_cache, key, value)
-    _decode_split[(num_kv_heads, tiles.num_splits, num_seqs)](
-        query, key, value, kv_cache, block_tables, context_lens, sinks, partial, log_sums,
+    _decode_part[(num_kv_heads, num_items)](
+        query, key, value, kv_cache, block_tables, context_lens, parts, num_items, sinks,
+        output, partial, log_sums,
         rule.scale, rule.soft_cap, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
         *kv_cache.stride()[:4], block_tables.stride(0), **constants, ADDED=added is not None,
-        SPLITS=tiles.num_splits, GROUP_PAD=max(16, triton.next_power_of_2(constants["GROUP"])),
+        GROUP_PAD=max(16, triton.next_power_of_2(constants["GROUP"])),
         TILE=tiles.tokens, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
-    if tiles.num_splits > 1:
-        _join_splits[(num_heads, num_seqs)](
-            partial, log_sums, context_lens, sinks, output,
-            WINDOW=rule.sliding_window, SINKS=constants["SINKS"], SPLITS=tiles.num_splits,
-            DIM=head_dim, DIM_PAD=constants["DIM_PAD"], TILE=tiles.tokens,
-        )  # fmt: skip
+    _join_parts[(num_heads, num_seqs)](
+        partial, log_sums, context_lens, parts, num_items, sinks, output,
+        WINDOW=rule.sliding_window, SINKS=constants["SINKS"],
+        DIM=head_dim, DIM_PAD=constants["DIM_PAD"], TILE=tiles.tokens,
+    )  # fmt: skip
     return output
 
 
-def _partial_results(output: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where the splits put their outputs and log sums; one split writes the output itself."""
-    if num_splits == 1:
-        return output, output
-    num_seqs, num_heads, head_dim = output.shape
-    shape = (num_seqs, num_heads, num_splits)
-    return (
-        output.new_empty((*shape, head_dim), dtype=torch.float32),
-        output.new_empty(shape, dtype=torch.float32),
-    )
-
-
 @triton.jit
-def _split_span(length, WINDOW: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr):
-    """First position any split reads, and the tokens of a split (a multiple of TILE)."""
+def _part_span(length, count, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """First position that any of `count` parts reads, and the tokens of each (a multiple of TILE)."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // TILE * TILE
-    return first, tl.cdiv(tl.cdiv(length - first, SPLITS), TILE) * TILE
+    return first, tl.cdiv(tl.cdiv(length - first, count), TILE) * TILE
 
 
 @triton.jit
-def _decode_split(
+def _decode_part(
     query,  # [num_seqs, num_heads, DIM]
     key,  # [num_seqs, num_kv_heads, DIM], of the new tokens
     value,
     kv_cache,  # [num_blocks, 2, BLOCK_SIZE, num_kv_heads, DIM]
     block_tables,  # [num_seqs, max_blocks]
     context_lens,  # [num_seqs]
+    parts,  # [num_items + 2 * num_seqs]
+    num_items,
     sinks,  # [num_heads]
-    partial,  # [num_seqs, num_heads, SPLITS, DIM]; the output itself where SPLITS is 1
-    log_sums,  # [num_seqs, num_heads, SPLITS], base 2
+    output,  # [num_seqs, num_heads, DIM]; written of sequences that are one part
+    partial,  # [num_items, num_heads, DIM]; written of the others
+    log_sums,  # [num_items, num_heads], base 2
     scale,
     soft_cap,
     query_seq_stride,
@@ -191,7 +170,6 @@ def _decode_split(
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
     ADDED: tl.constexpr,
-    SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     DIM: tl.constexpr,
@@ -200,14 +178,18 @@ def _decode_split(
     TILE: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    seq = tl.program_id(2).to(tl.int64)
+    item = tl.program_id(1)
+    part = tl.load(parts + item)
+    if part < 0:
+        return
+    seq = (part // MAX_SPLITS).to(tl.int64)
+    count = tl.load(parts + num_items + seq)
     length = tl.load(context_lens + seq)
-    first, span = _split_span(length, WINDOW, SPLITS, TILE)
-    begin = first + split * span
+    first, span = _part_span(length, count, WINDOW, TILE)
+    begin = first + part % MAX_SPLITS * span
     end = tl.minimum(begin + span, length)
-    is_last = (begin < end) & (end == length)
-    if SPLITS > 1 and begin >= end:
+    is_last = end == length
+    if begin >= end:
         return
     rows = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, DIM_PAD)
@@ -269,43 +251,53 @@ def _decode_split(
         total = total * kept + tl.sum(weights, 1)
         mixed = mixed * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         highest = raised
-    slot = (seq * tl.num_programs(0) * GROUP + heads) * SPLITS + split
-    if SPLITS > 1:
+    num_heads = tl.num_programs(0) * GROUP
+    if count > 1:
+        slot = item.to(tl.int64) * num_heads + heads
         tl.store(log_sums + slot, highest + tl.log2(total), mask=rows < GROUP)
-    elif SINKS:
-        sink = tl.load(sinks + heads, mask=rows < GROUP, other=0.0).to(tl.float32) * LOG2_E
-        raised = tl.maximum(highest, sink)
-        kept = tl.exp2(highest - raised)
-        mixed = mixed * kept[:, None]
-        total = total * kept + tl.exp2(sink - raised)
-    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(partial + slot[:, None] * DIM + dims[None, :], mixed, mask=head_mask)
+        mixed = mixed / total[:, None]
+        tl.store(partial + slot[:, None] * DIM + dims[None, :], mixed, mask=head_mask)
+    else:
+        if SINKS:
+            sink = tl.load(sinks + heads, mask=rows < GROUP, other=0.0).to(tl.float32) * LOG2_E
+            raised = tl.maximum(highest, sink)
+            kept = tl.exp2(highest - raised)
+            mixed = mixed * kept[:, None]
+            total = total * kept + tl.exp2(sink - raised)
+        mixed = mixed / total[:, None]
+        slot = seq * num_heads + heads
+        tl.store(output + slot[:, None] * DIM + dims[None, :], mixed, mask=head_mask)
 
 
 @triton.jit
-def _join_splits(
-    partial,  # [num_seqs, num_heads, SPLITS, DIM]
-    log_sums,  # [num_seqs, num_heads, SPLITS], base 2
+def _join_parts(
+    partial,  # [num_items, num_heads, DIM]
+    log_sums,  # [num_items, num_heads], base 2
     context_lens,  # [num_seqs]
+    parts,  # [num_items + 2 * num_seqs]
+    num_items,
     sinks,  # [num_heads]
     output,  # [num_seqs, num_heads, DIM]
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
-    SPLITS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     TILE: tl.constexpr,
 ):
     head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
+    count = tl.load(parts + num_items + seq)
+    if count == 1:
+        return
     length = tl.load(context_lens + seq)
-    first, span = _split_span(length, WINDOW, SPLITS, TILE)
-    splits = tl.arange(0, SPLITS)
+    first, span = _part_span(length, tl.maximum(count, 1), WINDOW, TILE)
+    splits = tl.arange(0, MAX_SPLITS)
     dims = tl.arange(0, DIM_PAD)
-    # splits that had nothing to do wrote nothing
-    wrote = first + splits * span < length
-    row = seq * tl.num_programs(0) + head
-    log_sum = tl.load(log_sums + row * SPLITS + splits, mask=wrote, other=float("-inf"))
+    # parts with nothing to do wrote nothing
+    wrote = (splits < count) & (first + splits * span < length)
+    item = tl.load(parts + num_items + tl.num_programs(1) + seq) + splits
+    at = item.to(tl.int64) * tl.num_programs(0) + head
+    log_sum = tl.load(log_sums + at, mask=wrote, other=float("-inf"))
     highest = tl.maximum(tl.max(log_sum, 0), -1.0e30)  # finite for a row of padding too
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
@@ -314,7 +306,8 @@ def _join_splits(
     total = tl.sum(weights, 0)
     if SINKS:
         total += tl.exp2(sink - highest)
-    at = (row * SPLITS + splits)[:, None] * DIM + dims[None, :]
-    mixed = tl.load(partial + at, mask=wrote[:, None] & (dims < DIM)[None, :], other=0.0)
+    source = partial + at[:, None] * DIM + dims[None, :]
+    mixed = tl.load(source, mask=wrote[:, None] & (dims < DIM)[None, :], other=0.0)
     mixed = tl.sum(mixed * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+    row = seq * tl.num_programs(0) + head
     tl.store(output + row * DIM + dims, mixed, mask=dims < DIM)

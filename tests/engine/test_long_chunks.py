@@ -1,5 +1,7 @@
 """Chunks that are attended in parts give what the definition of chunked attention gives."""
 
+import random
+
 import pytest
 import torch
 
@@ -12,8 +14,8 @@ from engine.long_chunks import (
     Segment,
     attend_long,
     attend_part,
-    first_met,
     long_chunks,
+    make_plans,
     rectangles_of,
     segments_of,
 )
@@ -122,38 +124,57 @@ def test_cudnn_computes_what_the_definition_says() -> None:
         assert relative_error(lse.cpu(), expected_lse) < 1e-4
 
 
-def parts_of(chunk: LongChunk, monkeypatch: pytest.MonkeyPatch) -> set[tuple[object, ...]]:
-    """Return lengths and strides of the parts that a chunk is attended in, by which cuDNN keeps its plans."""
-    met = set()
+@pytest.fixture
+def met(monkeypatch: pytest.MonkeyPatch) -> set[tuple[object, ...]]:
+    """Lengths and strides that are attended to, by which cuDNN keeps its plans; nothing is computed."""
+    found: set[tuple[object, ...]] = set()
 
     def attended(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = (query, key, value)
-        met.add((*((item.shape, item.stride()) for item in inputs), is_causal))
+        found.add((query.shape, key.shape, value.shape, is_causal))
         return torch.empty_like(query), query.new_empty((1, query.shape[2], query.shape[1]))
 
     monkeypatch.setattr("engine.long_chunks.attend_part", attended)
     monkeypatch.setattr("engine.long_chunks.merge_part", lambda *parts: None)
-    num_blocks = -(-(chunk.prefix + chunk.num_tokens) // BLOCK)
-    rows = -(-chunk.num_tokens // 512) * 512
+    monkeypatch.setattr("engine.long_chunks.can_attend", lambda query: True)
+    return found
+
+
+@pytest.mark.parametrize("most", [2048, 4096, 9000, 20_000])
+def test_no_chunk_has_parts_but_those_that_plans_were_made_of(most: int, met) -> None:
+    longest = 70_000
     with torch.device("meta"):
-        own = torch.empty(rows, 1, 16)
-        tables = torch.empty(1, num_blocks, dtype=torch.int32)
-        attend_long(torch.empty(rows, 2, 16), (own, own), torch.empty(9, 2, BLOCK, 1, 16), tables, [chunk], 1)
-    return met
+        kv_layer = torch.empty(9, 2, BLOCK, 1, 16)
+        make_plans(torch.empty(0, 2, 16), kv_layer, most, longest)
+        planned = set(met)
+        assert 10 < len(planned) < 120
+        generator = random.Random(0)
+        for _ in range(200):
+            chunk = LongChunk(
+                generator.randint(1024, most), generator.choice([0, generator.randint(0, 50_000)])
+            )
+            own = torch.empty(chunk.num_tokens, 1, 16)
+            tables = torch.empty(1, longest // BLOCK + 1, dtype=torch.int32)
+            attend_long(torch.empty(chunk.num_tokens, 2, 16), (own, own), kv_layer, tables, [chunk], 1.0)
+    assert met == planned
 
 
-def test_whole_chunks_after_any_prefix_have_no_parts_but_those_that_were_met(monkeypatch) -> None:
-    tokens, longest = 2048, 40_000
-    first = first_met(tokens, longest)
-    assert len(first) < 12
-    met = set().union(*(parts_of(chunk, monkeypatch) for chunk in first))
-    prefixes = [*range(0, longest - tokens, 997), *range(0, longest - tokens, 2048)]
-    for prefix in prefixes:
-        assert parts_of(LongChunk(tokens, prefix), monkeypatch) <= met
+def test_parts_of_a_batch_have_the_strides_of_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+
+    def definition(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> object:
+        seen.add((query.stride(), key.stride(), value.stride()))
+        return query.transpose(1, 2), query[..., 0]
+
+    monkeypatch.setattr("engine.long_chunks._attend_part_definition", definition)
+    for longer in (0, 3, 900):
+        rows = torch.empty(2, 1, 64 + longer, 3, 16)
+        beside = torch.empty(1, 64 + longer, 7, 16)[:, :, :3]
+        attend_part(rows[0][:, :64], rows[1][:, :64], beside[:, :64], True, 1.0)
+    assert len(seen) == 1
 
 
-def test_short_chunks_meet_nothing_and_none_is_longer_than_the_model() -> None:
-    assert first_met(1024, 40_000) == []
-    assert all(chunk.prefix + chunk.num_tokens <= 6000 for chunk in first_met(4096, 6000))
+def test_no_plans_are_made_where_no_chunk_is_long(met) -> None:
+    make_plans(torch.empty(0, 2, 16), torch.empty(1, 2, BLOCK, 1, 16), 512, 40_000)
+    assert not met

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention_rule import AttentionRule
-from engine.kernels.paged_decode import DecodeTiles, decode_tiles, paged_decode, paged_decode_definition
+from engine.kernels.decode_parts import MAX_SPLITS, decode_parts, decode_parts_definition, num_items
+from engine.kernels.paged_decode import DecodeTiles, paged_decode, paged_decode_definition
 from tests.engine.kernels.paged import DEVICE, MULTIPLIED, paged_layer, relative_error, tolerance
 
 
@@ -21,6 +22,7 @@ def assert_agrees(
     rule: AttentionRule | None = None,
     sinks: bool = False,
     tiles: DecodeTiles | None = None,
+    programs: int = 512,
     seed: int = 0,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -31,7 +33,8 @@ def assert_agrees(
     sink_logits = torch.randn(num_heads, generator=generator).to(DEVICE) if sinks else None
     rule = rule or AttentionRule(scale=head_dim**-0.5)
     arguments = (query, kv_cache, tables, lens_tensor, rule, sink_logits)
-    output = paged_decode(*arguments, tiles=tiles)
+    parts = decode_parts(lens_tensor, num_kv_heads, programs)
+    output = paged_decode(*arguments, tiles=tiles, parts=parts)
     assert relative_error(output, paged_decode_definition(*arguments)) < tolerance(dtype)
 
 
@@ -64,15 +67,15 @@ def test_every_block_size_agrees(block_size: int) -> None:
 )
 def test_windows_caps_and_sinks_agree_whether_split_or_not(window: int, cap: float, sinks: bool) -> None:
     rule = AttentionRule(scale=0.3, sliding_window=window, soft_cap=cap)
-    for num_splits in (1, 4):
-        assert_agrees([1, 65, 90], rule=rule, sinks=sinks, tiles=DecodeTiles(32, 4, 2, num_splits))
+    for programs in (2, 64):
+        assert_agrees([1, 65, 190], rule=rule, sinks=sinks, tiles=DecodeTiles(32, 4, 2), programs=programs)
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("programs", [2, 64])
 @pytest.mark.parametrize(("window", "cap", "sinks"), [(0, 0.0, False), (5, 3.0, True)])
-def test_a_new_token_that_is_handed_in_is_seen_and_written(num_splits, window, cap, sinks) -> None:
+def test_a_new_token_that_is_handed_in_is_seen_and_written(programs, window, cap, sinks) -> None:
     generator = torch.Generator().manual_seed(0)
-    lens = [1, 16, 17, 33, 80]
+    lens = [1, 16, 17, 33, 180]
     kv_cache, tables = paged_layer(lens, 2, 80, 16, torch.float32, generator)
     tables = torch.cat([tables, torch.full_like(tables[:1], 2**30)])
     lens_tensor = torch.tensor([*lens, 0], dtype=torch.int32, device=DEVICE)
@@ -83,21 +86,22 @@ def test_a_new_token_that_is_handed_in_is_seen_and_written(num_splits, window, c
     rule = AttentionRule(0.3, window, cap)
     arguments = (tables, lens_tensor, rule, sink_logits)
     expected = paged_decode_definition(query, expected_cache, *arguments, added=added)
-    tiles = DecodeTiles(16, 4, 2, num_splits)
-    output = paged_decode(query, kv_cache, *arguments, tiles=tiles, added=added)
+    parts = decode_parts(lens_tensor, 2, programs)
+    tiles = DecodeTiles(16, 4, 2)
+    output = paged_decode(query, kv_cache, *arguments, tiles=tiles, added=added, parts=parts)
     assert relative_error(output, expected) < tolerance(torch.float32)
     assert torch.equal(kv_cache.nan_to_num(), expected_cache.nan_to_num())
 
 
 def test_a_row_of_padding_is_zeros() -> None:
     generator = torch.Generator().manual_seed(0)
-    kv_cache, tables = paged_layer([20], 1, 64, 16, torch.float32, generator)
+    kv_cache, tables = paged_layer([120], 1, 64, 16, torch.float32, generator)
     tables = torch.cat([tables, torch.full_like(tables, 2**30)])
     query = torch.randn(2, 2, 64, generator=generator).to(DEVICE)
-    lens = torch.tensor([20, 0], dtype=torch.int32, device=DEVICE)
-    for num_splits in (1, 4):
-        tiles = DecodeTiles(16, 4, 2, num_splits)
-        output = paged_decode(query, kv_cache, tables, lens, AttentionRule(0.1), tiles=tiles)
+    lens = torch.tensor([120, 0], dtype=torch.int32, device=DEVICE)
+    for programs in (1, 64):
+        parts = decode_parts(lens, 1, programs)
+        output = paged_decode(query, kv_cache, tables, lens, AttentionRule(0.1), parts=parts)
         assert output[0].norm() > 0
         assert output[1].norm() == 0
 
@@ -119,19 +123,47 @@ def test_queries_may_be_a_transposed_view() -> None:
     block_size=st.sampled_from([16, 32, 64]),
     window=st.sampled_from([0, 7, 64]),
     tile=st.sampled_from([16, 32, 64]),
-    num_splits=st.sampled_from([1, 2, 8]),
+    programs=st.sampled_from([1, 4, 64]),
     seed=st.integers(0, 2**20),
 )
-def test_random_batches_agree(lens, heads, block_size, window, tile, num_splits, seed) -> None:
+def test_random_batches_agree(lens, heads, block_size, window, tile, programs, seed) -> None:
     rule = AttentionRule(scale=0.2, sliding_window=window)
-    tiles = DecodeTiles(tile, 4, 2, num_splits)
-    assert_agrees(lens, heads, 32, block_size, rule=rule, tiles=tiles, seed=seed)
+    tiles = DecodeTiles(tile, 4, 2)
+    assert_agrees(lens, heads, 32, block_size, rule=rule, tiles=tiles, programs=programs, seed=seed)
 
 
-def test_the_launch_depends_on_shapes_alone_and_fills_the_device_at_batch_one() -> None:
-    assert decode_tiles(1, 8, 131_072, 256).num_splits == 32
-    assert decode_tiles(256, 8, 131_072, 256).num_splits == 1
-    assert decode_tiles(1, 8, 64, 256).num_splits == 1
+def counts_of(lens: list[int], num_kv_heads: int = 8) -> list[int]:
+    parts = decode_parts_definition(torch.tensor(lens, dtype=torch.int32), num_kv_heads)
+    return parts[num_items(len(lens), num_kv_heads) :][: len(lens)].tolist()
+
+
+def test_a_long_context_is_cut_whatever_stands_beside_it() -> None:
+    assert counts_of([20_000]) == [32]
+    assert counts_of([12_000, *[0] * 63]) == [32, *[0] * 63]
+    assert counts_of([12_000] * 4 + [0] * 60)[:4] == [16] * 4
+    assert counts_of([30_000, *[1000] * 63]) == [21, *[1] * 63]
+
+
+def test_contexts_of_about_equal_length_are_not_cut_where_they_fill_the_device() -> None:
+    assert counts_of([1000 + 2 * index for index in range(64)]) == [1] * 64
+    assert counts_of([1088] * 8) == [8] * 8
+    assert counts_of([64]) == [1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lens=st.lists(
+        st.one_of(st.just(0), st.integers(1, 100), st.integers(1, 100_000)), min_size=1, max_size=9
+    ),
+    heads=st.sampled_from([1, 3, 8]),
+    programs=st.sampled_from([1, 16, 512]),
+)
+def test_parts_are_as_defined_and_every_sequence_has_its_own(lens, heads, programs) -> None:
+    lens_tensor = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+    found = decode_parts(lens_tensor, heads, programs).cpu()
+    assert torch.equal(found, decode_parts_definition(lens_tensor, heads, programs))
+    items = [item for item in found[: num_items(len(lens), heads, programs)].tolist() if item >= 0]
+    assert {item // MAX_SPLITS.value for item in items} == {seq for seq, length in enumerate(lens) if length}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""Who reads what in a step of decoding: sequences' contexts cut into parts of about equal length.
+
+`paged_decode` gives each part to a program of its own. How many parts a sequence has follows from all
+lengths together, and is found on the device, once for all layers of a step: a CUDA graph has a fixed
+number of programs, and a long context among short ones, or among rows of padding, would be left to one of
+them (12,000 tokens take a program 0.5 ms a layer).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_SPLITS = tl.constexpr(32)
+"""Parts of a sequence. At batch 1, 8 KV heads and 1,088 tokens 32 take 8.0 us, 64 8.4 (H200, 2026-11-21)."""
+
+PROGRAMS_WANTED = 512
+"""With work, among which all contexts are divided. On the same H200, of equal lengths: best at batch 8 are 8
+parts (16.4 us), at 64 one (69.2 against 76.1 for two)."""
+
+LEAST_TOKENS = 64
+"""Of a part."""
+
+
+def num_items(num_seqs: int, num_kv_heads: int, programs: int = PROGRAMS_WANTED) -> int:
+    """Return for how many parts there is room: no lengths make more."""
+    return num_seqs + -(-programs // num_kv_heads)
+
+
+def decode_parts_definition(
+    context_lens: torch.Tensor, num_kv_heads: int, programs: int = PROGRAMS_WANTED
+) -> torch.Tensor:
+    """The readable definition; arguments and result as `decode_parts`."""
+    lens = context_lens.tolist()
+    room = num_items(len(lens), num_kv_heads, programs)
+    fair = max(LEAST_TOKENS, -(-sum(lens) // (room - len(lens))))
+    counts = [min(MAX_SPLITS.value, max(1, (length + fair // 2) // fair)) if length else 0 for length in lens]
+    items = [seq * MAX_SPLITS.value + split for seq, count in enumerate(counts) for split in range(count)]
+    firsts = [sum(counts[:seq]) for seq in range(len(counts))]
+    return torch.tensor([*items, *[-1] * (room - len(items)), *counts, *firsts], dtype=torch.int32)
+
+
+def decode_parts(
+    context_lens: torch.Tensor, num_kv_heads: int, programs: int = PROGRAMS_WANTED
+) -> torch.Tensor:
+    """Return the parts of a step.
+
+    Args:
+        context_lens: [num_seqs] int32, contiguous; 0 marks a row of padding, which has no part.
+        num_kv_heads: Each has a program for each part.
+
+    Returns:
+        [num_items + 2 * num_seqs] int32: of each part its sequence times `MAX_SPLITS` and which one it is
+        of that sequence's, -1 where there is none; then of each sequence how many it has, and its first.
+    """
+    num_seqs = context_lens.shape[0]
+    room = num_items(num_seqs, num_kv_heads, programs)
+    parts = context_lens.new_empty(room + 2 * num_seqs)
+    _cut[(1,)](
+        context_lens, parts, num_seqs, room, LEAST_TOKENS,
+        SEQS_PAD=max(2, triton.next_power_of_2(num_seqs)), ITEMS_PAD=triton.next_power_of_2(room),
+    )  # fmt: skip
+    return parts
+
+
+@triton.jit
+def _cut(
+    context_lens,  # [num_seqs]
+    parts,  # [num_items + 2 * num_seqs]
+    num_seqs,
+    num_items,
+    least,
+    SEQS_PAD: tl.constexpr,
+    ITEMS_PAD: tl.constexpr,
+):
+    seqs = tl.arange(0, SEQS_PAD)
+    is_seq = seqs < num_seqs
+    lens = tl.load(context_lens + seqs, mask=is_seq, other=0)
+    fair = tl.maximum(tl.cdiv(tl.sum(lens, 0), num_items - num_seqs), least)
+    # rounded: cut in two, a context a little longer than the others takes longer than whole
+    counts = tl.minimum(tl.maximum((lens + fair // 2) // fair, 1), MAX_SPLITS)
+    counts = tl.where(lens > 0, counts, 0)
+    firsts = tl.cumsum(counts, 0) - counts
+    tl.store(parts + num_items + seqs, counts, mask=is_seq)
+    tl.store(parts + num_items + num_seqs + seqs, firsts, mask=is_seq)
+    for split in range(MAX_SPLITS):
+        tl.store(parts + firsts + split, seqs * MAX_SPLITS + split, mask=split < counts)
+    items = tl.arange(0, ITEMS_PAD)
+    tl.store(parts + items, -1, mask=(items >= tl.sum(counts, 0)) & (items < num_items))
