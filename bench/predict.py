@@ -1,6 +1,7 @@
 """How well the conductor predicts TTFT, live, on this machine's processor.
 
     python -m bench.predict [--requests 60] [--rate 0.8] [--json bench/results/predict.json]
+    python -m bench.predict --log FOLDER/decisions.jsonl    # what `bench.goodput --logs` left, or any cluster
 
 A cluster of one prefill and one decode node with SmolLM2 (deploy/local.py, no Ray) serves
 prompts of 20 to 800 tokens, a third of which go on from an earlier one: first one at a time,
@@ -17,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import statistics
 import tempfile
@@ -134,8 +134,6 @@ def measure(count: int, rate: float) -> dict[str, Any]:
             wait_for_nodes(cluster)
             asyncio.run(load(cluster.grpc_address, count, rate, random.Random(1)))
         found = pairs(log)
-        if keep := os.environ.get("KEEP_LOG"):
-            Path(keep).write_bytes(log.read_bytes())
     return {"requests": len(found) - WARM_UP, "rate": rate, "relative_error": errors(found[WARM_UP:])}
 
 
@@ -148,10 +146,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.predict", description=__doc__)
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--rate", type=float, default=0.8)
+    parser.add_argument("--log", type=Path, help="of a cluster that served; nothing is started then")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     about = about_run()
-    result = measure(arguments.requests, arguments.rate)
+    if arguments.log:
+        result: dict[str, Any] = {"relative_error": errors(pairs(arguments.log))}
+    else:
+        result = measure(arguments.requests, arguments.rate)
     for term, error in result["relative_error"].items():
         print(f"{term:<24}median {error['median']:6.1%}   p90 {error['p90']:6.1%}   of {error['count']}")
     if arguments.json:
