@@ -82,10 +82,8 @@ def paged_decode(
     Args:
         query: [num_seqs, num_heads, head_dim], head_dim contiguous.
         kv_cache: One layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], any block stride.
-        block_tables: [num_seqs, max_blocks] int32; entries past a sequence's last block are
-            not read.
-        context_lens: [num_seqs] int32; tokens the query sees, itself included. 0 marks a
-            row of padding, whose output is zeros.
+        block_tables: [num_seqs, max_blocks] int32; entries past a sequence's last block are not read.
+        context_lens: [num_seqs] int32; tokens the query sees, itself too. 0: padding, whose output is zeros.
         sinks: [num_heads] or None.
         output: Written; None allocates.
         added: K and V of the new tokens, each [num_seqs, num_kv_heads, head_dim]; they are written
@@ -116,10 +114,9 @@ def paged_decode(
         require_new_rows(kv_cache, key, value)
     _decode_part[(num_kv_heads, num_items)](
         query, key, value, kv_cache, block_tables, context_lens, parts, num_items, sinks,
-        output, partial, log_sums,
-        rule.scale, rule.soft_cap, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-        *kv_cache.stride()[:4], block_tables.stride(0), **constants, ADDED=added is not None,
-        GROUP_PAD=max(16, triton.next_power_of_2(constants["GROUP"])),
+        output, partial, log_sums, rule.scale, rule.soft_cap, *query.stride()[:2], *key.stride()[:2],
+        *value.stride()[:2], *kv_cache.stride()[:4], block_tables.stride(0), **constants,
+        ADDED=added is not None, GROUP_PAD=max(16, triton.next_power_of_2(constants["GROUP"])),
         TILE=tiles.tokens, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     _join_parts[(num_heads, num_seqs)](
