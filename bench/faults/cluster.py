@@ -75,6 +75,8 @@ class FaultCluster:
         self.conductor = conductor
         self.http_port: int = ready["http_port"]
         self.grpc_address = f"127.0.0.1:{ready['grpc_port']}"
+        self.attach_port: int = ready["attach_port"]
+        """Where nodes are listened for."""
         self.folder = folder
         self._forks = forks
         self.pids: dict[str, int] = {}
@@ -176,7 +178,7 @@ def fault_cluster(
     forks = NodeForks(node_environment(1))
     try:
         cluster = FaultCluster(conductor, conductor.wait_ready(), forks, folder)
-        for node in planned_nodes(config, model, (cluster.grpc_address,), 1):
+        for node in planned_nodes(config, model, (f"127.0.0.1:{cluster.attach_port}",), 1):
             (folder / f"{node.process.node_id}.json").write_text(process_config_json(node.process))
             cluster.start(node.process.node_id)
         wait_until(lambda: len(cluster.nodes()) == prefill + decode)

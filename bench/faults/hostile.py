@@ -1,8 +1,8 @@
-"""Bytes that no well-meant client sends, on both listeners of a running conductor, while others are served.
+"""Bytes that no well-meant peer sends, on all listeners of a running conductor, while others are served.
 
-Noise, frames of HTTP/2 with everything wrong, floods of frames that cost their sender nothing,
-bodies up to the limit, and connections that say half a thing and wait. Counted is what the others saw;
-measured is the memory and the descriptors of the conductor's process.
+Noise, a node's messages and frames of HTTP/2 with everything wrong, floods of frames that cost their
+sender nothing, bodies up to the limit, and connections that say half a thing and wait. Counted is what
+the others saw; measured is the memory and the descriptors of the conductor's process.
 """
 
 from __future__ import annotations
@@ -99,8 +99,19 @@ def _large_body(rng: random.Random) -> bytes:
     return head + rng.choice((b"[", b'{"a":', b"9", b" ")).ljust(8, b"[") * (BODY_BYTES // 8)
 
 
+def _node_messages(rng: random.Random) -> bytes:
+    """Return what begins like a node's stream: lengths that are true, empty or far too large, and noise."""
+    said = b""
+    for _ in range(rng.randint(1, 50)):
+        noise = rng.randbytes(rng.choice((0, 1, 40, 3000)))
+        size = rng.choice((len(noise), 0, (64 << 10) + 1, 2**32 - 1))
+        said += size.to_bytes(4, "little") + noise
+    return said
+
+
 KINDS: tuple[Callable[[random.Random], bytes], ...] = (
     _noise,
+    _node_messages,
     _random_frames,
     _rapid_reset,
     _continuation_flood,
@@ -142,7 +153,7 @@ def _slow_connections(ports: list[int]) -> float:
 
 def _hostile(cluster: FaultCluster, count: int) -> dict[str, Any]:
     rng = random.Random(count)
-    ports = [cluster.http_port, int(cluster.grpc_address.rpartition(":")[2])]
+    ports = [cluster.http_port, int(cluster.grpc_address.rpartition(":")[2]), cluster.attach_port]
     pid = cluster.conductor.pid() or 0
     clients = Clients(cluster.grpc_address, drawn_prompts(rng, 24, *SHAPE), rng, 2)
     rss_mib, injected = [], 0
