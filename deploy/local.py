@@ -108,7 +108,7 @@ def local_cluster(config: ClusterConfig, model: PreparedModel, folder: Path) -> 
 def _visible_gpus() -> Iterator[str]:
     """Yield the names of the GPUs that this process may use: those it was shown, or all, by number."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return map(str, count()) if shown is None else iter(shown.split(","))
+    return map(str, count()) if shown is None else filter(None, shown.split(","))
 
 
 def _taken(gpus: Iterator[str], num_gpus: int) -> str:

@@ -96,7 +96,7 @@ async def serve(config: NodeProcess) -> None:
             here = own_cache(engine, segment, agent, stored)
             lent = here.lent if here is not None else None
             works = []
-            background = [tasks.create_task(engine.loop.run())]
+            background = [await _running(engine, tasks)]
             for client in clients:
                 traced = tracing.of_conductor()
                 send = traced.send(client.send)
@@ -120,6 +120,13 @@ async def serve(config: NodeProcess) -> None:
     if timeline is not None:
         timeline.write(Path(config.trace_out) / f"{config.node_id}.json")
     await tracing.close()
+
+
+async def _running(engine: Engine, tasks: asyncio.TaskGroup) -> asyncio.Task[None]:
+    """Start an engine's steps and wait until it has begun: seconds on a GPU, that no request shall wait."""
+    running = tasks.create_task(engine.loop.run())
+    await engine.loop.has_begun.wait()
+    return running
 
 
 def _watched(metrics: NodeMetrics, tracing: NodeTracing, clock: Clock, transport: Transport) -> Transport:

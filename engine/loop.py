@@ -155,6 +155,8 @@ class EngineLoop:
         self._flights: list[_Flight] = []
         self._released: list[Sequence] = []
         self._changed = asyncio.Event()
+        self.has_begun = asyncio.Event()
+        """What the device thread makes ready before its first step is ready."""
         self._stalled_at_s: float | None = None
         self.num_steps = 0
         self.num_failed_steps = 0
@@ -214,7 +216,8 @@ class EngineLoop:
             waiting = end if self._is_pipelined else device
             runner = self._launching or self._executing
             if isinstance(runner, ThreadBound):
-                await asyncio.get_running_loop().run_in_executor(device, runner.begin)
+                await uninterrupted(asyncio.get_running_loop().run_in_executor(device, runner.begin))
+            self.has_begun.set()
             try:
                 while True:
                     if (plan := self._next_plan()) is not None:

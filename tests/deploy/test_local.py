@@ -44,6 +44,7 @@ def test_nodes_take_gpus_in_turn(tmp_path):
 def test_nodes_take_only_what_their_cluster_was_shown(tmp_path, monkeypatch):
     monkeypatch.setenv(SHOWN, "7,GPU-abc,3")
     assert gpus_of_nodes(tmp_path) == {"prefill-0": "7,GPU-abc", "decode-0": "3"}
-    monkeypatch.setenv(SHOWN, "2,3")
-    with pytest.raises(ConfigError, match=SHOWN):
-        gpus_of_nodes(tmp_path)
+    for too_few in ("2,3", ""):
+        monkeypatch.setenv(SHOWN, too_few)
+        with pytest.raises(ConfigError, match=SHOWN):
+            gpus_of_nodes(tmp_path)

@@ -182,6 +182,47 @@ async def test_a_step_that_raises_ends_its_sequences_and_nobody_elses() -> None:
     assert loop.pool.num_held == 0
 
 
+class BeginningDevice(GatedDevice):
+    """Has to be made ready, which takes until the test lets it."""
+
+    def begin(self) -> None:
+        self.threads.add(threading.get_ident())
+        self.entered.release()
+        assert self.open.wait(timeout=30)
+
+
+async def test_what_a_device_begins_with_is_done_on_its_thread_before_the_first_step() -> None:
+    device = BeginningDevice()
+    device.open.clear()
+    loop = make_loop(device)
+    listener = Collected()
+    sequence = make_sequence("a", range(4), 3)
+    loop.add(sequence, listener)
+    async with running(loop):
+        await entered(device)
+        assert not loop.has_begun.is_set()
+        assert loop.num_steps == 0
+        device.open.set()
+        assert await listener.ended() is FinishReason.LENGTH
+        assert loop.has_begun.is_set()
+        loop.release(sequence)
+    assert len(device.threads) == 1
+    assert threading.get_ident() not in device.threads
+
+
+async def test_cancelling_waits_for_what_a_device_begins_with() -> None:
+    device = BeginningDevice()
+    device.open.clear()
+    task = asyncio.create_task(make_loop(device).run())
+    await entered(device)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    device.open.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 async def test_cancelling_waits_for_the_step_in_flight() -> None:
     device = GatedDevice()
     loop = make_loop(device)

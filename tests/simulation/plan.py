@@ -162,7 +162,7 @@ DEEDS = (
 
 def _chances(rng):
     """Each small fault in half of the seeds."""
-    most = {"step": 0.02, "call": 0.1, "transfer": 0.4, "slow": 0.02, "slow_client": 0.1}
+    most = {"step": 0.02, "call": 0.1, "transfer": 0.6, "slow": 0.02, "slow_client": 0.1}
     return {kind: share * rng.random() for kind, share in most.items() if rng.random() < 0.5}
 
 

@@ -11,9 +11,10 @@ import pytest
 from base.clock import SystemClock
 from base.config import TransferConfig
 from base.errors import StaleError
-from base.grants import Operation
+from base.grants import Grant, Operation
 from transfer.agent import TransferAgent
 from transfer.batch import Priority, batch_of
+from transfer.segment import Segment
 from transfer.shm import IN_TURNS_BYTES, INLINE_BYTES, TURN_BYTES
 from transfer.shm_copy import BACKGROUND_STEP_BYTES
 
@@ -58,7 +59,9 @@ async def test_a_copy_lets_go_of_the_interpreter_once_in_four_mib_and_not_for_ea
         assert bytes(target.memory) == (b"\7" * block + bytes(block)) * num_blocks
 
 
-async def test_a_batch_of_some_mib_leaves_the_loop_to_others_while_it_is_copied() -> None:
+@asynccontextmanager
+async def writing_in_turns() -> AsyncIterator[tuple[TransferAgent, Grant, Segment, asyncio.Future[None]]]:
+    """Have begun to write sevens, as many as are copied in turns: the first turn is over."""
     async with pair() as (owner, asker):
         target, source = owner.allocate(IN_TURNS_BYTES), asker.allocate(IN_TURNS_BYTES)
         source.memory[:] = b"\7" * source.num_bytes
@@ -66,19 +69,18 @@ async def test_a_batch_of_some_mib_leaves_the_loop_to_others_while_it_is_copied(
         whole = batch_of(source, [0], [0], IN_TURNS_BYTES)
         writing = asyncio.ensure_future(asker.write(owner.descriptor, grant, whole))
         await asyncio.sleep(0)
+        yield owner, grant, target, writing
+
+
+async def test_a_batch_of_some_mib_leaves_the_loop_to_others_while_it_is_copied() -> None:
+    async with writing_in_turns() as (_, _, target, writing):
         assert (target.memory[TURN_BYTES - 1], target.memory[TURN_BYTES]) == (7, 0)
         await writing
         assert target.memory[-1] == 7
 
 
 async def test_a_grant_that_is_revoked_between_two_turns_of_a_batch_ends_it_there() -> None:
-    async with pair() as (owner, asker):
-        target, source = owner.allocate(IN_TURNS_BYTES), asker.allocate(IN_TURNS_BYTES)
-        source.memory[:] = b"\7" * source.num_bytes
-        grant = owner.grant(target, [0], IN_TURNS_BYTES, Operation.WRITE, 10.0)
-        whole = batch_of(source, [0], [0], IN_TURNS_BYTES)
-        writing = asyncio.ensure_future(asker.write(owner.descriptor, grant, whole))
-        await asyncio.sleep(0)
+    async with writing_in_turns() as (owner, grant, target, writing):
         await owner.revoke(grant)
         with pytest.raises(StaleError):
             await writing
