@@ -53,7 +53,7 @@ def trace_of(told: dict[str, Any], rate: float, num_requests: int, trace: Trace 
 
 
 def replayed(shape: Shape, trace: Trace, profile: Profile, slo: Slo | None = None) -> Outcomes:
-    """Simulate a load. `slo`: what each request names; colocated nodes refuse nobody in replay."""
+    """Simulate a load. `slo`: what each request names."""
     options = ClusterOptions(shape.prefill, shape.decode, trace.block_size, chunk_tokens=shape.chunk_tokens)
     if slo is not None:
         options = replace(options, slo=slo, reject=RejectPolicy.PREDICT)

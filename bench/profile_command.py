@@ -36,8 +36,12 @@ from conductor.profile import Evidence, Profile, profile_json
 from conductor.replay.conformance import read_run
 from engine.build import Engine, assemble_engine, build_engine
 from engine.cuda_graph import MIXED_TOKENS
+from engine.long_chunks import MIN_TOKENS
 from engine.model import PagedModel
 from engine.model_store import prepare
+
+MIN_LONG_ROWS = MIN_TOKENS // 2
+"""From here on a chunk after a prefix is computed as a whole prompt is; without one, from twice as many."""
 
 COPY_BYTES = 1 << 28
 """Copied from pinned host memory to time the link."""
@@ -80,13 +84,13 @@ GRIDS = {
     "cuda": Grid(
         (128, 512, 2048, 8192, 32_768),
         (0, 2048, 8192, 24_576),
-        (1, 8, 32, 128, 256),
+        (1, 8, 32, 64, 128, 256),
         (512, 2048, 8192),
         steps=16,
         repeats=3,
-        chunks=(256, 512, 1024),
-        chunk_prefixes=(0, 8192),
-        chunk_batches=(0, 1, 8, 64),
+        chunks=(256, 512, 768),
+        chunk_prefixes=(0, 8192, 24_576),
+        chunk_batches=(0, 1, 8, 32),
         chunk_context=4096,
         chunk_steps=8,
     ),
@@ -94,7 +98,7 @@ GRIDS = {
 
 ENGINES = {
     "cpu": EngineConfig(device="cpu", kv_cache_gib=1.5, chunk_tokens=512, max_batch=16),
-    "cuda": EngineConfig(device="cuda", dtype="bfloat16", chunk_tokens=32_768, max_batch=256),
+    "cuda": EngineConfig(device="cuda", dtype="bfloat16", chunk_tokens=32_768),
 }
 
 
@@ -112,6 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--from-log", type=Path, metavar="FILE", help="fit a decision log instead of measuring here")
     add("--timelines", type=Path, metavar="FOLDER", help="of the nodes of that log: fit their steps")
     add("--name", default="measured", help="of the profile")
+    add("--max-batch", type=int, default=0, help="sequences in a step, as the nodes have it; 0: usual")
     add("--out", type=Path, default=Path("profile.json"))
     add("--commit", default="", help="where the checkout has no .git")
     add("--cache-dir", type=Path, default=Path("~/.cache/conductor-cluster"))
@@ -136,8 +141,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _from_log(options)
     is_gpu = options.device != "cpu" and torch.cuda.is_available()
     kind = "cuda" if is_gpu else "cpu"
+    config = ENGINES[kind]
+    if options.max_batch:
+        config = dataclasses.replace(config, max_batch=options.max_batch)
     try:
-        engine = _engine(options, ENGINES[kind])
+        engine = _engine(options, config)
     except ConfigError as error:
         sys.stderr.write(f"conductor profile: {error}\n")
         return 1
@@ -211,7 +219,8 @@ async def _measure_decode(driver: Driver, engine: Engine, grid: Grid) -> list[Me
     for context, batch in itertools.product(grid.contexts, grid.batches):
         longest = context + 2 * grid.steps
         blocks = batch * engine.layout.num_blocks(longest)
-        if longest < engine.max_model_len and blocks <= engine.cache.num_blocks:
+        fits = blocks <= engine.cache.num_blocks and batch <= engine.scheduler.max_batch
+        if longest < engine.max_model_len and fits:
             seconds = await _least(
                 lambda: driver.decode_step_s(batch, context, grid.steps),  # noqa: B023
                 grid.repeats,
@@ -227,7 +236,8 @@ async def _measure_steps(driver: Driver, engine: Engine, grid: Grid) -> list[Mea
     for prefix, chunk, batch in itertools.product(grid.chunk_prefixes, grid.chunks, grid.chunk_batches):
         longest = max(prefix + chunk * steps, context + steps)
         blocks = num_blocks(prefix + chunk * steps) + batch * num_blocks(context + steps)
-        if longest < engine.max_model_len and blocks <= engine.cache.num_blocks:
+        fits = blocks <= engine.cache.num_blocks and batch < engine.scheduler.max_batch
+        if longest < engine.max_model_len and fits:
             seconds = await _least(
                 lambda: driver.chunk_step_s(chunk, prefix, batch, context, steps),  # noqa: B023
                 grid.repeats,
@@ -265,6 +275,7 @@ def make_profile(options: argparse.Namespace, engine: Engine, points: Points) ->
         dispatch_token_s=options.dispatch_token_s,
         step_tokens=MIXED_TOKENS if engine.cache.tensor.is_cuda else (),
         launches_ahead=engine.cache.tensor.is_cuda,
+        long_chunk_tokens=MIN_LONG_ROWS if engine.cache.tensor.is_cuda else 0,
     )
     profile = fitted(make, points.prefill, points.decode, _origin(options, engine))
     profile = with_steps(profile, points.steps)

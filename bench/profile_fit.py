@@ -51,9 +51,14 @@ class MeasuredStep:
     """Tokens of each sequence."""
     seconds: float
 
+    @property
+    def attended(self) -> float:
+        """See `CostModel.chunk_step_s`."""
+        return self.tokens * (self.tokens + 2 * self.prefix)
+
     def predicted_s(self, cost: CostModel) -> float:
-        attended = self.tokens * (self.tokens + 2 * self.prefix)
-        return cost.chunk_step_s(self.tokens, attended, self.batch, round(self.batch * self.context))
+        context_tokens = round(self.batch * self.context)
+        return cost.chunk_step_s(self.tokens, self.attended, self.batch, context_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +114,41 @@ def with_steps(profile: Profile, steps: Sequence[MeasuredStep]) -> Profile:
 
 
 def _with_step_costs(profile: Profile, steps: Sequence[MeasuredStep]) -> Profile:
-    # As good as nothing: a profile whose steps are not measured has 0.
-    bare = CostModel(
-        dataclasses.replace(profile, chunk_step_s=LEAST_STEP_S, mixed_step_s=0.0, chunk_sequence_s=0.0)
-    )
+    cost = CostModel(profile)
     seconds = np.array([step.seconds for step in steps])
-    beside = 1 - np.array([step.predicted_s(bare) for step in steps]) / seconds
-    matrix = np.array([[1.0, step.batch > 0, step.batch] for step in steps]) / seconds[:, None]
-    step_s, mixed_s, sequence_s = least_squares(matrix, beside)
+    known = np.array([_known_s(step, cost) for step in steps])
+    matrix = np.array([_unknown(step, cost) for step in steps]) / seconds[:, None]
+    step_s, mixed_s, sequence_s, token_s, token2_s = least_squares(matrix, 1 - known / seconds)
     return dataclasses.replace(
         profile,
         chunk_step_s=max(LEAST_STEP_S, step_s),
         mixed_step_s=mixed_s,
         chunk_sequence_s=sequence_s,
+        chunk_token_s=token_s,
+        chunk_token2_s=token2_s,
     )
+
+
+def _known_s(step: MeasuredStep, cost: CostModel) -> float:
+    """Return what is known of a step from prefill and decode."""
+    profile = cost.profile
+    context_s = profile.decode_context_token_s * step.batch * step.context
+    if _is_short(step, profile):
+        return context_s
+    rows = cost.padded_rows(step.tokens + step.batch)
+    return context_s + rows * profile.prefill_token_s + step.attended * profile.prefill_token2_s
+
+
+def _unknown(step: MeasuredStep, cost: CostModel) -> list[float]:
+    """Return what each cost that only steps tell of is multiplied with."""
+    beside = [1.0, float(step.batch > 0), step.batch]
+    if not _is_short(step, cost.profile):
+        return [*beside, 0.0, 0.0]
+    return [*beside, cost.padded_rows(step.tokens + step.batch), step.attended]
+
+
+def _is_short(step: MeasuredStep, profile: Profile) -> bool:
+    return step.tokens + step.batch < profile.long_chunk_tokens
 
 
 def fitted(

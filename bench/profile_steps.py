@@ -100,7 +100,9 @@ def _found(name: str, prompts: dict[RequestId, LiveRequest]) -> int:
     request = prompts.get(RequestId(name.removesuffix(PREFILL_SUFFIX)))
     if request is None:
         return 0
-    return request.cached_tokens if name.endswith(PREFILL_SUFFIX) else request.made.asked.num_tokens
+    stays = request.placed.prefill_node == request.placed.decode_node
+    is_prompt = stays or name.endswith(PREFILL_SUFFIX)
+    return request.cached_tokens if is_prompt else request.made.asked.num_tokens
 
 
 def profile_from_steps(
@@ -150,6 +152,9 @@ def profile_from_steps(
         chunk_step_s=max(step_s, SHORTEST_S),
         mixed_step_s=mixed_s,
         chunk_sequence_s=chunk_sequence_s,
+        # one line for all: a node's chunks are mostly of one length
+        chunk_token_s=max(token_s, SHORTEST_S),
+        chunk_token2_s=token2_s,
         # a hand-off shows one layer of its fixed seconds
         transfer_fixed_s=known.num_layers * max(0.0, fmean(map(_outside_s, run.served))),
         device_kv_tokens=capacity_tokens,

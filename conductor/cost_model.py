@@ -82,19 +82,31 @@ class CostModel:
         profile = self.profile
         _, linear, square = self._prefill
         fixed, sequence, token = self._decode
-        rows = new_tokens
-        chunk_s = attended * square + token * context_tokens
+        rows, fixed_chunk_s = new_tokens, 0.0
         if profile.chunk_step_s:
             rows += batch
-            lengths = profile.step_tokens
-            at = bisect_left(lengths, rows)
-            rows = lengths[at] if at < len(lengths) else rows
-            chunk_s += profile.chunk_step_s + (profile.mixed_step_s if batch else 0.0)
+            linear, square = self.chunk_token_costs_s(rows)
+            rows = self.padded_rows(rows)
+            fixed_chunk_s = profile.chunk_step_s + (profile.mixed_step_s if batch else 0.0)
             sequence = profile.chunk_sequence_s
-        chunk_s += rows * linear + sequence * batch
+        chunk_s = fixed_chunk_s + rows * linear + attended * square
+        chunk_s += sequence * batch + token * context_tokens
         # of few tokens, what reads the weights is as long as where nothing but decoding does
         alone_s = fixed + sequence * batch + token * context_tokens
         return chunk_s if chunk_s > alone_s else alone_s
+
+    def padded_rows(self, rows: int) -> int:
+        """Return the rows that a step with chunks has, where so many are wanted."""
+        lengths = self.profile.step_tokens
+        at = bisect_left(lengths, rows)
+        return lengths[at] if at < len(lengths) else rows
+
+    def chunk_token_costs_s(self, rows: int) -> tuple[float, float]:
+        """Return the seconds of a row and of a token attended to, in a step with chunks of so many rows."""
+        profile = self.profile
+        if rows < profile.long_chunk_tokens:
+            return profile.chunk_token_s, profile.chunk_token2_s
+        return profile.prefill_token_s, profile.prefill_token2_s
 
     def beside_chunks_s(self, new_tokens: int, prefix_tokens: int) -> float:
         """Return the seconds of a prompt that are in none of its chunks' steps.

@@ -109,6 +109,12 @@ class Profile:
     """Of such a step, if sequences decode in it, beside that."""
     chunk_sequence_s: float = 0.0
     """Of such a step, for each of these sequences."""
+    chunk_token_s: float = 0.0
+    """Of such a step of fewer than `long_chunk_tokens` rows, instead of `prefill_token_s`."""
+    chunk_token2_s: float = 0.0
+    """The same, instead of `prefill_token2_s`: attention is another kernel's there."""
+    long_chunk_tokens: int = 0
+    """Rows from which on a step is computed as whole prompts are."""
     dispatch_s: float = 0.0
     """Of a request's TTFT, that no node computes in: HTTP, messages."""
     dispatch_token_s: float = 0.0

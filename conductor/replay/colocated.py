@@ -3,7 +3,7 @@
 What disaggregation is judged against: our own nodes with both roles, placed by
 the live scheduler, with what it learns of their pace. It keeps a sequence where its prompt was computed
 unless another node's step is shorter; then its KV moves, for as long as the profile says. Nothing is
-fetched, and nobody is refused for time.
+fetched.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from math import inf
 from base.grants import PeerDescriptor
 from base.messages import NodeInfo
 from base.request import NodeId, RequestId, Role, Slo
+from conductor.admission import admit_to_decode
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
-from conductor.placement import Placement, PlacementRequest
+from conductor.placement import UNBOUNDED, Placement, PlacementRequest
 from conductor.prefill_pace import PrefillPace
 from conductor.replay.block_cache import BlockCache
 from conductor.replay.events import Events
@@ -31,13 +32,20 @@ from conductor.scheduler import place
 from conductor.scheduler_settings import RejectPolicy, SchedulerSettings
 from kvstore.index import Key
 
-SETTINGS = SchedulerSettings(reject=RejectPolicy.NONE, fetches=False)
-
 
 class ColocatedCluster:
     """One run. `run` may be called once."""
 
-    def __init__(self, cost: CostModel, num_nodes: int, block_size: int, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        num_nodes: int,
+        block_size: int,
+        chunk_tokens: int,
+        slo: Slo = UNBOUNDED,
+        reject: RejectPolicy = RejectPolicy.NONE,
+    ) -> None:
+        """`slo`: what each request names; `reject`: who is refused for it."""
         # what a request takes beside its prefill was measured on nodes that only prefill
         self._cost = cost = CostModel(replace(cost.profile, request_s=0.0))
         self.outcomes = Outcomes(block_size, cost.profile)
@@ -46,6 +54,8 @@ class ColocatedCluster:
         self.view = ClusterView(cost, block_size)
         self._pace = PrefillPace()
         self._block_size = block_size
+        self._slo = slo
+        self._settings = SchedulerSettings(reject=reject, fetches=False)
         self._events = Events()
         self._at = self._events.at
         self._nodes: dict[NodeId, SimNode] = {}
@@ -90,11 +100,12 @@ class ColocatedCluster:
         self._begin(row)
 
     def _begin(self, row: TraceRequest) -> None:
-        """Place a request, or refuse it where no node has room."""
+        """Place a request, or refuse it."""
         now_s, number = self.now_s, self.outcomes.num_arrived
         self.outcomes.num_arrived += 1
-        asked = PlacementRequest(RequestId(str(number)), row.chain, row.num_tokens, row.output_tokens, Slo())
-        placement = place(asked, self.view, self._cost, now_s, SETTINGS)
+        name = RequestId(str(number))
+        asked = PlacementRequest(name, row.chain, row.num_tokens, row.output_tokens, self._slo)
+        placement = place(asked, self.view, self._cost, now_s, self._settings)
         if not isinstance(placement, Placement):
             self.outcomes.rejected(number, now_s, placement.reason.value, 0.0)
             self._next_turn(row.next_turn)
@@ -135,6 +146,12 @@ class ColocatedCluster:
             self._first_token(request)
 
     def _first_token(self, request: SimRequest) -> None:
+        node = self.view.node(request.placement.decode_node)
+        if not admit_to_decode(node, self._cost, request.num_tokens, self._slo, self._settings.reject):
+            self.view.finished(request.request_id, self.now_s)
+            self.outcomes.rejected(request.number, request.arrival_s, "tbt_late", request.prefill_s)
+            self._next_turn(request.next_turn)
+            return
         self.view.prefill_done(request.request_id, self.now_s)
         request.first_token_s = self.now_s
         if request.tokens_left > 1:

@@ -75,7 +75,6 @@ class SimEngine:
         """In steps with a prompt."""
         self._cost = cost
         self._token_s = cost.profile.decode_context_token_s
-        self._token2_s = 2 * cost.profile.prefill_token2_s
         self._launches_ahead = cost.profile.launches_ahead
         self._chunk_tokens = chunk_tokens
         self._schedule = schedule
@@ -272,7 +271,8 @@ class SimEngine:
             steps = (first.num_tokens - first.computed_tokens) // tokens
             if self._batch:
                 steps = min(steps, self._num_alike())
-            self._growth_s = self._token2_s * tokens**2 + self._token_s * self._batch
+            _, token2_s = self._cost.chunk_token_costs_s(tokens + self._batch)
+            self._growth_s = 2 * token2_s * tokens**2 + self._token_s * self._batch
         self._ends_prompts = all(
             request.computed_tokens + steps * tokens == request.num_tokens for request, tokens in self._chunks
         )

@@ -38,7 +38,9 @@ def simulate_colocated(plan: Plan) -> ColocatedCluster:
     options = plan.options
     num_nodes = options.prefill_nodes + options.decode_nodes
     chunk_tokens = options.chunk_tokens or DEFAULT_CHUNK_TOKENS
-    cluster = ColocatedCluster(plan.cost, num_nodes, options.block_size, chunk_tokens)
+    cluster = ColocatedCluster(
+        plan.cost, num_nodes, options.block_size, chunk_tokens, options.slo, options.reject
+    )
     _run(cluster.run, plan)
     return cluster
 

@@ -60,12 +60,18 @@ def test_a_profile_holds_each_point_of_the_grid_and_what_it_says_to_them(tmp_pat
 
 def test_what_steps_take_beside_prefill_and_decode_is_found() -> None:
     known = load_profile("h200-llama8b")
-    costs = {"chunk_step_s": 0.003, "mixed_step_s": 0.002, "chunk_sequence_s": 4e-5}
-    lengths = (128, 256, 512, 768, 1024, 2048)
-    made = replace(known, step_tokens=lengths, **costs)
+    costs = {
+        "chunk_step_s": 0.007,
+        "mixed_step_s": 0.002,
+        "chunk_sequence_s": 4e-5,
+        "chunk_token_s": 1.1e-5,
+        "chunk_token2_s": 7e-10,
+    }
+    kernels = {"step_tokens": (128, 256, 512, 768, 1024, 2048), "long_chunk_tokens": 1024}
+    made = replace(known, **kernels, **costs)
     steps = [
         MeasuredStep(chunk, prefix, batch, 2048.0, 0.0)
-        for chunk in (256, 512, 1024)
+        for chunk in (256, 512, 1500)
         for prefix in (0.0, 8192.0)
         for batch in (0, 1, 8, 64)
     ]
@@ -73,6 +79,6 @@ def test_what_steps_take_beside_prefill_and_decode_is_found() -> None:
         MeasuredStep(step.tokens, step.prefix, step.batch, step.context, step.predicted_s(CostModel(made)))
         for step in steps
     ]
-    found = with_steps(replace(known, step_tokens=lengths), steps)
+    found = with_steps(replace(known, **kernels), steps)
     assert {name: getattr(found, name) for name in costs} == pytest.approx(costs, rel=1e-4)
     assert found.evidence.steps_left_out_error < 1e-4

@@ -1,7 +1,10 @@
 """The colocated baseline, and the advice that compares with it."""
 
+from dataclasses import replace
+
 import pytest
 
+from base.request import Slo
 from conductor.cost_model import CostModel
 from conductor.profile import load_profile
 from conductor.replay.advise import main, pareto, ranked, splits
@@ -9,6 +12,7 @@ from conductor.replay.cluster import ClusterOptions
 from conductor.replay.sim_engine import DEFAULT_CHUNK_TOKENS
 from conductor.replay.simulate import Plan, simulate_colocated
 from conductor.replay.trace import Trace, TraceRequest, write_trace
+from conductor.scheduler_settings import RejectPolicy
 from tests.replay.builders import small_trace
 
 COST = CostModel(load_profile("a800-llama70b"))
@@ -35,6 +39,18 @@ def test_prompt_of_another_slows_down_those_who_decode() -> None:
     others = [TraceRequest(2.0 + at, 20_000, 2, range(50 + 50 * at, 90 + 50 * at)) for at in range(6)]
     shared = run(Trace("many", 512, [decoding, *others]), 2).outcomes.tbt_s
     assert max(shared) > alone[0] + 0.5 * COST.prefill_s(20_000, 0) / (20_000 / DEFAULT_CHUNK_TOKENS)
+
+
+def test_who_would_miss_its_bound_is_refused_where_that_is_asked_for() -> None:
+    trace = small_trace()
+    slo, bounds = Slo(ttft_slo_s=8.0), ClusterOptions(2, 2, 512)
+    kept = simulate_colocated(Plan(trace, COST, bounds, 2.0)).outcomes
+    refused = simulate_colocated(
+        Plan(trace, COST, replace(bounds, slo=slo, reject=RejectPolicy.PREDICT), 2.0)
+    ).outcomes
+    assert kept.num_completed == 300 > refused.num_completed > 150
+    assert refused.num_arrived == 300
+    assert max(kept.ttft_s) > 2 * max(refused.ttft_s)
 
 
 def test_all_splits_and_colocation_are_tried() -> None:

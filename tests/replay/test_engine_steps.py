@@ -18,6 +18,7 @@ from engine.scheduler import Scheduler
 from engine.step import StepPlan, StepResult
 from tests.engine.builders import make_sequence
 
+CHUNK = 256
 PROFILE = replace(
     load_profile("h200-llama8b"),
     prefix_token_s=0.0,
@@ -25,10 +26,12 @@ PROFILE = replace(
     chunk_step_s=0.003,
     mixed_step_s=0.001,
     chunk_sequence_s=2e-5,
+    chunk_token_s=1.1e-5,
+    chunk_token2_s=7e-10,
+    long_chunk_tokens=CHUNK,
 )
 GPU = CostModel(replace(PROFILE, launches_ahead=True))
 CPU = CostModel(replace(PROFILE, launches_ahead=False))
-CHUNK = 256
 Times = dict[int, tuple[float, float]]
 """When each request had its first token and its last."""
 
