@@ -286,15 +286,20 @@ def main() -> None:
     parser.add_argument("--mooncake-python", default="", help="a Python that has Mooncake's wheel")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--cuda", action="store_true", help="measure GPUs instead: bench/transfer_cuda.py")
+    parser.add_argument("--launching", action="store_true", help="Python's part of that, without a GPU")
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     transports = tuple(options.transports.split(","))
     if options.serve:
         asyncio.run(serve(options.serve, transports))
         return
+    if options.launching:
+        launching = importlib.import_module("bench.transfer_launching").run()
+        write_report({"about": about_run(), "results": launching}, options.json)
+        return
     if options.cuda:
         # By name, because it imports torch, which nothing else here needs.
-        measured = asyncio.run(importlib.import_module("bench.transfer_cuda").run())
+        measured = importlib.import_module("bench.transfer_cuda").measured()
         write_report({"about": about_run(), **measured}, options.json)
         return
     results = []

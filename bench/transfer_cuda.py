@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import uvloop
 
 from base.clock import SystemClock
 from base.config import TransferConfig
@@ -305,8 +306,13 @@ def timer() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
+def measured() -> dict[str, Any]:
+    """Check and measure everything, on the loop that nodes run on; return the report."""
+    report: dict[str, Any] = uvloop.run(run())
+    return report
+
+
 async def run() -> dict[str, Any]:
-    """Check and measure everything; return the report."""
     if not torch.cuda.is_available():
         raise SystemExit("no GPU: torch.cuda.is_available() is false")
     devices = (0, torch.cuda.device_count() - 1)

@@ -305,9 +305,9 @@ class TransferAgent:
         """Return what was moved; None: nothing was asked for."""
         if grant.operation is not operation:
             raise ProtocolError(f"the grant is to {grant.operation.name}, not to {operation.name}")
-        if not len(batch.lengths):
+        if not batch.rows.shape[1]:
             return None
-        pieces = plan_pieces(operation, self._ranges_of(grant), batch, merge=not wants_sums)
+        pieces = plan_pieces(operation, self._ranges_of(grant), batch)
         pieces.wants_sums = wants_sums
         timeout_s = self._config.timeout_s if deadline_s is None else min(deadline_s, self._config.timeout_s)
         begun_s = self._clock.now_s()

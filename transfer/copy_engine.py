@@ -15,13 +15,8 @@ import ctypes
 import functools
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
-
 MIN_BYTES = 128 << 10
 """Ranges that are shorter on average go by the kernel."""
-
-Addresses = npt.NDArray[np.int64]
 
 _IN_STREAM_ORDER = 1
 _BESIDE_COMPUTING = 1
@@ -67,16 +62,34 @@ def _batched_copy() -> Callable[[int, int, int, int, int], int] | None:
     return call
 
 
+@functools.cache
+def _copy_to_device() -> Callable[[int, int, int, int], int]:
+    function = ctypes.CDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
+    function.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    return function
+
+
+def to_device(target: int, source: int, num_bytes: int, stream: int) -> None:
+    """Queue one copy from pinned host memory. A tensor's `copy_` wants the stream made current before.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    code = _copy_to_device()(target, source, num_bytes, stream)
+    if code:
+        raise RuntimeError(f"the driver refused to copy {num_bytes} bytes: CUDA error {code}")
+
+
 def suits(num_bytes: int, num_ranges: int) -> bool:
     """Return whether so many bytes in so many ranges should be copied by `copy`, and can be."""
     return num_bytes >= MIN_BYTES * num_ranges and _batched_copy() is not None
 
 
-def copy(sources: Addresses, targets: Addresses, sizes: Addresses, stream: int) -> None:
+def copy(sources: int, targets: int, sizes: int, count: int, stream: int) -> None:
     """Queue copies on a stream that is not the default one.
 
     Args:
-        sources, targets, sizes: [num_ranges], contiguous; bytes.
+        sources, targets, sizes: Where arrays of `count` numbers of 64 bits begin.
         stream: The handle of a stream of the GPU that is current.
 
     Raises:
@@ -85,6 +98,6 @@ def copy(sources: Addresses, targets: Addresses, sizes: Addresses, stream: int) 
     call = _batched_copy()
     if call is None:
         raise RuntimeError("this driver has no batched copy")
-    code = call(targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes), stream)
+    code = call(targets, sources, sizes, count, stream)
     if code:
-        raise RuntimeError(f"the driver refused a batch of {len(sizes)} copies: CUDA error {code}")
+        raise RuntimeError(f"the driver refused a batch of {count} copies: CUDA error {code}")

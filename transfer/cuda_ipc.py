@@ -11,9 +11,7 @@ IPC) or shared host memory (pinned here at first use).
 * The owner must outlive its importers, and does: a peer that ended is dropped.
 * Whoever calls has seen to it that the bytes are there: work on other streams that
   writes the source has ended.
-* The event loop plans, fills the row table and launches, because it owns the batch and all
-  of it together takes less than the copy; a thread waits for the end, without the
-  interpreter.
+* The event loop plans, fills the row table and launches; a thread waits for the end (`launcher.py`).
 
 The peer's grant is held on its board for the length of the copy, as over shared memory.
 """
@@ -22,35 +20,31 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import functools
 import json
 import os
-import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from queue import SimpleQueue
 from typing import TypeVar
 
-import numpy as np
 import torch
 
-from base.errors import ProtocolError, StaleError, TransferFailedError
-from base.grants import Grant, Operation, PeerDescriptor
+from base.errors import StaleError, TransferFailedError
+from base.grants import Grant, PeerDescriptor
 from transfer import copy_engine
 from transfer import segment as segments
 from transfer.batch import Pieces, Priority
 from transfer.completion import Completion
-from transfer.kernels.copy_ranges import ALIGNMENT, copy_ranges
+from transfer.kernels.copy_ranges import compiled, launch
+from transfer.launcher import CopyStream, Launcher, cannot_be_cancelled
 from transfer.mapped import MappedPeer, MappedPeers
+from transfer.ranges import Offsets
 from transfer.segment import DeviceMemory, Segment
 
-ROW_BYTES = 1 << 20
-"""Longest range of one row: a longer one is cut, or its tiles outnumber everything else's."""
-MAX_LAUNCHES = 8
-"""Under way on one GPU. While one batch is copied the next are planned, and several keep the
-link full where one ends and the next begins."""
-_SLOT_ROWS = 4096
 _CUDA_HOST_REGISTER_MAPPED = 2
 _ALREADY_REGISTERED = 712
+_NOTHING = contextlib.nullcontext()
 
 T = TypeVar("T")
 
@@ -76,11 +70,13 @@ class CudaTransport:
 
     name = "cuda_ipc"
 
-    def __init__(self) -> None:
+    def __init__(self, make_stream: Callable[[int], CopyStream] | None = None) -> None:
+        """`make_stream`: of a device's index; whoever has no GPU hands in another."""
+        self._make_stream = make_stream or CudaStream
         self._peers = MappedPeers()
         self._reach = _Reach()
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="cuda-open")
-        self._launchers: dict[int, _Launcher] = {}
+        self._launchers: dict[int, Launcher] = {}
 
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         if not torch.cuda.is_available():
@@ -98,11 +94,11 @@ class CudaTransport:
         return None
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
-        mapped = self._peers.mapped(peer)
+        mapped = self._peers.latest(peer)
         mapped.num_copies += 1
         try:
             with mapped.board.held(grant):
-                await self._copy(mapped, grant, pieces)
+                await self._copy(mapped, grant, pieces, priority)
         finally:
             mapped.num_copies -= 1
         if mapped.is_dead():
@@ -115,147 +111,82 @@ class CudaTransport:
         self._reach.close()
         self._peers.close()
 
-    async def _copy(self, mapped: MappedPeer, grant: Grant, pieces: Pieces) -> None:
+    async def _copy(self, mapped: MappedPeer, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         device = pieces.segment.device
         device = torch.cuda.current_device() if device is None else device
         reached = self._reach.known_or_none(mapped, grant.segment_id, pieces.segment, device)
         if reached is None:
-            # Compiling and pinning take seconds, which must not stop the loop.
-            opening = functools.partial(self._opened, mapped, grant.segment_id, pieces.segment, device)
-            reached = await _result(self._opener.submit(opening))
-        if int((pieces.peer_offsets + pieces.lengths).max()) > reached.num_bytes:
+            reached = await self._open(mapped, grant.segment_id, pieces.segment, device)
+        if pieces.peer_end > reached.num_bytes:
             raise StaleError("the peer's segment has another size")
+        by_engine = reached.is_host or pieces.segment.device is None
+        launcher = self._launchers[device]
         try:
-            by_engine = reached.is_host or pieces.segment.device is None
-            await self._launchers[device].copy(grant.operation, pieces, reached.address, by_engine)
+            await launcher.copy(grant.operation, pieces, reached.address, by_engine, priority)
         except RuntimeError as error:
             raise TransferFailedError(f"the GPU gave up: {error}") from error
 
-    def _opened(self, mapped: MappedPeer, segment_id: int, ours: Segment, device: int) -> _Imported:
-        if device not in self._launchers:
-            self._launchers[device] = _Launcher(device)
-        return self._reach.opened(mapped, segment_id, ours, device)
+    async def _open(self, mapped: MappedPeer, segment_id: int, ours: Segment, device: int) -> _Imported:
+        """Return the peer's memory. Compiling and pinning take seconds, which must not stop the loop."""
+        make_stream = functools.partial(self._make_stream, device)
+        make_launcher = functools.partial(Launcher, make_stream, asyncio.get_running_loop())
+
+        def opened() -> _Imported:
+            if device not in self._launchers:
+                self._launchers[device] = make_launcher()
+            return self._reach.opened(mapped, segment_id, ours, device)
+
+        return await _result(self._opener.submit(opened))
 
 
 async def _result(running: Future[T]) -> T:
     """Return or raise what a thread does, and never before it is done."""
     completion = Completion()
     running.add_done_callback(lambda done: completion.end(done.exception()))
-    await completion.wait(_cannot_be_cancelled)
+    await completion.wait(cannot_be_cancelled)
     return running.result()
 
 
-def _cannot_be_cancelled() -> None:
-    """A launch ends within milliseconds, and cannot be taken back."""
-
-
-class _Launcher:
-    """Owns the slots of one GPU and the thread that waits for their ends, in order."""
-
-    def __init__(self, device: int) -> None:
-        self._free = [_Slot(device) for _ in range(MAX_LAUNCHES)]
-        self._free[0].compile()
-        self._room = asyncio.Semaphore(MAX_LAUNCHES)
-        # An executor and its futures cost 20 us a batch, a tenth of 64 MiB over NVLink.
-        self._launched: SimpleQueue[tuple[_Slot, Completion] | None] = SimpleQueue()
-        self._waiter = threading.Thread(target=self._wait, name="cuda-wait", daemon=True)
-        self._waiter.start()
-
-    async def copy(self, operation: Operation, pieces: Pieces, peer_base: int, by_engine: bool) -> None:
-        """Copy and return when the bytes are there.
-
-        Args:
-            by_engine: Rather than by the kernel, if the pieces are long enough.
-
-        Raises:
-            ProtocolError: something is not aligned.
-            RuntimeError: CUDA failed.
-        """
-        async with self._room:
-            slot = self._free.pop()
-            try:
-                slot.launch(operation, pieces, peer_base, by_engine)
-                completion = Completion()
-                self._launched.put((slot, completion))
-                await completion.wait(_cannot_be_cancelled)
-            finally:
-                self._free.append(slot)
-
-    def close(self) -> None:
-        """End the thread."""
-        self._launched.put(None)
-        self._waiter.join()
-
-    def _wait(self) -> None:
-        while (launched := self._launched.get()) is not None:
-            slot, completion = launched
-            try:
-                slot.wait()
-            except RuntimeError as error:
-                completion.end(error)
-            else:
-                completion.end(None)
-
-
-class _Slot:
-    """A stream, and the table of the batch that is copied on it."""
+class CudaStream:
+    """A stream of one GPU, its table on both sides, and the kernel."""
 
     def __init__(self, device: int) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._handle: int = self._stream.cuda_stream
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._make_table(_SLOT_ROWS)
+        self.wait = self._event.synchronize
+        self._has_context = False
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
+            self._kernel = compiled(torch.zeros(3, dtype=torch.int64, device=device))
+            self._stream.synchronize()
 
-    def launch(self, operation: Operation, pieces: Pieces, peer_base: int, by_engine: bool) -> None:
-        """Begin to copy. Raises ProtocolError for what is not aligned."""
-        by_engine = by_engine and copy_engine.suits(pieces.num_bytes, len(pieces))
-        if not by_engine:
-            pieces = pieces.cut(ROW_BYTES)
-        num_rows = len(pieces)
-        if 3 * num_rows > len(self._cells):
-            self._make_table(2 * num_rows)
-        table = self._cells[: 3 * num_rows].reshape(3, num_rows)
-        ours, theirs = table[:2] if operation is Operation.WRITE else table[1::-1]
-        np.add(pieces.offsets, pieces.segment.address, out=ours)
-        np.add(pieces.peer_offsets, peer_base, out=theirs)
-        table[2] = pieces.lengths
-        if int(np.bitwise_or.reduce(table, axis=None)) % ALIGNMENT:
-            raise ProtocolError(f"GPU copies are of multiples of {ALIGNMENT} bytes")
-        with torch.cuda.device(self._device):
-            if by_engine:
-                copy_engine.copy(table[0], table[1], table[2], self._stream.cuda_stream)
-                self._event.record(self._stream)
-            else:
-                self._run(num_rows, int(pieces.lengths.max()))
+    def make_cells(self, count: int) -> Offsets:
+        self._staged = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        self._table = torch.empty(count, dtype=torch.int64, device=self._device)
+        self._addresses = self._table.data_ptr(), self._staged.data_ptr()
+        cells: Offsets = self._staged.numpy()
+        return cells
 
-    def wait(self) -> None:
-        """Wait for the end, without the interpreter."""
-        self._event.synchronize()
+    def start(self, num_rows: int, max_bytes: int, by_engine: bool) -> None:
+        # Entering a device takes 3 us, and mostly the thread is there.
+        is_here = torch.cuda.current_device() == self._device
+        with _NOTHING if is_here else torch.cuda.device(self._device):
+            if not self._has_context:
+                # The driver's own calls need a context on their thread; the runtime's make one.
+                torch.cuda.current_stream().query()
+                self._has_context = True
+            self._queue(num_rows, max_bytes, by_engine)
 
-    def compile(self) -> None:
-        """Have the kernel ready: copy one row of no bytes."""
-        self._cells[:3] = 0
-        with torch.cuda.device(self._device):
-            self._run(1, ALIGNMENT)
-        self.wait()
-
-    def _run(self, num_rows: int, max_bytes: int) -> None:
-        # Not `with torch.cuda.stream(...)`, which takes 17 us of the 186 a batch has.
-        before = torch.cuda.current_stream()
-        torch.cuda.set_stream(self._stream)
-        try:
-            table = self._table[: 3 * num_rows]
+    def _queue(self, num_rows: int, max_bytes: int, by_engine: bool) -> None:
+        there, here = self._addresses
+        if by_engine:
+            copy_engine.copy(here, here + 8 * num_rows, here + 16 * num_rows, num_rows, self._handle)
+        else:
             # Left in pinned memory it makes 16 KiB rows come to 336 GB/s instead of 362.
-            table.copy_(self._staged[: 3 * num_rows], non_blocking=True)
-            copy_ranges(table, num_rows, max_bytes)
-            self._event.record(self._stream)
-        finally:
-            torch.cuda.set_stream(before)
-
-    def _make_table(self, num_rows: int) -> None:
-        self._staged = torch.empty(3 * num_rows, dtype=torch.int64, pin_memory=True)
-        self._cells = self._staged.numpy()
-        self._table = torch.empty(3 * num_rows, dtype=torch.int64, device=self._device)
+            copy_engine.to_device(there, here, 24 * num_rows, self._handle)
+            launch(self._kernel, self._table, num_rows, max_bytes, self._handle)
+        self._event.record(self._stream)
 
 
 class _Reach:

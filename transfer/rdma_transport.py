@@ -94,7 +94,7 @@ class RdmaTransport:
         return None
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
-        pairing = await self._paired(peer)
+        pairing, pieces = await self._paired(peer), pieces.merged()
         holds = [_hold(grant, group) for group in pieces.grouped(_UNLIMITED, MAX_RANGES)]
         try:
             for hold in holds:

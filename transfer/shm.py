@@ -49,6 +49,7 @@ class ShmTransport:
         return None if is_shown else "the peer's segment is not shared host memory"
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
+        pieces = pieces.merged()
         if pieces.num_bytes <= INLINE_BYTES and not pieces.wants_sums:
             copy_here(self._peers.latest(peer), grant, pieces)
             return

@@ -36,7 +36,7 @@ class TcpTransport:
         return None if peer.address_or_none(self.name) else "the peer does not offer it"
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
-        connected = self._connected(peer)
+        connected, pieces = self._connected(peer), pieces.merged()
         if pieces.num_bytes <= SMALL_BYTES and len(pieces) <= MAX_RANGES:
             single = Single()
             await connected.express().carry(single, frame_of(single, grant, pieces, priority))

@@ -75,7 +75,7 @@ class Carriage:
         pass
 
     async def move(self, peer, grant, pieces, priority):
-        theirs = self.wires.peers[peer.address_or_none(NAME)]
+        theirs, pieces = self.wires.peers[peer.address_or_none(NAME)], pieces.merged()
         if theirs.process.is_dead:
             await asyncio.sleep(GONE_S)
             raise TransferFailedError("no such peer")

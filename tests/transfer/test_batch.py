@@ -9,7 +9,7 @@ from base.errors import ProtocolError
 from base.grants import Operation
 from transfer import segment as segments
 from transfer.batch import Pieces, TransferBatch, batch_of, plan_pieces
-from transfer.ranges import ranges_of
+from transfer.ranges import ranges_of, with_table
 
 OURS = segments.over(1, bytearray(1000))
 
@@ -21,18 +21,20 @@ def planned(operation: Operation, offsets: tuple[int, ...], length: int, batch: 
 def test_neighbours_on_both_sides_become_one_piece() -> None:
     targets = (100, 110, 120, 130)
     pieces = planned(Operation.WRITE, targets, 10, batch_of(OURS, (0, 10, 20, 30), targets, 10))
-    assert list(pieces.rows()) == [(0, 100, 40)]
+    assert list(pieces.merged().rows()) == [(0, 100, 40)]
 
 
 def test_neighbours_on_one_side_only_stay_apart() -> None:
     pieces = planned(Operation.WRITE, (100, 200), 10, batch_of(OURS, (0, 10), (100, 200), 10))
-    assert list(pieces.rows()) == [(0, 100, 10), (10, 200, 10)]
+    assert list(pieces.merged().rows()) == [(0, 100, 10), (10, 200, 10)]
 
 
 def test_runs_between_gaps_become_one_piece_each() -> None:
     sources, targets = (0, 10, 30, 40, 60), (100, 110, 120, 130, 200)
     pieces = planned(Operation.WRITE, (100, 110, 120, 130, 200), 10, batch_of(OURS, sources, targets, 10))
-    assert list(pieces.rows()) == [(0, 100, 20), (30, 120, 20), (60, 200, 10)]
+    assert list(pieces.merged().rows()) == [(0, 100, 20), (30, 120, 20), (60, 200, 10)]
+    pieces.wants_sums = True
+    assert len(pieces.merged()) == len(sources), "a checksum is of one request"
 
 
 def test_a_read_puts_into_our_segment_what_lies_at_the_source() -> None:
@@ -52,12 +54,35 @@ def test_a_batch_keeps_what_it_was_given_when_the_callers_arrays_change() -> Non
     [(0, 99, 5), (0, 108, 5), (995, 100, 10), (-1, 100, 5), (0, 100, 0), (0, 100, (1 << 63) - 1)],
 )
 @pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("is_alike", [False, True])
 def test_a_range_outside_segment_or_grant_is_refused_here(
-    source: int, target: int, length: int, others: int
+    source: int, target: int, length: int, others: int, is_alike: bool
 ) -> None:
-    batch = batch_of(OURS, [source] + [50] * others, [target] + [100] * others, [length] + [10] * others)
-    with pytest.raises(ProtocolError):
-        planned(Operation.WRITE, (100,), 10, batch)
+    lengths = length if is_alike else [length] + [10] * others
+    batch = batch_of(OURS, [source] + [50] * others, [target] + [100] * others, lengths)
+    for allowed in (ranges_of((100,), 10), with_table(ranges_of((100,), 10))):
+        with pytest.raises(ProtocolError):
+            plan_pieces(Operation.WRITE, allowed, batch)
+
+
+def test_requests_of_one_length_are_planned_as_any_others() -> None:
+    """Random ones, most of them inside: both ways of asking have one answer."""
+    rng = random.Random(3)
+    for _ in range(300):
+        unit, first = rng.choice([1, 4, 16, 10]), rng.choice([0, 0, 3])
+        granted = [first + unit * block for block in rng.sample(range(40), rng.randrange(1, 20))]
+        length = rng.choice([unit, unit, unit // 2, 2 * unit, 0])
+        targets = [rng.choice(granted) + rng.choice([0, 0, 0, unit // 2]) for _ in range(rng.randrange(1, 5))]
+        sources = [rng.choice([0, unit, 992, 1000 - length]) for _ in targets]
+        for allowed in (ranges_of(granted, unit), with_table(ranges_of(granted, unit))):
+            outcomes = []
+            for lengths in (length, [length] * len(targets)):
+                try:
+                    pieces = plan_pieces(Operation.WRITE, allowed, batch_of(OURS, sources, targets, lengths))
+                    outcomes.append(list(pieces.rows()))
+                except ProtocolError as error:
+                    outcomes.append(str(error))
+            assert outcomes[0] == outcomes[1]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +95,8 @@ def test_what_is_no_list_of_requests_is_a_value_error(sources, targets, length) 
 
 def whole(rng: random.Random) -> Pieces:
     starts = [start * 10 for start in rng.sample(range(100), 40)]
-    return planned(Operation.WRITE, tuple(range(0, 1000, 10)), 10, batch_of(OURS, starts, starts, 10))
+    batch = batch_of(OURS, starts, starts, 10)
+    return planned(Operation.WRITE, tuple(range(0, 1000, 10)), 10, batch).merged()
 
 
 def moved(pieces: Pieces) -> list[int]:

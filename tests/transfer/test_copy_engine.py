@@ -27,13 +27,16 @@ def test_scattered_ranges_arrive_where_they_should(is_read: bool) -> None:
         expected[begin + 64 : begin + 64 + size] = source[begin : begin + size].cpu()
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
-    copy_engine.copy(source.data_ptr() + begins, target.data_ptr() + 64 + begins, sizes, stream.cuda_stream)
+    sources, targets = source.data_ptr() + begins, target.data_ptr() + 64 + begins
+    addresses = [array.ctypes.data for array in (sources, targets, sizes)]
+    copy_engine.copy(*addresses, len(sizes), stream.cuda_stream)
     stream.synchronize()
     assert torch.equal(target.cpu(), expected)
 
 
 @pytest.mark.gpu
 def test_a_copy_that_the_driver_refuses_says_so() -> None:
-    nowhere = np.array([0], np.int64)
+    nowhere, size = np.array([0], np.int64), np.array([16], np.int64)
+    addresses = nowhere.ctypes.data, nowhere.ctypes.data, size.ctypes.data
     with pytest.raises(RuntimeError, match="refused a batch of 1"):
-        copy_engine.copy(nowhere, nowhere, np.array([16], np.int64), torch.cuda.Stream().cuda_stream)
+        copy_engine.copy(*addresses, 1, torch.cuda.Stream().cuda_stream)

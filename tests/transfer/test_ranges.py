@@ -10,8 +10,16 @@ from transfer.ranges import MAX_TABLE, Ranges, ranges_of, with_table
 
 
 def covers(ranges: Ranges, *requests: tuple[int, int]) -> bool:
+    """Asked in each way there is."""
     offsets, lengths = np.array(requests, np.int64).T
-    return ranges.covers(offsets, lengths)
+    each = []
+    for offset, length in requests:
+        alone = np.array([offset, offset], np.int64)
+        each += [ranges.covers_equal(alone, length, offset), ranges.covers(alone, length)]
+    is_covered = ranges.covers(offsets, lengths)
+    assert all(each) == is_covered
+    assert each[::2] == each[1::2]
+    return is_covered
 
 
 @given(

@@ -16,8 +16,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-ALIGNMENT = 16
-"""Addresses and lengths: the kernel moves 16 bytes a thread at a time."""
+TILE_WORDS = 1024
+"""Words of 8 bytes that one program moves."""
+NUM_WARPS = 4
 _WORD_BYTES = 8
 
 
@@ -34,9 +35,9 @@ def copy_ranges_kernel(table, num_rows, tile_words: tl.constexpr):
 
 
 def copy_ranges(
-    table: Any, num_rows: int, max_bytes: int, tile_words: int = 1024, num_warps: int = 4
-) -> None:
-    """Launch the copy on the current stream.
+    table: Any, num_rows: int, max_bytes: int, tile_words: int = TILE_WORDS, num_warps: int = NUM_WARPS
+) -> Any:
+    """Launch the copy on the current stream; return the compiled kernel.
 
     Args:
         table: [3, rows] int64 where the GPU that copies reaches it, pinned host memory too;
@@ -46,5 +47,22 @@ def copy_ranges(
         tile_words: Words of 8 bytes that one program moves; a power of two.
         num_warps: Of one program.
     """
-    grid = (num_rows, triton.cdiv(max_bytes, _WORD_BYTES * tile_words))
-    copy_ranges_kernel[grid](table, num_rows, tile_words=tile_words, num_warps=num_warps)
+    grid = _grid(num_rows, max_bytes, tile_words)
+    return copy_ranges_kernel[grid](table, num_rows, tile_words=tile_words, num_warps=num_warps)
+
+
+def compiled(table: Any) -> Any:
+    """Return the kernel for the current GPU, to be launched by `launch`; the table begins with zeros."""
+    return copy_ranges(table, 1, _WORD_BYTES)
+
+
+def launch(kernel: Any, table: Any, num_rows: int, max_bytes: int, stream: int) -> None:
+    """Launch as `copy_ranges` does, on a stream of the current GPU, without asking which kernel fits.
+
+    That question takes Triton several times as long as the launch.
+    """
+    kernel[_grid(num_rows, max_bytes, TILE_WORDS)](table, num_rows, TILE_WORDS, stream=stream)
+
+
+def _grid(num_rows: int, max_bytes: int, tile_words: int) -> tuple[int, int, int]:
+    return num_rows, -(-max_bytes // (_WORD_BYTES * tile_words)), 1
