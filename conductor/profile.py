@@ -115,6 +115,8 @@ class Profile:
     """The same, instead of `prefill_token2_s`: attention is another kernel's there."""
     long_chunk_tokens: int = 0
     """Rows from which on a step is computed as whole prompts are."""
+    start_s: float = 0.0
+    """Between the first token of a request that was handed over and its decode node's turn: messages."""
     dispatch_s: float = 0.0
     """Of a request's TTFT, that no node computes in: HTTP, messages."""
     dispatch_token_s: float = 0.0

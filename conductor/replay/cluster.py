@@ -124,6 +124,7 @@ class Cluster:
         self._block_size = options.block_size
         self._prefill_s = cost.prefill_s
         self._request_s = cost.profile.request_s
+        self._start_s = cost.profile.start_s
         self._chunk_tokens = 0
         if options.stages == 1:
             usual = DEFAULT_CHUNK_TOKENS if cost.profile.chunk_step_s else 0
@@ -438,8 +439,8 @@ class Cluster:
 
     def _next_token(self, request: SimRequest) -> None:
         """The token that prefill makes came: the first, or after a fault the next."""
-        now_s, options, view = self.now_s, self.options, self.view
-        node = self._nodes[request.placement.decode_node]
+        now_s, options, view, placement = self.now_s, self.options, self.view, request.placement
+        node = self._nodes[placement.decode_node]
         if self._retests and not admit_to_decode(
             view.node(node.node_id), self._cost, request.num_tokens, options.slo, options.reject
         ):
@@ -453,10 +454,18 @@ class Cluster:
             request.first_token_s = now_s
         else:
             request.gaps.append((now_s - request.token_at_s, 1, 0.0))
+        request.token_at_s = now_s
         if request.tokens_left <= 1:
             self._finished(request, now_s)
+        elif self._start_s and placement.prefill_node != placement.decode_node:
+            self._at(now_s + self._start_s, self._started, request, request.attempt)
         else:
             node.engine.join(request, now_s)
+
+    def _started(self, request: SimRequest, attempt: int) -> None:
+        """The decode node was told to begin. If it died meanwhile, its first token is made twice."""
+        if request.attempt == attempt:
+            self._nodes[request.placement.decode_node].engine.join(request, self.now_s)
 
     def _finished(self, request: SimRequest, now_s: float) -> None:
         self.view.finished(request.request_id, now_s, request.tokens_left)

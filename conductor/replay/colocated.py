@@ -153,7 +153,7 @@ class ColocatedCluster:
             self._next_turn(request.next_turn)
             return
         self.view.prefill_done(request.request_id, self.now_s)
-        request.first_token_s = self.now_s
+        request.first_token_s = request.token_at_s = self.now_s
         if request.tokens_left > 1:
             self._nodes[request.placement.decode_node].engine.join(request, self.now_s)
         else:

@@ -138,8 +138,10 @@ class SimEngine:
         self._came(now_s, is_prompt=True)
 
     def join(self, request: SimRequest, now_s: float) -> None:
-        """Let a sequence decode from the next step that is planned, or once its KV fits."""
-        request.token_at_s = now_s
+        """Let a sequence decode from the next step that is planned, or once its KV fits.
+
+        Its `token_at_s` is when it had its last token.
+        """
         request.context_tokens = request.num_tokens
         request.steps_left = request.tokens_left - 1
         # whose prompt this very engine has just computed is in the next step, if that is launched too

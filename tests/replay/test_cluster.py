@@ -102,6 +102,18 @@ def test_lone_request_takes_what_the_cost_model_says() -> None:
     assert tbt_s == pytest.approx(COST.decode_step_s(1, 5_000 + 94.5), rel=1e-6)
 
 
+def test_what_is_handed_over_has_its_second_token_so_much_later() -> None:
+    later = dataclasses.replace(COST.profile, start_s=0.004)
+    row = TraceRequest(0.0, 5_000, 11, range(10))
+    ends_s = []
+    for profile in (COST.profile, later):
+        cluster = Cluster(CostModel(profile), ClusterOptions(1, 1, 512))
+        cluster.run([row])
+        check_ends(cluster, 1)
+        ends_s.append(cluster.outcomes.mean_tbt_s[0])
+    assert ends_s[1] - ends_s[0] == pytest.approx(0.004 / 10)
+
+
 def test_repeated_prompt_is_found_in_the_cache() -> None:
     rows = [TraceRequest(at, 5_120, 2, range(10)) for at in (0.0, 100.0)]
     cluster = run(Trace("twice", 512, rows), "2P1D")

@@ -57,7 +57,7 @@ def simulated(rows: list[TraceRequest], cost: CostModel) -> tuple[Times, list[Si
     def computed(request: SimRequest, now_s: float) -> None:
         if request.computed_tokens < request.num_tokens:
             return
-        request.first_token_s = now_s
+        request.first_token_s = request.token_at_s = now_s
         if request.tokens_left > 1:
             engine.join(request, now_s)
         else:

@@ -42,7 +42,7 @@ def simulate(jobs, capacity: int = 10**9):
 
     node = decode_engine(loop, finished, capacity)
     for owner, (at_s, context, steps) in enumerate(jobs):
-        loop.at(at_s, node.join, prefilled(owner, context, steps), at_s)
+        loop.at(at_s, node.join, prefilled(owner, context, steps, at_s), at_s)
     loop.run()
     return ends, node
 
@@ -52,9 +52,11 @@ def decode_engine(loop, finished, capacity: int = 10**9) -> SimEngine:
     return SimEngine(cost, 0, loop.at, lambda request, now_s: 0.0, lambda request, now_s: None, finished)
 
 
-def prefilled(owner: int, context: int, steps: int) -> SimRequest:
-    """Return a request whose prompt was computed elsewhere: `steps` tokens after the first."""
-    return SimRequest(TraceRequest(0.0, context, steps + 1, ()), owner)
+def prefilled(owner: int, context: int, steps: int, at_s: float = 0.0) -> SimRequest:
+    """Return a request whose prompt was computed elsewhere: `steps` tokens after the first, at `at_s`."""
+    request = SimRequest(TraceRequest(0.0, context, steps + 1, ()), owner)
+    request.token_at_s = at_s
+    return request
 
 
 def step_by_step(jobs):
