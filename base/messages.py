@@ -1,12 +1,13 @@
 """What the conductor and its nodes tell each other, as values.
 
 `protos/nodes.proto` is the same on the wire and says what follows what;
-`base/wire.py` converts.
+`base/wire.py` converts. What there is of every request is a named tuple, as `base/request.py` says.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from base.block_hash import BlockHash
 from base.grants import Grant, PeerDescriptor, RankGrant
@@ -17,8 +18,7 @@ PROTOCOL_VERSION = 6
 """Of protos/nodes.proto. A node of another version is refused, with both named."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """One sequence, as a node needs it.
 
     `token_ids` after `num_prompt_tokens` were generated before, on a node since lost.
@@ -38,8 +38,7 @@ class Work:
     """The request's span; empty: it is not traced."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reserve:
+class Reserve(NamedTuple):
     work: Work
 
 
@@ -66,8 +65,7 @@ class Source:
     """Index in the sequence of the block that the first offset is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
+class Prefill(NamedTuple):
     work: Work
     target: PeerDescriptor
     grant: Grant | None
@@ -80,8 +78,7 @@ class Prefill:
     """The sequence goes on on this node: nothing is written, and `Tokens` follow `Prefilled`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     request_id: RequestId
     first_token_id: int
     checksums: tuple[int, ...]
@@ -89,8 +86,7 @@ class Start:
     """As in `Prefilled`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(NamedTuple):
     request_id: RequestId
 
 
@@ -126,8 +122,7 @@ class Serve:
 ToNode = Reserve | Lend | Prefill | Start | Release | Fetch | Forget | Serve
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
+class Reserved(NamedTuple):
     request_id: RequestId
     num_matched_blocks: int
     """Leading blocks whose KV the decode node has."""
@@ -146,8 +141,7 @@ class Lent:
     checksums: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillTimes:
+class PrefillTimes(NamedTuple):
     """Where the seconds between Prefill and Prefilled went."""
 
     queue_s: float
@@ -159,8 +153,7 @@ class PrefillTimes:
     """Of `compute_s`: the last stage of a pipeline was not at this request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prefilled:
+class Prefilled(NamedTuple):
     request_id: RequestId
     first_token: SampledToken
     finish_reason: FinishReason | None
@@ -174,8 +167,7 @@ class Prefilled:
     """`Tokens` follow from the same node."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """What one step made of one sequence; the last one has a finish reason."""
 
     request_id: RequestId
@@ -183,8 +175,7 @@ class Tokens:
     finish_reason: FinishReason | None
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(NamedTuple):
     """The request is over on this node, and nothing of it is held there.
 
     `reason` is the name of a class of base/errors.py.

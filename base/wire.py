@@ -55,6 +55,7 @@ _OPERATIONS = {
     Operation.READ: transfer_pb.OPERATION_READ,
     Operation.WRITE: transfer_pb.OPERATION_WRITE,
 }
+_OPERATION_OF = {number: operation for operation, number in _OPERATIONS.items()}
 
 
 def enum_from(kind: Callable[[str], T], value: str, field: str) -> T:
@@ -98,13 +99,13 @@ def grant_to(grant: Grant) -> transfer_pb.Grant:
 
 
 def grant_from(message: transfer_pb.Grant) -> Grant:
-    operations = {number: operation for operation, number in _OPERATIONS.items()}
-    if message.operation not in operations:
+    operation = _OPERATION_OF.get(message.operation)
+    if operation is None:
         raise ProtocolError(f"grant.operation: {message.operation} is not known")
     return Grant(
         segment_id=message.segment_id,
         generation=message.generation,
-        operation=operations[message.operation],
+        operation=operation,
         offsets=tuple(message.offsets),
         length=message.length,
         expires_in_s=message.expires_in_s,
@@ -400,30 +401,23 @@ def from_node(items: Iterable[FromNode]) -> pb.NodeMessage:
 
 def from_node_from(message: pb.NodeMessage) -> list[FromNode]:
     """Unpack a node's message. Failures come last: tokens made before them count."""
-    items: list[FromNode] = [
-        Reserved(
-            RequestId(item.request_id),
-            item.num_matched_blocks,
-            grant_from(item.grant) if item.HasField("grant") else None,
-            tuple(map(rank_grant_from, item.ranks)),
-        )
-        for item in message.reserved
-    ]
-    items += [
-        Lent(RequestId(item.request_id), grant_from(item.grant), tuple(item.checksums))
-        for item in message.lent
-    ]
-    items += [_prefilled_from(item) for item in message.prefilled]
-    items += [
-        Tokens(
-            RequestId(item.request_id),
-            tuple(_token_from(token) for token in item.tokens),
-            _finish_from(item.finish_reason),
-        )
-        for item in message.tokens
-    ]
-    items += [Fetched(RequestId(item.request_id), item.num_blocks) for item in message.fetched]
-    items += [Failed(RequestId(item.request_id), item.reason, item.message) for item in message.failed]
+    # Plain loops: most messages hold one thing, and six lists in lists take twice as long.
+    items: list[FromNode] = []
+    for reserved in message.reserved:
+        grant = grant_from(reserved.grant) if reserved.HasField("grant") else None
+        ranks = tuple(map(rank_grant_from, reserved.ranks))
+        items.append(Reserved(RequestId(reserved.request_id), reserved.num_matched_blocks, grant, ranks))
+    for lent in message.lent:
+        items.append(Lent(RequestId(lent.request_id), grant_from(lent.grant), tuple(lent.checksums)))
+    for prefilled in message.prefilled:
+        items.append(_prefilled_from(prefilled))
+    for made in message.tokens:
+        tokens = tuple([_token_from(token) for token in made.tokens])
+        items.append(Tokens(RequestId(made.request_id), tokens, _finish_from(made.finish_reason)))
+    for fetched in message.fetched:
+        items.append(Fetched(RequestId(fetched.request_id), fetched.num_blocks))
+    for failed in message.failed:
+        items.append(Failed(RequestId(failed.request_id), failed.reason, failed.message))
     return items
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from base.clock import Clock
 from base.errors import (
@@ -30,8 +30,7 @@ from conductor.text_stream import TextStream
 from conductor.tokenizer import Detokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What one event adds to an answer."""
 
     text: str

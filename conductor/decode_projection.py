@@ -7,8 +7,8 @@ still in prefill come in, those decoding now go out. The paper leaves t_d open; 
 the tail of the decode times seen, because a t_d below the tail lets the pool overfill
 and was measured to be worse than no prediction (simulation.md, E8).
 
-Moments are counted in buckets, so a question costs t_d / bucket additions and no more,
-whatever the number of nodes and requests.
+Moments are counted in buckets, so a question costs as many additions as there are buckets with a
+request that has not ended, whatever the number of nodes and requests.
 """
 
 from __future__ import annotations
@@ -66,8 +66,12 @@ class DecodeProjection:
     def at(self, moment_s: float) -> tuple[int, int]:
         """Return (sequences, context tokens) expected to decode at `moment_s`, in all nodes."""
         first, last = int((moment_s - self.decode_s) / BUCKET_S) + 1, int(moment_s / BUCKET_S)
-        found = [self._buckets[key] for key in range(first, last + 1) if key in self._buckets]
-        return sum([sequences for sequences, _ in found]), sum([tokens for _, tokens in found])
+        sequences = tokens = 0
+        for key, bucket in self._buckets.items():
+            if first <= key <= last:
+                sequences += bucket[0]
+                tokens += bucket[1]
+        return sequences, tokens
 
     def observe(self, decode_s: float) -> None:
         """Learn how long one request decoded."""

@@ -2,10 +2,11 @@
 
     place -> Reserve (decode node) -> Prefill (prefill node) -> Start (decode node) -> tokens
 
-The exchanges with the two nodes own everything the request holds there: leaving their
-`with`, for whatever reason, releases it, and there is no second clean-up. KV arrival
-needs no message of its own: the prefill node answers only after its last write was
-acknowledged, so `Start` is sent when the KV is there.
+An `Attempt` owns everything the request holds on its two nodes: leaving its `with`, for
+whatever reason, releases it, and there is no second clean-up. KV arrival needs no message
+of its own: the prefill node answers only after its last write was acknowledged, so `Start`
+is sent when the KV is there. `Prefill` is sent in the turn of the event loop that brought
+`Reserved`, by who delivers it: the request's task need not wake for that.
 
 A node that is lost costs the client nothing but time. The request is placed again, with
 its prompt and the tokens made so far as the new prompt; the random number of a position
@@ -17,10 +18,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple, Protocol, cast
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 from base.block_hash import BlockHash
 from base.clock import Clock
@@ -35,6 +34,7 @@ from base.errors import (
 )
 from base.logs import event
 from base.messages import (
+    Failed,
     Lend,
     Lent,
     Prefill,
@@ -49,6 +49,7 @@ from base.messages import (
 )
 from base.request import Request, RequestId, Role
 from conductor.admission import admit_to_decode
+from conductor.attempt import Attempt, Placed
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
 from conductor.decisions import Actual, Decision, decision
@@ -115,12 +116,6 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
-
-
-class _Placed(NamedTuple):
-    asked: PlacementRequest
-    placement: Placement
-    root: BlockHash
 
 
 class Dispatcher:
@@ -204,11 +199,12 @@ class Dispatcher:
         self._num_running += 1
         try:
             while not run.is_complete:
+                run.begin_attempt()
                 try:
-                    async with aclosing(self._attempt(run)) as pieces:
-                        async for piece in pieces:
-                            run.generated += [token.token_id for token in piece.tokens]
-                            yield piece
+                    with Attempt(run, self._finished) as attempt:
+                        yield await self._first(attempt)
+                        while not run.is_complete:
+                            yield await self._next(run)
                 except (LostError, CapacityError) as error:
                     if not _may_try_again(run, error):
                         if run.generated and isinstance(error, CapacityError):
@@ -218,56 +214,51 @@ class Dispatcher:
         finally:
             self._num_running -= 1
 
-    async def _attempt(self, run: Run) -> AsyncGenerator[Generated, None]:
-        run.begin_attempt()
-        with ExitStack() as held:
-            placed = await self._placed(run, held)
-            asked, placement, work = placed.asked, placed.placement, run.work(placed.root)
-            decode = self._membership.session(placement.decode_node)
-            prefill = self._membership.session(placement.prefill_node)
-            held.callback(run.deadline().cancel)
-            held.enter_context(decode.exchange(run.attempt_id, run.mailbox))
-            if stays := prefill is decode:
-                source = await self._lent(asked.chain, placement, held)
-                decode.send(Prefill(work, decode.info.peer, None, 0, source, stays=True))
-                prefilled = await self._prefilled(run)
-            else:
-                decode.send(Reserve(work))
-                source = await self._lent(asked.chain, placement, held)
-                prefilled = await self._handed_over(run, work, decode, prefill, source)
-            self._was_prefilled(run, asked, placement, prefilled)
-            finish = run.finish_of_first(prefilled)
-            if finish is None and not stays:
+    async def _first(self, attempt: Attempt) -> Generated:
+        """Place the attempt and return its first token."""
+        run = attempt.run
+        asked, placement, root = await self._placed(attempt)
+        work = run.work(root)
+        decode = self._membership.session(placement.decode_node)
+        prefill = self._membership.session(placement.prefill_node)
+        attempt.deadline = run.deadline()
+        attempt.begin(decode, run.attempt_id, run.mailbox)
+        if stays := prefill is decode:
+            source = await self._lent(asked.chain, placement, attempt)
+            decode.send(Prefill(work, decode.info.peer, None, 0, source, stays=True))
+            prefilled = await self._prefilled(run)
+        else:
+            decode.send(Reserve(work))
+            source = await self._lent(asked.chain, placement, attempt)
+            prefilled = await self._handed_over(attempt, work, decode, prefill, source)
+        self._was_prefilled(run, asked, placement, prefilled)
+        finish = run.finish_of_first(prefilled)
+        if finish is None:
+            self._num_streaming += 1
+            attempt.is_streaming = True
+            if not stays:
                 # Before the client is told of the first token: the decode node need not wait for that.
                 token_id, sums, parts = prefilled.first_token.token_id, prefilled.checksums, prefilled.parts
                 decode.send(Start(run.attempt_id, token_id, sums, parts))
-            yield Generated((prefilled.first_token,), finish, run.num_cached_tokens(prefilled))
-            if finish is not None:
-                run.is_complete = True
-                return
-            self._num_streaming += 1
-            held.callback(self._ended_stream)
-            async with aclosing(self._decode(run, prefilled)) as pieces:
-                async for piece in pieces:
-                    yield piece
+        return run.generate((prefilled.first_token,), finish)
 
-    async def _placed(self, run: Run, held: ExitStack) -> _Placed:
-        """Return where the attempt runs, when its turn came; the view counts it for as long as `held`."""
-        placed: list[_Placed] = []
+    async def _placed(self, attempt: Attempt) -> Placed:
+        """Return where the attempt runs, when its turn came; the view counts it until the attempt's end."""
+        run = attempt.run
 
-        def attempt(ahead_s: float) -> bool:
+        def try_to_place(ahead_s: float) -> bool:
             found = self._place(run, ahead_s)
             if found is not None:
                 self._view.placed(found.asked, found.placement, self._clock.now_s())
-                held.push(partial(self._finished, run, found.placement))
-                placed.append(found)
+                attempt.placed = found
             return found is not None
 
         item = run.waiting(self._cost.prefill_s(len(run.token_ids), 0))
-        await self._room.placed(item, attempt, run.first_token_by_s, run.give_up_at_s)
-        return placed[0]
+        await self._room.placed(item, try_to_place, run.first_token_by_s, run.give_up_at_s)
+        assert attempt.placed is not None
+        return attempt.placed
 
-    def _place(self, run: Run, ahead_s: float) -> _Placed | None:
+    def _place(self, run: Run, ahead_s: float) -> Placed | None:
         """Return a placement; None: it has to wait. Others take `ahead_s` before it.
 
         Raises:
@@ -301,7 +292,7 @@ class Dispatcher:
         if isinstance(result, Rejection):
             self._doubt(now_s)
             raise refusal(result, asked.waited_s)
-        return _Placed(asked, result, root)
+        return Placed(asked, result, root)
 
     def _doubt(self, now_s: float) -> None:
         """Believe what was learned less, where requests are refused, a node is idle and nothing is learned:
@@ -328,28 +319,25 @@ class Dispatcher:
             self._observer.first_token(ttft_s, prefilled.times, asked, placement)
         self._room.pump()
 
-    def _finished(
-        self,
-        run: Run,
-        placement: Placement,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        _: object,
-    ) -> None:
+    def _finished(self, attempt: Attempt, error: BaseException | None) -> None:
+        run = attempt.run
+        assert attempt.placed is not None
+        if attempt.is_streaming:
+            self._num_streaming -= 1
         if isinstance(error, ServeError):
-            run.failed_at(placement, error)
+            run.failed_at(attempt.placed.placement, error)
         self._view.finished(
             run.attempt_id, self._clock.now_s(), len(run.generated) if run.is_complete else None
         )
         if run.is_complete:
             end = "finished"
         else:
-            end = kind.__name__ if kind is not None and issubclass(kind, Exception) else "cancelled"
+            end = type(error).__name__ if isinstance(error, Exception) else "cancelled"
         self._observer.ended(run.attempt_id, run.actual(end))
         self._room.pump()
 
-    async def _lent(self, chain: Sequence[Key], placement: Placement, held: ExitStack) -> Source | None:
-        """Return blocks that the prefill node may load, lent for as long as `held`.
+    async def _lent(self, chain: Sequence[Key], placement: Placement, attempt: Attempt) -> Source | None:
+        """Return blocks that the prefill node may load, lent until the attempt's end.
 
         None if placement wants none, or if they cannot be had: they are computed then.
         """
@@ -360,7 +348,7 @@ class Dispatcher:
         mailbox = Mailbox()
         try:
             session = self._membership.session(placement.source_node)
-            held.enter_context(session.exchange(name, mailbox))
+            attempt.begin(session, name, mailbox)
             blocks = cast(Sequence[BlockHash], chain[:end])
             session.send(Lend(name, tuple(blocks), self._request_timeout_s, first))
             async with asyncio.timeout(LEND_TIMEOUT_S):
@@ -380,25 +368,31 @@ class Dispatcher:
         return Source(session.info.peer, lent.grant, lent.checksums, first)
 
     async def _handed_over(
-        self, run: Run, work: Work, decode: NodeSession, prefill: NodeSession, source: Source | None
+        self, attempt: Attempt, work: Work, decode: NodeSession, prefill: NodeSession, source: Source | None
     ) -> Prefilled:
         """Return what one node says of a prompt whose KV another one has by then."""
+        run = attempt.run
+        target = decode.info.peer
+
+        def send(reserved: Reserved) -> None:
+            attempt.is_reserved = True
+            mine, first = work._replace(request_id=run.prefill_id), reserved.num_matched_blocks
+            try:
+                attempt.begin(prefill, mine.request_id, run.mailbox)
+            except LostError as error:
+                run.mailbox.put(Failed(mine.request_id, LostError.__name__, str(error)))
+            else:
+                prefill.send(Prefill(mine, target, reserved.grant, first, source, reserved.ranks))
+
+        run.mailbox.when_reserved(send)
         try:
-            reserved = await run.mailbox.next()
+            return await self._prefilled(run)
         except CapacityError as error:
             # Another conductor was there first: the blocks are the node's to give.
-            if run.num_attempts == MAX_ATTEMPTS:
+            if attempt.is_reserved or run.num_attempts == MAX_ATTEMPTS:
                 raise
             self._view.refused(decode.info.node_id, self._clock.now_s())
             raise StaleError(f"node {decode.info.node_id} has no room any more") from error
-        if not isinstance(reserved, Reserved):
-            raise ProtocolError(f"{type(reserved).__name__} where Reserved was expected")
-        # The exchange ends with the answer: the prefill node keeps nothing then.
-        work = replace(work, request_id=run.prefill_id)
-        with prefill.exchange(work.request_id, run.mailbox):
-            target, first = decode.info.peer, reserved.num_matched_blocks
-            prefill.send(Prefill(work, target, reserved.grant, first, source, reserved.ranks))
-            return await self._prefilled(run)
 
     async def _prefilled(self, run: Run) -> Prefilled:
         prefilled = await run.mailbox.next()
@@ -406,25 +400,17 @@ class Dispatcher:
             raise ProtocolError(f"{type(prefilled).__name__} where Prefilled was expected")
         return prefilled
 
-    async def _decode(self, run: Run, prefilled: Prefilled) -> AsyncGenerator[Generated, None]:
-        """Yield the tokens as they come; those that came while the last were sent, together."""
-        num_cached_tokens = run.num_cached_tokens(prefilled)
-        while True:
-            message = await run.mailbox.next(self._pace_s() - run.since_last_s)
-            if not isinstance(message, Tokens):
-                raise ProtocolError(f"{type(message).__name__} where Tokens was expected")
-            tokens, finish_reason = message.tokens, message.finish_reason
-            for later in run.mailbox.take_tokens():
-                tokens, finish_reason = tokens + later.tokens, later.finish_reason
-            if tokens:
-                self._observer.next_tokens(run.decoded(), len(tokens))
-            run.is_complete = finish_reason is not None
-            yield Generated(tokens, finish_reason, num_cached_tokens)
-            if finish_reason is not None:
-                return
-
-    def _ended_stream(self) -> None:
-        self._num_streaming -= 1
+    async def _next(self, run: Run) -> Generated:
+        """Return the tokens that come next, and with them those that came while the last were sent."""
+        message = await run.mailbox.next(self._pace_s() - run.since_last_s)
+        if not isinstance(message, Tokens):
+            raise ProtocolError(f"{type(message).__name__} where Tokens was expected")
+        tokens, finish_reason = message.tokens, message.finish_reason
+        for later in run.mailbox.take_tokens():
+            tokens, finish_reason = tokens + later.tokens, later.finish_reason
+        if tokens:
+            self._observer.next_tokens(run.decoded(), len(tokens))
+        return run.generate(tokens, finish_reason)
 
     def _pace_s(self) -> float:
         """Return the seconds between two pieces of a stream, so that all streams leave time for the rest."""

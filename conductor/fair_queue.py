@@ -89,6 +89,8 @@ class FairQueue:
 
     def first(self) -> Waiting | None:
         """Return who is next; None: nobody waits."""
+        if not self._waiting:
+            return None
         for tenants in self._lines.values():
             if tenants:
                 line = min(tenants.values(), key=lambda line: (self._given(line[0][2].tenant), line[0]))

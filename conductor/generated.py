@@ -7,14 +7,12 @@ The APIs for clients (`openai.py`, `service.py`) and the life of a request on th
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from base.request import FinishReason, Request, SampledToken
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
+class Generated(NamedTuple):
     """Tokens of one sequence that became known together."""
 
     tokens: tuple[SampledToken, ...]

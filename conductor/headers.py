@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from base.errors import InvalidRequestError
 from base.request import Slo
@@ -21,8 +21,7 @@ TENANT_HEADER = "x-tenant-id"
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(NamedTuple):
     """What is known of who calls, and what it wants of any request."""
 
     arrived_at_s: float

@@ -53,18 +53,15 @@ class Reply:
     async def event(self, events: str) -> None:
         """Send a part of an event stream."""
         async with self._turn:
-            await self._begin_stream()
+            if not self._is_started:
+                await self._start(200, STREAM_HEADERS)
             await self._send({"type": "http.response.body", "body": events.encode(), "more_body": True})
 
     async def end(self, events: str) -> None:
         """Send the last part of an event stream."""
-        await self._begin_stream()
-        await self._send({"type": "http.response.body", "body": events.encode()})
-
-    async def _begin_stream(self) -> None:
-        """Send the head before what is sent first."""
         if not self._is_started:
             await self._start(200, STREAM_HEADERS)
+        await self._send({"type": "http.response.body", "body": events.encode()})
 
     async def fail(self, error: HttpError) -> None:
         """Send an error: as the answer, or as the event that ends a stream.

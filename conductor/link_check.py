@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 from base.block_hash import HASH_BYTES, BlockHash
@@ -76,7 +75,7 @@ class LinkCheck:
             sent = RequestId(f"{work.request_id}.prefill")
             held.enter_context(prefill.exchange(sent, mailbox))
             first, target = reserved.num_matched_blocks, decode.info.peer
-            mine = replace(work, request_id=sent)
+            mine = work._replace(request_id=sent)
             prefill.send(Prefill(mine, target, reserved.grant, first, None, reserved.ranks))
             prefilled = await mailbox.next()
             if not isinstance(prefilled, Prefilled):

@@ -14,7 +14,18 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from base.errors import LostError, error_named
-from base.messages import Failed, Fetched, FromNode, Heartbeat, NodeInfo, Prefilled, Release, Tokens, ToNode
+from base.messages import (
+    Failed,
+    Fetched,
+    FromNode,
+    Heartbeat,
+    NodeInfo,
+    Prefilled,
+    Release,
+    Reserved,
+    Tokens,
+    ToNode,
+)
 from base.request import RequestId
 
 
@@ -31,15 +42,30 @@ class Mailbox:
         self._reader: asyncio.Future[None] | None = None
         self._is_paused = False
         self._is_urgent = False
+        self._when_reserved: Callable[[Reserved], None] | None = None
         self.failed: Failed | None = None
         """What `next` raised an error for."""
 
     def put(self, item: FromNode) -> None:
+        if self._when_reserved is not None and isinstance(item, Reserved):
+            call, self._when_reserved = self._when_reserved, None
+            call(item)
+            return
         self._arrived.append(item)
         if not (isinstance(item, Tokens) and item.finish_reason is None):
             self._is_urgent = True
         if not self._is_paused or self._is_urgent:
             self._wake()
+
+    def when_reserved(self, call: Callable[[Reserved], None]) -> None:
+        """Hand `Reserved` to `call` as it comes, and not to `next`."""
+        self._when_reserved = call
+        if self._arrived and isinstance(self._arrived[0], Reserved):
+            self.put(self._arrived.popleft())
+
+    def close(self) -> None:
+        """Hand nothing to anybody any more."""
+        self._when_reserved = None
 
     async def next(self, pause_s: float = 0.0) -> FromNode:
         """Return the next message; tokens that are not the last ones not before `pause_s`.

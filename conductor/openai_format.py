@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from base.request import FinishReason, SampledToken
 from conductor.completion import Piece
@@ -48,8 +48,7 @@ class Shape:
     whole: Callable[[str], dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What all choices of one call share."""
 
     shape: Shape
@@ -68,7 +67,10 @@ class Answer:
 
     def chunk_ends(self, index: int) -> tuple[str, str]:
         """Return what stands before and after the content of choice `index` in each chunk."""
-        head = to_json(self._head(self.shape.chunk_object_name))[:-1]
+        # By hand: to_json makes an encoder for each object, which takes longer than all else here.
+        answer_id, model = to_json(self.shape.id_prefix + self.answer_id), to_json(self.model_name)
+        name, created_s = self.shape.chunk_object_name, self.created_s
+        head = f'{{"id":{answer_id},"object":"{name}","created":{created_s},"model":{model}'
         usage = ',"usage":null' if self.with_usage else ""
         return f'data: {head},"choices":[{{"index":{index},', f"}}]{usage}}}\n\n"
 
@@ -166,7 +168,11 @@ class Choice:
         if not piece.text and (self._is_plain or not piece.tokens):
             return ""
         content = self._answer.shape.text % to_json(piece.text)
-        details = NO_DETAILS if self._is_plain else to_json(self._details(piece.tokens))[1:-1]
+        details = NO_DETAILS
+        if self._answer.with_logprobs:
+            details = to_json(self._details(piece.tokens))[1:-1]
+        elif self._answer.with_token_ids:
+            details += f',"token_ids":[{",".join(str(token.token_id) for token in piece.tokens)}]'
         return self._chunk(content, details, None)
 
     def _finish(self, reason: FinishReason | None) -> str:

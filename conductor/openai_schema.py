@@ -96,7 +96,7 @@ class _Generation(_Body):
         Field(max_length=MAX_STOP_STRINGS),
         BeforeValidator(_empty_if_null),
         BeforeValidator(_listed),
-    ] = []
+    ] = Field(default_factory=list)  # a list itself would be copied deeply for each body
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
     user: str | None = None
 
@@ -156,7 +156,9 @@ def _prompt_list(value: Any) -> list[str | list[int]]:
     By hand, because pydantic would try one form after the other and report each of a
     million elements that do not fit it.
     """
-    prompts = value if isinstance(value, list) and not _is_token_ids(value) else [value]
+    if _is_token_ids(value):
+        return [value]
+    prompts = value if isinstance(value, list) else [value]
     if prompts and all(isinstance(item, str) or _is_token_ids(item) for item in prompts):
         return prompts
     raise PydanticCustomError("prompt", "Input should be a string, a list of token ids, or a list of these")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
 
 from base.errors import InvalidRequestError, UnknownModelError
 from base.request import MAX_TOP_LOGPROBS, Request, RequestId, SamplingParams, Slo, StopParams
@@ -30,8 +30,7 @@ SEED_RANGE = 1 << 64
 """Seeds are taken modulo this: a client's may be negative."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(NamedTuple):
     """None, or empty: the client did not say."""
 
     temperature: float | None = None
@@ -43,7 +42,7 @@ class Options:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = MappingProxyType({})
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -55,13 +54,12 @@ class Options:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
-    slo: Slo = field(default_factory=Slo)
+    slo: Slo = Slo()
     deadline_s: float | None = None
     traceparent: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TextRequest:
+class TextRequest(NamedTuple):
     """A request, and how its tokens become text."""
 
     request: Request
@@ -75,12 +73,10 @@ class TextRequest:
         """Return the request for another answer to the same prompt: the next seed."""
         request = self.request
         seed = (request.sampling.seed + index) % SEED_RANGE
-        return replace(
-            self,
-            request=replace(
-                request,
+        return self._replace(
+            request=request._replace(
                 request_id=RequestId(f"{request.request_id}-{index}"),
-                sampling=replace(request.sampling, seed=seed),
+                sampling=request.sampling._replace(seed=seed),
             ),
         )
 

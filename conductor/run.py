@@ -8,9 +8,10 @@ from base.block_hash import BlockHash, hash_chain
 from base.clock import Clock
 from base.errors import DeadlineError, ServeError, TransferFailedError
 from base.messages import Failed, Prefilled, Work
-from base.request import FinishReason, NodeId, Request, RequestId, Slo
+from base.request import FinishReason, NodeId, Request, RequestId, SampledToken, Slo
 from conductor.decisions import Actual
 from conductor.fair_queue import Criticality, Waiting, criticality
+from conductor.generated import Generated
 from conductor.nodes import Mailbox
 from conductor.placement import Placement
 
@@ -35,6 +36,7 @@ class Run:
             timeout_s = min(timeout_s, request.deadline_s)
         self._deadline_at_s = self.arrived_at_s + timeout_s
         self._num_cached_tokens: int | None = None
+        """Prompt tokens that were matched when the request first ran."""
         self.is_promised = False
         """Whether it was let wait: see `PlacementRequest`."""
         self._hashed: tuple[int, BlockHash] | None = None
@@ -74,6 +76,8 @@ class Run:
         """Note the attempt's first token; return the request's TTFT if it is its first too."""
         self._first_at_s = self._last_at_s = self._clock.now_s()
         self._prefilled = prefilled
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = prefilled.num_cached_tokens
         if not self.generated:
             self._ttft_s = self._first_at_s - self.arrived_at_s
         return self._ttft_s
@@ -179,11 +183,12 @@ class Run:
         num_tokens = len(self.generated) + 1
         return FinishReason.LENGTH if num_tokens >= self.request.stop.max_tokens else None
 
-    def num_cached_tokens(self, prefilled: Prefilled) -> int:
-        """Return the prompt tokens that were matched when the request first ran."""
-        if self._num_cached_tokens is None:
-            self._num_cached_tokens = prefilled.num_cached_tokens
-        return self._num_cached_tokens
+    def generate(self, tokens: tuple[SampledToken, ...], finish_reason: FinishReason | None) -> Generated:
+        """Take in tokens, and return them as clients are told of them; with a reason they are the last."""
+        assert self._num_cached_tokens is not None
+        self.generated += [token.token_id for token in tokens]
+        self.is_complete = finish_reason is not None
+        return Generated(tokens, finish_reason, self._num_cached_tokens)
 
     def _remaining_s(self) -> float:
         return max(0.0, self._deadline_at_s - self._clock.now_s())

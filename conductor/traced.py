@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 
 from base.errors import ServeError
 from base.request import Request, RequestId
@@ -61,7 +60,7 @@ class TracedDispatcher:
         span = self._spans.begin(request)
         outcome, error, num_tokens = "cancelled", "", 0
         try:
-            asked = replace(request, traceparent=span.traceparent)
+            asked = request._replace(traceparent=span.traceparent)
             async with aclosing(self._inner.generate(asked)) as pieces:
                 async for piece in pieces:
                     if not num_tokens:

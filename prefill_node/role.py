@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from base.clock import Clock
 from base.errors import DeadlineError, LostError
@@ -206,7 +206,7 @@ class PrefillRole:
 def one_token_sequence(work: Work, arrived_at_s: float) -> Sequence:
     """Return the sequence that ends with the first new token of `work`."""
     num_generated = len(work.token_ids) - work.num_prompt_tokens
-    return sequence_of(work, arrived_at_s, replace(work.stop, max_tokens=num_generated + 1))
+    return sequence_of(work, arrived_at_s, work.stop._replace(max_tokens=num_generated + 1))
 
 
 def sequence_of(work: Work, arrived_at_s: float, stop: StopParams) -> Sequence:

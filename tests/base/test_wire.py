@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from base.block_hash import BlockHash
 from base.errors import ProtocolError
-from base.grants import Endpoint, Grant, Operation, PeerDescriptor
+from base.grants import Endpoint, Grant, Operation, PeerDescriptor, RankGrant
+from base.kv_layout import KvPart
 from base.messages import (
     Failed,
     Fetch,
@@ -86,14 +87,18 @@ SOURCES = st.builds(Source, PEERS, GRANTS, st.lists(U64, max_size=4).map(tuple),
 REASONS = st.none() | st.sampled_from(FinishReason)
 ROLES = st.frozensets(st.sampled_from(Role))
 SUMS = st.lists(U64, max_size=4).map(tuple)
+PART = st.builds(KvPart, U32, st.integers(1, 100), U32, st.integers(1, 100))
+PARTS = st.lists(PART, max_size=2).map(tuple)
+RANKS = st.lists(st.builds(RankGrant, PEERS, PART, GRANTS), max_size=2).map(tuple)
+TIMES = st.builds(PrefillTimes, REALS, REALS, REALS, REALS, REALS)
 
 
 @given(
     st.one_of(
         st.builds(Reserve, WORK),
-        st.builds(Prefill, WORK, PEERS, st.none() | GRANTS, U32, st.none() | SOURCES),
+        st.builds(Prefill, WORK, PEERS, st.none() | GRANTS, U32, st.none() | SOURCES, RANKS, st.booleans()),
         st.builds(Lend, st.text(), st.lists(HASHES).map(tuple), REALS, U32),
-        st.builds(Start, st.text(), U32, SUMS),
+        st.builds(Start, st.text(), U32, SUMS, PARTS),
         st.builds(Release, st.text()),
         st.builds(Fetch, st.text(), st.lists(HASHES).map(tuple), SOURCES, U64),
         st.builds(Forget, st.lists(HASHES).map(tuple), U64),
@@ -107,10 +112,8 @@ def test_a_message_to_a_node_arrives_as_it_was_sent(item):
 
 @given(
     st.one_of(
-        st.builds(Reserved, st.text(), U32, st.none() | GRANTS),
-        st.builds(
-            Prefilled, st.text(), TOKENS, REASONS, U32, SUMS, st.builds(PrefillTimes, REALS, REALS, REALS)
-        ),
+        st.builds(Reserved, st.text(), U32, st.none() | GRANTS, RANKS),
+        st.builds(Prefilled, st.text(), TOKENS, REASONS, U32, SUMS, TIMES, PARTS, st.booleans()),
         st.builds(Lent, st.text(), GRANTS, SUMS),
         st.builds(Tokens, st.text(), st.lists(TOKENS, max_size=4).map(tuple), REASONS),
         st.builds(Fetched, st.text(), U32),

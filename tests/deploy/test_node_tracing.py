@@ -1,7 +1,5 @@
 """What a node's messages and transfers become as spans: every one is ended, once, under the right one."""
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +21,7 @@ TOKEN = SampledToken(1)
 
 
 def traced(name="r", parent="client"):
-    return dataclasses.replace(work(name=name), traceparent=parent)
+    return work(name=name)._replace(traceparent=parent)
 
 
 def prefill(name="r", parent="client"):

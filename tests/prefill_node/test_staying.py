@@ -1,7 +1,6 @@
 """A sequence that stays where its prompt was computed: its tokens follow, and nothing is left of it."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -51,7 +50,7 @@ async def test_the_first_token_is_told_and_the_others_follow_it(node):
     ids=["length", "stop token"],
 )
 async def test_one_that_ends_with_its_first_token_tells_no_other(node, stop, reason):
-    ask(node, replace(work(num_tokens=40), stop=stop))
+    ask(node, work(num_tokens=40)._replace(stop=stop))
     await finished(node)
     (only,) = node.sent
     assert (only.first_token.token_id, only.finish_reason, only.stays) == (1, reason, False)
@@ -69,7 +68,7 @@ async def test_the_answers_blocks_are_the_next_turns_prefix(node):
     ask(node, asked)
     await finished(node)
     node.sent.clear()
-    ask(node, replace(asked, request_id="next", token_ids=(*asked.token_ids, *range(1, 20))))
+    ask(node, asked._replace(request_id="next", token_ids=(*asked.token_ids, *range(1, 20))))
     assert (await node.said(Prefilled)).num_cached_tokens == 48
 
 
