@@ -1,10 +1,10 @@
 """The gRPC server of a process, and the border where errors become statuses.
 
-Handlers raise the errors of `base/errors.py`; an interceptor around every handler turns
+Handlers raise the errors of `base/errors.py`; what stands around every handler turns
 them into a status with google.rpc details, by the table there. It is the only place that
 does, and the only one that catches everything: what is no ServeError is a bug, which is
-logged here and told to nobody. The interceptor also writes a handler's stream out by
-itself, because grpc leaves a generator half run when a client goes while it is written to.
+logged here and told to nobody. It also writes a handler's stream out by itself, because
+grpc leaves a generator half run when a client goes while it is written to.
 
 Health answers from a function, so it is right at the moment it is asked; who watches is
 told when `Health.refresh` is called.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -27,7 +27,7 @@ from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from base.errors import (
     ConfigError,
@@ -144,15 +144,18 @@ async def start_server(
     Raises:
         ConfigError: an address cannot be bound.
     """
-    server = grpc.aio.server(interceptors=[_Border(admit)], options=_options(max_message_bytes))
+    server = grpc.aio.server(options=_options(max_message_bytes))
+    border: Any = _Border(admit)
     names = [service.full_name for service in services]
     health = Health(is_serving, names)
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, border)
     for service in services:
-        service.add(server)
-    reflection.enable_server_reflection(
-        [*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME], server
+        service.add(border)
+    shown = [*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
+        reflection.aio.ReflectionServicer(shown), border
     )
+    server.add_generic_rpc_handlers((border,))
     bound = _bind(server, port)
     await server.start()
     return server, bound, health
@@ -235,26 +238,29 @@ async def _end_call(context: Context, error: ServeError, is_streaming: bool) -> 
     context.set_trailing_metadata(trailers)
 
 
-class _Border(grpc.aio.ServerInterceptor):
-    """Stands around every handler of the server."""
+class _Border(grpc.GenericRpcHandler):
+    """Stands around every handler of the server, which knows of no other.
+
+    Not an interceptor: grpc makes coroutines and closures for those, for each call anew.
+    """
 
     def __init__(self, admit: Admit) -> None:
         self._admit = admit
         self._handlers: dict[str, Any] = {}
-        """By method: there are as many as the server has."""
+        """By method."""
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        method = handler_call_details.method
-        if method not in self._handlers:
-            handler: Any = await continuation(handler_call_details)
-            if handler is None:
-                return None
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        return self._handlers.get(handler_call_details.method)
+
+    # What generated code asks of a server that it adds a servicer to.
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """Do nothing: the same handlers are registered by name."""
+
+    def add_registered_method_handlers(self, service_name: str, handlers: Mapping[str, Any]) -> None:
+        for name, handler in handlers.items():
+            method = f"/{service_name}/{name}"
             self._handlers[method] = self._around(handler, method)
-        return self._handlers[method]
 
     def _around(self, handler: Any, method: str) -> Any:
         kinds = {
