@@ -284,7 +284,7 @@ def kernel_variants(memory: torch.Tensor, devices: tuple[int, int]) -> list[dict
     for block in BLOCKS:
         places = np.random.default_rng(5).permutation(np.arange(0, 256 << 20, block))
         lengths = np.full_like(places, block)
-        rows = np.stack((memory.data_ptr() + places, there.data_ptr() + places, lengths))
+        rows = np.stack((memory.data_ptr() + places, lengths, there.data_ptr() + places))
         table = torch.from_numpy(rows).to(devices[0])
         for tile_words, num_warps in ((512, 4), (1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16)):
             rates = []

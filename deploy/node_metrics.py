@@ -9,8 +9,9 @@ from base.messages import PrefillTimes
 from base.metrics import NodeMetrics
 from engine.build import Engine
 from engine.step import StepPlan
-from transfer.batch import Pieces, Priority
+from transfer.batch import Pieces, Priority, Row
 from transfer.router import MEASURED_FROM_BYTES
+from transfer.segment import Segment
 from transfer.transport import Transport
 
 
@@ -68,6 +69,17 @@ class CountedTransport:
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         return self._inner.refusal_or_none(peer, segment_id, device)
 
+    def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
+        begun_s = self._clock.now_s()
+        try:
+            is_over = self._inner.move_now(peer, grant, ours, row)
+        except TransferFailedError:
+            self._failures.inc()
+            raise
+        if is_over:
+            self._arrived(peer, row[2], self._clock.now_s() - begun_s)
+        return is_over
+
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         begun_s = self._clock.now_s()
         try:
@@ -75,11 +87,13 @@ class CountedTransport:
         except TransferFailedError:
             self._failures.inc()
             raise
-        seconds = self._clock.now_s() - begun_s
-        self._bytes.inc(pieces.num_bytes)
+        self._arrived(peer, pieces.num_bytes, self._clock.now_s() - begun_s)
+
+    def _arrived(self, peer: PeerDescriptor, num_bytes: int, seconds: float) -> None:
+        self._bytes.inc(num_bytes)
         self._seconds.observe(seconds)
-        if pieces.num_bytes >= MEASURED_FROM_BYTES and seconds > 0:
-            self._link.labels(peer.node_id, self._inner.name).set(pieces.num_bytes / seconds)
+        if num_bytes >= MEASURED_FROM_BYTES and seconds > 0:
+            self._link.labels(peer.node_id, self._inner.name).set(num_bytes / seconds)
 
     async def close(self) -> None:
         await self._inner.close()

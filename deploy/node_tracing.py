@@ -31,7 +31,8 @@ from base.messages import (
 )
 from base.request import RequestId
 from base.spans import Span, Tracer
-from transfer.batch import Pieces, Priority
+from transfer.batch import Pieces, Priority, Row
+from transfer.segment import Segment
 from transfer.transport import Transport
 
 
@@ -187,6 +188,9 @@ class TracedTransport:
 
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         return self._inner.refusal_or_none(peer, segment_id, device)
+
+    def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
+        return not self._below(grant) and self._inner.move_now(peer, grant, ours, row)
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         below = self._below(grant)

@@ -24,7 +24,7 @@ from base.config import TransferConfig
 from base.errors import ProtocolError, TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from base.logs import event
-from transfer.batch import Pieces, Priority, TransferBatch, plan_pieces, sums_of
+from transfer.batch import Pieces, Priority, TransferBatch, plan_pieces, row_of, sums_of
 from transfer.board import Board
 from transfer.completion import begin, finish_within
 from transfer.holdings import Holdings
@@ -48,6 +48,7 @@ MAX_KEPT_S = 0.001
 
 KNOWN_GRANTS = 128
 """Whose ranges are remembered, at most 1 MiB each."""
+_READ, _WRITE = Operation.READ, Operation.WRITE
 CUT_AFTER_S = 1.0
 """A peer that reaches into a grant this long after its end is disconnected."""
 
@@ -251,7 +252,10 @@ class TransferAgent:
             TransferFailedError: the peer cannot be reached, or the deadline passed.
             ProtocolError: a range lies outside our segment or the grant.
         """
-        await self._move(Operation.WRITE, peer, grant, batch, deadline_s, priority)
+        if not self._moved_now(_WRITE, peer, grant, batch):
+            await self._move(_WRITE, peer, grant, batch, deadline_s, priority)
+        elif self._kept_s > MAX_KEPT_S:
+            await self._let_others_go()
 
     async def read(
         self,
@@ -265,7 +269,10 @@ class TransferAgent:
 
         When it has returned or raised, our memory is no longer written.
         """
-        await self._move(Operation.READ, peer, grant, batch, deadline_s, priority)
+        if not self._moved_now(_READ, peer, grant, batch):
+            await self._move(_READ, peer, grant, batch, deadline_s, priority)
+        elif self._kept_s > MAX_KEPT_S:
+            await self._let_others_go()
 
     async def read_summed(
         self,
@@ -291,6 +298,19 @@ class TransferAgent:
     def totals(self) -> tuple[Totals, ...]:
         """Return what each transport has carried since the start, for metrics."""
         return self._started().totals()
+
+    def _moved_now(
+        self, operation: Operation, peer: PeerDescriptor, grant: Grant, batch: TransferBatch
+    ) -> bool:
+        """Carry out one small request if that needs no waiting: coroutines take longer than its copy."""
+        if grant.operation is not operation or batch.rows.shape[1] != 1:
+            return False
+        begun_s = self._clock.now_s()
+        row = row_of(operation, self._ranges_of(grant), batch)
+        is_over = self._started().move_now(peer, grant, batch.segment, row)
+        if is_over:
+            self._kept_s += self._clock.now_s() - begun_s
+        return is_over
 
     async def _move(
         self,
@@ -324,9 +344,12 @@ class TransferAgent:
                 self._turns.give_back()
         self._kept_s = 0.0 if rest is not None else self._kept_s + self._clock.now_s() - begun_s
         if self._kept_s > MAX_KEPT_S:
-            self._kept_s = 0.0
-            await asyncio.sleep(0)
+            await self._let_others_go()
         return pieces
+
+    async def _let_others_go(self) -> None:
+        self._kept_s = 0.0
+        await asyncio.sleep(0)
 
     async def _in_turn(self, work: Coroutine[Any, Any, None], priority: Priority) -> None:
         try:

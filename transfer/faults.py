@@ -23,10 +23,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
 from base.errors import ServeError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
 from transfer import segment as segments
-from transfer.batch import Pieces, Priority
+from transfer.batch import Pieces, Priority, Row
+from transfer.segment import Segment
 from transfer.transport import Transport
 
 
@@ -66,6 +69,9 @@ class FaultyTransport:
 
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         return self._inner.refusal_or_none(peer, segment_id, device)
+
+    def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
+        return False
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         fault = self._choose()
@@ -117,7 +123,7 @@ def copied(pieces: Pieces) -> Pieces:
     """Return the same pieces over a private copy of their bytes."""
     memory = bytearray().join(pieces.views())
     starts = pieces.lengths.cumsum() - pieces.lengths
-    return Pieces(segments.over(0, memory), starts, pieces.peer_offsets, pieces.lengths)
+    return Pieces(segments.over(0, memory), np.stack((starts, pieces.lengths, pieces.peer_offsets)))
 
 
 def flip_bit(pieces: Pieces) -> None:
@@ -143,12 +149,11 @@ def _misplaced(pieces: Pieces) -> Pieces:
     if len(pieces) == 1:
         pieces = pieces.cut(-(-pieces.num_bytes // 2))
     length = int(pieces.lengths[:2].min())
-    swapped = pieces.peer_offsets.copy()
-    swapped[:2] = swapped[1::-1]
+    numbers = pieces.numbers.copy()
+    numbers[2, :2] = pieces.peer_offsets[1::-1]
     # What the longer of the two has more stays where it is.
-    lengths = pieces.lengths.copy()
-    lengths[:2] = length
-    return Pieces(pieces.segment, pieces.offsets, swapped, lengths)
+    numbers[1, :2] = length
+    return Pieces(pieces.segment, numbers)
 
 
 def _first_half(pieces: Pieces) -> Pieces | None:

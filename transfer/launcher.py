@@ -48,7 +48,7 @@ class CopyStream(Protocol):
         ...
 
     def start(self, num_rows: int, max_bytes: int, by_engine: bool) -> None:
-        """Begin to copy what the first 3 * `num_rows` cells say, [3, num_rows]: source, target, bytes.
+        """Begin to copy what the first 3 * `num_rows` cells say, [3, num_rows]: source, bytes, target.
 
         Args:
             max_bytes: Of the longest row.
@@ -80,23 +80,17 @@ class Slot:
         if 3 * num_rows > len(self._cells):
             self._cells = self._stream.make_cells(6 * num_rows)
         cells = self._cells[: 3 * num_rows]
-        is_aligned = self._fill(cells.reshape(3, num_rows), operation, pieces, peer_base)
+        base, numbers = pieces.segment.address, pieces.numbers
+        if operation is _WRITE:
+            self._bases[0, 0], self._bases[2, 0] = base, peer_base
+        else:
+            self._bases[0, 0], self._bases[2, 0], numbers = peer_base, base, numbers[::-1]
+        np.add(numbers, self._bases, out=cells.reshape(3, num_rows))
+        # What they are sums of mostly tells; not if it is no multiple.
+        is_aligned = pieces.bits is not None and not (pieces.bits | base | peer_base) % ALIGNMENT
         if not is_aligned and int(np.bitwise_or.reduce(cells)) % ALIGNMENT:
             raise ProtocolError(f"GPU copies are of multiples of {ALIGNMENT} bytes")
         self._stream.start(num_rows, pieces.max_length, by_engine)
-
-    def _fill(self, table: Offsets, operation: Operation, pieces: Pieces, peer_base: int) -> bool:
-        """Write the table; return whether all of it is aligned for certain."""
-        base, alike = pieces.segment.address, pieces.alike
-        if alike is None:
-            ours, theirs = table[:2] if operation is _WRITE else table[1::-1]
-            np.add(pieces.offsets, base, out=ours)
-            np.add(pieces.peer_offsets, peer_base, out=theirs)
-            table[2] = pieces.lengths
-            return False
-        self._bases[:2, 0] = (base, peer_base) if operation is _WRITE else (peer_base, base)
-        np.add(alike.rows, self._bases, out=table)
-        return not (alike.bits | base | peer_base) % ALIGNMENT
 
 
 def _rows(pieces: Pieces, by_engine: bool) -> tuple[Pieces, bool]:

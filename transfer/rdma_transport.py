@@ -31,6 +31,7 @@ from transfer.rails import RailHealth
 from transfer.rdma import MAX_RAILS, Ended, QueuePair, Rail, unpack_ends
 from transfer.rdma_pairing import Batch, Call, Lane, Pairing
 from transfer.reactor import Patience
+from transfer.transport import Transport
 
 _ADMISSION = struct.Struct(f"<Q{MAX_RAILS}I")
 """Address of the segment at its owner, and its key on each rail."""
@@ -69,7 +70,7 @@ class RdmaTarget:
             pair.close()
 
 
-class RdmaTransport:
+class RdmaTransport(Transport):
     """The asking side. Owns the pairings with peers; the event loop's."""
 
     name = "rdma"

@@ -16,7 +16,8 @@ from base.clock import Clock
 from base.errors import TransferFailedError
 from base.grants import Grant, PeerDescriptor
 from base.logs import event
-from transfer.batch import Pieces, Priority
+from transfer.batch import Pieces, Priority, Row
+from transfer.segment import Segment
 from transfer.transport import Route, Totals, Transport
 
 PRIOR_BYTES_PER_S = {"cuda_ipc": 300e9, "rdma": 20e9, "shm": 4e9, "tcp": 2e9}
@@ -53,6 +54,10 @@ class _Totals:
     failures: int = 0
 
 
+_Way = tuple[Transport, _Record, _Totals]
+_NEVER: tuple[float, list[_Way]] = (0.0, [])
+
+
 class Router:
     """Owns the transports and what is known of each path. One event loop calls it."""
 
@@ -65,7 +70,7 @@ class Router:
         self._clock = clock
         self._totals = {name: _Totals() for name in self._transports}
         self._records: dict[tuple[str, str], _Record] = {}
-        self._lately: dict[_Path, tuple[float, list[str]]] = {}
+        self._lately: dict[_Path, tuple[float, list[_Way]]] = {}
 
     def choose(self, peer: PeerDescriptor, segment_id: int, device: int | None = None) -> Route:
         """Return the route; raises TransferFailedError if nothing reaches the segment."""
@@ -80,30 +85,37 @@ class Router:
             refused.append((other, "slower" if is_rested else "failed lately"))
         return Route(names[0], reason, record.bytes_per_s, tuple(refused))
 
+    def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
+        """Carry out a batch of one piece at once, if the best transport can. False: nothing was done."""
+        ways = self._ways(peer, grant.segment_id, ours.device)
+        transport, record, totals = ways[0]
+        begun_s = self._clock.now_s() if row[2] >= MEASURED_FROM_BYTES else 0.0
+        try:
+            if not transport.move_now(peer, grant, ours, row):
+                return False
+        except TransferFailedError as error:
+            self._failed(ways, ways[0], error)
+            return False
+        self._arrived(record, totals, row[2], begun_s)
+        return True
+
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         """Carry out one batch; raises as `Transport.move`.
 
         Where a transport fails, the next takes the batch from its beginning: it puts the
         same bytes in the same places, and the grant is checked again.
         """
-        names = self._names(peer, grant.segment_id, pieces)
         num_bytes = pieces.num_bytes
-        for name in names:
-            record, totals = self._record(peer, name), self._totals[name]
+        ways = self._ways(peer, grant.segment_id, pieces.segment.device)
+        for way in ways:
+            transport, record, totals = way
             begun_s = self._clock.now_s() if num_bytes >= MEASURED_FROM_BYTES else 0.0
             try:
-                await self._transports[name].move(peer, grant, pieces, priority)
+                await transport.move(peer, grant, pieces, priority)
             except TransferFailedError as error:
-                self._count_failure(record, totals)
-                if name is names[-1]:
-                    raise
-                event(log, "transport failed", level=logging.WARNING, transport=name, reason=error)
+                self._failed(ways, way, error)
                 continue
-            record.failures = 0
-            totals.batches += 1
-            totals.num_bytes += num_bytes
-            if num_bytes >= MEASURED_FROM_BYTES and (elapsed_s := self._clock.now_s() - begun_s) > 0:
-                record.bytes_per_s += _WEIGHT * (num_bytes / elapsed_s - record.bytes_per_s)
+            self._arrived(record, totals, num_bytes, begun_s)
             return
 
     def totals(self) -> tuple[Totals, ...]:
@@ -117,26 +129,39 @@ class Router:
         for transport in self._transports.values():
             await transport.close()
 
-    def _count_failure(self, record: _Record, totals: _Totals) -> None:
+    def _arrived(self, record: _Record, totals: _Totals, num_bytes: int, begun_s: float) -> None:
+        record.failures = 0
+        totals.batches += 1
+        totals.num_bytes += num_bytes
+        if num_bytes >= MEASURED_FROM_BYTES and (elapsed_s := self._clock.now_s() - begun_s) > 0:
+            record.bytes_per_s += _WEIGHT * (num_bytes / elapsed_s - record.bytes_per_s)
+
+    def _failed(self, ways: list[_Way], way: _Way, error: TransferFailedError) -> None:
+        """Count a failure; raise it if there is no other way."""
+        transport, record, totals = way
         cooldown_s = min(MAX_COOLDOWN_S, COOLDOWN_S * 2**record.failures)
         record.failures += 1
         record.rests_until_s = self._clock.now_s() + cooldown_s
         totals.failures += 1
         self._lately.clear()
+        if way is ways[-1]:
+            raise error
+        event(log, "transport failed", level=logging.WARNING, transport=transport.name, reason=error)
 
-    def _names(self, peer: PeerDescriptor, segment_id: int, pieces: Pieces) -> list[str]:
+    def _ways(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> list[_Way]:
         """Return the transports to try, in order; raises TransferFailedError if there is none."""
-        device, now_s = pieces.segment.device, self._clock.now_s()
+        now_s = self._clock.now_s()
         path = (peer.node_id, peer.epoch, segment_id, device)
-        until_s, names = self._lately.get(path, (0.0, []))
+        until_s, ways = self._lately.get(path, _NEVER)
         if until_s <= now_s:
             if len(self._lately) >= MAX_PATHS:
                 self._lately.clear()
             names, _ = self._ranked(peer, segment_id, device)
             if not names:
                 self.choose(peer, segment_id, device)
-            self._lately[path] = (now_s + RANKED_FOR_S, names)
-        return names
+            ways = [(self._transports[name], self._record(peer, name), self._totals[name]) for name in names]
+            self._lately[path] = (now_s + RANKED_FOR_S, ways)
+        return ways
 
     def _ranked(
         self, peer: PeerDescriptor, segment_id: int, device: int | None

@@ -13,8 +13,9 @@ import asyncio
 
 from base.errors import TransferFailedError
 from base.grants import Grant, PeerDescriptor
-from transfer.batch import Pieces, Priority
+from transfer.batch import Pieces, Priority, Row
 from transfer.mapped import MappedPeers
+from transfer.segment import Segment
 from transfer.shm_copy import KEPT_BYTES, SUMMED_STEP_BYTES, Copiers, Copy, copy_here
 
 INLINE_BYTES = KEPT_BYTES
@@ -48,20 +49,27 @@ class ShmTransport:
         is_shown = mapped.board.shows(segment_id, on_device=False)
         return None if is_shown else "the peer's segment is not shared host memory"
 
+    def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
+        if row[2] > INLINE_BYTES:
+            return False
+        copy_here(self._peers.latest(peer), grant, ours.memory, (row,))
+        return True
+
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         pieces = pieces.merged()
         if pieces.num_bytes <= INLINE_BYTES and not pieces.wants_sums:
-            copy_here(self._peers.latest(peer), grant, pieces)
+            copy_here(self._peers.latest(peer), grant, pieces.segment.memory, pieces.rows())
             return
         if pieces.num_bytes <= SUMMED_STEP_BYTES:
             Copy(self._peers.latest(peer), grant, pieces).run()
             return
         if pieces.num_bytes <= IN_TURNS_BYTES and priority is Priority.FOREGROUND and not pieces.wants_sums:
+            ours = pieces.segment.memory
             *groups, last = pieces.grouped(TURN_BYTES, pieces.num_bytes)
             for group in groups:
-                copy_here(self._peers.latest(peer), grant, group)
+                copy_here(self._peers.latest(peer), grant, ours, group.rows())
                 await asyncio.sleep(0)
-            copy_here(self._peers.latest(peer), grant, last)
+            copy_here(self._peers.latest(peer), grant, ours, last.rows())
             return
         mapped = self._peers.mapped(peer)
         mapped.num_copies += 1

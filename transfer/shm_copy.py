@@ -26,6 +26,7 @@ from transfer.batch import Pieces, Priority, Row
 from transfer.completion import Completion
 from transfer.mapped import MappedPeer
 
+_READ = Operation.READ
 KEPT_BYTES = 4 << 20
 """So much at most is copied without letting others have the interpreter: 0.3 to 0.5 ms."""
 STEP_BYTES = 256 << 20
@@ -39,11 +40,11 @@ SUMMED_STEP_BYTES = 1 << 20
 cache holds. In quarters of it the interpreter would be asked for four times as often, for 2 %."""
 
 
-def copy_here(peer: MappedPeer, grant: Grant, pieces: Pieces) -> None:
+def copy_here(peer: MappedPeer, grant: Grant, ours: memoryview, rows: Iterable[Row]) -> None:
     """Copy a small batch on the event loop, or raise; see `Transport.move`."""
-    theirs, ours = peer.board.memory_of(grant.segment_id), pieces.segment.memory
+    theirs = peer.board.memory_of(grant.segment_id)
     peer.board.keep(grant)
-    _assign(theirs, ours, pieces.rows(), grant.operation is Operation.READ)
+    _assign(theirs, ours, rows, grant.operation is _READ)
     _require_alive(peer)
 
 

@@ -18,9 +18,10 @@ from transfer.express import ExpressLink, Single
 from transfer.frame import MAX_FRAME_BYTES, MAX_RANGES, SMALL_BYTES
 from transfer.reactor import Poller, Reactor
 from transfer.tcp_link import Frame, LinkState, TcpLink, frame_of
+from transfer.transport import Transport
 
 
-class TcpTransport:
+class TcpTransport(Transport):
     """Owns the connections to peers. The event loop calls it."""
 
     name = "tcp"

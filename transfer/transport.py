@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from base.grants import Endpoint, Grant, PeerDescriptor
-from transfer.batch import Pieces, Priority
+from transfer.batch import Pieces, Priority, Row
+from transfer.segment import Segment
 
 
 class Transport(Protocol):
@@ -33,6 +34,13 @@ class Transport(Protocol):
         `device`: the CUDA device that ours is on; None: the host.
         """
         ...
+
+    def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
+        """Carry out a batch of one piece before returning, where that takes no waiting; raises as `move`.
+
+        False: nothing was done, it is for `move`. So are all batches of most transports.
+        """
+        return False
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         """Carry out the grant's operation on every piece.

@@ -23,10 +23,10 @@ assert source_base % 16 == 0 and target_base % 16 == 0
 rows, places = [], rng.sample(range(16), 12)
 for place in places:
     start, length = 4096 * rng.randrange(15), 16 * rng.randrange(1, 256)
-    rows.append([source_base + start, target_base + 4096 * place, length])
+    rows.append([source_base + start, length, target_base + 4096 * place])
     expected[4096 * place : 4096 * place + length] = source[start : start + length]
 table = torch.tensor(rows).T.contiguous()
-copy_ranges(table, len(rows), max(row[2] for row in rows), tile_words=64)
+copy_ranges(table, len(rows), max(row[1] for row in rows), tile_words=64)
 assert torch.equal(target, expected)
 """
 

@@ -35,14 +35,14 @@ class HostStream:
     def start(self, num_rows, max_bytes, by_engine):
         assert not by_engine
         self.rows = self.cells[: 3 * num_rows].reshape(3, num_rows).T.tolist()
-        assert max(length for _, _, length in self.rows) == max_bytes <= ROW_BYTES
+        assert max(length for _, length, _ in self.rows) == max_bytes <= ROW_BYTES
         self.started.append(num_rows)
 
     def wait(self):
         self.gate.wait(10)
         if self.failure is not None:
             raise self.failure
-        for source, target, length in self.rows:
+        for source, length, target in self.rows:
             ctypes.memmove(target, source, length)
 
 
@@ -72,7 +72,7 @@ async def test_rows_say_what_was_asked_for(operation: Operation, length: int | s
     pieces = pieces_of(operation, ours, sources, targets, lengths)
     source, target = (ours, theirs) if operation is Operation.WRITE else (theirs, ours)
     expected = bytearray(target.memory)
-    for begin, end, size in batch_of(ours, sources, targets, lengths).rows.T.tolist():
+    for begin, size, end in batch_of(ours, sources, targets, lengths).rows.T.tolist():
         expected[end : end + size] = source.memory[begin : begin + size]
     streams: list[HostStream] = []
     launcher = launcher_of(streams)

@@ -114,7 +114,7 @@ async def bed() -> AsyncIterator[Bed]:
 def submit(pairing: Pairing, name: int, num_works: int, priority: Priority = Priority.FOREGROUND) -> Batch:
     batch = Batch(True, SEGMENT, 0, [name, name])
     places = np.arange(num_works, dtype=np.int64) * WORK_BYTES
-    pieces = Pieces(SEGMENT, places, places, np.full(num_works, WORK_BYTES, np.int64))
+    pieces = Pieces(SEGMENT, np.stack((places, np.full(num_works, WORK_BYTES), places)))
     pairing.add(batch, pieces, priority)
     return batch
 
@@ -198,8 +198,7 @@ async def test_an_end_that_is_there_at_once_needs_no_wake_up_and_a_later_one_wak
     peer = PeerDescriptor("peer", EPOCH, (Endpoint("rdma", bed.server.address),))
     segment = bed.holdings.allocate(64)
     grant = bed.holdings.grant(segment, [0], 64, Operation.WRITE, 10.0)
-    at_start = np.zeros(1, np.int64)
-    pieces = Pieces(SEGMENT, at_start, at_start, np.full(1, 16, np.int64))
+    pieces = Pieces(SEGMENT, np.array([[0], [16], [0]]))
     rail = bed.rails[0]
     rail.is_prompt = is_prompt
     moving = asyncio.ensure_future(transport.move(peer, grant, pieces, Priority.FOREGROUND))

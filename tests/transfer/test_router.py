@@ -7,15 +7,13 @@ from base.clock import ManualClock
 from base.errors import StaleError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
 from transfer import segment as segments
-from transfer.batch import Pieces, Priority
-from transfer.router import COOLDOWN_S, MEASURED_FROM_BYTES, RANKED_FOR_S, Router
+from transfer.batch import Pieces, Priority, Row
+from transfer.router import COOLDOWN_S, MEASURED_FROM_BYTES, PRIOR_BYTES_PER_S, RANKED_FOR_S, Router
+from transfer.segment import Segment
 
 PEER = PeerDescriptor("peer", 1, ())
 GRANT = Grant(5, 1, Operation.WRITE, (0,), MEASURED_FROM_BYTES, 1.0)
-AT_START = np.zeros(1, np.int64)
-PIECES = Pieces(
-    segments.over(1, bytearray(MEASURED_FROM_BYTES)), AT_START, AT_START, np.array([MEASURED_FROM_BYTES])
-)
+PIECES = Pieces(segments.over(1, bytearray(MEASURED_FROM_BYTES)), np.array([[0], [MEASURED_FROM_BYTES], [0]]))
 
 
 class Stub:
@@ -27,12 +25,21 @@ class Stub:
         self.seconds = seconds
         self.refusal: str | None = None
         self.error: Exception | None = None
+        self.is_immediate = False
         self.moves = 0
 
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         return self.refusal
 
+    def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
+        if self.is_immediate:
+            self._moved()
+        return self.is_immediate
+
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
+        self._moved()
+
+    def _moved(self) -> None:
         self.moves += 1
         self.clock.advance(self.seconds)
         if self.error is not None:
@@ -144,3 +151,33 @@ async def test_totals_count_what_was_carried_and_what_failed(router: Router, shm
     await send(router)
     totals = {each.transport: (each.batches, each.num_bytes, each.failures) for each in router.totals()}
     assert totals == {"tcp": (1, MEASURED_FROM_BYTES, 0), "shm": (0, 0, 1)}
+
+
+def send_now(router: Router) -> bool:
+    return router.move_now(PEER, GRANT, PIECES.segment, (0, 0, MEASURED_FROM_BYTES))
+
+
+async def test_a_small_batch_is_over_at_once_where_its_transport_can_and_is_counted_as_any(
+    router: Router, shm: Stub, tcp: Stub
+) -> None:
+    assert not send_now(router)
+    shm.is_immediate = True
+    assert send_now(router)
+    assert (shm.moves, tcp.moves) == (1, 0)
+    assert [each.batches for each in router.totals()] == [0, 1]
+    assert router.choose(PEER, 5).bytes_per_s != PRIOR_BYTES_PER_S["shm"]
+
+
+async def test_a_small_batch_whose_transport_fails_goes_on_by_the_next_or_raises(
+    router: Router, shm: Stub, tcp: Stub, clock: ManualClock
+) -> None:
+    shm.is_immediate, shm.error = True, TransferFailedError("broken")
+    assert not send_now(router)
+    await send(router)
+    assert (shm.moves, tcp.moves) == (1, 1)
+    alone = Router([shm], clock)
+    with pytest.raises(TransferFailedError, match="broken"):
+        send_now(alone)
+    shm.error = StaleError("revoked")
+    with pytest.raises(StaleError):
+        send_now(alone)

@@ -10,7 +10,7 @@ import pytest
 
 from base.clock import SystemClock
 from base.config import TransferConfig
-from base.errors import StaleError
+from base.errors import ProtocolError, StaleError
 from base.grants import Grant, Operation
 from transfer.agent import TransferAgent
 from transfer.batch import Priority, batch_of
@@ -119,3 +119,44 @@ async def test_what_a_request_waits_for_is_copied_before_and_amid_what_nobody_wa
             await asyncio.sleep(0)
             gate.set()
     assert steps == [BACKGROUND_STEP_BYTES, IN_TURNS_BYTES + 1] + [BACKGROUND_STEP_BYTES] * 5
+
+
+@pytest.mark.parametrize("operation", Operation)
+async def test_one_small_request_is_carried_out_at_once_and_refused_as_any_other(
+    operation: Operation,
+) -> None:
+    async with pair() as (owner, asker):
+        theirs, ours = owner.allocate(2 * BLOCK), asker.allocate(2 * BLOCK)
+        source, target = (ours, theirs) if operation is Operation.WRITE else (theirs, ours)
+        source.memory[:] = b"\7" * source.num_bytes
+        grant = owner.grant(theirs, [0], BLOCK, operation, 10.0)
+        move = asker.write if operation is Operation.WRITE else asker.read
+
+        def moved(offset: int) -> None:
+            """Nothing else runs before it is over."""
+            with pytest.raises(StopIteration):
+                move(owner.descriptor, grant, batch_of(ours, [offset], [offset], 16)).send(None)
+
+        moved(BLOCK - 16)
+        assert target.memory == bytes(BLOCK - 16) + b"\7" * 16 + bytes(BLOCK)
+        for outside in (BLOCK - 15, -16, 2 * BLOCK):
+            with pytest.raises(ProtocolError):
+                moved(outside)
+        await owner.revoke(grant)
+        with pytest.raises(StaleError):
+            moved(0)
+        assert target.memory[0] == 0
+
+
+async def test_small_requests_leave_the_loop_to_others_after_a_millisecond() -> None:
+    async with pair() as (owner, asker):
+        target, source = owner.allocate(INLINE_BYTES), asker.allocate(INLINE_BYTES)
+        grant = owner.grant(target, [0], INLINE_BYTES, Operation.WRITE, 10.0)
+        batch = batch_of(source, [0], [0], INLINE_BYTES)
+        others: list[None] = []
+        asyncio.get_running_loop().call_soon(others.append, None)
+        num_batches = 0
+        while not others:
+            await asker.write(owner.descriptor, grant, batch)
+            num_batches += 1
+        assert num_batches < 1000

@@ -1,6 +1,6 @@
 """Copy many scattered ranges with one kernel.
 
-Definition: for each column (source, target, length) of the table, copy `length` bytes from
+Definition: for each column (source, length, target) of the table, copy `length` bytes from
 address `source` to address `target`. Addresses are whatever this GPU can reach: its
 own memory, a peer GPU's, imported, or pinned host memory. Rows do not overlap.
 
@@ -27,8 +27,8 @@ def copy_ranges_kernel(table, num_rows, tile_words: tl.constexpr):
     """table: [3, rows] int64, see the head of the file. One program moves one tile of one row."""
     row = table + tl.program_id(0)
     source = tl.multiple_of(tl.load(row), 16).to(tl.pointer_type(tl.int64))
-    target = tl.multiple_of(tl.load(row + num_rows), 16).to(tl.pointer_type(tl.int64))
-    num_words = tl.multiple_of(tl.load(row + 2 * num_rows) // 8, 2)
+    num_words = tl.multiple_of(tl.load(row + num_rows) // 8, 2)
+    target = tl.multiple_of(tl.load(row + 2 * num_rows), 16).to(tl.pointer_type(tl.int64))
     at = tl.program_id(1).to(tl.int64) * tile_words + tl.arange(0, tile_words)
     inside = at < num_words
     tl.store(target + at, tl.load(source + at, mask=inside), mask=inside)
