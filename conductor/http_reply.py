@@ -14,7 +14,6 @@ from typing import Any
 
 from starlette.types import Receive, Send
 
-from base.errors import ServeError
 from conductor.openai_errors import HttpError
 
 BODY_TIMEOUT_S = 30.0
@@ -95,20 +94,24 @@ async def read_body(receive: Receive, declared_bytes: int, max_bytes: int) -> by
     too_long = BodyError(413, f"the body is longer than {max_bytes} bytes")
     if declared_bytes > max_bytes:
         raise too_long
-    body = bytearray()
+    body, alarm = bytearray(), _Alarm()
+    timer = asyncio.get_running_loop().call_later(BODY_TIMEOUT_S, alarm.ring)
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError
-                body += message.get("body", b"")
-                if len(body) > max_bytes:
-                    raise too_long
-                if not message.get("more_body"):
-                    return bytes(body)
-    except TimeoutError:
-        raise BodyError(408, f"the body took longer than {BODY_TIMEOUT_S:g} s") from None
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            body += message.get("body", b"")
+            if len(body) > max_bytes:
+                raise too_long
+            if not message.get("more_body"):
+                return bytes(body)
+    except asyncio.CancelledError:
+        if alarm.cancelled_alone():
+            raise BodyError(408, f"the body took longer than {BODY_TIMEOUT_S:g} s") from None
+        raise
+    finally:
+        timer.cancel()
 
 
 class BodyError(Exception):
@@ -128,40 +131,49 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
         ClientGoneError: the client left; `work` was cancelled.
         Exception: what `work` raised.
     """
-    try:
-        async with asyncio.TaskGroup() as group:
-            watches: list[asyncio.Task[None]] = []
+    watching: list[asyncio.Task[None]] = []
 
-            def watch() -> None:
-                watches.append(group.create_task(_raise_when_gone(receive)))
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        alarm.ring()
 
-            later = asyncio.get_running_loop().call_later(WATCH_AFTER_S, watch)
-            try:
-                error = await _error_of(work)
-            finally:
-                later.cancel()
-            for watching in watches:
-                watching.cancel()
-    except BaseExceptionGroup as failed:
-        raise first_failure(failed) from None
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error
-
-
-async def _error_of(work: Coroutine[Any, Any, None]) -> ServeError | None:
-    """Do `work`; return what it raised, if a client is to be told of that.
-
-    Raised within a group it would be in a ring of references with the group's own error, and with it all
-    that the request held: ten times too much load would wait for the garbage collector, 0.1 s at a time.
-    """
+    alarm = _Alarm()
+    loop = asyncio.get_running_loop()
+    later = loop.call_later(WATCH_AFTER_S, lambda: watching.append(loop.create_task(watch())))
     try:
         await work
-    except ServeError as error:
-        return error
-    return None
+    except asyncio.CancelledError:
+        if alarm.cancelled_alone():
+            raise ClientGoneError from None
+        raise
+    finally:
+        later.cancel()
+        for task in watching:
+            task.cancel()
+
+
+class _Alarm:
+    """Cancels the task that made it.
+
+    Neither a task group nor asyncio's timeout, which each take as long as to read a body does; and an error
+    raised within a group is in a ring of references with the group's own, and with it all that the request
+    held: ten times too much load would wait for the garbage collector, 0.1 s at a time.
+    """
+
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self._has_rung = False
+
+    def ring(self) -> None:
+        assert self._task is not None
+        self._has_rung = True
+        self._task.cancel()
+
+    def cancelled_alone(self) -> bool:
+        """Return whether the task, which was cancelled, was by this and by nobody else; ask once."""
+        assert self._task is not None
+        return self._has_rung and not self._task.uncancel()
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -178,9 +190,3 @@ def first_failure(failed: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the exception that brought a task group down."""
     first = failed.exceptions[0]
     return first_failure(first) if isinstance(first, BaseExceptionGroup) else first
-
-
-async def _raise_when_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    raise ClientGoneError

@@ -164,11 +164,11 @@ class Generation:
                 self._run_beside(choice, one, stream, ahead[at // n], at % n == 0)
                 for at, (choice, one) in enumerate(zip(choices, asked, strict=True))
             )
-        used = _usage(prompts, choices, n)
         if body.stream:
-            await reply.end(last + (answer.usage_event(used) if answer.with_usage else "") + DONE)
+            told = answer.usage_event(_usage(prompts, choices, n)) if answer.with_usage else ""
+            await reply.end(last + told + DONE)
         else:
-            await reply.whole(200, answer.body(choices, used))
+            await reply.whole(200, answer.body(choices, _usage(prompts, choices, n)))
 
     async def _run_beside(
         self,

@@ -105,6 +105,8 @@ class WaitingRoom:
 
     def pump(self) -> None:
         """Try who waits, in order, until one has to wait on."""
+        if not self._tickets:
+            return
         self._note_roles()
         while (item := self._queue.first()) is not None:
             ticket = self._tickets[item.request_id]
