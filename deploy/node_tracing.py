@@ -189,6 +189,10 @@ class TracedTransport:
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         return self._inner.refusal_or_none(peer, segment_id, device)
 
+    @property
+    def now_bytes(self) -> int:
+        return self._inner.now_bytes
+
     def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
         return not self._below(grant) and self._inner.move_now(peer, grant, ours, row)
 

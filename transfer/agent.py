@@ -303,11 +303,12 @@ class TransferAgent:
         self, operation: Operation, peer: PeerDescriptor, grant: Grant, batch: TransferBatch
     ) -> bool:
         """Carry out one small request if that needs no waiting: coroutines take longer than its copy."""
-        if grant.operation is not operation or batch.rows.shape[1] != 1:
+        router = self._started()
+        if not router.now_bytes or grant.operation is not operation or batch.rows.shape[1] != 1:
             return False
         begun_s = self._clock.now_s()
         row = row_of(operation, self._ranges_of(grant), batch)
-        is_over = self._started().move_now(peer, grant, batch.segment, row)
+        is_over = router.move_now(peer, grant, batch.segment, row)
         if is_over:
             self._kept_s += self._clock.now_s() - begun_s
         return is_over

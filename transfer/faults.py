@@ -70,6 +70,11 @@ class FaultyTransport:
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         return self._inner.refusal_or_none(peer, segment_id, device)
 
+    @property
+    def now_bytes(self) -> int:
+        """None: a fault takes time."""
+        return 0
+
     def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
         return False
 

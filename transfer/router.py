@@ -68,6 +68,8 @@ class Router:
         self._absent = dict(absent or {})
         self._transports = {transport.name: transport for transport in transports}
         self._clock = clock
+        self.now_bytes = max((transport.now_bytes for transport in transports), default=0)
+        """Pieces of more are not for `move_now`, whatever the peer."""
         self._totals = {name: _Totals() for name in self._transports}
         self._records: dict[tuple[str, str], _Record] = {}
         self._lately: dict[_Path, tuple[float, list[_Way]]] = {}
@@ -91,7 +93,7 @@ class Router:
         transport, record, totals = ways[0]
         begun_s = self._clock.now_s() if row[2] >= MEASURED_FROM_BYTES else 0.0
         try:
-            if not transport.move_now(peer, grant, ours, row):
+            if row[2] > transport.now_bytes or not transport.move_now(peer, grant, ours, row):
                 return False
         except TransferFailedError as error:
             self._failed(ways, ways[0], error)

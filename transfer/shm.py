@@ -31,6 +31,7 @@ class ShmTransport:
     """Owns the mappings of peers' memory and the threads that copy."""
 
     name = "shm"
+    now_bytes = INLINE_BYTES
 
     def __init__(self) -> None:
         self._peers = MappedPeers()
@@ -50,8 +51,6 @@ class ShmTransport:
         return None if is_shown else "the peer's segment is not shared host memory"
 
     def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
-        if row[2] > INLINE_BYTES:
-            return False
         copy_here(self._peers.latest(peer), grant, ours.memory, (row,))
         return True
 

@@ -35,10 +35,15 @@ class Transport(Protocol):
         """
         ...
 
-    def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
-        """Carry out a batch of one piece before returning, where that takes no waiting; raises as `move`.
+    @property
+    def now_bytes(self) -> int:
+        """The most bytes of a piece that `move_now` is asked for."""
+        return 0
 
-        False: nothing was done, it is for `move`. So are all batches of most transports.
+    def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
+        """Carry out a batch of one small piece before returning; raises as `move`.
+
+        False: nothing was done, it is for `move`.
         """
         return False
 

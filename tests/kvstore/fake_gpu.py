@@ -37,8 +37,7 @@ class _Transport:
             return self._inner.refusal_or_none(peer, segment_id, device)
         return None if self._peers.mapped(peer).board.shows(segment_id, on_device=False) else "no host memory"
 
-    def move_now(self, peer, grant, ours, row):
-        return False
+    now_bytes = 0
 
     async def move(self, peer, grant, pieces, priority):
         if pieces.segment.device is None:

@@ -74,8 +74,7 @@ class Carriage:
     async def close(self):
         pass
 
-    def move_now(self, peer, grant, ours, row):
-        return False
+    now_bytes = 0
 
     async def move(self, peer, grant, pieces, priority):
         theirs, pieces = self.wires.peers[peer.address_or_none(NAME)], pieces.merged()

@@ -25,16 +25,15 @@ class Stub:
         self.seconds = seconds
         self.refusal: str | None = None
         self.error: Exception | None = None
-        self.is_immediate = False
+        self.now_bytes = 0
         self.moves = 0
 
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         return self.refusal
 
     def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
-        if self.is_immediate:
-            self._moved()
-        return self.is_immediate
+        self._moved()
+        return True
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         self._moved()
@@ -161,7 +160,7 @@ async def test_a_small_batch_is_over_at_once_where_its_transport_can_and_is_coun
     router: Router, shm: Stub, tcp: Stub
 ) -> None:
     assert not send_now(router)
-    shm.is_immediate = True
+    shm.now_bytes = MEASURED_FROM_BYTES
     assert send_now(router)
     assert (shm.moves, tcp.moves) == (1, 0)
     assert [each.batches for each in router.totals()] == [0, 1]
@@ -171,7 +170,7 @@ async def test_a_small_batch_is_over_at_once_where_its_transport_can_and_is_coun
 async def test_a_small_batch_whose_transport_fails_goes_on_by_the_next_or_raises(
     router: Router, shm: Stub, tcp: Stub, clock: ManualClock
 ) -> None:
-    shm.is_immediate, shm.error = True, TransferFailedError("broken")
+    shm.now_bytes, shm.error = MEASURED_FROM_BYTES, TransferFailedError("broken")
     assert not send_now(router)
     await send(router)
     assert (shm.moves, tcp.moves) == (1, 1)
