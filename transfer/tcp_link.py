@@ -24,7 +24,7 @@ from transfer.batch import Pieces, Priority
 from transfer.frame import Header, Kind, pack, pack_ack, refusal_error, table_of
 from transfer.reactor import WRITABLE, Poller
 from transfer.stream import FrameStream, Incoming
-from transfer.tcp_socket import tune
+from transfer.tcp_socket import limit_on_host, tune
 
 MAX_IN_FLIGHT = 4
 """Frames sent and not answered: 16 MiB, what a 100 Gb/s link holds in 1.3 ms. What is urgent
@@ -217,6 +217,7 @@ class TcpLink:
         if code:
             self._fail(TransferFailedError(f"cannot connect to {self._address}: {os.strerror(code)}"))
             return
+        limit_on_host(sock)
         self.state = LinkState.GREETING
         self._stream = FrameStream(sock, self._poller, self)
         self._stream.send(pack(Header(Kind.HELLO, segment_id=self._epoch)))

@@ -21,7 +21,7 @@ from transfer.frame import SMALL_BYTES, Header, Kind, pack, pack_ack, pack_refus
 from transfer.holdings import Holdings
 from transfer.reactor import READABLE, Reactor
 from transfer.stream import FrameStream, Incoming
-from transfer.tcp_socket import tune
+from transfer.tcp_socket import limit_on_host, tune
 
 MAX_CONNECTIONS = 1024
 """Of all peers; more are closed at once."""
@@ -122,6 +122,7 @@ class TcpServer:
             sock.close()
             return
         tune(sock)
+        limit_on_host(sock)
         self._links.add(_ServerLink(sock, self._epoch, self._holdings, self._reactor, self, self._one_sided))
 
     def _turn_away(self) -> None:
