@@ -12,8 +12,8 @@ DEAD_AFTER_MS = 8_000
 
 ON_HOST_BYTES = 512 << 10
 """Under way on a connection that does not leave the host; the kernel allows twice that, with what it adds.
-More is in no cache any more when the peer copies it out: 16 MiB took 9 to 11 ms with the kernel's own limit,
-4 MiB, and 3.4 to 7.6 with this, 1 MiB 0.58 to 0.75 and 0.32 to 0.4 (Xeon, 2 MiB of second cache, 2026-11-22)."""
+More is in no cache any more when the peer copies it out. 16 MiB took 9 to 11 ms with the kernel's own limit
+and 3.4 to 7.6 with this, 1 MiB 0.58 to 0.75 and 0.32 to 0.4 (Xeon, 2 MiB of second cache)."""
 
 
 def tune(sock: socket.socket) -> None:
