@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from contextlib import aclosing
 
 import pytest
 
@@ -14,10 +15,10 @@ from base.errors import (
     SloUnreachableError,
     UnavailableError,
 )
-from base.messages import Failed, Prefill, Reserve, Start, Tokens
+from base.messages import Failed, Prefill, Reserve, Reserved, Start, Tokens
 from base.request import FinishReason, Role, SampledToken, Slo
 from tests.conductor.dispatching import STAGES, Stuck, answer, conductor, prefills, request, until
-from tests.conductor.scripted_node import ScriptedWork, node_info
+from tests.conductor.scripted_node import GRANT, ScriptedWork, node_info
 
 
 async def test_tokens_come_from_prefill_and_decode_in_order():
@@ -98,6 +99,43 @@ async def test_one_token_asked_is_one_token_and_no_decode():
         assert await answer(running.dispatcher, request(max_tokens=1)) == ([11], FinishReason.LENGTH)
         await until(lambda: not work.held())
         assert Start not in {type(item) for item in work.received}
+
+
+async def test_a_request_that_is_closed_at_its_last_token_counts_as_finished():
+    async with conductor() as running:
+        await running.attach(ScriptedWork())
+        async with aclosing(running.dispatcher.generate(request(max_tokens=1))) as pieces:
+            await anext(pieces)
+        assert [actual.end for _, actual in running.seen.endings] == ["finished"]
+
+
+async def test_a_prompt_is_sent_while_its_requests_task_sleeps():
+    async with conductor() as running:
+        prefill, decode = ScriptedWork(), ScriptedWork(silent_on=Reserve)
+        await running.attach(prefill, node_id="p", roles=[Role.PREFILL])
+        await running.attach(decode, node_id="d", roles=[Role.DECODE])
+        asking = asyncio.ensure_future(answer(running.dispatcher, request()))
+        await until(lambda: decode.received)
+        (session,) = [each for each in running.membership.sessions if each.info.node_id == "d"]
+        session.deliver([Reserved("r.1", 0, GRANT)])
+        (session,) = [each for each in running.membership.sessions if each.info.node_id == "p"]
+        assert session.num_requests == 1
+        assert (await asking)[0] == [11, 12, 13]
+
+
+async def test_a_prefill_node_that_left_before_its_prompt_came_is_replaced():
+    async with conductor() as running:
+        decode = ScriptedWork(silent_on=Reserve)
+        await running.attach(ScriptedWork(), node_id="p", roles=[Role.PREFILL])
+        await running.attach(decode, node_id="d", roles=[Role.DECODE])
+        asking = asyncio.ensure_future(answer(running.dispatcher, request()))
+        await until(lambda: decode.received)
+        await running.attach(ScriptedWork(), node_id="b")
+        running.clients["p"].cancel()
+        await until(lambda: len(running.membership.sessions) == 2)
+        decode.send(Reserved("r.1", 0, GRANT))
+        assert await asking == ([11, 12, 13], FinishReason.LENGTH)
+        await until(lambda: not decode.held())
 
 
 @pytest.mark.parametrize("stage", STAGES)
