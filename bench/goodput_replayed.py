@@ -24,7 +24,7 @@ from bench.shapes import Shape, parse_shape
 from bench.workload import trace_at
 from conductor.cost_model import CostModel
 from conductor.profile import Profile, load_profile
-from conductor.replay.cluster import ClusterOptions
+from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.outcome import Outcomes
 from conductor.replay.simulate import Plan, simulate, simulate_colocated
 from conductor.replay.trace import Trace, TraceRequest

@@ -25,7 +25,8 @@ from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
 from conductor.placement import Placement, PlacementRequest, Rejection
 from conductor.profile import load_profile
-from conductor.replay.cluster import Cluster, ClusterOptions
+from conductor.replay.cluster import Cluster
+from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.trace import Trace, arrivals
 from conductor.replay.trace_formats import read_trace
 from conductor.scheduler import PrefillPolicy, place

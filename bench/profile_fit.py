@@ -27,6 +27,9 @@ Terms = Callable[[float, float], list[float]]
 
 LEAST_STEP_S = 1e-9
 
+ATTENTION_ROWS = (1, 128, 256, 512, 1024)
+"""Candidates for `Profile.attention_rows`."""
+
 SMALL_TOKENS = (0, 32, 64, 128, 256, 512, 1024)
 """Candidates for the tokens at which half of a small product's waste is left; 0: no waste."""
 
@@ -97,34 +100,41 @@ def with_steps(profile: Profile, steps: Sequence[MeasuredStep]) -> Profile:
     """Return `profile` with what steps take beside its prefill and decode; it has their lengths already."""
     if not steps:
         return profile
-    errors = []
-    for index, step in enumerate(steps):
-        others = _with_step_costs(profile, [*steps[:index], *steps[index + 1 :]])
-        errors.append(abs(step.predicted_s(CostModel(others)) / step.seconds - 1))
+    by_rows = [dataclasses.replace(profile, attention_rows=rows) for rows in ATTENTION_ROWS]
+    errors, profile = min(
+        ((_left_out_error(each, steps), each) for each in by_rows), key=lambda item: item[0]
+    )
     profile = _with_step_costs(profile, steps)
     cost = CostModel(profile)
     points = tuple(
         StepPoint(item.tokens, item.prefix, item.batch, item.context, item.seconds, item.predicted_s(cost))
         for item in steps
     )
-    evidence = dataclasses.replace(
-        profile.evidence, steps=points, steps_left_out_error=statistics.fmean(errors)
-    )
+    evidence = dataclasses.replace(profile.evidence, steps=points, steps_left_out_error=errors)
     return dataclasses.replace(profile, evidence=evidence)
 
 
+def _left_out_error(profile: Profile, steps: Sequence[MeasuredStep]) -> float:
+    """Return the mean relative error at a step of a fit to all the others."""
+    errors = []
+    for index, step in enumerate(steps):
+        others = _with_step_costs(profile, [*steps[:index], *steps[index + 1 :]])
+        errors.append(abs(step.predicted_s(CostModel(others)) / step.seconds - 1))
+    return statistics.fmean(errors)
+
+
 def _with_step_costs(profile: Profile, steps: Sequence[MeasuredStep]) -> Profile:
-    cost = CostModel(profile)
+    # Attention of short chunks takes a second for each token, to see how many there are.
+    cost = CostModel(dataclasses.replace(profile, chunk_token2_s=1.0))
     seconds = np.array([step.seconds for step in steps])
     known = np.array([_known_s(step, cost) for step in steps])
     matrix = np.array([_unknown(step, cost) for step in steps]) / seconds[:, None]
-    step_s, mixed_s, sequence_s, token_s, token2_s = least_squares(matrix, 1 - known / seconds)
+    step_s, mixed_s, sequence_s, token2_s = least_squares(matrix, 1 - known / seconds)
     return dataclasses.replace(
         profile,
         chunk_step_s=max(LEAST_STEP_S, step_s),
         mixed_step_s=mixed_s,
         chunk_sequence_s=sequence_s,
-        chunk_token_s=token_s,
         chunk_token2_s=token2_s,
     )
 
@@ -132,23 +142,18 @@ def _with_step_costs(profile: Profile, steps: Sequence[MeasuredStep]) -> Profile
 def _known_s(step: MeasuredStep, cost: CostModel) -> float:
     """Return what is known of a step from prefill and decode."""
     profile = cost.profile
-    context_s = profile.decode_context_token_s * step.batch * step.context
-    if _is_short(step, profile):
-        return context_s
-    rows = cost.padded_rows(step.tokens + step.batch)
-    return context_s + rows * profile.prefill_token_s + step.attended * profile.prefill_token2_s
+    rows = step.tokens + step.batch
+    known_s = cost.padded_rows(rows) * profile.prefill_token_s
+    known_s += profile.decode_context_token_s * step.batch * step.context
+    return known_s if rows < profile.long_chunk_tokens else known_s + step.attended * profile.prefill_token2_s
 
 
 def _unknown(step: MeasuredStep, cost: CostModel) -> list[float]:
     """Return what each cost that only steps tell of is multiplied with."""
-    beside = [1.0, float(step.batch > 0), step.batch]
-    if not _is_short(step, cost.profile):
-        return [*beside, 0.0, 0.0]
-    return [*beside, cost.padded_rows(step.tokens + step.batch), step.attended]
-
-
-def _is_short(step: MeasuredStep, profile: Profile) -> bool:
-    return step.tokens + step.batch < profile.long_chunk_tokens
+    rows = step.tokens + step.batch
+    is_short = rows < cost.profile.long_chunk_tokens
+    attended = step.attended * cost.attention_s(step.tokens, rows) if is_short else 0.0
+    return [1.0, float(step.batch > 0), step.batch, attended]
 
 
 def fitted(

@@ -153,8 +153,7 @@ def profile_from_steps(
         mixed_step_s=mixed_s,
         chunk_sequence_s=chunk_sequence_s,
         # one line for all: a node's chunks are mostly of one length
-        chunk_token_s=max(token_s, SHORTEST_S),
-        chunk_token2_s=token2_s,
+        long_chunk_tokens=0,
         # a hand-off shows one layer of its fixed seconds
         transfer_fixed_s=known.num_layers * max(0.0, fmean(map(_outside_s, run.served))),
         device_kv_tokens=capacity_tokens,

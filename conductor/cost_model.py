@@ -85,7 +85,7 @@ class CostModel:
         rows, fixed_chunk_s = new_tokens, 0.0
         if profile.chunk_step_s:
             rows += batch
-            linear, square = self.chunk_token_costs_s(rows)
+            square = self.attention_s(new_tokens, rows)
             rows = self.padded_rows(rows)
             fixed_chunk_s = profile.chunk_step_s + (profile.mixed_step_s if batch else 0.0)
             sequence = profile.chunk_sequence_s
@@ -101,12 +101,18 @@ class CostModel:
         at = bisect_left(lengths, rows)
         return lengths[at] if at < len(lengths) else rows
 
-    def chunk_token_costs_s(self, rows: int) -> tuple[float, float]:
-        """Return the seconds of a row and of a token attended to, in a step with chunks of so many rows."""
+    def attention_s(self, new_tokens: int, rows: int) -> float:
+        """Return the seconds of each token attended to (see `chunk_step_s`) in a step.
+
+        Args:
+            new_tokens: Of all its chunks.
+            rows: Of the step, sequences that decode included.
+        """
         profile = self.profile
-        if rows < profile.long_chunk_tokens:
-            return profile.chunk_token_s, profile.chunk_token2_s
-        return profile.prefill_token_s, profile.prefill_token2_s
+        if rows >= profile.long_chunk_tokens:
+            return profile.prefill_token2_s
+        at_once = profile.attention_rows
+        return profile.chunk_token2_s * (-(-new_tokens // at_once) * at_once / new_tokens)
 
     def beside_chunks_s(self, new_tokens: int, prefix_tokens: int) -> float:
         """Return the seconds of a prompt that are in none of its chunks' steps.

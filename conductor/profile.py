@@ -109,12 +109,13 @@ class Profile:
     """Of such a step, if sequences decode in it, beside that."""
     chunk_sequence_s: float = 0.0
     """Of such a step, for each of these sequences."""
-    chunk_token_s: float = 0.0
-    """Of such a step of fewer than `long_chunk_tokens` rows, instead of `prefill_token_s`."""
     chunk_token2_s: float = 0.0
-    """The same, instead of `prefill_token2_s`: attention is another kernel's there."""
+    """Of such a step of fewer than `long_chunk_tokens` rows, instead of `prefill_token2_s`: attention is
+    another kernel's there."""
+    attention_rows: int = 1
+    """That kernel takes for fewer rows of chunks as long as for a multiple of this."""
     long_chunk_tokens: int = 0
-    """Rows from which on a step is computed as whole prompts are."""
+    """Rows from which on attention is as a whole prompt's."""
     start_s: float = 0.0
     """Between the first token of a request that was handed over and its decode node's turn: messages."""
     dispatch_s: float = 0.0

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ChainOf
-from dataclasses import dataclass, field
 from math import inf
 
 from base.errors import ConfigError
 from base.grants import PeerDescriptor
 from base.messages import NodeInfo
-from base.request import NodeId, Role, Slo
+from base.request import NodeId, Role
 from conductor.admission import admit_to_decode
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
@@ -31,6 +30,7 @@ from conductor.load_order import bits_of
 from conductor.placement import Placement, PlacementRequest, Rejection
 from conductor.profile import Profile
 from conductor.replay.block_cache import make_cache
+from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.events import Events
 from conductor.replay.faults import Fault
 from conductor.replay.links import Flow, Links
@@ -43,7 +43,7 @@ from conductor.replay.sim_engine import DEFAULT_CHUNK_TOKENS, SimEngine
 from conductor.replay.sim_node import SimNode
 from conductor.replay.sim_request import SimRequest
 from conductor.replay.trace import TraceRequest
-from conductor.roles import RoleController, RoleSettings, RoleStep
+from conductor.roles import RoleController, RoleStep
 from conductor.scheduler import PrefillPolicy, place
 from conductor.scheduler_settings import RejectPolicy, SchedulerSettings
 from kvstore.index import Key
@@ -55,43 +55,6 @@ ROLE_STEP_S = 2.0
 WATCH_EVERY = 1_000
 
 Watch = Callable[[float, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterOptions:
-    """The cluster to simulate and how it places."""
-
-    prefill_nodes: int
-    decode_nodes: int
-    block_size: int
-    policy: str = "global"
-    reject: RejectPolicy = RejectPolicy.NONE
-    retests: bool = True
-    """Whether its decode node tests a request again; False: what was admitted decodes."""
-    slo: Slo = field(default_factory=Slo)
-    kvcache_balancing_threshold: float | None = None
-    eviction: str = "lru"
-    """A policy of `kvstore/eviction.py`."""
-    view_delay_s: float = 0.0
-    output_limit: int | None = None
-    """Cuts every output; 1 is prefill alone."""
-    sample_every_s: float = 0.0
-    """Record the load of both pools so often; 0: never."""
-    faults: tuple[Fault, ...] = ()
-    roles: RoleSettings | None = None
-    """When nodes may change roles; None: never."""
-    seed: int = 0
-    stages: int = 1
-    """Nodes that prefill each prompt together, in a pipeline of chunks; divides `prefill_nodes`."""
-    watched_blocks: tuple[int, ...] = ()
-    """Blocks whose replicas are counted with each sample."""
-    replicate: bool = False
-    """Whether hot prefixes are copied ahead of requests."""
-    decode_caches: bool = False
-    """Whether a decode node keeps the prompts that it received, and lends them."""
-    chunk_tokens: int | None = None
-    """Of a step; 0: a step with a prompt is all of it, as in the paper's model and in a pipelined group.
-    None: the engine's default where the profile knows what a chunk costs, else 0."""
 
 
 Placer = Callable[
@@ -414,9 +377,7 @@ class Cluster:
 
     def _handed_off(self, now_s: float, request: SimRequest) -> None:
         request.flow = None
-        request.waits_for -= 1
-        if not request.waits_for:
-            self._next_token(request)
+        self._one_part_done(request)
 
     def _computed(self, request: SimRequest, now_s: float) -> None:
         node = self._nodes[request.placement.prefill_node]

@@ -20,7 +20,8 @@ from base.errors import ConfigError
 from base.request import Slo
 from conductor.cost_model import CostModel
 from conductor.profile import Profile, load_profile, preset_names
-from conductor.replay.cluster import WATCH_EVERY, ClusterOptions
+from conductor.replay.cluster import WATCH_EVERY
+from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.conformance import compared, comparison_rows, read_run, simulated
 from conductor.replay.faults import read_faults
 from conductor.replay.generate import WORKLOADS, generate

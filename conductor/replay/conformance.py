@@ -26,7 +26,8 @@ from conductor.decision_log import Shared, read_log
 from conductor.decisions import Actual, Decision, decide_again
 from conductor.placement import Placement
 from conductor.profile import Profile
-from conductor.replay.cluster import Cluster, ClusterOptions
+from conductor.replay.cluster import Cluster
+from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.outcome import Outcomes
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace, TraceRequest

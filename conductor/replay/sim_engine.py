@@ -273,8 +273,8 @@ class SimEngine:
             steps = (first.num_tokens - first.computed_tokens) // tokens
             if self._batch:
                 steps = min(steps, self._num_alike())
-            _, token2_s = self._cost.chunk_token_costs_s(tokens + self._batch)
-            self._growth_s = 2 * token2_s * tokens**2 + self._token_s * self._batch
+            attention_s = self._cost.attention_s(tokens, tokens + self._batch)
+            self._growth_s = 2 * attention_s * tokens**2 + self._token_s * self._batch
         self._ends_prompts = all(
             request.computed_tokens + steps * tokens == request.num_tokens for request, tokens in self._chunks
         )

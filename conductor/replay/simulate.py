@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from conductor.cost_model import CostModel
-from conductor.replay.cluster import Cluster, ClusterOptions, Watch
+from conductor.replay.cluster import Cluster, Watch
+from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.colocated import ColocatedCluster
 from conductor.replay.sim_engine import DEFAULT_CHUNK_TOKENS
 from conductor.replay.trace import Trace, TraceRequest, arrivals

@@ -64,8 +64,8 @@ def test_what_steps_take_beside_prefill_and_decode_is_found() -> None:
         "chunk_step_s": 0.007,
         "mixed_step_s": 0.002,
         "chunk_sequence_s": 4e-5,
-        "chunk_token_s": 1.1e-5,
         "chunk_token2_s": 7e-10,
+        "attention_rows": 512,
     }
     kernels = {"step_tokens": (128, 256, 512, 768, 1024, 2048), "long_chunk_tokens": 1024}
     made = replace(known, **kernels, **costs)

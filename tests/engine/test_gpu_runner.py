@@ -80,7 +80,7 @@ def test_sampling_stop_tokens_and_penalties_do_not_depend_on_who_else_runs() -> 
     ]
     texts = prompts(len(params), 2)
 
-    def run(indices: list[int]) -> dict[str, list[int]]:
+    async def run(indices: list[int]) -> dict[str, list[int]]:
         sequences = [
             make_sequence(
                 str(i),
@@ -90,10 +90,14 @@ def test_sampling_stop_tokens_and_penalties_do_not_depend_on_who_else_runs() -> 
             )
             for i in indices
         ]
-        results = asyncio.run(run_sequences(engine.loop, sequences))
+        results = await run_sequences(engine.loop, sequences)
         return {name: [token.token_id for token in tokens] for name, tokens in results.items()}
 
-    alone = {}
-    for index in range(len(params)):
-        alone |= run([index])
-    assert run(list(range(len(params)))) == alone
+    async def run_alone_and_together() -> None:
+        alone = {}
+        for index in range(len(params)):
+            alone |= await run([index])
+        assert await run(list(range(len(params)))) == alone
+
+    # In one event loop, whose the engine's own is.
+    asyncio.run(run_alone_and_together())

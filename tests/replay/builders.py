@@ -5,7 +5,8 @@ from pathlib import Path
 from base.request import Slo
 from conductor.cost_model import CostModel
 from conductor.profile import load_profile
-from conductor.replay.cluster import Cluster, ClusterOptions
+from conductor.replay.cluster import Cluster
+from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.generate import generate
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace

@@ -9,7 +9,8 @@ from base.errors import ConfigError
 from base.request import NodeId, Slo
 from conductor.cost_model import CostModel
 from conductor.profile import load_profile
-from conductor.replay.cluster import Cluster, ClusterOptions
+from conductor.replay.cluster import Cluster
+from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.faults import Fault
 from conductor.replay.peers import RULES
 from conductor.replay.policies import POLICIES

@@ -8,7 +8,7 @@ from base.request import Slo
 from conductor.cost_model import CostModel
 from conductor.profile import load_profile
 from conductor.replay.advise import main, pareto, ranked, splits
-from conductor.replay.cluster import ClusterOptions
+from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.sim_engine import DEFAULT_CHUNK_TOKENS
 from conductor.replay.simulate import Plan, simulate_colocated
 from conductor.replay.trace import Trace, TraceRequest, write_trace

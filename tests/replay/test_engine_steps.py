@@ -26,8 +26,8 @@ PROFILE = replace(
     chunk_step_s=0.003,
     mixed_step_s=0.001,
     chunk_sequence_s=2e-5,
-    chunk_token_s=1.1e-5,
     chunk_token2_s=7e-10,
+    attention_rows=128,
     long_chunk_tokens=CHUNK,
 )
 GPU = CostModel(replace(PROFILE, launches_ahead=True))

@@ -8,7 +8,7 @@ import pytest
 from base.request import Slo
 from conductor.cost_model import CostModel
 from conductor.profile import load_profile
-from conductor.replay.cluster import ClusterOptions
+from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.generate import generate
 from conductor.replay.outcome import Outcomes
 from conductor.replay.paper import correlation, deviation, halves, highest_rate, loads, swing
