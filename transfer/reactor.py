@@ -26,7 +26,7 @@ in vain on the processor that the peer would need costs it all of that. To yield
 gives up the interpreter as well, and where others want both a write took 0.6 to 2 ms then instead of 0.3."""
 MAX_EVENTS = 64
 """Taken in one call, for which memory is set aside each time."""
-MAX_SKIPS = 511
+MAX_SKIPS = 63
 """Occasions that are slept through after it was looked in vain again and again."""
 
 
