@@ -54,7 +54,9 @@ def trace_of(told: dict[str, Any], rate: float, num_requests: int, trace: Trace 
 
 def replayed(shape: Shape, trace: Trace, profile: Profile, slo: Slo | None = None) -> Outcomes:
     """Simulate a load. `slo`: what each request names."""
-    options = ClusterOptions(shape.prefill, shape.decode, trace.block_size, chunk_tokens=shape.chunk_tokens)
+    options = ClusterOptions(
+        shape.prefill, shape.decode, trace.block_size, chunk_tokens=shape.chunk_tokens, keep_gaps=True
+    )
     if slo is not None:
         options = replace(options, slo=slo, reject=RejectPolicy.PREDICT)
     plan = Plan(trace, CostModel(profile), options)
@@ -85,6 +87,7 @@ def compared(
         "p99_ttft_ms": _ranked(ttft_ms, 99),
         "median_tpot_ms": statistics.median(tpot_ms),
         "p99_tpot_ms": _ranked(tpot_ms, 99),
+        "p99_itl_ms": 1e3 * _p99_gap_s(outcomes),
     }
     return {
         "shape": shape.name,
@@ -92,6 +95,12 @@ def compared(
         **{name: (figures[name], value) for name, value in said.items() if name in figures},
         "shares": (tried["shares"], shares),
     }
+
+
+def _p99_gap_s(outcomes: Outcomes) -> float:
+    """Return the gap between two tokens that one of a hundred is longer than, of all requests together."""
+    gaps = [last_s - growth_s * np.arange(count) for last_s, count, growth_s in outcomes.gaps or ()]
+    return float(np.percentile(np.concatenate(gaps), 99))
 
 
 def _ranked(ordered: list[float], percent: int) -> float:

@@ -129,6 +129,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="of a prefill node, beside each prefill; not measured here",
     )
     add("--start-s", type=float, default=0.0, help="of a hand-off, until it decodes; not measured here")
+    add("--join-s", type=float, default=0.0, help="the same, of its first step; not measured here")
     add("--dispatch-s", type=float, default=0.0, help="of TTFT, outside of nodes; not measured here")
     add("--dispatch-token-s", type=float, default=0.0, help="the same, for each token of the prompt")
     add("--host-kv-tokens", type=int, default=0, help="KV in a node's share of host memory; 0: as on it")
@@ -273,6 +274,7 @@ def make_profile(options: argparse.Namespace, engine: Engine, points: Points) ->
         host_kv_tokens=options.host_kv_tokens or device_tokens,
         request_s=options.request_s,
         start_s=options.start_s,
+        join_s=options.join_s,
         dispatch_s=options.dispatch_s,
         dispatch_token_s=options.dispatch_token_s,
         step_tokens=MIXED_TOKENS if engine.cache.tensor.is_cuda else (),

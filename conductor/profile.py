@@ -118,6 +118,8 @@ class Profile:
     """Rows from which on attention is as a whole prompt's."""
     start_s: float = 0.0
     """Between the first token of a request that was handed over and its decode node's turn: messages."""
+    join_s: float = 0.0
+    """Of the first step in which it decodes there: its KV's sums."""
     dispatch_s: float = 0.0
     """Of a request's TTFT, that no node computes in: HTTP, messages."""
     dispatch_token_s: float = 0.0

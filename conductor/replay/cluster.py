@@ -87,7 +87,7 @@ class Cluster:
         self._block_size = options.block_size
         self._prefill_s = cost.prefill_s
         self._request_s = cost.profile.request_s
-        self._start_s = cost.profile.start_s
+        self._start_s, self._join_s = cost.profile.start_s, cost.profile.join_s
         self._chunk_tokens = 0
         if options.stages == 1:
             usual = DEFAULT_CHUNK_TOKENS if cost.profile.chunk_step_s else 0
@@ -416,9 +416,11 @@ class Cluster:
         else:
             request.gaps.append((now_s - request.token_at_s, 1, 0.0))
         request.token_at_s = now_s
+        stays = placement.prefill_node == placement.decode_node
+        request.join_s = 0.0 if stays else self._join_s
         if request.tokens_left <= 1:
             self._finished(request, now_s)
-        elif self._start_s and placement.prefill_node != placement.decode_node:
+        elif self._start_s and not stays:
             self._at(now_s + self._start_s, self._started, request, request.attempt)
         else:
             node.engine.join(request, now_s)

@@ -45,3 +45,5 @@ class ClusterOptions:
     chunk_tokens: int | None = None
     """Of a step; 0: a step with a prompt is all of it, as in the paper's model and in a pipelined group.
     None: the engine's default where the profile knows what a chunk costs, else 0."""
+    keep_gaps: bool = False
+    """Whether outcomes have every gap between two tokens."""

@@ -30,6 +30,7 @@ class Finished(Protocol):
     output_tokens: int
     prefix_tokens: int
     prefill_s: float
+    gaps: list[Segment]
 
 
 class Rejected(NamedTuple):
@@ -67,6 +68,8 @@ class Outcomes:
         self.mean_tbt_s = array("d")
         self.prefill_node: list[str] = []
         self.decode_node: list[str] = []
+        self.gaps: list[Segment] | None = None
+        """Of all requests that completed, where somebody wants them."""
 
     def rejected(self, number: int, arrival_s: float, reason: str, wasted_prefill_s: float) -> None:
         """A request was refused; `wasted_prefill_s` had been spent on it."""
@@ -93,6 +96,8 @@ class Outcomes:
         self.queue_s.append(request.started_at_s - arrival_s)
         self.prefill_node.append(prefill_node)
         self.decode_node.append(decode_node)
+        if self.gaps is not None:
+            self.gaps += request.gaps
 
     @property
     def num_completed(self) -> int:

@@ -91,6 +91,8 @@ class SimEngine:
         self._context_tokens = 0
         self._step = 0
         self._num_joined = 0
+        self._joined_s = 0.0
+        """Of the next step, for those who are in it for the first time."""
         self._segments: list[tuple[float, int, float]] = []
         self._dropped_segments = 0
         # the present segment
@@ -234,9 +236,10 @@ class SimEngine:
         if self._chunks:
             self._plan_chunks(launched)
         elif batch:
-            self._first_s = self._cost.decode_step_s(batch, self._context_tokens)
+            self._first_s = self._cost.decode_step_s(batch, self._context_tokens) + self._joined_s
             self._growth_s = self._token_s * batch
-            self._begin(launched or self._num_alike())
+            self._begin(launched or (1 if self._joined_s else self._num_alike()))
+        self._joined_s = 0.0
 
     def _num_alike(self) -> int:
         """Return the steps until the first of the batch ends, or its KV has no room."""
@@ -370,6 +373,7 @@ class SimEngine:
         self._batch = batch + 1
         self._context_tokens = context_tokens
         self._num_joined = request.join_number = self._num_joined + 1
+        self._joined_s += request.join_s
         request.finish_step = self._step + request.steps_left
         request.joined_at_s = self._started_at_s
         request.first_segment = self._dropped_segments + len(self._segments)

@@ -26,6 +26,7 @@ class SimRequest:
         "flow",
         "gaps",
         "join_number",
+        "join_s",
         "joined_at_s",
         "next_turn",
         "num_tokens",
@@ -77,6 +78,8 @@ class SimRequest:
         """Of its last token before it joined a batch, or left one."""
         self.gaps: list[Segment] = []
         # of its decoding
+        self.join_s = 0.0
+        """Of the first step, beside what any sequence takes."""
         self.steps_left = 0
         """Brought up to date when it leaves a batch, as is its context."""
         self.context_tokens = 0

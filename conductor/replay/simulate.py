@@ -30,6 +30,7 @@ class Plan:
 def simulate(plan: Plan, watch: Watch | None = None) -> Cluster:
     """Return the cluster after every request of the plan ended; `watch` is told how far it is."""
     cluster = Cluster(plan.cost, plan.options)
+    cluster.outcomes.gaps = [] if plan.options.keep_gaps else None
     _run(lambda rows: cluster.run(rows, watch), plan)
     return cluster
 
@@ -42,6 +43,7 @@ def simulate_colocated(plan: Plan) -> ColocatedCluster:
     cluster = ColocatedCluster(
         plan.cost, num_nodes, options.block_size, chunk_tokens, options.slo, options.reject
     )
+    cluster.outcomes.gaps = [] if options.keep_gaps else None
     _run(cluster.run, plan)
     return cluster
 

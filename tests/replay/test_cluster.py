@@ -14,6 +14,7 @@ from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.faults import Fault
 from conductor.replay.peers import RULES
 from conductor.replay.policies import POLICIES
+from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace, TraceRequest, arrivals
 from conductor.replay.trace_formats import read_trace
 from conductor.roles import RoleSettings
@@ -104,15 +105,19 @@ def test_lone_request_takes_what_the_cost_model_says() -> None:
 
 
 def test_what_is_handed_over_has_its_second_token_so_much_later() -> None:
-    later = dataclasses.replace(COST.profile, start_s=0.004)
-    row = TraceRequest(0.0, 5_000, 11, range(10))
-    ends_s = []
+    later = dataclasses.replace(COST.profile, start_s=0.004, join_s=0.001)
+    trace = Trace("one", 512, [TraceRequest(0.0, 5_000, 11, range(10))])
+    firsts_s, rests_s = [], []
     for profile in (COST.profile, later):
-        cluster = Cluster(CostModel(profile), ClusterOptions(1, 1, 512))
-        cluster.run([row])
+        cluster = simulate(Plan(trace, CostModel(profile), ClusterOptions(1, 1, 512, keep_gaps=True)))
         check_ends(cluster, 1)
-        ends_s.append(cluster.outcomes.mean_tbt_s[0])
-    assert ends_s[1] - ends_s[0] == pytest.approx(0.004 / 10)
+        gaps = cluster.outcomes.gaps
+        firsts_s.append(gaps[0][0])
+        all_s = sum(count * (last_s - growth_s * (count - 1) / 2) for last_s, count, growth_s in gaps)
+        assert all_s == pytest.approx(10 * cluster.outcomes.mean_tbt_s[0])
+        rests_s.append(all_s - gaps[0][0])
+    assert firsts_s[1] - firsts_s[0] == pytest.approx(0.005, rel=1e-3)
+    assert rests_s[1] == pytest.approx(rests_s[0], rel=1e-3)
 
 
 def test_repeated_prompt_is_found_in_the_cache() -> None:
