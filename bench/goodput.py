@@ -5,7 +5,9 @@ the real processes are started, and an open loop of requests is sent at rising r
 rate, and for each pair of bounds on TTFT and TPOT (the mean gap of a request), the share of
 requests that meet both is counted; goodput is the highest rate at which 90 % do, between two
 tried rates in proportion. Prompts are random: no prefix is ever found. With `--trace` they are a
-trace's first, with the prefixes that they share, at the rate and cut to `--input-tokens`. Rates stop
+trace's first, with the prefixes that they share, at the rate and cut to `--input-tokens`. Beside that
+stand, from the nodes' metrics, the share of time that they were busy, what was seen of hand-offs, and what
+was computed for nobody. `--out X.json` has a plot for each pair of bounds beside it, `X_10ms.svg`. Rates stop
 rising when hardly anybody meets the widest bounds. With `--slo` each request names its bounds, and one that
 is predicted to miss them is refused, which counts as missed.
 
@@ -30,11 +32,14 @@ from typing import Any
 
 from bench.load import run_load, warm_up
 from bench.load_report import Goodput, report
+from bench.node_counts import figures_between, node_counts
 from bench.shapes import Shape, about, limits_of, options_parser, parse_shape, running
 from bench.sse_client import Outcome, Server
 from bench.workload import LoadRequest, gamma_arrivals, synthetic_load, trace_at, trace_load
+from conductor.replay.chart import chart
 from conductor.replay.trace import Trace
 from conductor.replay.trace_formats import read_trace
+from deploy.local import LocalCluster
 
 ENOUGH = 0.9
 HOPELESS = 0.3
@@ -104,7 +109,12 @@ def headers_of(slo: Goodput | None) -> tuple[tuple[str, str], ...]:
 
 
 async def try_rate(
-    server: Server, rate: float, options: argparse.Namespace, trace: Trace | None, bounds: Sequence[Goodput]
+    cluster: LocalCluster,
+    server: Server,
+    rate: float,
+    options: argparse.Namespace,
+    trace: Trace | None,
+    bounds: Sequence[Goodput],
 ) -> Tried:
     """Send the load at one rate and wait for all answers."""
     num_requests = max(options.min_requests, round(rate * options.seconds))
@@ -113,15 +123,19 @@ async def try_rate(
     else:
         cut = trace_at(trace, rate, num_requests, options.input_tokens, copy_of(rate))
         load = list(trace_load(cut, 1.0, None, None))
+    before = await asyncio.to_thread(node_counts, cluster)
     run = await run_load(server, load, None, lambda answered: None)
     told = report(run, None, {})
+    done = figures_between(before, await asyncio.to_thread(node_counts, cluster), told)
     shares = tuple(share_within(run.outcomes, pair) for pair in bounds)
-    return Tried(rate, shares, {key: told[key] for key in KEPT if key in told})
+    return Tried(rate, shares, {key: told[key] for key in KEPT if key in told} | done)
 
 
-async def try_rates(url: str, options: argparse.Namespace, bounds: Sequence[Goodput]) -> list[Tried]:
+async def try_rates(
+    cluster: LocalCluster, options: argparse.Namespace, bounds: Sequence[Goodput]
+) -> list[Tried]:
     """Send rising rates until hardly anybody is served within the widest bounds."""
-    server = Server(url, options.model, headers=headers_of(options.slo))
+    server = Server(cluster.url, options.model, headers=headers_of(options.slo))
     trace = read_trace(options.trace) if options.trace else None
     # Long and short ones: every kernel that the load needs is compiled before it is timed.
     unbounded = replace(server, headers=())
@@ -129,7 +143,7 @@ async def try_rates(url: str, options: argparse.Namespace, bounds: Sequence[Good
     await warm_up(unbounded, 2, 200)
     tried = []
     for rate in options.rates:
-        tried.append(await try_rate(server, rate, options, trace, bounds))
+        tried.append(await try_rate(cluster, server, rate, options, trace, bounds))
         print(line(tried[-1], bounds), flush=True)
         if max(tried[-1].shares) < HOPELESS:
             break
@@ -148,6 +162,11 @@ def line(tried: Tried, bounds: Sequence[Goodput]) -> str:
         for name in ("ttft", "tpot", "itl")
         if f"median_{name}_ms" in figures
     )
+    spread += (
+        f"; hits {figures['hit_rate']:.0%}; exposed transfer {figures['exposed_transfer_ms']:.2f} ms; busy "
+    )
+    spread += ", ".join(f"{pool} {share:.0%}" for pool, share in figures["busy_share"].items())
+    spread += f"; wasted prefill {figures['wasted_prefill_share']:.0%}"
     failed = f"; {figures['failed']} failed: {figures['errors']}" if figures["failed"] else ""
     return f"  {tried.rate:5.2f} req/s: {shares}; ms p50/p90/p99: {spread}{failed}"
 
@@ -155,13 +174,14 @@ def line(tried: Tried, bounds: Sequence[Goodput]) -> str:
 def measure(shape: Shape, options: argparse.Namespace, bounds: Sequence[Goodput]) -> dict[str, Any]:
     """Run one shape's cluster and return its figures."""
     with running(options.model, shape, limits_of(options), options.logs) as cluster:
-        tried = asyncio.run(try_rates(cluster.url, options, bounds))
+        tried = asyncio.run(try_rates(cluster, options, bounds))
     rates = [item.rate for item in tried]
-    found = [goodput(rates, [item.shares[index] for item in tried]) for index in range(len(bounds))]
+    shares = [[item.shares[index] for item in tried] for index in range(len(bounds))]
     return {
         "shape": shape.name,
         "gpus": shape.num_nodes,
-        "goodput": found,
+        "goodput": [goodput(rates, of_pair) for of_pair in shares],
+        "goodput_of_99": [goodput(rates, of_pair, 0.99) for of_pair in shares],
         "tried": [asdict(t) for t in tried],
     }
 
@@ -171,11 +191,24 @@ def table(results: Sequence[dict[str, Any]], bounds: Sequence[Goodput], with_vll
     heads = [f"{pair.ttft_s:g} s/{1e3 * pair.tbt_s:g} ms" for pair in bounds]
     lines = [f"{'goodput, req/s':22}" + "".join(f"{head:>14}" for head in heads)]
     for result in results:
-        lines.append(f"{result['shape']:22}" + "".join(f"{value:14.2f}" for value in result["goodput"]))
+        for key, name in (("goodput", ""), ("goodput_of_99", ", 99 %")):
+            row = f"{result['shape'] + name:22}"
+            lines.append(row + "".join(f"{value:14.2f}" for value in result[key]))
     if with_vllm:
         known = [VLLM_PER_GPU.get(round(1e3 * pair.tbt_s, 3), float("nan")) for pair in bounds]
         lines.append(f"{'a GPU of vLLM 0.26.0':22}" + "".join(f"{value:14.2f}" for value in known))
     return "\n".join(lines)
+
+
+def plot(results: Sequence[dict[str, Any]], bounds: Sequence[Goodput], index: int) -> str:
+    """Return an SVG: the share of requests within one pair of bounds, by rate, with a line for each shape."""
+    pair = bounds[index]
+    lines = [
+        (result["shape"], [(tried["rate"], tried["shares"][index]) for tried in result["tried"]])
+        for result in results
+    ]
+    heading = f"Share of requests within {pair.ttft_s:g} s and {1e3 * pair.tbt_s:g} ms a token"
+    return chart(heading, f"requests a second; {heading[0].lower()}{heading[1:]}", lines, is_file=True)
 
 
 def parse_bounds(text: str) -> list[Goodput]:
@@ -220,6 +253,9 @@ def main() -> None:
         if options.out:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps({**told, "shapes": results}, indent=1) + "\n")
+            for index, pair in enumerate(options.bounds):
+                name = f"{options.out.stem}_{1e3 * pair.tbt_s:g}ms.svg"
+                options.out.with_name(name).write_text(plot(results, options.bounds, index) + "\n")
 
 
 if __name__ == "__main__":

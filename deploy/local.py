@@ -18,7 +18,7 @@ from typing import Any
 from base.clock import SystemClock
 from base.config import ClusterConfig
 from base.errors import ConfigError
-from deploy.api_client import read_json
+from deploy.api_client import read_json, read_text
 from deploy.plan import PreparedModel, conductor_processes, node_environment, planned_nodes
 from deploy.supervisor import ProcessSpec, Supervisor
 
@@ -31,7 +31,7 @@ class LocalCluster:
     """A running cluster."""
 
     ready: dict[str, dict[str, Any]]
-    """What each conductor said when it was."""
+    """What each process said when it was, by name."""
     processes: dict[str, Supervisor]
     """By name: conductor, prefill-0, decode-0."""
 
@@ -59,6 +59,11 @@ class LocalCluster:
         """Return what GET /status answers; raises ApiError."""
         told: dict[str, Any] = read_json(f"127.0.0.1:{self.http_port_of(conductor)}", "/status")
         return told
+
+    def metrics(self) -> dict[str, str]:
+        """Return what each node answers to GET /metrics, by name; raises ApiError."""
+        ports = {name: told["metrics_port"] for name, told in self.ready.items() if "metrics_port" in told}
+        return {name: read_text(f"127.0.0.1:{port}", "/metrics") for name, port in ports.items()}
 
 
 @contextmanager
@@ -100,8 +105,7 @@ def local_cluster(config: ClusterConfig, model: PreparedModel, folder: Path) -> 
             processes[node.process.node_id] = start(
                 node.process.node_id, "deploy.node", node.process, environment
             )
-        for supervisor in processes.values():
-            supervisor.wait_ready()
+        ready |= {name: supervisor.wait_ready() for name, supervisor in processes.items()}
         yield LocalCluster(ready, processes)
 
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from base.clock import SystemClock
+from base.clock import Clock, ManualClock, SystemClock
 from base.config import TransferConfig
 from base.errors import ProtocolError, StaleError
 from base.grants import Grant, Operation
@@ -23,10 +23,11 @@ BLOCK = 64 << 10
 
 
 @asynccontextmanager
-async def pair() -> AsyncIterator[tuple[TransferAgent, TransferAgent]]:
+async def pair(askers: Clock | None = None) -> AsyncIterator[tuple[TransferAgent, TransferAgent]]:
+    """`askers`: the clock of who asks."""
     async with (
         TransferAgent("us", 1, CONFIG, SystemClock()) as owner,
-        TransferAgent("them", 2, CONFIG, SystemClock()) as asker,
+        TransferAgent("them", 2, CONFIG, askers or SystemClock()) as asker,
     ):
         yield owner, asker
 
@@ -125,7 +126,8 @@ async def test_what_a_request_waits_for_is_copied_before_and_amid_what_nobody_wa
 async def test_one_small_request_is_carried_out_at_once_and_refused_as_any_other(
     operation: Operation,
 ) -> None:
-    async with pair() as (owner, asker):
+    # By its clock no time passes: after a millisecond of a busy machine it would let others go on.
+    async with pair(ManualClock()) as (owner, asker):
         theirs, ours = owner.allocate(2 * BLOCK), asker.allocate(2 * BLOCK)
         source, target = (ours, theirs) if operation is Operation.WRITE else (theirs, ours)
         source.memory[:] = b"\7" * source.num_bytes
