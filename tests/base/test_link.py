@@ -131,7 +131,7 @@ async def test_a_bug_ends_the_link_and_is_told():
 async def test_who_does_not_read_is_cut_off_when_the_link_is_closed():
     there = End()
     async with listening(there) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.transport.pause_reading()
         await until(lambda: there.link)
         num_sent = 0
