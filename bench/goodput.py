@@ -179,7 +179,7 @@ def measure(shape: Shape, options: argparse.Namespace, bounds: Sequence[Goodput]
     shares = [[item.shares[index] for item in tried] for index in range(len(bounds))]
     return {
         "shape": shape.name,
-        "gpus": shape.num_nodes,
+        "gpus": shape.prefill * options.stages + shape.decode,
         "goodput": [goodput(rates, of_pair) for of_pair in shares],
         "goodput_of_99": [goodput(rates, of_pair, 0.99) for of_pair in shares],
         "tried": [asdict(t) for t in tried],

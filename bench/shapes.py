@@ -161,6 +161,7 @@ def options_parser(description: str | None, max_model_len: int) -> argparse.Argu
     add("--max-batch", type=int, default=64)
     add("--layer-groups", type=int, default=1, help="parts that a long chunk's KV is sent in")
     add("--inline-tokens", type=int, default=0, help="of a prompt that a decode node may compute itself")
+    add("--stages", type=int, default=1, help="of each prefill node, a pipeline with a GPU for each")
     add("--ahead-s", type=float, default=0.5, help="of work that a node is given before it asks for more")
     add("--max-model-len", type=int, default=max_model_len, help="0: the model's own")
     add("--kv-cache-gib", type=float, default=0.0, help="of each node; 0: what is free")
@@ -182,6 +183,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
         layer_groups=options.layer_groups,
         inline_tokens=options.inline_tokens,
         ahead_s=options.ahead_s,
+        stages=options.stages,
         shared_gpu=options.shared_gpu,
     )
 
