@@ -165,7 +165,8 @@ async def test_a_load_or_save_cancelled_at_any_wait_holds_nothing(cluster, work,
         await nothing_is_held_once_messages_ran_out(one)
         await one.cache.directory.leave()
         waits += 1
-    assert waits >= 3
+    # For the answers before and after the copy: so little is copied without waiting.
+    assert waits >= 2
     assert await load(one.cache, "abcdef") == 6
 
 
