@@ -107,12 +107,18 @@ async def test_what_is_not_aligned_is_refused_and_the_slot_is_free_again(offset:
     launcher.close()
 
 
-async def test_more_copies_than_slots_wait_and_a_failure_concerns_its_own() -> None:
-    ours, theirs = memory(1), memory(2)
+def gated_launcher() -> tuple[list[HostStream], Launcher]:
+    """Return a launcher whose copies end when their stream's gate is opened, and the streams."""
     streams: list[HostStream] = []
     launcher = launcher_of(streams)
     for stream in streams:
         stream.gate.clear()
+    return streams, launcher
+
+
+async def test_more_copies_than_slots_wait_and_a_failure_concerns_its_own() -> None:
+    ours, theirs = memory(1), memory(2)
+    streams, launcher = gated_launcher()
     streams[0].failure = RuntimeError("device lost")
     pieces = pieces_of(Operation.WRITE, ours, [0, 1024], [0, 1024], 16)
 
@@ -137,10 +143,7 @@ async def test_more_copies_than_slots_wait_and_a_failure_concerns_its_own() -> N
 
 async def test_a_cancelled_copy_ends_before_its_memory_is_the_callers_again() -> None:
     ours, theirs = memory(1), memory(2)
-    streams: list[HostStream] = []
-    launcher = launcher_of(streams)
-    for stream in streams:
-        stream.gate.clear()
+    streams, launcher = gated_launcher()
     pieces = pieces_of(Operation.WRITE, ours, [0, 1024], [0, 1024], 16)
     copying = asyncio.create_task(
         launcher.copy(Operation.WRITE, pieces, theirs.address, False, Priority.FOREGROUND)
