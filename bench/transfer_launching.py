@@ -25,7 +25,7 @@ from base.config import TransferConfig
 from base.grants import Grant, Operation, PeerDescriptor
 from transfer.agent import TransferAgent
 from transfer.batch import TransferBatch, batch_of
-from transfer.cuda_ipc import CudaTransport
+from transfer.cuda_ipc import CudaAccess, CudaTransport
 from transfer.ranges import Offsets
 from transfer.segment import DeviceMemory
 
@@ -93,7 +93,7 @@ class Sender:
 async def measure(block: int, tasks: int, link_us: float) -> dict[str, Any]:
     """Return microseconds a batch: by the clock, of all threads and of the event loop's."""
     config, link = TransferConfig(transports=("cuda_ipc",)), Link(link_us)
-    memory = DeviceMemory(BASE, BATCH_BYTES, 0, json.dumps({"address": BASE}).encode())
+    memory = DeviceMemory(BASE, BATCH_BYTES, 0, json.dumps({"address": BASE}).encode(), CudaAccess(0))
     transport = CudaTransport(lambda _: NoStream(link))
     with (
         mock.patch("torch.cuda.is_available", return_value=True),

@@ -35,6 +35,7 @@ from transfer.reactor import Reactor
 from transfer.router import Router
 from transfer.segment import DeviceMemory, Segment
 from transfer.shm import ShmTransport
+from transfer.staged import StagedTransport
 from transfer.tcp import TcpTransport
 from transfer.tcp_server import TcpServer
 from transfer.transport import Carriage, Route, Totals, Transport
@@ -87,6 +88,7 @@ class TransferAgent:
         self._one_sided: RdmaTarget | None = None
         self._server: TcpServer | None = None
         self._router: Router | None = None
+        self._wires: list[Transport] = []
         # Batches of one grant follow each other, and a grant may have thousands of ranges.
         self._ranges_of = functools.lru_cache(KNOWN_GRANTS)(
             lambda grant: with_table(ranges_of(grant.offsets, grant.length))
@@ -126,6 +128,7 @@ class TransferAgent:
             self._server = TcpServer(host, port, self._epoch, self._holdings, reactor, self._one_sided)
         if "tcp" in names:
             transports.append(TcpTransport([reactor], self._config.connections))
+        self._wires = [transport for transport in transports if transport.name in ("rdma", "tcp")]
         for name, reason in absent.items():
             event(log, "transport absent", level=logging.WARNING, transport=name, reason=reason)
         self._router = Router([self._wrap(transport) for transport in transports], self._clock, absent)
@@ -196,12 +199,16 @@ class TransferAgent:
         return self._pinned(self._holdings.register(memory))
 
     def register_device(self, memory: DeviceMemory) -> Segment:
-        """Return a segment over memory of a GPU, described by `transfer/cuda_ipc.py`.
+        """Return a segment over memory of a GPU, described by `transfer/cuda_ipc.py`. May take seconds.
 
         Raises:
             ValueError: the configuration allows no transport that reaches it.
         """
-        return self._holdings.register_device(memory)
+        segment = self._holdings.register_device(memory, is_served=self._server is not None)
+        while self._wires:
+            staged = StagedTransport(self._wires.pop(), self._holdings.register)
+            self._started().add(self._wrap(staged))
+        return segment
 
     def grant(
         self, segment: Segment, offsets: Sequence[int], length: int, operation: Operation, lease_s: float

@@ -36,8 +36,9 @@ from transfer import copy_engine
 from transfer import segment as segments
 from transfer.batch import Pieces, Priority
 from transfer.completion import Completion
+from transfer.device_access import CopyStream
 from transfer.kernels.copy_ranges import compiled, launch
-from transfer.launcher import CopyStream, Launcher, cannot_be_cancelled
+from transfer.launcher import Launcher, cannot_be_cancelled
 from transfer.mapped import MappedPeer, MappedPeers
 from transfer.ranges import Offsets
 from transfer.segment import DeviceMemory, Segment
@@ -63,7 +64,8 @@ def described(tensor: torch.Tensor) -> DeviceMemory:
     told = {"parts": coded, "skipped_bytes": skipped_bytes, "address": tensor.data_ptr()}
     handle = json.dumps(told).encode()
     num_bytes = tensor.numel() * tensor.element_size()
-    return DeviceMemory(tensor.data_ptr(), num_bytes, tensor.device.index, handle)
+    device: int = tensor.device.index
+    return DeviceMemory(tensor.data_ptr(), num_bytes, device, handle, CudaAccess(device))
 
 
 class CudaTransport(Transport):
@@ -189,6 +191,20 @@ class CudaStream:
             copy_engine.to_device(there, here, 24 * num_rows, self._handle)
             launch(self._kernel, self._table, num_rows, max_bytes, self._handle)
         self._event.record(self._stream)
+
+
+class CudaAccess:
+    """A GPU of this process."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+
+    def make_stream(self) -> CudaStream:
+        return CudaStream(self._device)
+
+    def pinned(self, num_bytes: int) -> memoryview:
+        memory: memoryview = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
+        return memory
 
 
 class _Reach:

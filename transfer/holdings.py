@@ -19,6 +19,7 @@ from transfer.board import Board
 from transfer.grant import GrantState, GrantTable
 from transfer.ranges import Offsets
 from transfer.segment import DeviceMemory, Segment
+from transfer.staging import Staging
 
 
 class Holdings:
@@ -31,6 +32,8 @@ class Holdings:
         self._random_bits = random_bits
         self._board = board
         self._segments: dict[int, Segment] = {}
+        self.staging: dict[int, Staging] = {}
+        """How a wire reaches the segments that are a GPU's memory."""
 
     def allocate(self, num_bytes: int) -> Segment:
         """Return a new zeroed shared segment; raises ValueError or OSError."""
@@ -46,12 +49,19 @@ class Holdings:
         self._segments[segment.segment_id] = segment
         return segment
 
-    def register_device(self, memory: DeviceMemory) -> Segment:
-        """Return a segment over memory of a GPU; raises ValueError without a board."""
-        if self._board is None:
-            raise ValueError("a GPU's memory is reached by peers of this host: allow shm or cuda_ipc")
+    def register_device(self, memory: DeviceMemory, is_served: bool) -> Segment:
+        """Return a segment over memory of a GPU; raises ValueError where nobody could reach it.
+
+        Args:
+            is_served: Peers may reach it over a wire.
+        """
+        if self._board is None and not is_served:
+            raise ValueError("nobody reaches a GPU's memory: allow tcp, or on one host shm or cuda_ipc")
         segment = segments.on_device(self._draw_id(), memory)
-        self._show(self._board, segment)
+        if self._board is not None:
+            self._show(self._board, segment)
+        if is_served:
+            self.staging[segment.segment_id] = Staging(segment, memory.access)
         self._segments[segment.segment_id] = segment
         return segment
 

@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Protocol
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from base.grants import Operation
 from transfer import copy_engine
 from transfer.batch import Pieces, Priority
 from transfer.completion import Completion
-from transfer.ranges import Offsets
+from transfer.device_access import CopyStream
 from transfer.turns import Turns
 
 MAX_LAUNCHES = 8
@@ -38,30 +37,6 @@ NUM_ROWS = 4096
 """There is room for at first."""
 
 _WRITE = Operation.WRITE
-
-
-class CopyStream(Protocol):
-    """A stream of a device, and the memory for the table of what is copied on it."""
-
-    def make_cells(self, count: int) -> Offsets:
-        """Return memory for a table of so many numbers, instead of the last; nothing is under way."""
-        ...
-
-    def start(self, num_rows: int, max_bytes: int, by_engine: bool) -> None:
-        """Begin to copy what the first 3 * `num_rows` cells say, [3, num_rows]: source, bytes, target.
-
-        Args:
-            max_bytes: Of the longest row.
-            by_engine: By the copy engines, not the kernel.
-
-        Raises:
-            RuntimeError: the device refuses.
-        """
-        ...
-
-    def wait(self) -> None:
-        """Wait for the end, without the interpreter. Raises RuntimeError if the copy failed."""
-        ...
 
 
 class Slot:

@@ -20,7 +20,14 @@ from transfer.batch import Pieces, Priority, Row
 from transfer.segment import Segment
 from transfer.transport import Route, Totals, Transport
 
-PRIOR_BYTES_PER_S = {"cuda_ipc": 300e9, "rdma": 20e9, "shm": 4e9, "tcp": 2e9}
+PRIOR_BYTES_PER_S = {
+    "cuda_ipc": 300e9,
+    "rdma": 20e9,
+    "staged_rdma": 10e9,
+    "shm": 4e9,
+    "tcp": 2e9,
+    "staged_tcp": 1e9,
+}
 COOLDOWN_S = 1.0
 MAX_COOLDOWN_S = 60.0
 MEASURED_FROM_BYTES = 1 << 20
@@ -73,6 +80,12 @@ class Router:
         self._totals = {name: _Totals() for name in self._transports}
         self._records: dict[tuple[str, str], _Record] = {}
         self._lately: dict[_Path, tuple[float, list[_Way]]] = {}
+
+    def add(self, transport: Transport) -> None:
+        """Offer one more, which is not for `move_now`."""
+        self._transports[transport.name] = transport
+        self._totals[transport.name] = _Totals()
+        self._lately.clear()
 
     def choose(self, peer: PeerDescriptor, segment_id: int, device: int | None = None) -> Route:
         """Return the route; raises TransferFailedError if nothing reaches the segment."""

@@ -14,6 +14,7 @@ import os
 from dataclasses import dataclass
 
 from transfer import host_memory
+from transfer.device_access import DeviceAccess
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class Segment:
     device: int | None = None
     """The CUDA device that the memory is on; None: host memory. `memory` is empty then, and
     the memfd holds what peers import it by."""
+    access: DeviceAccess | None = None
+    """Copies to and from that device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class DeviceMemory:
     device: int
     handle: bytes
     """What a process of the same host imports it by."""
+    access: DeviceAccess
 
 
 def allocate_shared(segment_id: int, num_bytes: int) -> Segment:
@@ -76,7 +80,8 @@ def on_device(segment_id: int, memory: DeviceMemory) -> Segment:
     """Return a segment over memory of a GPU, which its owner keeps allocated."""
     fd = os.memfd_create("conductor-segment", os.MFD_CLOEXEC)
     os.write(fd, memory.handle)
-    return Segment(segment_id, memoryview(b""), memory.address, fd, memory.num_bytes, memory.device)
+    nothing = memoryview(b"")
+    return Segment(segment_id, nothing, memory.address, fd, memory.num_bytes, memory.device, memory.access)
 
 
 def release(segment: Segment) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -56,6 +56,8 @@ class Incoming:
     """Why it was refused from the start."""
     answer: Sequence[memoryview] = ()
     """What a READ that is allowed will be answered with."""
+    arrived: Callable[[], None] | None = None
+    """What is to be done with a payload that is whole. Raises ServeError."""
 
 
 @dataclass(slots=True, eq=False)

@@ -13,13 +13,15 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.errors import LeaseExpiredError, ProtocolError, StaleError, TransferFailedError
 from base.grants import Grant, Operation
+from tests.transfer.peer_process import allocated
 from tests.transfer.remote_peer import RemotePeer
 from transfer.agent import TransferAgent
 from transfer.batch import Priority, TransferBatch, batch_of
 from transfer.segment import Segment
 from transfer.tcp_socket import HEARTBEAT_S
 
-TRANSPORTS = ("tcp", "shm", pytest.param("rdma", marks=pytest.mark.rdma))
+TO_GPU, BETWEEN_GPUS = "tcp to a GPU", "tcp between GPUs"
+TRANSPORTS = ("tcp", "shm", pytest.param("rdma", marks=pytest.mark.rdma), TO_GPU, BETWEEN_GPUS)
 BLOCK = 64 << 10
 NUM_BLOCKS = 64
 NOTICED_WITHIN_S = {"rdma": 10 * HEARTBEAT_S}
@@ -34,13 +36,13 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def peer(transport: str) -> Iterator[RemotePeer]:
-    with RemotePeer((transport,)) as started:
+    with remote_peer(transport) as started:
         yield started
 
 
 @pytest.fixture
 async def agent(transport: str) -> AsyncIterator[TransferAgent]:
-    async with TransferAgent("us", 1, TransferConfig(transports=(transport,)), SystemClock()) as started:
+    async with TransferAgent("us", 1, config_of(transport), SystemClock()) as started:
         yield started
 
 
@@ -50,10 +52,20 @@ def target(peer: RemotePeer) -> int:
 
 
 @pytest.fixture
-def source(agent: TransferAgent) -> Segment:
-    segment = agent.allocate(NUM_BLOCKS * BLOCK)
+def source(agent: TransferAgent, transport: str) -> Segment:
+    segment, memory = allocated(agent, NUM_BLOCKS * BLOCK, transport == BETWEEN_GPUS)
+    # The bytes of a GPU's memory, which no segment shows.
+    segment = replace(segment, memory=memory)
     segment.memory[:] = os.urandom(segment.num_bytes)
     return segment
+
+
+def remote_peer(transport: str, node_id: str = "peer") -> RemotePeer:
+    return RemotePeer(config_of(transport).transports, node_id, transport in (TO_GPU, BETWEEN_GPUS))
+
+
+def config_of(transport: str) -> TransferConfig:
+    return TransferConfig(transports=(transport.split()[0],))
 
 
 def same_place(segment: Segment, offsets: tuple[int, ...], length: int = BLOCK) -> TransferBatch:
@@ -94,24 +106,27 @@ async def test_a_read_fetches_what_the_peer_has(
 
 
 async def test_a_summed_read_tells_the_checksum_of_each_request_as_it_lies_there(
-    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int
+    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int, transport: str
 ) -> None:
     grant = peer.grant(target, OFFSETS, BLOCK)
     await agent.write(peer.descriptor, grant, same_place(source, OFFSETS))
     sent = bytes(source.memory)
     source.memory[:] = bytes(source.num_bytes)
     grant = peer.grant(target, OFFSETS, BLOCK, Operation.READ)
-    starts, lengths = [0, BLOCK, 5 * BLOCK + 1, 8 * BLOCK], [BLOCK, BLOCK, 77, 50 * BLOCK + 3]
+    odd, end = (16, 58 * BLOCK + 32) if transport in (TO_GPU, BETWEEN_GPUS) else (1, 58 * BLOCK + 3)
+    starts, lengths = [0, BLOCK, 5 * BLOCK + odd, 8 * BLOCK], [BLOCK, BLOCK, 77 * odd, end - 8 * BLOCK]
     sums = await agent.read_summed(peer.descriptor, grant, batch_of(source, starts, starts, lengths))
     ends = zip(starts, lengths, strict=True)
     assert list(sums) == [checksum(sent[start : start + length]) for start, length in ends]
-    assert source.memory[8 * BLOCK : 58 * BLOCK + 3] == sent[8 * BLOCK : 58 * BLOCK + 3]
+    assert source.memory[8 * BLOCK : end] == sent[8 * BLOCK : end]
 
 
 @pytest.mark.parametrize("length", [1, 7, 4096, BLOCK - 1])
 async def test_odd_lengths_and_places_arrive_whole(
-    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int, length: int
+    agent: TransferAgent, peer: RemotePeer, source: Segment, target: int, length: int, transport: str
 ) -> None:
+    if transport in (TO_GPU, BETWEEN_GPUS):
+        pytest.skip("a GPU's copies are of multiples of 16 bytes")
     grant = peer.grant(target, (3 * BLOCK + 1,), BLOCK)
     await agent.write(peer.descriptor, grant, batch_of(source, [5], [3 * BLOCK + 1], length))
     assert peer.checksum(target, 3 * BLOCK + 1, length) == checksum(source.memory[5 : 5 + length])
@@ -289,7 +304,7 @@ async def test_after_a_revocation_returned_nothing_lands_any_more(
 
 async def test_no_grant_is_left_when_all_were_revoked(transport: str) -> None:
     # A peer of its own: leases that other tests left behind would run out meanwhile.
-    with RemotePeer((transport,)) as peer:
+    with remote_peer(transport) as peer:
         segment_id = peer.allocate(BLOCK)
         grants = [peer.grant(segment_id, (0,), BLOCK) for _ in range(50)]
         assert peer.num_grants() == 50
@@ -301,14 +316,14 @@ async def test_no_grant_is_left_when_all_were_revoked(transport: str) -> None:
 async def test_a_killed_peer_fails_the_batch_and_its_successor_is_reached(
     agent: TransferAgent, transport: str, source: Segment
 ) -> None:
-    with RemotePeer((transport,)) as first:
+    with remote_peer(transport) as first:
         grant = first.grant(first.allocate(NUM_BLOCKS * BLOCK), OFFSETS, BLOCK)
         await agent.write(first.descriptor, grant, same_place(source, OFFSETS))
         first.kill()
         with pytest.raises(TransferFailedError):
             async with asyncio.timeout(2):
                 await agent.write(first.descriptor, grant, same_place(source, OFFSETS))
-    with RemotePeer((transport,)) as second:
+    with remote_peer(transport) as second:
         segment_id = second.allocate(NUM_BLOCKS * BLOCK)
         grant = second.grant(segment_id, OFFSETS, BLOCK)
         await agent.write(second.descriptor, grant, same_place(source, OFFSETS))
@@ -321,7 +336,7 @@ async def test_a_peer_killed_in_the_middle_of_batches_is_noticed_and_stalls_nobo
     begun = asyncio.Semaphore(0)
     grant = peer.grant(target, OFFSETS, BLOCK)
     others = asyncio.create_task(writes_until_failure(agent, peer, grant, source, begun))
-    with RemotePeer((transport,), "doomed") as doomed:
+    with remote_peer(transport, "doomed") as doomed:
         segment_id = doomed.allocate(NUM_BLOCKS * BLOCK)
         lost = doomed.grant(segment_id, OFFSETS, BLOCK)
         writers = [
@@ -341,7 +356,7 @@ async def test_a_peer_killed_in_the_middle_of_batches_is_noticed_and_stalls_nobo
     assert not others.done()
     others.cancel()
     await asyncio.wait([others])
-    with RemotePeer((transport,), "doomed") as successor:
+    with remote_peer(transport, "doomed") as successor:
         grant = successor.grant(successor.allocate(NUM_BLOCKS * BLOCK), OFFSETS, BLOCK)
         await agent.write(successor.descriptor, grant, same_place(source, OFFSETS))
 

@@ -5,10 +5,8 @@ host memory that a process shows on its board.
 """
 
 from base.grants import Operation
+from tests.transfer.fake_device import device_memory
 from transfer.mapped import MappedPeers
-from transfer.segment import DeviceMemory
-
-DEVICE = 0
 
 
 class FakeGpu:
@@ -19,7 +17,7 @@ class FakeGpu:
         self.num_moved = 0
 
     def segment(self, agent):
-        return agent.register_device(DeviceMemory(1 << 40, len(self.memory), DEVICE, b"handle"))
+        return agent.register_device(device_memory(self.memory))
 
     def wrap(self, transport):
         return _Transport(transport, self) if transport.name == "shm" else transport

@@ -14,14 +14,17 @@ from base.checksum import checksum
 from base.clock import SystemClock
 from base.config import TransferConfig
 from base.grants import Operation
+from tests.transfer.fake_device import device_memory
 from transfer.agent import TransferAgent
 from transfer.segment import Segment
 
 
 class Peer:
-    def __init__(self, agent: TransferAgent) -> None:
+    def __init__(self, agent: TransferAgent, has_gpu: bool) -> None:
         self.agent = agent
+        self.has_gpu = has_gpu
         self.segments: dict[int, Segment] = {}
+        self.memory: dict[int, memoryview] = {}
         self.grants = {}
 
     async def answer(self, command: dict) -> dict:
@@ -31,15 +34,15 @@ class Peer:
             endpoints = [[each.transport, each.address] for each in peer.endpoints]
             return {"node_id": peer.node_id, "epoch": peer.epoch, "endpoints": endpoints, "pid": os.getpid()}
         if name == "allocate":
-            segment = self.agent.allocate(command["num_bytes"])
-            self.segments[segment.segment_id] = segment
+            segment, memory = allocated(self.agent, command["num_bytes"], self.has_gpu)
+            self.segments[segment.segment_id], self.memory[segment.segment_id] = segment, memory
             return {"segment_id": segment.segment_id}
         if name == "fill":
-            segment = self.segments[command["segment_id"]]
-            segment.memory[:] = bytes([command["value"]]) * segment.num_bytes
+            memory = self.memory[command["segment_id"]]
+            memory[:] = bytes([command["value"]]) * len(memory)
             return {}
         if name == "checksum":
-            memory = self.segments[command["segment_id"]].memory
+            memory = self.memory[command["segment_id"]]
             return {"checksum": checksum(memory[command["offset"] :][: command["length"]])}
         if name == "grant":
             return self.grant(command)
@@ -63,7 +66,16 @@ class Peer:
         return {"generation": grant.generation}
 
 
-async def serve(transports: tuple[str, ...], epoch: int, node_id: str) -> None:
+def allocated(agent: TransferAgent, num_bytes: int, is_gpus: bool) -> tuple[Segment, memoryview]:
+    """Return a segment of the host or of what stands for a GPU, and its bytes."""
+    if not is_gpus:
+        segment = agent.allocate(num_bytes)
+        return segment, segment.memory
+    memory = bytearray(num_bytes)
+    return agent.register_device(device_memory(memory)), memoryview(memory)
+
+
+async def serve(transports: tuple[str, ...], epoch: int, node_id: str, has_gpu: bool) -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -71,7 +83,7 @@ async def serve(transports: tuple[str, ...], epoch: int, node_id: str) -> None:
         TransferAgent(node_id, epoch, TransferConfig(transports=transports), SystemClock()) as agent,
         asyncio.TaskGroup() as group,
     ):
-        peer = Peer(agent)
+        peer = Peer(agent, has_gpu)
         while line := await reader.readline():
             group.create_task(reply(peer, json.loads(line)))
 
@@ -83,4 +95,4 @@ async def reply(peer: Peer, command: dict) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(tuple(sys.argv[1].split(",")), int(sys.argv[2]), sys.argv[3]))
+    asyncio.run(serve(tuple(sys.argv[1].split(",")), int(sys.argv[2]), sys.argv[3], sys.argv[4] == "gpu"))

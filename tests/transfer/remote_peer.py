@@ -31,9 +31,10 @@ class Answers:
 class RemotePeer:
     """Owns the process."""
 
-    def __init__(self, transports: tuple[str, ...], node_id: str = "peer") -> None:
+    def __init__(self, transports: tuple[str, ...], node_id: str = "peer", has_gpu: bool = False) -> None:
         epoch = str(secrets.randbits(63))
         command = [sys.executable, "-m", "tests.transfer.peer_process", ",".join(transports), epoch, node_id]
+        command.append("gpu" if has_gpu else "host")
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -1,49 +1,20 @@
 """Copies between GPUs without a GPU: host memory is copied by the table that a kernel would get."""
 
 import asyncio
-import ctypes
 import random
-import threading
 
 import numpy as np
 import pytest
 
 from base.errors import ProtocolError
 from base.grants import Operation
+from tests.transfer.fake_device import HostStream
 from transfer import segment as segments
 from transfer.batch import Pieces, Priority, batch_of, plan_pieces
 from transfer.launcher import MAX_LAUNCHES, NUM_ROWS, ROW_BYTES, Launcher
 from transfer.ranges import ranges_of, with_table
 
 NUM_BYTES = 4 << 20
-
-
-class HostStream:
-    """Copies when it is waited for, row by row, once `gate` is open."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
-        self.failure: RuntimeError | None = None
-        self.started: list[int] = []
-        """Rows of each copy."""
-
-    def make_cells(self, count):
-        self.cells = np.zeros(count, np.int64)
-        return self.cells
-
-    def start(self, num_rows, max_bytes, by_engine):
-        assert not by_engine
-        self.rows = self.cells[: 3 * num_rows].reshape(3, num_rows).T.tolist()
-        assert max(length for _, length, _ in self.rows) == max_bytes <= ROW_BYTES
-        self.started.append(num_rows)
-
-    def wait(self):
-        self.gate.wait(10)
-        if self.failure is not None:
-            raise self.failure
-        for source, length, target in self.rows:
-            ctypes.memmove(target, source, length)
 
 
 def memory(seed: int) -> segments.Segment:
