@@ -24,7 +24,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig
 
 from base.clock import wall_clock_s
-from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig, ServerConfig
+from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig, ServerConfig, TransferConfig
 from bench.about_run import current_commit
 from bench.engine_shapes import SHAPES
 from deploy.local import LocalCluster, local_cluster
@@ -112,6 +112,7 @@ class Limits:
     """Of each prefill node."""
     shared_gpu: bool = False
     """All nodes on one GPU, or on none; otherwise each has its own."""
+    transports: tuple[str, ...] = TransferConfig().transports
 
     def engine(self, chunk_tokens: int, max_batch: int) -> EngineConfig:
         """Return the configuration of an engine with random weights."""
@@ -134,6 +135,7 @@ def cluster_config(model: str, shape: Shape, limits: Limits) -> ClusterConfig:
         profile=PROFILES[model],
         server=ServerConfig(http_port=0, grpc_port=0),
         scheduler=SchedulerConfig(inline_tokens=limits.inline_tokens, ahead_s=limits.ahead_s),
+        transfer=TransferConfig(transports=limits.transports),
         prefill=PoolConfig(
             nodes=shape.prefill,
             gpus_per_node=gpus * limits.stages,
@@ -165,6 +167,11 @@ def options_parser(description: str | None, max_model_len: int) -> argparse.Argu
     add("--ahead-s", type=float, default=0.5, help="of work that a node is given before it asks for more")
     add("--max-model-len", type=int, default=max_model_len, help="0: the model's own")
     add("--kv-cache-gib", type=float, default=0.0, help="of each node; 0: what is free")
+    add(
+        "--transports",
+        default=",".join(TransferConfig().transports),
+        help="tcp: as between hosts; with shm GPUs have cuda_ipc as well",
+    )
     add("--shared-gpu", action="store_true", help="all nodes on one GPU, or on none")
     add(
         "--logs", type=Path, help="the processes' configurations, logs, decisions and timelines are kept here"
@@ -185,6 +192,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
         ahead_s=options.ahead_s,
         stages=options.stages,
         shared_gpu=options.shared_gpu,
+        transports=tuple(options.transports.split(",")),
     )
 
 

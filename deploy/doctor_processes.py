@@ -160,15 +160,17 @@ def _check_links(processes: Iterable[ProcessSeen], nodes: list[dict[str, Any]]) 
     offers = {node["id"]: set(node["transports"]) for node in nodes}
     links = [(process.name, link) for process in processes for link in process.links]
     for name, link in links:
+        is_tcp = link.transport in ("tcp", "staged_tcp")
         what = f"{name} - {link.peer}: {link.transport}, {link.bytes_per_s / 1e9:.3g} GB/s"
         is_near = name in hosts and hosts[name] == hosts.get(link.peer)
         alike = [other.bytes_per_s for _, other in links if other.transport == link.transport]
         both = offers.get(name, set()) & offers.get(link.peer, set())
-        faster = sorted(both & ({"rdma", "shm"} if is_near else {"rdma"}))
-        if link.transport == "tcp" and faster:
+        on_host = {"cuda_ipc" if link.transport == "staged_tcp" else "shm"}
+        faster = sorted(both & ({"rdma"} | on_host if is_near else {"rdma"}))
+        if is_tcp and faster:
             mend = f"see 'transport failed' in {name}.log: a rail that is down, memory that is not registered"
             yield Finding("warning", f"{what}, though both offer {', '.join(faster)}", mend)
-        elif link.transport == "tcp" and is_near:
+        elif is_tcp and is_near:
             mend = "add shm (GPUs: cuda_ipc) to transfer.transports"
             yield Finding("warning", f"{what}, on one host", mend)
         elif len(alike) >= FEWEST_ALIKE and link.bytes_per_s < SLOW * statistics.median(alike):

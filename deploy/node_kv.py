@@ -20,10 +20,10 @@ Build = Callable[[Callable[[int], memoryview]], Engine]
 
 
 def transfer_config(config: NodeProcess, rank: int = 0) -> TransferConfig:
-    """Return how KV of a rank travels; nothing but cuda_ipc reaches what is on a GPU."""
+    """Return how KV of a rank travels: on GPUs, where ways of one host are allowed, theirs is."""
     transfer = config.transfer if rank == 0 else replace(config.transfer, port=0)
     transports = transfer.transports
-    if device_of(config.engine).type == "cpu" or "cuda_ipc" in transports:
+    if device_of(config.engine).type == "cpu" or "cuda_ipc" in transports or "shm" not in transports:
         return transfer
     return replace(transfer, transports=("cuda_ipc", *transports))
 

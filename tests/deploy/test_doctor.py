@@ -174,20 +174,23 @@ def test_a_trouble_of_a_process_is_told_with_its_mend(process, level, told):
 
 
 @pytest.mark.parametrize(
-    ("other_host", "offered", "told"),
+    ("by", "other_host", "offered", "told"),
     [
-        ("h", ["tcp"], "on one host"),
-        ("h", ["rdma", "shm", "tcp"], "though both offer rdma, shm"),
-        ("far", ["rdma", "shm", "tcp"], "though both offer rdma"),
-        ("far", ["shm", "tcp"], "when it was last used"),
+        ("tcp", "h", ["tcp"], "on one host"),
+        ("tcp", "h", ["rdma", "shm", "tcp"], "though both offer rdma, shm"),
+        ("tcp", "far", ["rdma", "shm", "tcp"], "though both offer rdma"),
+        ("tcp", "far", ["shm", "tcp"], "when it was last used"),
+        ("staged_tcp", "h", ["cuda_ipc", "shm", "tcp"], "though both offer cuda_ipc"),
+        ("staged_tcp", "h", ["shm", "tcp"], "on one host"),
+        ("staged_tcp", "far", ["cuda_ipc", "tcp"], "when it was last used"),
     ],
 )
-def test_a_link_over_tcp_where_both_offer_something_faster_is_told(other_host, offered, told):
+def test_a_link_over_tcp_where_both_offer_something_faster_is_told(by, other_host, offered, told):
     ends = zip(PAIR["nodes"], ("h", other_host), strict=True)
     nodes = [{**node, "host": host, "transports": offered} for node, host in ends]
-    process = seen("p", links=(Link("d", "tcp", 1e9),))
+    process = seen("p", links=(Link("d", by, 1e9),))
     found = [finding.what for finding in check_processes([process, seen("d")], {"nodes": nodes})]
-    assert f"p - d: tcp, 1 GB/s{'' if told.startswith('when') else ','} {told}" in found
+    assert f"p - d: {by}, 1 GB/s{'' if told.startswith('when') else ','} {told}" in found
 
 
 def test_a_link_far_below_its_like_is_worth_a_look():
