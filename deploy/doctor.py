@@ -28,6 +28,7 @@ from deploy.api_client import ApiError, read_json
 from deploy.config_file import read_cluster_config
 from deploy.doctor_processes import check_processes, look_at_processes, measure_links
 from deploy.findings import Finding
+from transfer import topology
 
 GIB = 1 << 30
 LEAST_OPEN_FILES = 4096
@@ -53,6 +54,8 @@ class Host:
     ray_token: bool
     silent: tuple[tuple[str, str], ...] = ()
     """Services that are named and do not answer: by what, and where."""
+    rails: tuple[str, ...] = ()
+    """For each memory of the host, which NICs carry it."""
 
 
 def main(
@@ -100,6 +103,9 @@ def check_host(host: Host, config: ClusterConfig) -> Iterator[Finding]:
     if "rdma" in config.transfer.transports and host.locked_memory_bytes >= 0:
         what = f"RDMA is allowed and only {host.locked_memory_bytes} bytes of memory may be locked"
         yield Finding("wrong", what, "ulimit -l unlimited, or LimitMEMLOCK=infinity in the systemd unit")
+    if "rdma" in config.transfer.transports:
+        for rail in host.rails:
+            yield Finding("ok", f"RDMA of {rail}")
     needed = _shm_bytes(config)
     if needed > host.shm_free_bytes:
         what = f"/dev/shm has {host.shm_free_bytes / GIB:.1f} GiB free; the KV caches take {needed / GIB:.1f}"
@@ -166,6 +172,7 @@ def _look_at_host(config: ClusterConfig, address: str) -> Host:
         shm_free_bytes=shm.f_bavail * shm.f_frsize,
         busy_ports=tuple(port for port in ports if port and _is_busy(config.server.host, port)),
         silent=tuple(service for service in _services(config) if not _answers(service[1])),
+        rails=tuple(topology.overview()),
         ray_token="RAY_AUTH_TOKEN" in os.environ or Path("~/.ray/auth_token").expanduser().exists(),
     )
 

@@ -189,6 +189,9 @@ class TracedTransport:
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         return self._inner.refusal_or_none(peer, segment_id, device)
 
+    def way(self, device: int | None) -> str:
+        return self._inner.way(device)
+
     @property
     def now_bytes(self) -> int:
         return self._inner.now_bytes

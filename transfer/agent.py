@@ -29,9 +29,10 @@ from transfer.board import Board
 from transfer.completion import begin, finish_within
 from transfer.holdings import Holdings
 from transfer.ranges import ranges_of, with_table
-from transfer.rdma import Rail, open_rails
+from transfer.rdma import open_rails
 from transfer.rdma_transport import RdmaTarget, RdmaTransport
 from transfer.reactor import Reactor
+from transfer.registrations import Registrations
 from transfer.router import Router
 from transfer.segment import DeviceMemory, Segment
 from transfer.shm import ShmTransport
@@ -84,7 +85,7 @@ class TransferAgent:
         self._holdings = Holdings(clock, self._board, random_bits)
         self._carriage = None if carriage is None else carriage(self._holdings)
         self._reactor: Reactor | None = None
-        self._rails: list[Rail] = []
+        self._registrations: Registrations | None = None
         self._one_sided: RdmaTarget | None = None
         self._server: TcpServer | None = None
         self._router: Router | None = None
@@ -117,12 +118,13 @@ class TransferAgent:
             except ImportError as error:
                 absent["cuda_ipc"] = f"not installed: {error}"
         if "rdma" in names:
-            self._rails, absent["rdma"] = open_rails()
-        if self._rails:
-            # What is said of the others is of no use while some rails work.
-            del absent["rdma"]
-            self._one_sided = RdmaTarget(self._rails, self._holdings)
-            transports.append(RdmaTransport(self._rails, self._clock))
+            rails, absent["rdma"] = open_rails()
+            if rails:
+                # What is said of the others is of no use while some rails work.
+                del absent["rdma"]
+                self._registrations = Registrations(rails)
+                self._one_sided = RdmaTarget(self._registrations, self._holdings)
+                transports.append(RdmaTransport(self._registrations, self._clock))
         if "tcp" in names or self._one_sided is not None:
             host, port = self._config.host, self._config.port
             self._server = TcpServer(host, port, self._epoch, self._holdings, reactor, self._one_sided)
@@ -143,8 +145,8 @@ class TransferAgent:
             if self._server is not None:
                 self._reactor.post(self._server.close)
             await asyncio.to_thread(self._reactor.stop)
-        for rail in self._rails:
-            rail.close()
+        if self._registrations is not None:
+            self._registrations.close()
         self._holdings.close()
 
     async def __aenter__(self) -> Self:
@@ -298,9 +300,13 @@ class TransferAgent:
             return ()
         return pieces.sums if pieces.sums is not None else await asyncio.to_thread(sums_of, pieces)
 
-    def route(self, peer: PeerDescriptor, grant: Grant) -> Route:
-        """Return how a batch to this peer would travel; raises TransferFailedError if it cannot."""
-        return self._started().choose(peer, grant.segment_id)
+    def route(self, peer: PeerDescriptor, grant: Grant, device: int | None = None) -> Route:
+        """Return how a batch of memory on `device` would travel to this peer (None: of the host).
+
+        Raises:
+            TransferFailedError: nothing reaches it.
+        """
+        return self._started().choose(peer, grant.segment_id, device)
 
     def totals(self) -> tuple[Totals, ...]:
         """Return what each transport has carried since the start, for metrics."""
@@ -371,9 +377,9 @@ class TransferAgent:
             self._turns.give_back()
 
     def _pinned(self, segment: Segment) -> Segment:
-        for rail in self._rails:
+        if self._registrations is not None:
             try:
-                rail.keys(segment)
+                self._registrations.local(segment)
             except TransferFailedError as error:
                 # Batches that would need it are told so again, and go by another transport.
                 event(log, "not registered", level=logging.WARNING, reason=error)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from base.errors import TransferFailedError
 from transfer.segment import Segment
+from transfer.topology import nic_place
 
 try:
     import pyverbs.enums as verbs
@@ -110,6 +111,7 @@ class Rail:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.place = nic_place(name)
         self._context = Context(name=name)
         port = self._context.query_port(_PORT)
         if port.state != verbs.IBV_PORT_ACTIVE:

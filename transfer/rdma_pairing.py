@@ -1,11 +1,12 @@
-"""One peer over RDMA: a control connection, a queue pair on every rail, work spread over them.
+"""One peer over RDMA: a control connection, a queue pair on every rail, work spread over the nearest.
 
     lane   closed  --connected-->  open  --an error, the peer's end-->  closed  (for ever)
 
 Work requests of a queue pair end in order, so only some of them are signalled and each
 completion ends all before it. A lane that fails is destroyed before its work is posted
 on another: two NICs never carry the same bytes at once, and nothing is touched late.
-The event loop owns everything.
+Each batch goes by the nearest rails that are open (`topology.py`), so work waits in one
+line for each choice of rails. The event loop owns everything.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from transfer.express import ExpressLink, Single
 from transfer.frame import Kind
 from transfer.rails import RailHealth
 from transfer.rdma import MAX_OUTSTANDING, SIGNAL_EVERY, Ended, QueuePair, Rail, unpack_ends
-from transfer.segment import Segment
+from transfer.registrations import Reach
 from transfer.tcp_link import Frame
+from transfer.topology import Tiers, tiers
 
 WORK_BYTES = 1 << 20
 """One work request at most: 21 us on a 400 Gb/s link, several times the cost of posting it."""
@@ -40,11 +42,12 @@ Row = tuple[int, int, int]
 class Batch:
     """Counts down the work requests of one batch."""
 
-    def __init__(self, is_write: bool, segment: Segment, peer_address: int, peer_keys: Sequence[int]) -> None:
+    def __init__(self, is_write: bool, ours: Reach, theirs: Reach) -> None:
         self.is_write = is_write
-        self.segment = segment
-        self.peer_address = peer_address
-        self.peer_keys = peer_keys
+        self.ours = ours
+        self.theirs = theirs
+        self.tiers = tiers(ours.distances, theirs.distances)
+        """The rails that may carry it, nearest first."""
         self.completion = Completion()
         self.left = 0
         self.error: ServeError | None = None
@@ -94,15 +97,15 @@ class Lane:
     def post(self, work: Sequence[Work]) -> None:
         """Begin some work, all of it in one direction; raises TransferFailedError."""
         entries = []
+        index, count, under_way = self.index, len(work), self.under_way
         for place, (batch, row) in enumerate(work, 1):
             work_id = next(self._ids)
-            local_key, _ = self.pair.rail.keys(batch.segment)
-            is_signalled = place == len(work) or work_id % SIGNAL_EVERY == 0
-            offset, peer_offset, length = row
-            address, peer_address = batch.segment.address + offset, batch.peer_address + peer_offset
-            peer_key = batch.peer_keys[self.index]
-            entries.append((work_id, is_signalled, address, length, local_key, peer_address, peer_key))
-            self.under_way.append((work_id, batch, row))
+            is_signalled = place == count or work_id % SIGNAL_EVERY == 0
+            ours, theirs, (offset, peer_offset, length) = batch.ours, batch.theirs, row
+            address, peer_address = ours.address + offset, theirs.address + peer_offset
+            key, peer_key = ours.keys[index], theirs.keys[index]
+            entries.append((work_id, is_signalled, address, length, key, peer_address, peer_key))
+            under_way.append((work_id, batch, row))
         self.pair.post(entries, work[0][0].is_write)
 
     def take_back(self) -> list[Work]:
@@ -112,6 +115,17 @@ class Lane:
         work = [(batch, row) for _, batch, row in self.under_way]
         self.under_way.clear()
         return work
+
+
+class _Line:
+    """Work that goes by the same rails, in order."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.tiers = tiers
+        self.urgent: deque[Work] = deque()
+        self.background: deque[Work] = deque()
+        self.lanes: frozenset[int] = frozenset()
+        """Numbers of those that carry it: the nearest that are open."""
 
 
 class Pairing:
@@ -129,8 +143,7 @@ class Pairing:
         self._health = health
         self._all_lanes = lanes
         self._lanes = [Lane(self, index, rail.queue_pair()) for index, rail in enumerate(rails)]
-        self._urgent: deque[Work] = deque()
-        self._background: deque[Work] = deque()
+        self._lines: dict[Tiers, _Line] = {}
         self._pairing = asyncio.Lock()
         self._is_paired = False
         self.link = ExpressLink(address, epoch, self._on_link_closed)
@@ -155,13 +168,18 @@ class Pairing:
         """Take over the work of one batch."""
         parts = pieces.cut(WORK_BYTES)
         batch.left = len(parts)
-        queue = self._urgent if priority is Priority.FOREGROUND else self._background
+        line = self._line_of(batch)
+        queue = line.urgent if priority is Priority.FOREGROUND else line.background
         queue.extend((batch, row) for row in parts.rows())
-        self.pump()
+        if line.lanes:
+            self.pump()
+        else:
+            _fail(line, TransferFailedError("no rail that is open reaches both memories"))
 
     def drop(self, batch: Batch) -> None:
         """End the batch's work: what is not posted at once, what is posted within a second."""
-        for queue in (self._urgent, self._background):
+        line = self._line_of(batch)
+        for queue in (line.urgent, line.background):
             kept = [work for work in queue if work[0] is not batch]
             dropped = len(queue) - len(kept)
             queue.clear()
@@ -174,12 +192,13 @@ class Pairing:
     def pump(self) -> None:
         """Post what there is room for, a burst to each lane in turn."""
         is_moving = True
-        while is_moving and (self._urgent or self._background):
+        while is_moving:
             is_moving = False
             for lane in self._lanes:
                 room = min(BURST, MAX_OUTSTANDING - len(lane.under_way))
-                if lane.is_open and room > 0 and (self._urgent or self._background):
-                    self._post_burst(lane, room)
+                queue = self._next_or_none(lane) if lane.is_open and room > 0 else None
+                if queue:
+                    self._post_burst(lane, queue, room)
                     is_moving = True
 
     def on_ended(self, lane: Lane, ended: Ended) -> None:
@@ -216,8 +235,40 @@ class Pairing:
                 lane.is_open = True
                 self._all_lanes[lane.key] = lane
 
-    def _post_burst(self, lane: Lane, room: int) -> None:
-        queue = self._urgent or self._background
+    def _line_of(self, batch: Batch) -> _Line:
+        line = self._lines.get(batch.tiers)
+        if line is None:
+            # There are few; what a peer says of its rails must not make them many.
+            self._lines = {key: each for key, each in self._lines.items() if each.urgent or each.background}
+            line = self._lines[batch.tiers] = _Line(batch.tiers)
+            line.lanes = self._nearest_open(line)
+        return line
+
+    def _nearest_open(self, line: _Line) -> frozenset[int]:
+        for tier in line.tiers:
+            usable = frozenset(index for index in tier if self._lanes[index].is_open)
+            if usable:
+                return usable
+        return frozenset()
+
+    def _next_or_none(self, lane: Lane) -> deque[Work] | None:
+        """Return the queue that the lane takes from: what a request waits for first, lines by turns."""
+        found: tuple[_Line, deque[Work]] | None = None
+        for line in self._lines.values():
+            if lane.index in line.lanes:
+                if line.urgent:
+                    found = line, line.urgent
+                    break
+                if line.background and found is None:
+                    found = line, line.background
+        if found is None:
+            return None
+        line, queue = found
+        if len(self._lines) > 1:
+            self._lines[line.tiers] = self._lines.pop(line.tiers)
+        return queue
+
+    def _post_burst(self, lane: Lane, queue: deque[Work], room: int) -> None:
         is_write = queue[0][0].is_write
         burst: list[Work] = []
         while queue and len(burst) < room and queue[0][0].is_write is is_write:
@@ -232,9 +283,13 @@ class Pairing:
         lane.is_lost = True
         self._health.failed(lane.pair.rail.name)
         self._all_lanes.pop(lane.key, None)
-        self._urgent.extendleft(reversed(lane.take_back()))
-        if not any(each.is_open for each in self._lanes):
-            self._fail_queued(TransferFailedError(f"{lane.pair.rail.name} failed: {reason}"))
+        for work in reversed(lane.take_back()):
+            self._line_of(work[0]).urgent.appendleft(work)
+        error = TransferFailedError(f"{lane.pair.rail.name} failed: {reason}")
+        for line in self._lines.values():
+            line.lanes = self._nearest_open(line)
+            if not line.lanes:
+                _fail(line, error)
 
     def _give_up(self, batch: Batch) -> None:
         for lane in self._lanes:
@@ -244,15 +299,20 @@ class Pairing:
             self.drop(batch)
 
     def _on_link_closed(self) -> None:
+        error = TransferFailedError("the peer's control connection ended")
         for lane in self._lanes:
             if lane.is_open:
                 self._all_lanes.pop(lane.key, None)
-                self._urgent.extend(lane.take_back())
+                for batch, _ in lane.take_back():
+                    batch.work_ended(error)
             else:
                 lane.pair.close()
-        self._fail_queued(TransferFailedError("the peer's control connection ended"))
+        for line in self._lines.values():
+            _fail(line, error)
+        self._lines.clear()
 
-    def _fail_queued(self, error: ServeError) -> None:
-        for queue in (self._urgent, self._background):
-            while queue:
-                queue.popleft()[0].work_ended(error)
+
+def _fail(line: _Line, error: ServeError) -> None:
+    for queue in (line.urgent, line.background):
+        while queue:
+            queue.popleft()[0].work_ended(error)

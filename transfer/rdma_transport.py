@@ -7,8 +7,8 @@ before it is let go; a peer that does not let go in time, or whose connection en
 its queue pairs, after which its NIC touches nothing.
 
     PAIR    asker: a queue pair of each rail      owner: connects one of its own to each
-    HOLD    asker: ranges, generation             owner: checks; address and keys
-    one-sided work over all rails
+    HOLD    asker: ranges, generation             owner: checks; address, keys, distances
+    one-sided work over the nearest rails
     LET_GO
 
 The asking side runs on the event loop, because the bindings hold the interpreter in
@@ -18,24 +18,29 @@ whatever thread they run; the asked side on the thread of the tcp server.
 from __future__ import annotations
 
 import asyncio
-import struct
+import logging
 from collections.abc import Sequence
 
 from base.clock import Clock
 from base.errors import TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
+from base.logs import event
 from transfer.batch import Pieces, Priority
 from transfer.frame import MAX_RANGES, SMALL_BYTES, Kind, table_of
 from transfer.holdings import Holdings
 from transfer.rails import RailHealth
-from transfer.rdma import MAX_RAILS, Ended, QueuePair, Rail, unpack_ends
+from transfer.rdma import Ended, QueuePair, Rail, unpack_ends
 from transfer.rdma_pairing import Batch, Call, Lane, Pairing
 from transfer.reactor import Patience
+from transfer.registrations import Reach, Registrations, unpack_reach
+from transfer.topology import Tiers, told
 from transfer.transport import Transport
 
-_ADMISSION = struct.Struct(f"<Q{MAX_RAILS}I")
-"""Address of the segment at its owner, and its key on each rail."""
 _UNLIMITED = 1 << 62
+MAX_TOLD = 4096
+"""Choices of rails that are remembered as logged."""
+
+log = logging.getLogger(__name__)
 
 
 class RdmaTarget:
@@ -44,15 +49,15 @@ class RdmaTarget:
     Called on the thread of the tcp server alone.
     """
 
-    def __init__(self, rails: Sequence[Rail], holdings: Holdings) -> None:
-        self._rails = rails
+    def __init__(self, registrations: Registrations, holdings: Holdings) -> None:
+        self._registrations = registrations
         self._holdings = holdings
         self._pairs: dict[object, list[QueuePair]] = {}
 
     def pair(self, link: object, offer: bytes) -> bytes:
         self.cut(link)
         pairs = self._pairs.setdefault(link, [])
-        for rail, end in zip(self._rails, unpack_ends(offer), strict=False):
+        for rail, end in zip(self._registrations.rails, unpack_ends(offer), strict=False):
             pair = rail.queue_pair()
             pairs.append(pair)
             pair.connect(end)
@@ -60,10 +65,7 @@ class RdmaTarget:
         return b"".join(pair.end.pack() for pair in pairs).ljust(len(offer), b"\0")
 
     def admit(self, segment_id: int) -> bytes:
-        segment = self._holdings.segment(segment_id)
-        keys = [rail.keys(segment)[1] for rail in self._rails]
-        keys += [0] * (MAX_RAILS - len(keys))
-        return _ADMISSION.pack(segment.address, *keys)
+        return self._registrations.remote(self._holdings.segment(segment_id)).pack()
 
     def cut(self, link: object) -> None:
         for pair in self._pairs.pop(link, []):
@@ -75,14 +77,16 @@ class RdmaTransport(Transport):
 
     name = "rdma"
 
-    def __init__(self, rails: Sequence[Rail], clock: Clock) -> None:
-        self._rails = rails
+    def __init__(self, registrations: Registrations, clock: Clock) -> None:
+        self._registrations = registrations
+        self._rails = registrations.rails
+        self._told: set[tuple[str, Tiers]] = set()
         self._health = RailHealth(clock)
         self._pairings: dict[str, Pairing] = {}
         self._lanes: dict[tuple[str, int], Lane] = {}
         self._patience = Patience()
         self._loop = asyncio.get_running_loop()
-        for rail in rails:
+        for rail in self._rails:
             self._loop.add_reader(rail.channel_fd, self._on_completions, rail)
 
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
@@ -94,14 +98,19 @@ class RdmaTransport(Transport):
             return "every rail failed lately"
         return None
 
+    def way(self, device: int | None) -> str:
+        return self._registrations.told(device)
+
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
+        ours = self._registrations.local(pieces.segment)
         pairing, pieces = await self._paired(peer), pieces.merged()
         holds = [_hold(grant, group) for group in pieces.grouped(_UNLIMITED, MAX_RANGES)]
         try:
             for hold in holds:
                 admission = await hold.answered(pairing.link)
-            address, *keys = _ADMISSION.unpack(admission)
-            batch = Batch(grant.operation is Operation.WRITE, pieces.segment, address, keys)
+            theirs = unpack_reach(admission)
+            batch = Batch(grant.operation is Operation.WRITE, ours, theirs)
+            self._tell(peer.node_id, batch)
             pairing.add(batch, pieces, priority)
             if priority is Priority.FOREGROUND and pieces.num_bytes <= SMALL_BYTES:
                 self._look_for(batch)
@@ -129,6 +138,20 @@ class RdmaTransport(Transport):
             self._pairings[peer.node_id] = known
         await known.ready()
         return known
+
+    def _tell(self, node_id: str, batch: Batch) -> None:
+        """Log which rails a batch goes by, once for each choice."""
+        choice = (node_id, batch.tiers)
+        if choice not in self._told:
+            if len(self._told) >= MAX_TOLD:
+                self._told.clear()
+            self._told.add(choice)
+            names = [rail.name for rail in self._rails]
+            near_us, near_peer = (told(names, side.distances) for side in (batch.ours, batch.theirs))
+            by = [",".join(names[rail] for rail in tier) for tier in batch.tiers]
+            event(
+                log, "rails chosen", peer=node_id, by=" then ".join(by), near_us=near_us, near_peer=near_peer
+            )
 
     def _look_for(self, batch: Batch) -> None:
         """See the end of a small batch a moment after it was posted: sleeping and waking take longer."""
@@ -160,7 +183,7 @@ class RdmaTransport(Transport):
 def _hold(grant: Grant, group: Pieces) -> Call:
     """Return the call that asks the owner to hold the grant on these ranges."""
     is_write = grant.operation is Operation.WRITE
-    call = Call(Kind.HOLD_WRITE if is_write else Kind.HOLD_READ, _ADMISSION.size)
+    call = Call(Kind.HOLD_WRITE if is_write else Kind.HOLD_READ, Reach.PACKED_BYTES)
     call.frame.segment_id = grant.segment_id
     call.frame.generation = grant.generation
     call.frame.offset = int(group.peer_offsets[0])

@@ -95,6 +95,8 @@ class Router:
             raise TransferFailedError(f"nothing reaches {peer.node_id}: {reasons or 'no transport'}")
         record = self._record(peer, names[0])
         reason = "the fastest that reaches it" if self._is_rested(record) else "all failed lately"
+        if way := self._transports[names[0]].way(device):
+            reason += f", by {way}"
         for other in names[1:]:
             is_rested = self._is_rested(self._record(peer, other))
             refused.append((other, "slower" if is_rested else "failed lately"))

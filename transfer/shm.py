@@ -17,6 +17,7 @@ from transfer.batch import Pieces, Priority, Row
 from transfer.mapped import MappedPeers
 from transfer.segment import Segment
 from transfer.shm_copy import KEPT_BYTES, SUMMED_STEP_BYTES, Copiers, Copy, copy_here
+from transfer.transport import Transport
 
 INLINE_BYTES = KEPT_BYTES
 """A batch up to this size is copied on the event loop at once."""
@@ -27,7 +28,7 @@ IN_TURNS_BYTES = 16 << 20
 """An urgent batch up to this size is copied so."""
 
 
-class ShmTransport:
+class ShmTransport(Transport):
     """Owns the mappings of peers' memory and the threads that copy."""
 
     name = "shm"

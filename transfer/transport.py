@@ -35,6 +35,10 @@ class Transport(Protocol):
         """
         ...
 
+    def way(self, device: int | None) -> str:
+        """Return, in a line, by what of this host memory on `device` goes, and why; empty: one way."""
+        return ""
+
     @property
     def now_bytes(self) -> int:
         """The most bytes of a piece that `move_now` is asked for."""

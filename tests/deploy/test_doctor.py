@@ -66,6 +66,13 @@ def test_a_trouble_of_the_host_is_told_with_its_mend(change, config, level, told
     assert first[2]
 
 
+def test_what_nics_carry_each_memory_is_told_where_rdma_is_allowed():
+    host = dataclasses.replace(HEALTHY, rails=("host memory: a (same NUMA node); b stand by",))
+    told = "RDMA of host memory: a (same NUMA node); b stand by"
+    assert told in [finding.what for finding in check_host(host, RDMA) if finding.level == "ok"]
+    assert told not in [finding.what for finding in check_host(host, ClusterConfig())]
+
+
 def test_gpu_nodes_take_no_shared_memory():
     config = ClusterConfig(prefill=PoolConfig(gpus_per_node=1), decode=PoolConfig(gpus_per_node=1))
     assert troubles(check_host(dataclasses.replace(HEALTHY, shm_free_bytes=0), config)) == []

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import struct
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
@@ -20,11 +19,14 @@ from transfer.rdma import MAX_OUTSTANDING, Ended, QueuePairEnd
 from transfer.rdma_pairing import WORK_BYTES, Batch, Pairing
 from transfer.rdma_transport import RdmaTransport
 from transfer.reactor import Reactor
+from transfer.registrations import Reach, Registrations
 from transfer.tcp_server import TcpServer
+from transfer.topology import UNREACHED, Place
 
 EPOCH = 7
 SEGMENT = segments.over(1, bytearray(16))
-ADMISSION = struct.pack("<Q8I", 0, *range(8))
+ADMISSION = Reach(0, tuple(range(8)), (4,) * 8).pack()
+NOWHERE = Place()
 
 
 class FakePair:
@@ -54,6 +56,7 @@ class FakePair:
 class FakeRail:
     def __init__(self, name: str) -> None:
         self.name = name
+        self.place = NOWHERE
         self.is_down = self.is_prompt = False
         self.pairs: list[FakePair] = []
         self.ended: list[Ended] = []
@@ -111,8 +114,14 @@ async def bed() -> AsyncIterator[Bed]:
         os.close(rail.channel_fd)
 
 
-def submit(pairing: Pairing, name: int, num_works: int, priority: Priority = Priority.FOREGROUND) -> Batch:
-    batch = Batch(True, SEGMENT, 0, [name, name])
+def submit(
+    pairing: Pairing,
+    name: int,
+    num_works: int,
+    priority: Priority = Priority.FOREGROUND,
+    distances: tuple[int, int] = (4, 4),
+) -> Batch:
+    batch = Batch(True, Reach(0, (0, 0), distances[: len(pairing._lanes)]), Reach(0, (name, name), (4, 4)))
     places = np.arange(num_works, dtype=np.int64) * WORK_BYTES
     pieces = Pieces(SEGMENT, np.stack((places, np.full(num_works, WORK_BYTES), places)))
     pairing.add(batch, pieces, priority)
@@ -190,11 +199,87 @@ async def test_a_rail_that_failed_again_and_again_rests_and_is_taken_again_after
     assert [lane.is_open for lane in (await bed.paired())._lanes] == [True, True]
 
 
+async def test_the_nearer_rail_carries_a_batch_and_the_other_only_when_that_is_lost(bed: Bed) -> None:
+    pairing = await bed.paired()
+    near, far = bed.rails[1].pairs[0], bed.rails[0].pairs[0]
+    batch = submit(pairing, 1, MAX_OUTSTANDING + 40, distances=(4, 3))
+    assert (len(near.posted), len(far.posted)) == (MAX_OUTSTANDING, 0)
+    end_first(pairing, 1, 8)
+    assert (len(near.posted), len(far.posted)) == (MAX_OUTSTANDING + 8, 0)
+    end_first(pairing, 1, 1, "status 12")
+    assert (near.is_closed, len(far.posted)) == (True, MAX_OUTSTANDING)
+    later = submit(pairing, 2, 1, distances=(4, 3))
+    while pairing._lanes[0].under_way:
+        end_first(pairing, 0, len(pairing._lanes[0].under_way))
+    assert (batch.completion.is_over, later.completion.is_over) == (True, True)
+    await batch.completion.wait(lambda: None)
+
+
+async def test_batches_near_to_different_rails_do_not_wait_for_each_other(bed: Bed) -> None:
+    pairing = await bed.paired()
+    submit(pairing, 1, MAX_OUTSTANDING + 40, distances=(3, 4))
+    submit(pairing, 2, 4, distances=(4, 3))
+    assert [{name for _, name in rail.pairs[0].posted} for rail in bed.rails] == [{1}, {2}]
+
+
+async def test_batches_that_share_a_rail_take_turns_on_it(bed: Bed) -> None:
+    pairing = await bed.paired()
+    [pair, _] = (rail.pairs[0] for rail in bed.rails)
+    submit(pairing, 1, MAX_OUTSTANDING + 64, distances=(3, 4))
+    submit(pairing, 2, 64, distances=(4, 4))
+    end_first(pairing, 1, 64)
+    end_first(pairing, 0, 32)
+    assert {name for _, name in pair.posted[MAX_OUTSTANDING:]} == {1}
+    submit(pairing, 2, 2 * MAX_OUTSTANDING, distances=(4, 4))
+    end_first(pairing, 0, 32)
+    assert [name for _, name in pair.posted[-32:]] in ([1] * 16 + [2] * 16, [2] * 16 + [1] * 16)
+
+
+async def test_a_batch_that_a_request_waits_for_goes_before_background_work_near_to_other_rails(
+    bed: Bed,
+) -> None:
+    pairing = await bed.paired()
+    pair = bed.rails[0].pairs[0]
+    submit(pairing, 1, MAX_OUTSTANDING + 40, Priority.BACKGROUND, distances=(3, 4))
+    submit(pairing, 2, 2 * MAX_OUTSTANDING, distances=(4, 4))
+    end_first(pairing, 0, 16)
+    assert {name for _, name in pair.posted[MAX_OUTSTANDING:]} == {2}
+
+
+async def test_what_the_only_open_rail_has_not_registered_fails_at_once(bed: Bed) -> None:
+    bed.rails[1].is_down = True
+    pairing = await bed.paired()
+    batch = submit(pairing, 1, 4, distances=(UNREACHED, 3))
+    with pytest.raises(TransferFailedError, match="no rail that is open"):
+        await batch.completion.wait(lambda: None)
+    assert bed.rails[0].pairs[0].posted == []
+
+
+async def test_work_fails_with_the_last_rail_that_has_registered_its_memory(bed: Bed) -> None:
+    pairing = await bed.paired()
+    batch = submit(pairing, 1, 20, distances=(3, UNREACHED))
+    end_first(pairing, 0, 1, "status 12")
+    with pytest.raises(TransferFailedError, match="a failed: status 12"):
+        await batch.completion.wait(lambda: None)
+    assert bed.rails[1].pairs[0].posted == []
+    assert not submit(pairing, 2, 1).completion.is_over
+
+
+async def test_a_cancelled_batch_leaves_its_line(bed: Bed) -> None:
+    pairing = await bed.paired()
+    batch = submit(pairing, 1, MAX_OUTSTANDING + 40, distances=(3, 4))
+    pairing.drop(batch)
+    end_first(pairing, 0, MAX_OUTSTANDING)
+    assert len(bed.rails[0].pairs[0].posted) == MAX_OUTSTANDING
+    with pytest.raises(TransferFailedError, match="cancelled"):
+        await batch.completion.wait(lambda: None)
+
+
 @pytest.mark.parametrize("is_prompt", [True, False])
 async def test_an_end_that_is_there_at_once_needs_no_wake_up_and_a_later_one_wakes(
     bed: Bed, is_prompt: bool
 ) -> None:
-    transport = RdmaTransport(bed.rails, bed.clock)
+    transport = RdmaTransport(Registrations(bed.rails, lambda device: NOWHERE), bed.clock)
     peer = PeerDescriptor("peer", EPOCH, (Endpoint("rdma", bed.server.address),))
     segment = bed.holdings.allocate(64)
     grant = bed.holdings.grant(segment, [0], 64, Operation.WRITE, 10.0)

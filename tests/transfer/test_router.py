@@ -24,12 +24,16 @@ class Stub:
         self.clock = clock
         self.seconds = seconds
         self.refusal: str | None = None
+        self.path = ""
         self.error: Exception | None = None
         self.now_bytes = 0
         self.moves = 0
 
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         return self.refusal
+
+    def way(self, device: int | None) -> str:
+        return self.path
 
     def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
         self._moved()
@@ -76,6 +80,13 @@ def test_the_faster_of_two_is_taken_and_the_others_are_told_why_not(router: Rout
     route = router.choose(PEER, 5)
     assert route.transport == "shm"
     assert dict(route.refused) == {"rdma": "no device", "tcp": "slower"}
+
+
+def test_a_route_says_by_what_of_this_host_it_goes(router: Router, shm: Stub) -> None:
+    shm.path = "a (same NUMA node)"
+    assert router.choose(PEER, 5).reason == "the fastest that reaches it, by a (same NUMA node)"
+    shm.refusal = "private memory"
+    assert router.choose(PEER, 5).reason == "the fastest that reaches it"
 
 
 def test_what_does_not_reach_the_segment_is_passed_over(router: Router, shm: Stub) -> None:
