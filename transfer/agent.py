@@ -27,12 +27,13 @@ from base.logs import event
 from transfer.batch import Pieces, Priority, TransferBatch, plan_pieces, row_of, sums_of
 from transfer.board import Board
 from transfer.completion import begin, finish_within
+from transfer.dma_buf import CudaDriver
 from transfer.holdings import Holdings
 from transfer.ranges import ranges_of, with_table
 from transfer.rdma import open_rails
 from transfer.rdma_transport import RdmaTarget, RdmaTransport
 from transfer.reactor import Reactor
-from transfer.registrations import Registrations
+from transfer.registrations import Registrations, device_refusal_or_none, memory_place
 from transfer.router import Router
 from transfer.segment import DeviceMemory, Segment
 from transfer.shm import ShmTransport
@@ -118,11 +119,16 @@ class TransferAgent:
             except ImportError as error:
                 absent["cuda_ipc"] = f"not installed: {error}"
         if "rdma" in names:
-            rails, absent["rdma"] = open_rails()
+            driver = CudaDriver()
+            rails, absent["rdma"] = open_rails(driver)
             if rails:
                 # What is said of the others is of no use while some rails work.
                 del absent["rdma"]
-                self._registrations = Registrations(rails)
+                self._registrations = Registrations(
+                    rails,
+                    functools.partial(memory_place, driver),
+                    functools.partial(device_refusal_or_none, driver),
+                )
                 self._one_sided = RdmaTarget(self._registrations, self._holdings)
                 transports.append(RdmaTransport(self._registrations, self._clock))
         if "tcp" in names or self._one_sided is not None:
@@ -210,7 +216,7 @@ class TransferAgent:
         while self._wires:
             staged = StagedTransport(self._wires.pop(), self._holdings.register)
             self._started().add(self._wrap(staged))
-        return segment
+        return self._pinned(segment)
 
     def grant(
         self, segment: Segment, offsets: Sequence[int], length: int, operation: Operation, lease_s: float

@@ -9,6 +9,8 @@ the program changes. What the bindings demand of their user:
 * Version 44 does not tell that descriptor; it is the one that appears in /proc/self/fd.
 * retry_cnt 7 means "for ever" to the software NIC: 6 is the most that ends.
 * A memory region keeps no reference to its memory; the segment does.
+* A region of a DMA-BUF (a GPU's memory, `dma_buf.py`) is addressed by offsets in the DMA-BUF: the
+  bindings, unlike the library, take no other address for it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from base.errors import TransferFailedError
+from transfer import dma_buf
+from transfer.dma_buf import CudaDriver
 from transfer.segment import Segment
 from transfer.topology import nic_place
 
@@ -37,7 +41,14 @@ try:
     from pyverbs.wr import SGE
 
     MISSING = ""
+    try:
+        from pyverbs.mr import DmaBufMR
+
+        NO_DMA_BUF = ""
+    except ImportError:
+        NO_DMA_BUF = "this pyverbs cannot register a DMA-BUF"
 except ImportError as error:
+    NO_DMA_BUF = "no pyverbs"
     MISSING = f"no pyverbs ({error}): install the system's python3-pyverbs of the same release as libibverbs"
 
 MAX_OUTSTANDING = 128
@@ -88,8 +99,16 @@ class Ended:
     """The peer's NIC refused the access: another rail would be refused as well."""
 
 
-def open_rails() -> tuple[list[Rail], str]:
-    """Return the usable NICs of this host, or none and the reason in one line."""
+def address_of(segment: Segment) -> int:
+    """Return the address of a segment's first byte in work requests, here and at peers."""
+    return segment.address if segment.device is None else dma_buf.offset_of(segment.address)
+
+
+def open_rails(driver: CudaDriver | None = None) -> tuple[list[Rail], str]:
+    """Return the usable NICs of this host, or none and the reason in one line.
+
+    `driver`: exports memory of GPUs; None: such memory is not registered.
+    """
     if MISSING:
         return [], MISSING
     try:
@@ -100,17 +119,45 @@ def open_rails() -> tuple[list[Rail], str]:
     reasons = []
     for name in names[:MAX_RAILS]:
         try:
-            rails.append(Rail(name))
+            rails.append(Rail(name, driver))
         except (PyverbsError, OSError, TransferFailedError) as error:
             reasons.append(f"{name}: {error}")
     return rails, "; ".join(reasons) or ("" if rails else "this host has no RDMA device")
 
 
+def registered(rail: str, domain: PD, segment: Segment, driver: CudaDriver | None) -> MR:
+    """Return a segment's memory region in the protection domain of a rail; raises TransferFailedError."""
+    access = verbs.IBV_ACCESS_LOCAL_WRITE | verbs.IBV_ACCESS_REMOTE_WRITE | verbs.IBV_ACCESS_REMOTE_READ
+    device, num_bytes = segment.device, segment.num_bytes
+    if device is None:
+        try:
+            return MR(domain, num_bytes, access, address=segment.address)
+        except PyverbsError as error:
+            raise TransferFailedError(
+                f"{rail}: {num_bytes} bytes cannot be registered ({error}); see ulimit -l"
+            ) from error
+    if driver is None:
+        raise TransferFailedError(f"{rail}: memory of GPUs is not registered here")
+    try:
+        return dma_buf.register(
+            driver,
+            device,
+            segment.address,
+            num_bytes,
+            lambda fd, offset: DmaBufMR(domain, num_bytes, access, fd, offset),
+        )
+    except (PyverbsError, OSError, RuntimeError) as error:
+        raise TransferFailedError(
+            f"{rail}: {num_bytes} bytes of GPU {device} cannot be registered by DMA-BUF ({error})"
+        ) from error
+
+
 class Rail:
     """One NIC: its memory regions and its completion queue. `poll` and `drain` are the event loop's."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, driver: CudaDriver | None = None) -> None:
         self.name = name
+        self._driver = driver
         self.place = nic_place(name)
         self._context = Context(name=name)
         port = self._context.query_port(_PORT)
@@ -135,12 +182,14 @@ class Rail:
         """Return (local, remote) key of a segment, registered at its first use.
 
         Raises:
-            TransferFailedError: the NIC or the limit of locked memory refuses.
+            TransferFailedError: the NIC or the limit of locked memory refuses; or a GPU's driver.
         """
         with self._lock:
             region = self._regions.get(segment.segment_id)
             if region is None:
-                region = self._regions[segment.segment_id] = self._register(segment)
+                region = self._regions[segment.segment_id] = registered(
+                    self.name, self._domain, segment, self._driver
+                )
             return region.lkey, region.rkey
 
     def queue_pair(self) -> QueuePair:
@@ -179,15 +228,6 @@ class Rail:
             region.close()
         for owned in (self._queue, self._channel, self._domain, self._context):
             owned.close()
-
-    def _register(self, segment: Segment) -> MR:
-        access = verbs.IBV_ACCESS_LOCAL_WRITE | verbs.IBV_ACCESS_REMOTE_WRITE | verbs.IBV_ACCESS_REMOTE_READ
-        try:
-            return MR(self._domain, segment.num_bytes, access, address=segment.address)
-        except PyverbsError as error:
-            raise TransferFailedError(
-                f"{self.name}: {segment.num_bytes} bytes cannot be registered ({error}); see ulimit -l"
-            ) from error
 
 
 class QueuePair:

@@ -38,7 +38,7 @@ from transfer.transport import Transport
 
 _UNLIMITED = 1 << 62
 MAX_TOLD = 4096
-"""Choices of rails that are remembered as logged."""
+"""Choices of rails that are remembered as logged, and segments that a peer has not registered."""
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,8 @@ class RdmaTransport(Transport):
         self._registrations = registrations
         self._rails = registrations.rails
         self._told: set[tuple[str, Tiers]] = set()
+        self._refused: dict[tuple[str, int, int], str] = {}
+        """Why a segment of a peer's epoch is not registered there. It is not asked for again."""
         self._health = RailHealth(clock)
         self._pairings: dict[str, Pairing] = {}
         self._lanes: dict[tuple[str, int], Lane] = {}
@@ -90,8 +92,10 @@ class RdmaTransport(Transport):
             self._loop.add_reader(rail.channel_fd, self._on_completions, rail)
 
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
-        if device is not None:
-            return "our memory is a GPU's"
+        if device is not None and (ours := self._registrations.refusal_or_none(device)):
+            return f"our memory: {ours}"
+        if theirs := self._refused.get((peer.node_id, peer.epoch, segment_id)):
+            return f"the peer's memory: {theirs}"
         if peer.address_or_none(self.name) is None:
             return "the peer does not offer it"
         if not any(self._health.is_usable(rail.name) for rail in self._rails):
@@ -107,7 +111,7 @@ class RdmaTransport(Transport):
         holds = [_hold(grant, group) for group in pieces.grouped(_UNLIMITED, MAX_RANGES)]
         try:
             for hold in holds:
-                admission = await hold.answered(pairing.link)
+                admission = await self._held(peer, grant.segment_id, pairing, hold)
             theirs = unpack_reach(admission)
             batch = Batch(grant.operation is Operation.WRITE, ours, theirs)
             self._tell(peer.node_id, batch)
@@ -138,6 +142,17 @@ class RdmaTransport(Transport):
             self._pairings[peer.node_id] = known
         await known.ready()
         return known
+
+    async def _held(self, peer: PeerDescriptor, segment_id: int, pairing: Pairing, hold: Call) -> bytes:
+        try:
+            return await hold.answered(pairing.link)
+        except TransferFailedError as error:
+            if not pairing.link.is_closed:
+                # The peer's own word, which is all that it fails a hold with: no NIC of its registers this.
+                if len(self._refused) >= MAX_TOLD:
+                    self._refused.clear()
+                self._refused[peer.node_id, peer.epoch, segment_id] = str(error)
+            raise
 
     def _tell(self, node_id: str, batch: Batch) -> None:
         """Log which rails a batch goes by, once for each choice."""
