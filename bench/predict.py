@@ -28,9 +28,11 @@ import grpc
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig, ServerConfig
 from bench.about_run import about_run
+from conductor.cost_model import CostModel
 from conductor.decision_log import read_log
 from conductor.decisions import Actual, Decision
 from conductor.placement import Placement
+from conductor.profile import Profile
 from deploy.local import LocalCluster, local_cluster
 from deploy.plan import PreparedModel
 from engine.model_store import prepare
@@ -78,23 +80,25 @@ async def load(address: str, count: int, rate: float, rng: random.Random) -> Non
             await asyncio.sleep(rng.expovariate(rate))
 
 
-def pairs(path: Path) -> list[tuple[Decision, Placement, Actual]]:
-    """Return each placed decision of a log with what came of it, in order."""
+def pairs(path: Path) -> tuple[list[tuple[Decision, Placement, Actual]], Profile]:
+    """Return each placed decision of a log with what came of it, in order, and their profile."""
     decisions: dict[str, Decision] = {}
     found = []
-    for item in read_log(path)[1]:
+    shared, items = read_log(path)
+    for item in items:
         if isinstance(item, Decision):
             decisions[item.asked.request_id] = item
         else:
             made = decisions[item[0]]
             assert isinstance(made.result, Placement), "only what was placed has an outcome"
             found.append((made, made.result, item[1]))
-    return sorted(found, key=lambda pair: pair[0].decided_at_s)
+    return sorted(found, key=lambda pair: pair[0].decided_at_s), shared.profile
 
 
-def errors(found: list[tuple[Decision, Placement, Actual]]) -> dict[str, dict[str, float]]:
+def errors(found: list[tuple[Decision, Placement, Actual]], profile: Profile) -> dict[str, dict[str, float]]:
     """Return the median and the 90th percentile of each term's relative error."""
     terms: dict[str, list[float]] = {}
+    cost = CostModel(profile)
 
     def note(term: str, predicted_s: float, actual_s: float | None) -> None:
         if actual_s:
@@ -105,9 +109,8 @@ def errors(found: list[tuple[Decision, Placement, Actual]]) -> dict[str, dict[st
         note("ttft", placed.predicted_ttft_s, actual.ttft_s and actual.ttft_s - waited_s)
         note("prefill", placed.prefill_s, actual.compute_s)
         note("tbt", placed.predicted_tbt_s, actual.mean_tbt_s)
-        nodes = made.seen.nodes or ()
-        ratio = next(node.prefill_ratio for node in nodes if node.node_id == placed.prefill_node)
-        note("prefill, profile alone", placed.prefill_s / ratio, actual.compute_s)
+        new_tokens = made.asked.num_tokens - placed.matched_tokens
+        note("prefill, profile alone", cost.prefill_s(new_tokens, placed.matched_tokens), actual.compute_s)
     return {
         term: {
             "median": statistics.median(values),
@@ -133,8 +136,9 @@ def measure(count: int, rate: float) -> dict[str, Any]:
         with local_cluster(config, model, Path(folder)) as cluster:
             wait_for_nodes(cluster)
             asyncio.run(load(cluster.grpc_address, count, rate, random.Random(1)))
-        found = pairs(log)
-    return {"requests": len(found) - WARM_UP, "rate": rate, "relative_error": errors(found[WARM_UP:])}
+        found, profile = pairs(log)
+    error = errors(found[WARM_UP:], profile)
+    return {"requests": len(found) - WARM_UP, "rate": rate, "relative_error": error}
 
 
 def wait_for_nodes(cluster: LocalCluster) -> None:
@@ -151,7 +155,7 @@ def main() -> None:
     arguments = parser.parse_args()
     about = about_run()
     if arguments.log:
-        result: dict[str, Any] = {"relative_error": errors(pairs(arguments.log))}
+        result: dict[str, Any] = {"relative_error": errors(*pairs(arguments.log))}
     else:
         result = measure(arguments.requests, arguments.rate)
     for term, error in result["relative_error"].items():

@@ -14,8 +14,8 @@ paper's cluster they are fitted to ten digitised points, five of them 95 % cache
 terms in a and b alone.
 
 A profile is never quite right on a live node (another processor, a noisy neighbour), so
-`Corrections` learns each node's measured/predicted ratio and the spread that is left, and the
-seconds that no profile knows of: messages, and the turn of each event loop.
+`Corrections` learns each node's measured/predicted ratio, how it goes with size, and the spread that
+is left, and the seconds that no profile knows of: messages, and the turn of each event loop.
 The ratio is kept apart from the profile: replay then starts from the same numbers.
 """
 
@@ -39,6 +39,16 @@ MIN_FETCH_SHARE = 0.05
 # A ratio outside means the profile is for another machine; the prediction then stays
 # within a factor that admission can live with until somebody profiles.
 RATIO_LIMITS = (0.05, 20.0)
+
+# How much a ratio may grow with each e-fold of the seconds predicted. Below 1 / e-fold either way, what is
+# longer by the profile stays longer.
+TREND_LIMIT = 0.5
+
+# Sizes that hardly differ say nothing of a trend: variance of their logarithms at which it is half believed.
+TREND_VARIANCE = 0.1
+
+# A trend is followed to prompts of an eighth or eight times of what was seen, and is level beyond.
+TREND_REACH = math.log(8.0)
 
 
 class CostModel:
@@ -168,44 +178,88 @@ class CostModel:
         return tokens * self.profile.kv_token_bytes / self.profile.disk_bytes_per_s
 
 
+class _Learned:
+    """Of one node and term: fading means of the logarithms of measured/predicted and of the predicted."""
+
+    __slots__ = ("covariance", "error", "log_ratio", "ratio", "trend", "usual_s", "variance")
+
+    def __init__(self, ratio: float, usual_s: float, trend: float = 0.0) -> None:
+        self.ratio = ratio
+        self.log_ratio = math.log(ratio)
+        self.usual_s = usual_s
+        self.trend = trend
+        self.variance = self.covariance = self.error = 0.0
+
+    def observe(self, log_ratio: float, predicted_s: float) -> None:
+        off_ratio, off_size = log_ratio - self.log_ratio, math.log(predicted_s / self.usual_s)
+        off_trend = abs(off_ratio - self.trend * _within(off_size, TREND_REACH))
+        self.error += CORRECTION_GAIN * (off_trend - self.error)
+        self.log_ratio += CORRECTION_GAIN * off_ratio
+        self.ratio = math.exp(self.log_ratio)
+        self.usual_s *= math.exp(CORRECTION_GAIN * off_size)
+        fade = 1 - CORRECTION_GAIN
+        self.variance = fade * (self.variance + CORRECTION_GAIN * off_size * off_size)
+        self.covariance = fade * (self.covariance + CORRECTION_GAIN * off_size * off_ratio)
+        self.trend = _within(self.covariance / (self.variance + TREND_VARIANCE), TREND_LIMIT)
+
+    def corrected_s(self, predicted_s: float) -> float:
+        if not self.trend:
+            return predicted_s * self.ratio
+        off_size = _within(math.log(predicted_s / self.usual_s), TREND_REACH)
+        return predicted_s * self.ratio * math.exp(self.trend * off_size)
+
+    def relax(self, factor: float) -> None:
+        self.log_ratio *= factor
+        self.ratio = math.exp(self.log_ratio)
+        self.covariance *= factor
+        self.trend *= factor
+
+
 class Corrections:
     """Measured over predicted seconds, per node and term, learned while serving.
 
-    Ratios are averaged as logarithms: twice too slow and twice too fast cancel.
+    Ratios are averaged as logarithms: twice too slow and twice too fast cancel. Where a profile is
+    another machine's, short prompts and long ones are off by different ratios: the trend is learned too.
     """
 
     def __init__(self) -> None:
-        self._log_ratio: dict[tuple[str, str], float] = {}
-        self._ratio: dict[tuple[str, str], float] = {}
-        self._error: dict[tuple[str, str], float] = {}
+        self._learned: dict[tuple[str, str], _Learned] = {}
         self._added_s: dict[str, float] = {}
         self.has_learned = False
         """Whether anything ever was: who asks often looks here first."""
 
-    def observe(self, node_id: str, term: str, predicted_s: float, measured_s: float) -> None:
-        """Learn from one measurement. `predicted_s` is the profile's, not the corrected one."""
+    def observe(self, node_id: str, term: str, predicted_s: float, measured_s: float, count: int = 1) -> None:
+        """Learn from one measurement, of `count` together. `predicted_s`: by the profile alone."""
         if predicted_s <= 0 or measured_s <= 0:
             return
         low, high = RATIO_LIMITS
         log_ratio = math.log(min(high, max(low, measured_s / predicted_s)))
-        key = (node_id, term)
-        known = self._log_ratio.get(key)
+        known = self._learned.get((node_id, term))
         if known is None:
-            self._error[key] = 0.0
+            self._learned[node_id, term] = _Learned(math.exp(log_ratio), predicted_s / count)
         else:
-            self._error[key] += CORRECTION_GAIN * (abs(log_ratio - known) - self._error[key])
-            log_ratio = known + CORRECTION_GAIN * (log_ratio - known)
-        self._log_ratio[key] = log_ratio
-        self._ratio[key] = math.exp(log_ratio)
+            known.observe(log_ratio, predicted_s / count)
         self.has_learned = True
 
     def ratio(self, node_id: str, term: str) -> float:
-        """Return what to multiply a prediction with; 1 before anything was measured."""
-        return self._ratio.get((node_id, term), 1.0) if self._ratio else 1.0
+        """Return what to multiply a prediction with, of usual size; 1 before anything was measured."""
+        known = self._learned.get((node_id, term))
+        return 1.0 if known is None else known.ratio
+
+    def corrected_s(self, node_id: str, term: str, predicted_s: float) -> float:
+        """Return a prediction of the profile's as it will be by what was learned, its size regarded."""
+        known = self._learned.get((node_id, term))
+        return predicted_s if known is None else known.corrected_s(predicted_s)
+
+    def trend(self, node_id: str, term: str) -> tuple[float, float]:
+        """Return the power of the predicted seconds that the ratio grows with, and their usual number."""
+        known = self._learned.get((node_id, term))
+        return (0.0, 1.0) if known is None else (known.trend, known.usual_s)
 
     def relative_error(self, node_id: str, term: str) -> float:
         """Return the mean relative error left after correction; 0 before anything was measured."""
-        return math.expm1(self._error.get((node_id, term), 0.0))
+        known = self._learned.get((node_id, term))
+        return 0.0 if known is None else math.expm1(known.error)
 
     def observe_added(self, node_id: str, measured_s: float) -> None:
         """Learn the seconds of a request that are in no term."""
@@ -226,21 +280,26 @@ class Corrections:
         self._added_s[node_id] = seconds
         self.has_learned = True
 
-    def restore(self, node_id: str, term: str, ratio: float) -> None:
-        """Make `ratio` exactly what is known of a node: for decisions made again."""
-        self._ratio[node_id, term] = ratio
+    def restore(
+        self, node_id: str, term: str, ratio: float, trend: float = 0.0, usual_s: float = 1.0
+    ) -> None:
+        """Make this exactly what is known of a node: for decisions made again."""
+        self._learned[node_id, term] = _Learned(ratio, usual_s, trend)
         self.has_learned = True
 
     def relax(self, factor: float) -> None:
         """Believe what was learned less: keep `factor` of it, as logarithms; 0 leaves the profile alone."""
-        for key, log_ratio in self._log_ratio.items():
-            self._log_ratio[key] = log_ratio * factor
-            self._ratio[key] = math.exp(log_ratio * factor)
+        for known in self._learned.values():
+            known.relax(factor)
         for node_id in self._added_s:
             self._added_s[node_id] *= factor
 
     def forget(self, node_id: str) -> None:
         """Drop what was learned of a node that left."""
         self._added_s.pop(node_id, None)
-        for key in [key for key in self._log_ratio if key[0] == node_id]:
-            del self._log_ratio[key], self._ratio[key], self._error[key]
+        for key in [key for key in self._learned if key[0] == node_id]:
+            del self._learned[key]
+
+
+def _within(number: float, limit: float) -> float:
+    return min(limit, max(-limit, number))

@@ -65,6 +65,10 @@ class NodeSeen(NamedTuple):
     """Of the bounds of what decodes on it; None: nobody has one."""
     capacity_tokens: int = UNBOUNDED_TOKENS
     """Of its whole cache."""
+    prefill_trend: float = 0.0
+    """The power of the profile's seconds that the ratio grows with."""
+    prefill_usual_s: float = 1.0
+    """The profile's seconds of which the ratio is as it stands."""
 
 
 class ViewSeen(NamedTuple):
@@ -192,6 +196,7 @@ def _node_seen(view: ClusterView, node: NodeState, matched_blocks: int) -> NodeS
         node.queued_s,
         None if node.tightest_tbt_s == inf else node.tightest_tbt_s,
         node.capacity_tokens,
+        *view.corrections.trend(node.info.node_id, "prefill"),
     )
 
 
@@ -208,7 +213,8 @@ def _restore(view: ClusterView, node: NodeSeen, made: Decision) -> None:
     state.decode_context_tokens = node.decode_context_tokens
     state.running_sequences = node.running_sequences
     state.running_context_tokens = node.running_context_tokens
-    view.corrections.restore(node.node_id, "prefill", node.prefill_ratio)
+    trend = node.prefill_trend, node.prefill_usual_s
+    view.corrections.restore(node.node_id, "prefill", node.prefill_ratio, *trend)
     view.corrections.restore(node.node_id, "handoff", node.handoff_ratio)
     view.corrections.restore(node.node_id, "decode", node.decode_ratio)
     view.corrections.restore_added(node.node_id, node.dispatch_s)

@@ -77,7 +77,7 @@ def _inline(
         return None
     ratio = view.corrections.ratio
     node_id = node.info.node_id
-    prefill_s = cost.prefill_s(new_tokens, matched) * ratio(node_id, "prefill")
+    prefill_s = view.corrections.corrected_s(node_id, "prefill", cost.prefill_s(new_tokens, matched))
     step_s = cost.decode_step_s(node.decode_sequences, node.decode_context_tokens) * ratio(node_id, "decode")
     bound_s = 2 * step_s if node.tightest_tbt_s == inf else node.tightest_tbt_s * TBT_SHARE
     if node.decode_sequences and step_s + node.queued_s + prefill_s > bound_s:

@@ -94,6 +94,6 @@ class Observer:
             self._learn(running.placement.decode_node, "decode", running.profile_step_s, actual.mean_tbt_s)
             self._metrics.predicted("tbt", running.placement.predicted_tbt_s, actual.mean_tbt_s)
 
-    def _learn(self, node_id: str, term: str, profile_s: float, measured_s: float) -> None:
-        self._view.corrections.observe(node_id, term, profile_s, measured_s)
+    def _learn(self, node_id: str, term: str, profile_s: float, measured_s: float, count: int = 1) -> None:
+        self._view.corrections.observe(node_id, term, profile_s, measured_s, count)
         self._metrics.prediction_ratio(node_id, term, self._view.corrections.ratio(node_id, term))

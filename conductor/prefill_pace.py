@@ -42,8 +42,8 @@ class PrefillPace:
 
     def done(
         self, node_id: NodeId, now_s: float, profile_s: float, compute_s: float
-    ) -> tuple[float, float] | None:
-        """A prompt that was placed is done; return (profile's, measured) seconds if a run is over.
+    ) -> tuple[float, float, int] | None:
+        """A prompt that was placed is done; return (profile's seconds, measured, prompts) if a run is over.
 
         `profile_s` and `compute_s` are this prompt's, by the profile and by the node.
         """
@@ -57,8 +57,8 @@ class PrefillPace:
         if run.is_spoiled:
             return None
         if run.was_alone:
-            return profile_s, compute_s
-        return run.done_profile_s, now_s - run.begun_at_s
+            return profile_s, compute_s, 1
+        return run.done_profile_s, now_s - run.begun_at_s, run.num_done
 
     def lost(self, node_id: NodeId, now_s: float) -> None:
         """A prompt that was placed will not be done: what the node did of it is not known."""

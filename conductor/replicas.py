@@ -137,8 +137,9 @@ class Replicas:
         groups = view.index.match(asked.chain)
         blocks = groups[0][0] if groups else 0
         prefix = min(blocks * view.block_size, asked.num_tokens - 1)
-        ratio = view.corrections.ratio(placement.prefill_node, "prefill")
-        self.read(asked.chain, blocks, self._cost.prefill_s(asked.num_tokens - prefix, prefix) * ratio, now_s)
+        profile_s = self._cost.prefill_s(asked.num_tokens - prefix, prefix)
+        read_s = view.corrections.corrected_s(placement.prefill_node, "prefill", profile_s)
+        self.read(asked.chain, blocks, read_s, now_s)
 
     def step(self, view: ClusterView, now_s: float) -> list[Copy | Drop]:
         """Return what to do now, the hottest prefix first. Call it every second or so."""

@@ -282,7 +282,7 @@ def _prefill_s(request: PlacementRequest, slot: int, depth: int, view: ClusterVi
     prefix = matched_tokens(request, depth, view)
     seconds = cost.prefill_s(request.num_tokens - prefix, prefix)
     if view.corrections.has_learned:
-        seconds *= view.corrections.ratio(view.node_at(slot).info.node_id, "prefill")
+        return view.corrections.corrected_s(view.node_at(slot).info.node_id, "prefill", seconds)
     return seconds
 
 

@@ -1,5 +1,9 @@
 """The cost model against the figures its presets were fitted to."""
 
+import math
+import random
+from itertools import pairwise
+
 import pytest
 
 from base.errors import ConfigError
@@ -77,6 +81,70 @@ def test_correction_converges_to_a_steady_ratio() -> None:
     assert 0.1 < corrections.relative_error("n", "prefill") < 0.4
     corrections.forget("n")
     assert corrections.ratio("n", "prefill") == 1.0
+
+
+def another_machine_s(profile_s: float) -> float:
+    """Twice as fast as the profile with short prompts, and as fast with long ones."""
+    return 0.7 * profile_s**1.25
+
+
+def test_a_ratio_that_goes_with_size_is_learned_as_a_trend() -> None:
+    corrections, rng = Corrections(), random.Random(1)
+    for _ in range(60):
+        profile_s = math.exp(rng.uniform(math.log(0.1), math.log(2.5)))
+        measured_s = another_machine_s(profile_s) * rng.uniform(0.95, 1.05)
+        corrections.observe("n", "prefill", profile_s, measured_s)
+    for profile_s in (0.1, 0.3, 0.8, 2.5):
+        assert corrections.corrected_s("n", "prefill", profile_s) == pytest.approx(
+            another_machine_s(profile_s), rel=0.08
+        )
+    # one ratio for all would leave a third of it, as the mean of what is off
+    assert corrections.relative_error("n", "prefill") < 0.08
+
+
+def test_what_is_longer_by_the_profile_stays_longer_whatever_was_learned() -> None:
+    rng = random.Random(2)
+    for _ in range(50):
+        corrections = Corrections()
+        for _ in range(rng.randrange(1, 40)):
+            corrections.observe("n", "prefill", 10 ** rng.uniform(-3, 2), 10 ** rng.uniform(-3, 2))
+        sizes = [10 ** (power / 10) for power in range(-40, 30)]
+        corrected = [corrections.corrected_s("n", "prefill", size) for size in sizes]
+        assert all(shorter < longer for shorter, longer in pairwise(corrected))
+
+
+def test_prompts_of_one_size_say_nothing_of_others() -> None:
+    corrections, rng = Corrections(), random.Random(3)
+    for _ in range(200):
+        corrections.observe("n", "prefill", rng.uniform(0.98, 1.02), rng.uniform(1.8, 2.2))
+    assert corrections.corrected_s("n", "prefill", 0.05) == pytest.approx(0.1, rel=0.1)
+    assert corrections.corrected_s("n", "prefill", 20.0) == pytest.approx(40.0, rel=0.1)
+
+
+def test_a_run_of_prompts_is_of_their_mean_size() -> None:
+    corrections = Corrections()
+    corrections.observe("n", "prefill", 8.0, 16.0, count=8)
+    assert corrections.trend("n", "prefill") == (0.0, 1.0)
+    assert corrections.ratio("n", "prefill") == pytest.approx(2.0)
+
+
+def test_what_was_learned_is_made_again_to_the_bit() -> None:
+    corrections, again, rng = Corrections(), Corrections(), random.Random(4)
+    for _ in range(30):
+        corrections.observe("n", "prefill", 10 ** rng.uniform(-2, 1), 10 ** rng.uniform(-2, 1))
+    again.restore("n", "prefill", corrections.ratio("n", "prefill"), *corrections.trend("n", "prefill"))
+    for power in range(-30, 20):
+        size = 10 ** (power / 10)
+        assert again.corrected_s("n", "prefill", size) == corrections.corrected_s("n", "prefill", size)
+
+
+def test_a_relaxed_correction_comes_back_to_the_profile() -> None:
+    corrections = Corrections()
+    for size in (0.1, 1.0, 10.0) * 10:
+        corrections.observe("n", "prefill", size, another_machine_s(size))
+    corrections.relax(0.0)
+    assert corrections.corrected_s("n", "prefill", 0.1) == 0.1
+    assert corrections.corrected_s("n", "prefill", 10.0) == 10.0
 
 
 def test_added_seconds_are_learned_and_one_stall_is_not_believed() -> None:

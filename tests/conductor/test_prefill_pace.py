@@ -10,7 +10,7 @@ from conductor.prefill_pace import RUN_LENGTH, PrefillPace
 def test_a_prompt_that_was_alone_tells_the_nodes_own_seconds():
     pace = PrefillPace()
     pace.placed("n", 1.0)
-    assert pace.done("n", 9.0, profile_s=2.0, compute_s=3.0) == (2.0, 3.0)
+    assert pace.done("n", 9.0, profile_s=2.0, compute_s=3.0) == (2.0, 3.0, 1)
 
 
 def test_prompts_computed_together_are_taken_together():
@@ -18,7 +18,7 @@ def test_prompts_computed_together_are_taken_together():
     pace.placed("n", 1.0)
     pace.placed("n", 1.5)
     assert pace.done("n", 6.0, profile_s=2.0, compute_s=5.0) is None
-    assert pace.done("n", 7.0, profile_s=1.0, compute_s=5.5) == (3.0, 6.0)
+    assert pace.done("n", 7.0, profile_s=1.0, compute_s=5.5) == (3.0, 6.0, 2)
 
 
 def test_a_run_with_a_lost_prompt_teaches_nothing_and_the_next_one_does():
@@ -28,7 +28,7 @@ def test_a_run_with_a_lost_prompt_teaches_nothing_and_the_next_one_does():
     pace.lost("n", 1.0)
     assert pace.done("n", 2.0, 1.0, 1.0) is None
     pace.placed("n", 3.0)
-    assert pace.done("n", 4.0, 0.5, 1.0) == (0.5, 1.0)
+    assert pace.done("n", 4.0, 0.5, 1.0) == (0.5, 1.0, 1)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -46,5 +46,5 @@ def test_a_node_that_is_never_idle_shows_its_true_pace(seed):
         told.append(pace.done("n", now_s, profile_s, compute_s=99.0))
     measured = [each for each in told if each is not None]
     assert len(measured) == 10
-    for profile_s, measured_s in measured:
+    for profile_s, measured_s, _ in measured:
         assert measured_s == pytest.approx(1.7 * profile_s)
