@@ -1,9 +1,13 @@
-"""What only RDMA has: rails that fail, keys that are wrong. Needs two RDMA devices."""
+"""What only RDMA has: rails that fail, keys that are wrong, memory of GPUs. Needs two RDMA devices."""
 
+import json
 import os
 import select
+import shutil
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +27,19 @@ NUM_BYTES = 8 << 20
 BLOCK = 256 << 10
 OFFSETS = tuple(range(0, NUM_BYTES, BLOCK))
 CONFIG = TransferConfig(transports=("rdma", "tcp"))
+# Registers any shared memory as if it were a DMA-BUF, which software NICs do not import: the bindings
+# and the NIC do with its offset and its keys what they would for a GPU's memory.
+ANY_MEMORY_IS_A_DMA_BUF = """
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/mman.h>
+void *ibv_reg_mr_iova(void *domain, void *begin, size_t length, uint64_t address, int access);
+void *ibv_reg_dmabuf_mr(void *domain, uint64_t offset, size_t length, uint64_t address, int fd, int access)
+{
+    char *begin = mmap(NULL, offset + length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    return begin == MAP_FAILED ? NULL : ibv_reg_mr_iova(domain, begin + offset, length, address, access);
+}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +129,32 @@ def test_memory_that_the_nic_refuses_is_a_transfer_failure_that_says_where_to_lo
         rails[0].keys(unmapped)
     for rail in rails:
         rail.close()
+
+
+def test_memory_of_gpus_goes_by_the_nics_where_the_bindings_can_register_it(tmp_path: Path) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    source, library = tmp_path / "dma_buf.c", tmp_path / "dma_buf.so"
+    source.write_text(ANY_MEMORY_IS_A_DMA_BUF)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", library, source, "-l:libibverbs.so.1"], check=True, timeout=120
+    )
+    assert gpus_over_rdma(LD_PRELOAD=str(library)) == {"rdma": 3}
+
+
+def test_memory_of_gpus_that_no_nic_registers_goes_over_tcp() -> None:
+    assert gpus_over_rdma() == {"staged_tcp": 2, "tcp": 1}
+
+
+def gpus_over_rdma(**environment: str) -> dict[str, int]:
+    """Return how many batches each transport carried between two agents with memory of GPUs."""
+    command = [sys.executable, "-m", "tests.transfer.gpus_over_rdma"]
+    run = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=True, timeout=120
+    )
+    carried: dict[str, int] = json.loads(run.stdout)
+    return carried
 
 
 def set_link(state: str) -> None:
