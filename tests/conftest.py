@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -21,11 +23,28 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep together, on one of xdist's workers, the tests that share a model or a cluster."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    """Keep together, on one of xdist's workers, the tests that share a model or a cluster.
+
+    The longest groups begin first, so that none trails the run: xdist takes them by how many tests
+    they have, and would leave a single test of a minute to the end.
+    """
     for item in items:
         file = item.path.relative_to(Path(__file__).parent)
         shared = "cluster" if file.parts[0] in ("cluster", "faults") else file.as_posix()
+        if file.parts[0] == "contract":
+            # Not each file: with a single long test, xdist hands out the next group, to wait behind it.
+            shared = "contract"
         if file.parts[0] == "simulation":
             shared = item.nodeid  # its parts share nothing, and are long
         item.add_marker(pytest.mark.xdist_group(shared))
+    yield
+    if hasattr(config, "workerinput"):
+        sizes = Counter(_group_of(item) for item in items)
+        items.sort(key=lambda item: (item.get_closest_marker("long") is None, -sizes[_group_of(item)]))
+
+
+def _group_of(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("xdist_group")
+    return str(marker.args[0]) if marker is not None else ""

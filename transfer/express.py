@@ -40,12 +40,32 @@ class Single:
             self.completion.end(error)
 
 
+class Call:
+    """A frame on such a link, and the wait for its answer."""
+
+    def __init__(self, kind: Kind, answer_bytes: int) -> None:
+        self._single = Single()
+        self.answer = bytearray(answer_bytes)
+        self.frame = Frame(self._single, kind, incoming=[memoryview(self.answer)])
+
+    async def answered(self, link: ExpressLink) -> bytes:
+        """Send it and return the answer; raises what the peer refused it with."""
+        await link.carry(self._single, self.frame)
+        return bytes(self.answer)
+
+
 class ExpressLink:
     """Owns one link; connects at once. Frames may be carried from then on."""
 
-    def __init__(self, address: str, epoch: int, on_closed: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        address: str,
+        epoch: int,
+        on_closed: Callable[[], None] = lambda: None,
+        on_recalled: Callable[[int], None] = lambda generation: None,
+    ) -> None:
         self._poller = LoopPoller()
-        self._link = TcpLink(address, epoch, self._poller, on_closed)
+        self._link = TcpLink(address, epoch, self._poller, on_closed, on_recalled)
         self._num_late = 0
         self._patience = Patience()
         self._now_s = asyncio.get_running_loop().time

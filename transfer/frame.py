@@ -11,7 +11,8 @@
     READ     -> no payload         DATA <- payload; or REFUSED
     PAIR     -> payload            DATA <- payload; or REFUSED    (one-sided transports:
     HOLD     -> no payload         DATA <- payload; or REFUSED     queue pairs, leave to touch
-    LET_GO   -> of a HOLD's frame id, as `offset`; no answer       ranges, the end of that)
+    LET_GO   -> of a HOLD's frame id, as `offset`; no answer       what a grant allows, the end
+    RECALL   <- of all holds on a generation; no answer            of that, and its being wanted)
 
 Little-endian. What a peer sends is checked here against bounds before a byte of memory
 is set aside for it; every fault is a ProtocolError, after which the connection ends.
@@ -43,7 +44,7 @@ SMALL_BYTES = 1 << 20
 MAX_RANGES = 1024
 _MAX_REASON_BYTES = 512
 _MAGIC = 0x4D534721
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<IHBBIIQQQQQ")
 HEADER_BYTES = _HEADER.size
 RANGE_BYTES = 16
@@ -60,14 +61,12 @@ class Kind(IntEnum):
     ACK = 6
     REFUSED = 7
     PAIR = 8
-    HOLD_READ = 9
-    HOLD_WRITE = 10
-    LET_GO = 11
+    HOLD = 9
+    LET_GO = 10
+    RECALL = 11
 
 
 WITH_PAYLOAD = frozenset({Kind.WRITE, Kind.DATA, Kind.REFUSED, Kind.PAIR})
-_UNBOUNDED = frozenset({Kind.HOLD_READ, Kind.HOLD_WRITE})
-"""Their bytes do not travel on this connection."""
 
 _REFUSALS: tuple[type[ServeError], ...] = (
     ServeError,
@@ -189,7 +188,7 @@ _SHORT = frozenset({Kind.REFUSED, Kind.PAIR})
 _KINDS = {
     kind.value: (
         kind,
-        _MAX_REASON_BYTES if kind in _SHORT else 1 << 64 if kind in _UNBOUNDED else MAX_FRAME_BYTES,
+        _MAX_REASON_BYTES if kind in _SHORT else MAX_FRAME_BYTES,
     )
     for kind in Kind
 }

@@ -139,6 +139,11 @@ class GrantTable:
         """Raise as `check` does if the grant has ended."""
         self._live_entry(generation)
 
+    def live(self, generation: int) -> tuple[Grant, float]:
+        """Return a live grant, and the seconds that its lease still runs; raises as `check` does."""
+        entry = self._live_entry(generation)
+        return entry.grant, entry.expires_at_s - self._clock.now_s()
+
     def renew(self, generation: int, lease_s: float) -> Grant:
         """Return the grant with its lease running anew from this moment.
 

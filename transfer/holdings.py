@@ -6,6 +6,7 @@ which is the one gate that bytes from a wire pass.
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable, Sequence
 
@@ -15,7 +16,7 @@ from base.clock import Clock
 from base.errors import ProtocolError, StaleError
 from base.grants import Grant, Operation
 from transfer import segment as segments
-from transfer.board import Board
+from transfer.board import Board, digest_of
 from transfer.grant import GrantState, GrantTable
 from transfer.ranges import Offsets
 from transfer.segment import DeviceMemory, Segment
@@ -34,6 +35,7 @@ class Holdings:
         self._segments: dict[int, Segment] = {}
         self.staging: dict[int, Staging] = {}
         """How a wire reaches the segments that are a GPU's memory."""
+        self._digest_of = functools.lru_cache(256)(digest_of)
 
     def allocate(self, num_bytes: int) -> Segment:
         """Return a new zeroed shared segment; raises ValueError or OSError."""
@@ -117,6 +119,17 @@ class Holdings:
         """Return the memory of one range, as `views` does of several."""
         self.grants.check_one(segment_id, generation, operation, offset, length)
         return self._host_memory(segment_id)[offset : offset + length]
+
+    def admitted(self, generation: int, digest: int) -> tuple[Segment, float]:
+        """Return the segment of a live grant, and the seconds that its lease still runs.
+
+        `digest`: what `digest_of` makes of the grant at whoever asks. Any thread. Raises as
+        `GrantTable.check` does.
+        """
+        grant, left_s = self.grants.live(generation)
+        if self._digest_of(grant) != digest:
+            raise ProtocolError(f"grant {generation:#x} says something else")
+        return self.segment(grant.segment_id), left_s
 
     def segment(self, segment_id: int) -> Segment:
         """Return a segment of ours; raises StaleError if there is none of that id. Any thread."""

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
+from base.clock import Clock
 from base.errors import ProtocolError, ServeError, TransferFailedError
 from transfer.batch import Pieces, Priority
 from transfer.completion import Completion
-from transfer.express import ExpressLink, Single
+from transfer.express import Call, ExpressLink
 from transfer.frame import Kind
 from transfer.rails import RailHealth
 from transfer.rdma import MAX_OUTSTANDING, SIGNAL_EVERY, Ended, QueuePair, Rail, unpack_ends
+from transfer.rdma_holds import Holds
 from transfer.registrations import Reach
-from transfer.tcp_link import Frame
 from transfer.topology import Tiers, tiers
 
 WORK_BYTES = 1 << 20
@@ -48,33 +49,30 @@ class Batch:
         self.theirs = theirs
         self.tiers = tiers(ours.distances, theirs.distances)
         """The rails that may carry it, nearest first."""
-        self.completion = Completion()
         self.left = 0
+        self.is_over = False
         self.error: ServeError | None = None
+        self._completion: Completion | None = None
 
     def work_ended(self, error: ServeError | None = None) -> None:
         """One work request is over: nothing touches its bytes any more."""
         self.error = self.error or error
         self.left -= 1
         if self.left == 0:
-            self.completion.end(self.error)
+            self.is_over = True
+            if self._completion is not None:
+                self._completion.end(self.error)
+
+    async def ended(self, cancel: Callable[[], None]) -> None:
+        """Return or raise as the work does, and never before it has ended: `Completion.wait`."""
+        # Small batches are over before anybody waits, and need none.
+        self._completion = Completion()
+        if self.is_over:
+            self._completion.end(self.error)
+        await self._completion.wait(cancel)
 
 
 Work = tuple[Batch, Row]
-
-
-class Call:
-    """A frame on the control connection, and the wait for its answer."""
-
-    def __init__(self, kind: Kind, answer_bytes: int) -> None:
-        self._single = Single()
-        self.answer = bytearray(answer_bytes)
-        self.frame = Frame(self._single, kind, incoming=[memoryview(self.answer)])
-
-    async def answered(self, link: ExpressLink) -> bytes:
-        """Send it and return the answer; raises what the peer refused it with."""
-        await link.carry(self._single, self.frame)
-        return bytes(self.answer)
 
 
 class Lane:
@@ -138,6 +136,7 @@ class Pairing:
         rails: Sequence[Rail],
         health: RailHealth,
         lanes: dict[tuple[str, int], Lane],
+        clock: Clock,
     ) -> None:
         self.epoch = epoch
         self._health = health
@@ -146,7 +145,25 @@ class Pairing:
         self._lines: dict[Tiers, _Line] = {}
         self._pairing = asyncio.Lock()
         self._is_paired = False
-        self.link = ExpressLink(address, epoch, self._on_link_closed)
+        self._has_lost = False
+        self.link = ExpressLink(
+            address, epoch, self._on_link_closed, lambda generation: self.holds.recall(generation)
+        )
+        self.holds = Holds(self.link, clock)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every lane there ever was is open: then there is nothing to be ready for."""
+        return self._is_paired and not self._has_lost and not self.link.is_closed
+
+    @property
+    def has_queued(self) -> bool:
+        """Whether work waits for room on a lane."""
+        return any(line.urgent or line.background for line in self._lines.values())
+
+    def rails_at_work(self) -> list[Rail]:
+        """Return the rails on which something is under way."""
+        return [lane.pair.rail for lane in self._lanes if lane.under_way]
 
     async def ready(self) -> None:
         """Return when the lanes are open; raises TransferFailedError or StaleError."""
@@ -166,9 +183,15 @@ class Pairing:
 
     def add(self, batch: Batch, pieces: Pieces, priority: Priority) -> None:
         """Take over the work of one batch."""
+        line = self._line_of(batch)
+        if (
+            pieces.only is not None
+            and pieces.num_bytes <= WORK_BYTES
+            and self._began(line, batch, pieces.only)
+        ):
+            return
         parts = pieces.cut(WORK_BYTES)
         batch.left = len(parts)
-        line = self._line_of(batch)
         queue = line.urgent if priority is Priority.FOREGROUND else line.background
         queue.extend((batch, row) for row in parts.rows())
         if line.lanes:
@@ -229,7 +252,7 @@ class Pairing:
                 try:
                     lane.pair.connect(end)
                 except TransferFailedError:
-                    lane.is_lost = True
+                    lane.is_lost = self._has_lost = True
                     self._health.failed(lane.pair.rail.name)
                     continue
                 lane.is_open = True
@@ -268,6 +291,25 @@ class Pairing:
             self._lines[line.tiers] = self._lines.pop(line.tiers)
         return queue
 
+    def _began(self, line: _Line, batch: Batch, row: Row) -> bool:
+        """Post the only work of a batch, if nobody is before it: no queue, and no turns. False: not done."""
+        if self.has_queued:
+            return False
+        least, lane = MAX_OUTSTANDING, None
+        for index in line.lanes:
+            count = len(self._lanes[index].under_way)
+            if count < least:
+                least, lane = count, self._lanes[index]
+        if lane is None:
+            return False
+        batch.left = 1
+        try:
+            lane.post([(batch, row)])
+        except TransferFailedError as error:
+            self._lost(lane, str(error))
+            self.pump()
+        return True
+
     def _post_burst(self, lane: Lane, queue: deque[Work], room: int) -> None:
         is_write = queue[0][0].is_write
         burst: list[Work] = []
@@ -280,7 +322,7 @@ class Pairing:
 
     def _lost(self, lane: Lane, reason: str) -> None:
         """Give the work of a broken lane to the others, or end it if there is none."""
-        lane.is_lost = True
+        lane.is_lost = self._has_lost = True
         self._health.failed(lane.pair.rail.name)
         self._all_lanes.pop(lane.key, None)
         for work in reversed(lane.take_back()):
@@ -299,6 +341,7 @@ class Pairing:
             self.drop(batch)
 
     def _on_link_closed(self) -> None:
+        self.holds.close()
         error = TransferFailedError("the peer's control connection ended")
         for lane in self._lanes:
             if lane.is_open:

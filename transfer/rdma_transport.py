@@ -1,15 +1,18 @@
 """The rdma transport: peers reach into memory through their NICs, under held grants.
 
 A NIC checks keys and the bounds of whole segments, not our grants. So a batch first asks
-the owner, over a connection to its one port, to hold the grant: the owner checks every
-range on its own word and answers with the keys. A grant that is held is not drained
-before it is let go; a peer that does not let go in time, or whose connection ends, loses
-its queue pairs, after which its NIC touches nothing.
+the owner, over a connection to its one port, to hold the grant: the owner compares it with
+its own and answers with the keys. A grant that is held is not drained before it is let go; a
+peer that does not let go in time, or whose connection ends, loses its queue pairs, after
+which its NIC touches nothing.
 
     PAIR    asker: a queue pair of each rail      owner: connects one of its own to each
-    HOLD    asker: ranges, generation             owner: checks; address, keys, distances
-    one-sided work over the nearest rails
-    LET_GO
+    HOLD    asker: generation, a grant's checksum owner: compares; lease, address, keys, distances
+    one-sided work over the nearest rails, batch by batch
+    RECALL                                        owner: the grant has ended
+    LET_GO  asker: no batch for a while, or recalled
+
+How a hold is kept for the next batch, and ends, is in `transfer/rdma_holds.py`.
 
 The asking side runs on the event loop, because the bindings hold the interpreter in
 whatever thread they run; the asked side on the thread of the tcp server.
@@ -26,17 +29,19 @@ from base.errors import TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
 from base.logs import event
 from transfer.batch import Pieces, Priority
-from transfer.frame import MAX_RANGES, SMALL_BYTES, Kind, table_of
+from transfer.frame import SMALL_BYTES
 from transfer.holdings import Holdings
 from transfer.rails import RailHealth
 from transfer.rdma import Ended, QueuePair, Rail, unpack_ends
-from transfer.rdma_pairing import Batch, Call, Lane, Pairing
+from transfer.rdma_holds import Hold, pack_admission
+from transfer.rdma_pairing import Batch, Lane, Pairing
 from transfer.reactor import Patience
-from transfer.registrations import Reach, Registrations, unpack_reach
+from transfer.registrations import Registrations
 from transfer.topology import Tiers, told
 from transfer.transport import Transport
 
-_UNLIMITED = 1 << 62
+_WRITE = Operation.WRITE
+_FOREGROUND = Priority.FOREGROUND
 MAX_TOLD = 4096
 """Choices of rails that are remembered as logged, and segments that a peer has not registered."""
 
@@ -64,8 +69,9 @@ class RdmaTarget:
         # As long as the offer; an end of zeros says that there is no such rail here.
         return b"".join(pair.end.pack() for pair in pairs).ljust(len(offer), b"\0")
 
-    def admit(self, segment_id: int) -> bytes:
-        return self._registrations.remote(self._holdings.segment(segment_id)).pack()
+    def admit(self, generation: int, digest: int) -> bytes:
+        segment, left_s = self._holdings.admitted(generation, digest)
+        return pack_admission(left_s, self._registrations.remote(segment))
 
     def cut(self, link: object) -> None:
         for pair in self._pairs.pop(link, []):
@@ -83,10 +89,12 @@ class RdmaTransport(Transport):
         self._told: set[tuple[str, Tiers]] = set()
         self._refused: dict[tuple[str, int, int], str] = {}
         """Why a segment of a peer's epoch is not registered there. It is not asked for again."""
+        self._clock = clock
         self._health = RailHealth(clock)
         self._pairings: dict[str, Pairing] = {}
         self._lanes: dict[tuple[str, int], Lane] = {}
         self._patience = Patience()
+        self._waiting: set[Batch] = set()
         self._loop = asyncio.get_running_loop()
         for rail in self._rails:
             self._loop.add_reader(rail.channel_fd, self._on_completions, rail)
@@ -107,21 +115,22 @@ class RdmaTransport(Transport):
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         ours = self._registrations.local(pieces.segment)
-        pairing, pieces = await self._paired(peer), pieces.merged()
-        holds = [_hold(grant, group) for group in pieces.grouped(_UNLIMITED, MAX_RANGES)]
+        pairing = self._pairings.get(peer.node_id)
+        if pairing is None or pairing.epoch != peer.epoch or not pairing.is_whole:
+            pairing = await self._paired(peer)
+        hold = pairing.holds.take(grant) or await self._asked(peer, pairing, grant)
         try:
-            for hold in holds:
-                admission = await self._held(peer, grant.segment_id, pairing, hold)
-            theirs = unpack_reach(admission)
-            batch = Batch(grant.operation is Operation.WRITE, ours, theirs)
+            batch = Batch(grant.operation is _WRITE, ours, hold.reach)
             self._tell(peer.node_id, batch)
-            pairing.add(batch, pieces, priority)
-            if priority is Priority.FOREGROUND and pieces.num_bytes <= SMALL_BYTES:
-                self._look_for(batch)
-            await batch.completion.wait(lambda: pairing.drop(batch))
+            pairing.add(batch, pieces.merged(), priority)
+            if priority is _FOREGROUND and pieces.num_bytes <= SMALL_BYTES:
+                self._look_for(pairing, batch)
+            if not batch.is_over:
+                await self._woken(pairing, batch)
+            elif batch.error is not None:
+                raise batch.error
         finally:
-            for hold in holds:
-                pairing.link.let_go(hold.frame)
+            pairing.holds.release(hold)
 
     async def close(self) -> None:
         for pairing in self._pairings.values():
@@ -138,20 +147,20 @@ class RdmaTransport(Transport):
             address = peer.address_or_none(self.name)
             if address is None:
                 raise TransferFailedError(f"{peer.node_id} has no rdma endpoint")
-            known = Pairing(address, peer.epoch, self._rails, self._health, self._lanes)
+            known = Pairing(address, peer.epoch, self._rails, self._health, self._lanes, self._clock)
             self._pairings[peer.node_id] = known
         await known.ready()
         return known
 
-    async def _held(self, peer: PeerDescriptor, segment_id: int, pairing: Pairing, hold: Call) -> bytes:
+    async def _asked(self, peer: PeerDescriptor, pairing: Pairing, grant: Grant) -> Hold:
         try:
-            return await hold.answered(pairing.link)
+            return await pairing.holds.ask(grant)
         except TransferFailedError as error:
             if not pairing.link.is_closed:
                 # The peer's own word, which is all that it fails a hold with: no NIC of its registers this.
                 if len(self._refused) >= MAX_TOLD:
                     self._refused.clear()
-                self._refused[peer.node_id, peer.epoch, segment_id] = str(error)
+                self._refused[peer.node_id, peer.epoch, grant.segment_id] = str(error)
             raise
 
     def _tell(self, node_id: str, batch: Batch) -> None:
@@ -168,40 +177,46 @@ class RdmaTransport(Transport):
                 log, "rails chosen", peer=node_id, by=" then ".join(by), near_us=near_us, near_peer=near_peer
             )
 
-    def _look_for(self, batch: Batch) -> None:
+    async def _woken(self, pairing: Pairing, batch: Batch) -> None:
+        """Sleep until the batch has ended; raises as it does."""
+        self._waiting.add(batch)
+        try:
+            for rail in self._rails:
+                self._arm(rail)
+            await batch.ended(lambda: pairing.drop(batch))
+        finally:
+            self._waiting.remove(batch)
+
+    def _arm(self, rail: Rail) -> None:
+        # What ended just before is told to nobody.
+        if rail.arm():
+            self._take(rail, rail.drain())
+
+    def _look_for(self, pairing: Pairing, batch: Batch) -> None:
         """See the end of a small batch a moment after it was posted: sleeping and waking take longer."""
         looks = self._patience.looks()
-        while looks and not batch.completion.is_over:
+        while looks and not batch.is_over:
             looks -= 1
-            for rail in self._rails:
+            for rail in pairing.rails_at_work():
                 self._take(rail, rail.drain())
-            if not looks and not batch.completion.is_over:
+            if not looks and not batch.is_over:
                 self._patience.was_in_vain()
         if looks:
             self._patience.paid()
 
     def _on_completions(self, rail: Rail) -> None:
         self._take(rail, rail.poll())
+        if not all(batch.is_over for batch in self._waiting):
+            self._arm(rail)
 
     def _take(self, rail: Rail, completions: Sequence[Ended]) -> None:
-        pairings: dict[Pairing, None] = {}
+        pairings: set[Pairing] = set()
         for ended in completions:
             # A lane that was destroyed leaves completions that concern nobody.
             lane = self._lanes.get((rail.name, ended.queue_pair))
             if lane is not None:
                 lane.pairing.on_ended(lane, ended)
-                pairings[lane.pairing] = None
+                if lane.pairing.has_queued:
+                    pairings.add(lane.pairing)
         for pairing in pairings:
             pairing.pump()
-
-
-def _hold(grant: Grant, group: Pieces) -> Call:
-    """Return the call that asks the owner to hold the grant on these ranges."""
-    is_write = grant.operation is Operation.WRITE
-    call = Call(Kind.HOLD_WRITE if is_write else Kind.HOLD_READ, Reach.PACKED_BYTES)
-    call.frame.segment_id = grant.segment_id
-    call.frame.generation = grant.generation
-    call.frame.offset = int(group.peer_offsets[0])
-    call.frame.table = table_of(group.peer_offsets, group.lengths)
-    call.frame.num_bytes = group.num_bytes
-    return call

@@ -107,11 +107,17 @@ class TcpLink:
     """Owns one outgoing connection. Everything but `state` is the poller's thread's."""
 
     def __init__(
-        self, address: str, epoch: int, poller: Poller, on_closed: Callable[[], None] = lambda: None
+        self,
+        address: str,
+        epoch: int,
+        poller: Poller,
+        on_closed: Callable[[], None] = lambda: None,
+        on_recalled: Callable[[int], None] = lambda generation: None,
     ) -> None:
         self.state = LinkState.CONNECTING
         self._is_open = False
         self._when_closed = on_closed
+        self._on_recalled = on_recalled
         self._address = address
         self._epoch = epoch
         self._poller = poller
@@ -191,6 +197,8 @@ class TcpLink:
                 # The answer to a read that was cancelled.
                 return Incoming(detached=True)
             return Incoming(frame.incoming, frame.owner)
+        if header.kind is Kind.RECALL:
+            return Incoming()
         if header.kind is (Kind.WELCOME if self.state is LinkState.GREETING else Kind.ACK):
             return Incoming()
         raise ProtocolError(f"{header.kind.name} does not follow")
@@ -202,6 +210,8 @@ class TcpLink:
             self.state = LinkState.OPEN
             self._is_open = True
             self._fill()
+        elif header.kind is Kind.RECALL:
+            self._on_recalled(header.generation)
         else:
             self._answered(header.frame_id, None)
 

@@ -14,7 +14,7 @@ from base.config import TransferConfig
 from base.errors import TransferFailedError
 from base.grants import Endpoint, Operation, PeerDescriptor
 from tests.transfer.fake_device import device_memory
-from tests.transfer.test_rdma_pairing import NOWHERE, FakeRail
+from tests.transfer.made_up_rails import NOWHERE, FakeRail
 from transfer import rdma
 from transfer import segment as segments
 from transfer.agent import TransferAgent

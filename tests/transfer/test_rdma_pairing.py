@@ -1,7 +1,7 @@
 """Work on the rails of one peer, with rails that are made up: who goes first, and what a lost one leaves."""
 
 import asyncio
-import os
+import select
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
@@ -11,71 +11,23 @@ import pytest
 from base.clock import ManualClock
 from base.errors import TransferFailedError
 from base.grants import Endpoint, Operation, PeerDescriptor
+from tests.transfer.made_up_rails import NOWHERE, FakeRail
 from transfer import segment as segments
 from transfer.batch import Pieces, Priority
 from transfer.holdings import Holdings
 from transfer.rails import MAX_ERRORS, REST_S, RailHealth
-from transfer.rdma import MAX_OUTSTANDING, Ended, QueuePairEnd
+from transfer.rdma import MAX_OUTSTANDING, Ended
+from transfer.rdma_holds import pack_admission
 from transfer.rdma_pairing import WORK_BYTES, Batch, Pairing
 from transfer.rdma_transport import RdmaTransport
 from transfer.reactor import Reactor
 from transfer.registrations import Reach, Registrations
 from transfer.tcp_server import TcpServer
-from transfer.topology import UNREACHED, Place
+from transfer.topology import UNREACHED
 
 EPOCH = 7
 SEGMENT = segments.over(1, bytearray(16))
-ADMISSION = Reach(0, tuple(range(8)), (4,) * 8).pack()
-NOWHERE = Place()
-
-
-class FakePair:
-    """A queue pair that notes what is posted, by the peer's key, which a test makes the batch's name."""
-
-    def __init__(self, rail: "FakeRail", number: int) -> None:
-        self.rail = rail
-        self.end = QueuePairEnd(number, 0, 0, 3, bytes(16))
-        self.posted: list[tuple[int, int]] = []
-        self.is_broken = self.is_closed = False
-
-    def connect(self, peer: QueuePairEnd) -> None:
-        if self.rail.is_down:
-            raise TransferFailedError("down")
-
-    def post(self, work, is_write: bool) -> None:
-        if self.is_broken:
-            raise TransferFailedError("broken")
-        self.posted += [(work_id, key) for work_id, _, _, _, _, _, key in work]
-        if self.rail.is_prompt:
-            self.rail.ended.append(Ended(self.end.number, work[-1][0], "", is_refused=False))
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-class FakeRail:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.place = NOWHERE
-        self.is_down = self.is_prompt = False
-        self.pairs: list[FakePair] = []
-        self.ended: list[Ended] = []
-        self.channel_fd = os.eventfd(0)
-
-    def queue_pair(self) -> FakePair:
-        self.pairs.append(FakePair(self, len(self.pairs) + 1))
-        return self.pairs[-1]
-
-    def drain(self) -> list[Ended]:
-        ended, self.ended = self.ended, []
-        return ended
-
-    def poll(self) -> list[Ended]:
-        os.eventfd_read(self.channel_fd)
-        return self.drain()
-
-    def keys(self, segment: segments.Segment) -> tuple[int, int]:
-        return 0, 0
+ADMITTED = pack_admission(60.0, Reach(0, tuple(range(8)), (4,) * 8))
 
 
 class Bed:
@@ -87,14 +39,14 @@ class Bed:
         self.rails = [FakeRail("a"), FakeRail("b")]
         self.pairings: list[Pairing] = []
         agrees = SimpleNamespace(
-            pair=lambda link, offer: offer, cut=lambda link: None, admit=lambda segment_id: ADMISSION
+            pair=lambda link, offer: offer, cut=lambda link: None, admit=lambda generation, digest: ADMITTED
         )
         self.holdings = Holdings(self.clock, None)
         self.server = TcpServer("127.0.0.1", 0, EPOCH, self.holdings, reactor, agrees)
 
     async def paired(self, num_rails: int = 2) -> Pairing:
         rails = self.rails[:num_rails]
-        pairing = Pairing(self.server.address, EPOCH, rails, self.health, {})
+        pairing = Pairing(self.server.address, EPOCH, rails, self.health, {}, self.clock)
         self.pairings.append(pairing)
         await pairing.ready()
         return pairing
@@ -111,7 +63,7 @@ async def bed() -> AsyncIterator[Bed]:
     await asyncio.to_thread(reactor.stop)
     started.holdings.close()
     for rail in started.rails:
-        os.close(rail.channel_fd)
+        rail.close()
 
 
 def submit(
@@ -150,10 +102,10 @@ async def test_a_batch_is_spread_over_the_rails_and_ends_when_all_of_it_has(bed:
     batch = submit(pairing, 1, 64)
     assert [len(rail.pairs[0].posted) for rail in bed.rails] == [32, 32]
     end_first(pairing, 0, 32)
-    assert not batch.completion.is_over
+    assert not batch.is_over
     end_first(pairing, 1, 32)
-    assert batch.completion.is_over
-    await batch.completion.wait(lambda: None)
+    assert batch.is_over
+    await batch.ended(lambda: None)
 
 
 @pytest.mark.parametrize("how", ["completion", "posting"])
@@ -172,7 +124,7 @@ async def test_the_work_of_a_rail_that_fails_goes_to_the_other_after_it_was_dest
     # Of the lost rail's work, what ended before the error is not done again.
     assert len(kept.posted) == (20 if how == "posting" else 18)
     end_first(pairing, 1, len(kept.posted))
-    await batch.completion.wait(lambda: None)
+    await batch.ended(lambda: None)
 
 
 async def test_when_the_last_rail_fails_the_batch_does_and_says_which(bed: Bed) -> None:
@@ -181,7 +133,7 @@ async def test_when_the_last_rail_fails_the_batch_does_and_says_which(bed: Bed) 
     end_first(pairing, 0, 1, "status 12")
     end_first(pairing, 1, 1, "status 12")
     with pytest.raises(TransferFailedError, match="b failed: status 12"):
-        await batch.completion.wait(lambda: None)
+        await batch.ended(lambda: None)
     with pytest.raises(TransferFailedError, match="no rail"):
         await pairing.ready()
 
@@ -211,8 +163,8 @@ async def test_the_nearer_rail_carries_a_batch_and_the_other_only_when_that_is_l
     later = submit(pairing, 2, 1, distances=(4, 3))
     while pairing._lanes[0].under_way:
         end_first(pairing, 0, len(pairing._lanes[0].under_way))
-    assert (batch.completion.is_over, later.completion.is_over) == (True, True)
-    await batch.completion.wait(lambda: None)
+    assert (batch.is_over, later.is_over) == (True, True)
+    await batch.ended(lambda: None)
 
 
 async def test_batches_near_to_different_rails_do_not_wait_for_each_other(bed: Bed) -> None:
@@ -251,7 +203,7 @@ async def test_what_the_only_open_rail_has_not_registered_fails_at_once(bed: Bed
     pairing = await bed.paired()
     batch = submit(pairing, 1, 4, distances=(UNREACHED, 3))
     with pytest.raises(TransferFailedError, match="no rail that is open"):
-        await batch.completion.wait(lambda: None)
+        await batch.ended(lambda: None)
     assert bed.rails[0].pairs[0].posted == []
 
 
@@ -260,9 +212,9 @@ async def test_work_fails_with_the_last_rail_that_has_registered_its_memory(bed:
     batch = submit(pairing, 1, 20, distances=(3, UNREACHED))
     end_first(pairing, 0, 1, "status 12")
     with pytest.raises(TransferFailedError, match="a failed: status 12"):
-        await batch.completion.wait(lambda: None)
+        await batch.ended(lambda: None)
     assert bed.rails[1].pairs[0].posted == []
-    assert not submit(pairing, 2, 1).completion.is_over
+    assert not submit(pairing, 2, 1).is_over
 
 
 async def test_a_cancelled_batch_leaves_its_line(bed: Bed) -> None:
@@ -272,26 +224,77 @@ async def test_a_cancelled_batch_leaves_its_line(bed: Bed) -> None:
     end_first(pairing, 0, MAX_OUTSTANDING)
     assert len(bed.rails[0].pairs[0].posted) == MAX_OUTSTANDING
     with pytest.raises(TransferFailedError, match="cancelled"):
-        await batch.completion.wait(lambda: None)
+        await batch.ended(lambda: None)
 
 
-@pytest.mark.parametrize("is_prompt", [True, False])
-async def test_an_end_that_is_there_at_once_needs_no_wake_up_and_a_later_one_wakes(
-    bed: Bed, is_prompt: bool
-) -> None:
-    transport = RdmaTransport(Registrations(bed.rails, lambda device: NOWHERE), bed.clock)
-    peer = PeerDescriptor("peer", EPOCH, (Endpoint("rdma", bed.server.address),))
-    segment = bed.holdings.allocate(64)
-    grant = bed.holdings.grant(segment, [0], 64, Operation.WRITE, 10.0)
-    pieces = Pieces(SEGMENT, np.array([[0], [16], [0]]))
-    rail = bed.rails[0]
-    rail.is_prompt = is_prompt
-    moving = asyncio.ensure_future(transport.move(peer, grant, pieces, Priority.FOREGROUND))
-    if not is_prompt:
-        while not (rail.pairs and rail.pairs[0].posted):
-            await asyncio.sleep(0)
-        assert not moving.done()
-        rail.ended.append(Ended(rail.pairs[0].end.number, 1, "", is_refused=False))
-        os.eventfd_write(rail.channel_fd, 1)
-    await asyncio.wait_for(moving, 10)
-    await transport.close()
+async def test_batches_of_one_piece_go_to_the_rail_with_the_least_under_way(bed: Bed) -> None:
+    pairing = await bed.paired()
+    submit(pairing, 1, 4)
+    end_first(pairing, 0, 1)
+    for name in range(2, 8):
+        submit(pairing, name, 1)
+    posted = [[name for _, name in rail.pairs[0].posted] for rail in bed.rails]
+    assert posted == [[1, 1, 1, 1, 5, 7], [2, 3, 4, 6]]
+
+
+async def test_work_that_comes_when_every_rail_is_lost_fails_at_once(bed: Bed) -> None:
+    pairing = await bed.paired(num_rails=1)
+    submit(pairing, 1, 1)
+    end_first(pairing, 0, 1, "status 12")
+    for num_works in (1, 2):
+        with pytest.raises(TransferFailedError, match="no rail that is open"):
+            await submit(pairing, 2, num_works).ended(lambda: None)
+
+
+class Moving:
+    """Batches of one piece through the transport."""
+
+    def __init__(self, bed: Bed) -> None:
+        self.transport = RdmaTransport(Registrations(bed.rails, lambda device: NOWHERE), bed.clock)
+        self.peer = PeerDescriptor("peer", EPOCH, (Endpoint("rdma", bed.server.address),))
+        self.grant = bed.holdings.grant(bed.holdings.allocate(64), [0], 64, Operation.WRITE, 10.0)
+        self.rail = bed.rails[0]
+
+    def begin(self) -> asyncio.Future[None]:
+        pieces = Pieces(SEGMENT, np.array([[0], [16], [0]]))
+        return asyncio.ensure_future(self.transport.move(self.peer, self.grant, pieces, Priority.FOREGROUND))
+
+    async def until_posted(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while not (self.rail.pairs and len(self.rail.pairs[0].posted) == count and self.rail.is_armed):
+                await asyncio.sleep(0)
+
+    def has_told(self) -> bool:
+        return bool(select.select([self.rail.channel_fd], [], [], 0)[0])
+
+
+@pytest.fixture
+async def moving(bed: Bed) -> AsyncIterator[Moving]:
+    del bed.rails[1:]
+    started = Moving(bed)
+    yield started
+    await started.transport.close()
+
+
+async def test_an_end_that_is_there_at_once_needs_no_wake_up(moving: Moving) -> None:
+    moving.rail.is_prompt = True
+    for _ in range(3):
+        await asyncio.wait_for(moving.begin(), 10)
+        assert not moving.has_told()
+
+
+async def test_a_later_end_wakes_each_that_waits_and_nobody_afterwards(moving: Moving) -> None:
+    batches = [moving.begin() for _ in range(2)]
+    await moving.until_posted(2)
+    [pair] = moving.rail.pairs
+    for batch, (work_id, _) in zip(batches, pair.posted, strict=True):
+        assert not batch.done()
+        moving.rail.tell(Ended(pair.end.number, work_id, "", False))
+        await asyncio.wait_for(batch, 10)
+    assert not moving.rail.is_armed
+
+
+async def test_what_ended_before_the_rail_was_armed_is_seen_all_the_same(moving: Moving) -> None:
+    moving.rail.finishes_when_armed = True
+    await asyncio.wait_for(moving.begin(), 10)
+    assert not moving.has_told()

@@ -11,9 +11,15 @@ from base.clock import ManualClock
 from base.config import TransferConfig
 from base.errors import LeaseExpiredError, ProtocolError, ServeError, StaleError
 from base.grants import Grant, Operation
+from tests.transfer.made_up_rails import FakeRail
 from transfer.agent import TransferAgent
+from transfer.board import digest_of
 from transfer.frame import HEADER_BYTES, Header, Kind, pack, refusal_error, table_of, unpack_header
+from transfer.rdma import QueuePairEnd
+from transfer.rdma_holds import ADMISSION_BYTES, pack_admission
+from transfer.registrations import Reach
 from transfer.segment import Segment
+from transfer.topology import Distance
 
 EPOCH = 77
 TABLE = table_of(np.array([0, 8]), np.array([4, 4]))
@@ -175,3 +181,29 @@ async def test_a_peer_that_leaves_in_the_middle_of_a_write_holds_nothing(agent, 
     async with asyncio.timeout(5):
         await agent.revoke(grant)
     assert agent.num_grants == 0
+
+
+async def test_a_peer_that_keeps_what_was_recalled_loses_its_queue_pairs(clock, monkeypatch) -> None:
+    rail = FakeRail("one", key=9)
+    monkeypatch.setattr("transfer.agent.open_rails", lambda driver: ([rail], ""))
+    monkeypatch.setattr("transfer.agent.CUT_AFTER_S", 0.05)
+    async with TransferAgent("owner", EPOCH, TransferConfig(transports=("rdma",)), clock) as agent:
+        segment = agent.allocate(BLOCK)
+        grant = agent.grant(segment, (0,), BLOCK, Operation.WRITE, 60.0)
+        host, _, port = agent.descriptor.endpoints[0].address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=10) as sock:
+            await greeted(sock)
+            offer = QueuePairEnd(1, 2, 0, 3, bytes(16)).pack()
+            sock.sendall(pack(Header(Kind.PAIR, 1, len(offer))) + offer)
+            await received(sock, HEADER_BYTES + len(offer))
+            sock.sendall(pack(Header(Kind.HOLD, 2, generation=grant.generation, offset=digest_of(grant))))
+            admission = (await received(sock, HEADER_BYTES + ADMISSION_BYTES))[HEADER_BYTES:]
+            assert admission == pack_admission(60.0, Reach(segment.address, (9,), (Distance.ANY,)))
+            sock.sendall(pack(Header(Kind.HOLD, 3, generation=grant.generation, offset=1)))
+            assert isinstance(await refusal(sock), ProtocolError)
+            async with asyncio.timeout(5):
+                await agent.revoke(grant)
+            recall = unpack_header(await received(sock, HEADER_BYTES))
+            assert (recall.kind, recall.generation) == (Kind.RECALL, grant.generation)
+            assert await received(sock, 1) == b""
+        assert rail.pairs[0].is_closed
