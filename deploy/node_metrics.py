@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from base.clock import Clock
 from base.errors import TransferFailedError
 from base.grants import Grant, PeerDescriptor
@@ -9,10 +12,10 @@ from base.messages import PrefillTimes
 from base.metrics import NodeMetrics
 from engine.build import Engine
 from engine.step import StepPlan
-from transfer.batch import Pieces, Priority, Row
-from transfer.router import MEASURED_FROM_BYTES
+from transfer.batch import Pieces, Priority, TransferBatch
+from transfer.ranges import Ranges
 from transfer.segment import Segment
-from transfer.transport import Transport
+from transfer.transport import MEASURED_FROM_BYTES, Measured, Passage, Tally, Transport
 
 
 def observe_prefill(metrics: NodeMetrics, times: PrefillTimes) -> None:
@@ -76,16 +79,21 @@ class CountedTransport:
     def now_bytes(self) -> int:
         return self._inner.now_bytes
 
-    def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
-        begun_s = self._clock.now_s()
+    def open_now(
+        self,
+        peer: PeerDescriptor,
+        grant: Grant,
+        ours: Segment,
+        allowed: Ranges,
+        tally: Tally,
+        measured: Measured,
+    ) -> Passage | None:
         try:
-            is_over = self._inner.move_now(peer, grant, ours, row)
+            passage = self._inner.open_now(peer, grant, ours, allowed, tally, measured)
         except TransferFailedError:
             self._failures.inc()
             raise
-        if is_over:
-            self._arrived(peer, row[2], self._clock.now_s() - begun_s)
-        return is_over
+        return None if passage is None else _Observed(passage, partial(self._arrived, peer), self._clock)
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         begun_s = self._clock.now_s()
@@ -104,3 +112,19 @@ class CountedTransport:
 
     async def close(self) -> None:
         await self._inner.close()
+
+
+class _Observed:
+    """A passage that tells of each batch that went through."""
+
+    def __init__(self, inner: Passage, arrived: Callable[[int, float], None], clock: Clock) -> None:
+        self._inner = inner
+        self._arrived = arrived
+        self._clock = clock
+
+    def carried(self, batch: TransferBatch) -> bool:
+        begun_s = self._clock.now_s()
+        is_over = self._inner.carried(batch)
+        if is_over and batch.only is not None:
+            self._arrived(batch.only[1], self._clock.now_s() - begun_s)
+        return is_over

@@ -31,9 +31,10 @@ from base.messages import (
 )
 from base.request import RequestId
 from base.spans import Span, Tracer
-from transfer.batch import Pieces, Priority, Row
+from transfer.batch import Pieces, Priority
+from transfer.ranges import Ranges
 from transfer.segment import Segment
-from transfer.transport import Transport
+from transfer.transport import Measured, Passage, Tally, Transport
 
 
 class NodeTracing:
@@ -196,8 +197,18 @@ class TracedTransport:
     def now_bytes(self) -> int:
         return self._inner.now_bytes
 
-    def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
-        return not self._below(grant) and self._inner.move_now(peer, grant, ours, row)
+    def open_now(
+        self,
+        peer: PeerDescriptor,
+        grant: Grant,
+        ours: Segment,
+        allowed: Ranges,
+        tally: Tally,
+        measured: Measured,
+    ) -> Passage | None:
+        return (
+            None if self._below(grant) else self._inner.open_now(peer, grant, ours, allowed, tally, measured)
+        )
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         below = self._below(grant)

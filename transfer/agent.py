@@ -24,7 +24,7 @@ from base.config import TransferConfig
 from base.errors import ProtocolError, TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from base.logs import event
-from transfer.batch import Pieces, Priority, TransferBatch, plan_pieces, row_of, sums_of
+from transfer.batch import Pieces, Priority, TransferBatch, plan_pieces, sums_of
 from transfer.board import Board
 from transfer.completion import begin, finish_within
 from transfer.dma_buf import CudaDriver
@@ -40,7 +40,7 @@ from transfer.shm import ShmTransport
 from transfer.staged import StagedTransport
 from transfer.tcp import TcpTransport
 from transfer.tcp_server import TcpServer
-from transfer.transport import Carriage, Route, Totals, Transport
+from transfer.transport import Carriage, Passage, Route, Totals, Transport
 from transfer.turns import Turns
 
 MAX_BATCHES = 256
@@ -96,7 +96,8 @@ class TransferAgent:
             lambda grant: with_table(ranges_of(grant.offsets, grant.length))
         )
         self._turns = Turns(MAX_BATCHES)
-        self._kept_s = 0.0
+        self._passages: dict[int, tuple[Passage, Grant, PeerDescriptor]] = {}
+        self._turn_begun_s: float | None = None
         self._draining: dict[int, asyncio.Future[None]] = {}
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._sweep_at_s = float("inf")
@@ -267,10 +268,15 @@ class TransferAgent:
             TransferFailedError: the peer cannot be reached, or the deadline passed.
             ProtocolError: a range lies outside our segment or the grant.
         """
-        if not self._moved_now(_WRITE, peer, grant, batch):
+        if (known := self._passages.get(grant.generation)) is not None:
+            passage, its_grant, its_peer = known
+            is_meant = its_grant is grant and its_peer is peer and grant.operation is _WRITE
+            if is_meant and passage.carried(batch):
+                return
+        if not self._carried_now(_WRITE, peer, grant, batch):
             await self._move(_WRITE, peer, grant, batch, deadline_s, priority)
-        elif self._kept_s > MAX_KEPT_S:
-            await self._let_others_go()
+        elif self._is_late():
+            await asyncio.sleep(0)
 
     async def read(
         self,
@@ -284,10 +290,15 @@ class TransferAgent:
 
         When it has returned or raised, our memory is no longer written.
         """
-        if not self._moved_now(_READ, peer, grant, batch):
+        if (known := self._passages.get(grant.generation)) is not None:
+            passage, its_grant, its_peer = known
+            is_meant = its_grant is grant and its_peer is peer and grant.operation is _READ
+            if is_meant and passage.carried(batch):
+                return
+        if not self._carried_now(_READ, peer, grant, batch):
             await self._move(_READ, peer, grant, batch, deadline_s, priority)
-        elif self._kept_s > MAX_KEPT_S:
-            await self._let_others_go()
+        elif self._is_late():
+            await asyncio.sleep(0)
 
     async def read_summed(
         self,
@@ -318,19 +329,23 @@ class TransferAgent:
         """Return what each transport has carried since the start, for metrics."""
         return self._started().totals()
 
-    def _moved_now(
+    def _carried_now(
         self, operation: Operation, peer: PeerDescriptor, grant: Grant, batch: TransferBatch
     ) -> bool:
-        """Carry out one small request if that needs no waiting: coroutines take longer than its copy."""
-        router = self._started()
-        if not router.now_bytes or grant.operation is not operation or batch.rows.shape[1] != 1:
+        """Carry out one small request within the call, and leave the way open for those that follow it.
+
+        False: it is for `_move`. Coroutines, turns and timeouts take longer than its copy.
+        """
+        router, only = self._started(), batch.only
+        if only is None or only[1] > router.now_bytes or grant.operation is not operation:
             return False
-        begun_s = self._clock.now_s()
-        row = row_of(operation, self._ranges_of(grant), batch)
-        is_over = router.move_now(peer, grant, batch.segment, row)
-        if is_over:
-            self._kept_s += self._clock.now_s() - begun_s
-        return is_over
+        passage = router.open_now(peer, grant, batch.segment, self._ranges_of(grant))
+        if passage is None:
+            return False
+        # Whoever asks sees to it that what is kept here ends with the turn.
+        self._is_late()
+        self._passages[grant.generation] = passage, grant, peer
+        return passage.carried(batch)
 
     async def _move(
         self,
@@ -350,7 +365,6 @@ class TransferAgent:
         pieces = plan_pieces(operation, self._ranges_of(grant), batch)
         pieces.wants_sums = wants_sums
         timeout_s = self._config.timeout_s if deadline_s is None else min(deadline_s, self._config.timeout_s)
-        begun_s = self._clock.now_s()
         has_turn = self._turns.take()
         try:
             work = self._started().move(peer, grant, pieces, priority)
@@ -362,14 +376,21 @@ class TransferAgent:
         finally:
             if has_turn:
                 self._turns.give_back()
-        self._kept_s = 0.0 if rest is not None else self._kept_s + self._clock.now_s() - begun_s
-        if self._kept_s > MAX_KEPT_S:
-            await self._let_others_go()
+        if rest is None and self._is_late():
+            await asyncio.sleep(0)
         return pieces
 
-    async def _let_others_go(self) -> None:
-        self._kept_s = 0.0
-        await asyncio.sleep(0)
+    def _is_late(self) -> bool:
+        """Return whether this turn of the loop has had small batches for so long that it is others'."""
+        now_s = self._clock.now_s()
+        if self._turn_begun_s is None:
+            self._turn_begun_s = now_s
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        return now_s - self._turn_begun_s > MAX_KEPT_S
+
+    def _end_turn(self) -> None:
+        self._turn_begun_s = None
+        self._passages.clear()
 
     async def _in_turn(self, work: Coroutine[Any, Any, None], priority: Priority) -> None:
         try:

@@ -49,6 +49,8 @@ class TransferBatch:
     """[3, requests]: source offset, bytes, target offset."""
     length: int | None = None
     """Bytes of each, where they are known to be alike."""
+    only: tuple[int, int, int] | None = None
+    """Source offset, bytes, target offset of the one request, where there is but one."""
 
 
 def batch_of(
@@ -78,7 +80,12 @@ def batch_of(
         rows[0], rows[1], rows[2] = sources, length, targets
     except OverflowError as error:
         raise ValueError("offsets and lengths are below 2**63") from error
-    return TransferBatch(segment, rows, length if isinstance(length, int) else None)
+    only = None
+    if rows.shape[1] == 1:
+        # What many small batches one after the other would each take a microsecond for.
+        ((source,), (num_bytes,), (target,)) = rows.tolist()
+        only = source, num_bytes, target
+    return TransferBatch(segment, rows, length if isinstance(length, int) else None, only)
 
 
 Row = tuple[int, int, int]
@@ -215,17 +222,6 @@ class Pieces:
         return groups
 
 
-def row_of(operation: Operation, allowed: Ranges, batch: TransferBatch) -> Row:
-    """Return the one request of a batch; raises as `plan_pieces`."""
-    ((source,), (length,), (target,)) = batch.rows.tolist()
-    offset, peer_offset = (source, target) if operation is _WRITE else (target, source)
-    if not 0 <= offset <= batch.segment.num_bytes - length:
-        raise ProtocolError(_OUTSIDE_OURS)
-    if not allowed.covers_one(peer_offset, length):
-        raise ProtocolError(_OUTSIDE_GRANT)
-    return offset, peer_offset, length
-
-
 def plan_pieces(operation: Operation, allowed: Ranges, batch: TransferBatch) -> Pieces:
     """Return the requests as pieces, in the order given.
 
@@ -237,8 +233,14 @@ def plan_pieces(operation: Operation, allowed: Ranges, batch: TransferBatch) -> 
     # Read backwards, rows say what the other side sees.
     numbers = batch.rows if operation is _WRITE else batch.rows[::-1]
     if numbers.shape[1] == 1:
-        row_of(operation, allowed, batch)
-        return Pieces(segment, numbers)
+        pieces = Pieces(segment, numbers)
+        assert pieces.only is not None, "a batch of one request is one piece"
+        offset, peer_offset, num_bytes = pieces.only
+        if not 0 <= offset <= segment.num_bytes - num_bytes:
+            raise ProtocolError(_OUTSIDE_OURS)
+        if not allowed.covers_one(peer_offset, num_bytes):
+            raise ProtocolError(_OUTSIDE_GRANT)
+        return pieces
     if length is not None:
         our_bits, length_bits, peer_bits = np.bitwise_or.reduce(numbers, axis=1).tolist()
         pieces = Pieces(segment, numbers, length, our_bits | length_bits | peer_bits)

@@ -37,7 +37,7 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -280,6 +280,14 @@ class PeerBoard:
         if not self._kept:
             asyncio.get_running_loop().call_soon(self.let_go_kept)
         self._kept[grant.generation] = grant
+
+    def kept(self) -> Mapping[int, Grant]:
+        """Return what is kept at the moment, by generation: a view that goes on telling."""
+        return self._kept
+
+    def generation_of(self, grant: Grant) -> tuple[memoryview, int]:
+        """Return where the generation of a grant that is kept stands for as long as it is live."""
+        return self._words, _SLOTS_AT + 4 * (grant.generation & _SLOT_MASK)
 
     def let_go_kept(self) -> None:
         """End every `keep`. The event loop does so at its next turn."""

@@ -28,9 +28,10 @@ import numpy as np
 from base.errors import ServeError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
 from transfer import segment as segments
-from transfer.batch import Pieces, Priority, Row
+from transfer.batch import Pieces, Priority
+from transfer.ranges import Ranges
 from transfer.segment import Segment
-from transfer.transport import Transport
+from transfer.transport import Measured, Passage, Tally, Transport
 
 
 class Fault(Enum):
@@ -78,8 +79,16 @@ class FaultyTransport:
         """None: a fault takes time."""
         return 0
 
-    def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
-        return False
+    def open_now(
+        self,
+        peer: PeerDescriptor,
+        grant: Grant,
+        ours: Segment,
+        allowed: Ranges,
+        tally: Tally,
+        measured: Measured,
+    ) -> Passage | None:
+        return None
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         fault = self._choose()

@@ -11,14 +11,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from base.clock import Clock
 from base.errors import TransferFailedError
 from base.grants import Grant, PeerDescriptor
 from base.logs import event
-from transfer.batch import Pieces, Priority, Row
+from transfer.batch import Pieces, Priority
+from transfer.ranges import Ranges
 from transfer.segment import Segment
-from transfer.transport import Route, Totals, Transport
+from transfer.transport import MEASURED_FROM_BYTES, Passage, Route, Tally, Totals, Transport
 
 PRIOR_BYTES_PER_S = {
     "cuda_ipc": 300e9,
@@ -30,8 +32,6 @@ PRIOR_BYTES_PER_S = {
 }
 COOLDOWN_S = 1.0
 MAX_COOLDOWN_S = 60.0
-MEASURED_FROM_BYTES = 1 << 20
-"""A smaller batch measures latency and not bandwidth."""
 _WEIGHT = 0.2
 RANKED_FOR_S = 1.0
 """Batches go by the ranking of a moment ago: to ask every transport again takes longer than to copy 64 KiB.
@@ -54,14 +54,7 @@ class _Record:
     rests_until_s: float = 0.0
 
 
-@dataclass(slots=True)
-class _Totals:
-    batches: int = 0
-    num_bytes: int = 0
-    failures: int = 0
-
-
-_Way = tuple[Transport, _Record, _Totals]
+_Way = tuple[Transport, _Record, Tally]
 _NEVER: tuple[float, list[_Way]] = (0.0, [])
 
 
@@ -76,15 +69,15 @@ class Router:
         self._transports = {transport.name: transport for transport in transports}
         self._clock = clock
         self.now_bytes = max((transport.now_bytes for transport in transports), default=0)
-        """Pieces of more are not for `move_now`, whatever the peer."""
-        self._totals = {name: _Totals() for name in self._transports}
+        """Requests of more are not for `open_now`, whatever the peer."""
+        self._totals = {name: Tally() for name in self._transports}
         self._records: dict[tuple[str, str], _Record] = {}
         self._lately: dict[_Path, tuple[float, list[_Way]]] = {}
 
     def add(self, transport: Transport) -> None:
-        """Offer one more, which is not for `move_now`."""
+        """Offer one more, which is not for `open_now`."""
         self._transports[transport.name] = transport
-        self._totals[transport.name] = _Totals()
+        self._totals[transport.name] = Tally()
         self._lately.clear()
 
     def choose(self, peer: PeerDescriptor, segment_id: int, device: int | None = None) -> Route:
@@ -102,19 +95,19 @@ class Router:
             refused.append((other, "slower" if is_rested else "failed lately"))
         return Route(names[0], reason, record.bytes_per_s, tuple(refused))
 
-    def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
-        """Carry out a batch of one piece at once, if the best transport can. False: nothing was done."""
+    def open_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, allowed: Ranges) -> Passage | None:
+        """Return a way for small batches of a grant, if the best transport has one; raises as `move`."""
         ways = self._ways(peer, grant.segment_id, ours.device)
-        transport, record, totals = ways[0]
-        begun_s = self._clock.now_s() if row[2] >= MEASURED_FROM_BYTES else 0.0
+        transport, record, tally = ways[0]
+        measured = partial(_measured, record)
         try:
-            if row[2] > transport.now_bytes or not transport.move_now(peer, grant, ours, row):
-                return False
+            passage = transport.open_now(peer, grant, ours, allowed, tally, measured)
         except TransferFailedError as error:
             self._failed(ways, ways[0], error)
-            return False
-        self._arrived(record, totals, row[2], begun_s)
-        return True
+            return None
+        if passage is not None:
+            record.failures = 0
+        return passage
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         """Carry out one batch; raises as `Transport.move`.
@@ -146,12 +139,12 @@ class Router:
         for transport in self._transports.values():
             await transport.close()
 
-    def _arrived(self, record: _Record, totals: _Totals, num_bytes: int, begun_s: float) -> None:
+    def _arrived(self, record: _Record, totals: Tally, num_bytes: int, begun_s: float) -> None:
         record.failures = 0
         totals.batches += 1
         totals.num_bytes += num_bytes
-        if num_bytes >= MEASURED_FROM_BYTES and (elapsed_s := self._clock.now_s() - begun_s) > 0:
-            record.bytes_per_s += _WEIGHT * (num_bytes / elapsed_s - record.bytes_per_s)
+        if num_bytes >= MEASURED_FROM_BYTES:
+            _measured(record, num_bytes, self._clock.now_s() - begun_s)
 
     def _failed(self, ways: list[_Way], way: _Way, error: TransferFailedError) -> None:
         """Count a failure; raise it if there is no other way."""
@@ -205,3 +198,8 @@ class Router:
         if record is None or record.epoch != peer.epoch:
             record = self._records[key] = _Record(peer.epoch, PRIOR_BYTES_PER_S[name])
         return record
+
+
+def _measured(record: _Record, num_bytes: int, seconds: float) -> None:
+    if seconds > 0:
+        record.bytes_per_s += _WEIGHT * (num_bytes / seconds - record.bytes_per_s)

@@ -45,7 +45,7 @@ def copy_here(peer: MappedPeer, grant: Grant, ours: memoryview, rows: Iterable[R
     theirs = peer.board.memory_of(grant.segment_id)
     peer.board.keep(grant)
     _assign(theirs, ours, rows, grant.operation is _READ)
-    _require_alive(peer)
+    require_alive(peer)
 
 
 class Copy:
@@ -81,7 +81,7 @@ class Copy:
                 sums = [self._read_and_sum(theirs, *row) for row in pieces.rows()]
             else:
                 self._copy(theirs)
-        _require_alive(self._peer)
+        require_alive(self._peer)
         pieces.sums = sums
 
     def _read_and_sum(self, theirs: memoryview, offset: int, peer_offset: int, num_bytes: int) -> int:
@@ -197,7 +197,7 @@ def _assign(theirs: memoryview, ours: memoryview, rows: Iterable[Row], is_read: 
         raise StaleError("the peer's segment has another size") from error
 
 
-def _require_alive(peer: MappedPeer) -> None:
+def require_alive(peer: MappedPeer) -> None:
     # Bytes put into the memory of a dead process arrived nowhere.
     if peer.is_dead():
         raise TransferFailedError("the peer's process ended during the copy")

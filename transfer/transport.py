@@ -16,8 +16,33 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from base.grants import Endpoint, Grant, PeerDescriptor
-from transfer.batch import Pieces, Priority, Row
+from transfer.batch import Pieces, Priority, TransferBatch
+from transfer.ranges import Ranges
 from transfer.segment import Segment
+
+MEASURED_FROM_BYTES = 1 << 20
+"""A smaller batch measures latency and not bandwidth."""
+Measured = Callable[[int, float], None]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one transport has carried."""
+
+    batches: int = 0
+    num_bytes: int = 0
+    failures: int = 0
+
+
+class Passage(Protocol):
+    """A way that is open for a moment, for small batches of one grant and one segment of ours."""
+
+    def carried(self, batch: TransferBatch) -> bool:
+        """Carry out a batch before returning; raises as `Transport.move`.
+
+        False: nothing was done; the passage is closed by now, or this is no batch of one small request.
+        """
+        ...
 
 
 class Transport(Protocol):
@@ -41,15 +66,26 @@ class Transport(Protocol):
 
     @property
     def now_bytes(self) -> int:
-        """The most bytes of a piece that `move_now` is asked for."""
+        """The most bytes of a request that `open_now` is asked for."""
         return 0
 
-    def move_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, row: Row) -> bool:
-        """Carry out a batch of one small piece before returning; raises as `move`.
+    def open_now(
+        self,
+        peer: PeerDescriptor,
+        grant: Grant,
+        ours: Segment,
+        allowed: Ranges,
+        tally: Tally,
+        measured: Measured,
+    ) -> Passage | None:
+        """Return a way that small batches take within a call; raises as `move`. None: `move` is for all.
 
-        False: nothing was done, it is for `move`.
+        Args:
+            allowed: What the grant allows.
+            tally: Counts what goes that way.
+            measured: Is told (bytes, seconds) of what is large enough to measure the way by.
         """
-        return False
+        return None
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         """Carry out the grant's operation on every piece.
