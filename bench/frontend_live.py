@@ -38,15 +38,15 @@ from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceStub
 
 ROUNDS = 3
-STREAMS = 64
+STREAMS = 160
 TOKENS = 1_000
 """Of each stream."""
 REQUESTS = 3_000
 """Of one round; each is one token."""
 ASKING = 32
 """Requests under way at once, in a round of requests."""
-HALF = {1: 750.0, 8: 375.0}
-"""Requests a second by their tokens: half of the 1,500 that are wanted, and half of that with more to do."""
+RATES = ((1, 750.0), (8, 375.0), (1, 1_500.0))
+"""(tokens of each, requests a second): half of the 1,500 wanted, half of that with more to do, and all."""
 MOST_UNANSWERED = 900
 """When a measurement of what is added ends early: `select` knows 1,024 connections."""
 ADDED_S = 5.0
@@ -275,7 +275,7 @@ def main() -> None:
     about = about_run()
     with stub_cluster(quick_profile(), 1, 1, arguments.interval_ms) as cluster:
         carried = asyncio.run(compare(cluster))
-        half = [added(cluster, rate, tokens) for _ in range(ROUNDS) for tokens, rate in HALF.items()]
+        half = [added(cluster, rate, tokens) for _ in range(ROUNDS) for tokens, rate in RATES]
     for row in carried:
         print(row)
     for each in half:
