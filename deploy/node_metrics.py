@@ -13,9 +13,7 @@ from base.metrics import NodeMetrics
 from engine.build import Engine
 from engine.step import StepPlan
 from transfer.batch import Pieces, Priority, TransferBatch
-from transfer.ranges import Ranges
-from transfer.segment import Segment
-from transfer.transport import MEASURED_FROM_BYTES, Measured, Passage, Tally, Transport
+from transfer.transport import MEASURED_FROM_BYTES, Opening, Passage, Transport
 
 
 def observe_prefill(metrics: NodeMetrics, times: PrefillTimes) -> None:
@@ -79,21 +77,15 @@ class CountedTransport:
     def now_bytes(self) -> int:
         return self._inner.now_bytes
 
-    def open_now(
-        self,
-        peer: PeerDescriptor,
-        grant: Grant,
-        ours: Segment,
-        allowed: Ranges,
-        tally: Tally,
-        measured: Measured,
-    ) -> Passage | None:
+    def open_now(self, wanted: Opening) -> Passage | None:
         try:
-            passage = self._inner.open_now(peer, grant, ours, allowed, tally, measured)
+            passage = self._inner.open_now(wanted)
         except TransferFailedError:
             self._failures.inc()
             raise
-        return None if passage is None else _Observed(passage, partial(self._arrived, peer), self._clock)
+        return (
+            None if passage is None else _Observed(passage, partial(self._arrived, wanted.peer), self._clock)
+        )
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         begun_s = self._clock.now_s()

@@ -32,9 +32,7 @@ from base.messages import (
 from base.request import RequestId
 from base.spans import Span, Tracer
 from transfer.batch import Pieces, Priority
-from transfer.ranges import Ranges
-from transfer.segment import Segment
-from transfer.transport import Measured, Passage, Tally, Transport
+from transfer.transport import Opening, Passage, Transport
 
 
 class NodeTracing:
@@ -197,18 +195,8 @@ class TracedTransport:
     def now_bytes(self) -> int:
         return self._inner.now_bytes
 
-    def open_now(
-        self,
-        peer: PeerDescriptor,
-        grant: Grant,
-        ours: Segment,
-        allowed: Ranges,
-        tally: Tally,
-        measured: Measured,
-    ) -> Passage | None:
-        return (
-            None if self._below(grant) else self._inner.open_now(peer, grant, ours, allowed, tally, measured)
-        )
+    def open_now(self, wanted: Opening) -> Passage | None:
+        return None if self._below(wanted.grant) else self._inner.open_now(wanted)
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         below = self._below(grant)

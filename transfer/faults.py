@@ -29,9 +29,7 @@ from base.errors import ServeError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
 from transfer import segment as segments
 from transfer.batch import Pieces, Priority
-from transfer.ranges import Ranges
-from transfer.segment import Segment
-from transfer.transport import Measured, Passage, Tally, Transport
+from transfer.transport import Opening, Passage, Transport
 
 
 class Fault(Enum):
@@ -79,15 +77,7 @@ class FaultyTransport:
         """None: a fault takes time."""
         return 0
 
-    def open_now(
-        self,
-        peer: PeerDescriptor,
-        grant: Grant,
-        ours: Segment,
-        allowed: Ranges,
-        tally: Tally,
-        measured: Measured,
-    ) -> Passage | None:
+    def open_now(self, wanted: Opening) -> Passage | None:
         return None
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:

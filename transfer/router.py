@@ -20,7 +20,7 @@ from base.logs import event
 from transfer.batch import Pieces, Priority
 from transfer.ranges import Ranges
 from transfer.segment import Segment
-from transfer.transport import MEASURED_FROM_BYTES, Passage, Route, Tally, Totals, Transport
+from transfer.transport import MEASURED_FROM_BYTES, Opening, Passage, Route, Tally, Totals, Transport
 
 PRIOR_BYTES_PER_S = {
     "cuda_ipc": 300e9,
@@ -99,9 +99,9 @@ class Router:
         """Return a way for small batches of a grant, if the best transport has one; raises as `move`."""
         ways = self._ways(peer, grant.segment_id, ours.device)
         transport, record, tally = ways[0]
-        measured = partial(_measured, record)
+        wanted = Opening(peer, grant, ours, allowed, tally, partial(_measured, record))
         try:
-            passage = transport.open_now(peer, grant, ours, allowed, tally, measured)
+            passage = transport.open_now(wanted)
         except TransferFailedError as error:
             self._failed(ways, ways[0], error)
             return None

@@ -16,11 +16,9 @@ from base.errors import TransferFailedError
 from base.grants import Grant, PeerDescriptor
 from transfer.batch import Pieces, Priority
 from transfer.mapped import MappedPeers
-from transfer.ranges import Ranges
-from transfer.segment import Segment
 from transfer.shm_copy import KEPT_BYTES, SUMMED_STEP_BYTES, Copiers, Copy, copy_here
 from transfer.shm_passage import ShmPassage
-from transfer.transport import Measured, Passage, Tally, Transport
+from transfer.transport import Opening, Passage, Transport
 
 INLINE_BYTES = KEPT_BYTES
 """A batch up to this size is copied on the event loop at once."""
@@ -57,16 +55,8 @@ class ShmTransport(Transport):
         is_shown = mapped.board.shows(segment_id, on_device=False)
         return None if is_shown else "the peer's segment is not shared host memory"
 
-    def open_now(
-        self,
-        peer: PeerDescriptor,
-        grant: Grant,
-        ours: Segment,
-        allowed: Ranges,
-        tally: Tally,
-        measured: Measured,
-    ) -> Passage:
-        return ShmPassage(self._peers.latest(peer), grant, ours, allowed, tally, measured)
+    def open_now(self, wanted: Opening) -> Passage:
+        return ShmPassage(self._peers.latest(wanted.peer), wanted)
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         pieces = pieces.merged()

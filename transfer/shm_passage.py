@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from base.clock import SystemClock
 from base.errors import StaleError
-from base.grants import Grant, Operation
+from base.grants import Operation
 from transfer.batch import TransferBatch
 from transfer.mapped import MappedPeer
-from transfer.ranges import Ranges
-from transfer.segment import Segment
 from transfer.shm_copy import require_alive
-from transfer.transport import MEASURED_FROM_BYTES, Measured, Tally
+from transfer.transport import MEASURED_FROM_BYTES, Opening
 
 OPEN_S = 100e-6
 """Then it is asked again whether the peer lives. One that ended meanwhile has what was put into its memory
@@ -43,17 +41,9 @@ class ShmPassage:
         "_words",
     )
 
-    def __init__(
-        self,
-        peer: MappedPeer,
-        grant: Grant,
-        ours: Segment,
-        allowed: Ranges,
-        tally: Tally,
-        measured: Measured,
-    ) -> None:
+    def __init__(self, peer: MappedPeer, wanted: Opening) -> None:
         """Hold the grant until the loop's next turn; raises as `Transport.move`."""
-        board = peer.board
+        board, grant, ours, allowed = peer.board, wanted.grant, wanted.ours, wanted.allowed
         self._theirs = board.memory_of(grant.segment_id)
         if allowed.end > self._theirs.nbytes:
             raise StaleError("the peer's segment has another size")
@@ -64,7 +54,7 @@ class ShmPassage:
         self._is_read = grant.operation is Operation.READ
         self._segment, self._ours, self._room = ours, ours.memory, ours.num_bytes
         self._covers_one = allowed.covers_one
-        self._tally, self._measured = tally, measured
+        self._tally, self._measured = wanted.tally, wanted.measured
         self._until_s = _now_s() + OPEN_S
 
     def carried(self, batch: TransferBatch) -> bool:

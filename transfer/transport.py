@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from base.grants import Endpoint, Grant, PeerDescriptor
 from transfer.batch import Pieces, Priority, TransferBatch
@@ -22,7 +22,6 @@ from transfer.segment import Segment
 
 MEASURED_FROM_BYTES = 1 << 20
 """A smaller batch measures latency and not bandwidth."""
-Measured = Callable[[int, float], None]
 
 
 @dataclass(slots=True)
@@ -32,6 +31,20 @@ class Tally:
     batches: int = 0
     num_bytes: int = 0
     failures: int = 0
+
+
+class Opening(NamedTuple):
+    """What a passage is wanted for."""
+
+    peer: PeerDescriptor
+    grant: Grant
+    ours: Segment
+    allowed: Ranges
+    """By the grant."""
+    tally: Tally
+    """Counts what goes through."""
+    measured: Callable[[int, float], None]
+    """Is told (bytes, seconds) of what is large enough to measure the way by."""
 
 
 class Passage(Protocol):
@@ -69,22 +82,8 @@ class Transport(Protocol):
         """The most bytes of a request that `open_now` is asked for."""
         return 0
 
-    def open_now(
-        self,
-        peer: PeerDescriptor,
-        grant: Grant,
-        ours: Segment,
-        allowed: Ranges,
-        tally: Tally,
-        measured: Measured,
-    ) -> Passage | None:
-        """Return a way that small batches take within a call; raises as `move`. None: `move` is for all.
-
-        Args:
-            allowed: What the grant allows.
-            tally: Counts what goes that way.
-            measured: Is told (bytes, seconds) of what is large enough to measure the way by.
-        """
+    def open_now(self, wanted: Opening) -> Passage | None:
+        """Return a way that small batches take within a call; raises as `move`. None: `move` is for all."""
         return None
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:

@@ -10,7 +10,7 @@ from transfer import segment as segments
 from transfer.batch import Pieces, Priority, batch_of
 from transfer.ranges import ranges_of
 from transfer.router import COOLDOWN_S, PRIOR_BYTES_PER_S, RANKED_FOR_S, Router
-from transfer.transport import MEASURED_FROM_BYTES, Measured, Tally
+from transfer.transport import MEASURED_FROM_BYTES, Opening
 
 PEER = PeerDescriptor("peer", 1, ())
 GRANT = Grant(5, 1, Operation.WRITE, (0,), MEASURED_FROM_BYTES, 1.0)
@@ -36,12 +36,12 @@ class Stub:
     def way(self, device: int | None) -> str:
         return self.path
 
-    def open_now(self, peer, grant, ours, allowed, tally, measured):
+    def open_now(self, wanted: Opening):
         if self.error is not None:
             raise self.error
         if not self.now_bytes:
             return None
-        return StubPassage(self, tally, measured)
+        return StubPassage(self, wanted)
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         self._moved()
@@ -168,13 +168,13 @@ async def test_totals_count_what_was_carried_and_what_failed(router: Router, shm
 
 
 class StubPassage:
-    def __init__(self, transport: Stub, tally: Tally, measured: Measured) -> None:
-        self.transport, self.tally, self.measured = transport, tally, measured
+    def __init__(self, transport: Stub, wanted: Opening) -> None:
+        self.transport, self.wanted = transport, wanted
 
     def carried(self, batch):
         self.transport._moved()
-        self.tally.batches += 1
-        self.measured(MEASURED_FROM_BYTES, 1.0)
+        self.wanted.tally.batches += 1
+        self.wanted.measured(MEASURED_FROM_BYTES, 1.0)
         return True
 
 
