@@ -125,4 +125,6 @@ async def test_grpc_deadline_is_the_requests_and_ends_it(model):
                 await stub.Generate(inference_pb2.GenerateRequest(text="hello"), timeout=0.3).read()
         await api.dispatcher.until(lambda dispatcher: dispatcher.num_open == 0)
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    assert 0 < api.dispatcher.requests[0].deadline_s <= 0.3
+    # The library rounds what is left up to a whole millisecond when it writes the call's header; on a fast
+    # machine the way there takes less than it added.
+    assert 0 < api.dispatcher.requests[0].deadline_s <= 0.301
