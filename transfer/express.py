@@ -88,6 +88,11 @@ class ExpressLink:
             raise single.error
         self._num_late = 0 if self._now_s() - begun_s < PROMPT_S else self._num_late + 1
 
+    def catch_up(self) -> None:
+        """Take in what came while the loop had no turn, the end of the connection too."""
+        while self._poller.is_ready(0):
+            self._poller.turn()
+
     def let_go(self, hold: Frame) -> None:
         """Tell the peer that what was held is touched no more."""
         self._link.let_go(hold)

@@ -115,10 +115,7 @@ class RdmaTransport(Transport):
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         ours = self._registrations.local(pieces.segment)
-        pairing = self._pairings.get(peer.node_id)
-        if pairing is None or pairing.epoch != peer.epoch or not pairing.is_whole:
-            pairing = await self._paired(peer)
-        hold = pairing.holds.take(grant) or await self._asked(peer, pairing, grant)
+        pairing, hold = self._kept(peer, grant) or await self._asked(peer, grant)
         try:
             batch = Batch(grant.operation is _WRITE, ours, hold.reach)
             self._tell(peer.node_id, batch)
@@ -139,8 +136,18 @@ class RdmaTransport(Transport):
         for rail in self._rails:
             self._loop.remove_reader(rail.channel_fd)
 
+    def _kept(self, peer: PeerDescriptor, grant: Grant) -> tuple[Pairing, Hold] | None:
+        pairing = self._pairings.get(peer.node_id)
+        if pairing is None or pairing.epoch != peer.epoch or not pairing.is_whole:
+            return None
+        hold = pairing.holds.take(grant)
+        return None if hold is None else (pairing, hold)
+
     async def _paired(self, peer: PeerDescriptor) -> Pairing:
         known = self._pairings.get(peer.node_id)
+        if known is not None:
+            # The owner may have ended the connection while the loop was busy elsewhere.
+            known.link.catch_up()
         if known is None or known.epoch != peer.epoch or known.is_spent():
             if known is not None:
                 known.close()
@@ -152,9 +159,10 @@ class RdmaTransport(Transport):
         await known.ready()
         return known
 
-    async def _asked(self, peer: PeerDescriptor, pairing: Pairing, grant: Grant) -> Hold:
+    async def _asked(self, peer: PeerDescriptor, grant: Grant) -> tuple[Pairing, Hold]:
+        pairing = await self._paired(peer)
         try:
-            return await pairing.holds.ask(grant)
+            return pairing, await pairing.holds.ask(grant)
         except TransferFailedError as error:
             if not pairing.link.is_closed:
                 # The peer's own word, which is all that it fails a hold with: no NIC of its registers this.

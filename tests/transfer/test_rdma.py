@@ -88,6 +88,17 @@ async def test_what_no_rail_carries_goes_over_tcp(peer: RemotePeer) -> None:
         assert carried(agent) == {"rdma": 1, "tcp": 1}
 
 
+async def test_a_revocation_while_our_loop_is_busy_costs_the_next_batch_nothing(peer: RemotePeer) -> None:
+    async with TransferAgent("us", 1, CONFIG, SystemClock()) as agent:
+        target, source = peer.allocate(BLOCK), agent.allocate(BLOCK)
+        for _ in range(2):
+            grant = peer.grant(target, (0,), BLOCK)
+            await agent.write(peer.descriptor, grant, batch_of(source, [0], [0], BLOCK))
+            # Waits for the answer with no turn of our loop, which could let go of nothing meanwhile.
+            peer.ask(do="revoke", generation=grant.generation)
+        assert carried(agent) == {"rdma": 2, "tcp": 0}
+
+
 def test_a_wrong_key_is_refused_by_the_nic_and_told_apart_from_a_lost_peer() -> None:
     rails, reason = open_rails()
     assert rails, reason

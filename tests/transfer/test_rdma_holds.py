@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
@@ -296,3 +297,20 @@ async def test_an_asker_that_leaves_with_a_hold_kept_delays_no_revocation(pair: 
     await pair.asker.close()
     await pair.owner.revoke(pair.grant)
     assert pair.far.pairs[0].is_closed
+
+
+async def test_an_asker_whose_loop_was_busy_while_it_was_cut_off_reaches_the_owner_all_the_same(
+    pair: Pair,
+) -> None:
+    await pair.write()
+    was_cut = threading.Event()
+    server, reactor, generation = pair.owner._server, pair.owner._reactor, pair.grant.generation
+    # A revocation and its cut, without a turn of this loop, which is the asker's too.
+    reactor.post(lambda: server.detach(generation, lambda: None))
+    reactor.post(lambda: server.cut(generation))
+    reactor.post(was_cut.set)
+    was_cut.wait(10)
+    assert pair.far.pairs[0].is_closed
+    later = pair.owner.grant(pair.target, OFFSETS, BLOCK, Operation.WRITE, LEASE_S)
+    await pair.write(BLOCK, later)
+    assert pair.target.memory[BLOCK : 2 * BLOCK] == b"\1" * BLOCK
