@@ -103,8 +103,8 @@ class StagedTransport(Transport):
     async def _open(self, access: DeviceAccess) -> _Hall:
         loop = asyncio.get_running_loop()
         try:
-            launcher = await asyncio.to_thread(Launcher, access.make_stream, loop)
             memory = await asyncio.to_thread(access.pinned, NUM_ROOMS * PART_BYTES)
+            launcher = await asyncio.to_thread(Launcher, access.make_stream, loop)
         except RuntimeError as error:
             raise TransferFailedError(f"no way between the GPU and host memory: {error}") from error
         rooms = [memory[at : at + PART_BYTES] for at in range(0, len(memory), PART_BYTES)]

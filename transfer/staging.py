@@ -29,8 +29,11 @@ class Staging:
         self._answers = self.room()
 
     def room(self) -> Segment:
-        """Return pinned memory for the payload of one frame."""
-        return segments.over(0, self._access.pinned(MAX_FRAME_BYTES))
+        """Return pinned memory for the payload of one frame; raises TransferFailedError if none is left."""
+        try:
+            return segments.over(0, self._access.pinned(MAX_FRAME_BYTES))
+        except RuntimeError as error:
+            raise TransferFailedError(f"no pinned host memory: {error}") from error
 
     def put(self, room: Segment, offsets: Offsets, lengths: Offsets) -> None:
         """Copy what lies in `room`, range after range, to where it belongs.

@@ -246,14 +246,12 @@ class _ServerLink:
             self._holdings.grants.check(header.segment_id, header.generation, operation, offsets, lengths)
             if header.kind is Kind.READ:
                 return Incoming(answer=(staging.fetched(offsets, lengths),))
+            # A connection has one frame coming in at a time.
+            room = self._rooms.get(header.segment_id)
+            if room is None:
+                room = self._rooms[header.segment_id] = staging.room()
         except ServeError as error:
             return Incoming(detached=True, error=error)
-        if header.kind is not _WRITE:
-            return Incoming()
-        # A connection has one frame coming in at a time.
-        room = self._rooms.get(header.segment_id)
-        if room is None:
-            room = self._rooms[header.segment_id] = staging.room()
         arrived = partial(staging.put, room, offsets, lengths)
         return Incoming((room.memory[: header.num_bytes],), header.generation, arrived=arrived)
 

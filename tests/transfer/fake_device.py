@@ -43,12 +43,16 @@ class HostAccess:
 
     def __init__(self) -> None:
         self.streams: list[HostStream] = []
+        self.pinned_left = 1 << 40
 
     def make_stream(self):
         self.streams.append(HostStream())
         return self.streams[-1]
 
     def pinned(self, num_bytes):
+        if num_bytes > self.pinned_left:
+            raise RuntimeError("CUDA error: out of memory")
+        self.pinned_left -= num_bytes
         return memoryview(bytearray(num_bytes))
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from contextlib import asynccontextmanager
 
 import pytest
@@ -55,6 +56,11 @@ def shuffled(ours, operation):
     sources, targets = (here, there) if operation is Operation.WRITE else (there, here)
     at = [[number * BLOCK for number in numbers] for numbers in (sources, targets)]
     return batch_of(ours.segment, *at, BLOCK), list(zip(here, there, strict=True))
+
+
+def num_waiting():
+    """Return how many threads wait for GPUs' copies."""
+    return sum(thread.name == "cuda-wait" for thread in threading.enumerate())
 
 
 async def test_scattered_blocks_of_several_parts_are_written_and_read():
@@ -114,6 +120,20 @@ async def test_a_gpu_that_fails_fails_the_batch_and_takes_no_room_with_it(side, 
             stream.failure = None
         failing.memory[:] = random.Random(7).randbytes(len(failing.memory))
         await move(owner.descriptor, grant, batch)
+        assert all(ours.block(here) == theirs.block(there) for here, there in places)
+
+
+async def test_a_batch_that_finds_no_pinned_memory_fails_alone_on_either_side():
+    async with two_gpus() as (us, ours, owner, theirs):
+        grant = granted(owner, theirs, Operation.WRITE)
+        batch, places = shuffled(ours, Operation.WRITE)
+        for access in (ours.access, theirs.access):
+            access.pinned_left, waiting = 0, num_waiting()
+            with pytest.raises(TransferFailedError, match="out of memory"):
+                await us.write(owner.descriptor, grant, batch)
+            assert access is theirs.access or num_waiting() == waiting
+            access.pinned_left = 1 << 40
+        await us.write(owner.descriptor, grant, batch)
         assert all(ours.block(here) == theirs.block(there) for here, there in places)
 
 
