@@ -268,11 +268,8 @@ class TransferAgent:
             TransferFailedError: the peer cannot be reached, or the deadline passed.
             ProtocolError: a range lies outside our segment or the grant.
         """
-        if (known := self._passages.get(grant.generation)) is not None:
-            passage, its_grant, its_peer = known
-            is_meant = its_grant is grant and its_peer is peer and grant.operation is _WRITE
-            if is_meant and passage.carried(batch):
-                return
+        if self._carried_on(_WRITE, peer, grant, batch):
+            return
         if not self._carried_now(_WRITE, peer, grant, batch):
             await self._move(_WRITE, peer, grant, batch, deadline_s, priority)
         elif self._is_late():
@@ -290,11 +287,8 @@ class TransferAgent:
 
         When it has returned or raised, our memory is no longer written.
         """
-        if (known := self._passages.get(grant.generation)) is not None:
-            passage, its_grant, its_peer = known
-            is_meant = its_grant is grant and its_peer is peer and grant.operation is _READ
-            if is_meant and passage.carried(batch):
-                return
+        if self._carried_on(_READ, peer, grant, batch):
+            return
         if not self._carried_now(_READ, peer, grant, batch):
             await self._move(_READ, peer, grant, batch, deadline_s, priority)
         elif self._is_late():
@@ -328,6 +322,16 @@ class TransferAgent:
     def totals(self) -> tuple[Totals, ...]:
         """Return what each transport has carried since the start, for metrics."""
         return self._started().totals()
+
+    def _carried_on(
+        self, operation: Operation, peer: PeerDescriptor, grant: Grant, batch: TransferBatch
+    ) -> bool:
+        """Carry out one small request by the way that the one before left open, if it did."""
+        if (known := self._passages.get(grant.generation)) is None:
+            return False
+        passage, its_grant, its_peer = known
+        is_meant = its_grant is grant and its_peer is peer and grant.operation is operation
+        return is_meant and passage.carried(batch)
 
     def _carried_now(
         self, operation: Operation, peer: PeerDescriptor, grant: Grant, batch: TransferBatch
