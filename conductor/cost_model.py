@@ -203,7 +203,7 @@ class _Learned:
         self.trend = _within(self.covariance / (self.variance + TREND_VARIANCE), TREND_LIMIT)
 
     def corrected_s(self, predicted_s: float) -> float:
-        if not self.trend:
+        if not self.trend or predicted_s <= 0:
             return predicted_s * self.ratio
         off_size = _within(math.log(predicted_s / self.usual_s), TREND_REACH)
         return predicted_s * self.ratio * math.exp(self.trend * off_size)

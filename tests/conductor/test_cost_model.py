@@ -108,7 +108,7 @@ def test_what_is_longer_by_the_profile_stays_longer_whatever_was_learned() -> No
         corrections = Corrections()
         for _ in range(rng.randrange(1, 40)):
             corrections.observe("n", "prefill", 10 ** rng.uniform(-3, 2), 10 ** rng.uniform(-3, 2))
-        sizes = [10 ** (power / 10) for power in range(-40, 30)]
+        sizes = [0.0, *(10 ** (power / 10) for power in range(-40, 30))]
         corrected = [corrections.corrected_s("n", "prefill", size) for size in sizes]
         assert all(shorter < longer for shorter, longer in pairwise(corrected))
 
