@@ -237,7 +237,7 @@ class TransferConfig:
     timeout_s: float = 20.0
     """One transfer batch at most. Shorter than every lease that covers one."""
     connections: int = 2
-    """Of tcp to each peer."""
+    """Of tcp to each peer. Each has a thread of its own where there are four processors for one."""
 
     def __post_init__(self) -> None:
         known = ("shm", "tcp", "cuda_ipc", "rdma")

@@ -9,12 +9,10 @@ sent from or received into).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import importlib
 import logging
 import secrets
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -26,13 +24,13 @@ from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from base.logs import event
 from transfer.batch import Pieces, Priority, TransferBatch, plan_pieces, sums_of
 from transfer.board import Board
-from transfer.completion import begin, finish_within
+from transfer.completion import Latch, begin, finish_within, on_loop
 from transfer.dma_buf import CudaDriver
 from transfer.holdings import Holdings
 from transfer.ranges import ranges_of, with_table
 from transfer.rdma import open_rails
 from transfer.rdma_transport import RdmaTarget, RdmaTransport
-from transfer.reactor import Reactor
+from transfer.reactor import Reactor, num_reactors
 from transfer.registrations import Registrations, device_refusal_or_none, memory_place
 from transfer.router import Router
 from transfer.segment import DeviceMemory, Segment
@@ -85,7 +83,7 @@ class TransferAgent:
         self._board = Board(epoch) if on_host else None
         self._holdings = Holdings(clock, self._board, random_bits)
         self._carriage = None if carriage is None else carriage(self._holdings)
-        self._reactor: Reactor | None = None
+        self._reactors: list[Reactor] = []
         self._registrations: Registrations | None = None
         self._one_sided: RdmaTarget | None = None
         self._server: TcpServer | None = None
@@ -107,8 +105,10 @@ class TransferAgent:
         if self._carriage is not None:
             self._router = Router([self._wrap(each) for each in self._carriage.transports], self._clock)
             return
-        reactor = self._reactor = Reactor("transfer")
         names, absent = self._config.transports, {}
+        self._reactors = [
+            Reactor(f"transfer-{number}") for number in range(num_reactors(self._config.connections))
+        ]
         transports: list[Transport] = []
         if "shm" in names:
             transports.append(ShmTransport())
@@ -134,9 +134,9 @@ class TransferAgent:
                 transports.append(RdmaTransport(self._registrations, self._clock))
         if "tcp" in names or self._one_sided is not None:
             host, port = self._config.host, self._config.port
-            self._server = TcpServer(host, port, self._epoch, self._holdings, reactor, self._one_sided)
+            self._server = TcpServer(host, port, self._epoch, self._holdings, self._reactors, self._one_sided)
         if "tcp" in names:
-            transports.append(TcpTransport([reactor], self._config.connections))
+            transports.append(TcpTransport(self._reactors, self._config.connections))
         self._wires = [transport for transport in transports if transport.name in ("rdma", "tcp")]
         for name, reason in absent.items():
             event(log, "transport absent", level=logging.WARNING, transport=name, reason=reason)
@@ -148,10 +148,10 @@ class TransferAgent:
             self._sweep_timer.cancel()
         if self._router is not None:
             await self._router.close()
-        if self._reactor is not None:
-            if self._server is not None:
-                self._reactor.post(self._server.close)
-            await asyncio.to_thread(self._reactor.stop)
+        if self._server is not None:
+            self._server.close()
+        for reactor in self._reactors:
+            await asyncio.to_thread(reactor.stop)
         if self._registrations is not None:
             self._registrations.close()
         self._holdings.close()
@@ -426,27 +426,25 @@ class TransferAgent:
         draining = self._draining.get(generation)
         if draining is None:
             draining = self._draining[generation] = asyncio.get_running_loop().create_future()
-            latch = _Latch(2, lambda: self._drained(generation))
+            latch = Latch(2, on_loop(lambda: self._drained(generation)))
             self._detach(generation, latch.count_down)
             self._holdings.drain_board(generation, latch.count_down)
         return draining
 
     def _detach(self, generation: int, done: Callable[[], None]) -> None:
-        server, reactor = self._server, self._reactor
         if self._carriage is not None:
             self._carriage.detach(generation, done)
             return
-        if server is None or reactor is None:
+        if self._server is None:
             done()
             return
-        reactor.post(lambda: server.detach(generation, done))
+        self._server.detach(generation, done)
         if self._one_sided is not None:
             asyncio.get_running_loop().call_later(CUT_AFTER_S, self._cut, generation)
 
     def _cut(self, generation: int) -> None:
-        server, reactor = self._server, self._reactor
-        if generation in self._draining and server is not None and reactor is not None:
-            reactor.post(lambda: server.cut(generation))
+        if generation in self._draining and self._server is not None:
+            self._server.cut(generation)
 
     def _drained(self, generation: int) -> None:
         self._holdings.grants.retire(generation)
@@ -472,21 +470,3 @@ class TransferAgent:
         for generation in self._holdings.expire():
             self._drain(generation)
         self._schedule_sweep()
-
-
-class _Latch:
-    """Calls `done` on the loop after `count_down` was called so many times, on any thread."""
-
-    def __init__(self, count: int, done: Callable[[], None]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()
-        self._count = count
-        self._done = done
-
-    def count_down(self) -> None:
-        with self._lock:
-            self._count -= 1
-            is_last = self._count == 0
-        if is_last:
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._done)

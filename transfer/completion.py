@@ -47,6 +47,33 @@ class Begun:
                 return
 
 
+def on_loop(call: Callable[[], None]) -> Callable[[], None]:
+    """Return what any thread may call to have `call` run on this event loop, unless it was closed."""
+    loop = asyncio.get_running_loop()
+
+    def post() -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(call)
+
+    return post
+
+
+class Latch:
+    """Calls `done` when `count_down` was called so many times, on whatever threads: on the last one's."""
+
+    def __init__(self, count: int, done: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._count = count
+        self._done = done
+
+    def count_down(self) -> None:
+        with self._lock:
+            self._count -= 1
+            is_last = self._count == 0
+        if is_last:
+            self._done()
+
+
 class Completion:
     """Ends once, from any thread; one task waits for it.
 

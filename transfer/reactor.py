@@ -28,6 +28,13 @@ MAX_EVENTS = 64
 """Taken in one call, for which memory is set aside each time."""
 MAX_SKIPS = 63
 """Occasions that are slept through after it was looked in vain again and again."""
+PROCESSORS_EACH = 4
+"""A reactor copies for as long as bytes come: so many processors of a node are for one."""
+
+
+def num_reactors(connections: int) -> int:
+    """Return how many reactors a process has that opens so many connections to each peer."""
+    return max(1, min(connections, len(os.sched_getaffinity(0)) // PROCESSORS_EACH))
 
 
 class Patience:

@@ -6,6 +6,8 @@ what the wire takes for them, for which the thread that serves it waits.
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 
 from base.errors import TransferFailedError
@@ -20,12 +22,14 @@ from transfer.segment import Segment
 
 
 class Staging:
-    """Of one segment. Made anywhere, which may take seconds; then the thread's that serves the wire."""
+    """Of one segment. Made anywhere, which may take seconds; then for the threads that serve the wire."""
 
     def __init__(self, segment: Segment, access: DeviceAccess) -> None:
         self._segment = segment
         self._access = access
         self._slot = Slot(access.make_stream())
+        # One copy at a time: the GPU is several times as fast as all wires together.
+        self._lock = threading.Lock()
         self._answers = self.room()
 
     def room(self) -> Segment:
@@ -42,13 +46,15 @@ class Staging:
             ProtocolError: the ranges are not aligned as the device wants them.
             TransferFailedError: the device refuses.
         """
-        self._copy(Operation.READ, room, offsets, lengths)
+        with self._lock:
+            self._copy(Operation.READ, room, offsets, lengths)
 
     def fetched(self, offsets: Offsets, lengths: Offsets) -> memoryview:
         """Return a copy of some ranges, one after the other; raises as `put`."""
-        self._copy(Operation.WRITE, self._answers, offsets, lengths)
-        # The pinned memory is wanted for the next answer while this one waits for its turn on the wire.
-        return memoryview(bytes(self._answers.memory[: int(lengths.sum())]))
+        with self._lock:
+            self._copy(Operation.WRITE, self._answers, offsets, lengths)
+            # The pinned memory is wanted for the next answer while this one waits for its turn on the wire.
+            return memoryview(bytes(self._answers.memory[: int(lengths.sum())]))
 
     def _copy(self, operation: Operation, room: Segment, offsets: Offsets, lengths: Offsets) -> None:
         pieces = Pieces(self._segment, np.stack((offsets, lengths, lengths.cumsum() - lengths)))

@@ -13,11 +13,13 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle
 from typing import Protocol
 
 from base.errors import ProtocolError, ServeError, StaleError
 from base.grants import Operation
 from base.logs import event
+from transfer.completion import Latch
 from transfer.frame import SMALL_BYTES, Header, Kind, pack, pack_ack, pack_refusal, unpack_ranges
 from transfer.holdings import Holdings
 from transfer.reactor import READABLE, Reactor
@@ -27,7 +29,7 @@ from transfer.stream import FrameStream, Incoming
 from transfer.tcp_socket import limit_on_host, tune
 
 MAX_CONNECTIONS = 1024
-"""Of all peers; more are closed at once."""
+"""Of all peers, the same part of them on each reactor; more are closed at once."""
 MAX_READS = 64
 """Answers waiting on one connection; our clients keep to fewer."""
 
@@ -35,7 +37,10 @@ log = logging.getLogger(__name__)
 
 
 class OneSided(Protocol):
-    """The asked side of a transport whose peers reach into memory themselves."""
+    """The asked side of a transport whose peers reach into memory themselves.
+
+    Called on the threads of reactors; what concerns one link, on one of them.
+    """
 
     def pair(self, link: object, offer: bytes) -> bytes:
         """Connect to the peer on `link`; return our half. Raises ServeError."""
@@ -51,7 +56,7 @@ class OneSided(Protocol):
 
 
 class TcpServer:
-    """Owns the listening socket and the connections of peers. Runs on the reactor's thread."""
+    """Owns the listening socket, and deals connections out to reactors. Any thread may call it."""
 
     def __init__(
         self,
@@ -59,15 +64,13 @@ class TcpServer:
         port: int,
         epoch: int,
         holdings: Holdings,
-        reactor: Reactor,
+        reactors: Sequence[Reactor],
         one_sided: OneSided | None = None,
     ) -> None:
-        self._epoch = epoch
-        self._holdings = holdings
-        self._one_sided = one_sided
-        self._waiting: dict[int, Callable[[], None]] = {}
-        self._reactor = reactor
-        self._links: set[_ServerLink] = set()
+        limit = MAX_CONNECTIONS // len(reactors)
+        self._desks = [_Desk(epoch, holdings, reactor, one_sided, limit) for reactor in reactors]
+        self._next = cycle(self._desks)
+        self._reactor = reactors[0]
         self._listener = socket.create_server((host, port), backlog=128)
         self._listener.setblocking(False)
         # Given up for a moment when descriptors run out, to take a connection and close it:
@@ -75,10 +78,85 @@ class TcpServer:
         self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         host_there, port_there = self._listener.getsockname()[:2]
         self.address = f"{host_there}:{port_there}"
-        reactor.post(lambda: reactor.watch(self._listener.fileno(), READABLE, self._on_ready))
+        self._reactor.post(lambda: self._reactor.watch(self._listener.fileno(), READABLE, self._on_ready))
 
     def detach(self, generation: int, done: Callable[[], None]) -> None:
-        """Leave the memory of an ended grant alone; call `done` when peers do so too."""
+        """Leave the memory of an ended grant alone; call `done` on some thread when peers do so too."""
+        latch = Latch(len(self._desks), done)
+        for desk in self._desks:
+            desk.reactor.post(partial(desk.detach, generation, latch.count_down))
+
+    def cut(self, generation: int) -> None:
+        """Disconnect every peer that still reaches into an ended grant."""
+        for desk in self._desks:
+            desk.reactor.post(partial(desk.cut, generation))
+
+    def close(self) -> None:
+        """End every connection. The first of the reactors is stopped first."""
+        self._reactor.post(self._stop_listening)
+        for desk in self._desks:
+            desk.reactor.post(desk.close)
+
+    def _stop_listening(self) -> None:
+        self._reactor.forget(self._listener.fileno())
+        self._listener.close()
+        os.close(self._spare_fd)
+
+    def _on_ready(self, events: int) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._turn_away()
+            return
+        desk = next(self._next)
+        desk.reactor.post(partial(desk.take, sock))
+
+    def _turn_away(self) -> None:
+        event(log, "tcp connection refused", level=logging.ERROR, reason="no file descriptor is left")
+        os.close(self._spare_fd)
+        try:
+            self._listener.accept()[0].close()
+        except OSError:
+            event(log, "tcp connection was gone already")
+        finally:
+            self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+
+class _Desk:
+    """The connections that one reactor serves, on its thread."""
+
+    def __init__(
+        self,
+        epoch: int,
+        holdings: Holdings,
+        reactor: Reactor,
+        one_sided: OneSided | None,
+        limit: int,
+    ) -> None:
+        self.epoch = epoch
+        self.holdings = holdings
+        self.reactor = reactor
+        self.one_sided = one_sided
+        self._limit = limit
+        self._waiting: dict[int, Callable[[], None]] = {}
+        self._links: set[_ServerLink] = set()
+        self._is_closed = False
+
+    def take(self, sock: socket.socket) -> None:
+        """Serve a connection, unless there are too many."""
+        if self._is_closed:
+            sock.close()
+            return
+        if len(self._links) >= self._limit:
+            event(log, "tcp connection refused", level=logging.WARNING, limit=MAX_CONNECTIONS)
+            sock.close()
+            return
+        tune(sock)
+        limit_on_host(sock)
+        self._links.add(_ServerLink(sock, self))
+
+    def detach(self, generation: int, done: Callable[[], None]) -> None:
         for link in list(self._links):
             link.detach(generation)
             if link.holds(generation):
@@ -94,74 +172,37 @@ class TcpServer:
                 done()
 
     def cut(self, generation: int) -> None:
-        """Disconnect every peer that still reaches into an ended grant."""
         for link in list(self._links):
             if link.holds(generation):
                 link.close("it holds on to a grant that ended")
 
     def close(self) -> None:
-        """End every connection."""
-        self._reactor.forget(self._listener.fileno())
-        self._listener.close()
-        os.close(self._spare_fd)
+        self._is_closed = True
         for link in list(self._links):
             link.close("this process is stopping")
 
     def forget(self, link: _ServerLink) -> None:
         """The connection is gone, and with it what its peer held."""
-        if self._one_sided is not None:
-            self._one_sided.cut(link)
+        if self.one_sided is not None:
+            self.one_sided.cut(link)
         self._links.discard(link)
         for generation in list(self._waiting):
             self.let_go(generation)
-
-    def _on_ready(self, events: int) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._turn_away()
-            return
-        if len(self._links) >= MAX_CONNECTIONS:
-            event(log, "tcp connection refused", level=logging.WARNING, limit=MAX_CONNECTIONS)
-            sock.close()
-            return
-        tune(sock)
-        limit_on_host(sock)
-        self._links.add(_ServerLink(sock, self._epoch, self._holdings, self._reactor, self, self._one_sided))
-
-    def _turn_away(self) -> None:
-        event(log, "tcp connection refused", level=logging.ERROR, reason="no file descriptor is left")
-        os.close(self._spare_fd)
-        try:
-            self._listener.accept()[0].close()
-        except OSError:
-            event(log, "tcp connection was gone already")
-        finally:
-            self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
 
 class _ServerLink:
     """One connection of a peer. Owns its stream; nothing is served before its HELLO."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        epoch: int,
-        holdings: Holdings,
-        reactor: Reactor,
-        server: TcpServer,
-        one_sided: OneSided | None,
-    ) -> None:
-        self._epoch = epoch
-        self._holdings = holdings
-        self._server = server
-        self._one_sided = one_sided
+    def __init__(self, sock: socket.socket, desk: _Desk) -> None:
+        self._desk = desk
+        self._epoch = desk.epoch
+        self._holdings = desk.holdings
+        self._one_sided = desk.one_sided
         self._greeted = False
-        self._reactor = reactor
+        self._reactor = desk.reactor
         self._held: dict[int, int] = {}
         self._rooms: dict[int, Segment] = {}
-        self._stream = FrameStream(sock, reactor, self)
+        self._stream = FrameStream(sock, desk.reactor, self)
 
     def holds(self, generation: int) -> bool:
         """Return whether the peer may be reaching into the ranges of this grant."""
@@ -198,7 +239,7 @@ class _ServerLink:
 
     def on_closed(self, reason: str) -> None:
         self._held.clear()
-        self._server.forget(self)
+        self._desk.forget(self)
 
     def detach(self, generation: int) -> None:
         for frame_id in self._stream.detach(generation):
@@ -261,7 +302,7 @@ class _ServerLink:
         if header.kind is Kind.LET_GO:
             generation = self._held.pop(header.offset, None)
             if generation is not None:
-                self._server.let_go(generation)
+                self._desk.let_go(generation)
             return
         try:
             if header.kind is Kind.PAIR:

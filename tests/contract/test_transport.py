@@ -21,7 +21,9 @@ from transfer.segment import Segment
 from transfer.tcp_socket import HEARTBEAT_S
 
 TO_GPU, BETWEEN_GPUS = "tcp to a GPU", "tcp between GPUs"
-TRANSPORTS = ("tcp", "shm", pytest.param("rdma", marks=pytest.mark.rdma), TO_GPU, BETWEEN_GPUS)
+BY_THREADS = "tcp by several threads"
+TRANSPORTS = ("tcp", BY_THREADS, "shm", pytest.param("rdma", marks=pytest.mark.rdma), TO_GPU, BETWEEN_GPUS)
+NUM_REACTORS = {BY_THREADS: 3, BETWEEN_GPUS: 3}
 BLOCK = 64 << 10
 NUM_BLOCKS = 64
 NOTICED_WITHIN_S = {"rdma": 10 * HEARTBEAT_S}
@@ -41,7 +43,8 @@ def peer(transport: str) -> Iterator[RemotePeer]:
 
 
 @pytest.fixture
-async def agent(transport: str) -> AsyncIterator[TransferAgent]:
+async def agent(transport: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TransferAgent]:
+    monkeypatch.setattr("transfer.agent.num_reactors", lambda connections: NUM_REACTORS.get(transport, 1))
     async with TransferAgent("us", 1, config_of(transport), SystemClock()) as started:
         yield started
 
@@ -61,7 +64,8 @@ def source(agent: TransferAgent, transport: str) -> Segment:
 
 
 def remote_peer(transport: str, node_id: str = "peer") -> RemotePeer:
-    return RemotePeer(config_of(transport).transports, node_id, transport in (TO_GPU, BETWEEN_GPUS))
+    has_gpu, reactors = transport in (TO_GPU, BETWEEN_GPUS), NUM_REACTORS.get(transport, 1)
+    return RemotePeer(config_of(transport).transports, node_id, has_gpu, reactors)
 
 
 def config_of(transport: str) -> TransferConfig:

@@ -15,6 +15,7 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.grants import Operation
 from tests.transfer.fake_device import device_memory
+from transfer import agent as agents
 from transfer.agent import TransferAgent
 from transfer.segment import Segment
 
@@ -75,7 +76,8 @@ def allocated(agent: TransferAgent, num_bytes: int, is_gpus: bool) -> tuple[Segm
     return agent.register_device(device_memory(memory)), memoryview(memory)
 
 
-async def serve(transports: tuple[str, ...], epoch: int, node_id: str, has_gpu: bool) -> None:
+async def serve(transports: tuple[str, ...], epoch: int, node_id: str, has_gpu: bool, reactors: int) -> None:
+    agents.num_reactors = lambda connections: reactors
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -95,4 +97,5 @@ async def reply(peer: Peer, command: dict) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(tuple(sys.argv[1].split(",")), int(sys.argv[2]), sys.argv[3], sys.argv[4] == "gpu"))
+    transports, epoch, node_id, memory, reactors = sys.argv[1:]
+    asyncio.run(serve(tuple(transports.split(",")), int(epoch), node_id, memory == "gpu", int(reactors)))

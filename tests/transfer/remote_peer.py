@@ -31,10 +31,12 @@ class Answers:
 class RemotePeer:
     """Owns the process."""
 
-    def __init__(self, transports: tuple[str, ...], node_id: str = "peer", has_gpu: bool = False) -> None:
+    def __init__(
+        self, transports: tuple[str, ...], node_id: str = "peer", has_gpu: bool = False, reactors: int = 1
+    ) -> None:
         epoch = str(secrets.randbits(63))
         command = [sys.executable, "-m", "tests.transfer.peer_process", ",".join(transports), epoch, node_id]
-        command.append("gpu" if has_gpu else "host")
+        command += ["gpu" if has_gpu else "host", str(reactors)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

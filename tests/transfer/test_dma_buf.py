@@ -310,7 +310,7 @@ class Owner:
         self.holdings = Holdings(clock, None)
         self.registrations = Registrations([self.rail], lambda device: NOWHERE)
         target = RdmaTarget(self.registrations, self.holdings)
-        self.server = TcpServer("127.0.0.1", 0, EPOCH, self.holdings, reactor, target)
+        self.server = TcpServer("127.0.0.1", 0, EPOCH, self.holdings, [reactor], target)
         self.memory = bytearray(64)
         self.segment = self.holdings.register_device(device_memory(self.memory), is_served=True)
         self.peer = PeerDescriptor("peer", EPOCH, (Endpoint("rdma", self.server.address),))
@@ -321,7 +321,7 @@ async def owner() -> AsyncIterator[Owner]:
     reactor = Reactor("test")
     started = Owner(reactor, ManualClock())
     yield started
-    reactor.post(started.server.close)
+    started.server.close()
     reactor.stop()
     started.holdings.close()
     os.close(started.rail.channel_fd)

@@ -304,11 +304,10 @@ async def test_an_asker_whose_loop_was_busy_while_it_was_cut_off_reaches_the_own
 ) -> None:
     await pair.write()
     was_cut = threading.Event()
-    server, reactor, generation = pair.owner._server, pair.owner._reactor, pair.grant.generation
     # A revocation and its cut, without a turn of this loop, which is the asker's too.
-    reactor.post(lambda: server.detach(generation, lambda: None))
-    reactor.post(lambda: server.cut(generation))
-    reactor.post(was_cut.set)
+    pair.owner._server.detach(pair.grant.generation, lambda: None)
+    pair.owner._server.cut(pair.grant.generation)
+    pair.owner._reactors[0].post(was_cut.set)
     was_cut.wait(10)
     assert pair.far.pairs[0].is_closed
     later = pair.owner.grant(pair.target, OFFSETS, BLOCK, Operation.WRITE, LEASE_S)

@@ -42,7 +42,7 @@ class Bed:
             pair=lambda link, offer: offer, cut=lambda link: None, admit=lambda generation, digest: ADMITTED
         )
         self.holdings = Holdings(self.clock, None)
-        self.server = TcpServer("127.0.0.1", 0, EPOCH, self.holdings, reactor, agrees)
+        self.server = TcpServer("127.0.0.1", 0, EPOCH, self.holdings, [reactor], agrees)
 
     async def paired(self, num_rails: int = 2) -> Pairing:
         rails = self.rails[:num_rails]
@@ -59,7 +59,7 @@ async def bed() -> AsyncIterator[Bed]:
     yield started
     for pairing in started.pairings:
         pairing.close()
-    reactor.post(started.server.close)
+    started.server.close()
     await asyncio.to_thread(reactor.stop)
     started.holdings.close()
     for rail in started.rails:

@@ -15,10 +15,13 @@ from tests.transfer.made_up_rails import FakeRail
 from transfer.agent import TransferAgent
 from transfer.board import digest_of
 from transfer.frame import HEADER_BYTES, Header, Kind, pack, refusal_error, table_of, unpack_header
+from transfer.holdings import Holdings
 from transfer.rdma import QueuePairEnd
 from transfer.rdma_holds import ADMISSION_BYTES, pack_admission
+from transfer.reactor import Reactor, num_reactors
 from transfer.registrations import Reach
 from transfer.segment import Segment
+from transfer.tcp_server import TcpServer
 from transfer.topology import Distance
 
 EPOCH = 77
@@ -31,8 +34,11 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
-@pytest.fixture
-async def agent(clock: ManualClock) -> AsyncIterator[TransferAgent]:
+@pytest.fixture(params=[1, 3])
+async def agent(
+    clock: ManualClock, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[TransferAgent]:
+    monkeypatch.setattr("transfer.agent.num_reactors", lambda connections: request.param)
     async with TransferAgent("owner", EPOCH, TransferConfig(transports=("tcp",)), clock) as started:
         yield started
 
@@ -207,3 +213,49 @@ async def test_a_peer_that_keeps_what_was_recalled_loses_its_queue_pairs(clock, 
             assert (recall.kind, recall.generation) == (Kind.RECALL, grant.generation)
             assert await received(sock, 1) == b""
         assert rail.pairs[0].is_closed
+
+
+@pytest.mark.parametrize(
+    ("connections", "processors", "expected"), [(2, 2, 1), (2, 8, 2), (2, 64, 2), (8, 16, 4)]
+)
+def test_each_connection_has_a_thread_where_there_are_processors_for_it(
+    connections: int, processors: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(processors)))
+    assert num_reactors(connections) == expected
+
+
+async def test_connections_are_dealt_out_and_a_revocation_waits_for_those_of_every_thread(
+    clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transfer.agent.num_reactors", lambda connections: 2)
+    config = TransferConfig(transports=("tcp",))
+    async with TransferAgent("owner", EPOCH, config, clock) as agent:
+        segment = agent.allocate(BLOCK)
+        grant = agent.grant(segment, [0], BLOCK, Operation.WRITE, 10.0)
+        header = Header(Kind.WRITE, 1, BLOCK, grant.segment_id, grant.generation, 0)
+        host, _, port = agent.descriptor.endpoints[0].address.rpartition(":")
+        peers = []
+        for _ in range(2):
+            peers.append(await greeted(socket.create_connection((host, int(port)), timeout=10)))
+            peers[-1].sendall(pack(header) + b"\1" * 100)
+        while segment.memory[99] == 0:
+            await asyncio.sleep(0)
+        assert [len(desk._links) for desk in agent._server._desks] == [1, 1]
+        await agent.revoke(grant)
+        segment.memory[:] = bytes(BLOCK)
+        for peer in peers:
+            peer.sendall(b"\1" * (BLOCK - 100))
+            assert isinstance(await refusal(peer), StaleError)
+            peer.close()
+        assert not any(segment.memory)
+
+
+def test_a_connection_that_comes_as_the_server_closes_is_closed(clock: ManualClock) -> None:
+    reactor, (ours, theirs) = Reactor("test"), socket.socketpair()
+    server = TcpServer("127.0.0.1", 0, EPOCH, Holdings(clock, None), [reactor])
+    server.close()
+    reactor.post(lambda: server._desks[0].take(ours))
+    reactor.stop()
+    with theirs:
+        assert theirs.recv(1) == b""
