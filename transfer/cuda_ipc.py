@@ -24,6 +24,7 @@ import contextlib
 import functools
 import json
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -150,6 +151,16 @@ async def _result(running: Future[T]) -> T:
     return running.result()
 
 
+class _Entered(threading.local):
+    """GPUs that this thread has a context of."""
+
+    def __init__(self) -> None:
+        self.devices: set[int] = set()
+
+
+_entered = _Entered()
+
+
 class CudaStream:
     """A stream of one GPU, its table on both sides, and the kernel."""
 
@@ -159,7 +170,6 @@ class CudaStream:
         self._handle: int = self._stream.cuda_stream
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.wait = self._event.synchronize
-        self._has_context = False
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             self._kernel = compiled(torch.zeros(3, dtype=torch.int64, device=device))
             self._stream.synchronize()
@@ -175,10 +185,10 @@ class CudaStream:
         # Entering a device takes 3 us, and mostly the thread is there.
         is_here = torch.cuda.current_device() == self._device
         with _NOTHING if is_here else torch.cuda.device(self._device):
-            if not self._has_context:
+            if self._device not in _entered.devices:
                 # The driver's own calls need a context on their thread; the runtime's make one.
                 torch.cuda.current_stream().query()
-                self._has_context = True
+                _entered.devices.add(self._device)
             self._queue(num_rows, max_bytes, by_engine)
 
     def _queue(self, num_rows: int, max_bytes: int, by_engine: bool) -> None:

@@ -47,3 +47,19 @@ async def test_scattered_blocks_travel_between_gpus_over_tcp(block):
         assert torch.equal(ours.cpu(), sent)
         (carried,) = [each for each in us.totals() if each.batches]
         assert carried.transport == "staged_tcp"
+
+
+async def test_each_thread_that_serves_the_wire_reaches_the_gpu_whatever_it_is_asked_first(monkeypatch):
+    monkeypatch.setattr("transfer.agent.num_reactors", lambda connections: 3)
+    config, block = TransferConfig(transports=("tcp",), connections=3), 1 << 20
+    async with (
+        TransferAgent("us", 1, config, SystemClock()) as us,
+        TransferAgent("owner", 2, config, SystemClock()) as owner,
+    ):
+        theirs = torch.randint(0, 256, (NUM_BYTES,), dtype=torch.uint8, device="cuda:0")
+        torch.cuda.synchronize(0)
+        there, ours = owner.register_device(cuda_ipc.described(theirs)), us.allocate(NUM_BYTES)
+        offsets = list(range(0, NUM_BYTES, block))
+        grant = owner.grant(there, offsets, block, Operation.READ, 30.0)
+        await us.read(owner.descriptor, grant, batch_of(ours, offsets, offsets, block))
+        assert ours.memory == theirs.cpu().numpy().data
