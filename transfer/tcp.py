@@ -1,7 +1,7 @@
 """The tcp transport, from the asking side: batches over several connections to each peer.
 
-A batch is cut into frames, the frames go to the links in turn, and the batch ends when
-each of them has. The first error takes back the rest. Large batches travel on links
+A batch is cut into frames, the frames go to the least busy links in turn, and the batch ends
+when each of them has. The first error takes back the rest. Large batches travel on links
 that reactors run; a small one on a link of the event loop itself.
 """
 
@@ -45,11 +45,15 @@ class TcpTransport(Transport):
         groups = pieces.grouped(MAX_FRAME_BYTES, MAX_RANGES)
         batch = _Batch(len(groups))
         frames = [frame_of(batch, grant, group, priority) for group in groups]
-        links = connected.bulk()[: len(frames)]
-        for index, link in enumerate(links):
-            batch.links.append(link)
-            link.submit(frames[index :: len(links)])
-        await batch.completion.wait(batch.cancel)
+        batch.links = connected.least_busy(len(frames))
+        for index, link in enumerate(batch.links):
+            link.num_batches += 1
+            link.submit(frames[index :: len(batch.links)])
+        try:
+            await batch.completion.wait(batch.cancel)
+        finally:
+            for link in batch.links:
+                link.num_batches -= 1
 
     async def close(self) -> None:
         for peer in self._peers.values():
@@ -78,7 +82,6 @@ class _Peer:
         self._express: ExpressLink | None = None
         self._pollers = [reactors[index % len(reactors)] for index in range(connections)]
         self._bulk: list[_RemoteLink] = []
-        self._turn = 0
 
     def express(self) -> ExpressLink:
         """Return the link of the event loop."""
@@ -86,14 +89,13 @@ class _Peer:
             self._express = ExpressLink(self._address, self.epoch)
         return self._express
 
-    def bulk(self) -> list[_RemoteLink]:
-        """Return the links of the reactors, beginning with the one whose turn it is."""
+    def least_busy(self, count: int) -> list[_RemoteLink]:
+        """Return at most `count` links of the reactors. One batch after another finds a thread awake."""
         self._bulk = [
             link if not link.is_closed else self._open(poller)
             for link, poller in zip(self._bulk, self._pollers, strict=False)
         ] or [self._open(poller) for poller in self._pollers]
-        self._turn = (self._turn + 1) % len(self._bulk)
-        return self._bulk[self._turn :] + self._bulk[: self._turn]
+        return sorted(self._bulk, key=lambda link: link.num_batches)[:count]
 
     def close(self) -> None:
         for link in self._bulk:
@@ -109,6 +111,8 @@ class _RemoteLink:
     """A link of a reactor, called from the event loop."""
 
     def __init__(self, address: str, epoch: int, poller: Poller) -> None:
+        self.num_batches = 0
+        """Under way on it."""
         self._poller = poller
         self._link = TcpLink(address, epoch, poller)
         poller.post(self._link.connect)
