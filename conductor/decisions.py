@@ -142,10 +142,8 @@ def view_of(made: Decision, cost: CostModel) -> ClusterView:
     view.num_in_flight = seen.num_in_flight
     view.running_sequences = seen.running_sequences
     view.running_context_tokens = seen.running_context_tokens
-    sequences, tokens = seen.projected
-    moment_s = made.decided_at_s + made.result.predicted_ttft_s
-    for number in range(sequences):
-        view.projection.add(moment_s, 0 if number else tokens)
+    # as if all were other conductors': those are expected at any moment, whatever t_d is
+    view.foreign_sequences, view.foreign_context_tokens = seen.projected
     return view
 
 

@@ -10,7 +10,7 @@ from base.request import NodeId, RequestId, Role, Slo
 from conductor.decision_log import DecisionLog, Shared, read_log
 from conductor.decisions import MAX_NODES, Actual, decide_again, decision
 from conductor.explain import Decisions
-from conductor.placement import Placement, RejectReason
+from conductor.placement import Placement, Rejection, RejectReason
 from conductor.scheduler import place
 from conductor.scheduler_settings import RejectPolicy, SchedulerSettings
 from tests.conductor.builders import make_cost, make_heartbeat, make_info, make_request, make_view
@@ -81,6 +81,19 @@ def test_a_refusal_for_want_of_room_made_again_is_the_same():
     made = decision(request, view, place(request, view, COST, 0.0), 0.0, 0.0)
     assert made.result.reason is RejectReason.NO_FREE_BLOCKS
     assert decide_again(made, COST, SchedulerSettings()) == made.result
+
+
+def test_a_decision_made_beside_another_conductors_sequences_is_the_same_where_answers_are_short():
+    view = make_view(2, 2, COST)
+    view.projection.decode_s = 0.01
+    view.heartbeat(NodeId("d0"), make_heartbeat(num_running=40, num_context_tokens=400_000), 1.0)
+    results = set()
+    for tbt_ms in range(20, 80):
+        request = make_request(slo=Slo(tbt_slo_s=tbt_ms / 1e3))
+        made = decision(request, view, place(request, view, COST, 1.0), 1.0, 1.0)
+        assert decide_again(made, COST, SchedulerSettings()) == made.result
+        results.add(type(made.result))
+    assert results == {Placement, Rejection}
 
 
 def test_histories_hold_fetches_and_both_kinds_of_rejection():
