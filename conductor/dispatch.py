@@ -92,8 +92,10 @@ class RequestObserver(Protocol):
         ...
 
     def first_token(
-        self, ttft_s: float, times: PrefillTimes, asked: PlacementRequest, placement: Placement
-    ) -> None: ...
+        self, ttft_s: float | None, times: PrefillTimes, asked: PlacementRequest, placement: Placement
+    ) -> None:
+        """Take in the first token of an attempt; `ttft_s` is None where the request had one before."""
+        ...
 
     def next_tokens(self, gap_s: float, num_tokens: int) -> None: ...
 
@@ -313,10 +315,8 @@ class Dispatcher:
         if not admit_to_decode(node, self._cost, asked.num_tokens, asked.slo, self._settings.reject, ratio):
             raise SloUnreachableError("decode load rose past the SLO while the prompt was computed")
         self._view.prefill_done(run.attempt_id, self._clock.now_s())
-        ttft_s = run.prefilled(prefilled)
-        if ttft_s is not None:
-            self._learned_at_s = self._clock.now_s()
-            self._observer.first_token(ttft_s, prefilled.times, asked, placement)
+        self._learned_at_s = self._clock.now_s()
+        self._observer.first_token(run.prefilled(prefilled), prefilled.times, asked, placement)
         self._room.pump()
 
     def _finished(self, attempt: Attempt, error: BaseException | None) -> None:

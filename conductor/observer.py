@@ -58,10 +58,9 @@ class Observer:
                 self._replicas.placed(made.asked, made.result, self._view, made.decided_at_s)
 
     def first_token(
-        self, ttft_s: float, times: PrefillTimes, asked: PlacementRequest, placement: Placement
+        self, ttft_s: float | None, times: PrefillTimes, asked: PlacementRequest, placement: Placement
     ) -> None:
-        """Take in a request's first token."""
-        self._metrics.first_token(ttft_s, times)
+        """Take in an attempt's first token; `ttft_s` is None where the request had one before."""
         node_id, new_tokens = placement.prefill_node, asked.num_tokens - placement.matched_tokens
         profile_s = self._cost.prefill_s(new_tokens, placement.matched_tokens)
         self._placed[asked.request_id].is_prefilled = True
@@ -72,6 +71,9 @@ class Observer:
             tokens = asked.num_tokens - placement.decode_matched_blocks * self._view.block_size
             profile_s = self._cost.handoff_s(tokens, placement.prefill_s)
             self._learn(node_id, "handoff", profile_s, times.exposed_transfer_s)
+        if ttft_s is None:
+            return
+        self._metrics.first_token(ttft_s, times)
         known_s = asked.waited_s + times.queue_s + times.compute_s + times.exposed_transfer_s
         self._view.corrections.observe_added(node_id, max(0.0, ttft_s - known_s))
         observe = self._metrics.predicted

@@ -176,6 +176,7 @@ async def test_a_node_lost_at_any_await_is_replaced_and_no_token_is_lost_or_repe
         # and its own first token is the next.
         expected = [11, 12, 12, 13] if nodes.is_after_first else [11, 12, 13]
         assert (tokens, reason) == (expected, FinishReason.LENGTH)
+        assert running.seen.firsts == [*(["r.1"] if nodes.is_after_first else []), "r.2"]
 
 
 async def test_a_request_that_loses_every_node_it_meets_is_given_up():

@@ -15,11 +15,17 @@ from tests.conductor.builders import make_cost, make_request, make_view, require
 COST = make_cost()
 
 
-def serve(observer, view, number, slower):
-    """Place one request and let every term of it take `slower` times what the profile says."""
-    request = make_request(f"r{number}")
+def placed(observer, view, name):
+    """Place one request, and tell `observer`; return it and its placement."""
+    request = make_request(name)
     placement = require_placement(place(request, view, COST, 0.0))
     observer.decided(decision(request, view, placement, 0.0, 0.0))
+    return request, placement
+
+
+def serve(observer, view, number, slower):
+    """Place one request and let every term of it take `slower` times what the profile says."""
+    request, placement = placed(observer, view, f"r{number}")
     profile_s = COST.prefill_s(request.num_tokens, 0)
     handoff_s = COST.handoff_s(request.num_tokens, placement.prefill_s)
     step_s = COST.decode_step_s(1, request.num_tokens)
@@ -46,3 +52,18 @@ def test_predictions_of_a_node_that_is_not_as_its_profile_come_true():
     for term in ("ttft", "prefill", "tbt"):
         assert sample("conductor_prediction_error_ratio_count", term=term) == 60
         assert sample("conductor_prediction_error_ratio_bucket", term=term, le="0.02") > 50
+
+
+def test_a_prompt_that_went_on_elsewhere_is_done_when_it_is_prefilled_and_idle_time_is_not_learned():
+    view, clock = make_view(1, 1, COST), ManualClock()
+    metrics = ConductorMetrics(process_registry(), "m")
+    observer = Observer(metrics, view, COST, Decisions(COST, SchedulerSettings()), clock)
+    again, placement = placed(observer, view, "begun.2")
+    alone_s = COST.prefill_s(again.num_tokens, 0)
+    observer.first_token(None, PrefillTimes(0.0, alone_s, 0.0), again, placement)
+    for number in range(20):
+        clock.advance(60.0)
+        serve(observer, view, number, slower=1.0)
+    assert view.corrections.ratio(placement.prefill_node, "prefill") == pytest.approx(1.0)
+    ttfts = {"term": "ttft"}
+    assert metrics.registry.get_sample_value("conductor_prediction_error_ratio_count", ttfts) == 20
