@@ -21,7 +21,7 @@ two can never disagree.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
@@ -35,7 +35,12 @@ from prometheus_client import (
     start_http_server,
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -237,13 +242,11 @@ class ConductorMetrics:
             "conductor_prediction_error_ratio", told, "term", PREDICTED_TERMS, ERROR_BUCKETS, registry
         )
         self.prediction_error = error.by_value
-        self._corrections: dict[tuple[str, str], Gauge] = {}
-        """The library looks for a label's gauge under a lock."""
-        self.prediction_correction = Gauge(
+        self.corrections = FunctionGauge(
             "conductor_prediction_correction_ratio",
             "What a node's predictions are multiplied with, as learned",
-            ["node", "term"],
-            registry=registry,
+            ("node", "term"),
+            registry,
         )
 
     def _own_metrics(self, part: FastHistograms) -> tuple[_Alias, ...]:
@@ -279,13 +282,6 @@ class ConductorMetrics:
         """Observe how well a term was predicted."""
         if actual_s >= SHORTEST_PREDICTED_S:
             self.prediction_error[term].observe(abs(predicted_s / actual_s - 1))
-
-    def prediction_ratio(self, node_id: str, term: str, ratio: float) -> None:
-        """Show what has been learned of a node."""
-        shown = self._corrections.get((node_id, term))
-        if shown is None:
-            shown = self._corrections[node_id, term] = self.prediction_correction.labels(node_id, term)
-        shown.set(ratio)
 
     def next_tokens(self, gap_s: float, num_tokens: int) -> None:
         """Observe tokens that arrived together, `gap_s` after the one before them."""
@@ -412,6 +408,22 @@ class _Alias:
             for name, value in sample.labels.items()
             if name not in self.only
         }
+
+
+class FunctionGauge(Collector):
+    """A gauge that is read where its values are kept: what is gone there is not shown."""
+
+    def __init__(self, name: str, told: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
+        self._name, self._told, self._labels = name, told, labels
+        self.values: Callable[[], Mapping[tuple[str, ...], float]] = dict
+        """By the labels' values; set by who keeps them."""
+        registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(self._name, self._told, labels=self._labels)
+        for labels, value in self.values().items():
+            family.add_metric(labels, value)
+        yield family
 
 
 class _VllmNames(Collector):

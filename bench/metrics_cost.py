@@ -31,10 +31,10 @@ def main() -> None:
     StoreMetrics(node_registry)
     on_step = _node_account(node)
     entries = [SimpleNamespace(num_tokens=1, samples=1, start=9, sequence=None)] * BATCH
-    for number in range(SEQUENCES):
+    conductor.corrections.values = lambda: {(f"node-{number}", "decode"): 1.0 for number in range(16)}
+    for _ in range(SEQUENCES):
         conductor.running.inc()
         conductor.first_token(0.2, PrefillTimes(queue_s=0.05, compute_s=0.1, exposed_transfer_s=0.01))
-        conductor.prediction_ratio(f"node-{number % 16}", "decode", 1.0)
 
     def conductor_step() -> None:
         for _ in range(BATCH):

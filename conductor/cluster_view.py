@@ -248,6 +248,10 @@ class ClusterView:
         """Return a member; raises KeyError for any other."""
         return self._nodes[node_id]
 
+    def is_member(self, node_id: NodeId) -> bool:
+        """Return whether a node is attached now."""
+        return node_id in self._nodes
+
     def node_at(self, slot: int) -> NodeState:
         """Return the member in a slot; raises KeyError where there is none."""
         node = self._slots[slot]

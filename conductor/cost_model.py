@@ -246,6 +246,10 @@ class Corrections:
         known = self._learned.get((node_id, term))
         return 1.0 if known is None else known.ratio
 
+    def ratios(self) -> dict[tuple[str, ...], float]:
+        """Return all that is learned, by node and term."""
+        return {key: known.ratio for key, known in self._learned.items()}
+
     def corrected_s(self, node_id: str, term: str, predicted_s: float) -> float:
         """Return a prediction of the profile's as it will be by what was learned, its size regarded."""
         known = self._learned.get((node_id, term))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from base.clock import Clock
 from base.messages import PrefillTimes
 from base.metrics import ConductorMetrics
-from base.request import RequestId
+from base.request import NodeId, RequestId
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
 from conductor.decisions import Actual, Decision
@@ -46,6 +46,7 @@ class Observer:
         self._clock = clock
         self._pace = PrefillPace()
         self._placed: dict[RequestId, _Running] = {}
+        metrics.corrections.values = view.corrections.ratios
 
     def decided(self, made: Decision) -> None:
         """Take in a decision, refusals included."""
@@ -75,7 +76,8 @@ class Observer:
             return
         self._metrics.first_token(ttft_s, times)
         known_s = asked.waited_s + times.queue_s + times.compute_s + times.exposed_transfer_s
-        self._view.corrections.observe_added(node_id, max(0.0, ttft_s - known_s))
+        if self._view.is_member(node_id):
+            self._view.corrections.observe_added(node_id, max(0.0, ttft_s - known_s))
         observe = self._metrics.predicted
         observe("ttft", asked.waited_s + placement.predicted_ttft_s, ttft_s)
         observe("queue", max(placement.queue_s, placement.fetch_s), times.queue_s)
@@ -96,6 +98,7 @@ class Observer:
             self._learn(running.placement.decode_node, "decode", running.profile_step_s, actual.mean_tbt_s)
             self._metrics.predicted("tbt", running.placement.predicted_tbt_s, actual.mean_tbt_s)
 
-    def _learn(self, node_id: str, term: str, profile_s: float, measured_s: float, count: int = 1) -> None:
-        self._view.corrections.observe(node_id, term, profile_s, measured_s, count)
-        self._metrics.prediction_ratio(node_id, term, self._view.corrections.ratio(node_id, term))
+    def _learn(self, node_id: NodeId, term: str, profile_s: float, measured_s: float, count: int = 1) -> None:
+        # of a node that has left nothing is kept: whoever lost it may end after it
+        if self._view.is_member(node_id):
+            self._view.corrections.observe(node_id, term, profile_s, measured_s, count)

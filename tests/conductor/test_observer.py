@@ -4,13 +4,14 @@ import pytest
 
 from base.clock import ManualClock
 from base.messages import PrefillTimes
-from base.metrics import ConductorMetrics, process_registry
+from base.metrics import ConductorMetrics, exposition, process_registry
+from base.request import Role
 from conductor.decisions import Actual, decision
 from conductor.explain import Decisions
 from conductor.observer import Observer
 from conductor.scheduler import place
 from conductor.scheduler_settings import SchedulerSettings
-from tests.conductor.builders import make_cost, make_request, make_view, require_placement
+from tests.conductor.builders import make_cost, make_info, make_request, make_view, require_placement
 
 COST = make_cost()
 
@@ -67,3 +68,18 @@ def test_a_prompt_that_went_on_elsewhere_is_done_when_it_is_prefilled_and_idle_t
     assert view.corrections.ratio(placement.prefill_node, "prefill") == pytest.approx(1.0)
     ttfts = {"term": "ttft"}
     assert metrics.registry.get_sample_value("conductor_prediction_error_ratio_count", ttfts) == 20
+
+
+def test_of_a_node_that_left_nothing_is_kept_or_shown_though_its_requests_end_after_it():
+    view, metrics = make_view(1, 0, COST), ConductorMetrics(process_registry(), "m")
+    observer = Observer(metrics, view, COST, Decisions(COST, SchedulerSettings()), ManualClock())
+    for number in range(3):
+        view.add_node(make_info(f"d{number}", Role.DECODE), 0.0)
+        serve(observer, view, number, slower=2.0)
+        request, placement = placed(observer, view, f"lost{number}")
+        view.remove_node(placement.decode_node)
+        observer.ended(request.request_id, Actual(9.0, "LostError", mean_tbt_s=1.0))
+    assert {node_id for node_id, _ in view.corrections.ratios()} == {"p0"}
+    told = exposition(metrics.registry).decode()
+    assert 'node="p0"' in told
+    assert 'node="d' not in told
