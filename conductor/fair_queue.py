@@ -27,6 +27,10 @@ from typing import NamedTuple
 
 from base.request import RequestId
 
+MAX_REMEMBERED = 4_096
+"""Tenants that wait for nothing and have had more than the present virtual time; more of them are forgotten,
+and begin at the present: where there are no keys, clients name as many tenants as they like."""
+
 
 class Criticality(IntEnum):
     """Who goes first when not all can; higher goes first, and is shed last."""
@@ -103,6 +107,10 @@ class FairQueue:
         self._virtual_s = max(self._virtual_s, given_s)
         self._given_s[item.tenant] = given_s + item.cost_s
         self.drop(item.request_id)
+        if len(self._given_s) > MAX_REMEMBERED + len(self._waiting):
+            self._given_s = {
+                tenant: given_s for tenant, given_s in self._given_s.items() if self._is_waiting(tenant)
+            }
 
     def drop(self, request_id: RequestId) -> None:
         """Remove a request that waits no longer; an unknown one is passed over."""
@@ -149,6 +157,7 @@ class FairQueue:
         listed = [entry for line in self._all_lines() for entry in line]
         assert sorted(listed) == sorted(self._waiting.values()), "a request waits twice or nowhere"
         assert len(self._waiting) <= self._max_waiting, "too many wait"
+        assert len(self._given_s) <= self._max_waiting + MAX_REMEMBERED, "too many tenants are remembered"
         for line in self._all_lines():
             assert line, "an empty line is kept"
             assert line == sorted(line), "a line is not in order"

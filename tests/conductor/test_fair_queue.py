@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conductor.fair_queue import Criticality, FairQueue, Waiting, criticality
+from conductor.fair_queue import MAX_REMEMBERED, Criticality, FairQueue, Waiting, criticality
 
 CLASSES = list(Criticality)
 
@@ -148,3 +148,15 @@ def test_who_leaves_is_gone_and_nothing_is_remembered_of_idle_tenants(crowd):
         queue.check()
     assert queue.first() is None
     assert len(queue) == 0
+
+
+def test_tenants_that_come_once_are_forgotten_and_shares_of_those_who_wait_are_kept():
+    queue = FairQueue(100)
+    queue.push(waiting("much", tenant="a", cost_s=50.0))
+    queue.take(queue.first())
+    queue.push(waiting("more", tenant="a"))
+    for number in range(2 * MAX_REMEMBERED):
+        queue.push(waiting(str(number), tenant=f"once{number}"))
+        assert queue.first().request_id == str(number), "a tenant that had more went first"
+        queue.take(queue.first())
+    queue.check()
