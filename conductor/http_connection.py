@@ -2,8 +2,9 @@
 
 A head that is longer than `MAX_HEAD_BYTES`, or not there within `HEAD_TIMEOUT_S` of the
 connection's opening or of its own first byte, ends the connection; so does one connection
-more than `MAX_CONNECTIONS`. Between two calls uvicorn's own timeout counts, in a body
-`http_reply.BODY_TIMEOUT_S`.
+more than `MAX_CONNECTIONS`, and a client that reads nothing of its answer for `READ_TIMEOUT_S`
+once buffers are full: its request would be held until it does. Between two calls uvicorn's own
+timeout counts, in a body `http_reply.BODY_TIMEOUT_S`.
 
 What is written in one turn of the event loop goes out together: an answer is written in up to
 four parts, and a system call costs more than all that makes them.
@@ -26,6 +27,7 @@ MAX_HEAD_BYTES = 32 << 10
 HEADER_OVERHEAD_BYTES = 32
 """What one more header counts as, as in HTTP/2: each is some objects here."""
 MAX_CORKED_BYTES = 32 << 10
+READ_TIMEOUT_S = 60.0
 MAX_CONNECTIONS = 8192
 """Within the file descriptors that a process is usually allowed, where it may have many."""
 
@@ -66,6 +68,9 @@ class Corked(asyncio.Transport):
     def resume_reading(self) -> None:
         self._transport.resume_reading()
 
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size()
+
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._transport.get_extra_info(name, default)
 
@@ -80,6 +85,7 @@ class BoundedConnection(HttpToolsProtocol):
     """uvicorn's connection; the parser calls `on_message_begin` to `on_headers_complete`."""
 
     _head_timer: asyncio.TimerHandle | None = None
+    _read_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
     _arrived_bytes = 0
 
@@ -93,7 +99,16 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_read_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        self._stop_read_timer()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -101,7 +116,7 @@ class BoundedConnection(HttpToolsProtocol):
             # The parser keeps a header to itself until its end.
             self._arrived_bytes += len(data)
             if self._arrived_bytes > MAX_HEAD_BYTES:
-                self._give_up("too long")
+                self._give_up("its head is too long")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -120,14 +135,29 @@ class BoundedConnection(HttpToolsProtocol):
     def _expect_head(self) -> None:
         self._stop_timer()
         self._head_bytes = self._arrived_bytes = 0
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up, "too slow")
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up, "its head is too slow")
 
     def _stop_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
+    def _expect_reading(self) -> None:
+        unread_bytes = self.transport.get_write_buffer_size()
+        self._read_timer = self.loop.call_later(READ_TIMEOUT_S, self._look_at_reading, unread_bytes)
+
+    def _look_at_reading(self, unread_bytes: int) -> None:
+        if self.transport.get_write_buffer_size() < unread_bytes:
+            self._expect_reading()
+        else:
+            self._give_up("its client does not read")
+
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
     def _give_up(self, reason: str) -> None:
-        event(log, "http connection closed", level=logging.DEBUG, reason=f"its head is {reason}")
+        event(log, "http connection closed", level=logging.DEBUG, reason=reason)
         self._stop_timer()
         self.transport.abort()

@@ -7,15 +7,22 @@ Files: tests/test_hostile_files.py.
 
 import asyncio
 import contextlib
+import itertools
+import socket
 import time
 from functools import partial
 
 import grpc
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from base.link import LENGTH_BYTES
+from base.request import SampledToken
 from conductor import http_connection
+from conductor.generated import Generated
 from protos import inference_pb2, inference_pb2_grpc, nodes_pb2
+from tests.conductor import virtual_loop
 from tests.conductor.dispatching import conductor
 from tests.conductor.fakes import serving, spoken
 from tests.conductor.scripted_node import ScriptedWork
@@ -115,6 +122,62 @@ async def test_a_connection_too_many_is_closed_and_the_others_are_served(model, 
         assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
         for _, writer in opened:
             writer.close()
+
+
+async def test_a_client_that_reads_nothing_of_its_answer_lets_go_of_its_request(model, monkeypatch):
+    monkeypatch.setattr(http_connection, "READ_TIMEOUT_S", 0.05)
+    part = Generated((SampledToken(70),) * 200, None, 0)
+    body = b'{"prompt": "x", "stream": true, "return_token_ids": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with serving(model, lambda request: itertools.repeat(part)) as api:
+        with socket.create_connection(("127.0.0.1", api.ports.http_port)) as client:
+            client.sendall(head + body)
+            async with asyncio.timeout(10.0):
+                while not api.dispatcher.num_cancelled:
+                    await asyncio.sleep(0)
+        assert api.dispatcher.num_open == 0
+
+
+class UnreadTransport(asyncio.Transport):
+    """Holds what its peer has not read yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.unread_bytes = 100_000
+        self.is_aborted = False
+
+    def get_write_buffer_size(self):
+        return self.unread_bytes
+
+    def abort(self):
+        self.is_aborted = True
+
+
+def test_a_client_that_reads_slowly_is_waited_for_until_it_stops(monkeypatch):
+    monkeypatch.setattr(http_connection, "HEAD_TIMEOUT_S", 1e6)
+
+    async def main(loop):
+        def passed(seconds):
+            done = loop.create_future()
+            loop.call_later(seconds, done.set_result, None)
+            return done
+
+        config = uvicorn.Config(lambda: None, ws="none", log_config=None)
+        transport = UnreadTransport()
+        connection = http_connection.BoundedConnection(config, ServerState(), {}, loop)
+        connection.connection_made(transport)
+        connection.pause_writing()
+        for _ in range(5):
+            transport.unread_bytes -= 1
+            await passed(http_connection.READ_TIMEOUT_S)
+        connection.resume_writing()
+        await passed(3 * http_connection.READ_TIMEOUT_S)
+        assert not transport.is_aborted
+        connection.pause_writing()
+        await passed(1.1 * http_connection.READ_TIMEOUT_S)
+        assert transport.is_aborted
+
+    virtual_loop.run(main)
 
 
 GENERATE = inference_pb2.GenerateRequest
