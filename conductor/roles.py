@@ -68,7 +68,7 @@ class RoleController:
         self._wanted: Role | None = None
         self._wanted_since_s = 0.0
         self._paused_until_s = 0.0
-        self._draining: tuple[NodeId, Role] | None = None
+        self._draining: tuple[NodeState, Role] | None = None
 
     @property
     def loads(self) -> dict[Role, float]:
@@ -90,7 +90,7 @@ class RoleController:
         if wanted is None or not held or now_s < self._paused_until_s:
             return None
         node = _cheapest(view, wanted)
-        self._draining = (node.info.node_id, wanted)
+        self._draining = (node, wanted)
         return RoleAction(RoleStep.DRAIN, node.info.node_id, wanted)
 
     def forget(self) -> None:
@@ -99,17 +99,17 @@ class RoleController:
 
     def _finish(self, view: ClusterView, now_s: float) -> RoleAction | None:
         assert self._draining is not None
-        node_id, role = self._draining
-        if node_id not in view.node_ids():
+        node, role = self._draining
+        if not node.is_member:
+            # gone, or attached again and not draining: it would be waited for as long as it has work
             self._draining = None
             return None
-        node = view.node(node_id)
         if node.num_queued or node.foreign_queue_s or node.decode_sequences:
             return None
         self._draining = None
         self._wanted = None
         self._paused_until_s = now_s + self._settings.pause_s
-        return RoleAction(RoleStep.CHANGE, node_id, role)
+        return RoleAction(RoleStep.CHANGE, node.info.node_id, role)
 
     def _smooth(self, view: ClusterView, now_s: float, waiting_s: float) -> None:
         passed_s = 0.0 if self._stepped_at_s is None else now_s - self._stepped_at_s

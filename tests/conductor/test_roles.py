@@ -3,7 +3,7 @@
 from base.request import NodeId, Role
 from conductor.roles import RoleController, RoleSettings, RoleStep
 from conductor.scheduler import place
-from tests.conductor.builders import make_cost, make_request, make_view, require_placement
+from tests.conductor.builders import make_cost, make_info, make_request, make_view, require_placement
 
 COST = make_cost()
 SETTINGS = RoleSettings(ttft_target_s=2.0, tbt_target_s=0.1, hold_s=10.0, pause_s=60.0, smoothing_s=1.0)
@@ -68,3 +68,14 @@ def test_node_that_dies_while_draining_ends_the_change() -> None:
     assert controller.step(view, 31.0) is None
     # and another may begin
     assert actions(controller, view, 80, start_s=32)
+
+
+def test_node_that_attaches_again_while_draining_ends_the_change() -> None:
+    view = make_view(2, 4)
+    overload_prefill(view)
+    controller = RoleController(COST, SETTINGS)
+    ((_, action),) = actions(controller, view, 30)
+    view.add_node(make_info(action.node_id, Role.DECODE, epoch=2), 30.0)
+    assert controller.step(view, 31.0) is None
+    (_, again), *_ = actions(controller, view, 80, start_s=32)
+    assert again.step is RoleStep.DRAIN
