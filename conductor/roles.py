@@ -8,6 +8,8 @@ because arrivals come in bursts and a change costs a drain.
 
     serves --drain--> takes nothing new --its work ended--> changed role, serves
 
+If the others of its pool are lost before, it stays what it is.
+
 `RoleController.step` only decides; its caller tells the view (and, live, the node). A
 drained node keeps its blocks: they are still found, fetched and matched.
 """
@@ -104,7 +106,10 @@ class RoleController:
             # gone, or attached again and not draining: it would be waited for as long as it has work
             self._draining = None
             return None
-        if node.num_queued or node.foreign_queue_s or node.decode_sequences:
+        if not (view.decode_mask if role is Role.PREFILL else view.prefill_mask):
+            # the others of its pool have gone meanwhile: it stays what it is, at once
+            role = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+        elif node.num_queued or node.foreign_queue_s or node.decode_sequences:
             return None
         self._draining = None
         self._wanted = None

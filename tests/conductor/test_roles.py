@@ -1,7 +1,7 @@
 """Role changes: only where one pool lacks and the other can spare, one at a time, with patience."""
 
 from base.request import NodeId, Role
-from conductor.roles import RoleController, RoleSettings, RoleStep
+from conductor.roles import RoleAction, RoleController, RoleSettings, RoleStep
 from conductor.scheduler import place
 from tests.conductor.builders import make_cost, make_info, make_request, make_view, require_placement
 
@@ -79,3 +79,15 @@ def test_node_that_attaches_again_while_draining_ends_the_change() -> None:
     assert controller.step(view, 31.0) is None
     (_, again), *_ = actions(controller, view, 80, start_s=32)
     assert again.step is RoleStep.DRAIN
+
+
+def test_node_whose_pool_is_lost_while_it_drains_stays_what_it_is() -> None:
+    view = make_view(2, 2)
+    overload_prefill(view)
+    controller = RoleController(COST, SETTINGS)
+    ((_, drain),) = actions(controller, view, 30)
+    view.set_draining(drain.node_id, 30.0)
+    (other,) = [node.info.node_id for node in view.nodes() if view.decode_mask >> node.slot & 1]
+    view.remove_node(other)
+    change = controller.step(view, 31.0)
+    assert change == RoleAction(RoleStep.CHANGE, drain.node_id, Role.DECODE)
