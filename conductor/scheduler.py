@@ -253,10 +253,10 @@ def choose_decode(
         return RejectReason.NO_DECODE_NODE
     peak_tokens = tokens_needed(request, view)
     members = preferred(view.decode_mask, request, view)
-    slot = _least_with_room(members, view, peak_tokens)
+    slot = _least_with_room(members, view, peak_tokens, request.num_tokens)
     if slot is None and members != view.decode_mask:
         members = view.decode_mask
-        slot = _least_with_room(members, view, peak_tokens)
+        slot = _least_with_room(members, view, peak_tokens, request.num_tokens)
     if slot is None:
         return RejectReason.NO_FREE_BLOCKS
     return _nearer_decode(slot, members, groups, view, peak_tokens, prefill)
@@ -286,10 +286,14 @@ def _prefill_s(request: PlacementRequest, slot: int, depth: int, view: ClusterVi
     return seconds
 
 
-def _least_with_room(members: int, view: ClusterView, peak_tokens: float) -> int | None:
+def _least_with_room(members: int, view: ClusterView, peak_tokens: float, num_tokens: int) -> int | None:
     for _ in range(DECODE_TRIES):
         slot = view.decode_order.least(members)
-        if slot is None or view.node_at(slot).free_tokens >= peak_tokens:
+        if slot is None:
+            return None
+        node = view.node_at(slot)
+        # an empty node takes what is expected to outgrow it: it ends a sequence where its cache ends
+        if node.free_tokens >= peak_tokens or node.free_tokens >= node.capacity_tokens > num_tokens:
             return slot
         members ^= 1 << slot
     return None

@@ -14,6 +14,7 @@ from conductor.scheduler_settings import RejectPolicy, SchedulerSettings
 from tests.conductor.builders import (
     BLOCK_SIZE,
     make_cost,
+    make_heartbeat,
     make_info,
     make_request,
     make_view,
@@ -93,6 +94,16 @@ def test_a_lone_node_takes_a_prompt_that_fits_once_and_no_longer_one() -> None:
     rejection = place(make_request(blocks=11, max_tokens=1), view, COST, 0.0)
     assert isinstance(rejection, Rejection)
     assert rejection.reason is RejectReason.NO_FREE_BLOCKS
+
+
+def test_an_empty_node_takes_a_prompt_whose_answer_may_end_with_its_cache_and_a_used_one_does_not() -> None:
+    view = make_view(1, 0)
+    view.add_node(make_info("d0", Role.DECODE, num_blocks=10), 0.0)
+    request = make_request(blocks=9, max_tokens=2 * BLOCK_SIZE)
+    view.mean_output_tokens = 2.0 * BLOCK_SIZE
+    assert require_placement(place(request, view, COST, 0.0)).decode_node == "d0"
+    view.heartbeat(NodeId("d0"), make_heartbeat(num_free_blocks=9), 0.0)
+    assert isinstance(place(request, view, COST, 0.0), Rejection)
 
 
 def test_a_node_that_computes_decodes_too_unless_another_has_a_shorter_step() -> None:
