@@ -28,7 +28,7 @@ from base.messages import Heartbeat, NodeInfo
 from base.request import NodeId, RequestId, Role
 from conductor.cost_model import Corrections, CostModel
 from conductor.decode_projection import DecodeProjection
-from conductor.load_order import LoadOrder
+from conductor.load_order import LoadOrder, bits_of
 from conductor.placement import Placement, PlacementRequest
 from kvstore.index import Key, NodeEvents, PrefixIndex
 
@@ -404,6 +404,10 @@ class ClusterView:
         """Return how long an output is expected to be, by those seen so far."""
         mean = self.mean_output_tokens
         return mean if mean < max_tokens else float(max_tokens)
+
+    def can_hold(self, num_tokens: int) -> bool:
+        """Return whether a decode node's whole cache has room for so many tokens and one more."""
+        return any(self.node_at(slot).capacity_tokens > num_tokens for slot in bits_of(self.decode_mask))
 
     # Private
 

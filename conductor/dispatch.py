@@ -286,7 +286,10 @@ class Dispatcher:
         )
         result = place(asked, self._view, self._cost, now_s, self._settings)
         if isinstance(result, Rejection) and run.generated:
-            return None  # what was begun is not rejected
+            # What was begun is not rejected; it waits, before all others, only for what may come.
+            if not self._view.can_hold(asked.num_tokens):
+                raise LostError("no decode node is large enough to go on with it")
+            return None
         if waits and isinstance(result, Placement) and not result.is_inline:
             run.is_promised = True
             return None

@@ -278,6 +278,22 @@ async def test_a_ttft_bound_that_the_wait_breaks_is_refused_at_once_with_the_pre
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
+async def test_what_was_begun_and_fits_no_node_any_more_is_lost_and_keeps_nobody_waiting():
+    async with conductor(request_timeout_s=600.0) as running:
+        await running.attach(ScriptedWork(), node_id="p", roles=[Role.PREFILL])
+        await running.attach(ScriptedWork(silent_on=Start), node_id="d0", roles=[Role.DECODE])
+        begun = asyncio.ensure_future(answer(running.dispatcher, request()))
+        await until(lambda: running.seen.firsts)
+        await running.attach(ScriptedWork(), node_id="d1", roles=[Role.DECODE], num_blocks=1)
+        running.clients["d0"].cancel()
+        await until(lambda: len(running.membership.sessions) == 2)
+        small = request(request_id="small", max_tokens=3)._replace(token_ids=(1, 2, 3))
+        async with asyncio.timeout(5.0):
+            assert await answer(running.dispatcher, small) == ([11, 12, 13], FinishReason.LENGTH)
+            with pytest.raises(LostError, match="large enough"):
+                await begun
+
+
 async def test_each_attempt_is_told_of_with_what_came_of_it():
     async with conductor() as running:
 
