@@ -55,7 +55,7 @@ class Call:
 
 
 class ExpressLink:
-    """Owns one link; connects at once. Frames may be carried from then on."""
+    """Owns one link, from `connect` on: frames may be carried then, whatever becomes of it."""
 
     def __init__(
         self,
@@ -69,6 +69,9 @@ class ExpressLink:
         self._num_late = 0
         self._patience = Patience()
         self._now_s = asyncio.get_running_loop().time
+
+    def connect(self) -> None:
+        """Begin to connect. Where that is out of the question, `on_closed` is called within this call."""
         self._link.connect()
 
     @property

@@ -150,6 +150,7 @@ class Pairing:
             address, epoch, self._on_link_closed, lambda generation: self.holds.recall(generation)
         )
         self.holds = Holds(self.link, clock)
+        self.link.connect()
 
     @property
     def is_whole(self) -> bool:

@@ -87,6 +87,7 @@ class _Peer:
         """Return the link of the event loop."""
         if self._express is None or self._express.is_closed:
             self._express = ExpressLink(self._address, self.epoch)
+            self._express.connect()
         return self._express
 
     def least_busy(self, count: int) -> list[_RemoteLink]:

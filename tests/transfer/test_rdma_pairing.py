@@ -276,6 +276,16 @@ async def moving(bed: Bed) -> AsyncIterator[Moving]:
     await started.transport.close()
 
 
+@pytest.mark.parametrize("address", ["no address", "256.0.0.1:1", "127.0.0.1:99999"])
+async def test_a_peer_to_which_there_is_no_way_fails_the_batch_and_takes_no_queue_pair(
+    moving: Moving, address: str
+) -> None:
+    moving.peer = PeerDescriptor("peer", EPOCH, (Endpoint("rdma", address),))
+    with pytest.raises(TransferFailedError, match="cannot connect"):
+        await moving.begin()
+    assert all(pair.is_closed for pair in moving.rail.pairs)
+
+
 async def test_an_end_that_is_there_at_once_needs_no_wake_up(moving: Moving) -> None:
     moving.rail.is_prompt = True
     for _ in range(3):
