@@ -136,7 +136,8 @@ class TcpLink:
             self._sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
             tune(self._sock)
             code = self._sock.connect_ex((host, int(port)))
-        except (OSError, ValueError, OverflowError) as error:
+        except (OSError, ValueError, OverflowError, TypeError) as error:
+            # A peer's word is no host's name where it has a zero in it: TypeError.
             self._fail(TransferFailedError(f"cannot connect to {self._address}: {error}"))
             return
         if code not in (0, errno.EINPROGRESS):
