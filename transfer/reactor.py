@@ -3,18 +3,22 @@
 asyncio's own streams copy every byte twice in Python; and a call that moves 1 MiB holds
 its thread for 0.3 ms, which is too long for a loop that also answers requests. Sockets
 here are non-blocking and belong to one reactor; whoever else wants something of them
-posts a call. Everything posted runs, in order, also while the reactor stops.
+posts a call. Everything posted runs, in order, also while the reactor stops. A call that
+breaks is logged and has no part in the next one: with the thread everything would end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import select
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
+
+log = logging.getLogger(__name__)
 
 READABLE = select.EPOLLIN
 WRITABLE = select.EPOLLOUT
@@ -179,7 +183,10 @@ class Reactor:
                     self._run_posted()
                 elif fd in self._watched:
                     # An earlier one of this turn may have closed it.
-                    self._watched[fd](events)
+                    try:
+                        self._watched[fd](events)
+                    except BaseException:
+                        log.exception("a socket's call broke")
 
     def _look_counted(self, found: bool) -> None:
         if found:
@@ -191,4 +198,7 @@ class Reactor:
 
     def _run_posted(self) -> None:
         while self._posted:
-            self._posted.popleft()()
+            try:
+                self._posted.popleft()()
+            except BaseException:
+                log.exception("a posted call broke")

@@ -228,6 +228,10 @@ class FrameStream:
             self.close(f"receiving failed: {error}")
         except ProtocolError as error:
             self.close(str(error))
+        except BaseException as error:
+            # Foreseen by nobody: no memory, a driver's fault. Half a frame is in, so the connection ends.
+            self.close(f"{type(error).__name__}: {error}")
+            raise
 
     def _receive_once(self) -> int:
         missing = self._missing

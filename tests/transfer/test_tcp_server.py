@@ -87,6 +87,13 @@ async def refusal(sock: socket.socket) -> ServeError:
     return refusal_error(header, await received(sock, header.num_bytes))
 
 
+def broken(fault: type[Exception]) -> Callable[..., object]:
+    def call(*_: object) -> object:
+        raise fault("nobody foresaw this")
+
+    return call
+
+
 def write_head(grant: Grant, num_bytes: int = BLOCK) -> bytes:
     return pack(Header(Kind.WRITE, 5, num_bytes, grant.segment_id, grant.generation, offset=grant.offsets[0]))
 
@@ -171,6 +178,22 @@ async def test_whoever_breaks_the_protocol_is_disconnected_and_others_are_served
     grant = agent.grant(segment, (0,), 10, Operation.WRITE, 60.0)
     other.sendall(write_head(grant, 10) + b"\4" * 10)
     assert unpack_header(await received(other, HEADER_BYTES)).kind is Kind.ACK
+
+
+@pytest.mark.parametrize("fault", [MemoryError, RuntimeError, OSError, ValueError])
+async def test_a_fault_that_nobody_foresaw_ends_its_connection_and_no_other(
+    agent, segment, dial, monkeypatch, fault
+) -> None:
+    unlucky, other = await greeted(dial()), await greeted(dial())
+    grant = agent.grant(segment, (0,), 10, Operation.WRITE, 60.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(Holdings, "view", broken(fault))
+        unlucky.sendall(write_head(grant, 10) + b"\4" * 10)
+        assert await received(unlucky, 1) == b""
+    other.sendall(write_head(grant, 10) + b"\4" * 10)
+    assert unpack_header(await received(other, HEADER_BYTES)).kind is Kind.ACK
+    async with asyncio.timeout(5):
+        await agent.revoke(grant)
 
 
 async def test_a_peer_of_another_epoch_is_not_served(dial) -> None:
