@@ -21,6 +21,7 @@ from base.grants import Operation
 from base.logs import event
 from transfer.completion import Latch
 from transfer.frame import SMALL_BYTES, Header, Kind, pack, pack_ack, pack_refusal, unpack_ranges
+from transfer.grant import NUM_SLOTS
 from transfer.holdings import Holdings
 from transfer.reactor import READABLE, Reactor
 from transfer.segment import Segment
@@ -30,8 +31,10 @@ from transfer.tcp_socket import limit_on_host, tune
 
 MAX_CONNECTIONS = 1024
 """Of all peers, the same part of them on each reactor; more are closed at once."""
-MAX_READS = 64
-"""Answers waiting on one connection; our clients keep to fewer."""
+MAX_ANSWERS = 64
+"""Waiting on one connection for its peer to read them; our clients keep to fewer."""
+MAX_HOLDS = 2 * NUM_SLOTS
+"""Of one connection's peer; our clients keep one on each grant, and ask for a few at a time."""
 
 log = logging.getLogger(__name__)
 
@@ -210,6 +213,8 @@ class _ServerLink:
 
     def on_header(self, header: Header, table: memoryview) -> Incoming:
         kind = header.kind
+        if self._stream.num_outgoing > MAX_ANSWERS:
+            raise ProtocolError("too many answers are waiting")
         if self._greeted == (kind is _HELLO):
             raise ProtocolError(f"a connection does not go on with {kind.name}")
         operation = _OPERATIONS.get(kind)
@@ -260,8 +265,6 @@ class _ServerLink:
         self._stream.send(pack(Header(Kind.WELCOME, generation=self._epoch)))
 
     def _checked(self, header: Header, table: memoryview, operation: Operation) -> Incoming:
-        if self._stream.num_outgoing > MAX_READS:
-            raise ProtocolError("too many answers are waiting")
         kind, _, num_bytes, segment_id, generation, offset, num_ranges, _ = header
         staging = self._holdings.staging.get(segment_id)
         if staging is not None:
@@ -304,6 +307,9 @@ class _ServerLink:
             if generation is not None:
                 self._desk.let_go(generation)
             return
+        if header.kind is _HOLD and (header.frame_id in self._held or len(self._held) == MAX_HOLDS):
+            # Taken for another, the earlier one would be let go of by nobody.
+            raise ProtocolError("this is held already, or there are too many")
         try:
             if header.kind is Kind.PAIR:
                 answer = self._one_sided.pair(self, offer)

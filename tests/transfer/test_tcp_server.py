@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -212,7 +213,9 @@ async def test_a_peer_that_leaves_in_the_middle_of_a_write_holds_nothing(agent, 
     assert agent.num_grants == 0
 
 
-async def test_a_peer_that_keeps_what_was_recalled_loses_its_queue_pairs(clock, monkeypatch) -> None:
+@asynccontextmanager
+async def holder(clock, monkeypatch):
+    """Return an owner with a NIC, a grant, a connection that is paired and holds the grant, and the NIC."""
     rail = FakeRail("one", key=9)
     monkeypatch.setattr("transfer.agent.open_rails", lambda driver: ([rail], ""))
     monkeypatch.setattr("transfer.agent.CUT_AFTER_S", 0.05)
@@ -225,16 +228,25 @@ async def test_a_peer_that_keeps_what_was_recalled_loses_its_queue_pairs(clock, 
             offer = QueuePairEnd(1, 2, 0, 3, bytes(16)).pack()
             sock.sendall(pack(Header(Kind.PAIR, 1, len(offer))) + offer)
             await received(sock, HEADER_BYTES + len(offer))
-            sock.sendall(pack(Header(Kind.HOLD, 2, generation=grant.generation, offset=digest_of(grant))))
+            sock.sendall(hold_of(2, grant))
             admission = (await received(sock, HEADER_BYTES + ADMISSION_BYTES))[HEADER_BYTES:]
             assert admission == pack_admission(60.0, Reach(segment.address, (9,), (Distance.ANY,)))
-            sock.sendall(pack(Header(Kind.HOLD, 3, generation=grant.generation, offset=1)))
-            assert isinstance(await refusal(sock), ProtocolError)
-            async with asyncio.timeout(5):
-                await agent.revoke(grant)
-            recall = unpack_header(await received(sock, HEADER_BYTES))
-            assert (recall.kind, recall.generation) == (Kind.RECALL, grant.generation)
-            assert await received(sock, 1) == b""
+            yield agent, segment, grant, sock, rail
+
+
+def hold_of(frame_id: int, grant: Grant) -> bytes:
+    return pack(Header(Kind.HOLD, frame_id, generation=grant.generation, offset=digest_of(grant)))
+
+
+async def test_a_peer_that_keeps_what_was_recalled_loses_its_queue_pairs(clock, monkeypatch) -> None:
+    async with holder(clock, monkeypatch) as (agent, _, grant, sock, rail):
+        sock.sendall(pack(Header(Kind.HOLD, 3, generation=grant.generation, offset=1)))
+        assert isinstance(await refusal(sock), ProtocolError)
+        async with asyncio.timeout(5):
+            await agent.revoke(grant)
+        recall = unpack_header(await received(sock, HEADER_BYTES))
+        assert (recall.kind, recall.generation) == (Kind.RECALL, grant.generation)
+        assert await received(sock, 1) == b""
         assert rail.pairs[0].is_closed
 
 
@@ -282,3 +294,33 @@ def test_a_connection_that_comes_as_the_server_closes_is_closed(clock: ManualClo
     reactor.stop()
     with theirs:
         assert theirs.recv(1) == b""
+
+
+async def test_a_peer_that_gives_a_hold_the_name_of_another_is_disconnected(clock, monkeypatch) -> None:
+    """The first would never be let go of, nor its holder be found, and a revocation would wait for ever."""
+    async with holder(clock, monkeypatch) as (agent, segment, grant, sock, rail):
+        later = agent.grant(segment, (0,), BLOCK, Operation.READ, 60.0)
+        revoking = asyncio.ensure_future(agent.revoke(grant))
+        assert unpack_header(await received(sock, HEADER_BYTES)).kind is Kind.RECALL
+        sock.sendall(hold_of(2, later))
+        await asyncio.wait_for(revoking, 5)
+        assert await received(sock, 1) == b""
+        assert rail.pairs[0].is_closed
+
+
+async def test_a_peer_that_holds_without_end_is_disconnected(clock, monkeypatch) -> None:
+    monkeypatch.setattr("transfer.tcp_server.MAX_HOLDS", 5)
+    async with holder(clock, monkeypatch) as (_, _, grant, sock, _):
+        sock.sendall(b"".join(hold_of(frame_id, grant) for frame_id in range(10, 20)))
+        assert len(await received(sock, 1 << 20)) == 4 * (HEADER_BYTES + ADMISSION_BYTES)
+
+
+@pytest.mark.parametrize("kind", [Kind.HELLO, Kind.READ])
+async def test_a_peer_that_asks_and_never_reads_is_disconnected(dial, kind) -> None:
+    """Its answers would fill our memory; for a HELLO of another epoch it need not even know ours."""
+    sock = dial()
+    if kind is not Kind.HELLO:
+        await greeted(sock)
+    asked = pack(Header(kind, 1, 8, segment_id=EPOCH + 1)) * 1_000_000
+    with pytest.raises((ConnectionResetError, BrokenPipeError)):
+        await asyncio.to_thread(sock.sendall, asked)
