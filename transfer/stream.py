@@ -95,6 +95,10 @@ class FrameStream:
     def num_outgoing(self) -> int:
         return len(self._outgoing)
 
+    def is_sending(self, frame_id: int) -> bool:
+        """Return whether some of a frame has still to go out, from the memory that it was given with."""
+        return bool(self._outgoing) and any(each.frame_id == frame_id for each in self._outgoing)
+
     def send(
         self,
         head: bytes,

@@ -36,6 +36,7 @@ _WRITE = Operation.WRITE
 _WRITE_FRAME = Kind.WRITE
 _READ_FRAME = Kind.READ
 _FOREGROUND = Priority.FOREGROUND
+_ANSWERS = (Kind.ACK, Kind.DATA, Kind.REFUSED)
 
 
 class LinkState(Enum):
@@ -190,6 +191,10 @@ class TcpLink:
         self._fail(TransferFailedError("this process is stopping"))
 
     def on_header(self, header: Header, table: memoryview) -> Incoming:
+        stream = self._stream
+        if stream is not None and header.kind in _ANSWERS and stream.is_sending(header.frame_id):
+            # Its batch would end while the memory is read.
+            raise ProtocolError("an answer to what has not been said yet")
         if header.kind is Kind.REFUSED:
             return Incoming([memoryview(bytearray(header.num_bytes))] if header.num_bytes else ())
         if header.kind is Kind.DATA:

@@ -1,7 +1,8 @@
 """The asking side of tcp against owners that lie, stall or leave: a bare socket plays the owner."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -11,9 +12,10 @@ from base.errors import TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
-from transfer.frame import SMALL_BYTES
+from transfer.frame import HEADER_BYTES, SMALL_BYTES, Header, Kind, pack, unpack_header
 from transfer.segment import Segment
 
+CONFIG = TransferConfig(transports=("tcp",), connections=1)
 LARGE = 4 * SMALL_BYTES
 """Goes by the reactor's links; a small one by the event loop's."""
 SIZES = pytest.mark.parametrize("num_bytes", [64, LARGE])
@@ -21,7 +23,7 @@ SIZES = pytest.mark.parametrize("num_bytes", [64, LARGE])
 
 @pytest.fixture
 async def agent() -> AsyncIterator[TransferAgent]:
-    async with TransferAgent("us", 1, TransferConfig(transports=("tcp",)), SystemClock()) as started:
+    async with TransferAgent("us", 1, CONFIG, SystemClock()) as started:
         yield started
 
 
@@ -36,6 +38,64 @@ def peer_at(address: str) -> PeerDescriptor:
 
 def granted(operation: Operation = Operation.WRITE) -> Grant:
     return Grant(7, 1 << 20, operation, (0,), LARGE, 60.0)
+
+
+class BareOwner:
+    """Listens, greets and reads whole frames; what it answers is the test's."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(10)
+        self.peer = peer_at(f"127.0.0.1:{self._listener.getsockname()[1]}")
+        self.sock: socket.socket
+
+    async def greet(self) -> None:
+        """Take a connection, greet its peer and go on with it."""
+        self.sock, _ = await asyncio.to_thread(self._listener.accept)
+        self.sock.settimeout(10)
+        assert (await self.heard()).kind is Kind.HELLO
+        self.say(Header(Kind.WELCOME))
+
+    async def heard(self) -> Header:
+        return unpack_header(await self.read(HEADER_BYTES))
+
+    async def read(self, num_bytes: int) -> bytes:
+        data = bytearray()
+        while len(data) < num_bytes and (
+            more := await asyncio.to_thread(self.sock.recv, num_bytes - len(data))
+        ):
+            data += more
+        return bytes(data)
+
+    def say(self, header: Header, payload: bytes = b"") -> None:
+        self.sock.sendall(pack(header) + payload)
+
+    def close(self) -> None:
+        self._listener.close()
+        if hasattr(self, "sock"):
+            self.sock.close()
+
+
+@pytest.fixture
+def owner() -> Iterator[BareOwner]:
+    started = BareOwner()
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize("kind", [Kind.ACK, Kind.DATA, Kind.REFUSED])
+async def test_memory_is_not_read_after_an_answer_that_came_before_the_bytes_did(
+    agent: TransferAgent, segment: Segment, owner: BareOwner, kind: Kind
+) -> None:
+    segment.memory[:LARGE] = b"\1" * LARGE
+    writing = asyncio.ensure_future(agent.write(owner.peer, granted(), batch_of(segment, [0], [0], LARGE)))
+    await owner.greet()
+    head = await owner.heard()
+    owner.say(Header(kind, head.frame_id))
+    with pytest.raises(TransferFailedError, match="has not been said yet"):
+        await asyncio.wait_for(writing, 5)
+    segment.memory[:LARGE] = b"\2" * LARGE
+    assert b"\2" not in await owner.read(LARGE)
 
 
 @SIZES
