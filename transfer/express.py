@@ -93,7 +93,8 @@ class ExpressLink:
 
     def catch_up(self) -> None:
         """Take in what came while the loop had no turn, the end of the connection too."""
-        while self._poller.is_ready(0):
+        until_s = self._now_s() + PROMPT_S
+        while self._poller.is_ready(0) and self._now_s() < until_s:
             self._poller.turn()
 
     def let_go(self, hold: Frame) -> None:
@@ -116,7 +117,9 @@ class ExpressLink:
                 looks -= 1
                 if not looks:
                     self._patience.was_in_vain()
-            elif self._now_s() >= until_s:
+                continue
+            # Also where there is always something, but not the end: large on a slow way, or a flood.
+            if not single.is_over and self._now_s() >= until_s:
                 return
         if looks:
             self._patience.paid()

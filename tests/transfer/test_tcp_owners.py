@@ -2,7 +2,9 @@
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -96,6 +98,38 @@ async def test_memory_is_not_read_after_an_answer_that_came_before_the_bytes_did
         await asyncio.wait_for(writing, 5)
     segment.memory[:LARGE] = b"\2" * LARGE
     assert b"\2" not in await owner.read(LARGE)
+
+
+async def test_an_owner_that_floods_or_trickles_instead_of_answering_does_not_keep_the_loop(
+    agent: TransferAgent, segment: Segment, owner: BareOwner
+) -> None:
+    """The loop looks for the answer of a small batch for a millisecond, not for as long as bytes come."""
+    is_over = threading.Event()
+
+    def flood() -> None:
+        recalls = pack(Header(Kind.RECALL)) * 1000
+        with suppress(OSError):
+            while not is_over.is_set():
+                owner.sock.sendall(recalls)
+
+    reading = asyncio.ensure_future(
+        agent.read(owner.peer, granted(Operation.READ), batch_of(segment, [0], [0], 64), 0.2)
+    )
+    await owner.greet()
+    await owner.heard()
+    flooding = threading.Thread(target=flood)
+    flooding.start()
+    # Its turn has the loop looking.
+    again = agent.read(owner.peer, granted(Operation.READ), batch_of(segment, [0], [64], 64), 0.2)
+    watchdog = threading.Timer(5, is_over.set)
+    watchdog.start()
+    outcomes = await asyncio.gather(reading, again, return_exceptions=True)
+    assert not is_over.is_set()
+    is_over.set()
+    watchdog.cancel()
+    owner.sock.shutdown(socket.SHUT_RDWR)
+    await asyncio.to_thread(flooding.join)
+    assert [type(each) for each in outcomes] == [TransferFailedError] * 2
 
 
 @SIZES
