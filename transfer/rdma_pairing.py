@@ -340,6 +340,8 @@ class Pairing:
                 self._lost(lane, "it did not end cancelled work")
         if batch.left:
             self.drop(batch)
+        # What others had on a lane that was lost.
+        self.pump()
 
     def _on_link_closed(self) -> None:
         self.holds.close()

@@ -12,6 +12,7 @@ from base.clock import ManualClock
 from base.errors import TransferFailedError
 from base.grants import Endpoint, Operation, PeerDescriptor
 from tests.transfer.made_up_rails import NOWHERE, FakeRail
+from transfer import rdma_pairing
 from transfer import segment as segments
 from transfer.batch import Pieces, Priority
 from transfer.holdings import Holdings
@@ -149,6 +150,20 @@ async def test_a_rail_that_failed_again_and_again_rests_and_is_taken_again_after
     assert [lane.is_open for lane in pairing._lanes] == [False, True]
     bed.clock.advance(REST_S)
     assert [lane.is_open for lane in (await bed.paired())._lanes] == [True, True]
+
+
+async def test_others_work_on_a_rail_that_is_stuck_in_a_cancelled_batch_goes_on_by_another(
+    bed: Bed, monkeypatch
+) -> None:
+    monkeypatch.setattr(rdma_pairing, "STUCK_AFTER_S", 0.01)
+    pairing = await bed.paired()
+    stuck, other = (submit(pairing, name, 1, distances=(3, 4)) for name in (1, 2))
+    pairing.drop(stuck)
+    with pytest.raises(TransferFailedError, match="cancelled"):
+        await asyncio.wait_for(stuck.ended(lambda: None), 10)
+    assert [name for _, name in bed.rails[1].pairs[0].posted] == [2]
+    end_first(pairing, 1, 1)
+    await other.ended(lambda: None)
 
 
 async def test_the_nearer_rail_carries_a_batch_and_the_other_only_when_that_is_lost(bed: Bed) -> None:
