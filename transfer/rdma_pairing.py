@@ -23,7 +23,7 @@ from transfer.completion import Completion
 from transfer.express import Call, ExpressLink
 from transfer.frame import Kind
 from transfer.rails import RailHealth
-from transfer.rdma import MAX_OUTSTANDING, SIGNAL_EVERY, Ended, QueuePair, Rail, unpack_ends
+from transfer.rdma import MAX_OUTSTANDING, SIGNAL_EVERY, Ended, QueuePair, QueuePairEnd, Rail, unpack_ends
 from transfer.rdma_holds import Holds
 from transfer.registrations import Reach
 from transfer.topology import Tiers, tiers
@@ -249,15 +249,25 @@ class Pairing:
         ends = unpack_ends(await call.answered(self.link))
         for lane, end in zip(self._lanes, ends, strict=True):
             # Number 0: the peer has fewer rails.
-            if end.number and self._health.is_usable(lane.pair.rail.name):
-                try:
-                    lane.pair.connect(end)
-                except TransferFailedError:
-                    lane.is_lost = self._has_lost = True
-                    self._health.failed(lane.pair.rail.name)
-                    continue
+            if not end.number:
+                continue
+            if self._connected(lane, end):
                 lane.is_open = True
                 self._all_lanes[lane.key] = lane
+            else:
+                # Also one that rests: afterwards another pairing has it.
+                lane.is_lost = self._has_lost = True
+
+    def _connected(self, lane: Lane, end: QueuePairEnd) -> bool:
+        rail = lane.pair.rail.name
+        if not self._health.is_usable(rail):
+            return False
+        try:
+            lane.pair.connect(end)
+        except TransferFailedError:
+            self._health.failed(rail)
+            return False
+        return True
 
     def _line_of(self, batch: Batch) -> _Line:
         line = self._lines.get(batch.tiers)

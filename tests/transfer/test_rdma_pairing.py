@@ -152,6 +152,16 @@ async def test_a_rail_that_failed_again_and_again_rests_and_is_taken_again_after
     assert [lane.is_open for lane in (await bed.paired())._lanes] == [True, True]
 
 
+async def test_a_pairing_made_while_a_rail_rests_is_replaced_when_it_has_rested(bed: Bed) -> None:
+    """Where it is the only rail, the peer would not be reached until the connection ends."""
+    for _ in range(MAX_ERRORS):
+        bed.health.failed("a")
+    pairing = await bed.paired()
+    assert not pairing.is_spent()
+    bed.clock.advance(REST_S)
+    assert pairing.is_spent()
+
+
 async def test_others_work_on_a_rail_that_is_stuck_in_a_cancelled_batch_goes_on_by_another(
     bed: Bed, monkeypatch
 ) -> None:
