@@ -153,14 +153,23 @@ class Copiers:
         self._background: deque[Copying] = deque()
 
     def begin(self, peer: MappedPeer, grant: Grant, pieces: Pieces, priority: Priority) -> Copying:
-        """Have a batch copied. Whoever asks waits for its end."""
+        """Have a batch copied. Whoever asks waits for its end.
+
+        Raises:
+            TransferFailedError: there is no thread. Nothing is copied.
+        """
         if priority is Priority.FOREGROUND:
             copying = Copying(Copy(peer, grant, pieces))
             self._urgent.append(copying)
         else:
             copying = Copying(Copy(peer, grant, pieces, BACKGROUND_STEP_BYTES, self._run_urgent))
             self._background.append(copying)
-        self._threads.submit(self._run_next)
+        try:
+            self._threads.submit(self._run_next)
+        except RuntimeError as error:
+            # It may stand in line for a thread that somebody else's batch gets.
+            copying.copy.cancel()
+            raise TransferFailedError(f"no thread copies: {error}") from error
         return copying
 
     async def close(self) -> None:

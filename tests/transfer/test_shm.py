@@ -11,7 +11,7 @@ import pytest
 
 from base.clock import Clock, ManualClock, SystemClock
 from base.config import TransferConfig
-from base.errors import ProtocolError, StaleError
+from base.errors import ProtocolError, StaleError, TransferFailedError
 from base.grants import Grant, Operation
 from transfer import shm
 from transfer.agent import TransferAgent
@@ -201,3 +201,24 @@ async def test_where_memory_is_fast_enough_no_turn_is_made_amid_sixteen_mib(
         counting.cancel()
         assert made == turns
         assert target.memory == source.memory
+
+
+async def test_a_large_batch_for_which_no_thread_could_be_had_is_not_copied_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_bytes = IN_TURNS_BYTES + BLOCK
+    async with pair() as (owner, asker):
+        target, source = owner.allocate(2 * num_bytes), asker.allocate(num_bytes)
+        source.memory[:] = b"\7" * num_bytes
+        grant = owner.grant(target, (0, num_bytes), num_bytes, Operation.WRITE, 10.0)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", no_thread)
+            with pytest.raises(TransferFailedError, match="can't start new thread"):
+                await asker.write(owner.descriptor, grant, batch_of(source, [0], [0], num_bytes))
+        await asker.write(owner.descriptor, grant, batch_of(source, [0], [num_bytes], num_bytes))
+        assert target.memory[:num_bytes] == bytes(num_bytes)
+        assert target.memory[num_bytes:] == b"\7" * num_bytes
+
+
+def no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
