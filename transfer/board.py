@@ -48,6 +48,7 @@ from transfer.grant import NUM_SLOTS, SLOT_BITS, GrantState
 from transfer.segment import Segment, address_of
 
 MAX_SEGMENTS = 64
+RETRY_S = 0.1
 _MAGIC = 0x436F6E6475637431
 _SEGMENTS_AT = 2
 _SLOTS_AT = _SEGMENTS_AT + 4 * MAX_SEGMENTS
@@ -110,16 +111,17 @@ class Board:
         """Call `done` when no copy under this closed grant is under way.
 
         At once if there is none; otherwise from a thread of its own, because the kernel
-        offers no other way to wait for a lock.
+        offers no other way to wait for a lock. Where there is no thread to be had or no descriptor,
+        the copy is looked for again a little later.
         """
         slot = generation & _SLOT_MASK
         if self._try_drain(slot):
             done()
             return
-        waiter = threading.Thread(
-            target=_wait_for_lock, args=(os.dup(self._fd), slot, done), name="board-drain", daemon=True
-        )
-        waiter.start()
+        try:
+            _start_waiting(self._fd, slot, done)
+        except (OSError, RuntimeError):
+            asyncio.get_running_loop().call_later(RETRY_S, self._drain_again, generation, done)
 
     def close(self) -> None:
         """Refuse everything, for ever."""
@@ -127,6 +129,11 @@ class Board:
             self._words[_SLOTS_AT + 4 * slot] = 0
         self._words[0] = 0
         os.close(self._fd)
+
+    def _drain_again(self, generation: int, done: Callable[[], None]) -> None:
+        # The descriptor of a board that was closed is somebody else's.
+        if self._words[0] == _MAGIC:
+            self.drain(generation, done)
 
     def _try_drain(self, slot: int) -> bool:
         try:
@@ -341,6 +348,16 @@ class PeerBoard:
             raise TransferFailedError(f"the peer's segment cannot be mapped: {error}") from error
         finally:
             os.close(fd)
+
+
+def _start_waiting(board_fd: int, slot: int, done: Callable[[], None]) -> None:
+    fd = os.dup(board_fd)
+    waiter = threading.Thread(target=_wait_for_lock, args=(fd, slot, done), name="board-drain", daemon=True)
+    try:
+        waiter.start()
+    except RuntimeError:
+        os.close(fd)
+        raise
 
 
 def _wait_for_lock(fd: int, slot: int, done: Callable[[], None]) -> None:

@@ -1,6 +1,8 @@
 """The board between processes: who holds delays the owner, and the dead hold nothing."""
 
 import asyncio
+import errno
+import os
 import subprocess
 import sys
 import threading
@@ -77,6 +79,33 @@ def test_a_writer_that_is_killed_delays_nobody(board: Board, holder: subprocess.
     assert not done.is_set()
     holder.kill()
     assert done.wait(10)
+
+
+def no_descriptor(_: int) -> int:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("lack", [(os, "dup", no_descriptor), (threading.Thread, "start", no_thread)])
+async def test_an_owner_that_lacks_what_it_takes_to_wait_for_a_copy_waits_all_the_same(
+    board: Board, monkeypatch, lack
+) -> None:
+    monkeypatch.setattr("transfer.board.RETRY_S", 0.01)
+    peer, done = PeerBoard(board.address, EPOCH), asyncio.Event()
+    loop, descriptors = asyncio.get_running_loop(), os.listdir("/proc/self/fd")
+    peer.hold(GRANT)
+    board.close_slot(GRANT.generation, GrantState.REVOKED)
+    with monkeypatch.context() as patched:
+        patched.setattr(*lack)
+        board.drain(GRANT.generation, lambda: loop.call_soon_threadsafe(done.set))
+    assert os.listdir("/proc/self/fd") == descriptors
+    assert not done.is_set()
+    peer.let_go(GRANT)
+    await asyncio.wait_for(done.wait(), 10)
+    peer.close()
 
 
 def test_two_holders_of_one_process_are_both_waited_for(board: Board) -> None:
