@@ -27,6 +27,7 @@ from base.errors import (
     CapacityError,
     LostError,
     ProtocolError,
+    RejectedError,
     ServeError,
     SloUnreachableError,
     StaleError,
@@ -207,9 +208,9 @@ class Dispatcher:
                         yield await self._first(attempt)
                         while not run.is_complete:
                             yield await self._next(run)
-                except (LostError, CapacityError) as error:
+                except (LostError, RejectedError) as error:
                     if not _may_try_again(run, error):
-                        if run.generated and isinstance(error, CapacityError):
+                        if run.generated and isinstance(error, RejectedError):
                             # What was begun is not rejected.
                             raise LostError(f"no node could go on with it: {error}") from error
                         raise
@@ -420,9 +421,9 @@ class Dispatcher:
         return max(self._stream_interval_s, self._num_streaming * PIECE_S / STREAMING_SHARE)
 
 
-def _may_try_again(run: Run, error: LostError | CapacityError) -> bool:
+def _may_try_again(run: Run, error: LostError | RejectedError) -> bool:
     """Return whether an attempt that was lost is followed by another."""
-    if isinstance(error, CapacityError) and not run.generated:
+    if isinstance(error, RejectedError) and not run.generated:
         return False
     event(
         log,
