@@ -102,8 +102,13 @@ def admit_to_decode(
     if policy is RejectPolicy.NONE:
         return True
     slack = RETEST_SLACK if policy is RejectPolicy.PREDICT else 1.0
+    return joined_tbt_s(node, cost, context_tokens, ratio) <= slo.tbt_slo_s * TBT_HEADROOM * slack
+
+
+def joined_tbt_s(node: NodeState, cost: CostModel, context_tokens: int, ratio: float) -> float:
+    """Return the step time on `node` once a prefilled sequence has joined it."""
     step_s = cost.decode_step_s(node.running_sequences + 1, node.running_context_tokens + context_tokens)
-    return step_s * ratio <= slo.tbt_slo_s * TBT_HEADROOM * slack
+    return step_s * ratio
 
 
 def _bounded(seconds: float) -> float:

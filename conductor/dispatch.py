@@ -49,7 +49,7 @@ from base.messages import (
     Work,
 )
 from base.request import Request, RequestId, Role
-from conductor.admission import admit_to_decode
+from conductor.admission import admit_to_decode, joined_tbt_s
 from conductor.attempt import Attempt, Placed
 from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
@@ -59,7 +59,7 @@ from conductor.membership import Membership
 from conductor.nodes import Mailbox, NodeSession
 from conductor.placement import UNBOUNDED, Placement, PlacementRequest, Rejection, RejectReason
 from conductor.run import Run
-from conductor.scheduler import must_wait, place
+from conductor.scheduler import must_wait, place, until_a_finish_s
 from conductor.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
 from conductor.waiting_room import WaitingRoom
 from kvstore.index import Key
@@ -317,7 +317,14 @@ class Dispatcher:
         node = self._view.decode_node(run.attempt_id)
         ratio = self._view.corrections.ratio(placement.decode_node, "decode")
         if not admit_to_decode(node, self._cost, asked.num_tokens, asked.slo, self._settings.reject, ratio):
-            raise SloUnreachableError("decode load rose past the SLO while the prompt was computed")
+            tbt_s = joined_tbt_s(node, self._cost, asked.num_tokens, ratio)
+            raise SloUnreachableError(
+                "decode load rose past the SLO while the prompt was computed: "
+                f"a token is predicted every {tbt_s:.3g} s",
+                until_a_finish_s(self._view),
+                self._clock.now_s() - run.arrived_at_s,
+                tbt_s,
+            )
         self._view.prefill_done(run.attempt_id, self._clock.now_s())
         self._learned_at_s = self._clock.now_s()
         self._observer.first_token(run.prefilled(prefilled), prefilled.times, asked, placement)

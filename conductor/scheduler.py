@@ -124,7 +124,7 @@ def place(
     prefill = choose(request, groups, view, cost, settings, now_s)
     decode = choose_decode(request, groups, view, prefill)
     if isinstance(decode, RejectReason):
-        return Rejection(request.request_id, decode, _until_a_finish(view))
+        return Rejection(request.request_id, decode, until_a_finish_s(view))
     placement = _combine(request, prefill, decode, view, cost)
     if settings.inline_tokens:
         placement = inline_placement(request, placement, groups, view, cost, settings)
@@ -364,6 +364,7 @@ def _combine(
     )
 
 
-def _until_a_finish(view: ClusterView) -> float:
+def until_a_finish_s(view: ClusterView) -> float:
+    """Return the seconds after which one of the placed requests is expected to be over."""
     shortest, longest = RETRY_AFTER_S
     return min(longest, max(shortest, view.projection.decode_s / max(1, view.num_in_flight)))

@@ -17,6 +17,7 @@ from base.errors import (
 )
 from base.messages import Failed, Prefill, Reserve, Reserved, Start, Tokens
 from base.request import FinishReason, Role, SampledToken, Slo
+from conductor.scheduler_settings import RejectPolicy
 from tests.conductor.dispatching import STAGES, Stuck, answer, conductor, prefills, request, until
 from tests.conductor.scripted_node import GRANT, ScriptedWork, node_info
 
@@ -306,6 +307,20 @@ async def test_what_was_begun_and_fits_no_node_any_more_is_lost_and_keeps_nobody
             assert await answer(running.dispatcher, small) == ([11, 12, 13], FinishReason.LENGTH)
             with pytest.raises(LostError, match="large enough"):
                 await begun
+
+
+async def test_a_decode_node_that_is_too_loaded_by_then_refuses_with_what_is_predicted():
+    async with conductor(reject=RejectPolicy.LATE) as running:
+        work = ScriptedWork()
+        await running.attach(work)
+        with pytest.raises(SloUnreachableError) as refused:
+            await answer(running.dispatcher, request(slo=Slo(tbt_slo_s=1e-6)))
+        error = refused.value
+        assert error.predicted_tbt_s == pytest.approx(running.seen.made[0].result.predicted_tbt_s)
+        assert error.predicted_ttft_s > 0
+        assert error.retry_after_s > 1.0
+        await until(lambda: not work.held())
+        assert running.view.num_in_flight == 0
 
 
 async def test_each_attempt_is_told_of_with_what_came_of_it():
