@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import cycle
 from typing import Protocol
@@ -78,7 +79,7 @@ class TcpServer:
         self._listener.setblocking(False)
         # Given up for a moment when descriptors run out, to take a connection and close it:
         # left waiting, it would wake the reactor for ever.
-        self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._spare_fd: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         host_there, port_there = self._listener.getsockname()[:2]
         self.address = f"{host_there}:{port_there}"
         self._reactor.post(lambda: self._reactor.watch(self._listener.fileno(), READABLE, self._on_ready))
@@ -103,7 +104,7 @@ class TcpServer:
     def _stop_listening(self) -> None:
         self._reactor.forget(self._listener.fileno())
         self._listener.close()
-        os.close(self._spare_fd)
+        self._give_up_spare()
 
     def _on_ready(self, events: int) -> None:
         try:
@@ -117,13 +118,17 @@ class TcpServer:
 
     def _turn_away(self) -> None:
         event(log, "tcp connection refused", level=logging.ERROR, reason="no file descriptor is left")
-        os.close(self._spare_fd)
-        try:
+        self._give_up_spare()
+        # Whoever came may be gone, and the descriptor somebody else's: it is asked for the next time.
+        with suppress(OSError):
             self._listener.accept()[0].close()
-        except OSError:
-            event(log, "tcp connection was gone already")
-        finally:
+        with suppress(OSError):
             self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _give_up_spare(self) -> None:
+        if self._spare_fd is not None:
+            os.close(self._spare_fd)
+            self._spare_fd = None
 
 
 class _Desk:

@@ -1,6 +1,8 @@
 """The tcp port against peers that stall, lie or leave: told by a bare socket."""
 
 import asyncio
+import errno
+import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -195,6 +197,46 @@ async def test_a_fault_that_nobody_foresaw_ends_its_connection_and_no_other(
     assert unpack_header(await received(other, HEADER_BYTES)).kind is Kind.ACK
     async with asyncio.timeout(5):
         await agent.revoke(grant)
+
+
+async def test_who_comes_when_descriptors_run_out_is_turned_away_and_nobody_elses_is_closed(
+    agent, segment, dial, monkeypatch
+) -> None:
+    """Somebody else takes the one that was given up for it."""
+    server, spare = agent._server, agent._server._spare_fd
+    listener = server._listener
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "open", no_descriptor)
+            patched.setattr(server, "_listener", ListenerWithout(listener))
+            assert await received(dial(), 1) == b""
+    taken = [os.dup(listener.fileno())]
+    while taken[-1] < spare:
+        taken.append(os.dup(listener.fileno()))
+    with monkeypatch.context() as patched:
+        patched.setattr(server, "_listener", ListenerWithout(listener))
+        assert await received(dial(), 1) == b""
+    for fd in taken:
+        os.close(fd)
+    await greeted(dial())
+
+
+class ListenerWithout:
+    """A listening socket in a process that has no descriptor left, but for who closes one before."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._calls = 0
+
+    def accept(self):
+        self._calls += 1
+        if self._calls == 1:
+            no_descriptor()
+        return self._listener.accept()
+
+
+def no_descriptor(*_: object) -> int:
+    raise OSError(errno.EMFILE, "Too many open files")
 
 
 async def test_a_peer_of_another_epoch_is_not_served(dial) -> None:
