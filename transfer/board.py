@@ -171,8 +171,8 @@ class PeerBoard:
             TransferFailedError: no board of that epoch is there: another host, another
                 user, or the process ended.
         """
-        self._pid = _pid_on_this_host(address)
-        self._fd = _open_memfd(self._pid, int(address.rsplit(":", 1)[1]), os.O_RDONLY, _MEMFD_NAME)
+        self._pid, fd = _board_on_this_host(address)
+        self._fd = _open_memfd(self._pid, fd, os.O_RDONLY, _MEMFD_NAME)
         try:
             if os.fstat(self._fd).st_size != 8 * _NUM_WORDS:
                 raise TransferFailedError("the peer's board is of another version")
@@ -378,11 +378,12 @@ def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _pid_on_this_host(address: str) -> int:
+def _board_on_this_host(address: str) -> tuple[int, int]:
+    """Return the process that has the board at `address`, and the descriptor there."""
     try:
-        boot_id, pid, _ = address.split(":")
+        boot_id, pid, fd = address.split(":")
         if boot_id == _boot_id() and sys.platform == "linux":
-            return int(pid)
+            return int(pid), int(fd)
     except ValueError as error:
         raise TransferFailedError(f"{address!r} is no address of shared memory") from error
     except OSError as error:

@@ -14,7 +14,7 @@ import pytest
 
 from base.errors import LeaseExpiredError, ProtocolError, StaleError, TransferFailedError
 from base.grants import Grant, Operation
-from transfer.board import Board, PeerBoard
+from transfer.board import Board, PeerBoard, _boot_id
 from transfer.grant import GrantState
 
 ROOT = Path(__file__).parent.parent.parent
@@ -178,7 +178,12 @@ def test_a_grant_that_says_more_than_was_posted_is_refused(board: Board, widened
     peer.close()
 
 
-@pytest.mark.parametrize("address", ["", "a:b", "other-host:1:3", "x:y:z"])
+OURS = _boot_id()
+
+
+@pytest.mark.parametrize(
+    "address", ["", "a:b", "other-host:1:3", "x:y:z", f"{OURS}:1:x", f"{OURS}:x:1", f"{OURS}:{1 << 70}:1"]
+)
 def test_an_address_of_elsewhere_is_not_reached(address: str) -> None:
     with pytest.raises(TransferFailedError):
         PeerBoard(address, EPOCH)
