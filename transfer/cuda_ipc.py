@@ -98,15 +98,11 @@ class CudaTransport(Transport):
         return None
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
-        mapped = self._peers.latest(peer)
-        mapped.num_copies += 1
-        try:
+        with self._peers.copying(peer) as mapped:
             with mapped.board.held(grant):
                 await self._copy(mapped, grant, pieces, priority)
-        finally:
-            mapped.num_copies -= 1
-        if mapped.is_dead():
-            raise TransferFailedError("the peer's process ended during the copy")
+            if mapped.is_dead():
+                raise TransferFailedError("the peer's process ended during the copy")
 
     async def close(self) -> None:
         await asyncio.to_thread(self._opener.shutdown)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import select
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from base.errors import TransferFailedError
 from base.grants import PeerDescriptor
@@ -11,7 +13,7 @@ from transfer.board import PeerBoard
 
 
 class MappedPeer:
-    """One process whose memory is mapped here. `num_copies` keeps it mapped."""
+    """One process whose memory is mapped here. `MappedPeers.copying` keeps it mapped."""
 
     def __init__(self, address: str, epoch: int) -> None:
         self.epoch = epoch
@@ -34,7 +36,9 @@ class MappedPeer:
         return self._is_closed or bool(self._end.poll(0, 1))
 
     def close(self) -> None:
-        """Unmap everything."""
+        """Unmap everything. A second call does no harm."""
+        if self._is_closed:
+            return
         self._is_closed = True
         self._end.close()
         os.close(self._pidfd)
@@ -48,7 +52,7 @@ class MappedPeers:
         self._peers: dict[str, MappedPeer] = {}
 
     def mapped(self, peer: PeerDescriptor) -> MappedPeer:
-        """Return the peer's memory, mapped; an earlier epoch of it is dropped.
+        """Return the peer's memory, mapped; an earlier epoch of it is dropped, and whoever has ended.
 
         Raises:
             TransferFailedError: it is not on this host, not ours to open, or gone.
@@ -56,9 +60,11 @@ class MappedPeers:
         mapped = self._peers.get(peer.node_id)
         if mapped is not None and mapped.epoch == peer.epoch and not mapped.is_dead():
             return mapped
-        if mapped is not None and mapped.num_copies == 0:
-            del self._peers[peer.node_id]
-            mapped.close()
+        for node_id, each in list(self._peers.items()):
+            if each is mapped or each.is_dead():
+                del self._peers[node_id]
+                if not each.num_copies:
+                    each.close()
         address = peer.address_or_none("shm") or peer.address_or_none("cuda_ipc")
         if address is None:
             raise TransferFailedError("the peer does not offer it")
@@ -69,6 +75,18 @@ class MappedPeers:
         """Return it as `mapped` does, but perhaps dead: for who looks afterwards."""
         mapped = self._peers.get(peer.node_id)
         return mapped if mapped is not None and mapped.epoch == peer.epoch else self.mapped(peer)
+
+    @contextmanager
+    def copying(self, peer: PeerDescriptor) -> Iterator[MappedPeer]:
+        """Keep what `latest` returns mapped for the length of a `with`."""
+        mapped = self.latest(peer)
+        mapped.num_copies += 1
+        try:
+            yield mapped
+        finally:
+            mapped.num_copies -= 1
+            if not mapped.num_copies and self._peers.get(peer.node_id) is not mapped:
+                mapped.close()
 
     def close(self) -> None:
         """Unmap everything; no copy may be under way."""

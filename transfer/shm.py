@@ -77,13 +77,9 @@ class ShmTransport(Transport):
             is_fast = IN_TURNS_BYTES * (_now_s() - begun_s) < KEPT_S * last.num_bytes
             self._turn_bytes = IN_TURNS_BYTES if is_fast else TURN_BYTES
             return
-        mapped = self._peers.mapped(peer)
-        mapped.num_copies += 1
-        try:
-            copiers = self._summers if pieces.wants_sums else self._copiers
+        copiers = self._summers if pieces.wants_sums else self._copiers
+        with self._peers.copying(peer) as mapped:
             await copiers.begin(mapped, grant, pieces, priority).ended()
-        finally:
-            mapped.num_copies -= 1
 
     async def close(self) -> None:
         await self._copiers.close()
