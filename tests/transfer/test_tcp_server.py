@@ -203,6 +203,7 @@ async def test_who_comes_when_descriptors_run_out_is_turned_away_and_nobody_else
     agent, segment, dial, monkeypatch
 ) -> None:
     """Somebody else takes the one that was given up for it."""
+    await greeted(dial())
     server, spare = agent._server, agent._server._spare_fd
     listener = server._listener
     for _ in range(2):
