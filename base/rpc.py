@@ -31,6 +31,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from base.errors import (
     ConfigError,
+    DeadlineError,
     InvalidRequestError,
     ServeError,
     SloUnreachableError,
@@ -48,6 +49,8 @@ MAX_NOT_TAKEN_UP = 8192
 when to come again; grpc itself can but cancel those beyond, and would some from its own 1,000 on."""
 LOOKAHEAD_BYTES = 1 << 20
 """Of a message that a client may send before the server has read what came before."""
+WRITE_TIMEOUT_S = 60.0
+"""For a client to take what is written to it: what its call holds would be held until it does."""
 HEAR_S = 1.0
 """A call that is refused waits so long for the first message of its stream."""
 
@@ -303,6 +306,58 @@ def _parsing(behaviour: Callable[[Any, Any], Any], handler: Any) -> Callable[[An
     return lambda request, context: behaviour(handler.request_deserializer(request), context)
 
 
+class _Taking:
+    """Cancels a call's task when its client has taken nothing of a write for one to two `WRITE_TIMEOUT_S`.
+
+    One timer for the call: one for each write is a part of what a token costs.
+    """
+
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self._seen = 0
+        self._has_ended = False
+        self.num_turns = 0
+        """Writes begun and ended: odd while one is under way."""
+        self._wait()
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def has_ended(self) -> bool:
+        """Return whether the task, which was cancelled, was by this and by nobody else; ask once."""
+        assert self._task is not None
+        return self._has_ended and not self._task.uncancel()
+
+    def _wait(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(WRITE_TIMEOUT_S, self._look)
+
+    def _look(self) -> None:
+        if self.num_turns % 2 and self.num_turns == self._seen:
+            assert self._task is not None
+            self._has_ended = True
+            self._task.cancel()
+        else:
+            self._seen = self.num_turns
+            self._wait()
+
+
+async def _written(context: Context, answer: AsyncGenerator[Any, None]) -> None:
+    """Write a stream out; raises DeadlineError if the client does not take it."""
+    taking = _Taking()
+    try:
+        async with aclosing(answer) as responses:
+            async for response in responses:
+                taking.num_turns += 1
+                await context.write(response)
+                taking.num_turns += 1
+    except asyncio.CancelledError:
+        if taking.has_ended():
+            raise DeadlineError(f"nothing of the answer was read for {WRITE_TIMEOUT_S:g} s") from None
+        raise
+    finally:
+        taking.close()
+
+
 def _bordered(
     behaviour: Callable[[Any, Any], Any], method: str, admit: Admit, is_streaming: bool, reads_stream: bool
 ) -> Callable[[Any, Any], Awaitable[Any]]:
@@ -314,9 +369,7 @@ def _bordered(
                 answer = behaviour(request, context)
                 if not isinstance(answer, AsyncGenerator):
                     return await answer
-                async with aclosing(answer) as responses:
-                    async for response in responses:
-                        await context.write(response)
+                await _written(context, answer)
         except ServeError as error:
             if unheard:
                 await _hear(context)

@@ -17,6 +17,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from base import rpc
 from base.link import LENGTH_BYTES
 from base.request import SampledToken
 from conductor import http_connection
@@ -136,6 +137,31 @@ async def test_a_client_that_reads_nothing_of_its_answer_lets_go_of_its_request(
                 while not api.dispatcher.num_cancelled:
                     await asyncio.sleep(0)
         assert api.dispatcher.num_open == 0
+
+
+async def test_a_grpc_client_that_reads_nothing_lets_go_of_its_request_and_is_told_when_it_reads(
+    model, monkeypatch
+):
+    monkeypatch.setattr(rpc, "WRITE_TIMEOUT_S", 0.05)
+    part = Generated((SampledToken(70),) * 2000, None, 0)
+    async with (
+        serving(model, lambda request: itertools.repeat(part)) as api,
+        grpc.aio.insecure_channel(api.grpc_address) as channel,
+    ):
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(GENERATE(text="x"))
+
+        async def read_to_its_end():
+            while await call.read():
+                pass
+
+        await call.read()
+        async with asyncio.timeout(10.0):
+            while not api.dispatcher.num_cancelled:
+                await asyncio.sleep(0)
+        assert api.dispatcher.num_open == 0
+        with pytest.raises(grpc.aio.AioRpcError, match="nothing of the answer was read"):
+            await read_to_its_end()
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class UnreadTransport(asyncio.Transport):
