@@ -111,7 +111,7 @@ def check_options(options: Options, model: ServedModel) -> None:
     _require_between("logprobs", options.logprobs, 0, MAX_TOP_LOGPROBS)
     _require_between("priority", options.priority, -(1 << 31), (1 << 31) - 1)
     _require_at_most("cache_salt", len(options.cache_salt), MAX_STOP_CHARS, "characters")
-    _require_at_most("tenant", len(options.tenant), MAX_STOP_CHARS, "characters")
+    _require_at_most("x-tenant-id", len(options.tenant), MAX_STOP_CHARS, "characters")
     _check_stop(options.stop)
     _require_at_most("stop_token_ids", len(options.stop_token_ids), MAX_STOP_TOKEN_IDS, "token ids")
     check_token_ids(options.stop_token_ids, model, "stop_token_ids")

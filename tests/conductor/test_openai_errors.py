@@ -299,6 +299,14 @@ async def test_bound_that_is_no_time_is_refused(model, value):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-slo-ttft-ms")
 
 
+async def test_a_tenants_name_that_is_too_long_is_refused_by_its_headers_name(model):
+    async with serving(model, lambda request: []) as api, httpx.AsyncClient(base_url=api.url) as client:
+        answer = await client.post(CHAT, content=chat(), headers={"x-tenant-id": "t" * 257})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "x-tenant-id")
+    assert error["message"] == "x-tenant-id: at most 256 characters, not 257"
+
+
 async def test_unknown_paths_and_methods_are_error_objects_too(model):
     async with serving(model, lambda request: []) as api, httpx.AsyncClient(base_url=api.url) as client:
         answers = [await client.get("/v1/nothing"), await client.get(CHAT)]
