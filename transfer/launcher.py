@@ -90,6 +90,7 @@ class Launcher:
         self._launched: SimpleQueue[tuple[Slot, Completion] | None] = SimpleQueue()
         self._ended: deque[tuple[Completion, RuntimeError | None]] = deque()
         self._is_told = False
+        self._is_closed = False
         self._waiter = threading.Thread(target=self._wait, name="cuda-wait", daemon=True)
         self._waiter.start()
 
@@ -104,12 +105,14 @@ class Launcher:
 
         Raises:
             ProtocolError: something is not aligned.
-            RuntimeError: CUDA failed.
+            RuntimeError: CUDA failed, or nobody waits for copies any more.
         """
         if not self._turns.take():
             await self._turns.wait(priority)
         slot = self._free.pop()
         try:
+            if self._is_closed:
+                raise RuntimeError("this process is stopping")
             slot.launch(operation, pieces, peer_base, by_engine)
             completion = Completion()
             self._launched.put((slot, completion))
@@ -119,7 +122,8 @@ class Launcher:
             self._turns.give_back()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, after what is under way."""
+        self._is_closed = True
         self._launched.put(None)
         self._waiter.join()
 

@@ -50,6 +50,7 @@ class MappedPeers:
 
     def __init__(self) -> None:
         self._peers: dict[str, MappedPeer] = {}
+        self._is_closed = False
 
     def mapped(self, peer: PeerDescriptor) -> MappedPeer:
         """Return the peer's memory, mapped; an earlier epoch of it is dropped, and whoever has ended.
@@ -57,6 +58,8 @@ class MappedPeers:
         Raises:
             TransferFailedError: it is not on this host, not ours to open, or gone.
         """
+        if self._is_closed:
+            raise TransferFailedError("this process is stopping")
         mapped = self._peers.get(peer.node_id)
         if mapped is not None and mapped.epoch == peer.epoch and not mapped.is_dead():
             return mapped
@@ -89,7 +92,8 @@ class MappedPeers:
                 mapped.close()
 
     def close(self) -> None:
-        """Unmap everything; no copy may be under way."""
+        """Unmap everything, for ever; no copy may be under way."""
+        self._is_closed = True
         for mapped in self._peers.values():
             mapped.close()
         self._peers.clear()

@@ -92,6 +92,7 @@ class RdmaTransport(Transport):
         self._clock = clock
         self._health = RailHealth(clock)
         self._pairings: dict[str, Pairing] = {}
+        self._is_closed = False
         self._lanes: dict[tuple[str, int], Lane] = {}
         self._patience = Patience()
         self._waiting: set[Batch] = set()
@@ -114,6 +115,8 @@ class RdmaTransport(Transport):
         return self._registrations.told(device)
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
+        if self._is_closed:
+            raise TransferFailedError("this process is stopping")
         ours = self._registrations.local(pieces.segment)
         pairing, hold = self._kept(peer, grant) or await self._asked(peer, grant)
         try:
@@ -130,6 +133,7 @@ class RdmaTransport(Transport):
             pairing.holds.release(hold)
 
     async def close(self) -> None:
+        self._is_closed = True
         for pairing in self._pairings.values():
             pairing.close()
         self._pairings.clear()

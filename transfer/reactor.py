@@ -137,6 +137,8 @@ class Reactor:
         self._watched: dict[int, Callable[[int], None]] = {}
         self._posted: deque[Callable[[], None]] = deque()
         self._stopping = False
+        self._is_over = False
+        self._ending = threading.RLock()
         self._looks = 0
         self._patience = Patience()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -147,9 +149,13 @@ class Reactor:
         self._looks = self._patience.looks()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Run `call` on the reactor's thread, soon."""
+        """Run `call` on the reactor's thread, soon; at once where that has ended."""
         self._posted.append(call)
-        os.eventfd_write(self._wake_fd, 1)
+        with self._ending:
+            if self._is_over:
+                self._run_posted()
+            else:
+                os.eventfd_write(self._wake_fd, 1)
 
     def watch(self, fd: int, events: int, on_ready: Callable[[int], None]) -> None:
         if fd in self._watched:
@@ -166,8 +172,12 @@ class Reactor:
         """Run what was posted, end the thread and wait for it."""
         self.post(self._end)
         self._thread.join()
-        self._epoll.close()
-        os.close(self._wake_fd)
+        with self._ending:
+            self._is_over = True
+            self._epoll.close()
+            # Its number may be anybody's from here on.
+            os.close(self._wake_fd)
+            self._run_posted()
 
     def _end(self) -> None:
         self._stopping = True

@@ -38,6 +38,7 @@ class StagedTransport(Transport):
         self._carrier = carrier
         self._register = register
         self._halls: dict[int, asyncio.Task[_Hall]] = {}
+        self._is_closed = False
 
     @property
     def name(self) -> str:
@@ -64,6 +65,7 @@ class StagedTransport(Transport):
             raise failed.exceptions[0] from None
 
     async def close(self) -> None:
+        self._is_closed = True
         for hall in await asyncio.gather(*self._halls.values(), return_exceptions=True):
             if isinstance(hall, _Hall):
                 hall.launcher.close()
@@ -95,6 +97,8 @@ class StagedTransport(Transport):
         device, access = ours.device, ours.access
         if device is None or access is None:
             raise TransferFailedError("our memory is the host's")
+        if self._is_closed:
+            raise TransferFailedError("this process is stopping")
         opening = self._halls.get(device)
         if opening is None or (opening.done() and opening.exception() is not None):
             opening = self._halls[device] = asyncio.create_task(self._open(access))

@@ -30,6 +30,7 @@ class TcpTransport(Transport):
         self._reactors = reactors
         self._connections = connections
         self._peers: dict[str, _Peer] = {}
+        self._is_closed = False
 
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         if device is not None:
@@ -56,11 +57,14 @@ class TcpTransport(Transport):
                 link.num_batches -= 1
 
     async def close(self) -> None:
+        self._is_closed = True
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
 
     def _connected(self, peer: PeerDescriptor) -> _Peer:
+        if self._is_closed:
+            raise TransferFailedError("this process is stopping")
         known = self._peers.get(peer.node_id)
         if known is not None and known.epoch == peer.epoch:
             return known
