@@ -31,7 +31,8 @@ from transfer.stream import FrameStream, Incoming
 from transfer.tcp_socket import limit_on_host, tune
 
 MAX_CONNECTIONS = 1024
-"""Of all peers, the same part of them on each reactor; more are closed at once."""
+"""Of all peers, the same part of them on each reactor; more are closed at once, but first those that have
+said nothing yet."""
 MAX_ANSWERS = 64
 """Waiting on one connection for its peer to read them; our clients keep to fewer."""
 MAX_HOLDS = 2 * NUM_SLOTS
@@ -71,8 +72,7 @@ class TcpServer:
         reactors: Sequence[Reactor],
         one_sided: OneSided | None = None,
     ) -> None:
-        limit = MAX_CONNECTIONS // len(reactors)
-        self._desks = [_Desk(epoch, holdings, reactor, one_sided, limit) for reactor in reactors]
+        self._desks = [_Desk(epoch, holdings, reactor, one_sided, len(reactors)) for reactor in reactors]
         self._next = cycle(self._desks)
         self._reactor = reactors[0]
         self._listener = socket.create_server((host, port), backlog=128)
@@ -140,15 +140,16 @@ class _Desk:
         holdings: Holdings,
         reactor: Reactor,
         one_sided: OneSided | None,
-        limit: int,
+        num_desks: int,
     ) -> None:
         self.epoch = epoch
         self.holdings = holdings
         self.reactor = reactor
         self.one_sided = one_sided
-        self._limit = limit
+        self._num_desks = num_desks
         self._waiting: dict[int, Callable[[], None]] = {}
-        self._links: set[_ServerLink] = set()
+        self._links: dict[_ServerLink, None] = {}
+        """Oldest first."""
         self._is_closed = False
 
     def take(self, sock: socket.socket) -> None:
@@ -156,13 +157,13 @@ class _Desk:
         if self._is_closed:
             sock.close()
             return
-        if len(self._links) >= self._limit:
+        if len(self._links) >= MAX_CONNECTIONS // self._num_desks and not self._made_room():
             event(log, "tcp connection refused", level=logging.WARNING, limit=MAX_CONNECTIONS)
             sock.close()
             return
         tune(sock)
         limit_on_host(sock)
-        self._links.add(_ServerLink(sock, self))
+        self._links[_ServerLink(sock, self)] = None
 
     def detach(self, generation: int, done: Callable[[], None]) -> None:
         for link in list(self._links):
@@ -193,9 +194,16 @@ class _Desk:
         """The connection is gone, and with it what its peer held."""
         if self.one_sided is not None:
             self.one_sided.cut(link)
-        self._links.discard(link)
+        self._links.pop(link, None)
         for generation in list(self._waiting):
             self.let_go(generation)
+
+    def _made_room(self) -> bool:
+        """Disconnect whoever has not greeted for longest: anybody can fill the port with those."""
+        silent = next((link for link in self._links if not link.is_greeted), None)
+        if silent is not None:
+            silent.close("it said nothing, and others want its place")
+        return silent is not None
 
 
 class _ServerLink:
@@ -206,7 +214,7 @@ class _ServerLink:
         self._epoch = desk.epoch
         self._holdings = desk.holdings
         self._one_sided = desk.one_sided
-        self._greeted = False
+        self.is_greeted = False
         self._reactor = desk.reactor
         self._held: dict[int, int] = {}
         self._rooms: dict[int, Segment] = {}
@@ -220,7 +228,7 @@ class _ServerLink:
         kind = header.kind
         if self._stream.num_outgoing > MAX_ANSWERS:
             raise ProtocolError("too many answers are waiting")
-        if self._greeted == (kind is _HELLO):
+        if self.is_greeted == (kind is _HELLO):
             raise ProtocolError(f"a connection does not go on with {kind.name}")
         operation = _OPERATIONS.get(kind)
         if operation is not None:
@@ -266,7 +274,7 @@ class _ServerLink:
         if header.segment_id != self._epoch:
             self._stream.send(pack_refusal(0, StaleError("the peer was restarted: it has another epoch")))
             return
-        self._greeted = True
+        self.is_greeted = True
         self._stream.send(pack(Header(Kind.WELCOME, generation=self._epoch)))
 
     def _checked(self, header: Header, table: memoryview, operation: Operation) -> Incoming:

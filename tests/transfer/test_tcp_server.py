@@ -222,6 +222,22 @@ async def test_who_comes_when_descriptors_run_out_is_turned_away_and_nobody_else
     await greeted(dial())
 
 
+async def test_connections_that_say_nothing_keep_no_peer_out(agent, segment, dial, monkeypatch) -> None:
+    # Two of four places on each thread.
+    some = 2 * len(agent._server._desks)
+    monkeypatch.setattr("transfer.tcp_server.MAX_CONNECTIONS", 2 * some)
+    served = [await greeted(dial()) for _ in range(some)]
+    silent = [dial() for _ in range(some)]
+    served += [await greeted(dial()) for _ in range(some)]
+    assert [await received(sock, 1) for sock in silent] == [b""] * some
+    # As many peers at work as there are places: there is no place, and none of them makes room.
+    assert await received(dial(), 1) == b""
+    grant = agent.grant(segment, (0,), 10, Operation.WRITE, 60.0)
+    for sock in served:
+        sock.sendall(write_head(grant, 10) + b"\4" * 10)
+        assert unpack_header(await received(sock, HEADER_BYTES)).kind is Kind.ACK
+
+
 class ListenerWithout:
     """A listening socket in a process that has no descriptor left, but for who closes one before."""
 
