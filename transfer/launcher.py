@@ -88,7 +88,7 @@ class Launcher:
         self._turns = Turns(MAX_LAUNCHES)
         # An executor and its futures cost 20 us a batch, a tenth of 64 MiB over NVLink.
         self._launched: SimpleQueue[tuple[Slot, Completion] | None] = SimpleQueue()
-        self._ended: deque[tuple[Completion, RuntimeError | None]] = deque()
+        self._ended: deque[tuple[Completion, BaseException | None]] = deque()
         self._is_told = False
         self._is_closed = False
         self._waiter = threading.Thread(target=self._wait, name="cuda-wait", daemon=True)
@@ -130,10 +130,11 @@ class Launcher:
     def _wait(self) -> None:
         while (launched := self._launched.get()) is not None:
             slot, completion = launched
-            failure = None
+            failure: BaseException | None = None
             try:
                 slot.wait()
-            except RuntimeError as error:
+            except BaseException as error:
+                # Whatever it is: without this thread no copy would end.
                 failure = error
             self._ended.append((completion, failure))
             if not self._is_told:

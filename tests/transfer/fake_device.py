@@ -16,7 +16,7 @@ class HostStream:
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
-        self.failure: RuntimeError | None = None
+        self.failure: Exception | None = None
         self.started: list[int] = []
         """Rows of each copy."""
 

@@ -112,6 +112,28 @@ async def test_more_copies_than_slots_wait_and_a_failure_concerns_its_own() -> N
     assert outcomes.count("device lost") == len(streams[0].started)
 
 
+@pytest.mark.parametrize("fault", [OSError, MemoryError, ValueError])
+async def test_a_fault_that_nobody_foresaw_fails_its_copy_and_no_later_one(fault: type[Exception]) -> None:
+    streams, launcher = gated_launcher()
+    ours, theirs = memory(1), memory(2)
+    pieces = pieces_of(Operation.WRITE, ours, [0], [0], NUM_BYTES)
+    for stream in streams:
+        stream.failure = fault("nobody foresaw this")
+        stream.gate.set()
+
+    async def copy() -> None:
+        await launcher.copy(Operation.WRITE, pieces, theirs.address, False, Priority.FOREGROUND)
+
+    async with asyncio.timeout(10):
+        with pytest.raises(fault):
+            await copy()
+        for stream in streams:
+            stream.failure = None
+        await copy()
+    assert theirs.memory == ours.memory
+    launcher.close()
+
+
 async def test_a_cancelled_copy_ends_before_its_memory_is_the_callers_again() -> None:
     ours, theirs = memory(1), memory(2)
     streams, launcher = gated_launcher()
