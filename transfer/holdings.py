@@ -55,15 +55,21 @@ class Holdings:
         """Return a segment over memory of a GPU; raises ValueError where nobody could reach it.
 
         Args:
-            is_served: Peers may reach it over a wire.
+            is_served: Peers may reach it over a wire. What that takes may raise RuntimeError, or
+                TransferFailedError.
         """
         if self._board is None and not is_served:
             raise ValueError("nobody reaches a GPU's memory: allow tcp, or on one host shm or cuda_ipc")
         segment = segments.on_device(self._draw_id(), memory)
+        try:
+            staging = Staging(segment, memory.access) if is_served else None
+        except BaseException:
+            segments.release(segment)
+            raise
         if self._board is not None:
             self._show(self._board, segment)
-        if is_served:
-            self.staging[segment.segment_id] = Staging(segment, memory.access)
+        if staging is not None:
+            self.staging[segment.segment_id] = staging
         self._segments[segment.segment_id] = segment
         return segment
 

@@ -1,6 +1,7 @@
 """GPUs' memory over tcp, by way of host memory: what stands for the GPUs is in `fake_device.py`."""
 
 import asyncio
+import os
 import random
 import threading
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from base.grants import Operation
 from tests.transfer.fake_device import HostAccess, device_memory
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
+from transfer.board import MAX_SEGMENTS
 from transfer.staged import NUM_ROOMS, PART_BYTES
 
 BLOCK = 192 << 10
@@ -168,6 +170,20 @@ async def test_a_write_that_is_cancelled_while_the_gpu_copies_ends_after_the_cop
         with pytest.raises(asyncio.CancelledError):
             await writing
         await us.write(owner.descriptor, grant, batch)
+
+
+async def test_a_gpu_for_which_there_is_no_room_is_not_registered_and_can_be_tried_again():
+    config = TransferConfig(transports=("tcp", "shm"))
+    async with TransferAgent("us", 1, config, SystemClock()) as us:
+        access, memory = HostAccess(), bytearray(BLOCK)
+        before, access.pinned_left = len(os.listdir("/proc/self/fd")), 0
+        # More often than there is room for on the board.
+        for _ in range(MAX_SEGMENTS + 1):
+            with pytest.raises(TransferFailedError, match="out of memory"):
+                us.register_device(device_memory(memory, access))
+        assert len(os.listdir("/proc/self/fd")) == before
+        access.pinned_left = 1 << 40
+        us.register_device(device_memory(memory, access))
 
 
 async def test_a_gpu_that_nobody_could_reach_is_refused():
