@@ -54,15 +54,19 @@ class StagedTransport(Transport):
         parts = deque(pieces.grouped(PART_BYTES, NUM_ROWS))
 
         async def carry_in_turn() -> None:
-            while parts:
-                await self._carry(hall, peer, grant, parts.popleft(), priority)
+            try:
+                while parts:
+                    await self._carry(hall, peer, grant, parts.popleft(), priority)
+            except BaseException:
+                # The other ends with the part that it has.
+                parts.clear()
+                raise
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(PARTS_AT_ONCE, len(parts))):
-                    group.create_task(carry_in_turn())
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+        # Not a group of tasks: where one has failed, that hides a cancellation.
+        carrying = [carry_in_turn() for _ in range(min(PARTS_AT_ONCE, len(parts)))]
+        for error in await asyncio.gather(*carrying, return_exceptions=True):
+            if error is not None:
+                raise error
 
     async def close(self) -> None:
         self._is_closed = True

@@ -16,7 +16,7 @@ from tests.transfer.fake_device import HostAccess, device_memory
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
 from transfer.board import MAX_SEGMENTS
-from transfer.staged import NUM_ROOMS, PART_BYTES
+from transfer.staged import NUM_ROOMS, PART_BYTES, PARTS_AT_ONCE
 
 BLOCK = 192 << 10
 NUM_BLOCKS = 3 * PART_BYTES // BLOCK
@@ -184,6 +184,33 @@ async def test_a_gpu_for_which_there_is_no_room_is_not_registered_and_can_be_tri
         assert len(os.listdir("/proc/self/fd")) == before
         access.pinned_left = 1 << 40
         us.register_device(device_memory(memory, access))
+
+
+async def test_a_write_that_is_cancelled_while_one_part_of_it_ends_after_another_failed_is_cancelled():
+    """Told of the failure instead, the router would go on by another transport, with no deadline any more."""
+    async with two_gpus() as (us, ours, owner, theirs):
+        grant = granted(owner, theirs, Operation.WRITE)
+        batch, _ = shuffled(ours, Operation.WRITE)
+        await us.write(owner.descriptor, grant, batch)
+        for stream in ours.access.streams:
+            stream.gate.clear()
+            stream.started.clear()
+        writing = asyncio.ensure_future(us.write(owner.descriptor, grant, batch))
+        while len(busy := [stream for stream in ours.access.streams if stream.started]) < PARTS_AT_ONCE:
+            await asyncio.sleep(0)
+        copying = set(asyncio.all_tasks())
+        busy[0].failure = RuntimeError("an illegal memory access")
+        busy[0].gate.set()
+        # The part that failed was a task.
+        while not any(task.done() for task in copying):
+            await asyncio.sleep(0)
+        writing.cancel()
+        await asyncio.sleep(0)
+        for stream in ours.access.streams:
+            stream.failure = None
+            stream.gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
 
 
 async def test_a_gpu_that_nobody_could_reach_is_refused():
