@@ -131,10 +131,12 @@ class TransferAgent:
                     functools.partial(device_refusal_or_none, driver),
                 )
                 self._one_sided = RdmaTarget(self._registrations, self._holdings)
-                transports.append(RdmaTransport(self._registrations, self._clock))
         if "tcp" in names or self._one_sided is not None:
             host, port = self._config.host, self._config.port
             self._server = TcpServer(host, port, self._epoch, self._holdings, self._reactors, self._one_sided)
+        # Behind all that may fail: it watches descriptors of the rails, and nobody would close it.
+        if self._registrations is not None:
+            transports.append(RdmaTransport(self._registrations, self._clock))
         if "tcp" in names:
             transports.append(TcpTransport(self._reactors, self._config.connections))
         self._wires = [transport for transport in transports if transport.name in ("rdma", "tcp")]

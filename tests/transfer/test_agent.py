@@ -1,5 +1,6 @@
 """What the agent does by itself: starting, refusing, saying why."""
 
+import asyncio
 import os
 import resource
 import socket
@@ -12,6 +13,7 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.errors import ProtocolError, TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
+from tests.transfer.made_up_rails import FakeRail
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
 from transfer.board import MAX_SEGMENTS
@@ -25,6 +27,16 @@ async def test_a_port_that_is_taken_is_an_error_at_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
         async with agent(port=taken.getsockname()[1]):
             pass
+
+
+async def test_a_start_that_fails_leaves_nothing_watched_of_the_rails(monkeypatch) -> None:
+    """Their descriptors' numbers are somebody else's afterwards."""
+    rail = FakeRail("rail")
+    monkeypatch.setattr("transfer.agent.open_rails", lambda driver: ([rail], ""))
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        async with agent(port=taken.getsockname()[1], transports=("rdma",)):
+            pass
+    assert not asyncio.get_running_loop().remove_reader(rail.channel_fd)
 
 
 async def test_private_memory_is_reached_over_tcp_where_shm_cannot() -> None:
