@@ -14,6 +14,7 @@ import pytest
 
 from base.errors import LeaseExpiredError, ProtocolError, StaleError, TransferFailedError
 from base.grants import Grant, Operation
+from tests.transfer.descriptors import descriptors
 from transfer.board import Board, PeerBoard, _boot_id
 from transfer.grant import GrantState
 
@@ -95,13 +96,13 @@ async def test_an_owner_that_lacks_what_it_takes_to_wait_for_a_copy_waits_all_th
 ) -> None:
     monkeypatch.setattr("transfer.board.RETRY_S", 0.01)
     peer, done = PeerBoard(board.address, EPOCH), asyncio.Event()
-    loop, descriptors = asyncio.get_running_loop(), os.listdir("/proc/self/fd")
+    loop, before = asyncio.get_running_loop(), descriptors()
     peer.hold(GRANT)
     board.close_slot(GRANT.generation, GrantState.REVOKED)
     with monkeypatch.context() as patched:
         patched.setattr(*lack)
         board.drain(GRANT.generation, lambda: loop.call_soon_threadsafe(done.set))
-    assert os.listdir("/proc/self/fd") == descriptors
+    assert descriptors() == before
     assert not done.is_set()
     peer.let_go(GRANT)
     await asyncio.wait_for(done.wait(), 10)

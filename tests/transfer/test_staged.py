@@ -1,7 +1,6 @@
 """GPUs' memory over tcp, by way of host memory: what stands for the GPUs is in `fake_device.py`."""
 
 import asyncio
-import os
 import random
 import threading
 from contextlib import asynccontextmanager
@@ -12,6 +11,7 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.errors import ProtocolError, TransferFailedError
 from base.grants import Operation
+from tests.transfer.descriptors import descriptors
 from tests.transfer.fake_device import HostAccess, device_memory
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
@@ -176,12 +176,12 @@ async def test_a_gpu_for_which_there_is_no_room_is_not_registered_and_can_be_tri
     config = TransferConfig(transports=("tcp", "shm"))
     async with TransferAgent("us", 1, config, SystemClock()) as us:
         access, memory = HostAccess(), bytearray(BLOCK)
-        before, access.pinned_left = len(os.listdir("/proc/self/fd")), 0
+        before, access.pinned_left = descriptors(), 0
         # More often than there is room for on the board.
         for _ in range(MAX_SEGMENTS + 1):
             with pytest.raises(TransferFailedError, match="out of memory"):
                 us.register_device(device_memory(memory, access))
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert descriptors() == before
         access.pinned_left = 1 << 40
         us.register_device(device_memory(memory, access))
 
