@@ -16,6 +16,7 @@
     . TransferFailedError    a transport gave up on a transfer batch
     . ChecksumError          bytes arrived, and they are not the ones that were sent
   - ProtocolError            the peer broke the protocol: a bug, never retried
+    . ForeignPeerError       the peer speaks another protocol: a wrong address
 * ConfigError                the process must not start
 
 The table at the end is applied in one place, `base/rpc.py`.
@@ -112,6 +113,10 @@ class ProtocolError(ServeError):
     """The peer sent what cannot follow what it sent before."""
 
 
+class ForeignPeerError(ProtocolError):
+    """The peer speaks another protocol altogether: the address is that of something else."""
+
+
 class ConfigError(Exception):
     """Configuration is wrong; the message names file, key and mend."""
 
@@ -135,7 +140,6 @@ STATUS_OF: tuple[tuple[type[ServeError], grpc.StatusCode], ...] = (
     (RejectedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (UnavailableError, grpc.StatusCode.UNAVAILABLE),
     (DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
-    (StaleError, grpc.StatusCode.FAILED_PRECONDITION),
     (LostError, grpc.StatusCode.UNAVAILABLE),
     (ProtocolError, grpc.StatusCode.INTERNAL),
 )

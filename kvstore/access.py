@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import grpc
 
 from base.block_hash import BlockHash
-from base.errors import CapacityError, LeaseExpiredError, UnavailableError
+from base.errors import CapacityError, UnavailableError
 from base.wire import grant_from
 from kvstore.member import Member
 from kvstore.store import Found, Leased, Reserved, Store
@@ -150,6 +150,4 @@ async def _answer(call: Awaitable[T]) -> T:
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
             raise CapacityError(error.details() or "no room") from error
-        if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-            raise LeaseExpiredError(error.details() or "ended") from error
         raise UnavailableError(f"{error.code().name}: {error.details()}") from error
