@@ -17,7 +17,7 @@ from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
-from base.errors import ProtocolError, ServeError
+from base.errors import ForeignPeerError, ProtocolError, ServeError
 from base.link import EARLY_S, End, Link, dial
 from base.logs import event
 from base.messages import FromNode, Heartbeat, KvEvents, Lease, NodeInfo, ToNode
@@ -34,6 +34,8 @@ CONNECT_TIMEOUT_S = 5.0
 # between two dials stays short; it is jittered so that a thousand nodes do not dial at once.
 MAX_BACKOFF_S = 1.0
 MIN_BACKOFF_S = 0.1
+FOREIGN_BACKOFF_S = 30.0
+"""The wait before an address is dialled again where something else than a conductor listens for nodes."""
 
 STATE_GAP_S = 0.01
 """Between two messages that tell the node's state: more than most of what goes with it costs."""
@@ -112,6 +114,17 @@ class AttachClient:
                 if stream.is_attached:
                     backoff_s = MIN_BACKOFF_S
                 await stream.over()
+            except ForeignPeerError as error:
+                backoff_s = FOREIGN_BACKOFF_S
+                mend = "nodes attach to the conductor's nodes.attach_port, not to its HTTP or gRPC port"
+                event(
+                    log,
+                    "no conductor at this address",
+                    level=logging.ERROR,
+                    address=self._address,
+                    reason=error,
+                    mend=mend,
+                )
             except (OSError, ServeError) as error:  # a TimeoutError is an OSError
                 event(
                     log,

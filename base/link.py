@@ -12,12 +12,13 @@ thread that waits for the interpreter, on both sides (bench/results/conductor_li
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import ssl
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from base.errors import ProtocolError, ServeError
+from base.errors import ForeignPeerError, ProtocolError, ServeError
 
 LENGTH_BYTES = 4
 MAX_FIRST_BYTES = 64 << 10
@@ -26,6 +27,14 @@ MAX_MESSAGE_BYTES = 64 << 20
 HANDSHAKE_TIMEOUT_S = 10.0
 EARLY_S = 0.002
 """That a timer of an event loop may come before its time, for who looks at the clock then."""
+
+_FOREIGN = (
+    (re.compile(rb"\x00..\x04.\x00\x00\x00\x00", re.DOTALL), "HTTP/2, as a gRPC port does"),
+    (re.compile(rb"HTTP/1\.|[A-Z]+ "), "HTTP/1.1"),
+    (re.compile(rb"[\x15\x16]\x03"), "TLS"),
+    (re.compile(rb"SSH-"), "SSH"),
+)
+"""First bytes of other protocols: each is an impossible length here."""
 
 
 class Link(Protocol):
@@ -118,7 +127,7 @@ class TcpLink(asyncio.Protocol):
             begin = at + LENGTH_BYTES
             end = begin + int.from_bytes(data[at:begin], "little")
             if end - begin > self._max_bytes:
-                self.close(ProtocolError(f"a message of {end - begin} bytes"))
+                self.close(_oversized(data[at:], self._max_bytes))
                 return
             if end > len(data):
                 self._wanted_bytes = end - at
@@ -148,6 +157,15 @@ class TcpLink(asyncio.Protocol):
         if not self._is_over:
             self._is_over = True
             self._end.closed(error)
+
+
+def _oversized(data: bytes, max_bytes: int) -> ServeError:
+    """Return why the message that `data` begins is not read: another protocol, or a length out of bounds."""
+    for begins, protocol in _FOREIGN:
+        if begins.match(data):
+            return ForeignPeerError(f"the other side speaks {protocol}")
+    num_bytes = int.from_bytes(data[:LENGTH_BYTES], "little")
+    return ProtocolError(f"a message of {num_bytes} bytes, of at most {max_bytes}")
 
 
 async def dial(end: End, address: str, secured: ssl.SSLContext | None = None) -> None:

@@ -51,6 +51,11 @@ class LocalCluster:
     def grpc_address(self) -> str:
         return self.grpc_address_of("conductor")
 
+    @property
+    def attach_address(self) -> str:
+        """Return where the first conductor listens for nodes."""
+        return f"127.0.0.1:{self.ready['conductor']['attach_port']}"
+
     def grpc_address_of(self, conductor: str) -> str:
         """Return where one of several conductors takes gRPC."""
         return f"127.0.0.1:{self.ready[conductor]['grpc_port']}"

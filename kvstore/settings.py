@@ -49,7 +49,7 @@ class StoreProcess:
     replicate_mib_per_s: float = 0.0
     """Copying of hot blocks to other hosts, at most; 0: none."""
     conductor_addresses: tuple[str, ...] = ()
-    """host:port of each conductor's gRPC, which then lets nodes read from here."""
+    """host:port of each conductor's `nodes.attach_port`; its nodes may then read from here."""
     tls: TlsConfig = field(default_factory=TlsConfig)
     """To the conductor."""
     metrics_port: int = 0

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from base.attach import CONNECT_TIMEOUT_S, AttachClient
-from base.errors import ProtocolError
+from base.attach import CONNECT_TIMEOUT_S, FOREIGN_BACKOFF_S, AttachClient
+from base.errors import ForeignPeerError, ProtocolError
 from base.messages import Failed, Lease
 from base.request import RequestId
 from base.wire_membership import lease_to, refused
@@ -102,6 +102,18 @@ def test_a_node_that_is_not_taken_in_says_why_and_dials_again(answer, told, capl
 
 def test_a_conductor_that_does_not_answer_is_dialled_again():
     links, _ = attached_for(CONNECT_TIMEOUT_S + 2.0, first_answer=b"")
+    assert len(links) == 2
+
+
+def test_an_address_of_something_else_is_dialled_again_after_half_a_minute_and_named(caplog):
+    def begin(link):
+        link.close(ForeignPeerError("the other side speaks HTTP/2"))
+
+    links, _ = attached_for(FOREIGN_BACKOFF_S / 2, begin)
+    assert len(links) == 1
+    assert "speaks HTTP/2" in caplog.text
+    assert "nodes.attach_port" in caplog.text
+    links, _ = attached_for(FOREIGN_BACKOFF_S + 1.0, begin)
     assert len(links) == 2
 
 

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from base.errors import ProtocolError
+from base.errors import ForeignPeerError, ProtocolError
 from base.link import LENGTH_BYTES, MAX_FIRST_BYTES, MAX_MESSAGE_BYTES, dial, listen
 from conductor.server import tcp_listener
 
@@ -102,6 +102,27 @@ async def test_a_message_that_is_too_long_ends_the_link_before_it_came(before, l
     (error,) = there.closings
     assert str(length) in str(error)
     assert there.messages == ([b"hello"] if before else [])
+
+
+@pytest.mark.parametrize(
+    ("greeting", "protocol"),
+    [
+        (b"\x00\x00\x18\x04\x00\x00\x00\x00\x00\x00\x04\x00\x40\x00\x00", "HTTP/2, as a gRPC port does"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "HTTP/1.1"),
+        (b"GET / HTTP/1.1\r\n\r\n", "HTTP/1.1"),
+        (b"\x15\x03\x03\x00\x02\x02\x46", "TLS"),
+    ],
+)
+async def test_a_peer_of_another_protocol_is_named(greeting, protocol):
+    there = End()
+    async with listening(there) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(greeting)
+        assert await reader.read() == b""
+        writer.close()
+    (error,) = there.closings
+    assert isinstance(error, ForeignPeerError)
+    assert protocol in str(error)
 
 
 async def test_what_an_end_raises_ends_the_link_and_what_came_with_it_is_dropped():

@@ -151,7 +151,9 @@ def test_a_storage_node_that_attaches_lends_what_is_on_its_disk(smollm2, tmp_pat
             expected, _ = generated(cluster.grpc_address, PROMPT, 8)
             until(lambda: saved(cluster, "prefill-0") + saved(cluster, "decode-0") >= FULL_BLOCKS)
     with running(smollm2, tmp_path / "second") as cluster:
-        with storage_process(tmp_path, pool_gib=0.3, disk=disk, conductor_addresses=(cluster.grpc_address,)):
+        with storage_process(
+            tmp_path, pool_gib=0.3, disk=disk, conductor_addresses=(cluster.attach_address,)
+        ):
             until(lambda: "storage-0" in epochs(cluster))
             tokens, usage = generated(cluster.grpc_address, PROMPT, 8)
             assert (tokens, usage.cached_tokens) == (expected, FULL_BLOCKS * BLOCK_SIZE)
