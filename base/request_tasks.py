@@ -26,6 +26,9 @@ class RequestTasks:
         self._group = group
         self._send = send
         self._tasks: dict[RequestId, asyncio.Task[None]] = {}
+        self._ended: set[RequestId] = set()
+        """Those whose task `end` cancelled. The task's own count of cancellations does not say it: that of
+        a time limit inside the work is taken back there, and the work goes on."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -46,7 +49,8 @@ class RequestTasks:
     def end(self, request_id: RequestId) -> None:
         """Cancel the request's task, once; an id that is not here is nothing."""
         task = self._tasks.get(request_id)
-        if task is not None and not task.cancelling():
+        if task is not None and request_id not in self._ended:
+            self._ended.add(request_id)
             task.cancel()
 
     def end_all(self) -> None:
@@ -60,6 +64,7 @@ class RequestTasks:
     def _forget(self, request_id: RequestId, work: Coroutine[None, None, None]) -> None:
         work.close()  # a task that was cancelled before it began has not awaited it
         del self._tasks[request_id]
+        self._ended.discard(request_id)
         if not self._tasks:
             self._idle.set()
 

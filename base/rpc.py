@@ -29,6 +29,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
+from base.alarm import Alarm
 from base.errors import (
     ConfigError,
     DeadlineError,
@@ -307,15 +308,14 @@ def _parsing(behaviour: Callable[[Any, Any], Any], handler: Any) -> Callable[[An
 
 
 class _Taking:
-    """Cancels a call's task when its client has taken nothing of a write for one to two `WRITE_TIMEOUT_S`.
+    """Rings when a call's client has taken nothing of a write for one to two `WRITE_TIMEOUT_S`.
 
     One timer for the call: one for each write is a part of what a token costs.
     """
 
-    def __init__(self) -> None:
-        self._task = asyncio.current_task()
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._ring = ring
         self._seen = 0
-        self._has_ended = False
         self.num_turns = 0
         """Writes begun and ended: odd while one is under way."""
         self._wait()
@@ -323,19 +323,12 @@ class _Taking:
     def close(self) -> None:
         self._timer.cancel()
 
-    def has_ended(self) -> bool:
-        """Return whether the task, which was cancelled, was by this and by nobody else; ask once."""
-        assert self._task is not None
-        return self._has_ended and not self._task.uncancel()
-
     def _wait(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(WRITE_TIMEOUT_S, self._look)
 
     def _look(self) -> None:
         if self.num_turns % 2 and self.num_turns == self._seen:
-            assert self._task is not None
-            self._has_ended = True
-            self._task.cancel()
+            self._ring()
         else:
             self._seen = self.num_turns
             self._wait()
@@ -343,19 +336,20 @@ class _Taking:
 
 async def _written(context: Context, answer: AsyncGenerator[Any, None]) -> None:
     """Write a stream out; raises DeadlineError if the client does not take it."""
-    taking = _Taking()
-    try:
-        async with aclosing(answer) as responses:
-            async for response in responses:
-                taking.num_turns += 1
-                await context.write(response)
-                taking.num_turns += 1
-    except asyncio.CancelledError:
-        if taking.has_ended():
-            raise DeadlineError(f"nothing of the answer was read for {WRITE_TIMEOUT_S:g} s") from None
-        raise
-    finally:
-        taking.close()
+    with Alarm(_not_read) as alarm:
+        taking = _Taking(alarm.ring)
+        try:
+            async with aclosing(answer) as responses:
+                async for response in responses:
+                    taking.num_turns += 1
+                    await context.write(response)
+                    taking.num_turns += 1
+        finally:
+            taking.close()
+
+
+def _not_read() -> DeadlineError:
+    return DeadlineError(f"nothing of the answer was read for {WRITE_TIMEOUT_S:g} s")
 
 
 def _bordered(

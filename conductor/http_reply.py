@@ -14,6 +14,7 @@ from typing import Any
 
 from starlette.types import Receive, Send
 
+from base.alarm import Alarm
 from conductor.openai_errors import HttpError
 
 BODY_TIMEOUT_S = 30.0
@@ -94,24 +95,22 @@ async def read_body(receive: Receive, declared_bytes: int, max_bytes: int) -> by
     too_long = BodyError(413, f"the body is longer than {max_bytes} bytes")
     if declared_bytes > max_bytes:
         raise too_long
-    body, alarm = bytearray(), _Alarm()
-    timer = asyncio.get_running_loop().call_later(BODY_TIMEOUT_S, alarm.ring)
-    try:
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGoneError
-            body += message.get("body", b"")
-            if len(body) > max_bytes:
-                raise too_long
-            if not message.get("more_body"):
-                return bytes(body)
-    except asyncio.CancelledError:
-        if alarm.cancelled_alone():
-            raise BodyError(408, f"the body took longer than {BODY_TIMEOUT_S:g} s") from None
-        raise
-    finally:
-        timer.cancel()
+    body = bytearray()
+    with Alarm(_too_slow) as alarm:
+        timer = asyncio.get_running_loop().call_later(BODY_TIMEOUT_S, alarm.ring)
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                body += message.get("body", b"")
+                if len(body) > max_bytes:
+                    raise too_long
+                if not message.get("more_body"):
+                    break
+        finally:
+            timer.cancel()
+    return bytes(body)
 
 
 class BodyError(Exception):
@@ -120,6 +119,10 @@ class BodyError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+def _too_slow() -> BodyError:
+    return BodyError(408, f"the body took longer than {BODY_TIMEOUT_S:g} s")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
@@ -138,42 +141,15 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
             pass
         alarm.ring()
 
-    alarm = _Alarm()
     loop = asyncio.get_running_loop()
-    later = loop.call_later(WATCH_AFTER_S, lambda: watching.append(loop.create_task(watch())))
-    try:
-        await work
-    except asyncio.CancelledError:
-        if alarm.cancelled_alone():
-            raise ClientGoneError from None
-        raise
-    finally:
-        later.cancel()
-        for task in watching:
-            task.cancel()
-
-
-class _Alarm:
-    """Cancels the task that made it.
-
-    Neither a task group nor asyncio's timeout, which each take as long as to read a body does; and an error
-    raised within a group is in a ring of references with the group's own, and with it all that the request
-    held: ten times too much load would wait for the garbage collector, 0.1 s at a time.
-    """
-
-    def __init__(self) -> None:
-        self._task = asyncio.current_task()
-        self._has_rung = False
-
-    def ring(self) -> None:
-        assert self._task is not None
-        self._has_rung = True
-        self._task.cancel()
-
-    def cancelled_alone(self) -> bool:
-        """Return whether the task, which was cancelled, was by this and by nobody else; ask once."""
-        assert self._task is not None
-        return self._has_rung and not self._task.uncancel()
+    with Alarm(ClientGoneError) as alarm:
+        later = loop.call_later(WATCH_AFTER_S, lambda: watching.append(loop.create_task(watch())))
+        try:
+            await work
+        finally:
+            later.cancel()
+            for task in watching:
+                task.cancel()
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -104,3 +104,54 @@ async def test_a_request_that_is_ended_before_it_began_leaves_nothing_unawaited(
         tasks.end("r")
         await tasks.idle()
     assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED
+
+
+async def _limited(began, ended, limit_s):
+    """Work with a time limit inside, that goes on after it."""
+    try:
+        async with asyncio.timeout(limit_s):
+            began.set()
+            await asyncio.Event().wait()
+    except TimeoutError:
+        ended.append("timed out")
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("release_comes", ["before", "after"])
+async def test_a_release_in_the_turn_in_which_a_limit_inside_fires_ends_the_request(release_comes):
+    loop, began, ended = asyncio.get_running_loop(), asyncio.Event(), []
+    async with asyncio.TaskGroup() as group:
+        tasks = RequestTasks(group, lambda item: None)
+        limit_s = 0.001
+        tasks.start("r", _limited(began, ended, limit_s))
+        await began.wait()
+        due_s = loop.time() + (0.0 if release_comes == "before" else limit_s)
+        loop.call_at(due_s, tasks.end, "r")
+        # The loop is held until both are due: they come in the order of their times, in one turn.
+        while loop.time() < due_s + 2 * limit_s:
+            pass
+        await tasks.idle()
+    assert ended == []
+
+
+async def test_a_second_release_does_not_interrupt_what_the_first_lets_go_of():
+    let_go, sent = [], []
+
+    async def work():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            let_go.append("r")
+
+    async with asyncio.TaskGroup() as group:
+        tasks = RequestTasks(group, sent.append)
+        tasks.start("r", work())
+        await asyncio.sleep(0)
+        tasks.end("r")
+        await asyncio.sleep(0)
+        tasks.end("r")
+        await tasks.idle()
+    assert let_go == ["r"]
+    assert sent == []
