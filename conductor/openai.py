@@ -33,6 +33,7 @@ from base.errors import InvalidRequestError, ServeError
 from base.logs import event
 from base.metrics import CONTENT_TYPE, exposition
 from base.request import Slo
+from conductor.body_bounds import check_structure
 from conductor.completion import Completions
 from conductor.headers import TENANT_HEADER, Caller, header_slo, header_traceparent
 from conductor.http_reply import BodyError, ClientGoneError, Reply, read_body, while_connected
@@ -41,8 +42,8 @@ from conductor.openai_format import to_json
 from conductor.openai_generation import Generation
 from conductor.openai_schema import DetokenizeBody, TokenizeBody, chat_messages
 from conductor.openai_schema import read_body as parse_body
-from conductor.options import check_request_id, check_token_ids, require_model
-from conductor.prompt import chat_token_ids, text_token_ids
+from conductor.options import check_request_id, require_model
+from conductor.prompt import chat_token_ids, text_token_ids, token_ids_text
 from conductor.web_page import add_web_page
 
 log = logging.getLogger(__name__)
@@ -164,6 +165,7 @@ class _Call:
                 caller = Caller(arrived_at_s, slo, tenant, header_traceparent(headers))
                 declared = headers.get("content-length", "0")
                 body = await read_body(receive, int(declared), self._max_body_bytes)
+                await check_structure(body)
                 await while_connected(receive, self._work(body, caller, reply))
         except ClientGoneError:
             event(log, "client left", level=logging.DEBUG, request_id=reply.request_id)
@@ -209,8 +211,7 @@ class _Texts:
     async def detokenize(self, raw: bytes, caller: Caller, reply: Reply) -> None:
         body = parse_body(raw, DetokenizeBody)
         require_model(self._model, body.model)
-        check_token_ids(body.tokens, self._model, "tokens")
-        text = self._model.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        text = await token_ids_text(self._model, body.tokens, "tokens", skip_special_tokens=False)
         await reply.whole(200, to_json({"prompt": text}).encode())
 
 

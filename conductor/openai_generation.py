@@ -43,7 +43,7 @@ from conductor.options import (
     require_model,
     unique_id,
 )
-from conductor.prompt import chat_token_ids, text_token_ids
+from conductor.prompt import chat_token_ids, text_token_ids, token_ids_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,9 @@ class Generation:
         if isinstance(given, str):
             token_ids = await text_token_ids(self._model, given, body.add_special_tokens is not False)
             return _Prompt(token_ids, given if body.echo else "")
-        echo = self._model.tokenizer.decode(given, options.skip_special_tokens) if body.echo else ""
+        if not body.echo:
+            return _Prompt(tuple(given))
+        echo = await token_ids_text(self._model, given, "prompt", options.skip_special_tokens)
         return _Prompt(tuple(given), echo)
 
     def _requests(

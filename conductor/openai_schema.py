@@ -5,7 +5,8 @@ strictly (a number in quotes is no number), unknown fields are ignored, because 
 send many, and fields that we know and cannot honour are refused by name: an answer that
 silently is not the JSON, the tool call or the choice that was asked for is worse than none.
 
-pydantic parses the bytes itself: 8 MiB in tens of milliseconds, nesting bounded.
+pydantic parses the bytes itself, after `body_bounds.py` has bounded what they are made of; its lists stop at
+the first fault, because a validator's report of each of a million costs more than all the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Discriminator,
-    FailFast,
     Field,
     PlainValidator,
     Tag,
@@ -30,11 +30,10 @@ from base.errors import InvalidRequestError
 from base.request import MAX_TOP_LOGPROBS
 from conductor.chat_template import ChatMessage, ChatRole
 from conductor.headers import Caller
-from conductor.options import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, Options
+from conductor.options import MAX_LOGIT_BIASES, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, Options
 
 MAX_CHOICES = 128
 """OpenAI's limit on `n`; here on all choices of a call together."""
-MAX_MESSAGES = 2_048
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's, where a completion does not say; a chat goes on to the end of the window."""
 
@@ -69,6 +68,13 @@ def _empty_if_null(value: Any) -> Any:
     return [] if value is None else value
 
 
+def _few_biases(value: Any) -> Any:
+    """Refuse a table that is too long as a whole: pydantic would report each bias that is no number."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        raise PydanticCustomError("too_long", f"at most {MAX_LOGIT_BIASES} tokens, not {len(value)}")
+    return value
+
+
 class _Body(BaseModel):
     # Fields we do not know are kept for one look at whether we refuse them.
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
@@ -93,11 +99,13 @@ class _Generation(_Body):
     seed: int | None = None
     stop: Annotated[
         list[str],
-        Field(max_length=MAX_STOP_STRINGS),
+        Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
         BeforeValidator(_empty_if_null),
         BeforeValidator(_listed),
     ] = Field(default_factory=list)  # a list itself would be copied deeply for each body
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
+    logit_bias: (
+        Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES), BeforeValidator(_few_biases)] | None
+    ) = None
     user: str | None = None
 
     top_k: int | None = None
@@ -105,7 +113,7 @@ class _Generation(_Body):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: int | None = None
@@ -133,7 +141,8 @@ class Message(_Body):
     role: ChatRole
     content: (
         Annotated[
-            Annotated[str, Tag("a string")] | Annotated[list[_ContentPart], Tag("a list of parts")],
+            Annotated[str, Tag("a string")]
+            | Annotated[list[_ContentPart], Field(fail_fast=True), Tag("a list of parts")],
             Discriminator(_content_kind),
         ]
         | None
@@ -142,7 +151,7 @@ class Message(_Body):
 
 
 class ChatBody(_Generation):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -182,7 +191,7 @@ class CompletionBody(_Generation):
 class TokenizeBody(_Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -191,7 +200,7 @@ class TokenizeBody(_Body):
 
 class DetokenizeBody(_Body):
     model: str | None = None
-    tokens: Annotated[list[int], FailFast()]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
 Body = TypeVar("Body", bound=_Body)

@@ -19,6 +19,7 @@ from conductor.served_model import ServedModel
 
 Number = TypeVar("Number", int, float)
 
+MAX_MESSAGES = 2_048
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
@@ -174,8 +175,9 @@ def make_request(
             "prompt"), or it does not fit the context window with the answer ("prompt"
             where it would not without, else "max_tokens").
     """
-    check_token_ids(token_ids, model, "prompt")
+    # The length first: each of a few is looked at, not each of millions.
     max_tokens = _max_tokens(len(token_ids), options.max_tokens, default_max_tokens, model.max_model_len)
+    check_token_ids(token_ids, model, "prompt")
     stop_token_ids = {*options.stop_token_ids, *(() if options.ignore_eos else model.eos_token_ids)}
     return TextRequest(
         request=Request(

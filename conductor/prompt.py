@@ -1,9 +1,9 @@
-"""A client's text or conversation to token ids.
+"""A client's text or conversation to token ids, and token ids to text.
 
 A long text is tokenised on another thread (1 MB takes a second, and every stream of the
 process would stand still for it), a short one at once: the way to a thread and back costs
 as much as a thousand characters do. What cannot fit the context window however it is
-split is refused before it is tokenised.
+split is refused before it is tokenised, and what does not fit it as soon as it is.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any
 
 from base.errors import InvalidRequestError
 from conductor.chat_template import ChatMessage
-from conductor.options import prompt_too_long
+from conductor.options import check_token_ids, prompt_too_long
 from conductor.served_model import ServedModel
 
 INLINE_CHARS = 2_000
 """Longer texts leave the event loop: about 2 ms of it."""
+INLINE_TOKENS = 2_000
+"""More token ids leave the event loop to become text."""
 
 
 async def text_token_ids(model: ServedModel, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -32,7 +34,29 @@ async def text_token_ids(model: ServedModel, text: str, add_special_tokens: bool
         raise prompt_too_long(at_least, model.max_model_len)
     if len(text) <= INLINE_CHARS:
         return model.tokenizer.encode(text, add_special_tokens)
-    return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens)
+    token_ids = await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens)
+    if len(token_ids) >= model.max_model_len:
+        raise prompt_too_long(len(token_ids), model.max_model_len)
+    return token_ids
+
+
+async def token_ids_text(
+    model: ServedModel, token_ids: Sequence[int], param: str, skip_special_tokens: bool
+) -> str:
+    """Return the text of token ids.
+
+    Raises:
+        InvalidRequestError: there are more than the context window has, or one is outside the vocabulary;
+            `param` names the field.
+    """
+    if len(token_ids) > model.max_model_len:
+        raise InvalidRequestError(
+            f"{param}: at most {model.max_model_len} token ids, not {len(token_ids)}", param
+        )
+    check_token_ids(token_ids, model, param)
+    if len(token_ids) <= INLINE_TOKENS:
+        return model.tokenizer.decode(token_ids, skip_special_tokens)
+    return await asyncio.to_thread(model.tokenizer.decode, token_ids, skip_special_tokens)
 
 
 async def chat_token_ids(

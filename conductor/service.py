@@ -23,12 +23,14 @@ from conductor.chat_template import ChatMessage, ChatRole
 from conductor.completion import Completions, Piece
 from conductor.headers import Caller, header_slo, header_traceparent
 from conductor.options import (
+    MAX_MESSAGES,
     Options,
     TextRequest,
     check_options,
     check_request_id,
     make_request,
     params_spelled,
+    prompt_too_long,
     require_model,
     unique_id,
 )
@@ -129,8 +131,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             case "text":
                 return await text_token_ids(self._model, message.text)
             case "token_ids":
+                num_tokens = len(message.token_ids.ids)
+                if num_tokens >= self._model.max_model_len:
+                    raise prompt_too_long(num_tokens, self._model.max_model_len)
                 return tuple(message.token_ids.ids)
             case "chat":
+                if len(message.chat.messages) > MAX_MESSAGES:
+                    raise InvalidRequestError(f"messages: at most {MAX_MESSAGES}", "messages")
                 messages = [_chat_message(turn) for turn in message.chat.messages]
                 return await chat_token_ids(self._model, messages)
             case _:

@@ -39,8 +39,6 @@ class TextStream:
         self._stop = stop
         self._include_stop = include_stop
         self._unsearched_tokens = min_tokens
-        self._beginnings = {text[:length] for text in stop for length in range(1, len(text))}
-        self._longest = max(map(len, stop), default=1) - 1
         self._held = ""
         self.is_stopped = False
         """A stop string is complete: nothing comes any more."""
@@ -80,7 +78,12 @@ class TextStream:
 
     def _held_chars(self, window: str) -> int:
         """Return the length of the longest end of `window` that begins a stop string."""
-        for length in range(min(self._longest, len(window)), 0, -1):
-            if window[-length:] in self._beginnings:
-                return length
-        return 0
+        return max(_length_begun(stop, window) for stop in self._stop)
+
+
+def _length_begun(stop: str, window: str) -> int:
+    """Return the length of the longest end of `window` that begins `stop` and is not all of it."""
+    at = window.find(stop[0], max(0, len(window) - len(stop) + 1))
+    while at >= 0 and not stop.startswith(window[at:]):
+        at = window.find(stop[0], at + 1)
+    return len(window) - at if at >= 0 else 0
