@@ -7,7 +7,7 @@ for how long it held when it was sent, and only its issuer's clock decides.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from base.kv_layout import KvPart
@@ -38,6 +38,8 @@ class PeerDescriptor:
     epoch: int
     """64 bits, random at each start."""
     endpoints: tuple[Endpoint, ...]
+    secret: bytes = field(default=b"", repr=False)
+    """Random at each start; who connects to the process proves to know it."""
 
     def address_or_none(self, transport: str) -> str | None:
         """Return where `transport` reaches this peer; None: it does not."""

@@ -76,6 +76,7 @@ def peer_to(peer: PeerDescriptor) -> transfer_pb.PeerDescriptor:
         endpoints=[
             transfer_pb.Endpoint(transport=end.transport, address=end.address) for end in peer.endpoints
         ],
+        secret=peer.secret,
     )
 
 
@@ -84,6 +85,7 @@ def peer_from(message: transfer_pb.PeerDescriptor) -> PeerDescriptor:
         message.node_id,
         message.epoch,
         tuple(Endpoint(end.transport, end.address) for end in message.endpoints),
+        message.secret,
     )
 
 

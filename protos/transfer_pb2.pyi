@@ -17,14 +17,16 @@ OPERATION_READ: Operation
 OPERATION_WRITE: Operation
 
 class PeerDescriptor(_message.Message):
-    __slots__ = ("node_id", "epoch", "endpoints")
+    __slots__ = ("node_id", "epoch", "endpoints", "secret")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     epoch: int
     endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
-    def __init__(self, node_id: _Optional[str] = ..., epoch: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ...) -> None: ...
+    secret: bytes
+    def __init__(self, node_id: _Optional[str] = ..., epoch: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Endpoint(_message.Message):
     __slots__ = ("transport", "address")

@@ -26,6 +26,7 @@ from transfer.batch import Pieces, Priority, TransferBatch, plan_pieces, sums_of
 from transfer.board import Board
 from transfer.completion import Latch, begin, finish_within, on_loop
 from transfer.dma_buf import CudaDriver
+from transfer.greeting import SECRET_BYTES, PeerKey
 from transfer.holdings import Holdings
 from transfer.ranges import ranges_of, with_table
 from transfer.rdma import open_rails
@@ -61,7 +62,7 @@ class TransferAgent:
 
     `wrap` is put around each transport: `transfer/faults.py`, or an observer. `carriage` makes
     what carries bytes instead of the configured transports, and `random_bits` draws the names
-    of segments and grants: a simulation hands both in.
+    of segments and grants and the secret that peers prove to know: a simulation hands both in.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class TransferAgent:
         self._wrap = wrap
         self._node_id = node_id
         self._epoch = epoch
+        self._secret = random_bits(8 * SECRET_BYTES).to_bytes(SECRET_BYTES, "little")
         self._config = config
         self._clock = clock
         on_host = {"shm", "cuda_ipc"} & set(config.transports)
@@ -133,7 +135,8 @@ class TransferAgent:
                 self._one_sided = RdmaTarget(self._registrations, self._holdings)
         if "tcp" in names or self._one_sided is not None:
             host, port = self._config.host, self._config.port
-            self._server = TcpServer(host, port, self._epoch, self._holdings, self._reactors, self._one_sided)
+            key = PeerKey(self._secret, self._epoch)
+            self._server = TcpServer(host, port, key, self._holdings, self._reactors, self._one_sided)
         # Behind all that may fail: it watches descriptors of the rails, and nobody would close it.
         if self._registrations is not None:
             transports.append(RdmaTransport(self._registrations, self._clock))
@@ -182,7 +185,7 @@ class TransferAgent:
             endpoints.append(Endpoint("rdma", self._server.address))
         if self._server is not None and "tcp" in self._config.transports:
             endpoints.append(Endpoint("tcp", self._server.address))
-        return PeerDescriptor(self._node_id, self._epoch, tuple(endpoints))
+        return PeerDescriptor(self._node_id, self._epoch, tuple(endpoints), self._secret)
 
     @property
     def num_grants(self) -> int:

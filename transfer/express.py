@@ -12,6 +12,7 @@ from collections.abc import Callable
 from base.errors import ServeError
 from transfer.completion import Completion
 from transfer.frame import Kind
+from transfer.greeting import PeerKey
 from transfer.reactor import LoopPoller, Patience
 from transfer.tcp_link import Frame, LinkState, TcpLink
 
@@ -63,12 +64,12 @@ class ExpressLink:
     def __init__(
         self,
         address: str,
-        epoch: int,
+        key: PeerKey,
         on_closed: Callable[[], None] = lambda: None,
         on_recalled: Callable[[int], None] = lambda generation: None,
     ) -> None:
         self._poller = LoopPoller()
-        self._link = TcpLink(address, epoch, self._poller, on_closed, on_recalled)
+        self._link = TcpLink(address, key, self._poller, on_closed, on_recalled)
         self._num_late = 0
         self._patience = Patience()
         self._now_s = asyncio.get_running_loop().time

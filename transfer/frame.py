@@ -5,8 +5,7 @@
     table    offset and length of each range; only if there are two or more
     payload  the ranges' bytes, one after the other
 
-    HELLO    -> epochs of both sides, as `segment` and `generation`
-    WELCOME  <- the same back; or REFUSED
+    HELLO, CHALLENGE, PROOF, WELCOME: `transfer/greeting.py`
     WRITE    -> payload            ACK  <- done; or REFUSED
     READ     -> no payload         DATA <- payload; or REFUSED
     PAIR     -> payload            DATA <- payload; or REFUSED    (one-sided transports:
@@ -44,7 +43,7 @@ SMALL_BYTES = 1 << 20
 MAX_RANGES = 1024
 _MAX_REASON_BYTES = 512
 _MAGIC = 0x4D534721
-_VERSION = 2
+_VERSION = 3
 _HEADER = struct.Struct("<IHBBIIQQQQQ")
 HEADER_BYTES = _HEADER.size
 RANGE_BYTES = 16
@@ -64,6 +63,8 @@ class Kind(IntEnum):
     HOLD = 9
     LET_GO = 10
     RECALL = 11
+    CHALLENGE = 12
+    PROOF = 13
 
 
 WITH_PAYLOAD = frozenset({Kind.WRITE, Kind.DATA, Kind.REFUSED, Kind.PAIR})

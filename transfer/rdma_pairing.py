@@ -22,6 +22,7 @@ from transfer.batch import Pieces, Priority
 from transfer.completion import Completion
 from transfer.express import Call, ExpressLink
 from transfer.frame import Kind
+from transfer.greeting import PeerKey
 from transfer.rails import RailHealth
 from transfer.rdma import MAX_OUTSTANDING, SIGNAL_EVERY, Ended, QueuePair, QueuePairEnd, Rail, unpack_ends
 from transfer.rdma_holds import Holds
@@ -132,13 +133,13 @@ class Pairing:
     def __init__(
         self,
         address: str,
-        epoch: int,
+        key: PeerKey,
         rails: Sequence[Rail],
         health: RailHealth,
         lanes: dict[tuple[str, int], Lane],
         clock: Clock,
     ) -> None:
-        self.epoch = epoch
+        self.epoch = key.epoch
         self._health = health
         self._all_lanes = lanes
         self._lanes = [Lane(self, index, rail.queue_pair()) for index, rail in enumerate(rails)]
@@ -147,7 +148,7 @@ class Pairing:
         self._is_paired = False
         self._has_lost = False
         self.link = ExpressLink(
-            address, epoch, self._on_link_closed, lambda generation: self.holds.recall(generation)
+            address, key, self._on_link_closed, lambda generation: self.holds.recall(generation)
         )
         self.holds = Holds(self.link, clock)
         self.link.connect()

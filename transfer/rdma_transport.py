@@ -30,6 +30,7 @@ from base.grants import Grant, Operation, PeerDescriptor
 from base.logs import event
 from transfer.batch import Pieces, Priority
 from transfer.frame import SMALL_BYTES
+from transfer.greeting import key_of
 from transfer.holdings import Holdings
 from transfer.rails import RailHealth
 from transfer.rdma import Ended, QueuePair, Rail, unpack_ends
@@ -158,7 +159,7 @@ class RdmaTransport(Transport):
             address = peer.address_or_none(self.name)
             if address is None:
                 raise TransferFailedError(f"{peer.node_id} has no rdma endpoint")
-            known = Pairing(address, peer.epoch, self._rails, self._health, self._lanes, self._clock)
+            known = Pairing(address, key_of(peer), self._rails, self._health, self._lanes, self._clock)
             self._pairings[peer.node_id] = known
         await known.ready()
         return known

@@ -16,6 +16,7 @@ from transfer.batch import Pieces, Priority
 from transfer.completion import Completion
 from transfer.express import ExpressLink, Single
 from transfer.frame import MAX_FRAME_BYTES, MAX_RANGES, SMALL_BYTES
+from transfer.greeting import PeerKey, key_of
 from transfer.reactor import Poller, Reactor
 from transfer.tcp_link import Frame, LinkState, TcpLink, frame_of
 from transfer.transport import Transport
@@ -66,22 +67,22 @@ class TcpTransport(Transport):
         if self._is_closed:
             raise TransferFailedError("this process is stopping")
         known = self._peers.get(peer.node_id)
-        if known is not None and known.epoch == peer.epoch:
+        if known is not None and known.key.epoch == peer.epoch:
             return known
         if known is not None:
             known.close()
         address = peer.address_or_none(self.name)
         if address is None:
             raise TransferFailedError(f"{peer.node_id} has no tcp endpoint")
-        fresh = self._peers[peer.node_id] = _Peer(address, peer.epoch, self._reactors, self._connections)
+        fresh = self._peers[peer.node_id] = _Peer(address, key_of(peer), self._reactors, self._connections)
         return fresh
 
 
 class _Peer:
     """The links to one epoch of one peer, opened when they are first used. The event loop's."""
 
-    def __init__(self, address: str, epoch: int, reactors: Sequence[Reactor], connections: int) -> None:
-        self.epoch = epoch
+    def __init__(self, address: str, key: PeerKey, reactors: Sequence[Reactor], connections: int) -> None:
+        self.key = key
         self._address = address
         self._express: ExpressLink | None = None
         self._pollers = [reactors[index % len(reactors)] for index in range(connections)]
@@ -90,7 +91,7 @@ class _Peer:
     def express(self) -> ExpressLink:
         """Return the link of the event loop."""
         if self._express is None or self._express.is_closed:
-            self._express = ExpressLink(self._address, self.epoch)
+            self._express = ExpressLink(self._address, self.key)
             self._express.connect()
         return self._express
 
@@ -109,17 +110,17 @@ class _Peer:
             self._express.close()
 
     def _open(self, poller: Poller) -> _RemoteLink:
-        return _RemoteLink(self._address, self.epoch, poller)
+        return _RemoteLink(self._address, self.key, poller)
 
 
 class _RemoteLink:
     """A link of a reactor, called from the event loop."""
 
-    def __init__(self, address: str, epoch: int, poller: Poller) -> None:
+    def __init__(self, address: str, key: PeerKey, poller: Poller) -> None:
         self.num_batches = 0
         """Under way on it."""
         self._poller = poller
-        self._link = TcpLink(address, epoch, poller)
+        self._link = TcpLink(address, key, poller)
         poller.post(self._link.connect)
 
     @property

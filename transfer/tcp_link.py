@@ -1,6 +1,6 @@
 """One connection to a peer, from the asking side: connect, greet, keep frames in flight.
 
-    connecting  --connected-->  greeting  --WELCOME-->  open
+    connecting  --connected-->  greeting  --CHALLENGE, WELCOME-->  open
          any  --refused, lost, closed-->  closed          (for ever; a new link replaces it)
 
 A frame that was handed in ends exactly once, with or without an error, whatever happens
@@ -22,6 +22,7 @@ from base.errors import ProtocolError, ServeError, StaleError, TransferFailedErr
 from base.grants import Grant, Operation
 from transfer.batch import Pieces, Priority
 from transfer.frame import Header, Kind, pack, pack_ack, refusal_error, table_of
+from transfer.greeting import Nonces, PeerKey, nonce, proof, proves
 from transfer.reactor import WRITABLE, Poller
 from transfer.stream import FrameStream, Incoming
 from transfer.tcp_socket import limit_on_host, tune
@@ -37,6 +38,8 @@ _WRITE_FRAME = Kind.WRITE
 _READ_FRAME = Kind.READ
 _FOREGROUND = Priority.FOREGROUND
 _ANSWERS = (Kind.ACK, Kind.DATA, Kind.REFUSED)
+_GREETING = (Kind.CHALLENGE, Kind.WELCOME)
+_DONE = (Kind.ACK,)
 
 
 class LinkState(Enum):
@@ -110,7 +113,7 @@ class TcpLink:
     def __init__(
         self,
         address: str,
-        epoch: int,
+        key: PeerKey,
         poller: Poller,
         on_closed: Callable[[], None] = lambda: None,
         on_recalled: Callable[[int], None] = lambda generation: None,
@@ -120,7 +123,8 @@ class TcpLink:
         self._when_closed = on_closed
         self._on_recalled = on_recalled
         self._address = address
-        self._epoch = epoch
+        self._key = key
+        self._nonces = Nonces(nonce(), (0, 0))
         self._poller = poller
         self._urgent: deque[Frame] = deque()
         self._background: deque[Frame] = deque()
@@ -205,14 +209,18 @@ class TcpLink:
             return Incoming(frame.incoming, frame.owner)
         if header.kind is Kind.RECALL:
             return Incoming()
-        if header.kind is (Kind.WELCOME if self.state is LinkState.GREETING else Kind.ACK):
+        if header.kind in (_GREETING if self.state is LinkState.GREETING else _DONE):
             return Incoming()
         raise ProtocolError(f"{header.kind.name} does not follow")
 
     def on_frame(self, header: Header, incoming: Incoming) -> None:
         if header.kind is Kind.REFUSED:
             self._refused(header, b"".join(incoming.views))
+        elif header.kind is Kind.CHALLENGE:
+            self._prove(header)
         elif header.kind is Kind.WELCOME:
+            if self._key.secret and not proves(header, *self._key, self._nonces):
+                raise ProtocolError("who listens there does not know the secret of the peer's descriptor")
             self.state = LinkState.OPEN
             self._is_open = True
             self._fill()
@@ -236,7 +244,13 @@ class TcpLink:
         limit_on_host(sock)
         self.state = LinkState.GREETING
         self._stream = FrameStream(sock, self._poller, self)
-        self._stream.send(pack(Header(Kind.HELLO, segment_id=self._epoch)))
+        generation, offset = self._nonces.asker
+        self._stream.send(pack(Header(Kind.HELLO, 0, 0, self._key.epoch, generation, offset)))
+
+    def _prove(self, header: Header) -> None:
+        if self._stream is not None:
+            self._nonces = Nonces(self._nonces.asker, (header.generation, header.offset))
+            self._stream.send(pack(proof(Kind.PROOF, *self._key, self._nonces)))
 
     def _refused(self, header: Header, reason: bytes) -> None:
         error = refusal_error(header, reason)

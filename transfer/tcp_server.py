@@ -23,6 +23,7 @@ from base.logs import event
 from transfer.completion import Latch
 from transfer.frame import SMALL_BYTES, Header, Kind, pack, pack_ack, pack_refusal, unpack_ranges
 from transfer.grant import NUM_SLOTS
+from transfer.greeting import Nonces, PeerKey, nonce, proof, proves
 from transfer.holdings import Holdings
 from transfer.reactor import READABLE, Reactor
 from transfer.segment import Segment
@@ -67,12 +68,13 @@ class TcpServer:
         self,
         host: str,
         port: int,
-        epoch: int,
+        key: PeerKey,
         holdings: Holdings,
         reactors: Sequence[Reactor],
         one_sided: OneSided | None = None,
     ) -> None:
-        self._desks = [_Desk(epoch, holdings, reactor, one_sided, len(reactors)) for reactor in reactors]
+        """Listen. `key`: of our own descriptor, which a peer has to know."""
+        self._desks = [_Desk(key, holdings, reactor, one_sided, len(reactors)) for reactor in reactors]
         self._next = cycle(self._desks)
         self._reactor = reactors[0]
         self._listener = socket.create_server((host, port), backlog=128)
@@ -136,13 +138,13 @@ class _Desk:
 
     def __init__(
         self,
-        epoch: int,
+        key: PeerKey,
         holdings: Holdings,
         reactor: Reactor,
         one_sided: OneSided | None,
         num_desks: int,
     ) -> None:
-        self.epoch = epoch
+        self.key = key
         self.holdings = holdings
         self.reactor = reactor
         self.one_sided = one_sided
@@ -211,7 +213,8 @@ class _ServerLink:
 
     def __init__(self, sock: socket.socket, desk: _Desk) -> None:
         self._desk = desk
-        self._epoch = desk.epoch
+        self._key = desk.key
+        self._nonces: Nonces | None = None
         self._holdings = desk.holdings
         self._one_sided = desk.one_sided
         self.is_greeted = False
@@ -228,16 +231,18 @@ class _ServerLink:
         kind = header.kind
         if self._stream.num_outgoing > MAX_ANSWERS:
             raise ProtocolError("too many answers are waiting")
-        if self.is_greeted == (kind is _HELLO):
-            raise ProtocolError(f"a connection does not go on with {kind.name}")
+        if not self.is_greeted:
+            if kind is not (_HELLO if self._nonces is None else Kind.PROOF):
+                raise ProtocolError(f"a connection does not begin with {kind.name}")
+            return Incoming()
         operation = _OPERATIONS.get(kind)
         if operation is not None:
             return self._checked(header, table, operation)
         if kind is Kind.PAIR:
             return Incoming([memoryview(bytearray(header.num_bytes))] if header.num_bytes else [])
-        if kind in (_HELLO, _HOLD, Kind.LET_GO):
+        if kind in (_HOLD, Kind.LET_GO):
             return Incoming()
-        raise ProtocolError(f"only a server sends {kind.name}")
+        raise ProtocolError(f"a connection does not go on with {kind.name}")
 
     def on_frame(self, header: Header, incoming: Incoming) -> None:
         if incoming.detached:
@@ -249,6 +254,8 @@ class _ServerLink:
             )
         elif header.kind is _HELLO:
             self._greet(header)
+        elif header.kind is Kind.PROOF:
+            self._welcome(header)
         elif header.kind is Kind.READ:
             head = pack(Header(Kind.DATA, header.frame_id, header.num_bytes))
             self._stream.send(head, incoming.answer, header.generation, header.frame_id)
@@ -271,11 +278,19 @@ class _ServerLink:
         self._stream.close(reason)
 
     def _greet(self, header: Header) -> None:
-        if header.segment_id != self._epoch:
+        if header.segment_id != self._key.epoch:
             self._stream.send(pack_refusal(0, StaleError("the peer was restarted: it has another epoch")))
             return
+        self._nonces = Nonces((header.generation, header.offset), nonce())
+        generation, offset = self._nonces.owner
+        self._stream.send(pack(Header(Kind.CHALLENGE, generation=generation, offset=offset)))
+
+    def _welcome(self, header: Header) -> None:
+        assert self._nonces is not None
+        if not proves(header, *self._key, self._nonces):
+            raise ProtocolError("it does not know the secret of our descriptor")
         self.is_greeted = True
-        self._stream.send(pack(Header(Kind.WELCOME, generation=self._epoch)))
+        self._stream.send(pack(proof(Kind.WELCOME, *self._key, self._nonces)))
 
     def _checked(self, header: Header, table: memoryview, operation: Operation) -> Incoming:
         kind, _, num_bytes, segment_id, generation, offset, num_ranges, _ = header

@@ -49,7 +49,11 @@ U64 = st.integers(0, 2**64 - 1)
 REALS = st.floats(allow_nan=False, allow_infinity=False)
 HASHES = st.binary(min_size=16, max_size=16).map(BlockHash)
 PEERS = st.builds(
-    PeerDescriptor, st.text(), U64, st.lists(st.builds(Endpoint, st.text(), st.text())).map(tuple)
+    PeerDescriptor,
+    st.text(),
+    U64,
+    st.lists(st.builds(Endpoint, st.text(), st.text())).map(tuple),
+    st.binary(),
 )
 GRANTS = st.builds(
     Grant, U64, U64, st.sampled_from(Operation), st.lists(U64, max_size=5).map(tuple), U64, REALS

@@ -33,7 +33,8 @@ class Peer:
         if name == "describe":
             peer = self.agent.descriptor
             endpoints = [[each.transport, each.address] for each in peer.endpoints]
-            return {"node_id": peer.node_id, "epoch": peer.epoch, "endpoints": endpoints, "pid": os.getpid()}
+            about = {"node_id": peer.node_id, "epoch": peer.epoch, "secret": peer.secret.hex()}
+            return {**about, "endpoints": endpoints, "pid": os.getpid()}
         if name == "allocate":
             segment, memory = allocated(self.agent, command["num_bytes"], self.has_gpu)
             self.segments[segment.segment_id], self.memory[segment.segment_id] = segment, memory

@@ -47,7 +47,9 @@ class RemotePeer:
         self._answers: dict[int, dict] = {}
         about = self.ask(do="describe")
         endpoints = tuple(Endpoint(*each) for each in about["endpoints"])
-        self.descriptor = PeerDescriptor(about["node_id"], about["epoch"], endpoints)
+        self.descriptor = PeerDescriptor(
+            about["node_id"], about["epoch"], endpoints, bytes.fromhex(about["secret"])
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -20,6 +20,7 @@ from transfer import segment as segments
 from transfer.agent import TransferAgent
 from transfer.batch import Pieces, Priority
 from transfer.dma_buf import PAGE_BYTES, CudaDriver, offset_of, register
+from transfer.greeting import PeerKey
 from transfer.holdings import Holdings
 from transfer.rdma_transport import RdmaTarget, RdmaTransport
 from transfer.reactor import Reactor
@@ -310,7 +311,7 @@ class Owner:
         self.holdings = Holdings(clock, None)
         self.registrations = Registrations([self.rail], lambda device: NOWHERE)
         target = RdmaTarget(self.registrations, self.holdings)
-        self.server = TcpServer("127.0.0.1", 0, EPOCH, self.holdings, [reactor], target)
+        self.server = TcpServer("127.0.0.1", 0, PeerKey(b"", EPOCH), self.holdings, [reactor], target)
         self.memory = bytearray(64)
         self.segment = self.holdings.register_device(device_memory(self.memory), is_served=True)
         self.peer = PeerDescriptor("peer", EPOCH, (Endpoint("rdma", self.server.address),))

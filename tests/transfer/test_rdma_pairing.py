@@ -15,6 +15,7 @@ from tests.transfer.made_up_rails import NOWHERE, FakeRail
 from transfer import rdma_pairing
 from transfer import segment as segments
 from transfer.batch import Pieces, Priority
+from transfer.greeting import PeerKey
 from transfer.holdings import Holdings
 from transfer.rails import MAX_ERRORS, REST_S, RailHealth
 from transfer.rdma import MAX_OUTSTANDING, Ended
@@ -43,11 +44,11 @@ class Bed:
             pair=lambda link, offer: offer, cut=lambda link: None, admit=lambda generation, digest: ADMITTED
         )
         self.holdings = Holdings(self.clock, None)
-        self.server = TcpServer("127.0.0.1", 0, EPOCH, self.holdings, [reactor], agrees)
+        self.server = TcpServer("127.0.0.1", 0, PeerKey(b"", EPOCH), self.holdings, [reactor], agrees)
 
     async def paired(self, num_rails: int = 2) -> Pairing:
         rails = self.rails[:num_rails]
-        pairing = Pairing(self.server.address, EPOCH, rails, self.health, {}, self.clock)
+        pairing = Pairing(self.server.address, PeerKey(b"", EPOCH), rails, self.health, {}, self.clock)
         self.pairings.append(pairing)
         await pairing.ready()
         return pairing

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -10,14 +11,16 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from base.clock import ManualClock
+from base.clock import ManualClock, SystemClock
 from base.config import TransferConfig
-from base.errors import LeaseExpiredError, ProtocolError, ServeError, StaleError
-from base.grants import Grant, Operation
+from base.errors import LeaseExpiredError, ProtocolError, ServeError, StaleError, TransferFailedError
+from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from tests.transfer.made_up_rails import FakeRail
 from transfer.agent import TransferAgent
+from transfer.batch import batch_of
 from transfer.board import digest_of
 from transfer.frame import HEADER_BYTES, Header, Kind, pack, refusal_error, table_of, unpack_header
+from transfer.greeting import SECRET_BYTES, Nonces, PeerKey, proof, proves
 from transfer.holdings import Holdings
 from transfer.rdma import QueuePairEnd
 from transfer.rdma_holds import ADMISSION_BYTES, pack_admission
@@ -28,6 +31,8 @@ from transfer.tcp_server import TcpServer
 from transfer.topology import Distance
 
 EPOCH = 77
+SECRET = bytes(range(SECRET_BYTES))
+HELLO = pack(Header(Kind.HELLO, 0, 0, EPOCH, 1, 2))
 TABLE = table_of(np.array([0, 8]), np.array([4, 4]))
 BLOCK = 1 << 20
 
@@ -42,7 +47,7 @@ async def agent(
     clock: ManualClock, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[TransferAgent]:
     monkeypatch.setattr("transfer.agent.num_reactors", lambda connections: request.param)
-    async with TransferAgent("owner", EPOCH, TransferConfig(transports=("tcp",)), clock) as started:
+    async with owner(clock) as started:
         yield started
 
 
@@ -78,9 +83,29 @@ async def received(sock: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
+def known_bits(count: int) -> int:
+    """Return SECRET where a secret is drawn, else what nobody knows."""
+    return int.from_bytes(SECRET, "little") if count == 8 * SECRET_BYTES else secrets.randbits(count)
+
+
+def owner(clock: ManualClock, transport: str = "tcp") -> TransferAgent:
+    config = TransferConfig(transports=(transport,))
+    return TransferAgent("owner", EPOCH, config, clock, random_bits=known_bits)
+
+
+async def challenged(sock: socket.socket) -> Nonces:
+    sock.sendall(HELLO)
+    header = unpack_header(await received(sock, HEADER_BYTES))
+    assert header.kind is Kind.CHALLENGE
+    return Nonces((1, 2), (header.generation, header.offset))
+
+
 async def greeted(sock: socket.socket) -> socket.socket:
-    sock.sendall(pack(Header(Kind.HELLO, segment_id=EPOCH)))
-    assert unpack_header(await received(sock, HEADER_BYTES)).kind is Kind.WELCOME
+    nonces = await challenged(sock)
+    sock.sendall(pack(proof(Kind.PROOF, SECRET, EPOCH, nonces)))
+    welcome = unpack_header(await received(sock, HEADER_BYTES))
+    assert welcome.kind is Kind.WELCOME
+    assert proves(welcome, SECRET, EPOCH, nonces)
     return sock
 
 
@@ -165,10 +190,10 @@ async def test_a_range_outside_the_grant_is_refused_and_the_connection_goes_on(a
         b"GET / HTTP/1.1\r\n\r\n" * 10,
         pack(Header(Kind.READ, 1, 8, 1, 1)),
         pack(Header(Kind.ACK, 1)),
-        pack(Header(Kind.HELLO, segment_id=EPOCH)) * 2,
-        pack(Header(Kind.HELLO, segment_id=EPOCH)) + pack(Header(Kind.DATA, 1, 0)),
-        pack(Header(Kind.HELLO, segment_id=EPOCH)) + pack(Header(Kind.PAIR, 1, 1)) + b"x",
-        pack(Header(Kind.HELLO, segment_id=EPOCH)) + pack(Header(Kind.WRITE, 1, 9, 1, 1), TABLE),
+        HELLO * 2,
+        HELLO + pack(Header(Kind.DATA, 1, 0)),
+        HELLO + pack(Header(Kind.PAIR, 1, 1)) + b"x",
+        HELLO + pack(Header(Kind.WRITE, 1, 9, 1, 1), TABLE),
     ],
 )
 async def test_whoever_breaks_the_protocol_is_disconnected_and_others_are_served(
@@ -262,6 +287,44 @@ async def test_a_peer_of_another_epoch_is_not_served(dial) -> None:
     assert isinstance(await refusal(sock), StaleError)
 
 
+@pytest.mark.parametrize(
+    "how", ["no proof", "another secret", "no secret", "a proof heard before", "a WELCOME"]
+)
+async def test_who_does_not_know_the_secret_is_not_served(agent, segment, dial, how) -> None:
+    grant = agent.grant(segment, (0,), BLOCK, Operation.WRITE, 60.0)
+    heard = proof(Kind.PROOF, SECRET, EPOCH, await challenged(dial()))
+    sock = dial()
+    nonces = await challenged(sock)
+    words = {
+        "no proof": Header(Kind.PROOF),
+        "another secret": proof(Kind.PROOF, bytes(SECRET_BYTES), EPOCH, nonces),
+        "no secret": proof(Kind.PROOF, b"", EPOCH, nonces),
+        "a proof heard before": heard,
+        "a WELCOME": proof(Kind.WELCOME, SECRET, EPOCH, nonces)._replace(kind=Kind.PROOF),
+    }
+    sock.sendall(pack(words[how]) + write_head(grant, 4) + b"\1" * 4)
+    assert await received(sock, 1) == b""
+    assert segment.memory[:4] == bytes(4)
+
+
+async def test_an_owner_that_does_not_know_the_secret_is_sent_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = Endpoint("tcp", f"127.0.0.1:{listener.getsockname()[1]}")
+        peer = PeerDescriptor("owner", EPOCH, (endpoint,), SECRET)
+        async with TransferAgent("us", 2, TransferConfig(transports=("tcp",)), SystemClock()) as agent:
+            segment = agent.allocate(BLOCK)
+            grant = Grant(9, 1, Operation.WRITE, (0,), 64, 60.0)
+            writing = asyncio.ensure_future(agent.write(peer, grant, batch_of(segment, [0], [0], 64)))
+            sock, _ = await asyncio.to_thread(listener.accept)
+            with sock:
+                sock.settimeout(10)
+                assert unpack_header(await received(sock, HEADER_BYTES)).kind is Kind.HELLO
+                sock.sendall(pack(Header(Kind.WELCOME)))
+                assert await received(sock, 1) == b""
+            with pytest.raises(TransferFailedError):
+                await writing
+
+
 async def test_a_peer_that_leaves_in_the_middle_of_a_write_holds_nothing(agent, segment, dial) -> None:
     grant = agent.grant(segment, (0,), BLOCK, Operation.WRITE, 60.0)
     sock = await greeted(dial())
@@ -278,7 +341,7 @@ async def holder(clock, monkeypatch):
     rail = FakeRail("one", key=9)
     monkeypatch.setattr("transfer.agent.open_rails", lambda driver: ([rail], ""))
     monkeypatch.setattr("transfer.agent.CUT_AFTER_S", 0.05)
-    async with TransferAgent("owner", EPOCH, TransferConfig(transports=("rdma",)), clock) as agent:
+    async with owner(clock, "rdma") as agent:
         segment = agent.allocate(BLOCK)
         grant = agent.grant(segment, (0,), BLOCK, Operation.WRITE, 60.0)
         host, _, port = agent.descriptor.endpoints[0].address.rpartition(":")
@@ -323,8 +386,7 @@ async def test_connections_are_dealt_out_and_a_revocation_waits_for_those_of_eve
     clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transfer.agent.num_reactors", lambda connections: 2)
-    config = TransferConfig(transports=("tcp",))
-    async with TransferAgent("owner", EPOCH, config, clock) as agent:
+    async with owner(clock) as agent:
         segment = agent.allocate(BLOCK)
         grant = agent.grant(segment, [0], BLOCK, Operation.WRITE, 10.0)
         header = Header(Kind.WRITE, 1, BLOCK, grant.segment_id, grant.generation, 0)
@@ -347,7 +409,7 @@ async def test_connections_are_dealt_out_and_a_revocation_waits_for_those_of_eve
 
 def test_a_connection_that_comes_as_the_server_closes_is_closed(clock: ManualClock) -> None:
     reactor, (ours, theirs) = Reactor("test"), socket.socketpair()
-    server = TcpServer("127.0.0.1", 0, EPOCH, Holdings(clock, None), [reactor])
+    server = TcpServer("127.0.0.1", 0, PeerKey(SECRET, EPOCH), Holdings(clock, None), [reactor])
     server.close()
     reactor.post(lambda: server._desks[0].take(ours))
     reactor.stop()
