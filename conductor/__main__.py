@@ -75,7 +75,8 @@ async def serve(config: ConductorProcess, model: ServedModel) -> None:
     )
     dispatcher = Dispatcher(membership, view, cost, observer, clock, settings, limits)
     clients = TracedDispatcher(dispatcher, spans) if spans is not None else dispatcher
-    completions = Completions(model, clients, metrics, clock, server.max_waiting)
+    bounds = (server.max_waiting, int(server.max_body_mib * (1 << 20)), bool(server.keys_file))
+    completions = Completions(model, clients, metrics, clock, *bounds)
     lease = Lease(server.lease_s, server.heartbeat_s, rng.getrandbits(63))
     nodes = AttachService(membership, lease, clock, server.tls.is_set)
     panels = PanelValues(server.prometheus, wall_clock_s)

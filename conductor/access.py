@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from base.errors import ForbiddenError, ServeError, UnauthenticatedError
 from base.rpc import Context
 from conductor.headers import TENANT_HEADER
-from conductor.keys import KeyRing
+from conductor.keys import ClientRequest, KeyRing
 from conductor.openai_errors import http_error
 from conductor.web_page import FILES
 
@@ -36,6 +36,8 @@ CLIENT_PATHS = {
 }
 CLIENT_FOLDER = "/v1/models/"
 BEARER = "bearer "
+CHARGE = "conductor.charge"
+"""Names, in an HTTP call's scope, what counts more sequences in its tenant's quota."""
 
 
 class Access:
@@ -83,18 +85,19 @@ class Access:
             yield
             return
         headers = MutableHeaders(scope=scope)
-        with self._client(keys, headers, path in CLIENT_PATHS or path.startswith(CLIENT_FOLDER)) as tenant:
+        with self._client(keys, headers, path in CLIENT_PATHS or path.startswith(CLIENT_FOLDER)) as request:
             # What reads the header behind the gate reads the truth.
-            headers[TENANT_HEADER] = tenant
+            headers[TENANT_HEADER] = request.tenant
+            scope[CHARGE] = request.charge
             yield
 
     @contextmanager
-    def _client(self, keys: KeyRing, said: Mapping[str, str], for_clients: bool) -> Iterator[str]:
+    def _client(self, keys: KeyRing, said: Mapping[str, str], for_clients: bool) -> Iterator[ClientRequest]:
         key = keys.find(_bearer(said))
         if not for_clients and not key.operator:
             raise ForbiddenError("this is for operators: conductor keys add NAME --operator")
-        with keys.request(key.tenant):
-            yield key.tenant
+        with keys.request(key.tenant) as request:
+            yield request
 
 
 def metadata(context: Context) -> dict[str, str]:

@@ -26,8 +26,12 @@ from base.request import FinishReason, SampledToken, Slo
 from conductor.generated import Dispatcher, Generated
 from conductor.options import TextRequest
 from conductor.served_model import ServedModel
+from conductor.shares import Shares
 from conductor.text_stream import TextStream
 from conductor.tokenizer import Detokenizer
+
+MAX_BODIES = 32
+"""Bodies of the greatest length whose bytes may be held at once; shorter ones may be more."""
 
 
 class Piece(NamedTuple):
@@ -43,21 +47,49 @@ class Piece(NamedTuple):
 
 
 class InProgress:
-    """A client's call, for the length of a `with`; gives the moment it arrived.
+    """A client's call, for the length of a `with`: its places, one for each choice, and its body's bytes.
 
     Raises:
         UnavailableError: the conductor is draining.
-        RejectedError: too many calls are in progress.
+        RejectedError: too much is in progress, or too much of this tenant's.
     """
 
-    def __init__(self, completions: Completions) -> None:
+    def __init__(self, completions: Completions, tenant: str) -> None:
         self._completions = completions
+        self._tenant = tenant
+        self._num_places = self._num_bytes = 0
+        self.arrived_at_s = 0.0
 
-    def __enter__(self) -> float:
-        return self._completions.begin()
+    def __enter__(self) -> InProgress:
+        self.arrived_at_s = self._completions.begin()
+        try:
+            self.take_places(1)
+        except RejectedError:
+            self._completions.end()
+            raise
+        return self
 
     def __exit__(self, *error: object) -> None:
+        self._completions.places.give_back(self._tenant, self._num_places)
+        self._completions.bodies.give_back(self._tenant, self._num_bytes)
         self._completions.end()
+
+    def take_places(self, count: int) -> None:
+        """Count `count` more sequences; raises RejectedError."""
+        places = self._completions.places
+        if not places.take(self._tenant, count):
+            raise RejectedError(
+                f"{places.num_taken} of {places.total} sequences are in progress (server.max_waiting), "
+                f"and {count} more are not to be had"
+            )
+        self._num_places += count
+
+    def take_bytes(self, count: int) -> None:
+        """Count `count` more bytes of the call's body; raises RejectedError."""
+        bodies = self._completions.bodies
+        if not bodies.take(self._tenant, count):
+            raise RejectedError(f"the bodies of calls in progress have {bodies.num_taken} bytes already")
+        self._num_bytes += count
 
 
 class Completions:
@@ -70,18 +102,23 @@ class Completions:
         metrics: ConductorMetrics,
         clock: Clock,
         max_calls: int,
+        max_body_bytes: int = 8 << 20,
+        has_tenants: bool = False,
     ) -> None:
         """Begin with no call.
 
         Args:
-            max_calls: Calls in progress at most, those that still send their prompt
-                included: what bounds the memory that unread prompts take.
+            max_calls: Sequences in progress at most, one for each choice of a call; calls that still
+                send their prompt count as one.
+            max_body_bytes: The bytes of a body, at most; all together may have `MAX_BODIES` times as many.
+            has_tenants: Whether tenants are known by keys: then none may take all.
         """
         self.model = model
         self.metrics = metrics
         self.clock = clock
         self._dispatcher = dispatcher
-        self._max_calls = max_calls
+        self.places = Shares(max_calls, has_tenants)
+        self.bodies = Shares(MAX_BODIES * max_body_bytes, has_tenants)
         self._num_calls = 0
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -92,16 +129,14 @@ class Completions:
         """Whether a call that comes now would be served."""
         return self._dispatcher.is_ready and not self._is_draining
 
-    def call(self) -> InProgress:
+    def call(self, tenant: str = "") -> InProgress:
         """Return what it is to be in the middle of a client's call."""
-        return InProgress(self)
+        return InProgress(self, tenant)
 
     def begin(self) -> float:
-        """Count a call; raises as `InProgress` does."""
+        """Count a call, and return the moment; raises UnavailableError when draining."""
         if self._is_draining:
             raise UnavailableError("the conductor is shutting down")
-        if self._num_calls >= self._max_calls:
-            raise RejectedError(f"{self._num_calls} calls are in progress, the limit of server.max_waiting")
         self._num_calls += 1
         self._idle.clear()
         return self.clock.now_s()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from base.errors import InvalidRequestError
@@ -29,6 +29,8 @@ class Caller(NamedTuple):
     slo: Slo
     tenant: str = ""
     traceparent: str = ""
+    charge: Callable[[int], None] = lambda count: None
+    """Counts sequences beside the call's first; raises RejectedError where there is no room."""
 
 
 def header_slo(headers: Mapping[str, str], default: Slo) -> Slo:

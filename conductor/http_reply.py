@@ -9,7 +9,7 @@ that a request rejected after it was queued still is a 429.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from starlette.types import Receive, Send
@@ -80,13 +80,16 @@ class Reply:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 
-async def read_body(receive: Receive, declared_bytes: int, max_bytes: int) -> bytes:
+async def read_body(
+    receive: Receive, declared_bytes: int, max_bytes: int, arrived: Callable[[int], None]
+) -> bytes:
     """Return the body of a call.
 
     Args:
         receive: The call's.
         declared_bytes: Its content-length; 0 where it has none.
         max_bytes: More is refused, without reading it.
+        arrived: Called with the number of bytes of each part; may raise ServeError.
 
     Raises:
         BodyError: it is too long or comes too slowly.
@@ -103,7 +106,8 @@ async def read_body(receive: Receive, declared_bytes: int, max_bytes: int) -> by
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGoneError
-                body += message.get("body", b"")
+                body += (part := message.get("body", b""))
+                arrived(len(part))
                 if len(body) > max_bytes:
                     raise too_long
                 if not message.get("more_body"):

@@ -20,8 +20,6 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +56,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one tenant may do with all its keys together; 0: without bound."""
+    """What one tenant may do with all its keys together; 0: without bound. Each choice of a call counts."""
 
     requests_per_s: float = 0.0
     burst: int = 1
@@ -141,8 +139,46 @@ class TokenBucket:
             self._tokens -= 1.0
         self.num_running += 1
 
-    def give_back(self) -> None:
-        self.num_running -= 1
+    def take_more(self, tenant: str, count: int) -> None:
+        """Count further sequences of a request in; raises RejectedError.
+
+        Their rate is a debt: the requests that follow wait until it is paid.
+        """
+        quota = self._quota
+        if quota.concurrent and self.num_running + count > quota.concurrent:
+            raise RejectedError(
+                f"tenant {tenant} has {self.num_running} requests in progress, and may have "
+                f"{quota.concurrent}: there is no room for {count} choices more",
+                BUSY_RETRY_S,
+            )
+        if quota.requests_per_s:
+            self._tokens -= count
+        self.num_running += count
+
+    def give_back(self, count: int) -> None:
+        self.num_running -= count
+
+
+class ClientRequest:
+    """One request of a tenant in its quota, for the length of a `with`."""
+
+    def __init__(self, tenant: str, bucket: TokenBucket) -> None:
+        self.tenant = tenant
+        self._bucket = bucket
+        self._count = 0
+
+    def __enter__(self) -> ClientRequest:
+        self._bucket.take(self.tenant)
+        self._count = 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bucket.give_back(self._count)
+
+    def charge(self, count: int) -> None:
+        """Count `count` more sequences, such as choices; raises RejectedError."""
+        self._bucket.take_more(self.tenant, count)
+        self._count += count
 
 
 class KeyRing:
@@ -168,15 +204,9 @@ class KeyRing:
             raise UnauthenticatedError("a valid API key is wanted: Authorization: Bearer ck-...")
         return found
 
-    @contextmanager
-    def request(self, tenant: str) -> Iterator[None]:
-        """Be one request of `tenant`; raises RejectedError where its quota is used up."""
-        bucket = self._buckets[tenant]
-        bucket.take(tenant)
-        try:
-            yield
-        finally:
-            bucket.give_back()
+    def request(self, tenant: str) -> ClientRequest:
+        """Return one request of `tenant`; entering it raises RejectedError where the quota is used up."""
+        return ClientRequest(tenant, self._buckets[tenant])
 
     def _look_again(self) -> None:
         now_s = self._clock.now_s()

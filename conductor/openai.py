@@ -33,8 +33,9 @@ from base.errors import InvalidRequestError, ServeError
 from base.logs import event
 from base.metrics import CONTENT_TYPE, exposition
 from base.request import Slo
+from conductor.access import CHARGE
 from conductor.body_bounds import check_structure
-from conductor.completion import Completions
+from conductor.completion import Completions, InProgress
 from conductor.headers import TENANT_HEADER, Caller, header_slo, header_traceparent
 from conductor.http_reply import BodyError, ClientGoneError, Reply, read_body, while_connected
 from conductor.openai_errors import HttpError, http_error, internal_error
@@ -152,19 +153,18 @@ class _Call:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(send, self._request_id)
         try:
-            with self._completions.call() as arrived_at_s:
-                # Not Starlette's, which looks through all of them for each.
-                headers = {
-                    name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-                }
+            # Not Starlette's, which looks through all of them for each.
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            tenant = headers.get(TENANT_HEADER, "")
+            with self._completions.call(tenant) as call:
                 if given := headers.get("x-request-id"):
                     check_request_id(given)
                     reply.request_id = given
                 slo = header_slo(headers, self._default_slo)
-                tenant = headers.get(TENANT_HEADER, "")
-                caller = Caller(arrived_at_s, slo, tenant, header_traceparent(headers))
-                declared = headers.get("content-length", "0")
-                body = await read_body(receive, int(declared), self._max_body_bytes)
+                charge = _charging(call, scope.get(CHARGE))
+                caller = Caller(call.arrived_at_s, slo, tenant, header_traceparent(headers), charge)
+                declared = int(headers.get("content-length", "0"))
+                body = await read_body(receive, declared, self._max_body_bytes, call.take_bytes)
                 await check_structure(body)
                 await while_connected(receive, self._work(body, caller, reply))
         except ClientGoneError:
@@ -177,6 +177,17 @@ class _Call:
             # The border: nobody above could tell the client.
             log.exception("call failed request_id=%s", reply.request_id)
             await reply.fail(internal_error())
+
+
+def _charging(call: InProgress, quota: Callable[[int], None] | None) -> Callable[[int], None]:
+    """Return what counts more sequences: among all in progress, and in the tenant's quota if there is one."""
+
+    def charge(count: int) -> None:
+        call.take_places(count)
+        if quota is not None:
+            quota(count)
+
+    return charge
 
 
 class _Texts:

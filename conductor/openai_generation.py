@@ -69,6 +69,7 @@ class Generation:
             max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
             options = to_options(body, max_tokens, num_chat_logprobs(body), caller)
             check_options(options, self._model)
+            caller.charge((body.n or 1) - 1)
             token_ids = await chat_token_ids(
                 self._model,
                 chat_messages(body.messages),
@@ -88,6 +89,7 @@ class Generation:
         check_options(options, self._model)
         if len(body.prompt) * (body.n or 1) > MAX_CHOICES:
             raise InvalidRequestError(f"n: at most {MAX_CHOICES} choices of all prompts together", "n")
+        caller.charge(len(body.prompt) * (body.n or 1) - 1)
         prompts = [await self._prompt(body, given, options) for given in body.prompt]
         requests = self._requests(prompts, options, caller, reply, DEFAULT_COMPLETION_TOKENS)
         await self._answer(COMPLETION, body, prompts, requests, reply)

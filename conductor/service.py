@@ -80,13 +80,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        with self._completions.call() as arrived_at_s:
+        tenant = self._access.tenant(metadata(context))
+        with self._completions.call(tenant) as call:
+            call.take_bytes(request.ByteSize())
             spelling = {
                 **_FIELD_OF,
                 "prompt": _PROMPT_FIELD_OF.get(request.WhichOneof("input") or "", "input"),
             }
             with params_spelled(spelling):
-                asked, request_id = await self._asked(request, arrived_at_s, context)
+                asked, request_id = await self._asked(request, call.arrived_at_s, tenant, context)
             num_tokens = 0
             async with aclosing(self._completions.generate(asked)) as pieces:
                 async for piece in pieces:
@@ -111,13 +113,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self,
         message: inference_pb2.GenerateRequest,
         arrived_at_s: float,
+        tenant: str,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> tuple[TextRequest, str]:
         check_request_id(message.request_id)
         require_model(self._model, message.model or None)
         said = metadata(context)
         slo = _slo(message.slo, header_slo(said, self._default_slo), context.time_remaining())
-        caller = Caller(arrived_at_s, slo, self._access.tenant(said), header_traceparent(said))
+        caller = Caller(arrived_at_s, slo, tenant, header_traceparent(said))
         options = _options(message, caller, context.time_remaining())
         check_options(options, self._model)
         token_ids = await self._token_ids(message)

@@ -208,6 +208,35 @@ async def test_a_tenants_requests_in_progress_are_bounded(model, tmp_path):
                     break
 
 
+async def test_the_choices_of_a_call_count_in_its_tenants_quota(model, tmp_path):
+    keys = Keys(tmp_path, concurrent=4)
+    async with (
+        guarded(model, keys, lambda request: [WAIT]) as api,
+        httpx.AsyncClient(base_url=api.url) as client,
+    ):
+        asked = {**HELLO, "n": 3}
+        running = asyncio.create_task(client.post(CHAT, json=asked, headers=keys.header("a")))
+        await api.dispatcher.until(lambda dispatcher: dispatcher.num_open == 1)
+        refused = await client.post(CHAT, json={**HELLO, "n": 2}, headers=keys.header("a"))
+        assert refused.status_code == 429
+        assert "1 choices more" in refused.json()["error"]["message"]
+        running.cancel()
+        await api.completions.wait_idle()
+
+
+def test_the_choices_of_a_call_are_owed_to_the_rate():
+    clock = SetClock()
+    bucket = TokenBucket(Quota(requests_per_s=1.0, burst=2), clock)
+    bucket.take("t")
+    bucket.take_more("t", 4)
+    clock.at_s = 3.5
+    with pytest.raises(RejectedError) as refused:
+        bucket.take("t")
+    assert refused.value.retry_after_s == 0.5
+    clock.at_s = 4.0
+    bucket.take("t")
+
+
 class SetClock:
     def __init__(self):
         self.at_s = 0.0
@@ -231,7 +260,7 @@ def test_a_bucket_never_lets_more_through_than_its_quota(quota, steps):
                 num_taken += 1
         elif step == "end":
             if bucket.num_running:
-                bucket.give_back()
+                bucket.give_back(1)
         else:
             clock.at_s += step
         assert bucket.num_running <= quota.concurrent

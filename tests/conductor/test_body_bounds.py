@@ -104,7 +104,10 @@ def test_a_table_of_wrong_biases_is_left_as_a_whole():
     ids=["echo of -1", "echo of a large id", "echo of many", "text of -1", "text of many", "unknown lists"],
 )
 async def test_ids_are_checked_before_they_are_decoded(model, path, body, param):
-    async with serving(model, spoken(model, "no")) as api, httpx.AsyncClient(base_url=api.url) as client:
+    async with (
+        serving(model, lambda request: spoken(model, "no")) as api,
+        httpx.AsyncClient(base_url=api.url) as client,
+    ):
         answer = await client.post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 

@@ -45,10 +45,10 @@ async def run(model, slo=UNBOUNDED, gap_s=0.25, failure=None, limit=None):
     metrics = ConductorMetrics(process_registry(), MODEL)
     dispatcher = TimedDispatcher(model, metrics, clock, gap_s, failure)
     completions = Completions(model, dispatcher, metrics, clock, max_calls=1)
-    with completions.call() as arrived_at_s:
+    with completions.call() as call:
         clock.advance(0.0625)
         request = make_request(
-            RequestId("r"), (5, 6, 7), Options(slo=slo), model, random.Random(1), arrived_at_s
+            RequestId("r"), (5, 6, 7), Options(slo=slo), model, random.Random(1), call.arrived_at_s
         )
         with pytest.raises(type(failure)) if failure else nullcontext():
             async with aclosing(completions.generate(request)) as pieces:
