@@ -217,9 +217,7 @@ class NodesConfig:
     def __post_init__(self) -> None:
         for key in ("attach_port", "metrics_port"):
             _require(0 <= getattr(self, key) <= 65535, key, "between 0 and 65535")
-        _require(
-            bool(self.tls.ca) == self.tls.is_set, "tls.ca", "set where tls.cert is: both ends are checked"
-        )
+        _require(bool(self.tls.ca) == self.tls.is_set, "tls.ca", "set where tls.cert is: both are checked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +274,8 @@ class StoreConfig:
     """Of each node, from its engine's cache, at most."""
     replicate_mib_per_s: float = 0.0
     """Copying of hot blocks to other members, at most; 0: none. Needs `redis_url` or `peers`."""
+    insecure: bool = False
+    """Let nodes' stores listen beyond loopback without `nodes.tls`: who reaches one has all blocks."""
 
     def __post_init__(self) -> None:
         _require(self.dram_gib >= 0, "dram_gib", "not negative")

@@ -96,6 +96,15 @@ def dialling_context(tls: TlsConfig, where: str) -> ssl.SSLContext | None:
     return _context(tls, where, ssl.PROTOCOL_TLS_CLIENT)
 
 
+def dialling_credentials(tls: TlsConfig, where: str) -> grpc.ChannelCredentials | None:
+    """Return what a process dials gRPC with; None: without TLS. Raises ConfigError as `Certificates`."""
+    if not tls.is_set:
+        return None
+    _context(tls, where, ssl.PROTOCOL_TLS_CLIENT)
+    cert, key, ca = _read(tls, where)
+    return grpc.ssl_channel_credentials(ca, key, cert)
+
+
 def _read(tls: TlsConfig, where: str) -> tuple[bytes, bytes, bytes | None]:
     cert = _pem(tls.cert, f"{where}.cert", b"CERTIFICATE")
     key = _pem(tls.key, f"{where}.key", b"PRIVATE KEY")

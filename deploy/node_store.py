@@ -83,12 +83,12 @@ async def node_store(
         event(log, "no store for several ranks without dram_gib", level=logging.WARNING)
         yield None
         return
-    settings = of_node(config.store, config.node_id, engine.layout.block_bytes, config.transfer)
+    settings = of_node(config, engine.layout.block_bytes)
     beside = partial(_beside, config.store, PagedBlocks(engine.pool, engine.layout), clock, metrics)
     sums = partial(block_sums, engine.cache)
     one_segment = partial(SegmentMover, segment=segment, block_bytes=engine.layout.block_bytes, sums=sums)
     if not config.store.dram_gib:
-        async with block_cache(settings.redis_url, settings.peers, agent, clock) as cache:
+        async with block_cache(settings.redis_url, settings.peers, agent, clock, settings.tls) as cache:
             yield NodeStore(beside(one_segment(cache), None), None)
         return
     async with hosted_store(settings, agent, clock, metrics) as hosted:

@@ -90,8 +90,13 @@ class LocalAccess:
 class RemoteAccess:
     """A store of another process. Raises UnavailableError when it does not answer."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
+        """Begin; `credentials` are a node's, from `base/tls.py`: None where stores have no TLS."""
+        self._channel = (
+            grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        )
         self._stub = KvStoreStub(self._channel)
 
     async def match(self, chain: Sequence[BlockHash]) -> Found:

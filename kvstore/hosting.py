@@ -14,16 +14,22 @@ import asyncio
 import logging
 import random
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import grpc
+
 from base.clock import Clock
+from base.config import TlsConfig
 from base.logs import event
 from base.metrics import StoreMetrics
 from base.request import NodeId
-from base.rpc import Port, start_server
+from base.rpc import Port, admit_all, start_server
+from base.tls import Certificates, dialling_credentials
+from kvstore.access import RemoteAccess
 from kvstore.client import BlockCache
 from kvstore.directory import RedisDirectory
 from kvstore.disk import DiskTier, opened
@@ -32,7 +38,7 @@ from kvstore.member import Member
 from kvstore.peers import PeerDirectory
 from kvstore.pool import HostPool, PoolLimits
 from kvstore.replication import Replicator
-from kvstore.service import store_service
+from kvstore.service import admit_nodes, store_service
 from kvstore.settings import StoreProcess
 from kvstore.store import Store
 from transfer.agent import TransferAgent
@@ -75,24 +81,20 @@ async def hosted_store(
     disk = await _opened_disk(settings)
     store = Store(agent, pool, settings.block_bytes, disk, metrics)
     members: list[Member] = []
-    server, port, _ = await start_server(
-        [store_service(store, lambda: members[0])],
-        lambda: True,
-        Port(f"{settings.host}:{settings.port}"),
-        MAX_MESSAGE_BYTES,
-    )
+    server, address = await _listening(settings, store, clock, lambda: members[0])
     member = Member(
         node_id=NodeId(settings.node_id),
         epoch=agent.descriptor.epoch,
-        address=f"{settings.host}:{port}",
+        address=address,
         host=socket.gethostname(),
         peer=agent.descriptor,
         block_bytes=settings.block_bytes,
     )
     members.append(member)
-    directory = _directory(settings, clock, member, store)
+    reach = partial(RemoteAccess, credentials=dialling_credentials(settings.tls, "tls"))
+    directory = _directory(settings, clock, (member, store), reach)
     store.join(directory)
-    cache = BlockCache(agent, directory, clock, (member, store))
+    cache = BlockCache(agent, directory, clock, (member, store), reach)
     try:
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(keep_up(store))]
@@ -100,14 +102,16 @@ async def hosted_store(
             background.append(tasks.create_task(replicate(store, cache, member, bytes_per_s)))
             background.append(tasks.create_task(_running(directory)))
             yield HostedStore(member, store, cache)
-            await server.stop(DRAIN_S)
+            if server is not None:
+                await server.stop(DRAIN_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(PERSIST_S):
                     await store.persist()
             for task in background:
                 task.cancel()
     finally:
-        await server.stop(0)
+        if server is not None:
+            await server.stop(0)
         await store.close()
         await cache.close()
         await directory.close()
@@ -117,18 +121,24 @@ async def hosted_store(
 
 @asynccontextmanager
 async def block_cache(
-    redis_url: str, peers: Sequence[str], agent: TransferAgent, clock: Clock
+    redis_url: str,
+    peers: Sequence[str],
+    agent: TransferAgent,
+    clock: Clock,
+    tls: TlsConfig | None = None,
 ) -> AsyncIterator[BlockCache]:
     """A way into the cluster's cache for a process that has no store itself.
 
-    Stores are found in Redis, or where no url is given by asking `peers`, addresses of all of them.
+    Stores are found in Redis, or where no url is given by asking `peers`, addresses of all of them. With
+    `tls`, a node's certificate is shown to them and one asked for.
     """
+    reach = partial(RemoteAccess, credentials=dialling_credentials(tls or TlsConfig(), "tls"))
     directory: RedisDirectory | PeerDirectory
     if redis_url:
         directory = RedisDirectory(redis_url, clock, random.Random(agent.descriptor.epoch))
     else:
-        directory = PeerDirectory(peers, clock)
-    cache = BlockCache(agent, directory, clock)
+        directory = PeerDirectory(peers, clock, reach=reach)
+    cache = BlockCache(agent, directory, clock, reach=reach)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(_running(directory))
@@ -153,11 +163,29 @@ async def _opened_disk(settings: StoreProcess) -> DiskTier | None:
 
 
 def _directory(
-    settings: StoreProcess, clock: Clock, member: Member, store: Store
+    settings: StoreProcess, clock: Clock, own: tuple[Member, Store], reach: Callable[[str], RemoteAccess]
 ) -> RedisDirectory | PeerDirectory:
     if settings.redis_url:
-        return RedisDirectory(settings.redis_url, clock, random.Random(member.epoch), member)
-    return PeerDirectory(settings.peers, clock, (member, store))
+        return RedisDirectory(settings.redis_url, clock, random.Random(own[0].epoch), own[0])
+    return PeerDirectory(settings.peers, clock, own, reach)
+
+
+async def _listening(
+    settings: StoreProcess, store: Store, clock: Clock, describe: Callable[[], Member]
+) -> tuple[grpc.aio.Server | None, str]:
+    """Serve `store` to other processes where any may know of it; return the server and its address."""
+    if not settings.is_listening:
+        return None, ""
+    tls = settings.tls
+    credentials = Certificates(tls, "tls").for_grpc() if tls.is_set else None
+    server, port, _ = await start_server(
+        [store_service(store, clock, describe)],
+        lambda: True,
+        Port(f"{settings.host}:{settings.port}", credentials),
+        MAX_MESSAGE_BYTES,
+        admit_nodes if tls.is_set else admit_all,
+    )
+    return server, f"{settings.host}:{port}"
 
 
 async def keep_up(store: Store) -> None:

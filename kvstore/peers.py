@@ -9,7 +9,7 @@ answer is left out, and rests.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from base.block_hash import BlockHash
 from base.clock import Clock
@@ -25,12 +25,16 @@ class PeerDirectory:
     """Asks our own store, and the members at some addresses. `close` it."""
 
     def __init__(
-        self, addresses: Sequence[str], clock: Clock, own: tuple[Member, Store] | None = None
+        self,
+        addresses: Sequence[str],
+        clock: Clock,
+        own: tuple[Member, Store] | None = None,
+        reach: Callable[[str], RemoteAccess] = RemoteAccess,
     ) -> None:
-        """Begin. Among `addresses` may be our own."""
+        """Begin. Among `addresses` may be our own; `reach` makes the access to one."""
         self._own = own
         mine = None if own is None else own[0].address
-        self._accesses = {address: RemoteAccess(address) for address in addresses if address != mine}
+        self._accesses = {address: reach(address) for address in addresses if address != mine}
         self._resting = Resting(clock)
         self._answered: list[Member] = []
 

@@ -1,22 +1,27 @@
 """The gRPC face of a store: messages in, the store's methods, messages out.
 
-Nothing is decided here. Errors become statuses in `base/rpc.py`.
+Who may call is decided here, and what each peer may hold by `kvstore/peer_holds.py`. Errors become
+statuses in `base/rpc.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import grpc
 
 from base.block_hash import HASH_BYTES, BlockHash
-from base.errors import InvalidRequestError
+from base.clock import Clock
+from base.errors import CapacityError, ForbiddenError, InvalidRequestError, LeaseExpiredError
 from base.rpc import Service
+from base.tls import NODE_NAME
 from base.wire import grant_to
 from kvstore.member import Member
-from kvstore.store import Store
+from kvstore.peer_holds import Held, PeerHolds
+from kvstore.store import LEASE_S, PUT_S, Store
 from kvstore.wire import chain_from, member_to
 from protos import kvstore_pb2 as pb
 from protos.kvstore_pb2_grpc import KvStoreServicer, add_KvStoreServicer_to_server
@@ -24,13 +29,15 @@ from protos.kvstore_pb2_grpc import KvStoreServicer, add_KvStoreServicer_to_serv
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_SOFT_PIN_S = 24 * 3600.0
+"""Also of a pin that names no time: who asked for it may be gone for ever."""
 
 
 class StoreService(KvStoreServicer):
     """Serves one store to other processes."""
 
-    def __init__(self, store: Store, describe: Callable[[], Member]) -> None:
+    def __init__(self, store: Store, clock: Clock, describe: Callable[[], Member]) -> None:
         self._store = store
+        self._holds = PeerHolds(clock, store.pool.num_blocks)
         self._describe = describe
 
     async def Match(self, request: pb.Chain, context: Context) -> pb.MatchResponse:  # noqa: N802
@@ -42,7 +49,12 @@ class StoreService(KvStoreServicer):
         )
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
-        reserved = self._store.reserve(chain_from(request.hashes), request.tenant)
+        chain, peer = chain_from(request.hashes), _peer(context)
+        known = self._store.pool.match(chain)
+        chain = chain[: known + _some(self._holds.room(peer))]
+        reserved = self._store.reserve(chain, request.tenant)
+        if reserved.grant is not None:
+            self._holds.add(peer, (Held.PUT, reserved.ticket), len(reserved.missing), PUT_S)
         return pb.ReserveResponse(
             ticket=reserved.ticket,
             missing=reserved.missing,
@@ -50,14 +62,21 @@ class StoreService(KvStoreServicer):
         )
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:  # noqa: N802
+        if not self._holds.remove(_peer(context), (Held.PUT, request.ticket)):
+            raise LeaseExpiredError(f"put {request.ticket} has ended")
         return pb.CommitResponse(num_stored=await self._store.commit(request.ticket, request.checksums))
 
     async def Abort(self, request: pb.Ticket, context: Context) -> pb.Empty:  # noqa: N802
-        await self._store.abort(request.ticket)
+        if self._holds.remove(_peer(context), (Held.PUT, request.ticket)):
+            await self._store.abort(request.ticket)
         return pb.Empty()
 
     async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.LeaseResponse:  # noqa: N802
+        peer = _peer(context)
+        self._holds.room(peer)
         leased = await self._store.lease(chain_from(request.hashes), request.first)
+        if leased.grant is not None:
+            self._holds.add(peer, (Held.READ, leased.ticket), 0, LEASE_S)
         return pb.LeaseResponse(
             ticket=leased.ticket,
             num_blocks=leased.num_blocks,
@@ -66,13 +85,17 @@ class StoreService(KvStoreServicer):
         )
 
     async def Release(self, request: pb.Ticket, context: Context) -> pb.Empty:  # noqa: N802
-        await self._store.release(request.ticket)
+        if self._holds.remove(_peer(context), (Held.READ, request.ticket)):
+            await self._store.release(request.ticket)
         return pb.Empty()
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:  # noqa: N802
         if not math.isfinite(request.seconds) or not 0 <= request.seconds <= MAX_SOFT_PIN_S:
             raise InvalidRequestError(f"seconds: between 0 and {MAX_SOFT_PIN_S:.0f}", "seconds")
-        pinned = await self._store.pin(chain_from(request.hashes), request.seconds)
+        peer, seconds = _peer(context), request.seconds or MAX_SOFT_PIN_S
+        chain = chain_from(request.hashes)[: _some(self._holds.room(peer))]
+        pinned = await self._store.pin(chain, seconds)
+        self._holds.add(peer, (Held.READ, pinned.ticket), pinned.num_blocks, seconds)
         return pb.PinResponse(ticket=pinned.ticket, num_blocks=pinned.num_blocks)
 
     async def Delete(self, request: pb.Chain, context: Context) -> pb.DeleteResponse:  # noqa: N802
@@ -85,7 +108,27 @@ class StoreService(KvStoreServicer):
         return pb.Empty()
 
 
-def store_service(store: Store, describe: Callable[[], Member]) -> Service:
+def admit_nodes(method: str, context: Context) -> AbstractContextManager[None]:
+    """Admit a caller whose certificate says that it is a node's; raises ForbiddenError for others."""
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    if NODE_NAME.encode() not in names:
+        raise ForbiddenError(f"only a node may call: its certificate must name {NODE_NAME}")
+    return nullcontext()
+
+
+def _some(room: int) -> int:
+    """Return the room of a peer that is to be given some; raises CapacityError where it has none."""
+    if room <= 0:
+        raise CapacityError("this host has as much of the pool as one may: end reservations or pins first")
+    return room
+
+
+def _peer(context: Context) -> str:
+    """Return the caller's host: what it holds outlives its connection."""
+    return str(context.peer()).rpartition(":")[0]
+
+
+def store_service(store: Store, clock: Clock, describe: Callable[[], Member]) -> Service:
     """Return what `base.rpc.start_server` serves. `describe` is asked once it listens."""
-    servicer = StoreService(store, describe)
+    servicer = StoreService(store, clock, describe)
     return Service("conductor.v1.KvStore", lambda server: add_KvStoreServicer_to_server(servicer, server))

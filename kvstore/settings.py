@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from base.config import GIB, StoreConfig, TlsConfig, TransferConfig
+from base.config import GIB, NodeProcess, TlsConfig, TransferConfig
 from base.errors import ConfigError
 from kvstore.eviction import BY_NAME
 from kvstore.record import HEADER_BYTES
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,10 @@ class StoreProcess:
     """Of the pool, for each tenant."""
     disk: DiskSettings = field(default_factory=DiskSettings)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    listens: bool = True
+    """For other stores and programs; nothing listens either where only conductors know of the store."""
     host: str = "127.0.0.1"
-    """Loopback, unless the network is trusted: there is no TLS on this port."""
+    """Beyond loopback it takes `tls`, or `insecure`."""
     port: int = 0
     """0: a free one, printed at start."""
     redis_url: str = ""
@@ -51,7 +55,9 @@ class StoreProcess:
     conductor_addresses: tuple[str, ...] = ()
     """host:port of each conductor's `nodes.attach_port`; its nodes may then read from here."""
     tls: TlsConfig = field(default_factory=TlsConfig)
-    """To the conductor."""
+    """A node's certificate, for the conductor and for other stores, of which each asks for the other's."""
+    insecure: bool = False
+    """Without `tls` beyond loopback: who reaches the port reads and writes all blocks."""
     metrics_port: int = 0
     """On loopback. 0: a free one, printed at start."""
 
@@ -65,8 +71,23 @@ class StoreProcess:
         )
         _require(0 < self.tenant_quota <= 1, "tenant_quota", "above 0 and at most 1")
         _require(self.replicate_mib_per_s >= 0, "replicate_mib_per_s", "not negative")
+        _require(
+            not self.tls.is_set or bool(self.tls.ca), "tls.ca", "the authority of the nodes' certificates"
+        )
+        is_open = self.is_listening and self.host not in LOOPBACK and not self.tls.is_set
+        _require(
+            not is_open or self.insecure,
+            "host",
+            "beyond loopback it takes tls (cert, key and ca), or insecure: true",
+        )
         for key in ("port", "metrics_port"):
             _require(0 <= getattr(self, key) <= 65535, key, "between 0 and 65535")
+
+    @property
+    def is_listening(self) -> bool:
+        """Return whether anybody but conductors may know of this store."""
+        is_known = bool(self.redis_url or self.peers or self.port or not self.conductor_addresses)
+        return self.listens and is_known
 
     @property
     def num_blocks(self) -> int:
@@ -79,26 +100,33 @@ class StoreProcess:
         return int(self.disk.gib * GIB / (self.block_bytes + HEADER_BYTES))
 
 
-def of_node(config: StoreConfig, node_id: str, block_bytes: int, transfer: TransferConfig) -> StoreProcess:
+def of_node(config: NodeProcess, block_bytes: int) -> StoreProcess:
     """Return what a node's part of the block cache is started with; its disk has a folder of its own.
+
+    It listens where a directory tells others of it: conductors have its blocks read without.
 
     Raises:
         ConfigError: the memory has no room for a block.
     """
-    folder = str(Path(config.disk_path).expanduser() / node_id) if config.disk_path else ""
+    store, disk = config.store, DiskSettings()
+    if store.disk_path:
+        disk = DiskSettings(str(Path(store.disk_path).expanduser() / config.node_id), store.disk_gib)
     try:
         return StoreProcess(
-            node_id=node_id,
+            node_id=config.node_id,
             block_bytes=block_bytes,
-            pool_gib=config.dram_gib or block_bytes / GIB,
-            policy=config.policy,
-            tenant_quota=config.tenant_quota,
-            disk=DiskSettings(folder, config.disk_gib),
-            transfer=transfer,
-            host=transfer.host,
-            redis_url=config.redis_url,
-            peers=config.peers,
-            replicate_mib_per_s=config.replicate_mib_per_s,
+            pool_gib=store.dram_gib or block_bytes / GIB,
+            policy=store.policy,
+            tenant_quota=store.tenant_quota,
+            disk=disk,
+            transfer=config.transfer,
+            listens=bool(store.dram_gib and store.redis_url),
+            host=config.transfer.host,
+            redis_url=store.redis_url,
+            peers=store.peers,
+            replicate_mib_per_s=store.replicate_mib_per_s,
+            tls=config.tls,
+            insecure=store.insecure,
         )
     except ValueError as error:
         raise ConfigError(f"store.{error}") from error

@@ -93,7 +93,7 @@ class Cluster:
             agent, HostPool(num_blocks, BY_NAME["lru"], clock, PoolLimits(**limits)), BLOCK_BYTES, disk
         )
         members = []
-        service = store_service(store, lambda: members[0])
+        service = store_service(store, clock, lambda: members[0])
         server, port, _ = await start_server([service], lambda: True, Port("127.0.0.1:0"), 16 << 20)
         self.stack.push_async_callback(server.stop, 0)
         peer = agent.descriptor

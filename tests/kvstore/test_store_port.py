@@ -1,0 +1,194 @@
+"""The store's gRPC port: closed where nothing uses it, nodes' alone with TLS, bounded for each peer."""
+
+import secrets
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from base.clock import ManualClock, SystemClock
+from base.config import (
+    EngineConfig,
+    NodeProcess,
+    StoreConfig,
+    TlsConfig,
+    TransferConfig,
+)
+from base.errors import CapacityError, LeaseExpiredError
+from base.tls import NODE_NAME, dialling_credentials
+from kvstore import peer_holds
+from kvstore.hosting import block_cache, hosted_store
+from kvstore.service import StoreService
+from kvstore.settings import StoreProcess, of_node
+from protos import kvstore_pb2 as pb
+from protos.kvstore_pb2_grpc import KvStoreStub
+from tests.certificates import Authority
+from tests.kvstore.cluster import BLOCK_BYTES, chain_of, load, save
+from transfer.agent import TransferAgent
+
+POOL_GIB = 8 * BLOCK_BYTES / (1 << 30)
+
+
+@asynccontextmanager
+async def hosted(**settings):
+    """A store as a process of its own has it."""
+    config = StoreProcess("s", BLOCK_BYTES, POOL_GIB, **settings)
+    transfer = TransferConfig(transports=("tcp",))
+    clock = SystemClock()
+    async with (
+        TransferAgent("s", secrets.randbits(63), transfer, clock) as agent,
+        hosted_store(config, agent, clock) as store,
+    ):
+        yield store
+
+
+@asynccontextmanager
+async def client(address, tls):
+    async with (
+        TransferAgent(
+            "outside", secrets.randbits(63), TransferConfig(transports=("tcp",)), SystemClock()
+        ) as agent,
+        block_cache("", [address], agent, SystemClock(), tls) as cache,
+    ):
+        yield cache
+
+
+def node(**store):
+    return NodeProcess("n", ("prefill",), "", "", ("127.0.0.1:1",), EngineConfig(), TransferConfig(), **store)
+
+
+def test_a_node_listens_only_where_a_directory_tells_others_of_it():
+    def is_listening(**store):
+        return of_node(node(store=StoreConfig(dram_gib=1.0, **store)), BLOCK_BYTES).is_listening
+
+    assert not is_listening()
+    assert not is_listening(peers=("127.0.0.1:2",))
+    assert is_listening(redis_url="redis://127.0.0.1")
+
+
+async def test_a_storage_process_that_only_conductors_know_has_no_port():
+    async with hosted(conductor_addresses=("127.0.0.1:1",)) as store:
+        assert store.member.address == ""
+        assert await save(store.cache, "abc") == 3
+    async with hosted() as store:
+        assert store.member.address
+
+
+def test_beyond_loopback_it_takes_tls_or_a_word():
+    with pytest.raises(ValueError, match="host: beyond loopback it takes tls"):
+        StoreProcess("s", BLOCK_BYTES, POOL_GIB, host="0.0.0.0")
+    assert StoreProcess("s", BLOCK_BYTES, POOL_GIB, host="0.0.0.0", insecure=True).is_listening
+    with pytest.raises(ValueError, match=r"tls\.ca"):
+        StoreProcess("s", BLOCK_BYTES, POOL_GIB, tls=TlsConfig("c", "k"))
+
+
+METHODS = {
+    "Match": pb.Chain(hashes=b"".join(chain_of("abc"))),
+    "Reserve": pb.ReserveRequest(hashes=b"".join(chain_of("xyz"))),
+    "Commit": pb.CommitRequest(ticket=1),
+    "Abort": pb.Ticket(ticket=1),
+    "Lease": pb.LeaseRequest(hashes=b"".join(chain_of("abc"))),
+    "Release": pb.Ticket(ticket=1),
+    "Pin": pb.PinRequest(hashes=b"".join(chain_of("abc"))),
+    "Delete": pb.Chain(hashes=b"".join(chain_of("abc"))),
+    "Report": pb.ReportRequest(hash=chain_of("abc")[0]),
+}
+
+
+def test_every_method_is_asked_below():
+    (service,) = pb.DESCRIPTOR.services_by_name.values()
+    assert {method.name for method in service.methods} == METHODS.keys()
+
+
+@pytest.mark.parametrize("who", ["plain", "nobody", "a client", "another authority's node"])
+async def test_with_tls_who_is_no_node_learns_and_changes_nothing(tmp_path, who):
+    authority = Authority(tmp_path / "ours")
+    other = Authority(tmp_path / "other", "other")
+    own = authority.issue("node", NODE_NAME)
+    shown = {
+        "plain": None,
+        "nobody": grpc.ssl_channel_credentials(authority.pem),
+        "a client": dialling_credentials(authority.issue("client"), "tls"),
+        "another authority's node": dialling_credentials(TlsConfig(*stranger(other), authority.path), "tls"),
+    }
+    async with hosted(tls=own) as store:
+        assert await save(store.cache, "abc") == 3
+        before = store.store.pool.accounts()
+        address, credentials = store.member.address, shown[who]
+        dialled = (
+            grpc.aio.insecure_channel(address)
+            if credentials is None
+            else grpc.aio.secure_channel(address, credentials)
+        )
+        async with dialled as channel:
+            for name, request in METHODS.items():
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await getattr(KvStoreStub(channel), name)(request, timeout=10)
+                expected = "PERMISSION_DENIED" if who == "a client" else "UNAVAILABLE"
+                assert caught.value.code().name == expected, name
+        assert store.store.pool.accounts() == before
+
+
+def stranger(other):
+    issued = other.issue("node", NODE_NAME)
+    return issued.cert, issued.key
+
+
+async def test_with_tls_a_node_puts_and_gets(tmp_path):
+    authority = Authority(tmp_path)
+    own, theirs = authority.issue("node", NODE_NAME), authority.issue("two", NODE_NAME)
+    async with hosted(tls=own) as store, client(store.member.address, theirs) as cache:
+        assert await save(cache, "abc") == 3
+        assert await load(cache, "abc") == 3
+
+
+class Caller:
+    """The context of a call from a host."""
+
+    def __init__(self, host):
+        self._host = host
+
+    def peer(self):
+        return f"ipv4:{self._host}:{secrets.randbelow(60000)}"
+
+
+async def test_a_peer_holds_so_much_ends_only_its_own_and_all_of_it_runs_out(monkeypatch):
+    monkeypatch.setattr(peer_holds, "MIN_BLOCKS", 1)
+    one, two = Caller("10.0.0.1"), Caller("10.0.0.2")
+
+    def asked(path):
+        return pb.ReserveRequest(hashes=b"".join(chain_of(path)))
+
+    async with hosted() as hosting:
+        clock = ManualClock()
+        service = StoreService(hosting.store, clock, lambda: hosting.member)
+        mine = await service.Reserve(asked("abcdef"), one)
+        assert list(mine.missing) == [0, 1, 2, 3]  # half of eight
+        with pytest.raises(CapacityError):
+            await service.Reserve(asked("xyz"), one)
+        with pytest.raises(CapacityError):
+            await service.Pin(pb.PinRequest(hashes=b"".join(chain_of("abc"))), one)
+        assert list((await service.Reserve(asked("xyz"), two)).missing) == [0, 1, 2]
+        with pytest.raises(LeaseExpiredError):
+            await service.Commit(pb.CommitRequest(ticket=mine.ticket, checksums=[1] * 4), two)
+        await service.Abort(pb.Ticket(ticket=mine.ticket), two)
+        assert hosting.store.pool.accounts().in_transfer == 7
+        clock.advance(3600.0)
+        assert list((await service.Reserve(asked("q"), one)).missing) == [0]
+
+
+async def test_a_peer_has_so_many_leases(monkeypatch):
+    monkeypatch.setattr(peer_holds, "MAX_TICKETS", 3)
+    caller = Caller("10.0.0.1")
+    async with hosted() as hosting:
+        assert await save(hosting.cache, "ab") == 2
+        service = StoreService(hosting.store, ManualClock(), lambda: hosting.member)
+        request = pb.LeaseRequest(hashes=b"".join(chain_of("ab")))
+        tickets = [(await service.Lease(request, caller)).ticket for _ in range(3)]
+        with pytest.raises(CapacityError):
+            await service.Lease(request, caller)
+        await service.Release(pb.Ticket(ticket=tickets[0]), Caller("10.0.0.2"))
+        with pytest.raises(CapacityError):
+            await service.Lease(request, caller)
+        await service.Release(pb.Ticket(ticket=tickets[0]), caller)
+        assert (await service.Lease(request, caller)).num_blocks == 2
