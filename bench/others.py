@@ -16,6 +16,7 @@ from types import TracebackType
 import numpy as np
 
 PERIOD_S = 0.5
+PROC = Path("/proc")
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -50,18 +51,18 @@ class OthersWatch:
             self._at_s.append(time.monotonic())
 
 
-def worked_s() -> float:
+def worked_s(proc: Path = PROC) -> float:
     """Return the seconds that all processors have worked."""
-    with open("/proc/stat") as file:
+    with open(proc / "stat") as file:
         user, nice, system, _, _, irq, softirq = map(int, file.readline().split()[1:8])
     return (user + nice + system + irq + softirq) * TICK_S
 
 
-def own_s(root: int) -> float:
+def own_s(root: int, proc: Path = PROC) -> float:
     """Return the seconds that a process and all that came of it worked, ended children included."""
     children: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
-    for folder in Path("/proc").iterdir():
+    for folder in proc.iterdir():
         if not folder.name.isdigit():
             continue
         try:

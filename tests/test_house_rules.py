@@ -140,3 +140,33 @@ def test_no_test_sleeps_in_order_to_wait() -> None:
                 assert not is_sleep or ast.unparse(node.args[0]) == "0", (
                     f"{name}:{node.lineno} waits by sleeping"
                 )
+
+
+# Commands, which no test imports: they may say how long they took, and end after so many seconds.
+TEST_COMMANDS = {"tests/fuzz/__main__.py", "tests/mutants.py", "tests/simulation/__main__.py"}
+CLOCKS = {
+    "asyncio.get_running_loop().time",
+    "resource.getrusage",
+    "datetime.now",
+    "datetime.datetime.now",
+    "os.times",
+    *(
+        f"time.{name}{unit}"
+        for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+        for unit in ("", "_ns")
+    ),
+    "SystemClock().now_s",
+}
+
+
+def test_no_test_reads_a_clock() -> None:
+    """A bound on a clock fails whenever the machine is busy: count what is done, or take a virtual clock."""
+    read = []
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        name = file.relative_to(ROOT).as_posix()
+        for node in ast.walk(tree_of(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "time":
+                read.append(f"{name}:{node.lineno} imports from time, where this rule does not look")
+            elif isinstance(node, ast.Attribute) and name not in TEST_COMMANDS | VIRTUAL_CLOCKS:
+                read += [f"{name}:{node.lineno} {ast.unparse(node)}"] * (ast.unparse(node) in CLOCKS)
+    assert not read, f"read a clock: {read}"

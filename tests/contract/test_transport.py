@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
@@ -350,10 +349,8 @@ async def test_a_peer_killed_in_the_middle_of_batches_is_noticed_and_stalls_nobo
         for _ in range(4):
             await begun.acquire()
         doomed.kill()
-        killed_at_s = time.perf_counter()
         async with asyncio.timeout(NOTICED_WITHIN_S.get(transport, HEARTBEAT_S)):
             reasons = await asyncio.gather(*writers)
-        print(f"{transport}: noticed {time.perf_counter() - killed_at_s:.3f} s after the end of the process")
     assert [type(reason) for reason in reasons] == [TransferFailedError] * 3
     async with asyncio.timeout(HEARTBEAT_S):
         await agent.write(peer.descriptor, grant, same_place(source, OFFSETS))

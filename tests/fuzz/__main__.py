@@ -15,10 +15,28 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.fuzz.targets import Target
+
+SLOW_S = 1.0
+"""Of processor time, for one input."""
+
+
+def tried_soon(name: str, target: Target, data: bytes) -> None:
+    """Let the target read `data`; raises FoundError, also for an input that takes longer than `SLOW_S`."""
+    from tests.fuzz.mutations import FoundError, tried  # noqa: PLC0415
+
+    begin_s = time.process_time()
+    tried(name, target, data)
+    took_s = time.process_time() - begin_s
+    if took_s > SLOW_S:
+        raise FoundError(f"{name}: {took_s:.1f} s; input {data!r}")
 
 
 def by_chance(names: list[str], seconds: float, seed: int) -> None:
-    from tests.fuzz.mutations import corpus, mutated, tried  # noqa: PLC0415
+    from tests.fuzz.mutations import corpus, mutated  # noqa: PLC0415
     from tests.fuzz.targets import TARGETS  # noqa: PLC0415
 
     for name in names or TARGETS:
@@ -26,7 +44,7 @@ def by_chance(names: list[str], seconds: float, seed: int) -> None:
         inputs = corpus(name, target)
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
-            tried(name, target, mutated(rng, inputs, target.words))
+            tried_soon(name, target, mutated(rng, inputs, target.words))
             count += 1
         print(f"{name}: {count} inputs, nothing found", flush=True)
 
@@ -35,14 +53,14 @@ def by_coverage(name: str, seconds: float) -> None:
     import atheris  # noqa: PLC0415
 
     with atheris.instrument_imports(include=["base", "conductor", "kvstore", "transfer", "deploy"]):
-        from tests.fuzz.mutations import corpus, tried  # noqa: PLC0415
+        from tests.fuzz.mutations import corpus  # noqa: PLC0415
         from tests.fuzz.targets import TARGETS  # noqa: PLC0415
     target = TARGETS[name]
     seeds = Path(tempfile.mkdtemp(prefix="fuzz-"))
     for number, data in enumerate(corpus(name, target)):
         (seeds / str(number)).write_bytes(data)
     options = [f"-max_total_time={seconds:.0f}", "-max_len=65536", f"-artifact_prefix={seeds}/found-"]
-    atheris.Setup([sys.argv[0], str(seeds), *options], lambda data: tried(name, target, data))
+    atheris.Setup([sys.argv[0], str(seeds), *options], lambda data: tried_soon(name, target, data))
     atheris.Fuzz()
 
 

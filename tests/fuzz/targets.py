@@ -1,8 +1,9 @@
 """What is fuzzed: everything that reads bytes which others wrote.
 
 Each target takes bytes and either returns or raises one of the errors that it may refuse them
-with. Anything else is a finding, and so is taking more than `SLOW_S` of processor time. A target's seeds are
-good inputs, made here; inputs that were findings once lie in `corpus/TARGET/`.
+with. Anything else is a finding, and so is more work than an input of its size is worth: counted by tests,
+measured by the command. A target's seeds are good inputs, made here; inputs that were findings once lie in
+`corpus/TARGET/`.
 """
 
 from __future__ import annotations
@@ -60,8 +61,6 @@ from protos import nodes_pb2
 from tests.conductor.fakes import MODEL, ScriptedDispatcher, spoken, tiny_model
 from tests.conductor.scripted_node import GRANT, TIMES, node_info
 from transfer.frame import Header, Kind, pack, unpack_header, unpack_ranges
-
-SLOW_S = 1.0
 
 Refusal = type[Exception]
 

@@ -4,10 +4,16 @@ import random
 
 import pytest
 
+from tests.effort import counting
 from tests.fuzz.mutations import FoundError, corpus, finding_or_none, mutated, tried
 from tests.fuzz.targets import TARGETS, Target
 
 INPUTS = 40
+MAX_LINES = 200_000
+MAX_LINES_A_BYTE = 100
+MAX_BYTES = 4 << 20
+MAX_GROWTH = 10
+"""Bytes held at once for each byte of an input, beside those that any input may take."""
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -15,8 +21,12 @@ def test_what_was_found_before_and_some_changed_inputs_are_taken_or_refused(name
     target, rng = TARGETS[name], random.Random(name)
     inputs = corpus(name, target)
     changed = [mutated(rng, inputs, target.words) for _ in range(INPUTS)]
-    found = [finding_or_none(name, target, data) for data in inputs + changed]
-    assert found == [None] * (len(inputs) + INPUTS)
+    for data in inputs + changed:
+        with counting() as effort:
+            found = finding_or_none(name, target, data)
+        assert found is None
+        assert effort.lines <= MAX_LINES + MAX_LINES_A_BYTE * len(data), data
+        assert effort.peak_bytes <= MAX_BYTES + MAX_GROWTH * len(data), data
 
 
 @pytest.mark.parametrize("name", TARGETS)
