@@ -370,6 +370,12 @@ class StoreMetrics:
             ["what"],
             registry=registry,
         )
+        self.disk_growth = Gauge(
+            "kvstore_disk_growth",
+            "1 at the state of the disk tier's file: growing, resting (the disk is full), probing it again",
+            ["state"],
+            registry=registry,
+        )
         self.damaged = Gauge(
             "kvstore_damaged_blocks",
             "Blocks found to be other bytes than were stored",

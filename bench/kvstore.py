@@ -303,7 +303,7 @@ async def measure_disk(rounds: int) -> list[Figure]:
     """Our reads at queue depth 16 against fio's on the same file, in turn."""
     folder = Path(tempfile.mkdtemp(prefix="bench-disk-", dir=ROOT))
     try:
-        disk = opened(folder, BLOCK_BYTES, DISK_BLOCKS)
+        disk = opened(folder, BLOCK_BYTES, DISK_BLOCKS, SystemClock())
         chain = fresh_chain(DISK_BLOCKS)
         page = memoryview(mmap.mmap(-1, BLOCK_BYTES))
         page[:] = random.randbytes(BLOCK_BYTES)

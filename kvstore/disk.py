@@ -9,10 +9,10 @@ A read or write is one system call past the page cache (the pool above *is* the 
 on threads of its own, straight from and into the pool's memory. Nothing is flushed: after
 a crash each record proves itself (`record.py`), and one that cannot is a miss.
 
-Failure is a miss. A write that fails at the end of the file, as on a full disk, ends its
-growth, and blocks are overwritten where they are; one that fails elsewhere ends the use of
-its slot. No OSError leaves
-this file after it has been opened.
+Failure is a miss. A write that fails where the file would have grown, or for want of room,
+stops its growth for a while (`disk_growth.py`), and blocks are overwritten where they are;
+one that fails elsewhere ends the use of its slot. No OSError leaves this file after it has
+been opened.
 
 The event loop owns all maps; threads are given a slot that nobody else touches meanwhile.
 """
@@ -37,9 +37,11 @@ from typing import Protocol
 
 from base.block_hash import BlockHash
 from base.checksum import checksum
+from base.clock import Clock
 from base.errors import ConfigError
 from base.logs import event
 from base.uninterrupted import uninterrupted
+from kvstore.disk_growth import DiskGrowth, Growth
 from kvstore.record import HEADER_BYTES, RecordHeader, encode_header, header_or_none
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ NUM_THREADS = 16
 MAX_PENDING_WRITES = 64
 """More would let memory wait for the disk; a block beyond it is dropped instead."""
 PAGE_BYTES = 4096
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(slots=True)
@@ -123,7 +126,7 @@ def _is_direct(memory: memoryview) -> bool:
 class DiskTier:
     """Blocks on one disk, found by hash. Use `opened`, then `close`."""
 
-    def __init__(self, file: SlotFile, block_bytes: int, num_slots: int) -> None:
+    def __init__(self, file: SlotFile, block_bytes: int, num_slots: int, clock: Clock) -> None:
         self._file = file
         self._block_bytes = block_bytes
         self._slot_bytes = HEADER_BYTES + -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
@@ -132,6 +135,11 @@ class DiskTier:
         self._free: deque[int] = deque()
         self._num_used = 0
         """Slots the file has ever had; the next new one."""
+        self._growth = DiskGrowth(clock)
+        self._growing: set[int] = set()
+        """Slots that are being written for the first time."""
+        self._unwritten: deque[int] = deque()
+        """Slots that there was no room for."""
         self._num_bad = 0
         self._writing: set[BlockHash] = set()
         self._sequence = 0
@@ -146,6 +154,10 @@ class DiskTier:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    @property
+    def growth(self) -> Growth:
+        return self._growth.state
 
     @property
     def hashes(self) -> list[BlockHash]:
@@ -220,7 +232,7 @@ class DiskTier:
         """Return where all slots are."""
         held = sum(slot.readers > 0 for slot in self._slots.values())
         return DiskAccounts(
-            free=len(self._free) + self._num_slots - self._num_used,
+            free=len(self._free) + len(self._unwritten) + self._num_slots - self._num_used,
             in_transfer=len(self._writing),
             cached=len(self._slots) - held,
             held=held,
@@ -230,7 +242,7 @@ class DiskTier:
 
     def check(self) -> None:
         """Assert that every slot is in one place."""
-        used = [*self._free, *(slot.index for slot in self._slots.values())]
+        used = [*self._free, *self._unwritten, *(slot.index for slot in self._slots.values())]
         assert len(used) == len(set(used)), "a slot is in two places"
         books = self.accounts()
         parts = books.free + books.in_transfer + books.cached + books.held + books.bad
@@ -257,6 +269,9 @@ class DiskTier:
             self._give_up(index, error_number)
             return False
         self._slots[block_hash] = _Slot(index, block_checksum)
+        if index in self._growing:
+            self._growing.discard(index)
+            self._growth.stored()
         return True
 
     async def _read(self, slot: _Slot, block_hash: BlockHash, into: memoryview) -> int | None:
@@ -275,9 +290,11 @@ class DiskTier:
     def _take_slot(self) -> int | None:
         if self._free:
             return self._free.popleft()
-        if self._num_used < self._num_slots:
-            self._num_used += 1
-            return self._num_used - 1
+        if (self._unwritten or self._num_used < self._num_slots) and self._growth.begin():
+            index = self._unwritten.popleft() if self._unwritten else self._num_used
+            self._num_used = max(self._num_used, index + 1)
+            self._growing.add(index)
+            return index
         for block_hash, slot in self._slots.items():
             if slot.readers == 0:
                 del self._slots[block_hash]
@@ -287,8 +304,11 @@ class DiskTier:
 
     def _give_up(self, index: int, error_number: int) -> None:
         event(log, "disk write failed", level=logging.WARNING, slot=index, error=os.strerror(error_number))
-        if index == self._num_used - 1:
-            self._num_used = self._num_slots = index  # the file grows no more
+        if index in self._growing or error_number in NO_ROOM:
+            self._growing.discard(index)
+            self._unwritten.append(index)
+            if self._growth.failed():
+                event(log, "disk is full for now", level=logging.WARNING, blocks=len(self._slots))
         else:
             self._num_bad += 1
 
@@ -339,7 +359,7 @@ class DiskTier:
         )
 
 
-def opened(folder: Path, block_bytes: int, num_slots: int) -> DiskTier:
+def opened(folder: Path, block_bytes: int, num_slots: int, clock: Clock) -> DiskTier:
     """Open or make the slots in `folder`, which is ours alone while they are open.
 
     Raises:
@@ -363,7 +383,7 @@ def opened(folder: Path, block_bytes: int, num_slots: int) -> DiskTier:
         for fd in fds:
             os.close(fd)
         raise ConfigError(f"disk.folder: {folder / FILE_NAME}: {error.strerror}") from error
-    return DiskTier(DirectFile(fds[0], fds[-1]), block_bytes, num_slots)
+    return DiskTier(DirectFile(fds[0], fds[-1]), block_bytes, num_slots, clock)
 
 
 def _open_file(folder_fd: int, flag: int) -> int:

@@ -78,7 +78,7 @@ async def hosted_store(
     """
     limits = PoolLimits(settings.high_watermark, settings.low_watermark, settings.tenant_quota)
     pool = HostPool(settings.num_blocks, BY_NAME[settings.policy], clock, limits)
-    disk = await _opened_disk(settings)
+    disk = await _opened_disk(settings, clock)
     store = Store(agent, pool, settings.block_bytes, disk, metrics)
     members: list[Member] = []
     server, address = await _listening(settings, store, clock, lambda: members[0])
@@ -154,10 +154,10 @@ async def _running(directory: RedisDirectory | PeerDirectory) -> None:
         await directory.run()
 
 
-async def _opened_disk(settings: StoreProcess) -> DiskTier | None:
+async def _opened_disk(settings: StoreProcess, clock: Clock) -> DiskTier | None:
     if not settings.disk.folder:
         return None
-    disk = opened(Path(settings.disk.folder), settings.block_bytes, settings.num_disk_blocks)
+    disk = opened(Path(settings.disk.folder), settings.block_bytes, settings.num_disk_blocks, clock)
     event(log, "disk opened", blocks=await disk.recover(), slots=settings.num_disk_blocks)
     return disk
 

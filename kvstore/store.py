@@ -29,6 +29,7 @@ from base.metrics import StoreMetrics
 from base.uninterrupted import uninterrupted
 from kvstore.directory import Directory
 from kvstore.disk import DiskTier
+from kvstore.disk_growth import Growth
 from kvstore.heat import Heat
 from kvstore.pool import HostPool, Record
 from transfer.agent import TransferAgent
@@ -272,6 +273,9 @@ class Store:
         self._balance("host", asdict(self._pool.accounts()), self.num_damaged)
         if self._disk is not None:
             self._balance("disk", asdict(self._disk.accounts()), self._disk.damaged)
+            if self._metrics is not None:
+                for state in Growth:
+                    self._metrics.disk_growth.labels(state.value).set(state is self._disk.growth)
 
     async def persist(self) -> None:
         """Write to disk what is in memory alone, heads of chains first, as the process ends."""

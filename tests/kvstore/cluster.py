@@ -86,7 +86,7 @@ class Cluster:
         clock = ManualClock()
         disk = None
         if folder is not None:
-            disk = opened(folder, BLOCK_BYTES, num_slots)
+            disk = opened(folder, BLOCK_BYTES, num_slots, clock)
             await disk.recover()
             self.stack.push_async_callback(disk.close)
         store = Store(

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from base.block_hash import BlockHash
 from base.checksum import checksum
+from base.clock import SystemClock
 from kvstore.disk import opened
 
 BLOCK_BYTES = 64 << 10
@@ -50,7 +51,7 @@ async def read_back(tier):
 
 
 async def write_for_ever(folder, seed, report):
-    tier = opened(folder, BLOCK_BYTES, NUM_SLOTS)
+    tier = opened(folder, BLOCK_BYTES, NUM_SLOTS, SystemClock())
     await tier.recover()
     print(*await read_back(tier), file=report, flush=True)
     rng = random.Random(seed)

@@ -13,17 +13,20 @@ from pathlib import Path
 import pytest
 
 from base.checksum import checksum
+from base.clock import ManualClock
 from base.errors import ConfigError
-from kvstore.disk import FILE_NAME, opened
+from kvstore.disk import FILE_NAME, DiskTier, opened
+from kvstore.disk_growth import MAX_REST_S, Growth
 from kvstore.record import HEADER_BYTES, RecordHeader, encode_header, header_or_none
 from tests.kvstore.disk_writer import BLOCK_BYTES, name_of, page_aligned, payload_of, read_back
+from tests.simulation.disk import PAGE_BYTES, DiskFaults, SimDisk
 
 ROOT = Path(__file__).parent.parent.parent
 SLOT_BYTES = HEADER_BYTES + BLOCK_BYTES
 
 
 async def open_tier(folder, num_slots=16):
-    tier = opened(folder, BLOCK_BYTES, num_slots)
+    tier = opened(folder, BLOCK_BYTES, num_slots, ManualClock())
     await tier.recover()
     return tier
 
@@ -149,7 +152,7 @@ async def test_a_tier_of_another_block_size_starts_empty(tmp_path):
     tier = await open_tier(tmp_path)
     await write(tier, 1)
     await tier.close()
-    other = opened(tmp_path, 2 * BLOCK_BYTES, 8)
+    other = opened(tmp_path, 2 * BLOCK_BYTES, 8, ManualClock())
     assert await other.recover() == 0
     await other.close()
 
@@ -188,7 +191,7 @@ async def test_a_cancelled_read_leaves_the_slot_free_to_be_used(tmp_path):
 async def test_two_processes_cannot_share_a_folder(tmp_path):
     tier = await open_tier(tmp_path)
     with pytest.raises(ConfigError, match=r"disk\.folder"):
-        opened(tmp_path, BLOCK_BYTES, 8)
+        opened(tmp_path, BLOCK_BYTES, 8, ManualClock())
     await tier.close()
 
 
@@ -198,7 +201,7 @@ def test_a_link_is_not_followed(tmp_path):
     (tmp_path / "tier").mkdir()
     (tmp_path / "tier" / FILE_NAME).symlink_to(target)
     with pytest.raises(ConfigError, match=os.strerror(errno.ELOOP)):
-        opened(tmp_path / "tier", BLOCK_BYTES, 8)
+        opened(tmp_path / "tier", BLOCK_BYTES, 8, ManualClock())
     assert target.read_text() == "do not touch"
 
 
@@ -226,7 +229,7 @@ async def test_a_writer_killed_at_random_points_leaves_no_wrong_byte(tmp_path, k
     assert len(rounds) == kills
     assert not any(wrong for _, wrong, _ in rounds)
     assert sum(right for right, _, _ in rounds) > 10 * kills
-    tier = opened(tmp_path, BLOCK_BYTES, 64)
+    tier = opened(tmp_path, BLOCK_BYTES, 64, ManualClock())
     await tier.recover()
     right, wrong, _ = await read_back(tier)
     assert (right > 0, wrong) == (True, 0)
@@ -259,4 +262,75 @@ async def test_random_histories_with_restarts_agree_with_a_naive_model(tmp_path,
                 tier.forget(block_hash)
             held = [next(n for n in range(10) if name_of(n) == block_hash) for block_hash in tier.hashes]
         tier.check()
+    await tier.close()
+
+
+class FullDisk(SimDisk):
+    """A disk with room for so many slots."""
+
+    def __init__(self, num_slots):
+        super().__init__(random.Random(0), DiskFaults())
+        self.make_room(num_slots)
+        self.num_tries = 0
+
+    def make_room(self, num_slots):
+        self.faults = DiskFaults(capacity_pages=num_slots * SLOT_BYTES // PAGE_BYTES)
+
+    def write(self, offset, parts):
+        self.num_tries += 1
+        return super().write(offset, parts)
+
+
+async def stored(tier, numbers):
+    """Write blocks one after the other; return those that are stored."""
+    kept = [number for number in numbers if await write(tier, number)]
+    tier.check()
+    return kept
+
+
+async def test_a_disk_that_was_full_grows_again_when_there_is_room():
+    disk, clock = FullDisk(3), ManualClock()
+    tier = DiskTier(disk, BLOCK_BYTES, 8, clock)
+    assert await stored(tier, range(4)) == [0, 1, 2]
+    assert tier.growth is Growth.RESTING
+    assert await stored(tier, range(4, 7)) == [4, 5, 6]  # in the places of the first three
+    assert len(tier) == 3
+    disk.make_room(8)
+    assert await stored(tier, [7]) == [7]
+    assert len(tier) == 3
+    clock.advance(1.0)
+    assert await stored(tier, range(10, 15)) == list(range(10, 15))
+    assert (len(tier), tier.growth) == (8, Growth.GROWING)
+    assert tier.accounts().bad == 0
+    await tier.close()
+
+
+async def test_a_full_disk_is_tried_ever_more_seldom():
+    disk, clock = FullDisk(1), ManualClock()
+    tier = DiskTier(disk, BLOCK_BYTES, 8, clock)
+    await stored(tier, range(2))
+    waits_s, waited_s = [], 0.0
+    for number in range(2, 2000):
+        clock.advance(1.0)
+        waited_s += 1.0
+        if not await write(tier, number):
+            waits_s.append(waited_s)
+            waited_s = 0.0
+    assert waits_s[:9] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0]
+    assert set(waits_s[9:]) == {MAX_REST_S}
+    tier.check()
+    await tier.close()
+
+
+async def test_writes_under_way_together_when_the_disk_is_full_lose_no_slot():
+    disk, clock = FullDisk(2), ManualClock()
+    tier = DiskTier(disk, BLOCK_BYTES, 8, clock)
+    assert sum(await asyncio.gather(*(write(tier, number) for number in range(8)))) == 2
+    tier.check()
+    disk.make_room(8)
+    for number in range(10, 20):
+        clock.advance(1.0)
+        await write(tier, number)
+    tier.check()
+    assert (len(tier), tier.accounts().bad) == (8, 0)
     await tier.close()

@@ -20,7 +20,7 @@ NAME = BlockHash(bytes(16))
 def test_a_disk_that_takes_longer_than_a_put_may_costs_time_and_no_memory():
     async def scenario(clock):
         agent = TransferAgent("n", 1, TransferConfig(transports=("tcp",)), clock)
-        disk = DiskTier(SimDisk(random.Random(0), DiskFaults()), BLOCK_BYTES, num_slots=4)
+        disk = DiskTier(SimDisk(random.Random(0), DiskFaults()), BLOCK_BYTES, 4, clock)
         store = Store(agent, HostPool(4, BY_NAME["lru"], clock), BLOCK_BYTES, disk)
         payload = memoryview(bytes(range(BLOCK_BYTES)))
         await disk.write(NAME, payload, checksum(payload))

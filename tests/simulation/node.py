@@ -175,7 +175,7 @@ class SimNode:
         )
         disk = None
         if plan.disk_slots:
-            disk = DiskTier(self.disk_file, LAYOUT.block_bytes, plan.disk_slots)
+            disk = DiskTier(self.disk_file, LAYOUT.block_bytes, plan.disk_slots, self.clock)
             await disk.recover()
         # Before it allocates: the watch has to know the pool by then.
         self.store = store = Store(agent, host_pool, LAYOUT.block_bytes, disk)
