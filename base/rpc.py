@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
-from google.protobuf import any_pb2
+from google.protobuf import any_pb2, descriptor_pool
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -34,11 +35,13 @@ from base.errors import (
     ConfigError,
     DeadlineError,
     InvalidRequestError,
+    RejectedError,
     ServeError,
     SloUnreachableError,
     retry_after_s,
     status_of,
 )
+from base.message_bounds import FREE_BYTES, MAX_FIELDS, count_fields
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,8 @@ LOOKAHEAD_BYTES = 1 << 20
 """Of a message that a client may send before the server has read what came before."""
 WRITE_TIMEOUT_S = 60.0
 """For a client to take what is written to it: what its call holds would be held until it does."""
+MAX_WATCHES = 256
+"""Calls of health's Watch in progress, of all clients: each takes 25 kB."""
 HEAR_S = 1.0
 """A call that is refused waits so long for the first message of its stream."""
 
@@ -78,6 +83,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._is_serving = is_serving
         self._service_names = {"", *service_names}
         self._changed = asyncio.Event()
+        self._num_watches = 0
 
     def refresh(self) -> None:
         """Tell who watches: `is_serving` may have changed."""
@@ -94,14 +100,21 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
-        told = None
-        while True:
-            changed = self._changed
-            answer = self._answer(request.service)
-            if answer != told:
-                told = answer
-                yield answer
-            await changed.wait()
+        if self._num_watches >= MAX_WATCHES:
+            # No key is asked for health, so what anybody may hold is bounded.
+            raise RejectedError(f"health is watched {MAX_WATCHES} times already; Check asks once")
+        self._num_watches += 1
+        try:
+            sent = None
+            while True:
+                changed = self._changed
+                answer = self._answer(request.service)
+                if answer != sent:
+                    sent = answer
+                    yield answer
+                await changed.wait()
+        finally:
+            self._num_watches -= 1
 
     def _answer(self, service: str) -> health_pb2.HealthCheckResponse:
         states = health_pb2.HealthCheckResponse
@@ -269,9 +282,10 @@ class _Border(grpc.GenericRpcHandler):
     def add_registered_method_handlers(self, service_name: str, handlers: Mapping[str, Any]) -> None:
         for name, handler in handlers.items():
             method = f"/{service_name}/{name}"
-            self._handlers[method] = self._around(handler, method)
+            kind = descriptor_pool.Default().FindMethodByName(f"{service_name}.{name}").input_type
+            self._handlers[method] = self._around(handler, method, kind)
 
-    def _around(self, handler: Any, method: str) -> Any:
+    def _around(self, handler: Any, method: str, kind: Descriptor) -> Any:
         kinds = {
             (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
             (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
@@ -281,7 +295,7 @@ class _Border(grpc.GenericRpcHandler):
         make, behaviour = kinds[handler.request_streaming, handler.response_streaming]
         return make(
             _bordered(
-                _parsing(behaviour, handler),
+                _parsing(behaviour, handler, kind),
                 method,
                 self._admit,
                 handler.response_streaming,
@@ -300,11 +314,19 @@ async def _hear(context: Context) -> None:
             await context.read()
 
 
-def _parsing(behaviour: Callable[[Any, Any], Any], handler: Any) -> Callable[[Any, Any], Any]:
+def _parsing(
+    behaviour: Callable[[Any, Any], Any], handler: Any, kind: Descriptor
+) -> Callable[[Any, Any], Any]:
     """Return `behaviour` of a message's bytes: what grpc itself cannot parse it calls UNKNOWN."""
-    if handler.request_streaming:
-        return behaviour
-    return lambda request, context: behaviour(handler.request_deserializer(request), context)
+
+    def parsed(request: bytes, context: Context) -> Any:
+        if len(request) > FREE_BYTES and count_fields(request, kind) > MAX_FIELDS:
+            raise InvalidRequestError(
+                f"the message has more than {MAX_FIELDS} fields; send less, and numbers packed"
+            )
+        return behaviour(handler.request_deserializer(request), context)
+
+    return behaviour if handler.request_streaming else parsed
 
 
 class _Taking:

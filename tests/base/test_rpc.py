@@ -6,10 +6,11 @@ from contextlib import asynccontextmanager, contextmanager
 import grpc
 import pytest
 from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from base.errors import SloUnreachableError, UnauthenticatedError
-from base.rpc import Port, Service, admit_all, start_server
+from base.rpc import MAX_WATCHES, Port, Service, admit_all, start_server
 from protos import inference_pb2, inference_pb2_grpc
 
 REQUEST = inference_pb2.GenerateRequest(text="hello")
@@ -114,3 +115,18 @@ async def test_a_refused_stream_that_writes_nothing_is_told_too():
             nothing(), timeout=5
         )
         assert await call.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_health_is_watched_by_so_many_at_once_and_no_more():
+    async with serving() as address, grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_WATCHES)]
+        for watch in watches:
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        refused = stub.Watch(health_pb2.HealthCheckRequest())
+        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status
+        watches[0].cancel()
+        # The server forgets it a little later; the place is free then.
+        while (await (again := stub.Watch(health_pb2.HealthCheckRequest())).read()) is grpc.aio.EOF:
+            assert await again.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

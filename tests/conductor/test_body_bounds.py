@@ -3,16 +3,19 @@
 import json
 import tracemalloc
 
+import grpc
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from base.errors import InvalidRequestError
+from base.message_bounds import MAX_FIELDS
 from conductor.body_bounds import MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES, check_structure, structure
 from conductor.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from conductor.text_stream import TextStream
 from conductor.tokenizer import Detokenizer, Tokenizer
+from tests.base.test_message_bounds import HOSTILE
 from tests.conductor.fakes import MAX_MODEL_LEN, byte_level_tokenizer, serving, spoken
 
 MIB = 1 << 20
@@ -120,3 +123,15 @@ def test_stop_strings_cost_no_memory_for_each_choice():
     kept_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert len(streams) * 1024 > kept_bytes
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_a_client_is_refused_before_its_message_is_parsed(model, name):
+    async with (
+        serving(model, lambda request: spoken(model, "no"), max_body_mib=2) as api,
+        grpc.aio.insecure_channel(api.grpc_address) as channel,
+    ):
+        call = channel.unary_stream("/conductor.v1.Inference/Generate")(HOSTILE[name])
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"more than {MAX_FIELDS} fields" in await call.details()
+        assert not api.dispatcher.requests
