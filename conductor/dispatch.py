@@ -66,11 +66,6 @@ from kvstore.index import Key
 
 log = logging.getLogger(__name__)
 
-# One, and three more when nodes are lost. A request that takes down every node it meets
-# must not meet them all.
-MAX_ATTEMPTS = 4
-
-
 PIECE_S = 1e-4
 """Of the event loop's time, that a piece of a stream takes: measured, bench/results/conductor_live.md."""
 STREAMING_SHARE = 0.25
@@ -400,7 +395,7 @@ class Dispatcher:
             return await self._prefilled(run)
         except CapacityError as error:
             # Another conductor was there first: the blocks are the node's to give.
-            if attempt.is_reserved or run.num_attempts == MAX_ATTEMPTS:
+            if attempt.is_reserved or not run.may_try_again:
                 raise
             self._view.refused(decode.info.node_id, self._clock.now_s())
             raise StaleError(f"node {decode.info.node_id} has no room any more") from error
@@ -440,7 +435,7 @@ def _may_try_again(run: Run, error: LostError | RejectedError) -> bool:
         tokens=len(run.generated),
         reason=error,
     )
-    return run.num_attempts < MAX_ATTEMPTS
+    return run.may_try_again
 
 
 def refusal(rejection: Rejection, waited_s: float) -> ServeError:

@@ -7,7 +7,8 @@
 Three classes of criticality, from the sign of a request's priority: critical (above 0),
 standard (0), sheddable (below). They are strict: a class is served when no higher one
 waits. Strict order by the number itself was weighed: then a tenant's share would be what
-numbers it dares to send.
+numbers it dares to send. Before them all goes what was begun and lost its node, which is never
+let go, and not counted among those who may wait: calls in progress are bounded elsewhere.
 
 Fair shares are those of start-time fair queueing: each tenant has a virtual time that
 advances by what it is given, and one that returns from a pause begins at the present
@@ -38,6 +39,8 @@ class Criticality(IntEnum):
     SHEDDABLE = -1
     STANDARD = 0
     CRITICAL = 1
+    BEGUN = 2
+    """No client's to ask for: a request that was placed before, and lost its node."""
 
 
 def criticality(priority: int) -> Criticality:
@@ -85,7 +88,7 @@ class FairQueue:
         entry = (item.due_at_s, self._num_pushed, item)
         insort(self._lines[item.criticality].setdefault(item.tenant, []), entry)
         self._waiting[item.request_id] = entry
-        if len(self._waiting) <= self._max_waiting:
+        if item.criticality is Criticality.BEGUN or self._num_new() <= self._max_waiting:
             return None
         victim = self._least_worthy()
         self.drop(victim.request_id)
@@ -156,12 +159,16 @@ class FairQueue:
         """Assert that every request waits once, in order, in the line of its class and tenant."""
         listed = [entry for line in self._all_lines() for entry in line]
         assert sorted(listed) == sorted(self._waiting.values()), "a request waits twice or nowhere"
-        assert len(self._waiting) <= self._max_waiting, "too many wait"
-        assert len(self._given_s) <= self._max_waiting + MAX_REMEMBERED, "too many tenants are remembered"
+        assert self._num_new() <= self._max_waiting, "too many wait"
+        assert len(self._given_s) <= len(self._waiting) + MAX_REMEMBERED, "too many tenants are remembered"
         for line in self._all_lines():
             assert line, "an empty line is kept"
             assert line == sorted(line), "a line is not in order"
             assert len({(item.criticality, item.tenant) for _, _, item in line}) == 1, "a mixed line"
+
+    def _num_new(self) -> int:
+        """Return how many wait that were never placed."""
+        return len(self._waiting) - sum(map(len, self._lines[Criticality.BEGUN].values()))
 
     def _given(self, tenant: str) -> float:
         return self._given_s.get(tenant, self._virtual_s)

@@ -7,7 +7,7 @@ of it ends the older one, so a node that restarted is never two nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from base.block_hash import BlockHash, chain_root
 from base.clock import Clock
@@ -41,11 +41,10 @@ class Membership:
         """Take a node in.
 
         Raises:
-            StaleError: it cannot serve with this cluster; the message says why and what
-                to change. Nothing was changed.
+            StaleError: as `require_compatible` does. Nothing was changed.
         """
         info = session.info
-        self._require_compatible(info)
+        self.require_compatible(info)
         older = self._sessions.get(info.node_id)
         if older is not None:
             self.leave(older, "the node attached again")
@@ -55,11 +54,19 @@ class Membership:
 
     def leave(self, session: NodeSession, reason: str) -> None:
         """Let a node go, and end what it worked on. Leaving twice is nothing."""
-        if self._sessions.get(session.info.node_id) is session:
+        self.leave_together([session], reason)
+
+    def leave_together(self, sessions: Iterable[NodeSession], reason: str) -> None:
+        """Let nodes go at once: none of them is placed on because another has left."""
+        sessions = list(sessions)
+        leaving = [each for each in sessions if self._sessions.get(each.info.node_id) is each]
+        for session in leaving:
             del self._sessions[session.info.node_id]
             self._view.remove_node(session.info.node_id)
+        for session in sessions:
+            session.lose(reason)
+        if leaving:
             self._tell_change()
-        session.lose(reason)
 
     def heartbeat(self, session: NodeSession, heartbeat: Heartbeat, now_s: float) -> None:
         if self._sessions.get(session.info.node_id) is session:
@@ -105,7 +112,8 @@ class Membership:
     def sessions(self) -> list[NodeSession]:
         return list(self._sessions.values())
 
-    def _require_compatible(self, info: NodeInfo) -> None:
+    def require_compatible(self, info: NodeInfo) -> None:
+        """Raise StaleError if the node cannot serve with this cluster: why, and what to change."""
         if info.protocol_version != PROTOCOL_VERSION:
             raise StaleError(
                 f"node {info.node_id} speaks protocol {info.protocol_version}, this conductor "

@@ -45,6 +45,8 @@ class Mailbox:
         self._when_reserved: Callable[[Reserved], None] | None = None
         self.failed: Failed | None = None
         """What `next` raised an error for."""
+        self.has_heard = False
+        """A node has said something of the request, be it that it failed."""
 
     def put(self, item: FromNode) -> None:
         if self._when_reserved is not None and isinstance(item, Reserved):
@@ -180,6 +182,7 @@ class NodeSession:
             if _is_last(item):
                 # The node holds nothing any more: there is nothing to release.
                 del self._mailboxes[item.request_id]
+            mailbox.has_heard = True
             mailbox.put(item)
 
     def lose(self, reason: str) -> None:

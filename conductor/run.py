@@ -15,6 +15,13 @@ from conductor.generated import Generated
 from conductor.nodes import Mailbox
 from conductor.placement import Placement
 
+# One, and three more when nodes are lost. A request that takes down every node it meets
+# must not meet them all.
+MAX_ATTEMPTS = 4
+MAX_UNHEARD = 4
+"""Attempts beside those, each of which ended before a node said anything: more often than not it was gone
+before the request came."""
+
 # What has no TTFT bound is ordered as if it had this one: it is not passed by for ever.
 PATIENCE_S = 30.0
 
@@ -26,6 +33,8 @@ class Run:
         self.request = request
         self.generated: list[int] = []
         self.num_attempts = 0
+        self.num_unheard = 0
+        """Of those, the ones that ended before a node said anything, and were placed."""
         self.attempt_id = request.request_id
         """The request's name on the nodes; each attempt has its own."""
         self.is_complete = False
@@ -57,11 +66,18 @@ class Run:
         self._num_tokens_before = len(self.generated)
         self._prefilled = self._ttft_s = None
 
+    @property
+    def may_try_again(self) -> bool:
+        """Whether an attempt that is lost is followed by another."""
+        num_spared = min(self.num_unheard, MAX_UNHEARD)
+        return self.num_attempts - num_spared < MAX_ATTEMPTS
+
     def failed_at(self, placement: Placement, error: ServeError) -> None:
         """Note which node failed the attempt, so that the next one is placed elsewhere if it can be.
 
         What a node says of a transfer is said of its peer, unless that was to be avoided already.
         """
+        self.num_unheard += not self.mailbox.has_heard
         failed, decode, prefill = self.mailbox.failed, placement.decode_node, placement.prefill_node
         if failed is None:
             return
@@ -159,7 +175,7 @@ class Run:
         request, is_retry = self.request, self.num_attempts > 1
         return Waiting(
             self.attempt_id,
-            Criticality.CRITICAL if is_retry else criticality(request.priority),
+            Criticality.BEGUN if is_retry else criticality(request.priority),
             request.tenant,
             self.arrived_at_s + min(request.slo.ttft_slo_s, PATIENCE_S),
             cost_s,

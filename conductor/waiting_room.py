@@ -7,7 +7,7 @@ ended, a request left, a node came, went or reported.
 
 Waiting is bounded in number (the lowest class is let go) and in time: by the request's own
 bounds, and where no node of a role is left by `role_wait_s`, which is what a lost node needs
-to be back.
+to be back. While the conductor's process stood still no node could be: that does not count.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from base.clock import Clock
 from base.errors import DeadlineError, RejectedError, ServeError, SloUnreachableError, UnavailableError
 from base.request import RequestId
 from conductor.fair_queue import FairQueue, Waiting
+
+STOOD_S = 1.0
+"""That a wait ends late, at least, where the process stood still."""
 
 Try = Callable[[float], bool]
 """Places a request and returns True, if so many predicted seconds of others before it are none;
@@ -149,6 +152,8 @@ class WaitingRoom:
                 raise DeadlineError(f"request {ticket.item.request_id} ran out of time before it was placed")
             if now_s >= first_token_by_s:
                 raise SloUnreachableError("the first token was due before the request could be placed")
+            if now_s > next_s + STOOD_S:
+                began_at_s = now_s
             missing = self._missing_role()
             if missing and now_s >= max(began_at_s, self._missing_since_s) + self._role_wait_s:
                 raise UnavailableError(f"no {missing} node is attached")

@@ -23,6 +23,7 @@ from bench.faults.published import conductor_killed, conductor_twice, decode_kil
 from bench.faults.redis_gone import redis_gone
 from bench.faults.restart import conductor_restarts
 from bench.faults.soak import soak
+from bench.faults.standing import conductor_stopped
 from bench.faults.tenants import tenants_timing
 from bench.faults.transfers import transfers_hurt
 
@@ -33,6 +34,7 @@ ROWS: dict[str, tuple[Callable[[int], Any], int]] = {
     "decode-stopped": (decode_stopped, 20),
     "client-leaves": (clients_leave, 200),
     "conductor-killed": (conductor_killed, 5),
+    "conductor-stopped": (conductor_stopped, 2),
     "conductor-restarts": (conductor_restarts, 3),
     "decode-killed-of-800": (decode_killed_of_800, 3),
     "conductor-twice": (conductor_twice, 1),

@@ -45,7 +45,8 @@ class Attached:
         membership = Membership(MODEL_ID, make_view(0, 0), clock)
         self.link = Link(AttachService(membership, Lease(10.0, 2.0, 1), clock).stream())
         info = node_info(block_size=BLOCK_SIZE)
-        self.link.end.received(register(info).SerializeToString())
+        for message in (register(info), pb.NodeMessage()):
+            self.link.end.received(message.SerializeToString())
         self.session = membership.sessions[0]
         self.link.messages.clear()
 

@@ -51,9 +51,20 @@ def _end(world, deed, is_power_cut):
 
 @_deed
 def _stop(world, deed):
-    process = _node(world, deed).process
+    _stopped(world, _node(world, deed).process, deed.for_s)
+
+
+@_deed
+def _stop_conductor(world, deed):
+    """What nodes said and dialled meanwhile, and gave up, lies there when it goes on."""
+    conductor = next(each for each in world.conductors if each.name == deed.where[0])
+    if not conductor.process.is_dead:
+        _stopped(world, conductor.process, deed.for_s)
+
+
+def _stopped(world, process, for_s):
     process.stop()
-    world.loop.call_later(deed.for_s, process.go_on)
+    world.loop.call_later(for_s, process.go_on)
 
 
 @_deed
@@ -125,4 +136,5 @@ _DEEDS = {
     "cut": _cut,
     "cut one side": _cut_one_side,
     "kill conductor": _kill_conductor,
+    "stop conductor": _stop_conductor,
 }

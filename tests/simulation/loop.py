@@ -37,7 +37,7 @@ class Process:
         self.is_dead = self.is_stopped = False
         self.context = copy_context()
         self.context.run(PROCESS.set, self)
-        self._backlog = []
+        self._backlog = deque()
 
     def kill(self):
         self.is_dead = True
@@ -47,10 +47,18 @@ class Process:
         self.is_stopped = True
 
     def go_on(self):
-        """What would have been called meanwhile is called, unless it was cancelled since."""
+        """What would have been called meanwhile is called, unless it was cancelled since.
+
+        One in each turn of the loop, as an event loop finds what lies in its sockets: what the first
+        has woken runs before the second comes.
+        """
         self.is_stopped = False
-        backlog, self._backlog = self._backlog, []
-        for call in backlog:
+        self._catch_up()
+
+    def _catch_up(self):
+        if self._backlog and not self.is_stopped:
+            call = self._backlog.popleft()
+            asyncio.get_running_loop().call_soon(self._catch_up, context=copy_context())
             if not call.is_cancelled:
                 call()
 

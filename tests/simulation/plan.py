@@ -136,7 +136,7 @@ def _deeds(rng, conductors, names):
     for _ in range(rng.randrange(0, 6)):
         kind = rng.choice(kinds)
         at_s = rng.uniform(0.3, FAULTS_END_S)
-        if kind == "kill conductor":
+        if kind in ("kill conductor", "stop conductor"):
             where = (rng.choice(conductors),)
         elif kind == "stall peers":
             where = tuple(rng.sample(names, 2))
@@ -157,6 +157,7 @@ DEEDS = (
     "cut",
     "cut one side",
     "kill conductor",
+    "stop conductor",
 )
 
 

@@ -30,7 +30,7 @@ def test_whatever_goes_wrong_nothing_is_lost_and_nothing_wrong_is_told(first):
     kinds = Counter(line[1] for outcome in outcomes for line in outcome.lines)
     ends = Counter(line[3] for outcome in outcomes for line in outcome.lines if line[1] == "ended")
     # What does not happen cannot go wrong.
-    assert min(kinds[kind] for kind in ("deed", "chance", "fault", "moves", "client")) > PART
+    assert min(kinds[kind] for kind in ("deed", "chance", "fault", "moves", "client")) > PART // 2
     assert ends["length"] + ends["stop"] > 2 * PART
     assert len(ends) > 4
 

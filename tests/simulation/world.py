@@ -40,8 +40,8 @@ IDLE_S = 45.0
 class World:
     """Everything of one run."""
 
-    def __init__(self, seed, violations):
-        self.seed, self.plan = seed, plan_of(seed)
+    def __init__(self, seed, violations, plan=None):
+        self.seed, self.plan = seed, plan or plan_of(seed)
         self.rng = random.Random(f"{seed}/world")
         self.lines = []
         self._tasks = {}
@@ -186,17 +186,17 @@ class Outcome:
         return f"{self.violation}\n  python -m tests.simulation --seed {self.seed} --trace"
 
 
-def run_seed(seed):
-    """Run a seed to its end."""
+def run_seed(seed, plan=None):
+    """Run a seed to its end: what it stands for, or `plan` with its chances."""
     violations = []
     with _quiet(violations):
-        outcome = _run(seed, violations)
+        outcome = _run(seed, violations, plan)
         gc.collect()
     return outcome
 
 
-def _run(seed, violations):
-    world, violation = World(seed, violations), None
+def _run(seed, violations, plan):
+    world, violation = World(seed, violations, plan), None
     try:
         world.loop.run_until_complete(world.run())
     except Violation as error:
