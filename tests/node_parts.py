@@ -87,7 +87,7 @@ class LayeredRunner:
     def _last(self, plan):
         """Both who waits for the group and who resolves the step compute it: a group is complete
         when its wait returns, and both write the same numbers."""
-        assert self.may_end.wait(10)
+        assert self.may_end.wait(60)
         if self.is_broken:
             raise RuntimeError("the device is on fire")
         self._counting.compute(plan, 1)
@@ -127,7 +127,7 @@ class Part:
 
     async def said(self, kind):
         """Return the first message of `kind` that was sent, waiting for it."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 for item in self.sent:
                     if isinstance(item, kind):

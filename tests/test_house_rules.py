@@ -122,6 +122,7 @@ def test_every_test_asserts() -> None:
 # Their clocks are virtual: to sleep there is to say what time it is.
 VIRTUAL_CLOCKS = {
     "tests/base/test_attach.py",
+    "tests/conductor/stub_cluster.py",
     "tests/conductor/test_overload.py",
     "tests/conductor/test_role_changes.py",
     "tests/replay/test_conformance.py",
@@ -170,3 +171,42 @@ def test_no_test_reads_a_clock() -> None:
             elif isinstance(node, ast.Attribute) and name not in TEST_COMMANDS | VIRTUAL_CLOCKS:
                 read += [f"{name}:{node.lineno} {ast.unparse(node)}"] * (ast.unparse(node) in CLOCKS)
     assert not read, f"read a clock: {read}"
+
+
+PATIENCE_S = 60.0
+# What fails when it does *not* end so soon, or is the client's own wish: no machine is too slow for these.
+SHORT_WAITS = {
+    "tests/cluster/asking.py": "the pause between two looks",
+    "tests/cluster/test_leaving.py": "a client's deadline, which must pass",
+    "tests/cluster/test_prometheus.py": "the pause between two looks",
+    "tests/conductor/test_disconnect.py": "a client's deadline, which must pass",
+    "tests/deploy/test_remote_shard.py": "a number of layers",
+    "tests/transfer/test_board.py": "what must not have come meanwhile",
+    "tests/transfer/test_rdma_holds.py": "what must not have come meanwhile",
+}
+WAITS = {"timeout": 1, "wait": 1, "wait_for": 2, "join": 1, "settimeout": 1}
+"""By name, the place of the limit among the arguments, if it is the last of them."""
+
+
+def waits_s(call: ast.Call) -> list[float]:
+    """Return the limits in seconds, written as numbers, of a call that waits."""
+    limits = [each.value for each in call.keywords if each.arg == "timeout"]
+    if len(call.args) == WAITS.get(ast.unparse(call.func).rpartition(".")[2]):
+        limits.append(call.args[-1])
+    return [float(each.value) for each in limits if isinstance(each, ast.Constant) and _is_number(each.value)]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def test_every_wait_of_a_test_is_patient() -> None:
+    """A bound that is passed only by what is broken costs nothing; a short one fails on a busy machine."""
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        name = file.relative_to(ROOT).as_posix()
+        if name not in VIRTUAL_CLOCKS and name not in SHORT_WAITS:
+            for node in ast.walk(tree_of(file.read_text())):
+                if isinstance(node, ast.Call):
+                    assert all(limit_s >= PATIENCE_S for limit_s in waits_s(node)), (
+                        f"{name}:{node.lineno} waits for less than {PATIENCE_S} s"
+                    )

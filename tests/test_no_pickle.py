@@ -34,7 +34,7 @@ async def main():
             body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
             headers = {"content-type": "application/json"}
             request = urllib.request.Request(api.url + "/v1/chat/completions", body, headers)
-            return urllib.request.urlopen(request, timeout=10).read()
+            return urllib.request.urlopen(request, timeout=60).read()
         assert b"[DONE]" in await asyncio.to_thread(ask)
 asyncio.run(main())
 print("served")

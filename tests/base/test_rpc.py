@@ -68,7 +68,7 @@ def ended(calls):
 
 async def test_every_call_that_waited_for_a_busy_server_is_told_when_to_come_again(stubs):
     async with serving() as address:
-        calls = [stub.Generate(REQUEST, timeout=50) for stub in stubs(address, 2) for _ in range(900)]
+        calls = [stub.Generate(REQUEST, timeout=60) for stub in stubs(address, 2) for _ in range(900)]
         outcomes = await asyncio.to_thread(ended, calls)
     assert {(code, details) for code, details, _ in outcomes} == {
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "predicted 2 s")
@@ -81,8 +81,8 @@ async def test_calls_that_were_given_up_take_no_place_from_the_next(stubs):
     async with serving() as address:
         (stub,) = stubs(address, 1)
         for _ in range(1_200):
-            stub.Generate(REQUEST, timeout=50).cancel()
-        calls = [stub.Generate(REQUEST, timeout=50) for _ in range(50)]
+            stub.Generate(REQUEST, timeout=60).cancel()
+        calls = [stub.Generate(REQUEST, timeout=60) for _ in range(50)]
         outcomes = await asyncio.to_thread(ended, calls)
     assert {code for code, *_ in outcomes} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
@@ -112,7 +112,7 @@ async def test_a_refused_stream_that_writes_nothing_is_told_too():
 
     async with serving(admit_nobody) as address, grpc.aio.insecure_channel(address) as channel:
         call = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")(
-            nothing(), timeout=5
+            nothing(), timeout=60
         )
         assert await call.code() == grpc.StatusCode.UNAUTHENTICATED
 

@@ -30,7 +30,7 @@ FULL_BLOCKS = (LENGTH - 1) // BLOCK_SIZE
 def metric(cluster, name, line):
     """Return the value of one of a node's metrics; 0 where it has none."""
     port = cluster.processes[name].wait_ready()["metrics_port"]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     return next((float(row.split()[-1]) for row in text.splitlines() if row.startswith(line + " ")), 0.0)
 

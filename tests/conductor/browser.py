@@ -65,7 +65,7 @@ class Page:
             message["sessionId"] = self._session
         self._socket.send(json.dumps(message))
         while True:
-            answer = json.loads(self._socket.recv(timeout=30))
+            answer = json.loads(self._socket.recv(timeout=60))
             if answer.get("id") == self._number:
                 assert "error" not in answer, answer
                 return answer["result"]

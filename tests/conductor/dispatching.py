@@ -88,7 +88,7 @@ async def conductor(request_timeout_s=5.0, role_wait_s=0.0, max_waiting=8, **set
 
 async def until(condition):
     """Let the loop run until `condition` holds."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0)
 

@@ -99,8 +99,8 @@ class ScriptedDispatcher:
             await self._announce()
 
     async def until(self, condition: Callable[[ScriptedDispatcher], bool]) -> None:
-        """Return when `condition` holds, which must be within a second."""
-        async with asyncio.timeout(1.0), self._changed:
+        """Return when `condition` holds."""
+        async with asyncio.timeout(60), self._changed:
             await self._changed.wait_for(lambda: condition(self))
 
     async def _announce(self) -> None:

@@ -125,14 +125,14 @@ async def test_every_grpc_method_but_health_wants_a_key(model, keys):
         swept = 0
         for name, method in methods_of_the_server():
             call = channel.stream_stream(name)
-            answers = call(iter([b""]), timeout=5)
+            answers = call(iter([b""]), timeout=60)
             if name.startswith("/grpc.health.v1.Health/"):
                 if method.name in ("Check", "Watch"):
                     assert isinstance(await answers.read(), bytes)
                     answers.cancel()
                 continue
             for given_key in (None, (("authorization", "Bearer nothing"),), (("x-tenant-id", "a"),)):
-                answers = call(iter([b""]), timeout=5, metadata=given_key)
+                answers = call(iter([b""]), timeout=60, metadata=given_key)
                 assert await answers.code() == grpc.StatusCode.UNAUTHENTICATED, name
                 swept += 1
         assert swept >= 9
@@ -144,7 +144,7 @@ async def test_reflection_tells_of_no_service_that_the_sweep_misses(model, keys)
     async with guarded(model, keys) as api, grpc.aio.insecure_channel(api.grpc_address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         ask = reflection_pb2.ServerReflectionRequest(list_services="")
-        answers = stub.ServerReflectionInfo(iter([ask]), timeout=5, metadata=keys.metadata("operator"))
+        answers = stub.ServerReflectionInfo(iter([ask]), timeout=60, metadata=keys.metadata("operator"))
         listed = {item.name for item in (await answers.read()).list_services_response.service}
     nodes = set(nodes_pb2.DESCRIPTOR.services_by_name)
     assert {f"conductor.v1.{name}" for name in nodes} | swept >= listed
@@ -161,7 +161,7 @@ async def test_the_key_says_whose_call_it_is(model, keys):
             stub = inference_pb2_grpc.InferenceStub(channel)
             request = inference_pb2.GenerateRequest(text="hello", stop=inference_pb2.Stop(max_tokens=2))
             metadata = (*keys.metadata("b"), ("x-tenant-id", "somebody"))
-            assert [part async for part in stub.Generate(request, metadata=metadata, timeout=5)]
+            assert [part async for part in stub.Generate(request, metadata=metadata, timeout=60)]
         assert [request.tenant for request in api.dispatcher.requests] == ["a", "b", "b"]
 
 
@@ -181,7 +181,7 @@ async def test_a_tenant_past_its_rate_is_told_when_to_come_back(model, tmp_path)
         other = await client.post(CHAT, json=HELLO, headers=keys.header("b"))
         async with grpc.aio.insecure_channel(api.grpc_address) as channel:
             call = inference_pb2_grpc.InferenceStub(channel).ListModels(
-                inference_pb2.ListModelsRequest(), metadata=keys.metadata("a"), timeout=5
+                inference_pb2.ListModelsRequest(), metadata=keys.metadata("a"), timeout=60
             )
             assert await call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert [answer.status_code for answer in answers] == [200, 200, 429]
@@ -201,7 +201,7 @@ async def test_a_tenants_requests_in_progress_are_bounded(model, tmp_path):
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         running.cancel()
         await api.dispatcher.until(lambda dispatcher: dispatcher.num_open == 0)
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(60):
             while True:
                 answer = await client.get("/v1/models", headers=keys.header("a"))
                 if answer.status_code == 200:

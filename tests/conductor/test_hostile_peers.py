@@ -72,7 +72,7 @@ async def told(port, sent):
         with contextlib.suppress(ConnectionError):
             writer.write(sent)
             await writer.drain()
-            async with asyncio.timeout(2.0):
+            async with asyncio.timeout(60):
                 return await reader.readuntil(b"\r\n\r\n")
         return b""
     except asyncio.IncompleteReadError as error:
@@ -93,7 +93,8 @@ async def test_no_bytes_on_the_http_port_make_it_fail(model):
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost:"], ids=["nothing", "half a head"])
 @pytest.mark.parametrize("is_second", [False, True], ids=["first call", "second call"])
 async def test_a_head_that_does_not_come_ends_the_connection(model, monkeypatch, sent, is_second):
-    monkeypatch.setattr(http_connection, "HEAD_TIMEOUT_S", 0.05)
+    if not is_second:
+        monkeypatch.setattr(http_connection, "HEAD_TIMEOUT_S", 0.05)
     async with serving(model, lambda request: []) as api:
         if is_second and not sent:
             return  # between two calls uvicorn's own timeout counts
@@ -101,8 +102,9 @@ async def test_a_head_that_does_not_come_ends_the_connection(model, monkeypatch,
         if is_second:
             writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             await reader.readuntil(b"}")
+            monkeypatch.setattr(http_connection, "HEAD_TIMEOUT_S", 0.05)
         writer.write(sent)
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(60):
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
         writer.close()
@@ -128,7 +130,7 @@ async def test_a_client_that_reads_nothing_of_its_answer_lets_go_of_its_request(
     async with serving(model, lambda request: itertools.repeat(part)) as api:
         with socket.create_connection(("127.0.0.1", api.ports.http_port)) as client:
             client.sendall(head + body)
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(60):
                 while not api.dispatcher.num_cancelled:
                     await asyncio.sleep(0)
         assert api.dispatcher.num_open == 0
@@ -150,7 +152,7 @@ async def test_a_grpc_client_that_reads_nothing_lets_go_of_its_request_and_is_to
                 pass
 
         await call.read()
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60):
             while not api.dispatcher.num_cancelled:
                 await asyncio.sleep(0)
         assert api.dispatcher.num_open == 0
@@ -231,11 +233,11 @@ async def test_no_message_to_inference_reaches_a_worker(model):
     ):
         generate = channel.unary_stream("/conductor.v1.Inference/Generate")
         for name, sent in HOSTILE_GENERATE.items():
-            code = await cheaply(name, lambda sent=sent: generate(sent, timeout=5).code())
+            code = await cheaply(name, lambda sent=sent: generate(sent, timeout=60).code())
             assert code.name in REFUSALS, name
         headers = (("x-long", "y" * 100_000),)
-        assert await generate(b"", timeout=5, metadata=headers).code() != grpc.StatusCode.OK
-        assert await channel.unary_unary("/conductor.v1.Nowhere/At")(b"", timeout=5).code() == (
+        assert await generate(b"", timeout=60, metadata=headers).code() != grpc.StatusCode.OK
+        assert await channel.unary_unary("/conductor.v1.Nowhere/At")(b"", timeout=60).code() == (
             grpc.StatusCode.UNIMPLEMENTED
         )
         assert not api.dispatcher.requests
@@ -252,12 +254,12 @@ async def test_bytes_that_are_no_http2_are_cut_off(model):
             reader, writer = await asyncio.open_connection("127.0.0.1", api.ports.grpc_port)
             with contextlib.suppress(ConnectionError):
                 writer.write(sent)
-                async with asyncio.timeout(5.0):
+                async with asyncio.timeout(60):
                     await reader.read()
             writer.close()
         async with grpc.aio.insecure_channel(api.grpc_address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
-            assert (await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)).models
+            assert (await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=60)).models
 
 
 async def refused(address, sent):
@@ -267,7 +269,7 @@ async def refused(address, sent):
     answer = b""
     try:
         writer.write(sent)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60):
             while part := await reader.read(1 << 16):
                 answer += part
     except ConnectionResetError:

@@ -54,7 +54,7 @@ class Cluster:
 
 async def said(session):
     """Return what a node is told next."""
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60):
         while not (items := session.take_outgoing()):
             await asyncio.sleep(0)
     return items

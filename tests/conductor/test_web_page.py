@@ -134,7 +134,7 @@ def in_node(expression, value):
         input=json.dumps(value),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     assert done.returncode == 0, done.stderr

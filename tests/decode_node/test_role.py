@@ -41,7 +41,7 @@ async def received(prefill, decode, asked):
 
 async def finished(part):
     """Wait until no request is at work, and no step in flight has blocks to give back."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await part.role.tasks.idle()
         while part.pool.num_held:
             await asyncio.sleep(0)
@@ -147,7 +147,7 @@ async def test_steps_run_and_nothing_is_told_until_the_sums_are(both, is_damaged
         reservation = await reserved(decode, work(num_tokens=32, max_tokens=3))
         sums = await write_kv(prefill, decode, reservation.grant)
         decode.role.start(Start("r", 7, (sums[0] ^ is_damaged, sums[1])))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while decode.loop.num_steps < 2:
                 await asyncio.sleep(0)
         assert not any(isinstance(item, Tokens) for item in decode.sent)

@@ -35,10 +35,11 @@ def marked_pids(environment: dict[str, str]) -> dict[int, str]:
 
 def wait_all_gone(environment: dict[str, str], timeout_s: float) -> dict[int, str]:
     """Wait until no marked process is left; return those that are, after `timeout_s`."""
-    left = marked_pids(environment)
-    for pid in left:
-        wait_gone(pid, timeout_s)
-    return marked_pids(environment)
+    while left := marked_pids(environment):
+        # What they began meanwhile is looked for again.
+        if not all([wait_gone(pid, timeout_s) for pid in left]):
+            return marked_pids(environment)
+    return {}
 
 
 def wait_gone(pid: int, timeout_s: float) -> bool:

@@ -27,7 +27,7 @@ async def answered(path, line):
     """Return the last line that the socket answers to `line`."""
     reader, writer = await asyncio.open_unix_connection(path)
     writer.write(line + b"\n")
-    answer = await asyncio.wait_for(reader.read(), 10)
+    answer = await asyncio.wait_for(reader.read(), 60)
     writer.close()
     return json.loads(answer.splitlines()[-1])
 

@@ -267,7 +267,7 @@ FAKES = {
         trap 'echo conductor >> $FOLDER/ended; kill $!; exit 0' TERM
     """,
 }
-WAIT = "sleep 60 > /dev/null 2>&1 & echo up > $FOLDER/up-${0##*/}; wait $!"
+WAIT = "sleep 600 > /dev/null 2>&1 & echo up > $FOLDER/up-${0##*/}; wait $!"
 """A write to a named pipe blocks until the test reads it: so the test knows that the trap is set."""
 
 
@@ -299,7 +299,7 @@ def test_a_workers_script_hands_on_its_resources_in_one_piece(manifests, tmp_pat
         '--resources={"prefill": 1}',
     ]
     started.terminate()
-    _, told = started.communicate(timeout=30)
+    _, told = started.communicate(timeout=60)
     assert (tmp_path / "ended").read_text() == "ray\n", told
 
 
@@ -309,7 +309,7 @@ def test_the_heads_script_drains_the_cluster_before_it_ends_ray(manifests, tmp_p
     (tmp_path / "up-ray").read_text()
     (tmp_path / "up-conductor").read_text()
     started.send_signal(signal.SIGTERM)
-    _, told = started.communicate(timeout=30)
+    _, told = started.communicate(timeout=60)
     assert started.returncode == 0, told
     assert (tmp_path / "ended").read_text() == "conductor\nray\n"
     assert re.fullmatch(r"start\n--head\n--num-cpus=0\n--block\n", (tmp_path / "ray-start").read_text())

@@ -34,7 +34,7 @@ def answer(url, **more):
     """The body of an answer, None: nobody answers or it is a refusal."""
     request = urllib.request.Request(url, **more)
     try:
-        with urllib.request.urlopen(request, timeout=30) as got:
+        with urllib.request.urlopen(request, timeout=60) as got:
             return got.read().decode()
     except (urllib.error.URLError, ConnectionError):
         return None

@@ -71,11 +71,11 @@ def test_a_layer_waits_for_its_part_of_a_prefix_and_for_no_more() -> None:
     hooks.begin([arrivals])
     running = threading.Thread(target=run, args=(layers,))
     running.start()
-    assert second.wait(10)
+    assert second.wait(60)
     assert running.is_alive()
     assert computed == [0, 1]
     arrivals.end()
-    running.join(10)
+    running.join(60)
     assert computed == [0, 1, 2, 3]
     hooks.end()
     run(layers)  # a step that reads no such prefix

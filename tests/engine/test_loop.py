@@ -36,7 +36,7 @@ class GatedDevice:
     def execute(self, plan: StepPlan) -> StepResult:
         self.threads.add(threading.get_ident())
         self.entered.release()
-        assert self.open.wait(timeout=30)
+        assert self.open.wait(timeout=60)
         if any(entry.sequence.request_id == self._poison for entry in plan.entries):
             raise ValueError("poison")
         return self._device.execute(plan)
@@ -62,7 +62,7 @@ async def running(loop: EngineLoop):
 
 
 async def entered(device: GatedDevice) -> None:
-    await asyncio.to_thread(device.entered.acquire, timeout=30)
+    await asyncio.to_thread(device.entered.acquire, timeout=60)
 
 
 class Collected:
@@ -78,7 +78,7 @@ class Collected:
             self._reason.set_result(output.finish_reason)
 
     async def ended(self) -> FinishReason:
-        return await asyncio.wait_for(self._reason, 30)
+        return await asyncio.wait_for(self._reason, 60)
 
 
 async def test_tokens_reach_the_listener_in_order() -> None:
@@ -188,7 +188,7 @@ class BeginningDevice(GatedDevice):
     def begin(self) -> None:
         self.threads.add(threading.get_ident())
         self.entered.release()
-        assert self.open.wait(timeout=30)
+        assert self.open.wait(timeout=60)
 
 
 async def test_what_a_device_begins_with_is_done_on_its_thread_before_the_first_step() -> None:

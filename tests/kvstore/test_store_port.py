@@ -123,7 +123,7 @@ async def test_with_tls_who_is_no_node_learns_and_changes_nothing(tmp_path, who)
         async with dialled as channel:
             for name, request in METHODS.items():
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await getattr(KvStoreStub(channel), name)(request, timeout=10)
+                    await getattr(KvStoreStub(channel), name)(request, timeout=60)
                 expected = "PERMISSION_DENIED" if who == "a client" else "UNAVAILABLE"
                 assert caught.value.code().name == expected, name
         assert store.store.pool.accounts() == before

@@ -73,7 +73,7 @@ async def with_store(part, group):
 
 
 async def saved(part, count):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while part.beside.num_saved < count:
             await asyncio.sleep(0)
 
@@ -175,7 +175,7 @@ async def test_a_request_that_ends_while_its_prefix_comes_leaves_nothing():
                 for _ in range(num_turns):
                     await asyncio.sleep(0)
                 warm.role.tasks.end(asked.request_id)
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     await warm.role.tasks.idle()
                     while warm.pool.num_held:
                         await asyncio.sleep(0)
@@ -252,6 +252,6 @@ async def test_a_loan_ends_by_itself(three):
     await prefilled(warm, decode, work(num_tokens=80))
     warm.lender.lend(Lend("lend", tuple(CHAIN[:2]), 0.05))
     await warm.said(Lent)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await warm.lender.tasks.idle()
     warm.check_nothing_is_held()

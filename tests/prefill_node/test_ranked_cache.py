@@ -59,7 +59,7 @@ class LendingNode(RankedNode):
 
     async def lent(self, first=0, chain=CHAIN):
         self.lender.lend(Lend("lend", chain, 10.0, first))
-        told = await asyncio.wait_for(self.sent.get(), 10)
+        told = await asyncio.wait_for(self.sent.get(), 60)
         if isinstance(told, Failed):
             return told
         assert isinstance(told, Lent)
@@ -84,7 +84,7 @@ class LendingNode(RankedNode):
 
     async def check_nothing_is_held(self):
         self.lender.tasks.end_all()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self.lender.tasks.idle()
         self.pool.check()
         assert self.pool.num_held == 0
@@ -117,7 +117,7 @@ async def test_what_one_node_computed_another_has_by_its_own_ranks(lender, borro
         assert cold.has(warm.whole)
         # and goes on from there
         cold.lender.lend(Lend("on", CHAIN, 10.0))
-        assert isinstance(await asyncio.wait_for(cold.sent.get(), 10), Lent)
+        assert isinstance(await asyncio.wait_for(cold.sent.get(), 60), Lent)
 
 
 async def test_only_what_is_missing_is_read_and_the_store_has_what_comes_before():

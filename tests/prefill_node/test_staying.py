@@ -21,7 +21,7 @@ def ask(node, asked):
 
 
 async def finished(node):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await node.role.tasks.idle()
         while node.pool.num_held:
             await asyncio.sleep(0)
@@ -91,7 +91,7 @@ async def test_a_step_that_fails_loses_the_request_at_either_end(node):
     ask(node, work(num_tokens=40, max_tokens=100, name="later"))
     await node.said(Tokens)
     node.runner.broken = True
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not any(isinstance(item, Failed) and item.request_id == "later" for item in node.sent):
             await asyncio.sleep(0)
     await finished(node)

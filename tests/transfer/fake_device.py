@@ -31,7 +31,7 @@ class HostStream:
         self.started.append(num_rows)
 
     def wait(self):
-        self.gate.wait(10)
+        self.gate.wait(60)
         if self.failure is not None:
             raise self.failure
         for source, length, target in self.rows:

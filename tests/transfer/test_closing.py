@@ -58,7 +58,7 @@ async def test_batches_under_way_and_those_that_follow_end_when_the_agent_closes
         moving = [asyncio.ensure_future(move_on()) for _ in range(NUM_TASKS)]
         for _ in range(num_turns):
             await asyncio.sleep(0)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await us.close()
             ends = await asyncio.gather(*moving, return_exceptions=True)
         assert [type(end) for end in ends] == [TransferFailedError] * NUM_TASKS

@@ -358,7 +358,7 @@ async def test_a_connection_that_ends_is_no_refusal_of_the_segment(owner: Owner)
 
     def keys(segment: Segment) -> tuple[int, int]:
         asked.set()
-        is_gone.wait(10)
+        is_gone.wait(60)
         return 0, 0
 
     owner.rail.keys = keys

@@ -124,7 +124,7 @@ async def test_a_fault_that_nobody_foresaw_fails_its_copy_and_no_later_one(fault
     async def copy() -> None:
         await launcher.copy(Operation.WRITE, pieces, theirs.address, False, Priority.FOREGROUND)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(fault):
             await copy()
         for stream in streams:

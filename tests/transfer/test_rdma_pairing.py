@@ -171,7 +171,7 @@ async def test_others_work_on_a_rail_that_is_stuck_in_a_cancelled_batch_goes_on_
     stuck, other = (submit(pairing, name, 1, distances=(3, 4)) for name in (1, 2))
     pairing.drop(stuck)
     with pytest.raises(TransferFailedError, match="cancelled"):
-        await asyncio.wait_for(stuck.ended(lambda: None), 10)
+        await asyncio.wait_for(stuck.ended(lambda: None), 60)
     assert [name for _, name in bed.rails[1].pairs[0].posted] == [2]
     end_first(pairing, 1, 1)
     await other.ended(lambda: None)
@@ -286,7 +286,7 @@ class Moving:
         return asyncio.ensure_future(self.transport.move(self.peer, self.grant, pieces, Priority.FOREGROUND))
 
     async def until_posted(self, count: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not (self.rail.pairs and len(self.rail.pairs[0].posted) == count and self.rail.is_armed):
                 await asyncio.sleep(0)
 
@@ -315,7 +315,7 @@ async def test_a_peer_to_which_there_is_no_way_fails_the_batch_and_takes_no_queu
 async def test_an_end_that_is_there_at_once_needs_no_wake_up(moving: Moving) -> None:
     moving.rail.is_prompt = True
     for _ in range(3):
-        await asyncio.wait_for(moving.begin(), 10)
+        await asyncio.wait_for(moving.begin(), 60)
         assert not moving.has_told()
 
 
@@ -326,11 +326,11 @@ async def test_a_later_end_wakes_each_that_waits_and_nobody_afterwards(moving: M
     for batch, (work_id, _) in zip(batches, pair.posted, strict=True):
         assert not batch.done()
         moving.rail.tell(Ended(pair.end.number, work_id, "", False))
-        await asyncio.wait_for(batch, 10)
+        await asyncio.wait_for(batch, 60)
     assert not moving.rail.is_armed
 
 
 async def test_what_ended_before_the_rail_was_armed_is_seen_all_the_same(moving: Moving) -> None:
     moving.rail.finishes_when_armed = True
-    await asyncio.wait_for(moving.begin(), 10)
+    await asyncio.wait_for(moving.begin(), 60)
     assert not moving.has_told()

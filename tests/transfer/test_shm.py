@@ -101,7 +101,7 @@ async def test_what_a_request_waits_for_is_copied_before_and_amid_what_nobody_wa
 
     def slow(target: int, source: int, length: int) -> None:
         loop.call_soon_threadsafe(begun.set)
-        gate.wait(10)
+        gate.wait(60)
         steps.append(length)
         memmove(target, source, length)
 

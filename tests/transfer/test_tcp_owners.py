@@ -47,14 +47,14 @@ class BareOwner:
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(10)
+        self._listener.settimeout(60)
         self.peer = peer_at(f"127.0.0.1:{self._listener.getsockname()[1]}")
         self.sock: socket.socket
 
     async def greet(self) -> None:
         """Take a connection, greet its peer and go on with it."""
         self.sock, _ = await asyncio.to_thread(self._listener.accept)
-        self.sock.settimeout(10)
+        self.sock.settimeout(60)
         assert (await self.heard()).kind is Kind.HELLO
         self.say(Header(Kind.WELCOME))
 
@@ -95,7 +95,7 @@ async def test_memory_is_not_read_after_an_answer_that_came_before_the_bytes_did
     head = await owner.heard()
     owner.say(Header(kind, head.frame_id))
     with pytest.raises(TransferFailedError, match="has not been said yet"):
-        await asyncio.wait_for(writing, 5)
+        await asyncio.wait_for(writing, 60)
     segment.memory[:LARGE] = b"\2" * LARGE
     assert b"\2" not in await owner.read(LARGE)
 
@@ -139,5 +139,5 @@ async def test_an_address_that_is_none_fails_the_batch_and_nothing_else(
 ) -> None:
     with pytest.raises(TransferFailedError, match="cannot connect"):
         await agent.write(peer_at(address), granted(), batch_of(segment, [0], [0], num_bytes), 5.0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await agent.revoke(agent.grant(segment, (0,), 64, Operation.WRITE, 60.0))
