@@ -158,6 +158,7 @@ class _Stream:
         self._outbox: list[FromNode] = []
         self._is_flushing = False
         self._heard_at_s = self._told_at_s = 0.0
+        self._owes_snapshot = False
         self._silence: asyncio.TimerHandle | None = None
         self._beat: asyncio.TimerHandle | None = None
         self._beat_due_s = 0.0
@@ -208,6 +209,9 @@ class _Stream:
             self._registered(told)
         else:
             self._work.receive(to_node_from(told))
+            if told.tell_blocks:
+                self._owes_snapshot = True
+                self.tell_state(WAKE_DELAY_S)
 
     def writable(self) -> None:
         self._flush()
@@ -226,7 +230,8 @@ class _Stream:
         self._lease = lease = lease_from(told)
         self._attached(self, lease.conductor_epoch)
         self._work.attached(lease.conductor_epoch)
-        self._tell(self._work.kv_snapshot())
+        self._owes_snapshot = True
+        self._tell(self._kv_news())
         self._silence = self._loop.call_later(lease.lease_s, self._hear)
         self.answered.set()
 
@@ -245,7 +250,7 @@ class _Stream:
         if self._link is None or self._lease is None or self._link.is_choked or not self._outbox:
             return
         if self._loop.time() >= self._told_at_s + STATE_GAP_S:
-            self._tell(self._work.kv_events())
+            self._tell(self._kv_news())
         else:
             self._write(from_node(self._take_outbox()))
             self.tell_state(STATE_DELAY_S)
@@ -255,7 +260,13 @@ class _Stream:
         if self._link.is_choked:
             self._beat_at(self._loop.time() + STATE_DELAY_S)
         else:
-            self._tell(self._work.kv_events())
+            self._tell(self._kv_news())
+
+    def _kv_news(self) -> KvEvents | None:
+        if not self._owes_snapshot:
+            return self._work.kv_events()
+        self._owes_snapshot = False
+        return self._work.kv_snapshot()
 
     def _tell(self, kv_events: KvEvents | None) -> None:
         """Send what waits, and the state with it."""

@@ -119,7 +119,12 @@ class Serve:
     """The one that the node told; another is void."""
 
 
-ToNode = Reserve | Lend | Prefill | Start | Release | Fetch | Forget | Serve
+@dataclass(frozen=True, slots=True)
+class TellBlocks:
+    """The node is to tell all its blocks: events were lost. Answered by a snapshot, in the stream itself."""
+
+
+ToNode = Reserve | Lend | Prefill | Start | Release | Fetch | Forget | Serve | TellBlocks
 
 
 class Reserved(NamedTuple):
@@ -237,6 +242,8 @@ class Heartbeat:
     """As the node serves now; empty: those it registered with."""
     fence: int = 0
     """Above 0: of the conductors, the one that is told this is in control."""
+    next_kv_event: int = 0
+    """Number of the first KV event that was not told yet; 0: not said."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from base.messages import (
     Serve,
     Source,
     Start,
+    TellBlocks,
     Tokens,
     ToNode,
     Work,
@@ -273,6 +274,8 @@ def to_node(items: Iterable[ToNode], heartbeat: bool = False) -> pb.ConductorMes
                 message.release.add(request_id=item.request_id)
             case Fetch() | Forget() | Serve():
                 _order_to(message, item)
+            case TellBlocks():
+                message.tell_blocks = True
     return message
 
 
@@ -293,7 +296,10 @@ def _order_to(message: pb.ConductorMessage, item: Fetch | Forget | Serve) -> Non
 
 
 def to_node_from(message: pb.ConductorMessage) -> list[ToNode]:
-    """Unpack a conductor's message. Releases come last: they end what came before."""
+    """Unpack a conductor's message. Releases come last: they end what came before.
+
+    `TellBlocks` is not among the items: whoever has the stream answers it.
+    """
     items: list[ToNode] = [Reserve(_work_from(item.work)) for item in message.reserve]
     items += [
         Prefill(

@@ -97,6 +97,7 @@ def _heartbeat_to(heartbeat: Heartbeat) -> pb.Heartbeat:
         draining=heartbeat.is_draining,
         roles=sorted(role.value for role in heartbeat.roles),
         fence=heartbeat.fence,
+        next_kv_event=heartbeat.next_kv_event,
     )
 
 
@@ -116,6 +117,7 @@ def heartbeat_from(message: pb.NodeMessage) -> Heartbeat | None:
         told.draining,
         frozenset(enum_from(Role, role, "heartbeat.roles") for role in told.roles),
         told.fence,
+        told.next_kv_event,
     )
 
 

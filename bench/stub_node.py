@@ -126,6 +126,7 @@ class StubNode:
             is_draining=self._is_draining,
             roles=self._roles,
             fence=1,
+            next_kv_event=self._next_event,
         )
 
     def kv_events(self) -> KvEvents | None:
@@ -138,7 +139,9 @@ class StubNode:
 
     def kv_snapshot(self) -> KvEvents:
         self._news = []
-        return KvEvents(self._next_event, True, tuple(self._known), ())
+        events = KvEvents(self._next_event, True, tuple(self._known), ())
+        self._next_event = events.next_number
+        return events
 
     def lost(self) -> None:
         self._reserved.clear()

@@ -204,10 +204,11 @@ class NodeStream:
     def _learn(self, heartbeat: Heartbeat | None, kv_events: KvEvents | None) -> None:
         assert self.session is not None
         membership = self._service.membership
-        if heartbeat is not None:
-            membership.heartbeat(self.session, heartbeat, self._service.clock.now_s())
+        # In this order: the heartbeat says which events are told by now.
         if kv_events is not None:
             membership.kv_events(self.session, kv_events)
+        if heartbeat is not None:
+            membership.heartbeat(self.session, heartbeat, self._service.clock.now_s())
 
     def _wake(self, num_waiting: int, is_urgent: bool) -> None:
         """Send what the session has: at the end of this turn of the event loop, where it is not much."""

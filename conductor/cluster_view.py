@@ -287,6 +287,7 @@ class ClusterView:
         if node is None:
             return
         node.heard_at_s = now_s
+        node.events.reached(beat.next_kv_event)
         if now_s >= node.full_until_s:
             node.reported_free_tokens = float(beat.num_free_blocks * self.block_size)
         foreign_s = self._foreign_queue_s(node, beat)
@@ -313,6 +314,11 @@ class ClusterView:
         """Apply a node's KV events; False where some were lost and a snapshot is awaited."""
         node = self._nodes.get(node_id)
         return node is not None and node.events.apply(first_number, stored, removed, is_snapshot)
+
+    def awaits_snapshot(self, node_id: NodeId) -> bool:
+        """Return whether KV events of a node were lost, so that all its blocks must be told anew."""
+        node = self._nodes.get(node_id)
+        return node is not None and node.events.waits_for_snapshot
 
     # The life of a placed request
 

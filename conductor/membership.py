@@ -7,15 +7,22 @@ of it ends the older one, so a node that restarted is never two nodes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 from base.block_hash import BlockHash, chain_root
 from base.clock import Clock
 from base.errors import StaleError, UnavailableError
-from base.messages import PROTOCOL_VERSION, Heartbeat, KvEvents, NodeInfo
+from base.logs import event
+from base.messages import PROTOCOL_VERSION, Heartbeat, KvEvents, NodeInfo, TellBlocks
 from base.request import NodeId, Request
 from conductor.cluster_view import ClusterView
 from conductor.nodes import NodeSession
+
+log = logging.getLogger(__name__)
+
+MAX_SNAPSHOT_PAUSE_S = 60.0
+"""Between two snapshots that are asked of one node; the pauses begin with `SNAPSHOT_PAUSE_S`."""
 
 
 class Membership:
@@ -72,6 +79,7 @@ class Membership:
         if self._sessions.get(session.info.node_id) is session:
             session.last_heartbeat, session.last_heartbeat_at_s = heartbeat, now_s
             self._view.heartbeat(session.info.node_id, heartbeat, now_s)
+            self._mend_gap(session)
             for call in self._on_heartbeat:
                 call()
 
@@ -80,6 +88,7 @@ class Membership:
             self._view.kv_events(
                 session.info.node_id, events.first_number, events.stored, events.removed, events.is_snapshot
             )
+            self._mend_gap(session)
 
     def chain_root(self, request: Request) -> BlockHash:
         """Return the root of the request's hash chain on the attached nodes.
@@ -103,6 +112,15 @@ class Membership:
         """Return whether what one conductor alone may do is for this one: every node says so."""
         beats = [session.last_heartbeat for session in self._sessions.values() if session.info.roles]
         return bool(beats) and all(beat is not None and beat.fence for beat in beats)
+
+    def _mend_gap(self, session: NodeSession) -> None:
+        """Ask for a snapshot where events were lost, seldom of a node that loses them always."""
+        now_s = self._clock.now_s()
+        if self._view.awaits_snapshot(session.info.node_id) and now_s >= session.snapshot_after_s:
+            session.snapshot_after_s = now_s + session.snapshot_pause_s
+            session.snapshot_pause_s = min(2 * session.snapshot_pause_s, MAX_SNAPSHOT_PAUSE_S)
+            event(log, "kv events lost", level=logging.WARNING, node_id=session.info.node_id)
+            session.send(TellBlocks())
 
     def _tell_change(self) -> None:
         for call in self._on_change:

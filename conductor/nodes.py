@@ -28,6 +28,9 @@ from base.messages import (
 )
 from base.request import RequestId
 
+SNAPSHOT_PAUSE_S = 2.0
+"""From one snapshot that is asked for to the next, at first: each may be some MB."""
+
 
 class Mailbox:
     """What the nodes of one request tell it, in order of arrival.
@@ -150,6 +153,9 @@ class NodeSession:
         self.last_heartbeat_at_s = 0.0
         self._outbox: list[ToNode] = []
         self._mailboxes: dict[RequestId, Mailbox] = {}
+        self.snapshot_after_s = 0.0
+        """From then on a snapshot may be asked for, on the conductor's clock."""
+        self.snapshot_pause_s = SNAPSHOT_PAUSE_S
         self.is_lost = False
         """Its requests were ended; nothing is sent to it any more."""
 

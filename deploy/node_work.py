@@ -215,6 +215,7 @@ class ConductorWork:
             is_draining=self._state.is_leaving or control.is_draining,
             roles=control.roles,
             fence=0 if self._epoch is None else control.fence(self._epoch),
+            next_kv_event=self._next_event,
         )
 
     def kv_events(self) -> KvEvents | None:

@@ -71,6 +71,7 @@ class AttachedStore:
             num_running=0,
             num_queued_tokens=0,
             num_context_tokens=0,
+            next_kv_event=self._next_event,
         )
 
     def kv_events(self) -> KvEvents | None:

@@ -143,7 +143,8 @@ class NodeEvents:
     Every block stored or removed has a number, counted from 1 in each epoch. A message
     carries a run of them. A run that does not start where the last one ended means that
     something was lost: what is known of the node is then wrong in unknown places, so all
-    of it is dropped until the node's next snapshot.
+    of it is dropped until the node's next snapshot. So does a node's word that its next
+    event has a later number than the one awaited here: the last events were lost.
     """
 
     def __init__(self, index: PrefixIndex, node: int) -> None:
@@ -156,6 +157,15 @@ class NodeEvents:
     def waits_for_snapshot(self) -> bool:
         """Whether a gap was seen and events are ignored until a snapshot comes."""
         return self._waits_for_snapshot
+
+    def reached(self, next_number: int) -> None:
+        """Take in the number of the event that the node tells next: those before it should be known."""
+        if next_number > self._next_number:
+            self._lose()
+
+    def _lose(self) -> None:
+        self._index.remove_node(self._node)
+        self._waits_for_snapshot = True
 
     def apply(
         self,
@@ -176,8 +186,7 @@ class NodeEvents:
         elif next_number <= self._next_number and not self._waits_for_snapshot:
             return True
         elif self._waits_for_snapshot or first_number != self._next_number:
-            self._index.remove_node(self._node)
-            self._waits_for_snapshot = True
+            self._lose()
             return False
         else:
             self._index.remove(self._node, removed)

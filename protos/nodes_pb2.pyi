@@ -30,7 +30,7 @@ class NodeMessage(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., reserved: _Optional[_Iterable[_Union[Reserved, _Mapping]]] = ..., prefilled: _Optional[_Iterable[_Union[Prefilled, _Mapping]]] = ..., tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[Failed, _Mapping]]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., lent: _Optional[_Iterable[_Union[Lent, _Mapping]]] = ..., fetched: _Optional[_Iterable[_Union[Fetched, _Mapping]]] = ...) -> None: ...
 
 class ConductorMessage(_message.Message):
-    __slots__ = ("registered", "reserve", "prefill", "start", "release", "heartbeat", "lend", "fetch", "forget", "serve", "refused")
+    __slots__ = ("registered", "reserve", "prefill", "start", "release", "heartbeat", "lend", "fetch", "forget", "serve", "tell_blocks", "refused")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class ConductorMessage(_message.Message):
     FETCH_FIELD_NUMBER: _ClassVar[int]
     FORGET_FIELD_NUMBER: _ClassVar[int]
     SERVE_FIELD_NUMBER: _ClassVar[int]
+    TELL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     registered: Registered
     reserve: _containers.RepeatedCompositeFieldContainer[Reserve]
@@ -52,8 +53,9 @@ class ConductorMessage(_message.Message):
     fetch: _containers.RepeatedCompositeFieldContainer[Fetch]
     forget: _containers.RepeatedCompositeFieldContainer[Forget]
     serve: _containers.RepeatedCompositeFieldContainer[Serve]
+    tell_blocks: bool
     refused: str
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., reserve: _Optional[_Iterable[_Union[Reserve, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., start: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., release: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., heartbeat: _Optional[bool] = ..., lend: _Optional[_Iterable[_Union[Lend, _Mapping]]] = ..., fetch: _Optional[_Iterable[_Union[Fetch, _Mapping]]] = ..., forget: _Optional[_Iterable[_Union[Forget, _Mapping]]] = ..., serve: _Optional[_Iterable[_Union[Serve, _Mapping]]] = ..., refused: _Optional[str] = ...) -> None: ...
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., reserve: _Optional[_Iterable[_Union[Reserve, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., start: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., release: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., heartbeat: _Optional[bool] = ..., lend: _Optional[_Iterable[_Union[Lend, _Mapping]]] = ..., fetch: _Optional[_Iterable[_Union[Fetch, _Mapping]]] = ..., forget: _Optional[_Iterable[_Union[Forget, _Mapping]]] = ..., serve: _Optional[_Iterable[_Union[Serve, _Mapping]]] = ..., tell_blocks: _Optional[bool] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("node_id", "epoch", "roles", "model_id", "layout_id", "max_model_len", "num_blocks", "block_size", "peer", "protocol_version", "host")
@@ -92,7 +94,7 @@ class Registered(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., conductor_epoch: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("sequence", "num_free_blocks", "num_held_blocks", "num_waiting", "num_running", "num_queued_tokens", "num_context_tokens", "draining", "roles", "fence")
+    __slots__ = ("sequence", "num_free_blocks", "num_held_blocks", "num_waiting", "num_running", "num_queued_tokens", "num_context_tokens", "draining", "roles", "fence", "next_kv_event")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +105,7 @@ class Heartbeat(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_KV_EVENT_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     num_free_blocks: int
     num_held_blocks: int
@@ -113,7 +116,8 @@ class Heartbeat(_message.Message):
     draining: bool
     roles: _containers.RepeatedScalarFieldContainer[str]
     fence: int
-    def __init__(self, sequence: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_context_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., roles: _Optional[_Iterable[str]] = ..., fence: _Optional[int] = ...) -> None: ...
+    next_kv_event: int
+    def __init__(self, sequence: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_context_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., roles: _Optional[_Iterable[str]] = ..., fence: _Optional[int] = ..., next_kv_event: _Optional[int] = ...) -> None: ...
 
 class KvEvents(_message.Message):
     __slots__ = ("first_number", "snapshot", "stored", "removed")

@@ -152,3 +152,13 @@ def test_the_state_is_told_every_heartbeat_and_soon_after_a_result_that_went_wit
         (2.521, [], True),
         (4.521, [], True),
     ]
+
+
+def test_a_node_that_is_asked_for_its_blocks_tells_them_all_once():
+    def begin(link):
+        link.say(pb.ConductorMessage(tell_blocks=True))
+        link.say(pb.ConductorMessage(tell_blocks=True))
+
+    links, _ = attached_for(3.0, begin)
+    told = [(round(at_s, 3), message.kv_events.snapshot) for at_s, message in links[0].sent[1:]]
+    assert told == [(0.0, True), (0.502, True), (2.502, False)]

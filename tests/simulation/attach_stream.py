@@ -15,6 +15,8 @@ class Side:
     """One end's link."""
 
     is_choked = False
+    hurt = staticmethod(lambda message: message)
+    """Return what is sent in place of a message."""
     peer_uris = ()
 
     def __init__(self, stream, lane):
@@ -24,6 +26,7 @@ class Side:
 
     def send(self, message):
         if not self._is_over:
+            message = self.hurt(message)
             self._stream.trace("sends", PROCESS.get().name, "bytes", len(message))
             self._lane.send(self.other.arrive, message)
 
@@ -59,8 +62,9 @@ class AttachStream:
         self._number = network.opened(self, client.name, server.name)
         self._up.send(self._accept, make_end)
 
-    def open(self, end):
-        """Be `end`'s link, at the node."""
+    def open(self, end, hurt):
+        """Be `end`'s link, at the node; what it sends is `hurt`."""
+        self.of_client.hurt = hurt
         self.of_client.end = end
         end.opened(self.of_client)
 

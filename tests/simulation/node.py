@@ -44,6 +44,7 @@ from prefill_node.fetcher import Fetcher
 from prefill_node.lender import Lender
 from prefill_node.own_cache import SegmentCache
 from prefill_node.role import PrefillRole
+from protos import nodes_pb2 as pb
 from tests.simulation.device import LAYOUT, VOCAB, LaunchingDevice, SimDevice
 from tests.simulation.disk import SimDisk
 from tests.simulation.loop import InlineExecutor, Process
@@ -235,9 +236,17 @@ class SimNode:
 
     def _dialled(self, conductor):
         async def dial_end(end):
-            conductor.attach(self.process).open(end)
+            conductor.attach(self.process).open(end, self._lose_events)
 
         return dial_end
+
+    def _lose_events(self, message):
+        """Return a message without its KV events, if they are to be lost."""
+        told = pb.NodeMessage.FromString(message)
+        if not told.HasField("kv_events") or not self.world.chance("kv_gap"):
+            return message
+        told.ClearField("kv_events")
+        return told.SerializeToString()
 
     def _reach(self, address):
         return _FarStore(self.world, self.process, address)

@@ -163,7 +163,7 @@ DEEDS = (
 
 def _chances(rng):
     """Each small fault in half of the seeds."""
-    most = {"step": 0.02, "call": 0.1, "transfer": 0.6, "slow": 0.02, "slow_client": 0.1}
+    most = {"step": 0.02, "call": 0.1, "transfer": 0.6, "slow": 0.02, "slow_client": 0.1, "kv_gap": 0.2}
     return {kind: share * rng.random() for kind, share in most.items() if rng.random() < 0.5}
 
 
