@@ -51,6 +51,8 @@ class ChatMessage:
 
     role: ChatRole
     content: str
+    name: str | None = None
+    """Tells speakers of one role apart, where the template has a place for it."""
 
 
 class ChatTemplate:
@@ -106,6 +108,7 @@ class ChatTemplate:
                 {
                     "role": "system" if message.role == "developer" else message.role,
                     "content": message.content,
+                    **({} if message.name is None else {"name": message.name}),
                 }
                 for message in messages
             ],

@@ -207,6 +207,7 @@ class _Texts:
                 chat_messages(body.messages),
                 body.add_generation_prompt is not False,
                 body.chat_template_kwargs,
+                bool(body.parse_special_tokens),
             )
         else:
             token_ids = await text_token_ids(

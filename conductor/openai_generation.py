@@ -75,6 +75,7 @@ class Generation:
                 chat_messages(body.messages),
                 body.add_generation_prompt is not False,
                 body.chat_template_kwargs,
+                bool(body.parse_special_tokens),
             )
             requests = self._requests([_Prompt(token_ids)], options, caller, reply, None)
         await self._answer(CHAT, body, [_Prompt(token_ids)], requests, reply)

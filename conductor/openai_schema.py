@@ -1,9 +1,8 @@
 """The bodies that OpenAI's API and vLLM's extras to it may send: names and types.
 
 Types alone. Bounds are in `options.py`, because gRPC has the same ones. JSON is read
-strictly (a number in quotes is no number), unknown fields are ignored, because clients
-send many, and fields that we know and cannot honour are refused by name: an answer that
-silently is not the JSON, the tool call or the choice that was asked for is worse than none.
+strictly (a number in quotes is no number). Fields that have no place here are refused or ignored by the table
+of `openai_fields.py`.
 
 pydantic parses the bytes itself, after `body_bounds.py` has bounded what they are made of; its lists stop at
 the first fault, because a validator's report of each of a million costs more than all the rest.
@@ -12,7 +11,7 @@ the first fault, because a validator's report of each of a million costs more th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -30,34 +29,13 @@ from base.errors import InvalidRequestError
 from base.request import MAX_TOP_LOGPROBS
 from conductor.chat_template import ChatMessage, ChatRole
 from conductor.headers import Caller
+from conductor.openai_fields import refused_or_none
 from conductor.options import MAX_LOGIT_BIASES, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, Options
 
 MAX_CHOICES = 128
 """OpenAI's limit on `n`; here on all choices of a call together."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's, where a completion does not say; a chat goes on to the end of the window."""
-
-# Wanted values that change nothing are let through.
-_REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "audio": (None,),
-    "modalities": (None, ["text"]),
-    "web_search_options": (None,),
-    "suffix": (None, ""),
-    "best_of": (None, 1),
-    "prompt_logprobs": (None, 0),
-    "use_beam_search": (None, False),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "prompt_embeds": (None,),
-}
 
 
 def _listed(value: Any) -> Any:
@@ -82,6 +60,7 @@ class _Body(BaseModel):
 
 class _StreamOptions(_Body):
     include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
 
 
 class _Generation(_Body):
@@ -106,7 +85,6 @@ class _Generation(_Body):
     logit_bias: (
         Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES), BeforeValidator(_few_biases)] | None
     ) = None
-    user: str | None = None
 
     top_k: int | None = None
     min_p: float | None = None
@@ -120,7 +98,6 @@ class _Generation(_Body):
     cache_salt: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
-    add_special_tokens: bool | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -147,7 +124,10 @@ class Message(_Body):
         ]
         | None
     ) = None
+    name: str | None = None
     tool_calls: list[Any] | None = None
+    function_call: None = None
+    audio: None = None
 
 
 class ChatBody(_Generation):
@@ -157,6 +137,7 @@ class ChatBody(_Generation):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    parse_special_tokens: bool | None = None
 
 
 def _prompt_list(value: Any) -> list[str | list[int]]:
@@ -186,6 +167,7 @@ class CompletionBody(_Generation):
     ]
     logprobs: int | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
 
 
 class TokenizeBody(_Body):
@@ -195,7 +177,7 @@ class TokenizeBody(_Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = None
+    parse_special_tokens: bool | None = None
 
 
 class DetokenizeBody(_Body):
@@ -217,9 +199,8 @@ def read_body(raw: bytes, into: type[Body]) -> Body:
         body = into.model_validate_json(raw)
     except ValidationError as error:
         raise _refusal(error) from None
-    for name, value in (body.model_extra or {}).items():
-        if name in _REFUSED and value not in _REFUSED[name]:
-            raise InvalidRequestError(f"{name} is not supported", name)
+    if (name := refused_or_none(body.model_extra or {})) is not None:
+        raise InvalidRequestError(f"{name} is not supported: leave it out", name)
     return body
 
 
@@ -253,14 +234,14 @@ def _chat_message(message: Message, param: str) -> ChatMessage:
     if content is None:
         raise InvalidRequestError(f"{param}.content is missing", f"{param}.content")
     if isinstance(content, str):
-        return ChatMessage(message.role, content)
+        return ChatMessage(message.role, content, message.name)
     lines = []
     for index, part in enumerate(content):
         if part.type != "text" or part.text is None:
             where = f"{param}.content[{index}]"
             raise InvalidRequestError(f"{where}: {part.type!r} is not supported, text is", f"{where}.type")
         lines.append(part.text)
-    return ChatMessage(message.role, "\n".join(lines))
+    return ChatMessage(message.role, "\n".join(lines), message.name)
 
 
 def to_options(

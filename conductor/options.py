@@ -206,8 +206,8 @@ class ContextLengthError(InvalidRequestError):
 
 def prompt_too_long(num_tokens: int, max_model_len: int) -> ContextLengthError:
     return ContextLengthError(
-        f"this model's context window is {max_model_len} tokens, of which one is for the answer; "
-        f"the prompt has at least {num_tokens}",
+        f"This model's maximum context length is {max_model_len} tokens. However, your messages resulted in "
+        f"at least {num_tokens} tokens, and one is for the answer. Please reduce the length of the prompt.",
         "prompt",
     )
 
@@ -222,8 +222,9 @@ def _max_tokens(num_prompt_tokens: int, asked: int | None, default: int | None, 
         return room if default is None else min(default, room)
     if asked > room:
         raise ContextLengthError(
-            f"this model's context window is {max_model_len} tokens; the prompt has {num_prompt_tokens} "
-            f"and max_tokens asks for {asked} more",
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{num_prompt_tokens + asked} tokens ({num_prompt_tokens} in the prompt, {asked} in the "
+            "completion). Please reduce the length of the prompt or of the completion (max_tokens).",
             "max_tokens",
         )
     return asked

@@ -9,6 +9,7 @@ split is refused before it is tokenised, and what does not fit it as soon as it 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,10 @@ INLINE_TOKENS = 2_000
 """More token ids leave the event loop to become text."""
 
 
-async def text_token_ids(model: ServedModel, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-    """Return the token ids of a text that is to be continued.
+async def text_token_ids(
+    model: ServedModel, text: str, add_special_tokens: bool = True, cut: str = ""
+) -> tuple[int, ...]:
+    """Return the token ids of a text that is to be continued; `cut` is that of `Tokenizer.encode`.
 
     Raises:
         InvalidRequestError: it cannot fit the context window.
@@ -33,8 +36,8 @@ async def text_token_ids(model: ServedModel, text: str, add_special_tokens: bool
     if at_least >= model.max_model_len:
         raise prompt_too_long(at_least, model.max_model_len)
     if len(text) <= INLINE_CHARS:
-        return model.tokenizer.encode(text, add_special_tokens)
-    token_ids = await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens)
+        return model.tokenizer.encode(text, add_special_tokens, cut)
+    token_ids = await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens, cut)
     if len(token_ids) >= model.max_model_len:
         raise prompt_too_long(len(token_ids), model.max_model_len)
     return token_ids
@@ -64,8 +67,15 @@ async def chat_token_ids(
     messages: Sequence[ChatMessage],
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
+    parse_special_tokens: bool = False,
 ) -> tuple[int, ...]:
     """Return the token ids of a conversation, in the form the model was trained on.
+
+    The names of special tokens that the template writes become those tokens. In a message they stay text, or
+    whoever writes one could end their turn and begin another's.
+
+    Args:
+        parse_special_tokens: Whether they become special tokens in messages too.
 
     Raises:
         InvalidRequestError: there is no message, the model has no such form, its template
@@ -76,9 +86,18 @@ async def chat_token_ids(
     template = model.chat_template
     if template is None:
         raise InvalidRequestError(f"{model.name} has no chat template; it takes completions", "messages")
-    if sum(len(message.content) for message in messages) <= INLINE_CHARS:
-        text = template.render(messages, add_generation_prompt, variables)
-    else:
-        text = await asyncio.to_thread(template.render, messages, add_generation_prompt, variables)
+    cut = "" if parse_special_tokens else f"cut{secrets.token_hex(16)}"
+
+    def render() -> str:
+        turns = [_with_cuts(model, message, cut) for message in messages] if cut else messages
+        return template.render(turns, add_generation_prompt, variables)
+
+    is_short = sum(len(message.content) for message in messages) <= INLINE_CHARS
+    text = render() if is_short else await asyncio.to_thread(render)
     # The template has written the special tokens out.
-    return await text_token_ids(model, text, add_special_tokens=False)
+    return await text_token_ids(model, text, add_special_tokens=False, cut=cut)
+
+
+def _with_cuts(model: ServedModel, message: ChatMessage, cut: str) -> ChatMessage:
+    name = message.name and model.tokenizer.with_specials_cut(message.name, cut)
+    return ChatMessage(message.role, model.tokenizer.with_specials_cut(message.content, cut), name)

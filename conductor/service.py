@@ -142,7 +142,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 if len(message.chat.messages) > MAX_MESSAGES:
                     raise InvalidRequestError(f"messages: at most {MAX_MESSAGES}", "messages")
                 messages = [_chat_message(turn) for turn in message.chat.messages]
-                return await chat_token_ids(self._model, messages)
+                return await chat_token_ids(
+                    self._model, messages, parse_special_tokens=message.parse_special_tokens
+                )
             case _:
                 raise InvalidRequestError("one of text, token_ids and chat is wanted", "input")
 

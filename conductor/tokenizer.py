@@ -19,6 +19,7 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class Tokenizer:
         self._is_byte_level = _is_byte_level(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._special = _any_of([token.content for token in added.values() if token.special])
         self._bytes_of: dict[int, bytes] = {}
         self._max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
 
@@ -66,17 +68,30 @@ class Tokenizer:
         token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id
 
-    def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+    def encode(self, text: str, add_special_tokens: bool, cut: str = "") -> tuple[int, ...]:
         """Return the token ids of `text`.
 
         Args:
             text: Names of special tokens in it become those tokens.
             add_special_tokens: Whether the model's own (a begin-of-sequence token, mostly) go
                 around it. Chat templates write them out, so not for their output.
+            cut: The mark of `with_specials_cut`; the parts between marks are encoded apart.
         """
+        parts = text.split(cut) if cut else [text]
         # The batch call lets other threads run meanwhile; `encode` does not.
-        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        return tuple(encoding.ids)
+        encodings = self._tokenizer.encode_batch_fast(parts, add_special_tokens=add_special_tokens)
+        return tuple(chain.from_iterable(encoding.ids for encoding in encodings))
+
+    def with_specials_cut(self, text: str, cut: str) -> str:
+        """Return `text` with the mark `cut` within each name of a special token, so that it stays text."""
+        parts, begin = [], 0
+        found = self._special.search(text)
+        while found is not None:
+            # The next search begins one character later: names may overlap.
+            parts.append(text[begin : found.start() + 1])
+            begin = found.start() + 1
+            found = self._special.search(text, begin)
+        return cut.join([*parts, text[begin:]])
 
     def min_tokens(self, text: str) -> int:
         """Return about how many tokens `text` has at least, without encoding it.
@@ -134,6 +149,12 @@ class Detokenizer:
     def finish(self) -> str:
         """Return what waited in vain: U+FFFD for an unfinished character, or nothing."""
         return self._decoder.decode(b"", final=True)
+
+
+def _any_of(names: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern that finds each of `names`; of one character none, which cannot be cut."""
+    longest_first = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _is_byte_level(tokenizer: tokenizers.Tokenizer) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from conductor.openai_fields import IGNORED, REFUSED
 from conductor.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,10 +93,23 @@ def reference() -> str:
             required = schema.get("required", ())
             for field, kind in schema["properties"].items():
                 parts.append(f"| `{field}` | {_kind(kind)} | {'required' if field in required else ''} |\n")
+    parts.append(_other_fields())
     parts.append("\n## gRPC\n")
     for proto in PROTOS:
         parts += _proto((ROOT / "protos" / f"{proto}.proto").read_text(), f"protos/{proto}.proto")
     return "".join(parts)
+
+
+def _other_fields() -> str:
+    """Return the table of OpenAI's and vLLM's fields that the bodies above do not have."""
+    rows = ["\n### Fields that are refused or ignored\n\n| field | |\n|---|---|\n"]
+    for name in sorted({**REFUSED, **IGNORED}):
+        if name in IGNORED:
+            rows.append(f"| `{name}` | ignored: it {IGNORED[name]} |\n")
+        else:
+            taken = [f"`{json.dumps(value)}`" for value in REFUSED[name]]
+            rows.append(f"| `{name}` | refused by name, but for {' and '.join(taken)} |\n")
+    return "".join(rows)
 
 
 def _kind(schema: dict[str, Any]) -> str:
