@@ -18,13 +18,15 @@ import ssl
 from collections.abc import Callable
 from typing import Protocol, cast
 
+from base.arrivals import HANDSHAKE_TIMEOUT_S, Arrivals, TlsListener, num_allowed
 from base.errors import ForeignPeerError, ProtocolError, ServeError
 
 LENGTH_BYTES = 4
 MAX_FIRST_BYTES = 64 << 10
 """Of the first message, before anything is known of who sends it."""
 MAX_MESSAGE_BYTES = 64 << 20
-HANDSHAKE_TIMEOUT_S = 10.0
+SHARE_OF_DESCRIPTORS = 0.25
+"""For a listener of nodes."""
 EARLY_S = 0.002
 """That a timer of an event loop may come before its time, for who looks at the clock then."""
 
@@ -78,8 +80,10 @@ class End(Protocol):
 class TcpLink(asyncio.Protocol):
     """A `Link` over TCP, with or without TLS."""
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: End, arrivals: Arrivals | None = None) -> None:
+        """Begin. `arrivals`: of the listener that took it; None: it was dialled."""
         self._end = end
+        self._arrivals = arrivals
         self._transport: asyncio.Transport | None = None
         self._partial = bytearray()
         self._wanted_bytes = LENGTH_BYTES
@@ -114,6 +118,8 @@ class TcpLink(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._end.opened(self)
+        if self._arrivals is not None:
+            self._arrivals.came(self._transport)
 
     def data_received(self, data: bytes) -> None:
         if self._partial:
@@ -144,9 +150,13 @@ class TcpLink(asyncio.Protocol):
         self._end.writable()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._arrivals is not None and self._transport is not None:
+            self._arrivals.gone(self._transport)
         self._ended(exc)
 
     def _deliver(self, message: bytes) -> None:
+        if self._arrivals is not None and self._max_bytes == MAX_FIRST_BYTES and self._transport is not None:
+            self._arrivals.begun(self._transport)
         self._max_bytes = MAX_MESSAGE_BYTES
         try:
             self._end.received(message)
@@ -184,11 +194,13 @@ async def dial(end: End, address: str, secured: ssl.SSLContext | None = None) ->
 
 async def listen(
     make_end: Callable[[], End], listener: socket.socket, secured: ssl.SSLContext | None
-) -> asyncio.Server:
-    """Take connections; each has an end of its own."""
-    return await asyncio.get_running_loop().create_server(
-        lambda: TcpLink(make_end()),
-        sock=listener,
-        ssl=secured,
-        ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if secured else None,
-    )
+) -> asyncio.Server | TlsListener:
+    """Take connections; each has an end of its own. Who has sent no message makes room for others."""
+    arrivals = Arrivals(num_allowed(SHARE_OF_DESCRIPTORS))
+
+    def make() -> asyncio.Protocol:
+        return TcpLink(make_end(), arrivals)
+
+    if secured is not None:
+        return TlsListener(make, listener, secured, arrivals)
+    return await asyncio.get_running_loop().create_server(make, sock=listener)

@@ -1,10 +1,10 @@
 """One HTTP connection, bounded where uvicorn leaves it open: the head of a call.
 
 A head that is longer than `MAX_HEAD_BYTES`, or not there within `HEAD_TIMEOUT_S` of the
-connection's opening or of its own first byte, ends the connection; so does one connection
-more than `MAX_CONNECTIONS`, and a client that reads nothing of its answer for `READ_TIMEOUT_S`
-once buffers are full: its request would be held until it does. Between two calls uvicorn's own
-timeout counts, in a body `http_reply.BODY_TIMEOUT_S`.
+connection's opening or of its own first byte, ends the connection; so does one connection too
+many, if none that asks nothing makes room (`base/arrivals.py`), and a client that reads nothing
+of its answer for `READ_TIMEOUT_S` once buffers are full: its request would be held until it
+does. Between two calls uvicorn's own timeout counts, in a body `http_reply.BODY_TIMEOUT_S`.
 
 What is written in one turn of the event loop goes out together: an answer is written in up to
 four parts, and a system call costs more than all that makes them.
@@ -18,6 +18,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from base.arrivals import Arrivals, num_allowed
 from base.logs import event
 
 log = logging.getLogger(__name__)
@@ -28,8 +29,8 @@ HEADER_OVERHEAD_BYTES = 32
 """What one more header counts as, as in HTTP/2: each is some objects here."""
 MAX_CORKED_BYTES = 32 << 10
 READ_TIMEOUT_S = 60.0
-MAX_CONNECTIONS = 8192
-"""Within the file descriptors that a process is usually allowed, where it may have many."""
+SHARE_OF_DESCRIPTORS = 0.5
+"""For this listener. gRPC, nodes, and what the process opens itself have the rest."""
 
 
 class Corked(asyncio.Transport):
@@ -84,6 +85,10 @@ class Corked(asyncio.Transport):
 class BoundedConnection(HttpToolsProtocol):
     """uvicorn's connection; the parser calls `on_message_begin` to `on_headers_complete`."""
 
+    def __init__(self, *args: Any, arrivals: Arrivals | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._arrivals = arrivals or Arrivals(num_allowed(SHARE_OF_DESCRIPTORS))
+
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
@@ -91,15 +96,13 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(Corked(transport, self.loop))
-        if len(self.connections) > MAX_CONNECTIONS:
-            event(log, "http connection refused", level=logging.WARNING, limit=MAX_CONNECTIONS)
-            transport.abort()
-        else:
-            self._expect_head()
+        self._expect_head()
+        self._arrivals.came(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_read_timer()
+        self._arrivals.gone(self.transport)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -130,7 +133,13 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
+        self._arrivals.begun(self.transport)
         super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:  # and no other that came with it has begun
+            self._arrivals.ended(self.transport)
 
     def _expect_head(self) -> None:
         self._stop_timer()

@@ -17,10 +17,12 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import uvicorn
 
+from base.arrivals import Arrivals, TlsListener, num_allowed
 from base.clock import Clock
 from base.config import NodesConfig, ServerConfig, SloConfig, TlsConfig
 from base.errors import ConfigError
@@ -31,7 +33,7 @@ from base.rpc import Health, Port, start_server
 from base.tls import Certificates
 from conductor.access import Access
 from conductor.completion import Completions
-from conductor.http_connection import BoundedConnection
+from conductor.http_connection import SHARE_OF_DESCRIPTORS, BoundedConnection
 from conductor.http_reply import first_failure
 from conductor.keys import KeyRing
 from conductor.openai import openai_app
@@ -99,7 +101,7 @@ async def listening(
             [inference.service()], lambda: completions.is_ready, _grpc_port(config), max_bytes, access.rpc
         )
         app = openai_app(completions, default_slo, max_bytes, rng, reports)
-        http_server = _HttpServer(_http_config(access.http(app), config.tls))
+        http_server = _HttpServer(access.http(app), config.tls)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(http_server.serve(sockets=[http_socket]))
@@ -125,7 +127,27 @@ async def _drain(completions: Completions, health: Health, drain_s: float) -> No
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: when to stop is for `__main__` to say."""
+    """uvicorn without its signal handlers: when to stop is for `__main__` to say. TLS: `base/arrivals.py`."""
+
+    def __init__(self, app: object, tls: TlsConfig) -> None:
+        self._arrivals = Arrivals(num_allowed(SHARE_OF_DESCRIPTORS))
+        self._secured = Certificates(tls, "server.tls").context() if tls.is_set else None
+        super().__init__(_http_config(app, self._arrivals))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._secured is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+        made = partial(
+            BoundedConnection,
+            arrivals=self._arrivals,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        listeners = [TlsListener(made, each, self._secured, self._arrivals) for each in sockets or ()]
+        self.servers = listeners  # type: ignore[assignment]
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -157,7 +179,7 @@ def _access(config: ServerConfig, clock: Clock) -> Access:
     return Access(keys, config.open_metrics)
 
 
-def _http_config(app: object, tls: TlsConfig) -> uvicorn.Config:
+def _http_config(app: object, arrivals: Arrivals) -> uvicorn.Config:
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
         lifespan="off",
@@ -165,14 +187,12 @@ def _http_config(app: object, tls: TlsConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        http=BoundedConnection,
+        http=partial(BoundedConnection, arrivals=arrivals),  # type: ignore[arg-type]
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(STOP_S),
     )
     config.load()
-    if tls.is_set:
-        config.ssl = Certificates(tls, "server.tls").context()
     return config
 
 

@@ -109,6 +109,37 @@ async def test_both_apis_answer_over_tls(model, authority):
     assert answer.json()["choices"][0]["message"]["content"] == "hi"
 
 
+@pytest.mark.parametrize("port", ["http_port", "attach_port"])
+async def test_connections_that_shake_no_hands_are_bounded_and_the_oldest_makes_room(
+    model, authority, monkeypatch, port
+):
+    monkeypatch.setattr("base.arrivals.MAX_CONNECTIONS", 5)
+    async with Secure(model, authority) as secure:
+        there = ("127.0.0.1", getattr(secure.api.ports, port))
+        silent = [await asyncio.open_connection(*there) for _ in range(50)]
+        for reader, _ in silent[:45]:
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 60) == b""
+        if port == "http_port":
+            async with httpx.AsyncClient(verify=context_of(authority)) as client:
+                assert (await client.get(f"{secure.api.secure_url}/health")).status_code == 200
+        else:
+            assert await is_attached(secure, authority.issue("node", NODE_NAME))
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_a_handshake_that_does_not_go_on_ends(model, authority, monkeypatch):
+    monkeypatch.setattr("base.arrivals.HANDSHAKE_TIMEOUT_S", 0.05)
+    async with Secure(model, authority) as secure:
+        for port in (secure.api.ports.http_port, secure.api.ports.attach_port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"\x16\x03\x01")
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 60) == b""
+            writer.close()
+
+
 async def test_plain_text_reaches_nothing(model, authority):
     async with Secure(model, authority) as secure:
         async with httpx.AsyncClient() as client:

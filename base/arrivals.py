@@ -1,0 +1,152 @@
+"""How many connections a listener has, and which makes room: the one that has asked nothing for longest.
+
+    came ----> idle --begun--> busy --ended--> idle ...      gone: from either
+
+Anybody may open connections and say nothing. Each holds a descriptor, and a process that has none left
+serves nobody, so a listener has a part of them, and a new connection gets its place from the oldest idle one.
+Where TLS is spoken a connection counts from the first packet on, not from the end of its handshake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from base.logs import event
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 10.0
+MAX_CONNECTIONS = 8192
+"""Of one listener, where the process may have so many descriptors."""
+ACCEPT_PAUSE_S = 0.1
+"""After none could be accepted: descriptors ran out."""
+
+
+def num_allowed(share: float) -> int:
+    """Return how many connections a listener may have whose share of the process's descriptors this is."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else int(soft * share)
+    return max(1, min(MAX_CONNECTIONS, most))
+
+
+class Connection(Protocol):
+    """What can be ended: a transport, or a handshake."""
+
+    def abort(self) -> None: ...
+
+
+class _Handshake:
+    """A socket whose TLS handshake is under way."""
+
+    def __init__(self, accepted: socket.socket) -> None:
+        self.socket = accepted
+
+    def abort(self) -> None:
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+
+class Arrivals:
+    """The connections of one listener. Belongs to the event loop."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._idle: dict[Connection, None] = {}
+        """Who has been idle for longest first."""
+        self._busy: set[Connection] = set()
+
+    def __len__(self) -> int:
+        return len(self._idle) + len(self._busy)
+
+    def came(self, connection: Connection) -> None:
+        """Count a connection; the oldest idle one ends where there are too many, itself if all are busy."""
+        self._idle[connection] = None
+        if len(self) > self.limit:
+            oldest = next(iter(self._idle))
+            event(log, "idle connection ended for another", level=logging.WARNING, limit=self.limit)
+            self.gone(oldest)
+            oldest.abort()
+
+    def begun(self, connection: Connection) -> None:
+        """Take note that it asks something, and keeps its place."""
+        if connection in self._idle:
+            del self._idle[connection]
+            self._busy.add(connection)
+
+    def ended(self, connection: Connection) -> None:
+        """Take note that it was answered."""
+        if connection in self._busy:
+            self._busy.discard(connection)
+            self._idle[connection] = None
+
+    def gone(self, connection: Connection) -> None:
+        self._idle.pop(connection, None)
+        self._busy.discard(connection)
+
+
+class TlsListener:
+    """Takes connections from a listening socket, and makes `make`'s protocol of each whose handshake ended.
+
+    Each is a socket of ours until then, which `create_server` does not give: its factory sees no transport
+    before the handshake has ended.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], asyncio.Protocol],
+        listener: socket.socket,
+        secured: ssl.SSLContext,
+        arrivals: Arrivals,
+    ) -> None:
+        """Begin to accept. `close` it; the event loop is the one that runs."""
+        self._make = make
+        self._listener = listener
+        self._secured = secured
+        self._arrivals = arrivals
+        listener.setblocking(False)
+        self._shaking: set[asyncio.Task[None]] = set()
+        self._accepting = asyncio.get_running_loop().create_task(self._accept())
+
+    def close(self) -> None:
+        """Accept nobody any more; who is through the handshake goes on."""
+        self._accepting.cancel()
+        for shaking in self._shaking:
+            shaking.cancel()
+        self._listener.close()
+
+    async def wait_closed(self) -> None:
+        await asyncio.gather(self._accepting, *self._shaking, return_exceptions=True)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                event(log, "nobody accepted", level=logging.WARNING, reason=error)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            shaking = loop.create_task(self._shake_hands(_Handshake(accepted)))
+            self._shaking.add(shaking)
+            shaking.add_done_callback(self._shaking.discard)
+
+    async def _shake_hands(self, handshake: _Handshake) -> None:
+        self._arrivals.came(handshake)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._make,
+                handshake.socket,
+                ssl=self._secured,
+                ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
+            )
+        except OSError:
+            handshake.socket.close()  # what was wrong is in the log of `base/tls.py`
+        finally:
+            self._arrivals.gone(handshake)
