@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -21,6 +22,27 @@ settings.load_profile("busy")
 # kernel is decorated, so it must stand before the first import.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def run_kernels_in_turns() -> None:
+    """Have Triton's interpreter run one kernel at a time.
+
+    It keeps the kernel that it runs in globals of its own and of `triton.language`: those of two threads
+    at once, two stages of an engine for example, would run with each other's.
+    """
+    from triton.runtime.interpreter import InterpretedFunction  # noqa: PLC0415 - after the choice above
+
+    run, turn = InterpretedFunction.run, threading.RLock()
+
+    def run_in_turn(kernel, *arguments, **options):
+        with turn:
+            return run(kernel, *arguments, **options)
+
+    InterpretedFunction.run = run_in_turn
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    run_kernels_in_turns()
 
 
 @pytest.hookimpl(wrapper=True)
