@@ -1,9 +1,7 @@
 """The configuration of a cluster and of each process: frozen values, read once.
 
-`cluster.yaml` is one `ClusterConfig`. `deploy/config_file.py` reads it with pydantic,
-which takes the fields, types and defaults from the dataclasses below. Every process is
-then handed its own part as JSON, read back by `read_process_config`: a node needs
-neither pydantic nor YAML, because GPU machines are often bare.
+`cluster.yaml` is one `ClusterConfig`, read by `deploy/config_file.py`. Every process is
+then handed its own part as JSON, read back by `read_process_config`.
 
 What is *found out* at start (how many blocks fit, which port was free) is a return value
 that travels on, never a field written back.
@@ -170,6 +168,8 @@ class ServerConfig:
     """`http://host:port` of the one that scrapes the cluster, whose answers /ui shows. Empty: none."""
     insecure: bool = False
     """Allows to bind anything but loopback without TLS or without keys."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins (`https://host`) whose pages may call the HTTP API from a browser; `*`: all."""
     max_body_mib: float = 8.0
     max_waiting: int = 1024
     """Requests admitted and not finished; more are rejected at once."""

@@ -45,7 +45,7 @@ class Access:
 
     def __init__(self, keys: KeyRing | None = None, open_metrics: bool = False) -> None:
         self._keys = keys
-        self._open_paths = {"/health", *FILES, *(["/metrics"] if open_metrics else [])}
+        self._open_paths = {"/", "/health", "/openapi.json", *FILES, *(["/metrics"] if open_metrics else [])}
 
     @contextmanager
     def rpc(self, method: str, context: Context) -> Iterator[None]:

@@ -12,8 +12,9 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
-from base.errors import InvalidRequestError
+from base.errors import ForbiddenError, InvalidRequestError
 from base.request import Slo
 
 TENANT_HEADER = "x-tenant-id"
@@ -45,6 +46,19 @@ def header_traceparent(headers: Mapping[str, str]) -> str:
     """Return the caller's span; empty if there is none, or what is no span, as W3C wants it."""
     text = headers.get("traceparent", "")
     return text if TRACEPARENT.fullmatch(text) else ""
+
+
+def require_own_page(headers: Mapping[str, str]) -> None:
+    """Raise ForbiddenError for a body that a page of elsewhere made a browser send without asking us first.
+
+    Browsers ask (CORS) before they send JSON to another origin, and not before they send what a form could.
+    """
+    origin = headers.get("origin")
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if origin is None or media_type == "application/json":
+        return
+    if urlsplit(origin).netloc != headers.get("host"):
+        raise ForbiddenError(f"a page of {origin[:100]} may send Content-Type: application/json alone")
 
 
 def _bound_s(headers: Mapping[str, str], name: str, default_s: float) -> float:

@@ -36,16 +36,17 @@ from base.request import Slo
 from conductor.access import CHARGE
 from conductor.body_bounds import check_structure
 from conductor.completion import Completions, InProgress
-from conductor.headers import TENANT_HEADER, Caller, header_slo, header_traceparent
+from conductor.headers import TENANT_HEADER, Caller, header_slo, header_traceparent, require_own_page
 from conductor.http_reply import BodyError, ClientGoneError, Reply, read_body, while_connected
 from conductor.openai_errors import HttpError, http_error, internal_error
 from conductor.openai_format import to_json
 from conductor.openai_generation import Generation
 from conductor.openai_schema import DetokenizeBody, TokenizeBody, chat_messages
 from conductor.openai_schema import read_body as parse_body
+from conductor.openapi import openapi
 from conductor.options import check_request_id, require_model
 from conductor.prompt import chat_token_ids, text_token_ids, token_ids_text
-from conductor.web_page import add_web_page
+from conductor.web_page import READ, add_web_page
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def openai_app(
     add_web_page(app)
     for path, report in (reports or {}).items():
         answer = _report_on(report) if path.endswith("/{name}") else _report(report)
-        app.add_api_route(path, answer, methods=["GET"], name=path)
+        app.add_api_route(path, answer, methods=READ, name=path)
     app.add_exception_handler(HTTPException, _not_found)
     app.calls = calls
     return app
@@ -156,6 +157,7 @@ class _Call:
             # Not Starlette's, which looks through all of them for each.
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             tenant = headers.get(TENANT_HEADER, "")
+            require_own_page(headers)
             with self._completions.call(tenant) as call:
                 if given := headers.get("x-request-id"):
                     check_request_id(given)
@@ -237,11 +239,11 @@ def _add_operator_routes(app: FastAPI, completions: Completions) -> None:
         "max_model_len": model.max_model_len,
     }
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=READ)
     async def models() -> Response:
         return _json(200, {"object": "list", "data": [card]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=READ)
     async def one_model(request: HttpRequest) -> Response:
         name = request.path_params["name"]
         try:
@@ -250,15 +252,21 @@ def _add_operator_routes(app: FastAPI, completions: Completions) -> None:
             return _error(http_error(error))
         return _json(200, card)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=READ)
     async def health() -> Response:
         return _json(200, {"status": "ok"}) if completions.is_ready else _json(503, {"status": "unavailable"})
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=READ)
     async def metrics() -> Response:
         return Response(exposition(completions.metrics.registry), media_type=CONTENT_TYPE)
 
-    @app.get("/version")
+    described = to_json(openapi())
+
+    @app.api_route("/openapi.json", methods=READ)
+    async def description() -> Response:
+        return Response(described, media_type="application/json")
+
+    @app.api_route("/version", methods=READ)
     async def show_version() -> Response:
         return _json(200, {"version": _version()})
 

@@ -14,13 +14,15 @@ import asyncio
 import logging
 import random
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from base.arrivals import Arrivals, TlsListener, num_allowed
 from base.clock import Clock
@@ -101,7 +103,8 @@ async def listening(
             [inference.service()], lambda: completions.is_ready, _grpc_port(config), max_bytes, access.rpc
         )
         app = openai_app(completions, default_slo, max_bytes, rng, reports)
-        http_server = _HttpServer(access.http(app), config.tls)
+        gated = _shared_with(config.cors_origins, access.http(app))
+        http_server = _HttpServer(gated, config.tls)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(http_server.serve(sockets=[http_socket]))
@@ -124,6 +127,19 @@ async def _drain(completions: Completions, health: Health, drain_s: float) -> No
             await completions.wait_idle()
     except TimeoutError:
         event(log, "drain cut short", level=logging.WARNING, drain_s=drain_s)
+
+
+def _shared_with(origins: Sequence[str], app: ASGIApp) -> ASGIApp:
+    """Return `app` as pages of other `origins` may call it; a browser asks that before any key is shown."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
 
 
 class _HttpServer(uvicorn.Server):

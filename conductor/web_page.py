@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from fastapi import FastAPI
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 FOLDER = Path(__file__).parent / "web"
 
+READ = ["GET", "HEAD"]
 FILES = {
     "/ui": ("index.html", "text/html"),
     "/ui/page.js": ("page.js", "text/javascript"),
@@ -35,7 +36,11 @@ def add_web_page(app: FastAPI) -> None:
     """Add the routes of the page."""
     for path, (file, media_type) in FILES.items():
         content = (FOLDER / file).read_bytes()
-        app.add_api_route(path, _route(content, media_type), methods=["GET"], name=path)
+        app.add_api_route(path, _route(content, media_type), methods=READ, name=path)
+
+    @app.api_route("/", methods=READ)
+    async def lead() -> Response:
+        return RedirectResponse("/ui")
 
 
 def _route(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
