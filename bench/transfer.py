@@ -140,7 +140,7 @@ async def serve(num_bytes: int, transports: tuple[str, ...]) -> None:
     ) as agent:
         segment = agent.allocate(num_bytes)
         segment.memory[:] = bytes(num_bytes)
-        peer = asdict(agent.descriptor)
+        peer = asdict(agent.descriptor) | {"secret": agent.descriptor.secret.hex()}
         say({"peer": peer, "segment_id": segment.segment_id, "port": listener.getsockname()[1]})
         while line := await reader.readline():
             block, batch, apart, pool = map(int, line.split())
@@ -175,7 +175,8 @@ class Child:
         self.port = int(about["port"])
         self.segment_id = int(about["segment_id"])
         endpoints = tuple(Endpoint(**each) for each in about["peer"]["endpoints"])
-        self.peer = PeerDescriptor(about["peer"]["node_id"], about["peer"]["epoch"], endpoints)
+        peer, secret = about["peer"], bytes.fromhex(about["peer"]["secret"])
+        self.peer = PeerDescriptor(peer["node_id"], peer["epoch"], endpoints, secret)
 
     def generation_for(self, case: Case) -> int:
         assert self._process.stdin is not None

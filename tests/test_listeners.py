@@ -1,0 +1,73 @@
+"""Every place that opens a listener, with what keeps outsiders out there: a new one has to be named here."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("base", "conductor", "kvstore", "transfer", "engine", "deploy", "prefill_node", "decode_node")
+OPENS = {
+    "create_server",
+    "create_unix_server",
+    "start_server",
+    "start_unix_server",
+    "start_http_server",
+    "create_datagram_endpoint",
+    "add_insecure_port",
+    "add_secure_port",
+    "tcp_listener",
+    "listen",
+    "TcpServer",
+    "TlsListener",
+    "HTTPServer",
+    "ThreadingHTTPServer",
+    "TCPServer",
+    "serve_metrics",
+}
+"""Calls that make, or lead to, a socket that others connect to."""
+
+TLS, STORE = "tests/conductor/test_tls.py", "tests/kvstore/test_store_port.py"
+ACCESS, DATA = "tests/conductor/test_access.py", "tests/transfer/test_tcp_server.py"
+CONTROL, METRICS = "tests/deploy/test_control.py", "without keys, on loopback: SECURITY.md says so"
+GUARDED = {
+    ("base/link.py", "create_server"): TLS,
+    ("base/link.py", "TlsListener"): TLS,
+    ("base/metrics.py", "start_http_server"): METRICS,
+    ("base/rpc.py", "add_insecure_port"): ACCESS,
+    ("base/rpc.py", "add_secure_port"): ACCESS,
+    ("conductor/server.py", "TlsListener"): TLS,
+    ("conductor/server.py", "listen"): TLS,
+    ("conductor/server.py", "start_server"): ACCESS,
+    ("conductor/server.py", "tcp_listener"): ACCESS,
+    ("kvstore/hosting.py", "start_server"): STORE,
+    ("kvstore/__main__.py", "serve_metrics"): METRICS,
+    ("deploy/node.py", "serve_metrics"): METRICS,
+    ("deploy/control.py", "start_unix_server"): CONTROL,
+    ("deploy/doctor.py", "create_server"): "closed at once: it asks whether a port is free",
+    ("transfer/agent.py", "TcpServer"): DATA,
+    ("transfer/tcp_server.py", "create_server"): DATA,
+}
+"""By file and call: the test that sweeps it as an outsider, or why there is nothing to sweep."""
+
+
+def opened() -> set[tuple[str, str]]:
+    """Return where the program opens listeners, by what."""
+    found = set()
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call):
+                    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                    if name in OPENS:
+                        found.add((str(path.relative_to(ROOT)), name))
+    return found
+
+
+def test_every_listener_is_named_with_its_guard() -> None:
+    assert opened() == set(GUARDED)
+
+
+@pytest.mark.parametrize("guard", sorted(set(GUARDED.values())))
+def test_every_guard_is_there(guard: str) -> None:
+    assert (ROOT / guard).is_file() == guard.startswith("tests/")
