@@ -162,6 +162,7 @@ class ServerConfig:
     """Of HTTP and gRPC. With a `ca`, clients must show a certificate that it signed."""
     keys_file: str = ""
     """API keys, by `conductor keys`. Empty: clients need none."""
+    critical_tenants: tuple[str, ...] = ()  # Where there are no keys. "*": all.
     open_metrics: bool = False
     """Whether metrics need no key."""
     prometheus: str = ""
@@ -175,8 +176,7 @@ class ServerConfig:
     """Requests admitted and not finished; more are rejected at once."""
     request_timeout_s: float = 600.0
     stream_interval_ms: float = 0.0
-    """Between two pieces of one answer at least; tokens that come meanwhile go out together. Each
-    piece costs the conductor some 0.1 ms of processor time. 0: as they come."""
+    """Between two pieces of one answer at least, each of which costs 0.1 ms; 0: as they come."""
     lease_s: float = 10.0
     """A node or conductor that stays silent this long has lost what it held."""
     heartbeat_s: float = 2.0
@@ -326,7 +326,7 @@ class SchedulerConfig:
     replicate: bool = False
     """Whether hot prefixes are copied to more prefill nodes before requests ask there."""
     max_waiting: int = 512
-    """There; more are let go, the lowest class first."""
+    """There; more are let go, of the tenant with the most."""
     role_wait_s: float = 10.0
     """For a node of a role to come back when none is left."""
     decision_log: str = ""

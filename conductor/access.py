@@ -9,15 +9,16 @@ added is closed. Of an HTTP call nothing but its head was read when it is decide
 
 Nodes have a listener of their own (`conductor/attach.py`).
 
-With keys, a call's tenant is its key's, whatever its headers say. A tenant's name is in the
+With keys, a call's tenant is its key's, whatever its headers say, and its requests may be critical if the key
+says so. Without them, configuration names the tenants whose may. A tenant's name is in the
 root of its block hashes (`base/block_hash.py`), so tenants share no cached prefix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -39,12 +40,26 @@ BEARER = "bearer "
 CHARGE = "conductor.charge"
 """Names, in an HTTP call's scope, what counts more sequences in its tenant's quota."""
 
+CRITICAL = "conductor.critical"
+"""Names, in an HTTP call's scope, whether its requests may be of the critical class."""
+
+
+class Client(NamedTuple):
+    """Who calls, as far as keys and configuration say."""
+
+    tenant: str
+    may_be_critical: bool
+
 
 class Access:
     """Admits calls. Owned by the event loop."""
 
-    def __init__(self, keys: KeyRing | None = None, open_metrics: bool = False) -> None:
+    def __init__(
+        self, keys: KeyRing | None = None, open_metrics: bool = False, critical_tenants: Iterable[str] = ()
+    ) -> None:
+        """Begin. `critical_tenants` may ask for the critical class where there are no keys; "*": all may."""
         self._keys = keys
+        self._critical_tenants = frozenset(critical_tenants)
         self._open_paths = {"/", "/health", "/openapi.json", *FILES, *(["/metrics"] if open_metrics else [])}
 
     @contextmanager
@@ -56,17 +71,26 @@ class Access:
             with self._client(self._keys, metadata(context), method.startswith(CLIENT_SERVICE)):
                 yield
 
-    def tenant(self, said: Mapping[str, str]) -> str:
+    def client(self, said: Mapping[str, str]) -> Client:
         """Return whose call it is, by its headers or metadata; raises UnauthenticatedError."""
-        if self._keys is None:
-            return said.get(TENANT_HEADER, "")
-        return self._keys.find(_bearer(said)).tenant
+        if self._keys is not None:
+            key = self._keys.find(_bearer(said))
+            return Client(key.tenant, key.critical)
+        tenant = said.get(TENANT_HEADER, "")
+        return Client(tenant, not self._critical_tenants.isdisjoint((tenant, "*")))
 
     def http(self, app: ASGIApp) -> ASGIApp:
-        """Return `app` behind the gate; where there are no keys, there is none."""
+        """Return `app` behind the gate; where there are no keys, all pass it."""
         keys = self._keys
-        if keys is None:
+        if keys is None and not self._critical_tenants:
             return app
+        if keys is None:
+
+            async def open_to_all(scope: Scope, receive: Receive, send: Send) -> None:
+                scope[CRITICAL] = self.client(MutableHeaders(scope=scope)).may_be_critical
+                await app(scope, receive, send)
+
+            return open_to_all
 
         async def gated(scope: Scope, receive: Receive, send: Send) -> None:
             try:
@@ -88,7 +112,7 @@ class Access:
         with self._client(keys, headers, path in CLIENT_PATHS or path.startswith(CLIENT_FOLDER)) as request:
             # What reads the header behind the gate reads the truth.
             headers[TENANT_HEADER] = request.tenant
-            scope[CHARGE] = request.charge
+            scope[CHARGE], scope[CRITICAL] = request.charge, self.client(headers).may_be_critical
             yield
 
     @contextmanager

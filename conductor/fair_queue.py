@@ -12,8 +12,9 @@ let go, and not counted among those who may wait: calls in progress are bounded 
 
 Fair shares are those of start-time fair queueing: each tenant has a virtual time that
 advances by what it is given, and one that returns from a pause begins at the present
-virtual time, so that nobody saves up. When too many wait, one of the lowest class goes: of
-the tenant with the most waiting seconds, the request that is due last.
+virtual time, so that nobody saves up. When too many wait, one of the tenant with the most waiting
+goes, in whatever classes they are: of its lowest, the request that is due last. By class first was
+weighed: then whoever floods a class takes the places of all in the lower ones.
 
 Pure state: no I/O, no clock. `waiting_room.py` asks it.
 """
@@ -21,7 +22,7 @@ Pure state: no I/O, no clock. `waiting_room.py` asks it.
 from __future__ import annotations
 
 from bisect import insort
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
@@ -181,9 +182,18 @@ class FairQueue:
             yield from tenants.values()
 
     def _least_worthy(self) -> Waiting:
-        lowest = min(each for each, tenants in self._lines.items() if tenants)
-        line = max(self._lines[lowest].values(), key=lambda line: (_seconds(line), line[-1]))
-        return line[-1][2]
+        """Return whom to let go: of the tenant with the most waiting, one of its lowest class."""
+        places: Counter[str] = Counter()
+        seconds: defaultdict[str, float] = defaultdict(float)
+        lowest: dict[str, list[tuple[float, int, Waiting]]] = {}
+        for level, tenants in self._lines.items():
+            if level is not Criticality.BEGUN:
+                for tenant, line in tenants.items():
+                    places[tenant] += len(line)
+                    seconds[tenant] += _seconds(line)
+                    lowest[tenant] = line
+        most = max(lowest, key=lambda tenant: (places[tenant], seconds[tenant], lowest[tenant][-1]))
+        return lowest[most][-1][2]
 
 
 def _seconds(line: list[tuple[float, int, Waiting]]) -> float:

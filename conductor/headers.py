@@ -30,6 +30,8 @@ class Caller(NamedTuple):
     slo: Slo
     tenant: str = ""
     traceparent: str = ""
+    may_be_critical: bool = False
+    """Whether its requests may be of the critical class."""
     charge: Callable[[int], None] = lambda count: None
     """Counts sequences beside the call's first; raises RejectedError where there is no room."""
 

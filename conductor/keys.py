@@ -45,11 +45,16 @@ class Key:
     sha256: str
     operator: bool = False
     """It opens what is about the cluster too, not one tenant's calls alone."""
+    critical: bool = False
+    """Its requests may be of the critical class, which goes before all others."""
 
     def __post_init__(self) -> None:
         texts = (self.id, self.name, self.tenant)
-        if not all(isinstance(text, str) for text in texts) or not isinstance(self.operator, bool):
-            raise ValueError(f"key {self.id!r}: id, name and tenant are text, operator true or false")
+        flags = (self.operator, self.critical)
+        if not all(isinstance(text, str) for text in texts) or {*map(type, flags)} != {bool}:
+            raise ValueError(
+                f"key {self.id!r}: id, name and tenant are text, operator and critical true or false"
+            )
         if len(bytes.fromhex(self.sha256)) != hashlib.sha256().digest_size:
             raise ValueError(f"key {self.id!r}: no SHA-256")
 
@@ -77,11 +82,11 @@ class KeyFile:
     keys: tuple[Key, ...]
 
 
-def made_key(name: str, tenant: str, operator: bool = False) -> tuple[Key, str]:
+def made_key(name: str, tenant: str, operator: bool = False, critical: bool = False) -> tuple[Key, str]:
     """Return a key's record, and the key itself, which is kept nowhere."""
     key_id = secrets.token_hex(4)
     secret = f"{PREFIX}-{key_id}-{secrets.token_urlsafe(32)}"
-    return Key(key_id, name, tenant, _digest(secret), operator), secret
+    return Key(key_id, name, tenant, _digest(secret), operator, critical), secret
 
 
 def read_keys(path: Path) -> KeyFile:

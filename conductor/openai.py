@@ -33,7 +33,7 @@ from base.errors import InvalidRequestError, ServeError
 from base.logs import event
 from base.metrics import CONTENT_TYPE, exposition
 from base.request import Slo
-from conductor.access import CHARGE
+from conductor.access import CHARGE, CRITICAL
 from conductor.body_bounds import check_structure
 from conductor.completion import Completions, InProgress
 from conductor.headers import TENANT_HEADER, Caller, header_slo, header_traceparent, require_own_page
@@ -164,7 +164,10 @@ class _Call:
                     reply.request_id = given
                 slo = header_slo(headers, self._default_slo)
                 charge = _charging(call, scope.get(CHARGE))
-                caller = Caller(call.arrived_at_s, slo, tenant, header_traceparent(headers), charge)
+                is_critical = scope.get(CRITICAL, False)
+                caller = Caller(
+                    call.arrived_at_s, slo, tenant, header_traceparent(headers), is_critical, charge
+                )
                 declared = int(headers.get("content-length", "0"))
                 body = await read_body(receive, declared, self._max_body_bytes, call.take_bytes)
                 await check_structure(body)

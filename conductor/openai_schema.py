@@ -274,6 +274,7 @@ def to_options(
         priority=-(body.priority or 0),
         cache_salt=body.cache_salt or "",
         tenant=caller.tenant,
+        may_be_critical=caller.may_be_critical,
         slo=caller.slo,
         traceparent=caller.traceparent,
     )

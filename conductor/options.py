@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
-from base.errors import InvalidRequestError, UnknownModelError
+from base.errors import ForbiddenError, InvalidRequestError, UnknownModelError
 from base.request import MAX_TOP_LOGPROBS, Request, RequestId, SamplingParams, Slo, StopParams
 from conductor.served_model import ServedModel
 
@@ -55,6 +55,7 @@ class Options(NamedTuple):
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    may_be_critical: bool = False
     slo: Slo = Slo()
     deadline_s: float | None = None
     traceparent: str = ""
@@ -96,7 +97,8 @@ def params_spelled(spelling: Mapping[str, str]) -> Iterator[None]:
 def check_options(options: Options, model: ServedModel) -> None:
     """Raise InvalidRequestError, naming the field, for the first value out of bounds.
 
-    NaN is within no bounds, so it is refused too.
+    NaN is within no bounds, so it is refused too. Raises ForbiddenError for the critical class where the
+    client may not ask for it.
     """
     _require_between("temperature", options.temperature, 0.0, 2.0)
     _require_between("top_k", options.top_k, -1, 1 << 31)
@@ -111,6 +113,11 @@ def check_options(options: Options, model: ServedModel) -> None:
     _require_between("min_tokens", options.min_tokens, 0, options.max_tokens or model.max_model_len)
     _require_between("logprobs", options.logprobs, 0, MAX_TOP_LOGPROBS)
     _require_between("priority", options.priority, -(1 << 31), (1 << 31) - 1)
+    if options.priority > 0 and not options.may_be_critical:
+        raise ForbiddenError(
+            "priority: the critical class (above 0 in gRPC, below 0 in HTTP) is for keys made with "
+            "`conductor keys add NAME --critical`, and without keys for server.critical_tenants"
+        )
     _require_at_most("cache_salt", len(options.cache_salt), MAX_STOP_CHARS, "characters")
     _require_at_most("x-tenant-id", len(options.tenant), MAX_STOP_CHARS, "characters")
     _check_stop(options.stop)

@@ -192,7 +192,7 @@ def _grpc_port(config: ServerConfig) -> Port:
 
 def _access(config: ServerConfig, clock: Clock) -> Access:
     keys = KeyRing(Path(config.keys_file).expanduser(), clock) if config.keys_file else None
-    return Access(keys, config.open_metrics)
+    return Access(keys, config.open_metrics, config.critical_tenants)
 
 
 def _http_config(app: object, arrivals: Arrivals) -> uvicorn.Config:

@@ -18,7 +18,7 @@ import grpc
 from base.errors import InvalidRequestError
 from base.request import SampledToken, Slo
 from base.rpc import Service
-from conductor.access import Access, metadata
+from conductor.access import Access, Client, metadata
 from conductor.chat_template import ChatMessage, ChatRole
 from conductor.completion import Completions, Piece
 from conductor.headers import Caller, header_slo, header_traceparent
@@ -80,15 +80,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        tenant = self._access.tenant(metadata(context))
-        with self._completions.call(tenant) as call:
+        client = self._access.client(metadata(context))
+        with self._completions.call(client.tenant) as call:
             call.take_bytes(request.ByteSize())
             spelling = {
                 **_FIELD_OF,
                 "prompt": _PROMPT_FIELD_OF.get(request.WhichOneof("input") or "", "input"),
             }
             with params_spelled(spelling):
-                asked, request_id = await self._asked(request, call.arrived_at_s, tenant, context)
+                asked, request_id = await self._asked(request, call.arrived_at_s, client, context)
             num_tokens = 0
             async with aclosing(self._completions.generate(asked)) as pieces:
                 async for piece in pieces:
@@ -113,14 +113,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self,
         message: inference_pb2.GenerateRequest,
         arrived_at_s: float,
-        tenant: str,
+        client: Client,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> tuple[TextRequest, str]:
         check_request_id(message.request_id)
         require_model(self._model, message.model or None)
         said = metadata(context)
         slo = _slo(message.slo, header_slo(said, self._default_slo), context.time_remaining())
-        caller = Caller(arrived_at_s, slo, tenant, header_traceparent(said))
+        caller = Caller(arrived_at_s, slo, client.tenant, header_traceparent(said), client.may_be_critical)
         options = _options(message, caller, context.time_remaining())
         check_options(options, self._model)
         token_ids = await self._token_ids(message)
@@ -171,6 +171,7 @@ def _options(message: inference_pb2.GenerateRequest, caller: Caller, deadline_s:
         priority=message.priority,
         cache_salt=message.cache_salt,
         tenant=caller.tenant,
+        may_be_critical=caller.may_be_critical,
         slo=caller.slo,
         deadline_s=deadline_s,
         traceparent=caller.traceparent,

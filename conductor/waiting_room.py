@@ -5,8 +5,8 @@ too many ahead. Who comes while nobody waits is tried at once; who cannot be pla
 and `pump` tries them in the order of `fair_queue.py` whenever something changed: a prefill
 ended, a request left, a node came, went or reported.
 
-Waiting is bounded in number (the lowest class is let go) and in time: by the request's own
-bounds, and where no node of a role is left by `role_wait_s`, which is what a lost node needs
+Waiting is bounded in number (one of the tenant with the most waiting is let go) and in time: by the
+request's own bounds, and where no node of a role is left by `role_wait_s`, which is what a lost node needs
 to be back. While the conductor's process stood still no node could be: that does not count.
 """
 
@@ -51,7 +51,7 @@ class WaitingRoom:
         """Begin with nobody waiting.
 
         Args:
-            max_waiting: At most; the lowest class is let go.
+            max_waiting: At most; then one of the tenant with the most is let go.
             role_wait_s: For a role that has no node, at most.
             missing_role: Names a role that has no node; None: both have one.
             num_prefill_nodes: They share the work of those who wait.

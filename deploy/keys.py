@@ -17,23 +17,28 @@ FILE = Path("~/.config/conductor-cluster/keys.json")
 
 
 def main(
-    action: Annotated[str, typer.Argument(help="add, list or remove")],
-    name: Annotated[str, typer.Argument(help="Of the key, for people")] = "",
+    words: Annotated[
+        list[str], typer.Argument(help="add NAME, list, or remove NAME", metavar="ACTION [NAME]")
+    ],
     file: Annotated[Path, typer.Option(help="As in server.keys_file")] = FILE,
     tenant: Annotated[str, typer.Option(help="Whose key; default: NAME. Keys of a tenant share all")] = "",
     rate: Annotated[float | None, typer.Option(help="Requests a second of the tenant; 0: any")] = None,
     burst: Annotated[int | None, typer.Option(help="Requests at once after a rest")] = None,
     concurrent: Annotated[int | None, typer.Option(help="Requests in progress; 0: any")] = None,
     operator: Annotated[bool, typer.Option(help="Also for what is about the cluster")] = False,
+    critical: Annotated[bool, typer.Option(help="Its requests may go before all others")] = False,
 ) -> None:
     """Make, list and remove API keys; a running conductor sees it within a second."""
+    action, name = (*words, "")[:2]
     path = file.expanduser()
     asked = {"requests_per_s": rate, "burst": burst, "concurrent": concurrent}
     limits = {key: value for key, value in asked.items() if value is not None}
     try:
         keys = read_keys(path) if path.exists() else KeyFile({}, ())
+        if len(words) > 2:
+            raise ConfigError(f"add NAME, list or remove NAME is wanted, not also {' '.join(words[2:])}")
         if action == "add" and name:
-            key, secret = made_key(name, tenant or name, operator)
+            key, secret = made_key(name, tenant or name, operator, critical)
             _add(path, keys, key, limits)
             print("This key is shown once and kept nowhere:", file=sys.stderr)
             print(secret)
@@ -41,7 +46,8 @@ def main(
             _remove(path, keys, name)
         elif action == "list":
             for key in keys.keys:
-                print(f"{key.name}\t{key.tenant}\tck-{key.id}-...{'  operator' if key.operator else ''}")
+                rights = f"{'  operator' if key.operator else ''}{'  critical' if key.critical else ''}"
+                print(f"{key.name}\t{key.tenant}\tck-{key.id}-...{rights}")
         else:
             raise ConfigError("add NAME, list or remove NAME is wanted")
     except (ConfigError, OSError, ValueError) as error:

@@ -21,6 +21,7 @@ from base.errors import ConfigError, RejectedError, UnauthenticatedError
 from base.request import Slo
 from conductor.keys import KeyFile, KeyRing, Quota, TokenBucket, made_key, read_keys, write_keys
 from conductor.openai import openai_app
+from deploy.keys import main as keys_command
 from protos import inference_pb2, inference_pb2_grpc, nodes_pb2
 from tests.conductor.fakes import WAIT, serving, spoken
 
@@ -340,3 +341,82 @@ def test_another_address_wants_both_tls_and_keys(section):
         ServerConfig(host="0.0.0.0", **section)
     ServerConfig(host="0.0.0.0", insecure=True, **section)
     ServerConfig(host="0.0.0.0", tls=TLS, keys_file="k")
+
+
+class CriticalKeys(Keys):
+    """Where the tenant a has a second key, whose requests may be critical."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        made, self.secrets["critical"] = made_key("critical", "a", critical=True)
+        file = read_keys(self.path)
+        write_keys(self.path, KeyFile(file.tenants, (*file.keys, made)))
+
+
+async def asked_over_http(client, priority, headers):
+    answer = await client.post(CHAT, json={**HELLO, "priority": priority}, headers=headers)
+    return answer.status_code, answer.text
+
+
+async def asked_over_grpc(stub, priority, metadata):
+    asked = inference_pb2.GenerateRequest(text="hello", priority=priority)
+    try:
+        async for _ in stub.Generate(asked, metadata=metadata, timeout=60):
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error.details()
+    return grpc.StatusCode.OK, ""
+
+
+async def test_the_critical_class_is_for_keys_that_have_it(model, tmp_path):
+    keys = CriticalKeys(tmp_path)
+    async with (
+        guarded(model, keys) as api,
+        httpx.AsyncClient(base_url=api.url) as client,
+        grpc.aio.insecure_channel(api.grpc_address) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        for name, sign in (("a", 0), ("operator", 0), ("critical", 1)):
+            claims = {**keys.header(name), "x-tenant-id": "critical", "conductor.critical": "true"}
+            status, text = await asked_over_http(client, -1, claims)
+            assert (status, "--critical" in text) == ((200, False) if sign else (403, True))
+            code, details = await asked_over_grpc(stub, 1, keys.metadata(name))
+            wanted = grpc.StatusCode.OK if sign else grpc.StatusCode.PERMISSION_DENIED
+            assert (code, "--critical" in details) == (wanted, not sign)
+            for priority in (0, 1):
+                assert (await asked_over_http(client, priority, keys.header(name)))[0] == 200
+                assert (await asked_over_grpc(stub, -priority, keys.metadata(name)))[0] is grpc.StatusCode.OK
+    assert sum(request.priority > 0 for request in api.dispatcher.requests) == 2
+
+
+@pytest.mark.parametrize(("allowed", "tenants"), [((), ""), (("b",), "b"), (("*",), "abc")])
+async def test_without_keys_configuration_says_whose_requests_may_be_critical(model, allowed, tenants):
+    server = {"critical_tenants": allowed}
+    async with (
+        serving(model, lambda request: spoken(model, "hi"), server=server) as api,
+        httpx.AsyncClient(base_url=api.url) as client,
+        grpc.aio.insecure_channel(api.grpc_address) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        for tenant in "abc":
+            status, _ = await asked_over_http(client, -1, {"x-tenant-id": tenant})
+            code, _ = await asked_over_grpc(stub, 1, (("x-tenant-id", tenant),))
+            may = tenant in tenants
+            assert status == (200 if may else 403)
+            assert code is (grpc.StatusCode.OK if may else grpc.StatusCode.PERMISSION_DENIED)
+
+
+def test_a_key_is_made_critical_by_its_command_and_listed_so(tmp_path, capsys):
+    path = tmp_path / "keys.json"
+    command = {"file": path, "tenant": "", "rate": None, "burst": None, "concurrent": None, "operator": False}
+    keys_command(["add", "web"], **command, critical=True)
+    keys_command(["add", "batch"], **command, critical=False)
+    assert [key.critical for key in read_keys(path).keys] == [True, False]
+    capsys.readouterr()
+    keys_command(["list"], **command, critical=False)
+    web, batch = capsys.readouterr().out.splitlines()
+    assert web.endswith("critical")
+    assert not batch.endswith("critical")
+    with pytest.raises(RuntimeError):
+        keys_command(["add", "one", "two"], **command, critical=False)
+    assert "not also two" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Order among waiting requests: classes, shares, deadlines; and who is let go."""
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -60,17 +61,39 @@ def test_everyone_is_served_once_classes_in_order_and_a_tenants_requests_as_they
 
 @given(crowds(), st.integers(1, 10))
 @settings(deadline=None)
-def test_who_is_let_go_is_of_the_lowest_class_that_waits(crowd, max_waiting):
+def test_who_is_let_go_is_of_the_tenant_with_most_and_of_its_lowest_class(crowd, max_waiting):
     queue, inside = FairQueue(max_waiting), []
     for item in crowd:
         shed = queue.push(item)
         queue.check()
         inside.append(item)
         if shed is not None:
-            assert shed.criticality == min(other.criticality for other in inside)
+            news = [other for other in inside if other.criticality is not Criticality.BEGUN]
+            places = Counter(other.tenant for other in news)
+            assert places[shed.tenant] == max(places.values())
+            own = [other.criticality for other in news if other.tenant == shed.tenant]
+            assert shed.criticality == min(own)
             inside.remove(shed)
         assert len(queue) == len(inside)
         assert sum(other.criticality is not Criticality.BEGUN for other in inside) <= max_waiting
+
+
+@pytest.mark.parametrize("level", [Criticality.SHEDDABLE, Criticality.STANDARD, Criticality.CRITICAL])
+def test_a_tenant_that_floods_a_class_takes_nobody_elses_place_in_any(level):
+    queue = FairQueue(64)
+    quiet = [
+        waiting(f"{tenant}{other}{number}", other, tenant, cost_s=50.0)
+        for tenant in "ab"
+        for other in CLASSES[:3]
+        for number in range(4)
+    ]
+    for item in quiet:
+        assert queue.push(item) is None
+    for number in range(600):
+        shed = queue.push(waiting(f"flood{number}", level, "flood", cost_s=0.01))
+        queue.check()
+        assert shed is None or shed.tenant == "flood"
+    assert all(item.request_id in queue for item in quiet)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -16,10 +16,10 @@ HELLO_TEXT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
 @asynccontextmanager
-async def chatting(model, text="hi there", **spoken_options):
+async def chatting(model, text="hi there", server=None, **spoken_options):
     """A client of a server whose model always says `text`; and what it runs on."""
     async with (
-        serving(model, lambda request: spoken(model, text, **spoken_options)) as api,
+        serving(model, lambda request: spoken(model, text, **spoken_options), server=server or {}) as api,
         openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client.chat.completions, api
@@ -191,7 +191,7 @@ async def test_no_logprobs_are_asked_of_the_nodes_unless_the_client_did(model):
 
 
 async def test_every_option_reaches_the_request(model):
-    async with chatting(model) as (chat, api):
+    async with chatting(model, server={"critical_tenants": ("*",)}) as (chat, api):
         await chat.create(
             model=MODEL,
             messages=HELLO,

@@ -15,8 +15,11 @@ from tests.conductor.fakes import MODEL, serving, spoken
 
 
 @asynccontextmanager
-async def calling(model, script):
-    async with serving(model, script) as api, grpc.aio.insecure_channel(api.grpc_address) as channel:
+async def calling(model, script, **server):
+    async with (
+        serving(model, script, server=server) as api,
+        grpc.aio.insecure_channel(api.grpc_address) as channel,
+    ):
         yield inference_pb2_grpc.InferenceStub(channel), api
 
 
@@ -75,7 +78,7 @@ async def test_last_response_alone_has_finish_reason_and_usage(model):
 
 
 async def test_every_option_reaches_the_request(model):
-    async with calling(model, lambda request: spoken(model, "hi")) as (stub, api):
+    async with calling(model, lambda request: spoken(model, "hi"), critical_tenants=("*",)) as (stub, api):
         await answer(
             stub,
             model=MODEL,
