@@ -14,6 +14,7 @@ import argparse
 import gc
 import json
 import os
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,7 @@ def run_process(
     try:
         config = read_process_config(arguments.config, into)
         configure(name_of(config))
+        _allow_descriptors()
         run = prepare(config)
         # Not sys.stdin, which would read ahead. End of file: the supervisor is gone.
         if not arguments.spare or os.read(0, 1):
@@ -60,6 +62,12 @@ def run_process(
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION
     return 0
+
+
+def _allow_descriptors() -> None:
+    """Raise the limit of open files to the hard one: the soft one is for programs that use `select`."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def say_ready(**fields: object) -> None:

@@ -98,7 +98,7 @@ def check_host(host: Host, config: ClusterConfig) -> Iterator[Finding]:
         else:
             yield Finding("wrong", f"{name} is not installed", "make .venv/.installed, or pip install it")
     if 0 <= host.open_files < LEAST_OPEN_FILES:
-        mend = f"ulimit -n {LEAST_OPEN_FILES}, or LimitNOFILE= in the systemd unit"
+        mend = f"ulimit -Hn {LEAST_OPEN_FILES}, or LimitNOFILE= in the systemd unit"
         yield Finding("warning", f"only {host.open_files} files may be open", mend)
     if "rdma" in config.transfer.transports and host.locked_memory_bytes >= 0:
         what = f"RDMA is allowed and only {host.locked_memory_bytes} bytes of memory may be locked"
@@ -167,7 +167,7 @@ def _look_at_host(config: ClusterConfig, address: str) -> Host:
     shm = os.statvfs("/dev/shm")
     return Host(
         versions=versions,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # processes raise the soft one to it
         locked_memory_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         shm_free_bytes=shm.f_bavail * shm.f_frsize,
         busy_ports=tuple(port for port in ports if port and _is_busy(config.server.host, port)),

@@ -1,4 +1,5 @@
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,13 @@ sys.exit(run_process("program", Config, lambda config: "program", prepare))
 """
 
 
+LIMIT = """
+import resource
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+"""
+
+
 def said(folder, told):
     (folder / "c.json").write_text(json.dumps({"word": "so"}))
     command = [sys.executable, "-c", PROGRAM, "--config", str(folder / "c.json"), "--spare"]
@@ -34,3 +42,12 @@ def test_a_spare_prepares_and_runs_when_it_is_told_to(tmp_path):
 
 def test_a_spare_whose_supervisor_is_gone_does_not_run(tmp_path):
     assert said(tmp_path, "") == ["prepared so"]
+
+
+def test_a_process_may_open_as_many_files_as_its_host_lets_it(tmp_path):
+    program = PROGRAM.replace("config.word, flush", "resource.getrlimit(resource.RLIMIT_NOFILE), flush")
+    (tmp_path / "c.json").write_text(json.dumps({"word": "so"}))
+    command = [sys.executable, "-c", LIMIT + program, "--config", str(tmp_path / "c.json")]
+    done = subprocess.run(command, input="", capture_output=True, text=True, cwd=ROOT, check=True)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert done.stdout.splitlines()[0] == f"prepared ({hard}, {hard})"
