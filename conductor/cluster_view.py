@@ -55,7 +55,6 @@ class NodeState:
         "foreign_queue_s",
         "foreign_sequences",
         "full_until_s",
-        "heard_at_s",
         "info",
         "is_member",
         "num_outgoing",
@@ -72,11 +71,10 @@ class NodeState:
         "tightest_tbt_s",
     )
 
-    def __init__(self, info: NodeInfo, slot: int, events: NodeEvents, now_s: float) -> None:
+    def __init__(self, info: NodeInfo, slot: int, events: NodeEvents) -> None:
         self.info = info
         self.slot = slot
         self.events = events
-        self.heard_at_s = now_s
         self.is_member = True
         # the conductor's own wish, and the node's word; either keeps new work away
         self.draining = False
@@ -196,7 +194,7 @@ class ClusterView:
         slot = next((slot for slot, node in enumerate(self._slots) if node is None), len(self._slots))
         if slot == len(self._slots):
             self._slots.append(None)
-        node = NodeState(info, slot, NodeEvents(self.index, slot), now_s)
+        node = NodeState(info, slot, NodeEvents(self.index, slot))
         self._slots[slot] = self._nodes[info.node_id] = node
         self._refresh_roles(node, now_s)
         return node
@@ -275,10 +273,6 @@ class ClusterView:
         """Return the members, in the order they came."""
         return list(self._nodes)
 
-    def silent_nodes(self, now_s: float, lease_s: float) -> list[NodeId]:
-        """Return the nodes that were last heard of more than `lease_s` ago."""
-        return [node_id for node_id, node in self._nodes.items() if now_s - node.heard_at_s > lease_s]
-
     # What nodes report
 
     def heartbeat(self, node_id: NodeId, beat: Heartbeat, now_s: float) -> None:
@@ -286,7 +280,6 @@ class ClusterView:
         node = self._nodes.get(node_id)
         if node is None:
             return
-        node.heard_at_s = now_s
         node.events.reached(beat.next_kv_event)
         if now_s >= node.full_until_s:
             node.reported_free_tokens = float(beat.num_free_blocks * self.block_size)

@@ -156,10 +156,6 @@ class Dispatcher:
         """Predicted seconds of prefill of those."""
         return self._room.waiting_s
 
-    def placement_changed(self) -> None:
-        """Try who waits: nodes may be placed on that could not be before, or no longer."""
-        self._room.pump()
-
     @property
     def is_ready(self) -> bool:
         """Whether a node of each role is attached."""

@@ -11,9 +11,7 @@ computed the same prefix at the same time). They are not merged: block tables st
 append-only, and the second copy takes over the name when the first is evicted, so that
 the children of a chain never outlive every copy of their parent.
 
-A block's generation counts how often its content was given up. Whoever was told of a
-block (a peer that may write into it, a reader of its bytes) was told its generation
-too, and is refused once the number has moved on.
+What a peer may write into a block of ours is fenced by its grant (`transfer/grant.py`), not here.
 
 Belongs to the event loop; nothing in here is thread-safe.
 """
@@ -40,7 +38,6 @@ class BlockPool:
         self._block_of: dict[BlockHash, int] = {}
         # Further blocks with the content of `_block_of`'s; seldom any.
         self._copies: dict[BlockHash, list[int]] = {}
-        self._generations = [0] * num_blocks
         self._stored: dict[BlockHash, None] = {}
         self._removed: dict[BlockHash, None] = {}
         self._listeners: list[Callable[[], None]] = []
@@ -133,7 +130,6 @@ class BlockPool:
             if block_id in self._hash_of:
                 self._evictable[block_id] = None
             else:
-                self._generations[block_id] += 1
                 self._free.append(block_id)
         for listener in self._listeners:
             listener()
@@ -167,10 +163,6 @@ class BlockPool:
             self._give_up(block_id)
             self._free.append(block_id)
         return len(forgotten)
-
-    def generation(self, block_id: int) -> int:
-        """Return how often this block's content has been given up."""
-        return self._generations[block_id]
 
     def on_release(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each release: whoever waits for blocks should look again."""
@@ -214,7 +206,6 @@ class BlockPool:
 
     def _give_up(self, block_id: int) -> None:
         del self._evictable[block_id]
-        self._generations[block_id] += 1
         self._forget(self._hash_of.pop(block_id), block_id)
 
     def _forget(self, block_hash: BlockHash, block_id: int) -> None:

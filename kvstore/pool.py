@@ -267,17 +267,6 @@ class HostPool:
         self._books.leases[lease.lease_id] = lease
         return lease
 
-    def renew(self, lease_id: int, lease_s: float) -> None:
-        """Let a lease run anew from this moment.
-
-        Raises:
-            LeaseExpiredError: it ended.
-        """
-        old = self._books.leases.get(lease_id)
-        if old is None:
-            raise LeaseExpiredError(f"lease {lease_id} has ended")
-        self._books.leases[lease_id] = Lease(lease_id, old.records, self._clock.now_s() + lease_s)
-
     def end(self, lease_id: int) -> None:
         """End a lease. Twice is once."""
         lease = self._books.leases.pop(lease_id, None)

@@ -237,12 +237,6 @@ class TransferAgent:
         self._schedule_sweep()
         return grant
 
-    def renew(self, grant: Grant, lease_s: float) -> Grant:
-        """Let the lease run anew from this moment; raises StaleError or LeaseExpiredError."""
-        renewed = self._holdings.grants.renew(grant.generation, lease_s)
-        self._schedule_sweep()
-        return renewed
-
     async def revoke(self, grant: Grant) -> None:
         """Refuse the grant at once; return when nothing done under it is in flight.
 

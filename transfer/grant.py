@@ -144,18 +144,6 @@ class GrantTable:
         entry = self._live_entry(generation)
         return entry.grant, entry.expires_at_s - self._clock.now_s()
 
-    def renew(self, generation: int, lease_s: float) -> Grant:
-        """Return the grant with its lease running anew from this moment.
-
-        Raises:
-            LeaseExpiredError, StaleError: it is not live. Nothing changes.
-        """
-        entry = self._live_entry(generation)
-        grant = replace(entry.grant, expires_in_s=lease_s)
-        renewed = replace(entry, grant=grant, expires_at_s=self._clock.now_s() + lease_s)
-        self._entries[_slot_of(generation)] = renewed
-        return grant
-
     def revoke(self, generation: int) -> bool:
         """End a live grant; return whether it was live."""
         return self._end(generation, GrantState.REVOKED)

@@ -169,12 +169,6 @@ def test_roles_are_those_that_the_node_tells() -> None:
     assert view.prefill_mask.bit_count() == 2, "a heartbeat without roles changes none"
 
 
-def test_silent_nodes_are_named() -> None:
-    view = make_view(1, 1)
-    view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=1), 9.0)
-    assert view.silent_nodes(10.5, lease_s=10.0) == ["d0"]
-
-
 def test_heartbeat_does_not_begin_the_prefill_under_way_again() -> None:
     view = make_view(1, 1)
     request = make_request(blocks=20)

@@ -80,19 +80,6 @@ def test_a_second_copy_takes_over_the_name_of_the_evicted_first() -> None:
     assert pool.match([name]) == [second]
 
 
-def test_generation_grows_when_and_only_when_content_is_given_up() -> None:
-    pool = BlockPool(1)
-    (block_id,) = pool.allocate(1)
-    pool.publish(block_id, chain(1)[0])
-    pool.release([block_id])
-    pool.release(pool.match(chain(1)))
-    assert pool.generation(block_id) == 0
-    pool.allocate(1)
-    assert pool.generation(block_id) == 1
-    pool.release([block_id])
-    assert pool.generation(block_id) == 2
-
-
 def test_events_are_the_net_change() -> None:
     pool = BlockPool(1)
     pool.release(fill(pool, chain(1)))
@@ -145,11 +132,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         table, _ = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
-        before = [self.pool.generation(block_id) for block_id in table]
         cached = set(self.pool.snapshot())
         self.pool.release(table)
         assert set(self.pool.snapshot()) == cached, "release evicts nothing"
-        assert all(self.pool.generation(b) in (g, g + 1) for b, g in zip(table, before, strict=True))
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())

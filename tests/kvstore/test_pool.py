@@ -70,19 +70,6 @@ def test_a_lease_that_ran_out_holds_until_it_is_ended():
     pool.end(lease.lease_id)
     pool.end(lease.lease_id)
     assert pool.accounts() == Accounts(free=0, in_transfer=0, cached=2, held=0, total=2)
-    with pytest.raises(LeaseExpiredError):
-        pool.renew(lease.lease_id, 10.0)
-
-
-def test_a_renewed_lease_runs_anew():
-    clock = ManualClock()
-    pool = make_pool(2, clock)
-    store(pool, "a")
-    lease = pool.lease(chain_of("a"), 10.0)
-    clock.advance(9)
-    pool.renew(lease.lease_id, 10.0)
-    clock.advance(9)
-    assert pool.expired() == ([], [])
 
 
 def test_a_hard_pin_never_runs_out():

@@ -121,17 +121,6 @@ def test_a_lease_that_ran_out_is_told_from_a_revocation(table: GrantTable, clock
         check(table, generation, 0, 1)
 
 
-def test_renewal_counts_from_now_and_cannot_wake_what_expired(table: GrantTable, clock: ManualClock) -> None:
-    generation = issue(table, lease_s=5.0).generation
-    clock.advance(4.0)
-    assert table.renew(generation, 5.0).expires_in_s == 5.0
-    clock.advance(4.0)
-    check(table, generation, 0, 1)
-    clock.advance(1.0)
-    with pytest.raises(LeaseExpiredError):
-        table.renew(generation, 5.0)
-
-
 def test_slots_of_ended_grants_are_not_used_before_they_are_retired(table: GrantTable) -> None:
     generations = [issue(table).generation for _ in range(4)]
     table.revoke(generations[0])
@@ -249,18 +238,6 @@ class GrantHistory(RuleBasedStateMachine):
             self.table.revoke(generation)
             if self.expiry.pop(generation, None) is not None:
                 self.dead.append(generation)
-
-    @rule(index=st.integers(0, 20), lease_s=st.integers(1, 5))
-    def renew(self, index: int, lease_s: int) -> None:
-        generation = self.pick(index)
-        if generation is None:
-            return
-        if generation in self.expiry:
-            self.table.renew(generation, lease_s)
-            self.expiry[generation] = self.clock.now_s() + lease_s
-        else:
-            with pytest.raises((StaleError, LeaseExpiredError)):
-                self.table.renew(generation, lease_s)
 
     @rule(index=st.integers(0, 20))
     def retire(self, index: int) -> None:

@@ -275,14 +275,6 @@ async def test_a_lease_that_ran_out_is_refused_also_where_nobody_told_the_asker(
     assert not any(pair.target.memory)
 
 
-async def test_a_lease_that_was_renewed_goes_on(pair: Pair) -> None:
-    await pair.write()
-    pair.owner.renew(pair.grant, 2 * LEASE_S)
-    pair.clock.advance(LEASE_S)
-    await pair.write()
-    assert pair.num_admitted == 2
-
-
 async def test_a_grant_that_was_widened_is_refused_although_its_hold_is_kept(pair: Pair) -> None:
     await pair.write()
     widened = replace(pair.grant, offsets=(*OFFSETS, 4 * BLOCK))
