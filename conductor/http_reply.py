@@ -9,7 +9,7 @@ that a request rejected after it was queued still is a 429.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from starlette.types import Receive, Send
@@ -154,16 +154,6 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
             later.cancel()
             for task in watching:
                 task.cancel()
-
-
-async def all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Do all of `work` at once; the first that fails cancels the others and is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for item in work:
-                group.create_task(item)
-    except BaseExceptionGroup as failed:
-        raise first_failure(failed) from None
 
 
 def first_failure(failed: BaseExceptionGroup[BaseException]) -> BaseException:

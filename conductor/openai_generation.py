@@ -19,9 +19,10 @@ from typing import Any
 from base.clock import wall_clock_s
 from base.errors import InvalidRequestError
 from base.request import RequestId
+from base.together import together
 from conductor.completion import Completions
 from conductor.headers import Caller
-from conductor.http_reply import Reply, all_of
+from conductor.http_reply import Reply
 from conductor.openai_format import CHAT, COMPLETION, DONE, Answer, Choice, Shape, usage
 from conductor.openai_schema import (
     DEFAULT_COMPLETION_TOKENS,
@@ -165,7 +166,7 @@ class Generation:
             last = await self._run(choices[0], asked[0], stream)
         else:
             ahead = [asyncio.Event() for _ in prompts]
-            await all_of(
+            await together(
                 self._run_beside(choice, one, stream, ahead[at // n], at % n == 0)
                 for at, (choice, one) in enumerate(zip(choices, asked, strict=True))
             )

@@ -30,7 +30,7 @@ from base.checksum import checksum
 from base.clock import Clock
 from base.errors import CapacityError, ProtocolError, ServeError
 from base.grants import Grant
-from base.request_tasks import first_serve_error
+from base.together import together
 from base.uninterrupted import uninterrupted
 from kvstore.access import Access, LocalAccess, RemoteAccess
 from kvstore.directory import Directory, Replicas
@@ -353,15 +353,10 @@ class BlockCache:
                 await self._agent.read(member.peer, grant, batch, priority=landing.priority)
             return _num_right(await landing.sums(here), expected)
 
-        try:
-            if landing.stripes is not None and grant.length % sum(landing.stripes.shares) == 0:
-                await self._read_stripes(member, grant, landing, landing.stripes, offsets)
-                return _num_right(await landing.sums_there(offsets, grant.length), leased.checksums)
-            async with asyncio.TaskGroup() as tasks:
-                checks = [tasks.create_task(num_right(at)) for at in range(0, len(grant.offsets), group)]
-        except ExceptionGroup as errors:
-            raise (first_serve_error(errors) or errors) from errors
-        counts = [check.result() for check in checks]
+        if landing.stripes is not None and grant.length % sum(landing.stripes.shares) == 0:
+            await self._read_stripes(member, grant, landing, landing.stripes, offsets)
+            return _num_right(await landing.sums_there(offsets, grant.length), leased.checksums)
+        counts = await together(num_right(at) for at in range(0, len(grant.offsets), group))
         first_short = next((index for index, count in enumerate(counts) if count < group), len(counts) - 1)
         return sum(counts[: first_short + 1])
 
@@ -372,20 +367,21 @@ class BlockCache:
         sources, targets = np.array(grant.offsets, np.int64), np.array(offsets, np.int64)
         room = asyncio.Semaphore(STRIPES_UNDER_WAY)
 
-        async def read(at: int, size: int) -> None:
+        begins = list(accumulate(stripes.shares, initial=0))
+        has_arrived, num_told = [False] * len(stripes.shares), 0
+
+        async def read(number: int) -> None:
+            nonlocal num_told
+            at, size = unit * begins[number], unit * stripes.shares[number]
             async with room:
                 batch = batch_of(landing.into, sources + at, targets + at, size)
                 await self._agent.read(member.peer, grant, batch, priority=landing.priority)
+            has_arrived[number] = True
+            while num_told < len(has_arrived) and has_arrived[num_told]:
+                num_told += 1
+                stripes.on_arrived(num_told)
 
-        async with asyncio.TaskGroup() as tasks:
-            begins = accumulate(stripes.shares, initial=0)
-            reads = [
-                tasks.create_task(read(unit * first, unit * share))
-                for first, share in zip(begins, stripes.shares, strict=False)
-            ]
-            for count, each in enumerate(reads, 1):
-                await each
-                stripes.on_arrived(count)
+        await together(read(number) for number in range(len(stripes.shares)))
 
     async def _write(
         self,

@@ -30,7 +30,7 @@ from base.errors import CapacityError
 from base.grants import Grant, PeerDescriptor
 from base.kv_layout import KvLayout, KvPart
 from base.logs import event
-from base.request_tasks import first_serve_error
+from base.together import together
 from base.uninterrupted import uninterrupted
 from kvstore.client import Stripes
 from kvstore.store import Store
@@ -163,13 +163,9 @@ class ShardMover:
 
     async def _by_each(self, work: Callable[[KvShard], Coroutine[None, None, list[int]]]) -> list[list[int]]:
         """Return what `work` does for each shard; when it fails for one, the others have ended."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                # Rank 0's last: what it tells of what has arrived is told when all have begun.
-                running = [tasks.create_task(work(shard)) for shard in reversed(self._kv.shards)]
-        except ExceptionGroup as errors:
-            raise (first_serve_error(errors) or errors) from errors
-        return [each.result() for each in reversed(running)]
+        # Rank 0's last: what it tells of what has arrived is told when all have begun.
+        done = await together(work(shard) for shard in reversed(self._kv.shards))
+        return done[::-1]
 
     def _move(self, shard: KvShard, grant: Grant, block_ids: Sequence[int], priority: Priority) -> BlockMove:
         return BlockMove(

@@ -1,0 +1,58 @@
+"""Several coroutines at once, for work that goes on when one of them has failed.
+
+Not `asyncio.TaskGroup`, which ends its own task's wait by cancelling it. Before Python 3.13 that cancellation
+stays in the task's count when the group fails at its end, and one from outside that comes in the same turn is
+raised as the group's error: who handles the error and goes on can be cancelled no more as it should be. Here
+the task's count is changed by nobody but those who cancel it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+from base.uninterrupted import uninterrupted
+
+T = TypeVar("T")
+
+
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return what each of `work` does, in order, when all have ended.
+
+    Raises:
+        Exception: what the first that failed raised, alone; the others were cancelled and have ended.
+    """
+    tasks = [asyncio.ensure_future(each) for each in work]
+    if not tasks:
+        return []
+    failed: BaseException | None = None
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failed = next((task.exception() for task in tasks if task in done and _has_failed(task)), None)
+    finally:
+        await _ended(tasks)
+        if failed is not None:
+            del done, tasks  # they hold the error, whose traceback holds this frame
+    try:
+        if failed is not None:
+            raise failed
+    finally:
+        del failed
+    return [task.result() for task in tasks]
+
+
+def _has_failed(task: asyncio.Future[T]) -> bool:
+    return not task.cancelled() and task.exception() is not None
+
+
+async def _ended(tasks: Iterable[asyncio.Future[T]]) -> None:
+    """Cancel those that run, and return when all have ended, whoever cancels meanwhile."""
+    running = [task for task in tasks if not task.done()]
+    for task in running:
+        task.cancel()
+    if running:
+        await uninterrupted(asyncio.wait(running))
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # seen: else the loop logs one that nobody asked for

@@ -1,0 +1,95 @@
+"""Coroutines at once: the first failure is raised alone, and who cancels is heard."""
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+
+from base.together import together
+
+
+class BrokenError(Exception):
+    """What fails here raises."""
+
+
+async def failing(event):
+    await event.wait()
+    raise BrokenError
+
+
+async def value(number):
+    await asyncio.sleep(0)
+    return number
+
+
+async def test_results_come_in_order():
+    assert await together(value(number) for number in range(5)) == [0, 1, 2, 3, 4]
+    assert await together(iter(())) == []
+
+
+async def test_the_first_failure_is_raised_when_the_others_have_ended_and_cancels_nobody_else():
+    fails, ended = asyncio.Event(), []
+
+    async def slow():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("slow")
+
+    asyncio.get_running_loop().call_soon(fails.set)
+    with pytest.raises(BrokenError):
+        await together([slow(), failing(fails)])
+    assert ended == ["slow"]
+    assert asyncio.current_task().cancelling() == 0
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_cancellation_in_the_turns_about_a_failure_is_not_taken_for_it(turns):
+    fails, went_on, loop = asyncio.Event(), [], asyncio.get_running_loop()
+
+    async def work():
+        try:
+            await together([failing(fails), value(1)])
+        except BrokenError:
+            went_on.append("after the failure")
+            await asyncio.Event().wait()
+
+    task = asyncio.ensure_future(work())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    fails.set()
+
+    def cancel(left):
+        if left:
+            loop.call_soon(cancel, left - 1)
+        else:
+            task.cancel()
+
+    cancel(turns)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    # In the turn of the failure and the one after it the cancellation is first.
+    assert went_on == ([] if turns < 3 else ["after the failure"])
+
+
+async def test_an_error_leaves_nothing_for_the_garbage_collector():
+    gc.disable()
+    try:
+        errors = []
+
+        async def ask():
+            try:
+                await together([failing(fails), value(1)])
+            except BrokenError as error:
+                errors.append(weakref.ref(error))
+
+        fails = asyncio.Event()
+        fails.set()
+        await ask()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert errors[0]() is None
+    finally:
+        gc.enable()
