@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Helpers beside the tests are imported as tests.*, from wherever pytest is started.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-# A test that takes long is bounded by pytest-timeout; one example says little on a busy machine.
-settings.register_profile("busy", deadline=None)
-settings.load_profile("busy")
+# Hypothesis's clocks measure other work of the machine too: pytest-timeout bounds what takes long.
+# The same examples each time, so that a run says something of what was changed since the last one;
+# `pytest --hypothesis-profile explore` draws others.
+BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("same", **BUSY, derandomize=True)
+settings.register_profile("explore", **BUSY)
+settings.load_profile("same")
 
 # Where there is no GPU, Triton's kernels run in its interpreter. The choice is made when a
 # kernel is decorated, so it must stand before the first import.

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import socket
 import subprocess
 import threading
 import urllib.error
@@ -18,6 +17,7 @@ import pytest
 from base.config import SchedulerConfig, StoreConfig
 from conductor.panels import DASHBOARDS
 from tests.cluster.conftest import running
+from tests.deploy.processes import free_ports
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules.yml"
 
@@ -40,8 +40,7 @@ SERVED = {"model": "smollm2", "max_tokens": 6, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def address():
     """Where Prometheus is going to be."""
-    with socket.create_server(("127.0.0.1", 0)) as chosen:
-        return f"127.0.0.1:{chosen.getsockname()[1]}"
+    return f"127.0.0.1:{free_ports(1)[0]}"
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import random
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from base.clock import SystemClock
@@ -75,7 +75,7 @@ def client(model):
     ],
     ids=["any messages", "any option of a chat", "any prompt", "any option of a completion"],
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_body_is_answered_or_refused(client, path, bodies, data):
     body = data.draw(bodies)

@@ -32,7 +32,7 @@ def prometheus():
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
         server.asked, server.answer, server.status = [], {"data": {"result": []}}, 200
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         yield server
         server.shutdown()
 

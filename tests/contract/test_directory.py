@@ -207,7 +207,11 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("kind", ["memory", pytest.param("redis", marks=needs_server)])
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(steps=STEPS, asked=st.text("ab", min_size=1, max_size=5))
 def test_random_histories_agree_with_a_naive_model(request, kind, steps, asked):
     async def run():

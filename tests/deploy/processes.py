@@ -1,10 +1,13 @@
-"""Finding every process that a test's command started, however deep and whoever adopted it.
+"""Finding every process that a test's command started, however deep and whoever adopted it; ports for them.
 
 Each run carries a mark in its environment, which children inherit: Ray's, and ours.
 """
 
+import contextlib
 import os
+import random
 import select
+import socket
 import sys
 import uuid
 from pathlib import Path
@@ -52,6 +55,16 @@ def wait_gone(pid: int, timeout_s: float) -> bool:
         return bool(select.select([handle], [], [], timeout_s)[0])
     finally:
         os.close(handle)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody has, of those that neither the kernel nor Ray gives to anybody."""
+    free: list[int] = []
+    while len(free) < count:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            free += [port] * (port not in free)
+    return free
 
 
 assert sys.platform == "linux", "these tests read /proc"

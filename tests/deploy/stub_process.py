@@ -110,7 +110,7 @@ def main():
     if role == "conductor":
         server = ThreadingHTTPServer(("127.0.0.1", config["server"]["http_port"]), Api)
         server.folder = Path(sys.argv[sys.argv.index("--config") + 1]).parent
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         grpc = socket.create_server(("127.0.0.1", config["server"]["grpc_port"]))
         said = {"http_port": server.server_address[1], "grpc_port": grpc.getsockname()[1], "attach_port": 1}
     else:

@@ -230,7 +230,7 @@ def conductor_that_says(request):
             self.wfile.write(body)
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         yield asked, f"127.0.0.1:{server.server_address[1]}"
         server.shutdown()
 

@@ -36,7 +36,7 @@ def address():
             pass
 
     with HTTPServer(("127.0.0.1", 0), Answer) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield f"127.0.0.1:{server.server_port}"
         server.shutdown()

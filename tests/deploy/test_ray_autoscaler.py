@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.processes import ROOT, marked_environment, marked_pids, wait_gone
+from tests.deploy.processes import ROOT, free_ports, marked_environment, marked_pids, wait_gone
 from tests.deploy.test_ray_cluster import host_of, scaled
-from tests.deploy.test_serve_app import free_ports
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -14,20 +13,12 @@ import pytest
 import yaml
 
 from tests.cluster.asking import until
-from tests.deploy.processes import ROOT, marked_environment, marked_pids
+from tests.deploy.processes import ROOT, free_ports, marked_environment, marked_pids
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
 TOKEN = "t" * 40
 STUBS = (sys.executable, str(Path(__file__).parent / "run_stub_cluster.py"))
-
-
-def free_ports(count):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def answer(url, **more):
