@@ -10,6 +10,8 @@ import asyncio
 import signal
 import sys
 
+SUPERVISOR_GONE = "standard input closed"
+
 
 async def stop_requested() -> str:
     """Wait for the process's end to be asked for; return by what."""
@@ -35,4 +37,4 @@ class _Watch(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         assert callable(self._stop)
-        self._stop("standard input closed")
+        self._stop(SUPERVISOR_GONE)

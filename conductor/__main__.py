@@ -20,7 +20,7 @@ import uvloop
 
 from base.clock import SystemClock, wall_clock_s
 from base.config import ConductorProcess
-from base.lifetime import stop_requested
+from base.lifetime import SUPERVISOR_GONE, stop_requested
 from base.messages import Lease
 from base.metrics import ConductorMetrics, process_registry
 from base.process import run_process, say_ready
@@ -102,7 +102,8 @@ async def serve(config: ConductorProcess, model: ServedModel) -> None:
             if replicas:
                 replication = Replication(replicas, view, membership, clock)
                 background.append(tasks.create_task(replication.run()))
-            await stop_requested()
+            if await stop_requested() == SUPERVISOR_GONE:
+                ports.release()
             for task in background:
                 task.cancel()
     if tracer is not None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from types import TracebackType
 from typing import NamedTuple
 
+from base.alarm import Alarm
 from base.clock import Clock
 from base.errors import (
     LostError,
@@ -67,12 +69,18 @@ class InProgress:
         except RejectedError:
             self._completions.end()
             raise
+        self.alarm = Alarm(_cut_off).__enter__()
+        self._completions.calls.add(self)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._completions.calls.discard(self)
         self._completions.places.give_back(self._tenant, self._num_places)
         self._completions.bodies.give_back(self._tenant, self._num_bytes)
         self._completions.end()
+        self.alarm.__exit__(kind, error, trace)
 
     def take_places(self, count: int) -> None:
         """Count `count` more sequences; raises RejectedError."""
@@ -90,6 +98,10 @@ class InProgress:
         if not bodies.take(self._tenant, count):
             raise RejectedError(f"the bodies of calls in progress have {bodies.num_taken} bytes already")
         self._num_bytes += count
+
+
+def _cut_off() -> UnavailableError:
+    return UnavailableError("the conductor is shutting down, and the answer is cut off")
 
 
 class Completions:
@@ -121,6 +133,8 @@ class Completions:
         self.bodies = Shares(MAX_BODIES * max_body_bytes, has_tenants)
         self._num_calls = 0
         self._is_draining = False
+        self.calls: set[InProgress] = set()
+        """The calls in progress."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -149,6 +163,11 @@ class Completions:
     def drain(self) -> None:
         """Take no more calls; those in progress go on."""
         self._is_draining = True
+
+    def cut_off(self) -> None:
+        """End the calls in progress, with UnavailableError: no time is left for them."""
+        for call in list(self.calls):
+            call.alarm.ring()
 
     async def wait_idle(self) -> None:
         """Return when no call is in progress."""

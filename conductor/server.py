@@ -1,6 +1,7 @@
 """The listeners of the conductor, from their start to the end of a drain.
 
     start   bind the ports, serve
+    release let go of the ports at once, where a supervisor that died is to start another process on them
     drain   refuse new calls (health says so), wait for those in progress, at most drain_s
     stop    close the listeners; what is still in progress is cancelled
 
@@ -15,7 +16,7 @@ import logging
 import random
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -61,6 +62,8 @@ class Listening:
     """0: no nodes are listened for."""
     health: Health
     """To be refreshed when `Dispatcher.is_ready` changes."""
+    release: Callable[[], None]
+    """Stops to listen, and lets go of the ports, for another process; connections and calls go on."""
 
 
 @asynccontextmanager
@@ -96,7 +99,7 @@ async def listening(
     nodes = nodes or NodesConfig()
     access = _access(config, completions.clock)
     inference = InferenceService(completions, default_slo, rng, access)
-    async with AsyncExitStack() as listeners:
+    with ExitStack() as listeners:
         http_socket = listeners.enter_context(tcp_listener(config.host, config.http_port, "server.http_port"))
         attach_port = await _listen_for_nodes(attach, config, nodes, listeners) if attach else 0
         grpc_server, grpc_port, health = await start_server(
@@ -108,8 +111,14 @@ async def listening(
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(http_server.serve(sockets=[http_socket]))
+
+                def release() -> None:
+                    http_server.release()
+                    listeners.close()
+                    group.create_task(grpc_server.stop(drain_s))
+
                 try:
-                    yield Listening(http_socket.getsockname()[1], grpc_port, attach_port, health)
+                    yield Listening(http_socket.getsockname()[1], grpc_port, attach_port, health, release)
                 finally:
                     await _drain(completions, health, drain_s)
                     http_server.should_exit = True
@@ -127,6 +136,10 @@ async def _drain(completions: Completions, health: Health, drain_s: float) -> No
             await completions.wait_idle()
     except TimeoutError:
         event(log, "drain cut short", level=logging.WARNING, drain_s=drain_s)
+        completions.cut_off()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await completions.wait_idle()
 
 
 def _shared_with(origins: Sequence[str], app: ASGIApp) -> ASGIApp:
@@ -165,13 +178,18 @@ class _HttpServer(uvicorn.Server):
         listeners = [TlsListener(made, each, self._secured, self._arrivals) for each in sockets or ()]
         self.servers = listeners  # type: ignore[assignment]
 
+    def release(self) -> None:
+        """Accept no more connections; those that are there go on."""
+        for server in self.servers:
+            server.close()
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
 async def _listen_for_nodes(
-    attach: Callable[[], End], config: ServerConfig, nodes: NodesConfig, listeners: AsyncExitStack
+    attach: Callable[[], End], config: ServerConfig, nodes: NodesConfig, listeners: ExitStack
 ) -> int:
     """Return the port where nodes are listened for, as long as `listeners`."""
     secured = None

@@ -19,6 +19,7 @@ from base.errors import ConfigError
 from base.metrics import ConductorMetrics, process_registry
 from conductor.completion import Completions
 from conductor.server import listening, tcp_listener
+from protos import inference_pb2, inference_pb2_grpc
 from tests.conductor.fakes import MODEL, WAIT, ScriptedDispatcher, serving, spoken
 
 ROOT = Path(__file__).parent.parent.parent
@@ -128,3 +129,81 @@ async def test_port_in_use_is_a_configuration_error(model):
             with pytest.raises(ConfigError, match=str(taken)):
                 async with listening(api.completions, config, SloConfig(), random.Random(1)):
                     pass
+
+
+def asked(channel):
+    """Begin a call over gRPC."""
+    return inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest(text="hello"))
+
+
+async def test_what_is_cut_off_at_the_end_of_a_drain_is_unavailable_over_both_listeners(model):
+    async with (
+        serving(model, lambda request: [WAIT]) as api,
+        httpx.AsyncClient() as client,
+        grpc.aio.insecure_channel(api.grpc_address) as channel,
+    ):
+        posted = asyncio.create_task(client.post(f"{api.url}{CHAT}", json=HELLO))
+        call = asked(channel)
+        await api.dispatcher.until(lambda dispatcher: dispatcher.num_open == 2)
+        api.completions.cut_off()
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        answer = await posted
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+
+
+class Paused(ScriptedDispatcher):
+    """Plays its script when `goes_on` is set."""
+
+    def __init__(self, script):
+        super().__init__(script)
+        self.goes_on = asyncio.Event()
+
+    async def generate(self, request):
+        async with aclosing(super().generate(request)) as steps:
+            async for step in steps:
+                await self.goes_on.wait()
+                yield step
+
+
+def started(model, dispatcher, **ports):
+    metrics = ConductorMetrics(process_registry(), MODEL)
+    completions = Completions(model, dispatcher, metrics, SystemClock(), 9)
+    return listening(completions, ServerConfig(**ports), SloConfig(), random.Random(1))
+
+
+async def said(client, url):
+    answer = await client.post(f"{url}{CHAT}", json=HELLO)
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+async def test_ports_that_are_released_are_another_servers_at_once_and_streams_go_on(model):
+    """As when a supervisor has died: its successor's process begins while the old one ends its streams."""
+    old = Paused(lambda request: spoken(model, "old"))
+    new = ScriptedDispatcher(lambda request: spoken(model, "new"))
+    async with (
+        httpx.AsyncClient() as of_old,
+        httpx.AsyncClient() as of_new,
+        started(model, old, http_port=0, grpc_port=0) as ports,
+        grpc.aio.insecure_channel(f"127.0.0.1:{ports.grpc_port}") as channel,
+    ):
+        url = f"http://127.0.0.1:{ports.http_port}"
+        running, call = asyncio.create_task(said(of_old, url)), asked(channel)
+        await old.until(lambda dispatcher: dispatcher.num_open == 2)
+        ports.release()
+        while not await _is_free(ports.grpc_port):
+            pass
+        async with started(model, new, http_port=ports.http_port, grpc_port=ports.grpc_port):
+            assert await said(of_new, url) == "new"
+            old.goes_on.set()
+            assert "".join([part.text async for part in call]) == "old"
+            assert await running == "old"
+
+
+async def _is_free(port):
+    """Return whether nobody listens on `port`."""
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except ConnectionRefusedError:
+        return True
+    writer.close()
+    return False

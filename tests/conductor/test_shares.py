@@ -52,7 +52,7 @@ def completions(model, **more) -> Completions:
     return Completions(model, ScriptedDispatcher([]), metrics, SetClock(), **more)
 
 
-def test_what_a_call_took_is_free_again_when_it_ends(model):
+async def test_what_a_call_took_is_free_again_when_it_ends(model):
     held = completions(model, max_calls=8, max_body_bytes=10)
     with held.call("a") as call:
         call.take_places(7)
