@@ -23,7 +23,7 @@ and read what it can and waits for one byte on its standard input. When the proc
 place, so that a restart does not begin with seconds of imports. It is started a while after the
 process was ready, and not at its start, whose processor time it would take; without one, a restart
 is only slower. Weighed and left: a parent that imports and forks, whose own end would have to be the
-child's.
+child's. A spare that ends is noticed, and another is started as late.
 
 A process that was never ready is not restarted: what is wrong then is its configuration
 or the machine, and the last lines of its log say what. This file knows nothing of Ray:
@@ -251,9 +251,27 @@ class Supervisor:
 
     def _start_spare(self) -> None:
         with self._changed, self.log_path.open("a") as log:
-            if self._ready is not None and self._spare is None and not self._stopping.is_set():
-                self._spare = self._start(log.fileno(), SPARE_FLAG)
-                self._changed.notify_all()
+            if self._ready is None or self._spare is not None or self._stopping.is_set():
+                return
+            self._spare = spare = self._start(log.fileno(), SPARE_FLAG)
+            self._changed.notify_all()
+        watching = threading.Thread(
+            target=self._watch_spare, args=(spare,), name=f"{self._spec.name}-spare", daemon=True
+        )
+        watching.start()
+
+    def _watch_spare(self, spare: subprocess.Popen[str]) -> None:
+        """Wait for the end of a process that began as a spare; start another if it still was one."""
+        status = spare.wait()
+        with self._changed:
+            if self._spare is not spare or self._stopping.is_set():
+                return
+            self._spare = None
+        for pipe in (spare.stdin, spare.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._tell("spare exited", status=status)
+        self._start_spare_later()
 
     def _start(self, log: int, *flags: str) -> subprocess.Popen[str]:
         command = [*self._spec.command, "--config", str(self._config_path), *flags]

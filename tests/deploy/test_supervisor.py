@@ -107,17 +107,19 @@ def test_a_spare_takes_the_place_of_a_process_that_ends(supervise, tmp_path):
     assert (supervisor.pid(), supervisor.wait_ready()) == (spare, before)
 
 
-def test_where_the_spare_was_killed_too_another_process_is_started(supervise, tmp_path):
+def test_a_spare_that_ends_is_noticed_and_another_stands_by(supervise, tmp_path):
     supervisor = supervise(spec_of(tmp_path, spare_after_s=0.0))
     before = supervisor.wait_ready()
     spare = supervisor.wait_spare()
     os.kill(spare, signal.SIGKILL)
-    os.waitid(os.P_PID, spare, os.WEXITED | os.WNOWAIT)
+    seen, event = next_event(supervisor, "spare exited")
+    assert event["status"] == -signal.SIGKILL
+    assert not Path(f"/proc/{spare}").exists(), "it was left as a zombie"
+    another = supervisor.wait_spare()
     os.kill(supervisor.pid(), signal.SIGKILL)
-    seen, _ = next_event(supervisor, "exited")
+    seen, _ = next_event(supervisor, "exited", seen)
     next_event(supervisor, "ready", seen)
-    assert supervisor.pid() != spare
-    assert supervisor.wait_ready() == before
+    assert (supervisor.pid(), supervisor.wait_ready()) == (another, before)
 
 
 def test_a_drain_ends_the_spare_too(supervise, tmp_path):
