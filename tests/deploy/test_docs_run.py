@@ -65,8 +65,14 @@ class Reader:
     def type(self, line):
         process = self.start(line, stdin=subprocess.DEVNULL)
         told, _ = process.communicate(timeout=400)
-        assert process.returncode == 0, f"conductor {line}: {told[-3000:]}"
+        assert process.returncode == 0, f"conductor {line}: {told[-3000:]}\n{self.seen_of_the_cluster()}"
         return told
+
+    def seen_of_the_cluster(self):
+        """Return which processes there are, and the ends of their logs: what a failure is understood by."""
+        logs = sorted(self.home.glob(".cache/conductor-cluster/runs/*/*.log"))
+        ends = [f"{log.name}:\n{log.read_text()[-3000:]}" for log in logs]
+        return "\n".join([f"{pid}: {line}" for pid, line in marked_pids(self.environment).items()] + ends)
 
 
 def ports_are_free():
