@@ -6,6 +6,7 @@ the application's own.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 from conductor.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -46,6 +47,7 @@ ROUTES = (
 )
 
 
+@functools.cache
 def openapi() -> dict[str, Any]:
     """Return the HTTP API as OpenAPI 3.1."""
     schemas: dict[str, Any] = {}

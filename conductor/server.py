@@ -121,7 +121,7 @@ async def listening(
                     yield Listening(http_socket.getsockname()[1], grpc_port, attach_port, health, release)
                 finally:
                     await _drain(completions, health, drain_s)
-                    http_server.should_exit = True
+                    http_server.stop()
         except BaseExceptionGroup as failed:
             raise first_failure(failed) from None
         finally:
@@ -161,7 +161,19 @@ class _HttpServer(uvicorn.Server):
     def __init__(self, app: object, tls: TlsConfig) -> None:
         self._arrivals = Arrivals(num_allowed(SHARE_OF_DESCRIPTORS))
         self._secured = Certificates(tls, "server.tls").context() if tls.is_set else None
+        self._stopping = asyncio.Event()
         super().__init__(_http_config(app, self._arrivals))
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """Renew the date of answers once a second, until `stop` (uvicorn's own looks ten times a second)."""
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._stopping.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         if self._secured is None:
