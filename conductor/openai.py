@@ -46,6 +46,7 @@ from conductor.openai_schema import read_body as parse_body
 from conductor.openapi import openapi
 from conductor.options import check_request_id, require_model
 from conductor.prompt import chat_token_ids, text_token_ids, token_ids_text
+from conductor.served_model import named_sampling
 from conductor.web_page import READ, add_web_page
 
 log = logging.getLogger(__name__)
@@ -240,6 +241,7 @@ def _add_operator_routes(app: FastAPI, completions: Completions) -> None:
         "created": int(wall_clock_s()),
         "owned_by": "conductor",
         "max_model_len": model.max_model_len,
+        "sampling": named_sampling(model.sampling),
     }
 
     @app.api_route("/v1/models", methods=READ)

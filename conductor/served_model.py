@@ -141,6 +141,16 @@ def _eos_token_ids(
     return tuple(sorted({token_id for token_id in (*token_ids, own) if token_id is not None}))
 
 
+def named_sampling(sampling: SamplingDefaults) -> dict[str, float]:
+    """Return what a model itself recommends: its defaults that are not OpenAI's."""
+    openais = SamplingDefaults()
+    return {
+        key: getattr(sampling, key)
+        for key in SamplingDefaults.__dataclass_fields__
+        if getattr(sampling, key) != getattr(openais, key)
+    }
+
+
 def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
     known = {
         key: generation[key]

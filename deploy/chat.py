@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from deploy.api_client import ApiError, ChatStream, read_json
 
 ADDRESS = "127.0.0.1:8000"
+CALM_TEMPERATURE = 0.2
+"""For models that name no default of their own: small ones answer with nonsense at OpenAI's 1."""
 
 
 def main(
@@ -19,15 +21,22 @@ def main(
     address: Annotated[str, typer.Option(help="host:port of the conductor's HTTP API")] = ADDRESS,
     system: Annotated[str, typer.Option(help="The system message")] = "",
     max_tokens: Annotated[int, typer.Option(help="Of one answer at most")] = 512,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help=f"0: the likeliest answer; else the model's own, or {CALM_TEMPERATURE} if it names none"
+        ),
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print each answer as a JSON object")] = False,
 ) -> None:
-    """Talk to the cluster."""
+    """Talk to the cluster. Ctrl-C ends an answer; at the prompt, Ctrl-C or Ctrl-D ends the chat."""
     messages = [{"role": "system", "content": system}] if system else []
     try:
-        model = read_json(address, "/v1/models")["data"][0]["id"]
+        model = read_json(address, "/v1/models")["data"][0]
+        options = {"max_tokens": max_tokens, **_sampling(model, temperature)}
         while said := message or _asked():
             messages.append({"role": "user", "content": said})
-            answer = _print_answer(ChatStream(address, model, messages, max_tokens=max_tokens), json_)
+            answer = _print_answer(ChatStream(address, model["id"], messages, **options), json_)
             messages.append({"role": "assistant", "content": answer})
             if message:
                 return
@@ -36,9 +45,16 @@ def main(
         raise typer.Exit(1) from error
 
 
+def _sampling(model: dict[str, Any], temperature: float | None) -> dict[str, float]:
+    """Return what to ask for: what the person says, else nothing where the model has defaults of its own."""
+    if temperature is not None:
+        return {"temperature": temperature}
+    return {} if model.get("sampling") else {"temperature": CALM_TEMPERATURE}
+
+
 def _asked() -> str:
-    """Return the next line a person types; empty at the end of input."""
-    with contextlib.suppress(EOFError):
+    """Return the next line a person types; empty at the end of input, or on Ctrl-C."""
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             if line := input("> " if sys.stdin.isatty() else "").strip():
                 return line
@@ -46,8 +62,9 @@ def _asked() -> str:
 
 
 def _print_answer(stream: ChatStream, as_json: bool) -> str:
-    pieces = []
-    with contextlib.closing(stream):
+    """Print an answer as it comes, and return as much of it as came before Ctrl-C."""
+    pieces: list[str] = []
+    with contextlib.closing(stream), contextlib.suppress(KeyboardInterrupt):
         for piece in stream.pieces():
             pieces.append(piece)
             if not as_json:

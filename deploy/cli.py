@@ -12,7 +12,8 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 
@@ -56,7 +57,12 @@ def app(wanted: str = "") -> typer.Typer:
     )
 
     @cluster.callback()
-    def group() -> None:
+    def group(
+        show_version: Annotated[
+            bool,
+            typer.Option("--version", help="Show the version.", is_eager=True, callback=_version),
+        ] = False,
+    ) -> None:
         """Without a callback typer would make a single command into the whole app."""
 
     for name, (place, summary) in COMMANDS.items():
@@ -69,6 +75,12 @@ def app(wanted: str = "") -> typer.Typer:
         else:
             cluster.command(name, help=summary)(command)
     return cluster
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"conductor {version('conductor-cluster')}")
+        raise typer.Exit
 
 
 def _load(place: str) -> Callable[..., Any]:

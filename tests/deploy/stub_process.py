@@ -61,6 +61,8 @@ class Api(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         text = body["messages"][-1]["content"].upper()
+        if text == "TEMPERATURE":
+            text = str(body.get("temperature"))
         if text == "REFUSE":
             self._answer(400, json.dumps({"error": {"message": "refused, as asked"}}))
             return
@@ -73,7 +75,7 @@ class Api(BaseHTTPRequestHandler):
             self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
             if text == "CUT":
                 return
-            if text == "WAIT":
+            if text == "WAIT" or (text == "STAY" and delta.get("content")):
                 self.rfile.read(1)  # until the client hangs up
                 return
         self.wfile.write(b"data: [DONE]\n\n")

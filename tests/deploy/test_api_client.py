@@ -1,14 +1,17 @@
 import io
 import json
+import signal
 import subprocess
 import sys
 import threading
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from deploy import cli
 from deploy.api_client import ApiError, ChatStream, read_json
+from deploy.chat import CALM_TEMPERATURE
 
 STUB = (sys.executable, str(Path(__file__).parent / "stub_process.py"), "conductor")
 
@@ -106,3 +109,35 @@ def test_a_conversation_is_read_line_by_line_and_ends_with_the_input(address, ca
     with pytest.raises(SystemExit):
         cli.main(["chat", "--address", address])
     assert capsys.readouterr().out == "ONE\nTWO\n"
+
+
+@pytest.mark.parametrize(("asked", "sent"), [([], str(CALM_TEMPERATURE)), (["--temperature", "0"], "0.0")])
+def test_a_chat_asks_for_the_temperature_that_is_said_or_a_calm_one(address, capsys, asked, sent):
+    with pytest.raises(SystemExit):
+        cli.main(["chat", "temperature", "--address", address, *asked])
+    assert capsys.readouterr().out == f"{sent}\n"
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(address):
+    """The stub never ends the answer to "stay"; the next line of the conversation is answered."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    program = "from deploy import cli; import sys; cli.main(sys.argv[1:])"
+    command = [sys.executable, "-c", program, "chat", "--address", address]
+    with subprocess.Popen(command, **pipes) as chat:
+        chat.stdin.write("first\n")
+        assert chat.stdout.readline() == "FIRST\n"
+        chat.stdin.write("stay\n")
+        assert chat.stdout.read(1) == "S"
+        chat.send_signal(signal.SIGINT)
+        assert chat.stdout.readline() == "\n"
+        chat.stdin.write("last\n")
+        assert chat.stdout.readline() == "LAST\n"
+        chat.stdin.close()
+        assert chat.wait() == 0
+
+
+def test_the_version_is_said(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"conductor {version('conductor-cluster')}\n"
