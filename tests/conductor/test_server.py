@@ -205,5 +205,7 @@ async def _is_free(port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
     except ConnectionRefusedError:
         return True
+    except ConnectionResetError:
+        return False  # it was queued when the listener closed
     writer.close()
     return False
