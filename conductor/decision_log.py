@@ -26,6 +26,7 @@ from base.block_hash import BlockHash
 from base.config import from_table
 from base.errors import ConfigError
 from base.logs import event
+from base.private import private_file
 from base.request import NodeId, RequestId, Slo
 from conductor.decisions import Actual, Decision, NodeSeen, ViewSeen
 from conductor.placement import Placement, PlacementRequest, Rejection, RejectReason
@@ -81,7 +82,7 @@ class DecisionLog:
         if self._path.exists():
             os.replace(self._path, f"{self._path}.1")
         # a line at a time: whoever follows the file sees whole decisions
-        self._file = self._path.open("w", buffering=1, encoding="ascii")
+        self._file = private_file(self._path, "w", buffering=1)
         self._num_bytes = self._file.write(self._first_line)
 
     def _write(self, told: dict[str, Any]) -> None:

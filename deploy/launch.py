@@ -8,7 +8,9 @@ A Ray that is running is joined when `RAY_ADDRESS` names it. Otherwise one is st
 this process alone, as its children, on loopback, with no dashboard, and ends with it.
 `ray stop` is called nowhere: it ends every Ray process on the machine, whosever it is.
 
-Token authentication stays on (Ray's default since 2.54 for clusters it starts).
+A local Ray listens on loopback alone (`deploy/__init__.py` sees to it), where token authentication,
+Ray's default since 2.54 for clusters it starts, keeps other users of the host out. Its token lies in a
+file, which Ray makes readable to all: the folder is made private before, and the file after.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from base.clock import SystemClock
 from base.errors import ConfigError
+from base.private import FILE_MODE, make_private
 from deploy.plan import HOST_ADDRESS, Room, Together
 from deploy.supervisor import NOTHING_SEEN, ProcessSpec, Seen, Supervisor
 
@@ -101,12 +104,16 @@ class RayCluster:
             self._start_local(needed, quiet)
 
     def _start_local(self, needed: dict[str, float], quiet: dict[str, Any]) -> None:
+        token = Path("~/.ray/auth_token").expanduser()  # where RAY_AUTH_TOKEN_PATH names none
+        make_private(token.parent)
         ray.init(
             address="local",
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             **quiet,
         )
+        if token.exists():
+            token.chmod(FILE_MODE)
         gpus = ray.cluster_resources().get("GPU", 0.0)
         if gpus < needed.get("GPU", 0.0):
             raise ConfigError(f"the nodes take {needed['GPU']:g} GPUs and this host has {gpus:g}")

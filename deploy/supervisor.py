@@ -45,6 +45,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from base.clock import Clock
+from base.private import make_private, private_file
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
@@ -101,7 +102,7 @@ class Supervisor:
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._num_events = 0
         self._life = secrets.token_hex(8)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_private(self._folder)
         # A file that is there already was written by this process's supervisor before
         # Ray restarted it: its process was ready once.
         self._was_ready = self._config_path.exists()
@@ -210,7 +211,7 @@ class Supervisor:
 
     def _run_once(self) -> int:
         """Start the process, pass on what it says, return its exit status."""
-        with self.log_path.open("a") as log:
+        with private_file(self.log_path, "a") as log:
             with self._changed:
                 if self._stopping.is_set():
                     return 0
@@ -250,7 +251,7 @@ class Supervisor:
             self._spare_timer.start()
 
     def _start_spare(self) -> None:
-        with self._changed, self.log_path.open("a") as log:
+        with self._changed, private_file(self.log_path, "a") as log:
             if self._ready is None or self._spare is not None or self._stopping.is_set():
                 return
             self._spare = spare = self._start(log.fileno(), SPARE_FLAG)
@@ -304,7 +305,8 @@ class Supervisor:
     def _write_config(self, config: dict[str, Any]) -> None:
         # Renamed into place: a supervisor killed half-way leaves the file whole.
         draft = self._config_path.with_suffix(".draft")
-        draft.write_text(json.dumps(config, indent=1))
+        with private_file(draft, "w") as file:
+            file.write(json.dumps(config, indent=1))
         draft.replace(self._config_path)
 
     def _tell(self, what: str, **details: Any) -> None:

@@ -126,6 +126,15 @@ def test_a_decision_read_from_a_log_is_the_one_that_was_written(tmp_path):
         assert decide_again(each, COST, shared.settings) == each.result
 
 
+def test_nobody_else_reads_a_decision_log_even_one_that_was_there_before(tmp_path):
+    path = tmp_path / "log"
+    path.touch(0o644)
+    for _ in range(2):
+        DecisionLog(path, Shared(COST.profile, SchedulerSettings()), 20_000).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "log.1").stat().st_mode & 0o777 == 0o600
+
+
 def test_a_log_takes_twice_its_bound_at_most_and_each_file_can_be_read(tmp_path):
     made = history(0, SchedulerSettings())
     log = DecisionLog(tmp_path / "log", Shared(COST.profile, SchedulerSettings()), 20_000)

@@ -10,6 +10,7 @@ import select
 import socket
 import sys
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -65,6 +66,21 @@ def free_ports(count: int) -> list[int]:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             free += [port] * (port not in free)
     return free
+
+
+def listening_hosts(pids: Iterable[int]) -> dict[str, str]:
+    """Where processes listen for TCP, in the kernel's hexadecimal, by the inode of the socket."""
+    inodes = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+    lines = [
+        line.split()
+        for kind in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()
+    ]
+    return {line[9]: line[1].partition(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes}
 
 
 assert sys.platform == "linux", "these tests read /proc"

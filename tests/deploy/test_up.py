@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.processes import ROOT, marked_environment, marked_pids, wait_all_gone, wait_gone
+from tests.deploy.processes import (
+    ROOT,
+    listening_hosts,
+    marked_environment,
+    marked_pids,
+    wait_all_gone,
+    wait_gone,
+)
 
 PROGRAM = (sys.executable, str(Path(__file__).parent / "run_stub_cluster.py"))
 STOP_S = 90.0
@@ -109,6 +116,26 @@ def test_what_dies_is_restarted_and_ctrl_c_leaves_nothing(start):
     assert "nothing is left running" in err
     assert "Task was destroyed" not in err
     assert wait_all_gone(environment, STOP_S) == {}
+
+
+LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+"""127.0.0.1, ::1 and ::ffff:127.0.0.1 as the kernel lists them."""
+
+
+def test_local_ray_listens_on_loopback_and_nobody_else_reads_its_token_or_the_run(start, tmp_path):
+    process, environment = start("--json", HOME=str(tmp_path))
+    json.loads(process.stdout.readline())
+    hosts = listening_hosts(marked_pids(environment))
+    assert len(hosts) > 5
+    assert set(hosts.values()) <= set(LOOPBACK)
+    [run] = (tmp_path / "cache" / "runs").iterdir()
+    token = tmp_path / ".ray" / "auth_token"
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (run, token.parent, token, *run.iterdir())}
+    assert modes.pop(run.name) == modes.pop(".ray") == 0o700
+    assert {name for name, mode in modes.items() if mode != 0o600} == set()
+    assert {"auth_token", "conductor.json", "conductor.log"} <= set(modes)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=100)
 
 
 def os_parent(pid):
