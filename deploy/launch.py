@@ -29,6 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from base.clock import SystemClock
 from base.errors import ConfigError
 from base.private import FILE_MODE, make_private
+from deploy.host_address import reachable_address
 from deploy.plan import HOST_ADDRESS, Room, Together
 from deploy.supervisor import NOTHING_SEEN, ProcessSpec, Seen, Supervisor
 
@@ -57,7 +58,7 @@ class ActorProcess(Supervisor):
 
     def host_address(self) -> str:
         """Return the address by which other hosts reach this one."""
-        return str(ray.util.get_node_ip_address())
+        return reachable_address(str(ray.util.get_node_ip_address()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.host_address import reachable_address
 from tests.deploy.processes import (
     ROOT,
     listening_hosts,
@@ -136,6 +137,17 @@ def test_local_ray_listens_on_loopback_and_nobody_else_reads_its_token_or_the_ru
     assert {"auth_token", "conductor.json", "conductor.log"} <= set(modes)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=100)
+
+
+@pytest.mark.full
+def test_cluster_that_is_open_to_other_hosts_names_an_address_that_they_reach(start, cluster_yaml):
+    cluster_yaml.write_text(cluster_yaml.read_text().replace("{http", "{host: 0.0.0.0, insecure: true, http"))
+    process, environment = start("--json")
+    line = until(process.stderr, ["conductor", "http "])
+    assert f"http {reachable_address('127.0.0.1')}:" in line
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=100)
+    assert wait_all_gone(environment, STOP_S) == {}
 
 
 def os_parent(pid):
