@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 from base.request import Slo
 from conductor.openai import openai_app
+from conductor.served_model import SamplingDefaults
 from deploy.reference import ROUTES, openapi, reference
 
 REPORTED = ("/status", "/v1/explain", "/v1/explain/{name}", "/v1/links/{name}", "/v1/panels")
@@ -12,7 +13,7 @@ REPORTS = {path: dict for path in (*REPORTED, "/v1/panels/{name}")}
 
 
 def test_every_route_of_the_server_is_in_it():
-    model = SimpleNamespace(name="m", max_model_len=8)
+    model = SimpleNamespace(name="m", max_model_len=8, sampling=SamplingDefaults())
     app = openai_app(SimpleNamespace(model=model), Slo(), 1, random.Random(0), REPORTS)
     served = {
         (method.lower(), route.path.replace(":path", ""))
