@@ -134,7 +134,7 @@ class Completions:
         self._num_calls = 0
         self._is_draining = False
         self.calls: set[InProgress] = set()
-        """The calls in progress."""
+        """The calls in progress that were not cut off."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -166,8 +166,8 @@ class Completions:
 
     def cut_off(self) -> None:
         """End the calls in progress, with UnavailableError: no time is left for them."""
-        for call in list(self.calls):
-            call.alarm.ring()
+        while self.calls:
+            self.calls.pop().alarm.ring()
 
     async def wait_idle(self) -> None:
         """Return when no call is in progress."""

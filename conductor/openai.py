@@ -190,7 +190,7 @@ def _charging(call: InProgress, quota: Callable[[int], None] | None) -> Callable
 
     def charge(count: int) -> None:
         call.take_places(count)
-        if quota is not None:
+        if quota is not None and count:
             quota(count)
 
     return charge

@@ -27,7 +27,9 @@ class Shares:
         self.num_taken = 0
 
     def take(self, tenant: str, amount: int) -> bool:
-        """Return whether `tenant` was given `amount` more; if not, nothing changes."""
+        """Return whether `tenant` was given `amount` more; if not, nothing changes. 0 is always given."""
+        if not amount:
+            return True
         free = self.total - self.num_taken - amount
         if free < 0 or (self._is_shared and self._taken[tenant] > free):
             return False

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from base.errors import RejectedError
+from base.errors import RejectedError, UnavailableError
 from base.metrics import ConductorMetrics, process_registry
 from conductor.completion import MAX_BODIES, Completions
 from conductor.shares import Shares
@@ -39,6 +39,30 @@ def test_a_tenant_that_floods_leaves_something_for_each_that_comes():
         while shares.take(tenant, 1):
             given_to[tenant] += 1
     assert given_to == {"a": 512, "b": 256, "c": 128, "d": 64}
+
+
+def test_nothing_more_is_refused_to_nobody():
+    """A call of one choice asks for none beside it, maybe after others have left its tenant too much."""
+    shares = Shares(TOTAL, is_shared=True)
+    assert shares.take("a", 50)
+    assert shares.take("b", 25)
+    assert not shares.take("a", 1)
+    assert shares.take("a", 0)
+    assert shares.num_taken == 75
+
+
+async def test_a_call_is_cut_off_once(model):
+    held = completions(model, max_calls=8)
+
+    async def called():
+        with held.call():
+            held.cut_off()
+            held.cut_off()
+            await asyncio.sleep(0)
+
+    with pytest.raises(UnavailableError):
+        await called()
+    assert asyncio.current_task().cancelling() == 0
 
 
 def test_where_tenants_are_not_told_apart_one_may_take_all():
