@@ -111,8 +111,8 @@ class Access:
         headers = MutableHeaders(scope=scope)
         with self._client(keys, headers, path in CLIENT_PATHS or path.startswith(CLIENT_FOLDER)) as request:
             # What reads the header behind the gate reads the truth.
-            headers[TENANT_HEADER] = request.tenant
-            scope[CHARGE], scope[CRITICAL] = request.charge, self.client(headers).may_be_critical
+            headers[TENANT_HEADER] = request.key.tenant
+            scope[CHARGE], scope[CRITICAL] = request.charge, request.key.critical
             yield
 
     @contextmanager
@@ -120,7 +120,7 @@ class Access:
         key = keys.find(_bearer(said))
         if not for_clients and not key.operator:
             raise ForbiddenError("this is for operators: conductor keys add NAME --operator")
-        with keys.request(key.tenant) as request:
+        with keys.request(key) as request:
             yield request
 
 

@@ -167,13 +167,13 @@ class TokenBucket:
 class ClientRequest:
     """One request of a tenant in its quota, for the length of a `with`."""
 
-    def __init__(self, tenant: str, bucket: TokenBucket) -> None:
-        self.tenant = tenant
+    def __init__(self, key: Key, bucket: TokenBucket) -> None:
+        self.key = key
         self._bucket = bucket
         self._count = 0
 
     def __enter__(self) -> ClientRequest:
-        self._bucket.take(self.tenant)
+        self._bucket.take(self.key.tenant)
         self._count = 1
         return self
 
@@ -182,7 +182,7 @@ class ClientRequest:
 
     def charge(self, count: int) -> None:
         """Count `count` more sequences, such as choices; raises RejectedError."""
-        self._bucket.take_more(self.tenant, count)
+        self._bucket.take_more(self.key.tenant, count)
         self._count += count
 
 
@@ -209,9 +209,9 @@ class KeyRing:
             raise UnauthenticatedError("a valid API key is wanted: Authorization: Bearer ck-...")
         return found
 
-    def request(self, tenant: str) -> ClientRequest:
-        """Return one request of `tenant`; entering it raises RejectedError where the quota is used up."""
-        return ClientRequest(tenant, self._buckets[tenant])
+    def request(self, key: Key) -> ClientRequest:
+        """Return one request with `key`; entering it raises RejectedError where the quota is used up."""
+        return ClientRequest(key, self._buckets[key.tenant])
 
     def _look_again(self) -> None:
         now_s = self._clock.now_s()
