@@ -219,7 +219,7 @@ class TcpLink:
         elif header.kind is Kind.CHALLENGE:
             self._prove(header)
         elif header.kind is Kind.WELCOME:
-            if self._key.secret and not proves(header, *self._key, self._nonces):
+            if not proves(header, *self._key, self._nonces):
                 raise ProtocolError("who listens there does not know the secret of the peer's descriptor")
             self.state = LinkState.OPEN
             self._is_open = True

@@ -12,6 +12,7 @@ from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from transfer.agent import TransferAgent
 from transfer.batch import Priority, batch_of
 from transfer.frame import HEADER_BYTES, MAX_FRAME_BYTES, Header, Kind, pack, unpack_header
+from transfer.greeting import Nonces, proof
 from transfer.tcp_link import MAX_IN_FLIGHT
 
 NUM_BYTES = MAX_FRAME_BYTES * (MAX_IN_FLIGHT + 4)
@@ -28,7 +29,8 @@ class RecordingPeer:
             head += await reader.readexactly(HEADER_BYTES - len(head))
             header = unpack_header(head)
             if header.kind is Kind.HELLO:
-                writer.write(pack(Header(Kind.WELCOME)))
+                nonces = Nonces((header.generation, header.offset), (0, 0))
+                writer.write(pack(proof(Kind.WELCOME, b"", header.segment_id, nonces)))
             else:
                 await reader.readexactly(header.table_bytes + header.num_bytes)
                 self.generations.append(header.generation)

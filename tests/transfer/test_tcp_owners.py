@@ -15,6 +15,7 @@ from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
 from transfer.frame import HEADER_BYTES, SMALL_BYTES, Header, Kind, pack, unpack_header
+from transfer.greeting import Nonces, proof
 from transfer.segment import Segment
 
 CONFIG = TransferConfig(transports=("tcp",), connections=1)
@@ -55,8 +56,10 @@ class BareOwner:
         """Take a connection, greet its peer and go on with it."""
         self.sock, _ = await asyncio.to_thread(self._listener.accept)
         self.sock.settimeout(60)
-        assert (await self.heard()).kind is Kind.HELLO
-        self.say(Header(Kind.WELCOME))
+        hello = await self.heard()
+        assert hello.kind is Kind.HELLO
+        nonces = Nonces((hello.generation, hello.offset), (0, 0))
+        self.say(proof(Kind.WELCOME, self.peer.secret, self.peer.epoch, nonces))
 
     async def heard(self) -> Header:
         return unpack_header(await self.read(HEADER_BYTES))

@@ -307,10 +307,11 @@ async def test_who_does_not_know_the_secret_is_not_served(agent, segment, dial, 
     assert segment.memory[:4] == bytes(4)
 
 
-async def test_an_owner_that_does_not_know_the_secret_is_sent_nothing() -> None:
+@pytest.mark.parametrize("secret", [SECRET, b""])
+async def test_an_owner_that_proves_nothing_is_sent_nothing(secret: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = Endpoint("tcp", f"127.0.0.1:{listener.getsockname()[1]}")
-        peer = PeerDescriptor("owner", EPOCH, (endpoint,), SECRET)
+        peer = PeerDescriptor("owner", EPOCH, (endpoint,), secret)
         async with TransferAgent("us", 2, TransferConfig(transports=("tcp",)), SystemClock()) as agent:
             segment = agent.allocate(BLOCK)
             grant = Grant(9, 1, Operation.WRITE, (0,), 64, 60.0)
