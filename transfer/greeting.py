@@ -1,9 +1,9 @@
 """How two ends of a data connection prove to each other that a peer descriptor reached them.
 
-    HELLO      -> epoch, the asker's nonce
-    CHALLENGE  <- the owner's nonce; or REFUSED
-    PROOF      -> HMAC of both nonces, as the asker
-    WELCOME    <- HMAC of both nonces, as the owner; or the connection ends
+    HELLO      -> the asker's nonce
+    CHALLENGE  <- the owner's nonce
+    PROOF      -> HMAC of the descriptor's epoch and both nonces, as the asker
+    WELCOME    <- HMAC of the same, as the owner; or REFUSED, whatever was wrong
 
 The key is the secret of the owner's process, drawn at its start, in its descriptor. Descriptors travel by
 the stream to a conductor, which mutual TLS guards where it is set up. The secret itself is never sent here,

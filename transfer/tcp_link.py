@@ -245,7 +245,7 @@ class TcpLink:
         self.state = LinkState.GREETING
         self._stream = FrameStream(sock, self._poller, self)
         generation, offset = self._nonces.asker
-        self._stream.send(pack(Header(Kind.HELLO, 0, 0, self._key.epoch, generation, offset)))
+        self._stream.send(pack(Header(Kind.HELLO, generation=generation, offset=offset)))
 
     def _prove(self, header: Header) -> None:
         if self._stream is not None:

@@ -209,12 +209,14 @@ class _Desk:
 
 
 class _ServerLink:
-    """One connection of a peer. Owns its stream; nothing is served before its HELLO."""
+    """One connection of a peer. Owns its stream; nothing is served before its PROOF."""
 
     def __init__(self, sock: socket.socket, desk: _Desk) -> None:
         self._desk = desk
         self._key = desk.key
-        self._nonces: Nonces | None = None
+        self._awaited: Kind | None = _HELLO
+        """What alone may come before it is greeted; None: nothing more, its proof was wrong."""
+        self._nonces = Nonces((0, 0), nonce())
         self._holdings = desk.holdings
         self._one_sided = desk.one_sided
         self.is_greeted = False
@@ -232,7 +234,7 @@ class _ServerLink:
         if self._stream.num_outgoing > MAX_ANSWERS:
             raise ProtocolError("too many answers are waiting")
         if not self.is_greeted:
-            if kind is not (_HELLO if self._nonces is None else Kind.PROOF):
+            if kind is not self._awaited:
                 raise ProtocolError(f"a connection does not begin with {kind.name}")
             return Incoming()
         operation = _OPERATIONS.get(kind)
@@ -278,17 +280,17 @@ class _ServerLink:
         self._stream.close(reason)
 
     def _greet(self, header: Header) -> None:
-        if header.segment_id != self._key.epoch:
-            self._stream.send(pack_refusal(0, StaleError("the peer was restarted: it has another epoch")))
-            return
-        self._nonces = Nonces((header.generation, header.offset), nonce())
+        self._awaited = Kind.PROOF
+        self._nonces = self._nonces._replace(asker=(header.generation, header.offset))
         generation, offset = self._nonces.owner
         self._stream.send(pack(Header(Kind.CHALLENGE, generation=generation, offset=offset)))
 
     def _welcome(self, header: Header) -> None:
-        assert self._nonces is not None
         if not proves(header, *self._key, self._nonces):
-            raise ProtocolError("it does not know the secret of our descriptor")
+            # Of an epoch that was right, and of one that was not, an outsider is told the same.
+            self._awaited = None
+            self._stream.send(pack_refusal(0, StaleError("this is not the process of that descriptor")))
+            return
         self.is_greeted = True
         self._stream.send(pack(proof(Kind.WELCOME, *self._key, self._nonces)))
 

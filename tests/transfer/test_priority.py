@@ -15,6 +15,7 @@ from transfer.frame import HEADER_BYTES, MAX_FRAME_BYTES, Header, Kind, pack, un
 from transfer.greeting import Nonces, proof
 from transfer.tcp_link import MAX_IN_FLIGHT
 
+EPOCH = 1
 NUM_BYTES = MAX_FRAME_BYTES * (MAX_IN_FLIGHT + 4)
 
 
@@ -30,7 +31,7 @@ class RecordingPeer:
             header = unpack_header(head)
             if header.kind is Kind.HELLO:
                 nonces = Nonces((header.generation, header.offset), (0, 0))
-                writer.write(pack(proof(Kind.WELCOME, b"", header.segment_id, nonces)))
+                writer.write(pack(proof(Kind.WELCOME, b"", EPOCH, nonces)))
             else:
                 await reader.readexactly(header.table_bytes + header.num_bytes)
                 self.generations.append(header.generation)
@@ -43,7 +44,7 @@ async def peer() -> AsyncIterator[tuple[RecordingPeer, PeerDescriptor]]:
     recording = RecordingPeer()
     server = await asyncio.start_server(recording.serve, "127.0.0.1", 0, family=socket.AF_INET)
     host, port = server.sockets[0].getsockname()
-    yield recording, PeerDescriptor("peer", 1, (Endpoint("tcp", f"{host}:{port}"),))
+    yield recording, PeerDescriptor("peer", EPOCH, (Endpoint("tcp", f"{host}:{port}"),))
     server.close()
 
 
