@@ -1,52 +1,113 @@
 """A bound on the fields of a protobuf message, checked on its bytes before anything parses it.
 
 A field can take two bytes on the wire. A message of 8 MB can so have a million messages within it, each of
-which costs microseconds and hundreds of bytes once it is an object. Packed numbers, texts and bytes are one
-field however long they are. So fields are counted, those of messages within messages too, and the walk ends
-at the first that is too many.
+which costs microseconds and hundreds of bytes once it is an object; a packed number takes one byte, and is
+four or eight to the parser, which doubles a list as it grows. Texts and bytes are cheap at any length. So
+fields are counted, those of messages within messages too, and packed numbers; the walk ends at the first too
+many.
 """
 
 from __future__ import annotations
 
-from google.protobuf.descriptor import Descriptor
+import functools
+from typing import NamedTuple
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
-MAX_FIELDS = 16_384
+MAX_FIELDS = 12_288
+MAX_NUMBERS = 262_144
+"""In all packed lists together: a prompt's token ids, above the context windows that are served."""
 FREE_BYTES = 4_096
 """A message that is so short is not walked: it cannot have more than half as many fields."""
 
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
+_UNFINISHED = bytes(range(128, 256))
+"""The bytes of a varint that others follow."""
+_TEXTS = {FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_MESSAGE}
+_FIXED_BYTES = {
+    **dict.fromkeys(
+        (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64), 8
+    ),
+    **dict.fromkeys(
+        (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_FIXED32, FieldDescriptor.TYPE_SFIXED32), 4
+    ),
+}
 
 
-def count_fields(data: bytes, kind: Descriptor, limit: int = MAX_FIELDS) -> int:
-    """Return how many fields a message has, with those of messages in it; at most `limit` + 1.
+class Parts(NamedTuple):
+    """What a message is made of; of what there is too much, no more is counted."""
+
+    num_fields: int
+    """Those of messages in it too."""
+    num_numbers: int
+    """In packed lists."""
+
+
+def excess(data: bytes, kind: Descriptor) -> str:
+    """Return what a message has too much of, in words; empty: of nothing."""
+    if len(data) <= FREE_BYTES:
+        return ""
+    found = count_parts(data, kind)
+    if found.num_fields > MAX_FIELDS:
+        return f"more than {MAX_FIELDS} fields; send less, and numbers packed"
+    return f"more than {MAX_NUMBERS} numbers; send less" if found.num_numbers > MAX_NUMBERS else ""
+
+
+def count_parts(data: bytes, kind: Descriptor) -> Parts:
+    """Return how much a message is made of.
 
     Args:
         data: The message as it came.
-        kind: What it says it is: which of its fields are messages.
-        limit: The walk ends after one more.
+        kind: What it says it is: which of its fields are messages, and which numbers.
 
     Raises:
         DecodeError: it is cut off, or has groups, which no message here has.
     """
     pending: list[tuple[int, int, Descriptor]] = [(0, len(data), kind)]
-    count = 0
+    count = num_numbers = 0
     while pending:
         at, end, descriptor = pending.pop()
-        kinds = {number: field.message_type for number, field in descriptor.fields_by_number.items()}
+        fields = _looked_into(descriptor)
         while at < end:
             count += 1
-            if count > limit:
-                return count
+            if count > MAX_FIELDS:
+                return Parts(count, num_numbers)
             tag, at = _varint(data, at, end)
             begin, at = _value(data, at, end, tag & 7)
             if at > end:
                 raise DecodeError("the message is cut off")
-            within = kinds.get(tag >> 3)
-            if within is not None and tag & 7 == _DELIMITED:
-                pending.append((begin, at, within))
-    return count
+            field = fields.get(tag >> 3)
+            if field is None or tag & 7 != _DELIMITED:
+                continue
+            if field.message_type is not None:
+                if begin < at:
+                    pending.append((begin, at, field.message_type))
+                continue
+            num_numbers += _num_packed(data, begin, at, field)
+            if num_numbers > MAX_NUMBERS:
+                return Parts(count, num_numbers)
+    return Parts(count, num_numbers)
+
+
+@functools.cache
+def _looked_into(kind: Descriptor) -> dict[int, FieldDescriptor]:
+    """Return the fields of a message that may hold messages or packed numbers, by number."""
+    return {
+        field.number: field
+        for field in kind.fields
+        if field.message_type or (field.is_repeated and field.cpp_type not in _TEXTS)
+    }
+
+
+def _num_packed(data: bytes, begin: int, end: int, field: FieldDescriptor) -> int:
+    fixed_bytes = _FIXED_BYTES.get(field.type)
+    if fixed_bytes is not None:
+        return (end - begin) // fixed_bytes
+    if end - begin > _MAX_VARINT_BYTES * MAX_NUMBERS:
+        return MAX_NUMBERS + 1
+    return len(data[begin:end].translate(None, _UNFINISHED))
 
 
 def _value(data: bytes, at: int, end: int, wire_type: int) -> tuple[int, int]:

@@ -41,7 +41,7 @@ from base.errors import (
     retry_after_s,
     status_of,
 )
-from base.message_bounds import FREE_BYTES, MAX_FIELDS, count_fields
+from base.message_bounds import FREE_BYTES, excess
 
 log = logging.getLogger(__name__)
 
@@ -164,8 +164,8 @@ async def start_server(
         ConfigError: an address cannot be bound.
     """
     server = grpc.aio.server(options=_options(max_message_bytes))
-    border: Any = _Border(admit)
     names = [service.full_name for service in services]
+    border: Any = _Border(admit, names)
     health = Health(is_serving, names)
     health_pb2_grpc.add_HealthServicer_to_server(health, border)
     for service in services:
@@ -266,8 +266,10 @@ class _Border(grpc.GenericRpcHandler):
     Not an interceptor: grpc makes coroutines and closures for those, for each call anew.
     """
 
-    def __init__(self, admit: Admit) -> None:
+    def __init__(self, admit: Admit, services: Sequence[str]) -> None:
+        """Begin. `services`: the process's own; to the others, which are gRPC's, clients say names alone."""
         self._admit = admit
+        self._services = frozenset(services)
         self._handlers: dict[str, Any] = {}
         """By method."""
 
@@ -283,9 +285,10 @@ class _Border(grpc.GenericRpcHandler):
         for name, handler in handlers.items():
             method = f"/{service_name}/{name}"
             kind = descriptor_pool.Default().FindMethodByName(f"{service_name}.{name}").input_type
-            self._handlers[method] = self._around(handler, method, kind)
+            deserialize = _deserializer(handler, kind, is_long=service_name in self._services)
+            self._handlers[method] = self._around(handler, method, deserialize)
 
-    def _around(self, handler: Any, method: str, kind: Descriptor) -> Any:
+    def _around(self, handler: Any, method: str, deserialize: Callable[[bytes], Any]) -> Any:
         kinds = {
             (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
             (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
@@ -295,13 +298,13 @@ class _Border(grpc.GenericRpcHandler):
         make, behaviour = kinds[handler.request_streaming, handler.response_streaming]
         return make(
             _bordered(
-                _parsing(behaviour, handler, kind),
+                behaviour if handler.request_streaming else _parsing(behaviour, deserialize),
                 method,
                 self._admit,
                 handler.response_streaming,
                 handler.request_streaming,
             ),
-            handler.request_deserializer if handler.request_streaming else None,
+            deserialize if handler.request_streaming else None,
             handler.response_serializer,
         )
 
@@ -309,24 +312,31 @@ class _Border(grpc.GenericRpcHandler):
 async def _hear(context: Context) -> None:
     """Let a client write what it began with: one whose write meets the call's end is told INTERNAL by its
     own library, in place of the status."""
-    with suppress(TimeoutError, DecodeError):
+    with suppress(TimeoutError, DecodeError, InvalidRequestError):
         async with asyncio.timeout(HEAR_S):
             await context.read()
 
 
-def _parsing(
-    behaviour: Callable[[Any, Any], Any], handler: Any, kind: Descriptor
-) -> Callable[[Any, Any], Any]:
-    """Return `behaviour` of a message's bytes: what grpc itself cannot parse it calls UNKNOWN."""
+def _deserializer(handler: Any, kind: Descriptor, is_long: bool) -> Callable[[bytes], Any]:
+    """Return what parses a message, and raises InvalidRequestError for one of too many parts, or too long."""
 
-    def parsed(request: bytes, context: Context) -> Any:
-        if len(request) > FREE_BYTES and count_fields(request, kind) > MAX_FIELDS:
+    def deserialize(data: bytes) -> Any:
+        if not is_long and len(data) > FREE_BYTES:
             raise InvalidRequestError(
-                f"the message has more than {MAX_FIELDS} fields; send less, and numbers packed"
+                f"the message has {len(data)} bytes; at most {FREE_BYTES} make sense here"
             )
-        return behaviour(handler.request_deserializer(request), context)
+        if found := excess(data, kind):
+            raise InvalidRequestError(f"the message has {found}")
+        return handler.request_deserializer(data)
 
-    return behaviour if handler.request_streaming else parsed
+    return deserialize
+
+
+def _parsing(
+    behaviour: Callable[[Any, Any], Any], deserialize: Callable[[bytes], Any]
+) -> Callable[[bytes, Context], Any]:
+    """Return `behaviour` of a message's bytes: what grpc itself cannot parse it calls UNKNOWN."""
+    return lambda request, context: behaviour(deserialize(request), context)
 
 
 class _Taking:

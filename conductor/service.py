@@ -16,6 +16,7 @@ from typing import Any, get_args
 import grpc
 
 from base.errors import InvalidRequestError
+from base.message_bounds import FREE_BYTES, MAX_NUMBERS
 from base.request import SampledToken, Slo
 from base.rpc import Service
 from conductor.access import Access, Client, metadata
@@ -23,7 +24,10 @@ from conductor.chat_template import ChatMessage, ChatRole
 from conductor.completion import Completions, Piece
 from conductor.headers import Caller, header_slo, header_traceparent
 from conductor.options import (
+    MAX_LOGIT_BIASES,
     MAX_MESSAGES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
     Options,
     TextRequest,
     check_options,
@@ -57,6 +61,14 @@ _FIELD_OF = {
     "logprobs": "num_logprobs",
     "messages": "chat.messages",
 }
+MAX_ELEMENTS = {
+    "token_ids.ids": MAX_NUMBERS,
+    "chat.messages": MAX_MESSAGES,
+    "sampling.logit_bias": MAX_LOGIT_BIASES,
+    "stop.strings": MAX_STOP_STRINGS,
+    "stop.token_ids": MAX_STOP_TOKEN_IDS,
+}
+"""Of each list and map of a request. Token ids have the context window for a bound as well."""
 _PROMPT_FIELD_OF = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
 
 
@@ -82,7 +94,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         client = self._access.client(metadata(context))
         with self._completions.call(client.tenant) as call:
-            call.take_bytes(request.ByteSize())
+            num_bytes = request.ByteSize()
+            call.take_bytes(num_bytes)
+            if num_bytes > FREE_BYTES:
+                _check_lists(request)
             spelling = {
                 **_FIELD_OF,
                 "prompt": _PROMPT_FIELD_OF.get(request.WhichOneof("input") or "", "input"),
@@ -139,14 +154,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     raise prompt_too_long(num_tokens, self._model.max_model_len)
                 return tuple(message.token_ids.ids)
             case "chat":
-                if len(message.chat.messages) > MAX_MESSAGES:
-                    raise InvalidRequestError(f"messages: at most {MAX_MESSAGES}", "messages")
                 messages = [_chat_message(turn) for turn in message.chat.messages]
                 return await chat_token_ids(
                     self._model, messages, parse_special_tokens=message.parse_special_tokens
                 )
             case _:
                 raise InvalidRequestError("one of text, token_ids and chat is wanted", "input")
+
+
+def _check_lists(message: inference_pb2.GenerateRequest) -> None:
+    """Raise InvalidRequestError, naming the field, for a list that is too long, before it is read."""
+    for name, limit in MAX_ELEMENTS.items():
+        part, _, field = name.partition(".")
+        count = len(getattr(getattr(message, part), field))
+        if count > limit:
+            raise InvalidRequestError(f"{name}: at most {limit} elements, not {count}", name)
 
 
 def _chat_message(turn: inference_pb2.ChatMessage) -> ChatMessage:

@@ -13,8 +13,11 @@ from base.errors import InvalidRequestError
 from base.message_bounds import MAX_FIELDS
 from conductor.body_bounds import MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES, check_structure, structure
 from conductor.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from conductor.service import MAX_ELEMENTS
 from conductor.text_stream import TextStream
 from conductor.tokenizer import Detokenizer, Tokenizer
+from protos import inference_pb2 as pb
+from protos.inference_pb2_grpc import InferenceStub
 from tests.base.test_message_bounds import HOSTILE
 from tests.conductor.fakes import MAX_MODEL_LEN, byte_level_tokenizer, serving, spoken
 
@@ -135,3 +138,38 @@ async def test_a_client_is_refused_before_its_message_is_parsed(model, name):
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert f"more than {MAX_FIELDS} fields" in await call.details()
         assert not api.dispatcher.requests
+
+
+LONG = {
+    "stop.token_ids": pb.GenerateRequest(text="a", stop=pb.Stop(token_ids=range(5_000))),
+    "stop.strings": pb.GenerateRequest(text="a", stop=pb.Stop(strings=["a"] * 2_000)),
+    "sampling.logit_bias": pb.GenerateRequest(
+        text="a", sampling=pb.Sampling(logit_bias=dict.fromkeys(range(2_000), 1.0))
+    ),
+    "chat.messages": pb.GenerateRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage()] * 3_000)),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+async def test_a_long_list_of_a_message_is_refused_by_its_length_and_named(model, name):
+    async with (
+        serving(model, lambda request: spoken(model, "no")) as api,
+        grpc.aio.insecure_channel(api.grpc_address) as channel,
+    ):
+        call = InferenceStub(channel).Generate(LONG[name])
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"{name}: at most {MAX_ELEMENTS[name]} elements" in await call.details()
+
+
+@pytest.mark.parametrize("method", ["Health/Check", "ServerReflection/ServerReflectionInfo"])
+async def test_a_message_to_grpcs_own_services_is_short(model, method):
+    path = f"/grpc.health.v1.{method}" if "Health" in method else f"/grpc.reflection.v1alpha.{method}"
+    async with (
+        serving(model, lambda request: spoken(model, "no"), max_body_mib=2) as api,
+        grpc.aio.insecure_channel(api.grpc_address) as channel,
+    ):
+        make = channel.unary_stream if "Health" in method else channel.stream_stream
+        data = b"\xf8\x07\x01" * MAX_FIELDS
+        call = make(path)(data if "Health" in method else iter([data]))
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "bytes; at most" in await call.details()
