@@ -37,7 +37,9 @@ async def text_token_ids(
         raise prompt_too_long(at_least, model.max_model_len)
     if len(text) <= INLINE_CHARS:
         return model.tokenizer.encode(text, add_special_tokens, cut)
-    token_ids = await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens, cut)
+    token_ids = await asyncio.to_thread(
+        model.tokenizer.encode, text, add_special_tokens, cut, model.max_model_len
+    )
     if len(token_ids) >= model.max_model_len:
         raise prompt_too_long(len(token_ids), model.max_model_len)
     return token_ids

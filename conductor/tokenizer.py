@@ -18,15 +18,21 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from base.errors import ConfigError
+from base.errors import ConfigError, InvalidRequestError
+from conductor.text_slices import SLICE_CHARS, slices
 
+PART_CHARS = 64
+"""What a part that is encoded apart costs, however short it is, in characters of a long one."""
+SAMPLE = "Don't  stop 1234 at 3.14!?\n\n\tdef f(x):\n        return 'é' * x  # 日本語 😀😀 \r\n" * 5
+SAMPLE_SLICE_CHARS = 300
 SENTENCEPIECE_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PLAIN_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
@@ -48,8 +54,13 @@ class Tokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._special = _any_of([token.content for token in added.values() if token.special])
+        names = sorted((token.content for token in added.values()), key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._max_name_chars = len(names[0]) if names else 0
         self._bytes_of: dict[int, bytes] = {}
         self._max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
+        self._is_sliced = self._is_sliceable()
+        self._before, self._after = self._around()
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -68,19 +79,75 @@ class Tokenizer:
         token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id
 
-    def encode(self, text: str, add_special_tokens: bool, cut: str = "") -> tuple[int, ...]:
-        """Return the token ids of `text`.
+    def encode(
+        self, text: str, add_special_tokens: bool, cut: str = "", max_tokens: int | None = None
+    ) -> tuple[int, ...]:
+        """Return the token ids of `text`; of one that has more than `max_tokens`, some more than that.
 
         Args:
             text: Names of special tokens in it become those tokens.
             add_special_tokens: Whether the model's own (a begin-of-sequence token, mostly) go
                 around it. Chat templates write them out, so not for their output.
             cut: The mark of `with_specials_cut`; the parts between marks are encoded apart.
+            max_tokens: A text is not encoded much further.
+
+        Raises:
+            InvalidRequestError: it has one word that is longer than a slice may be.
         """
-        parts = text.split(cut) if cut else [text]
+        if not self._is_sliced or len(text) <= SLICE_CHARS:
+            return tuple(self._encoded(text.split(cut) if cut else [text], add_special_tokens))
+        token_ids = array("I", self._before if add_special_tokens else ())
+        for batch in self._batches(text, cut):
+            token_ids.extend(self._encoded(batch, add_special_tokens=False))
+            if max_tokens is not None and len(token_ids) > max_tokens:
+                break
+        return (*token_ids, *(self._after if add_special_tokens else ()))
+
+    def _encoded(self, parts: Sequence[str], add_special_tokens: bool) -> Iterable[int]:
         # The batch call lets other threads run meanwhile; `encode` does not.
         encodings = self._tokenizer.encode_batch_fast(parts, add_special_tokens=add_special_tokens)
-        return tuple(chain.from_iterable(encoding.ids for encoding in encodings))
+        return chain.from_iterable(encoding.ids for encoding in encodings)
+
+    def _batches(self, text: str, cut: str) -> Iterator[list[str]]:
+        """Yield parts that are encoded apart, in lists of about a slice's length."""
+        batch: list[str] = []
+        size = at = 0
+        while at <= len(text):
+            end = text.find(cut, at) if cut else len(text)
+            end = len(text) if end < 0 else end
+            for part in self._sliced(text if not cut else text[at:end], SLICE_CHARS):
+                batch.append(part)
+                size += len(part) + PART_CHARS
+                if size > SLICE_CHARS:
+                    yield batch
+                    batch, size = [], 0
+            at = end + max(1, len(cut))
+        yield batch
+
+    def _sliced(self, text: str, slice_chars: int) -> Iterator[str]:
+        pieces = self._tokenizer.pre_tokenizer.pre_tokenize_str
+        return slices(text, self._names, self._max_name_chars, pieces, slice_chars)
+
+    def _is_sliceable(self) -> bool:
+        """Say whether slices have the tokens of the whole, as far as a sample shows."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        # What is taken from beside a name, or changed before it is cut into pieces, may be cut off from it.
+        has_edges = any(token.lstrip or token.rstrip or token.single_word for token in added)
+        if has_edges or self._tokenizer.pre_tokenizer is None or self._tokenizer.normalizer is not None:
+            return False
+        sample = SAMPLE + SAMPLE.join(token.content for token in list(added)[:8]) + SAMPLE
+        try:
+            parts = list(self._sliced(sample, SAMPLE_SLICE_CHARS))
+        except InvalidRequestError:
+            return False
+        return len(parts) > 1 and [*self._encoded(parts, False)] == [*self._encoded([sample], False)]
+
+    def _around(self) -> tuple[list[int], list[int]]:
+        """Return the model's own tokens that go before and after a text."""
+        inner, whole = [*self._encoded(["a"], False)], [*self._encoded(["a"], True)]
+        count = len(whole) - len(inner)
+        before = next((at for at in range(count + 1) if whole[at : at + len(inner)] == inner), 0)
+        return whole[:before], whole[before + len(inner) :]
 
     def with_specials_cut(self, text: str, cut: str) -> str:
         """Return `text` with the mark `cut` within each name of a special token, so that it stays text."""
