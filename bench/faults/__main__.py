@@ -1,8 +1,8 @@
 """Measure rows of the fault matrix and write them down, one by one.
 
-    python -m bench.faults [--count N] [--json bench/results/faults.json] [ROW...]
+    python -m bench.faults [--times N] [--json bench/results/faults.json] [ROW...]
 
-Without rows: all. A row that was measured before is replaced in the file by its new figures.
+Without rows: all. A row that was measured before is replaced in the file by its new figures; the others stay.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.about_run import about_run
+from bench.faults.bereft import conductor_hung, gcs_killed, raylet_killed, spare_killed, supervisor_killed
 from bench.faults.cluster import pretty
 from bench.faults.hostile import hostile_bytes
 from bench.faults.kills import decode_killed, decode_stopped, prefill_killed, prefill_stopped
@@ -35,7 +36,12 @@ ROWS: dict[str, tuple[Callable[[int], Any], int]] = {
     "client-leaves": (clients_leave, 200),
     "conductor-killed": (conductor_killed, 5),
     "conductor-stopped": (conductor_stopped, 2),
+    "conductor-hung": (conductor_hung, 2),
     "conductor-restarts": (conductor_restarts, 3),
+    "supervisor-killed": (supervisor_killed, 20),
+    "spare-killed": (spare_killed, 20),
+    "raylet-killed": (raylet_killed, 20),
+    "gcs-killed": (gcs_killed, 20),
     "decode-killed-of-800": (decode_killed_of_800, 3),
     "conductor-twice": (conductor_twice, 1),
     "rolling-restart": (rolling_restart, 2),
@@ -51,7 +57,7 @@ ROWS: dict[str, tuple[Callable[[int], Any], int]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__)
     parser.add_argument("rows", nargs="*", choices=[*ROWS, []], help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--count", type=int, help="faults to inject")
+    parser.add_argument("--times", "--count", dest="count", type=int, help="faults to inject")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     for name in arguments.rows or ROWS:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 
@@ -70,17 +71,26 @@ class Answer:
         return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
 
-def ask(stub: InferenceStub, request: pb.GenerateRequest) -> Answer:
+def ask(stub: InferenceStub, request: pb.GenerateRequest, timeout_s: float = TIMEOUT_S) -> Answer:
     """Take one answer to its end, or to its error."""
     answer = Answer(time.monotonic())
     try:
         # A request waits for a connection: where nobody listens, it has not been sent.
-        for response in stub.Generate(request, timeout=TIMEOUT_S, wait_for_ready=True):
+        for response in stub.Generate(request, timeout=timeout_s, wait_for_ready=True):
             answer.arrived_at_s.append(time.monotonic())
             answer.tokens += response.token_ids
     except grpc.RpcError as error:
         answer.error = f"{error.code().name}: {error.details()}"
     return answer
+
+
+def undisturbed(stub: InferenceStub, prompt: Prompt) -> list[int]:
+    """Return the tokens that every later answer must have; raises RuntimeError if there is none."""
+    answer = ask(stub, prompt.request())
+    # Of one token over and over, a repeated one would not show.
+    if answer.error or len(answer.tokens) != prompt.max_tokens or len(set(answer.tokens)) < 4:
+        raise RuntimeError(f"an undisturbed answer of {len(answer.tokens)} tokens: {answer.error}")
+    return answer.tokens
 
 
 @dataclass(slots=True)
@@ -121,17 +131,10 @@ class Clients:
         self._rng = rng
         self._count = count
         self._lock = threading.Lock()
-        self._expected = list(self._threads.map(self._undisturbed, prompts))
+        self._expected = list(self._threads.map(partial(undisturbed, self._stub), prompts))
         self.seen = Seen()
         self.first_token_at_s: list[float] = []
         """Of each answer that was whole."""
-
-    def _undisturbed(self, prompt: Prompt) -> list[int]:
-        answer = ask(self._stub, prompt.request())
-        # Of one token over and over, a repeated one would not show.
-        if answer.error or len(answer.tokens) != prompt.max_tokens or len(set(answer.tokens)) < 4:
-            raise RuntimeError(f"an undisturbed answer of {len(answer.tokens)} tokens: {answer.error}")
-        return answer.tokens
 
     def begin(self) -> list[Future[Answer]]:
         """Send one request for each client."""

@@ -154,8 +154,13 @@ def fault_cluster(
     decode: int = 2,
     store: StoreConfig | None = None,
     server: ServerConfig | None = None,
+    program: str = "conductor",
 ) -> Iterator[FaultCluster]:
-    """Run one in the body; nothing of it is left afterwards."""
+    """Run one in the body; nothing of it is left afterwards.
+
+    Args:
+        program: The conductor's module.
+    """
     engine = EngineConfig(
         block_size=BLOCK_SIZE, kv_cache_gib=KV_CACHE_GIB, chunk_tokens=CHUNK_TOKENS, threads=1
     )
@@ -168,7 +173,7 @@ def fault_cluster(
     folder.mkdir(parents=True, exist_ok=True)
     spec = ProcessSpec(
         "conductor",
-        (sys.executable, "-m", "conductor"),
+        (sys.executable, "-m", program),
         dataclasses.asdict(conductor_process(config, model)),
         {},
         str(folder),

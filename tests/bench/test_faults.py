@@ -1,9 +1,12 @@
 """What the rows of the fault matrix are counted with."""
 
+import json
 import random
+import sys
 
 import pytest
 
+from bench.faults.__main__ import ROWS, main
 from bench.faults.asking import Answer, Seen
 from bench.faults.samples import ks_p_value, pooled_slope
 
@@ -47,3 +50,13 @@ def test_a_slope_is_that_of_lines_of_any_level():
     lines = [[(x, 2.5 * x + level) for x in range(first, first + 5)] for first, level in ((0, -1), (20, 7))]
     assert pooled_slope(lines) == pytest.approx(2.5)
     assert pooled_slope([[(0, 5.0), (1, 5.0)]]) == 0.0
+
+
+def test_a_row_that_is_measured_again_replaces_its_figures_and_no_other_row(tmp_path, monkeypatch):
+    file = tmp_path / "faults.json"
+    file.write_text(json.dumps({"soak": {"injected": 1}, "spare-killed": {"injected": 2}}))
+    monkeypatch.setitem(ROWS, "spare-killed", (lambda count: {"injected": count}, 20))
+    monkeypatch.setattr(sys, "argv", ["faults", "--times", "3", "spare-killed", "--json", str(file)])
+    main()
+    table = json.loads(file.read_text())
+    assert (table["soak"], table["spare-killed"]["injected"]) == ({"injected": 1}, 3)
