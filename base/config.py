@@ -172,8 +172,7 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = ()
     """Origins (`https://host`) whose pages may call the HTTP API from a browser; `*`: all."""
     max_body_mib: float = 8.0
-    max_waiting: int = 1024
-    """Requests admitted and not finished; more are rejected at once."""
+    max_waiting: int = 1024  # Requests admitted and not finished; more are rejected at once.
     request_timeout_s: float = 600.0
     stream_interval_ms: float = 0.0
     """Between two pieces of one answer at least, each of which costs 0.1 ms; 0: as they come."""
@@ -325,10 +324,8 @@ class SchedulerConfig:
     measured by the bounds of the slo section, which must be set then."""
     replicate: bool = False
     """Whether hot prefixes are copied to more prefill nodes before requests ask there."""
-    max_waiting: int = 512
-    """There; more are let go, of the tenant with the most."""
-    role_wait_s: float = 10.0
-    """For a node of a role to come back when none is left."""
+    max_waiting: int = 512  # There; more are let go, of the tenant with the most.
+    role_wait_s: float = 10.0  # For a node of a role to come back when none is left.
     decision_log: str = ""
     """A file for every decision, as JSON lines. Empty: none."""
     decision_log_mib: float = 64.0
@@ -352,6 +349,7 @@ class ClusterConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = STRICT
 
+    name: str = ""  # What commands call the cluster. Empty: its HTTP port.
     model: str = "smollm2"
     """A folder (safetensors and tokenizer), a .gguf file, a hub name, or smollm2."""
     served_model_name: str = ""
@@ -374,6 +372,8 @@ class ClusterConfig:
     tracing: TracingConfig = field(default_factory=TracingConfig)
 
     def __post_init__(self) -> None:
+        is_name = self.name.isascii() and self.name.replace("-", "_").isidentifier() and len(self.name) <= 40
+        _require(is_name or not self.name, "name", "a letter, then letters, digits, - and _, 40 at most")
         _require(bool(self.model), "model", "a folder, a .gguf file, a hub name or smollm2")
         self._require_hosts()
         bounded = self.slo.ttft_s > 0 and self.slo.tbt_s > 0

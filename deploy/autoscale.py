@@ -29,9 +29,9 @@ import typer
 from base.config import ClusterConfig
 from base.errors import ConfigError
 from deploy.api_client import ApiError, read_json
-from deploy.chat import ADDRESS
+from deploy.clusters import chosen
 from deploy.config_file import read_cluster_config
-from deploy.control import ask, control_path
+from deploy.control import ask
 from deploy.scale import CONFIG_HELP
 
 REPLAY_TIMEOUT_S = 600.0
@@ -158,7 +158,7 @@ def replayed_share(trace: Path, config: ClusterConfig, sizes: Sizes) -> float:
 
 def main(
     config: Annotated[Path, typer.Option("-c", "--config", help=CONFIG_HELP)],
-    address: Annotated[str, typer.Option(help="host:port of the conductor's HTTP API")] = ADDRESS,
+    address: Annotated[str, typer.Option(help="host:port of the HTTP API; default: the cluster's")] = "",
     min_nodes: Annotated[int, typer.Option("--min", help="Nodes of both pools at least")] = 2,
     max_nodes: Annotated[int, typer.Option("--max", help="At most")] = 16,
     share: Annotated[float, typer.Option(help="Of requests, to be served within their bounds")] = 0.99,
@@ -173,7 +173,9 @@ def main(
         cluster = read_cluster_config(config)
         _require_judgeable(cluster)
         while True:
-            _look(cluster, address, bounds, last_s, dry_run)
+            request = _advice(cluster, address or chosen(cluster, config, "").http_address, bounds, last_s)
+            for line in ask(chosen(cluster, config, ""), request) if request and not dry_run else []:
+                print(line, flush=True)
             if not every_s:
                 return
             tick.wait(every_s)
@@ -193,7 +195,8 @@ def _require_judgeable(cluster: ClusterConfig) -> None:
         raise ConfigError("hosts: together has pools of one size, and advice changes one of them")
 
 
-def _look(cluster: ClusterConfig, address: str, bounds: Bounds, last_s: float, dry_run: bool) -> None:
+def _advice(cluster: ClusterConfig, address: str, bounds: Bounds, last_s: float) -> dict[str, Any] | None:
+    """Print what each candidate would have served; return what to ask the cluster for, None for nothing."""
     roles = [node["roles"] for node in read_json(address, "/status")["nodes"]]
     now = Sizes(roles.count(["prefill"]), roles.count(["decode"]))
     if min(now.prefill, now.decode) < 1:
@@ -208,7 +211,5 @@ def _look(cluster: ClusterConfig, address: str, bounds: Bounds, last_s: float, d
         print(f"{mark} prefill={sizes.prefill} decode={sizes.decode}: {served:.1%} within bounds")
     if advice.wanted == now:
         print("nothing to change", flush=True)
-        return
-    request = {"verb": "scale", "prefill": advice.wanted.prefill, "decode": advice.wanted.decode}
-    for line in [] if dry_run else ask(control_path(cluster), request):
-        print(line, flush=True)
+        return None
+    return {"verb": "scale", "prefill": advice.wanted.prefill, "decode": advice.wanted.decode}

@@ -26,10 +26,12 @@ from typing import Any
 from base.config import ClusterConfig
 from base.errors import ConfigError
 from deploy import plan
-from deploy.api_client import ApiError, is_healthy, read_json, split_address
+from deploy.api_client import ApiError, is_healthy, read_json
+from deploy.clusters import Running, record, running
 from deploy.launch import Launched, RayCluster, package_path
 from deploy.progress import Progress
 from deploy.supervisor import LOG_TAIL_LINES, SPARE_AFTER_S, ProcessSpec
+from deploy.targets import write_targets
 
 ATTACH_TIMEOUT_S = 30.0
 HEALTH_PERIOD_S = 0.1
@@ -68,17 +70,17 @@ class Cluster:
     def __init__(
         self,
         config: ClusterConfig,
+        identity: Running,
         programs: Programs,
         progress: Progress,
-        run_name: str,
         watch_signals: Callable[[], None],
     ) -> None:
         self._config = config
         self._watch_signals = watch_signals
         self._programs = programs
         self._progress = progress
-        self._cache_dir = Path(config.cache_dir).expanduser()
-        self.log_folder = self._cache_dir / "runs" / run_name
+        self._identity = identity
+        self.log_folder = Path(identity.log_folder)
         self._ray = RayCluster()
         self._ray_start: asyncio.Future[None] | None = None
         self._nodes: dict[str, Launched] = {}
@@ -101,7 +103,8 @@ class Cluster:
             raise ConfigError("prefill.nodes and decode.nodes are both 0: there is nothing to start")
         if self._config.hosts == "apart" and self._ray.is_local:
             raise ConfigError("hosts: apart wants several hosts, those of the Ray at RAY_ADDRESS")
-        _forget_old_runs(self.log_folder.parent)
+        in_use = {Path(cluster.log_folder) for cluster in running(self._identity.cache_dir)}
+        _forget_old_runs(self.log_folder.parent, in_use)
         async with asyncio.TaskGroup() as group:
             model_task = group.create_task(self._prepare_model())
             group.create_task(self._start_ray())
@@ -112,6 +115,7 @@ class Cluster:
         for http_address in self._conductors.values():
             await self._wait_healthy(http_address)
         self._write_targets()
+        record(dataclasses.replace(self._identity, http_address=self._endpoints.http_address))
         return self._endpoints
 
     async def _start_conductors(self, model: plan.PreparedModel) -> Endpoints:
@@ -133,6 +137,10 @@ class Cluster:
                 endpoints.append(found)
                 attach_addresses.append(f"{host}:{ready['attach_port']}")
                 self._conductors[name] = found.http_address
+                taken = (int(ready[key]) for key in ("http_port", "grpc_port"))
+                self._identity = dataclasses.replace(
+                    self._identity, ports=tuple(sorted({*self._identity.ports, *taken}))
+                )
             note("; ".join(f"http {found.http_address}, grpc {found.grpc_address}" for found in endpoints))
         self._attach_addresses = tuple(attach_addresses)
         return endpoints[0]
@@ -150,10 +158,18 @@ class Cluster:
                 event = await self._events.get()
                 if isinstance(event, RuntimeError):
                     raise event
+                self._take_ready(event)
                 yield event
         finally:
             for watcher in self._watchers.values():
                 watcher.cancel()
+
+    def _take_ready(self, event: dict[str, Any]) -> None:
+        """Learn where a node's metrics are that was started again, on another host perhaps."""
+        node = self._nodes.get(event["name"])
+        if node is not None and event["event"] == "ready":
+            self._nodes[node.name] = dataclasses.replace(node, ready=event)
+            self._write_targets()
 
     def _watch(self, name: str) -> None:
         async def watch() -> None:
@@ -239,6 +255,7 @@ class Cluster:
         self._watchers.pop(name).cancel()
         await self._ray.end(name, NODE_DRAIN_S)
         del self._nodes[name]
+        self._write_targets()
         say(f"{name}: gone")
 
     def _planned(self, config: ClusterConfig) -> list[plan.PlannedNode]:
@@ -263,7 +280,7 @@ class Cluster:
 
     async def _prepare_model(self) -> plan.PreparedModel:
         with self._progress.stage("model") as note:
-            command = (*self._programs.prepare, self._config.model, "--cache-dir", str(self._cache_dir))
+            command = (*self._programs.prepare, self._config.model, "--cache-dir", self._identity.cache_dir)
             said = await _run(command, note)
             model = plan.PreparedModel(**json.loads(said))
             note(model.name)
@@ -295,18 +312,8 @@ class Cluster:
         return await self._launch(process.node_id, self._programs.node, process, environment, node.room)
 
     def _write_targets(self) -> None:
-        """Tell Prometheus where the metrics are, in the form its file_sd reads."""
-        targets = []
-        for name, http_address in self._conductors.items():
-            scheme, bare = split_address(http_address)
-            targets.append({"targets": [bare], "labels": {"process": name, "__scheme__": scheme}})
-        for node in self._nodes.values():
-            if port := node.ready.get("metrics_port"):
-                told = node.ready.get("metrics_host", "127.0.0.1")
-                targets.append({"targets": [f"{told}:{port}"], "labels": {"process": node.name}})
-        draft = self._cache_dir / "targets.draft"
-        draft.write_text(json.dumps(targets, indent=1))
-        draft.replace(self._cache_dir / "targets.json")
+        ready = {name: node.ready for name, node in self._nodes.items()}
+        write_targets(self._identity.cache_dir, self._identity.name, self._conductors, ready)
 
     async def _wait_healthy(self, http_address: str) -> None:
         """Wait until the conductor has a node for each role.
@@ -405,10 +412,10 @@ async def _run(command: tuple[str, ...], note: Callable[[str], None]) -> str:
     return lines[-1]
 
 
-def _forget_old_runs(folder: Path) -> None:
-    """Delete the logs of all but the latest starts."""
+def _forget_old_runs(folder: Path, in_use: set[Path]) -> None:
+    """Delete the logs of all but the latest starts and of the clusters that run."""
     runs = sorted(folder.iterdir()) if folder.is_dir() else []
-    for run in runs[: -MAX_KEPT_RUNS + 1]:
+    for run in set(runs[: -MAX_KEPT_RUNS + 1]) - in_use:
         for file in run.iterdir():
             file.unlink(missing_ok=True)
         run.rmdir()

@@ -1,11 +1,12 @@
-"""How a command reaches a running `conductor up`: a socket file in its cache folder.
+"""How a command reaches a running `conductor up`: a socket file, one for each cluster.
 
     client    {"verb": "scale", "prefill": 3}         one line of JSON
     server    {"said": "prefill-2: ready"}            any number of lines
               {"done": true}  or  {"error": "..."}    the last
 
 A socket file and no port: who may write to the folder may stop the cluster anyway, and
-nobody else can reach it. One change is made at a time; others wait their turn.
+nobody else can reach it. Its path may be longer than the 107 bytes that the kernel takes: it is named by
+way of its open folder. One change is made at a time; others wait their turn.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ import json
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
-from pathlib import Path
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from base.config import ClusterConfig
 from base.errors import ConfigError
 from deploy.cluster import Cluster
+from deploy.clusters import Running, folder_of
 
 MAX_LINE_BYTES = 4096
 CHANGE_TIMEOUT_S = 3600.0
@@ -32,13 +32,18 @@ MAX_NODES = 1000
 """Of one pool. More are a slip of the finger: each is a process."""
 
 
-def control_path(config: ClusterConfig) -> Path:
-    """Return where the latest `conductor up` of this cache folder listens."""
-    return Path(config.cache_dir).expanduser() / "control.sock"
+@contextmanager
+def _socket_path(identity: Running) -> Iterator[str]:
+    """Yield a path of the cluster's socket that is short, however long that of its folder."""
+    folder = os.open(folder_of(identity.cache_dir), os.O_PATH)
+    try:
+        yield f"/proc/self/fd/{folder}/{identity.socket_name}"
+    finally:
+        os.close(folder)
 
 
 @asynccontextmanager
-async def controlled(cluster: Cluster, path: Path) -> AsyncIterator[None]:
+async def controlled(cluster: Cluster, identity: Running) -> AsyncIterator[None]:
     """Take changes to `cluster` for the length of the body."""
     turn = asyncio.Lock()
 
@@ -57,16 +62,17 @@ async def controlled(cluster: Cluster, path: Path) -> AsyncIterator[None]:
             with contextlib.suppress(ConnectionError):
                 await writer.drain()
 
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    server = await asyncio.start_unix_server(serve, path, limit=MAX_LINE_BYTES)
-    os.chmod(path, 0o600)
-    try:
-        yield
-    finally:
-        server.close()
+    with _socket_path(identity) as path:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
+        server = await asyncio.start_unix_server(serve, path, limit=MAX_LINE_BYTES)
+        os.chmod(path, 0o600)
+        try:
+            yield
+        finally:
+            server.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 async def _change(cluster: Cluster, asked: object, say: Callable[[str], None]) -> None:
@@ -92,7 +98,7 @@ def _size(key: str, size: object) -> int:
     return size
 
 
-def ask(path: Path, request: dict[str, Any]) -> Iterator[str]:
+def ask(identity: Running, request: dict[str, Any]) -> Iterator[str]:
     """Ask a running `conductor up` for a change; yield what it says until it is made.
 
     Raises:
@@ -101,9 +107,11 @@ def ask(path: Path, request: dict[str, Any]) -> Iterator[str]:
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as connection:
         connection.settimeout(CHANGE_TIMEOUT_S)
         try:
-            connection.connect(str(path))
+            with _socket_path(identity) as path:
+                connection.connect(path)
         except OSError as error:
-            raise ConfigError(f"{path}: {error}: is `conductor up` running with this cache_dir?") from error
+            told = "it does not take changes before it serves, nor while it ends"
+            raise ConfigError(f"cluster {identity}: {error}: {told}") from error
         connection.sendall(json.dumps(request).encode() + b"\n")
         for line in connection.makefile():
             told = json.loads(line)
@@ -112,4 +120,4 @@ def ask(path: Path, request: dict[str, Any]) -> Iterator[str]:
             if "said" not in told:
                 return
             yield told["said"]
-    raise ConfigError(f"{path}: `conductor up` ended before the change was made")
+    raise ConfigError(f"cluster {identity}: `conductor up` ended before the change was made")

@@ -1,26 +1,25 @@
 """What the processes of a running cluster say of themselves in their metrics, and what is wrong with it.
 
-Where they are is in `targets.json`, which `conductor up` writes for Prometheus: so the doctor sees what
-Prometheus sees, and needs no door of its own into a node. The bandwidth of a pair is what its last large
+Where they are is in the file that `conductor up` writes for Prometheus (`targets.py`): so the doctor sees
+what Prometheus sees, and needs no door of its own into a node. The bandwidth of a pair is what its last large
 transfer had; `measure_links` has the conductor send one over each pair just before.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from base.clock import wall_clock_s
 from base.config import ClusterConfig
 from base.metrics import samples_of
-from deploy.api_client import ApiError, read_json, read_text, split_address
+from deploy.api_client import ApiError, read_json, read_text
 from deploy.findings import Finding
+from deploy.targets import processes_beside
 
 MAX_OFFSET_S = 0.25
 """Between two hosts' clocks. Leases are durations and need none; logs, traces and dashboards are hard to
@@ -59,17 +58,8 @@ class ProcessSeen:
 
 def look_at_processes(config: ClusterConfig, address: str) -> list[ProcessSeen] | None:
     """Ask every process of the cluster at `address`; None: nothing here says where they are."""
-    file = Path(config.cache_dir).expanduser() / "targets.json"
-    try:
-        targets = json.loads(file.read_text())
-        named = [(target["labels"], target["targets"][0]) for target in targets]
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
-        return None
-    if split_address(address)[1] not in (where for _, where in named):
-        return None
-    return [
-        _look(labels["process"], f"{labels.get('__scheme__', 'http')}://{where}") for labels, where in named
-    ]
+    named = processes_beside(config.cache_dir, address)
+    return None if named is None else [_look(name, where) for name, where in named]
 
 
 def _look(name: str, address: str) -> ProcessSeen:
@@ -101,7 +91,7 @@ def _look(name: str, address: str) -> ProcessSeen:
 def check_processes(processes: list[ProcessSeen] | None, status: dict[str, Any]) -> Iterator[Finding]:
     """Judge what processes say of themselves; `status` is what the conductor says of its nodes."""
     if processes is None:
-        what = "versions, clocks and bandwidths were not looked at: no targets.json names this conductor"
+        what = "versions, clocks and bandwidths were not looked at: nothing in CACHE_DIR/targets/ names it"
         yield Finding("warning", what, "run it on the host of `conductor up`, with its -c cluster.yaml")
         return
     attached = {node["id"] for node in status["nodes"]}

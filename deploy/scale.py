@@ -10,16 +10,20 @@ import typer
 
 from base.config import ClusterConfig
 from base.errors import ConfigError
+from deploy.clusters import chosen
 from deploy.config_file import read_cluster_config
-from deploy.control import ask, control_path
+from deploy.control import ask
 
-CONFIG_HELP = "The cluster.yaml that `conductor up` was given: says where it listens"
+CONFIG_HELP = "The cluster.yaml that `conductor up` was given; without it, the only cluster that runs"
 
 Config = Annotated[Path | None, typer.Option("-c", "--config", help=CONFIG_HELP)]
+Name = Annotated[str, typer.Option(help="The cluster's `name`, or its HTTP port where it has none")]
 
 
 def scale(
-    sizes: Annotated[list[str], typer.Argument(help="prefill=N, decode=N")], config: Config = None
+    sizes: Annotated[list[str], typer.Argument(help="prefill=N, decode=N")],
+    config: Config = None,
+    name: Name = "",
 ) -> None:
     """Start or drain nodes until the pools have these sizes; no request is lost."""
     try:
@@ -27,12 +31,12 @@ def scale(
     except ValueError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2) from error
-    _show({"verb": "scale", **wanted}, config)
+    _show({"verb": "scale", **wanted}, config, name)
 
 
-def restart(config: Config = None) -> None:
+def restart(config: Config = None, name: Name = "") -> None:
     """Restart every node, one after the other; no request is lost."""
-    _show({"verb": "restart"}, config)
+    _show({"verb": "restart"}, config, name)
 
 
 def _size(text: str) -> tuple[str, int]:
@@ -42,10 +46,10 @@ def _size(text: str) -> tuple[str, int]:
     return pool, int(number)
 
 
-def _show(request: dict[str, Any], config: Path | None) -> None:
+def _show(request: dict[str, Any], config: Path | None, name: str) -> None:
     try:
         cluster = read_cluster_config(config) if config else ClusterConfig()
-        for line in ask(control_path(cluster), request):
+        for line in ask(chosen(cluster, config, name), request):
             print(line, flush=True)
     except (ConfigError, TimeoutError, ConnectionError) as error:
         print(error, file=sys.stderr)

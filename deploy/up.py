@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +21,15 @@ from typing import Annotated, Any, TextIO, TypeVar
 import typer
 from rich.markup import escape
 
-from base.clock import Clock, SystemClock, wall_clock_s
+from base.clock import Clock, SystemClock
 from base.config import ClusterConfig
 from base.errors import ConfigError
 from deploy.api_client import ApiError, ChatStream, url
 from deploy.cluster import Cluster, Endpoints, Programs
+from deploy.clusters import Running, claimed, described, running
 from deploy.config_file import read_cluster_config
-from deploy.control import control_path, controlled
+from deploy.control import controlled
+from deploy.ports import require_free, wanted_ports
 from deploy.progress import Progress
 
 DRAIN_S = 40.0
@@ -78,16 +79,27 @@ def main(
     except (ConfigError, ValueError) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2) from error
-    raise typer.Exit(run(cluster_config, UpOptions(prompt, exit_, json_), Programs(), clock))
+    raise typer.Exit(run(cluster_config, UpOptions(prompt, exit_, json_), Programs(), clock, config))
 
 
-def run(config: ClusterConfig, options: UpOptions, programs: Programs, clock: Clock) -> int:
-    """Run a cluster to its end; return the exit status."""
-    progress = Progress(clock)
-    started = time.strftime("%Y%m%d-%H%M%S", time.gmtime(wall_clock_s()))
-    up = _Up(options, progress, clock, _own_stdout(), control_path(config))
-    cluster = Cluster(config, programs, progress, f"{started}-{os.getpid()}", up.watch_signals)
-    return asyncio.run(up.run(cluster))
+def run(
+    config: ClusterConfig, options: UpOptions, programs: Programs, clock: Clock, file: Path | None = None
+) -> int:
+    """Run a cluster to its end; return the exit status.
+
+    Args:
+        file: What `config` was read from, by which other commands know the cluster.
+    """
+    identity = described(config, file, tuple(wanted_ports(config)))
+    try:
+        require_free(config, running(config.cache_dir))
+        with claimed(identity):
+            progress = Progress(clock)
+            up = _Up(options, progress, clock, _own_stdout(), identity)
+            return asyncio.run(up.run(Cluster(config, identity, programs, progress, up.watch_signals)))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
 
 
 def _own_stdout() -> TextIO:
@@ -105,10 +117,10 @@ class _Up:
     """One run of the command, from its start to its exit status."""
 
     def __init__(
-        self, options: UpOptions, progress: Progress, clock: Clock, stdout: TextIO, control: Path
+        self, options: UpOptions, progress: Progress, clock: Clock, stdout: TextIO, identity: Running
     ) -> None:
         self._stdout = stdout
-        self._control_path = control
+        self._identity = identity
         self._options = options
         self._progress = progress
         self._clock = clock
@@ -164,7 +176,7 @@ class _Up:
             f"{endpoints.model} is served at {url(endpoints.http_address)}/v1 and, by gRPC, at "
             f"{endpoints.grpc_address}\nlogs are in {cluster.log_folder}; Ctrl-C drains and ends"
         )
-        async with controlled(cluster, self._control_path):
+        async with controlled(cluster, self._identity):
             async for event in cluster.events():
                 details = " ".join(
                     f"{key}={value}" for key, value in event.items() if key not in ("event", "name")

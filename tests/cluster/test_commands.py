@@ -6,18 +6,15 @@ import httpx
 import pytest
 
 from deploy import cli
+from deploy.targets import write_targets
 from tests.cluster.asking import held_blocks, until
 
 
 @pytest.fixture
 def config_file(cluster, tmp_path):
     """As `conductor up` leaves it: cluster.yaml, and where the processes' metrics are."""
-    targets = [{"targets": [f"127.0.0.1:{cluster.http_port}"], "labels": {"process": "conductor"}}]
-    for name, process in cluster.processes.items():
-        if name != "conductor":
-            port = process.wait_ready()["metrics_port"]
-            targets.append({"targets": [f"127.0.0.1:{port}"], "labels": {"process": name}})
-    (tmp_path / "targets.json").write_text(json.dumps(targets))
+    ready = {name: told for name, told in cluster.ready.items() if name != "conductor"}
+    write_targets(str(tmp_path), "tested", {"conductor": f"127.0.0.1:{cluster.http_port}"}, ready)
     file = tmp_path / "cluster.yaml"
     file.write_text(f"cache_dir: {tmp_path}\n")
     return str(file)

@@ -25,7 +25,8 @@ def main():
         machine="--json" in arguments,
     )
     programs = Programs((*STUB, "prepare"), (*STUB, "conductor"), (*STUB, "node"))
-    sys.exit(run(read_cluster_config(Path(sys.argv[1])), options, programs, SystemClock()))
+    file = Path(sys.argv[1])
+    sys.exit(run(read_cluster_config(file), options, programs, SystemClock(), file))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def test_a_value_reaches_its_field(tmp_path):
     ("text", "told"),
     [
         ("server:\n  http_prot: 1\n", ":2: server.http_prot: unknown key; did you mean http_port?"),
-        ("xyzzy: 1\n", ":1: xyzzy: unknown key; known here: model, served_model_name, cache_dir,"),
+        ("xyzzy: 1\n", ":1: xyzzy: unknown key; known here: name, model, served_model_name, cache_dir,"),
         ("\nserver:\n  http_port: '80'\n", ':3: server.http_port: a whole number is wanted, not "80"'),
         ("server: {insecure: 1}", ":1: server.insecure: true or false is wanted, not 1"),
         ("server: 3", ":1: server: a table of keys is wanted, not 3"),

@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import os
+import socket
 
 import pytest
 
 from base.errors import ConfigError
+from deploy.clusters import Running, folder_of
 from deploy.control import ask, controlled
 
 
@@ -23,9 +26,19 @@ class Changes:
         self.made.append("restart")
 
 
-async def answered(path, line):
+@pytest.fixture
+def identity(tmp_path):
+    """Of a cluster whose socket's path is longer than the kernel takes."""
+    cache = tmp_path / ("long" * 30)
+    folder_of(str(cache)).mkdir(parents=True)
+    return Running("a", os.getpid(), socket.gethostname(), "", str(cache), str(cache / "run"), ())
+
+
+async def answered(identity, line):
     """Return the last line that the socket answers to `line`."""
-    reader, writer = await asyncio.open_unix_connection(path)
+    folder = os.open(folder_of(identity.cache_dir), os.O_PATH)
+    reader, writer = await asyncio.open_unix_connection(f"/proc/self/fd/{folder}/{identity.socket_name}")
+    os.close(folder)
     writer.write(line + b"\n")
     answer = await asyncio.wait_for(reader.read(), 60)
     writer.close()
@@ -36,22 +49,22 @@ def asked(**request):
     return json.dumps(request).encode()
 
 
-async def test_a_change_is_made_and_told(tmp_path):
+async def test_a_change_is_made_and_told(identity):
     cluster = Changes()
-    async with controlled(cluster, tmp_path / "s"):
-        said = await asyncio.to_thread(lambda: list(ask(tmp_path / "s", {"verb": "scale", "decode": 2})))
+    async with controlled(cluster, identity):
+        said = await asyncio.to_thread(lambda: list(ask(identity, {"verb": "scale", "decode": 2})))
         assert said == ["scaling"]
-        assert await answered(tmp_path / "s", asked(verb="restart")) == {"done": True}
+        assert await answered(identity, asked(verb="restart")) == {"done": True}
     assert cluster.made == [(None, 2), "restart"]
-    assert not (tmp_path / "s").exists()
+    assert list(folder_of(identity.cache_dir).iterdir()) == []
 
 
 @pytest.mark.parametrize("size", ["3", 3.0, 1.5, None, True, [3], {"n": 3}, -1, 10**9])
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
-async def test_a_size_that_is_no_count_is_refused_by_its_name(pool, size, tmp_path):
+async def test_a_size_that_is_no_count_is_refused_by_its_name(pool, size, identity):
     cluster = Changes()
-    async with controlled(cluster, tmp_path / "s"):
-        answer = await answered(tmp_path / "s", asked(verb="scale", **{pool: size}))
+    async with controlled(cluster, identity):
+        answer = await answered(identity, asked(verb="scale", **{pool: size}))
     assert answer["error"].startswith(f"{pool}: a whole number")
     assert cluster.made == []
 
@@ -73,15 +86,15 @@ async def test_a_size_that_is_no_count_is_refused_by_its_name(pool, size, tmp_pa
         (b'"' + b"x" * 5000 + b'"', ""),
     ],
 )
-async def test_a_line_that_is_no_request_is_answered_with_the_reason(line, told, tmp_path):
+async def test_a_line_that_is_no_request_is_answered_with_the_reason(line, told, identity):
     cluster = Changes()
-    async with controlled(cluster, tmp_path / "s"):
-        assert told in (await answered(tmp_path / "s", line))["error"]
-        assert await answered(tmp_path / "s", asked(verb="restart")) == {"done": True}, "it goes on"
+    async with controlled(cluster, identity):
+        assert told in (await answered(identity, line))["error"]
+        assert await answered(identity, asked(verb="restart")) == {"done": True}, "it goes on"
     assert cluster.made == ["restart"]
 
 
-async def test_the_command_raises_what_the_cluster_refused(tmp_path):
-    async with controlled(Changes(), tmp_path / "s"):
+async def test_the_command_raises_what_the_cluster_refused(identity):
+    async with controlled(Changes(), identity):
         with pytest.raises(ConfigError, match="decode: a whole number"):
-            await asyncio.to_thread(lambda: list(ask(tmp_path / "s", {"verb": "scale", "decode": 1.5})))
+            await asyncio.to_thread(lambda: list(ask(identity, {"verb": "scale", "decode": 1.5})))

@@ -258,10 +258,15 @@ def test_an_offset_that_a_slow_answer_explains_is_none():
     assert troubles(check_processes([seen("p", offset_s=2.0, unsure_s=2.0), seen("d")], PAIR)) == []
 
 
+def write_targets_file(cache_dir, text):
+    (cache_dir / "targets").mkdir()
+    (cache_dir / "targets" / "8000.json").write_text(text)
+
+
 @pytest.mark.parametrize("targets", [None, "{", "[]", '[{"labels": {}}]', '[{"targets": ["other:1"]}]'])
 def test_where_nothing_says_where_the_processes_are_that_is_a_finding(targets, tmp_path):
     if targets is not None:
-        (tmp_path / "targets.json").write_text(targets)
+        write_targets_file(tmp_path, targets)
     found = look_at_processes(ClusterConfig(cache_dir=str(tmp_path)), "127.0.0.1:8000")
     assert found is None
     [(level, _, mend)] = troubles(check_processes(found, PAIR))
@@ -278,7 +283,7 @@ def test_a_process_is_asked_for_what_its_metrics_say(tmp_path):
         {"targets": [f"127.0.0.1:{port}"], "labels": {"process": "p", "__scheme__": "http"}},
         {"targets": ["127.0.0.1:1"], "labels": {"process": "gone"}},
     ]
-    (tmp_path / "targets.json").write_text(json.dumps(targets))
+    write_targets_file(tmp_path, json.dumps(targets))
     found, gone = look_at_processes(ClusterConfig(cache_dir=str(tmp_path)), f"http://127.0.0.1:{port}")
     assert found.links == (Link("d", "shm", 5e9),)
     assert {"version", "torch"} <= dict(found.versions).keys()

@@ -74,7 +74,9 @@ def test_the_configuration_in_compose_can_be_read(tmp_path):
         for target in job["file_sd_configs"][0]["files"]
     ]
     mounts = [volume.split(":")[:2] for volume in compose["services"]["prometheus"]["volumes"]]
-    assert ["models", scraped.rpartition("/")[0]] in mounts
+    folder, _, files = scraped.partition("/targets/")
+    assert ["models", folder] in mounts
+    assert files == "*.json", "file_sd takes a * in the last part alone"
     assert any(
         volume.startswith("models:") and volume.endswith(config.cache_dir.removeprefix("~"))
         for volume in compose["services"]["conductor"]["volumes"]

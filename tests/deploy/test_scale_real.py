@@ -16,6 +16,7 @@ from tests.deploy.processes import ROOT, marked_environment, marked_pids, wait_a
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 CONFIG = """
+name: resized
 cache_dir: {folder}
 server: {{http_port: 0, grpc_port: 0}}
 prefill: {{engine: {{kv_cache_gib: 0.3, threads: 1}}}}

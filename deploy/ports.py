@@ -1,0 +1,97 @@
+"""The ports of a cluster, looked at before anything of it starts: which are taken, and by whom."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+from base.config import ClusterConfig
+from base.errors import ConfigError
+from deploy.clusters import Running
+
+LISTENS = "0A"
+"""The kernel's state of a socket that listens, in /proc/net/tcp."""
+
+
+def wanted_ports(config: ClusterConfig) -> dict[int, str]:
+    """Return the ports that the conductors are told to listen on, each with its key."""
+    first = {
+        "server.http_port": config.server.http_port,
+        "server.grpc_port": config.server.grpc_port,
+        "nodes.attach_port": config.nodes.attach_port,
+    }
+    return {
+        port + number: key
+        for key, port in first.items()
+        if port
+        for number in range(config.server.conductors)
+    }
+
+
+def require_free(config: ClusterConfig, clusters: Iterable[Running]) -> None:
+    """Refuse ports that cannot be listened on here, which is where the conductors will be.
+
+    In a Ray that is joined they are on its head node: if that is another host, nothing is known of its ports.
+
+    Raises:
+        ConfigError: a line for each port: its key, and who has it.
+    """
+    clusters = list(clusters)
+    if not _head_is_here():
+        return
+    told = []
+    for port, key in wanted_ports(config).items():
+        if problem := taken(config.server.host, port, clusters):
+            told.append(f"{key}: {problem}")
+    if told:
+        mend = "set other ports in cluster.yaml (0: whichever is free), or end what has them"
+        raise ConfigError("\n".join([*told, mend]))
+
+
+def taken(host: str, port: int, clusters: Iterable[Running]) -> str:
+    """Return why nobody can listen on `host:port` now, and who does; empty: it is free."""
+    for cluster in clusters:
+        if port in cluster.ports:
+            return f"port {port} is that of the cluster {cluster}"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(address[:2], family=family).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"port {port} is in use by {listener(port)}"
+        return f"{host}:{port}: {error.strerror or error}"
+    return ""
+
+
+def listener(port: int) -> str:
+    """Return which process listens on a port, in words."""
+    sockets = set()
+    for kind in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{fields[9]}]")
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(descriptor) in sockets:
+                process = descriptor.parent.parent
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                return f"process {process.name} ({command.strip()[:80]})"
+    return "a process that this user may not look at"
+
+
+def _head_is_here() -> bool:
+    address = os.environ.get("RAY_ADDRESS")
+    if address is None:
+        return True
+    host = address.rpartition(":")[0]
+    try:
+        socket.create_server((host, 0)).close()
+    except OSError:
+        return False
+    return bool(host)  # "auto" names none
