@@ -26,14 +26,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    start_http_server,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -336,15 +329,6 @@ class NodeMetrics:
         self.kvstore_blocks = Gauge(
             "kvstore_blocks", "KV blocks by place: free, cached, held", ["place"], registry=registry
         )
-
-
-def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
-    """Answer GET /metrics from a thread for the life of the process; return the port.
-
-    Raises OSError if the port is taken; 0 is a free one.
-    """
-    server, _ = start_http_server(port, host, registry)
-    return int(server.server_port)
 
 
 class StoreMetrics:

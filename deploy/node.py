@@ -31,7 +31,8 @@ from base.config import NodeProcess
 from base.lifetime import stop_requested
 from base.logs import event
 from base.messages import NodeInfo, PrefillTimes
-from base.metrics import NodeMetrics, StoreMetrics, process_registry, serve_metrics
+from base.metrics import NodeMetrics, StoreMetrics, exposition, process_registry
+from base.metrics_port import serve_metrics
 from base.process import run_process, say_ready
 from base.request import NodeId, RequestId, Role
 from base.spans import tracer_or_none
@@ -109,7 +110,7 @@ async def serve(config: NodeProcess) -> None:
             if beside is not None:
                 background.append(tasks.create_task(beside.run()))
             host, port = config.metrics_host, config.metrics_port
-            port = serve_metrics(registry, host, port)
+            port = serve_metrics(partial(exposition, registry), host, port)
             say_ready(node_id=config.node_id, metrics_host=host, metrics_port=port)
             await stop_requested()
             await _drain(state, works)

@@ -13,12 +13,14 @@ import logging
 import random
 import secrets
 import sys
+from functools import partial
 
 from base.attach import AttachClient
 from base.clock import SystemClock
 from base.lifetime import stop_requested
 from base.logs import event
-from base.metrics import StoreMetrics, process_registry, serve_metrics
+from base.metrics import StoreMetrics, exposition, process_registry
+from base.metrics_port import serve_metrics
 from base.process import run_process, say_ready
 from base.tls import dialling_context
 from kvstore.attached import AttachedStore, storage_info
@@ -47,7 +49,7 @@ async def serve(config: StoreProcess) -> None:
         say_ready(
             node_id=config.node_id,
             address=hosted.member.address,
-            metrics_port=serve_metrics(registry, "127.0.0.1", config.metrics_port),
+            metrics_port=serve_metrics(partial(exposition, registry), "127.0.0.1", config.metrics_port),
         )
         event(log, "stopping", reason=await stopping)
         for attachment in attached:

@@ -12,7 +12,7 @@ OPENS = {
     "create_unix_server",
     "start_server",
     "start_unix_server",
-    "start_http_server",
+    "MetricsServer",
     "create_datagram_endpoint",
     "add_insecure_port",
     "add_secure_port",
@@ -29,11 +29,11 @@ OPENS = {
 
 TLS, STORE = "tests/conductor/test_tls.py", "tests/kvstore/test_store_port.py"
 ACCESS, DATA = "tests/conductor/test_access.py", "tests/transfer/test_tcp_server.py"
-CONTROL, METRICS = "tests/deploy/test_control.py", "without keys, on loopback: SECURITY.md says so"
+CONTROL, METRICS = "tests/deploy/test_control.py", "tests/base/test_metrics_port.py"
 GUARDED = {
     ("base/link.py", "create_server"): TLS,
     ("base/link.py", "TlsListener"): TLS,
-    ("base/metrics.py", "start_http_server"): METRICS,
+    ("base/metrics_port.py", "MetricsServer"): METRICS,
     ("base/rpc.py", "add_insecure_port"): ACCESS,
     ("base/rpc.py", "add_secure_port"): ACCESS,
     ("conductor/server.py", "TlsListener"): TLS,

@@ -7,7 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig, TransferConfig
-from base.metrics import NodeMetrics, process_registry, serve_metrics
+from base.metrics import NodeMetrics, exposition, process_registry
+from base.metrics_port import serve_metrics
 from deploy import cli
 from deploy.doctor import GIB, REQUIRED, Host, check_cluster, check_host
 from deploy.doctor_processes import Link, ProcessSeen, check_processes, look_at_processes, measure_links
@@ -278,7 +279,7 @@ def test_a_process_is_asked_for_what_its_metrics_say(tmp_path):
     registry = process_registry()
     metrics = NodeMetrics(registry)
     metrics.transfer_link.labels("d", "shm").set(5e9)
-    port = serve_metrics(registry, "127.0.0.1", 0)
+    port = serve_metrics(lambda: exposition(registry), "127.0.0.1", 0)
     targets = [
         {"targets": [f"127.0.0.1:{port}"], "labels": {"process": "p", "__scheme__": "http"}},
         {"targets": ["127.0.0.1:1"], "labels": {"process": "gone"}},
