@@ -10,7 +10,7 @@ import select
 import socket
 import sys
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -68,19 +68,29 @@ def free_ports(count: int) -> list[int]:
     return free
 
 
-def listening_hosts(pids: Iterable[int]) -> dict[str, str]:
-    """Where processes listen for TCP, in the kernel's hexadecimal, by the inode of the socket."""
+def listening(pids: Iterable[int]) -> list[tuple[str, int]]:
+    """Where processes listen for TCP: hosts, in the kernel's hexadecimal, and ports."""
+    return [(host, port) for host, port, state in _sockets(pids, ("tcp", "tcp6")) if state == "0A"]
+
+
+def receiving(pids: Iterable[int]) -> list[tuple[str, int]]:
+    """Where processes take datagrams from anybody, as `listening`."""
+    return [(host, port) for host, port, state in _sockets(pids, ("udp", "udp6")) if state == "07"]
+
+
+def _sockets(pids: Iterable[int], kinds: Iterable[str]) -> Iterator[tuple[str, int, str]]:
     inodes = set()
     for pid in pids:
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
-    lines = [
-        line.split()
-        for kind in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{kind}").read_text().splitlines()
-    ]
-    return {line[9]: line[1].partition(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes}
+        with contextlib.suppress(FileNotFoundError):
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+    for kind in kinds:
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
+            _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
+            if inode in inodes:
+                host, _, port = local.partition(":")
+                yield host, int(port, 16), state
 
 
 assert sys.platform == "linux", "these tests read /proc"

@@ -13,7 +13,7 @@ import pytest
 from deploy.host_address import reachable_address
 from tests.deploy.processes import (
     ROOT,
-    listening_hosts,
+    listening,
     marked_environment,
     marked_pids,
     wait_all_gone,
@@ -126,9 +126,9 @@ LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 def test_local_ray_listens_on_loopback_and_nobody_else_reads_its_token_or_the_run(start, tmp_path):
     process, environment = start("--json", HOME=str(tmp_path))
     json.loads(process.stdout.readline())
-    hosts = listening_hosts(marked_pids(environment))
-    assert len(hosts) > 5
-    assert set(hosts.values()) <= set(LOOPBACK)
+    listeners = listening(marked_pids(environment))
+    assert len(listeners) > 5
+    assert {host for host, _ in listeners} <= set(LOOPBACK)
     [run] = (tmp_path / "cache" / "runs").iterdir()
     token = tmp_path / ".ray" / "auth_token"
     modes = {path.name: path.stat().st_mode & 0o777 for path in (run, token.parent, token, *run.iterdir())}
