@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from base.block_hash import BlockHash, chain_root, hash_chain
 from base.checksum import CHECKSUM_KIND, checksum_of_kind
 from base.clock import SystemClock
-from base.config import TransferConfig
+from base.config import TlsConfig, TransferConfig
 from base.kv_layout import KvLayout
 from kvstore.client import BlockCache
 from kvstore.hosting import block_cache
@@ -31,7 +31,10 @@ from transfer.segment import Segment, over
 
 @asynccontextmanager
 async def connected(
-    stores: Sequence[str] = (), redis_url: str = "", transfer: TransferConfig | None = None
+    stores: Sequence[str] = (),
+    redis_url: str = "",
+    transfer: TransferConfig | None = None,
+    tls: TlsConfig | None = None,
 ) -> AsyncIterator[BlockCache]:
     """A program's way into the cluster's cache, for the length of the body.
 
@@ -39,11 +42,13 @@ async def connected(
         stores: host:port of every store, as their processes print it; not needed with Redis.
         redis_url: Of the directory that the stores share.
         transfer: How bytes move; by default whatever both ends have.
+        tls: With `ca`, where the stores have TLS: a node's certificate, because who has one reaches every
+            tenant's blocks.
     """
     clock = SystemClock()
     async with (
         TransferAgent("outside", secrets.randbits(63), transfer or TransferConfig(), clock) as agent,
-        block_cache(redis_url, stores, agent, clock) as cache,
+        block_cache(redis_url, stores, agent, clock, tls) as cache,
     ):
         yield cache
 

@@ -17,7 +17,8 @@ from base.config import (
 from base.errors import CapacityError, LeaseExpiredError
 from base.tls import NODE_NAME, dialling_credentials
 from kvstore import peer_holds
-from kvstore.hosting import block_cache, hosted_store
+from kvstore.context import connected
+from kvstore.hosting import hosted_store
 from kvstore.service import StoreService
 from kvstore.settings import StoreProcess, of_node
 from protos import kvstore_pb2 as pb
@@ -40,17 +41,6 @@ async def hosted(**settings):
         hosted_store(config, agent, clock) as store,
     ):
         yield store
-
-
-@asynccontextmanager
-async def client(address, tls):
-    async with (
-        TransferAgent(
-            "outside", secrets.randbits(63), TransferConfig(transports=("tcp",)), SystemClock()
-        ) as agent,
-        block_cache("", [address], agent, SystemClock(), tls) as cache,
-    ):
-        yield cache
 
 
 def node(**store):
@@ -137,7 +127,7 @@ def stranger(other):
 async def test_with_tls_a_node_puts_and_gets(tmp_path):
     authority = Authority(tmp_path)
     own, theirs = authority.issue("node", NODE_NAME), authority.issue("two", NODE_NAME)
-    async with hosted(tls=own) as store, client(store.member.address, theirs) as cache:
+    async with hosted(tls=own) as store, connected([store.member.address], tls=theirs) as cache:
         assert await save(cache, "abc") == 3
         assert await load(cache, "abc") == 3
 
