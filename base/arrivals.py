@@ -18,7 +18,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from base.logs import event
+from base.clock import Clock, SystemClock
+from base.seldom import Seldom
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +57,9 @@ class _Handshake:
 class Arrivals:
     """The connections of one listener. Belongs to the event loop."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, clock: Clock | None = None) -> None:
         self.limit = limit
+        self.seldom = Seldom(log, clock or SystemClock())
         self._idle: dict[Connection, None] = {}
         """Who has been idle for longest first."""
         self._busy: set[Connection] = set()
@@ -70,7 +72,7 @@ class Arrivals:
         self._idle[connection] = None
         if len(self) > self.limit:
             oldest = next(iter(self._idle))
-            event(log, "idle connection ended for another", level=logging.WARNING, limit=self.limit)
+            self.seldom.event("idle connection ended for another", "", limit=self.limit)
             self.gone(oldest)
             oldest.abort()
 
@@ -128,16 +130,16 @@ class TlsListener:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                accepted, _ = await loop.sock_accept(self._listener)
+                accepted, (peer, *_) = await loop.sock_accept(self._listener)
             except OSError as error:
-                event(log, "nobody accepted", level=logging.WARNING, reason=error)
+                self._arrivals.seldom.event("nobody accepted", "", reason=error)
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
-            shaking = loop.create_task(self._shake_hands(_Handshake(accepted)))
+            shaking = loop.create_task(self._shake_hands(_Handshake(accepted), peer))
             self._shaking.add(shaking)
             shaking.add_done_callback(self._shaking.discard)
 
-    async def _shake_hands(self, handshake: _Handshake) -> None:
+    async def _shake_hands(self, handshake: _Handshake, peer: str) -> None:
         self._arrivals.came(handshake)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -146,7 +148,10 @@ class TlsListener:
                 ssl=self._secured,
                 ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
             )
-        except OSError:
-            handshake.socket.close()  # what was wrong is in the log of `base/tls.py`
+        except OSError as error:
+            if isinstance(error, ssl.SSLError):
+                # The peer is told nothing of it but what TLS itself says.
+                self._arrivals.seldom.event("tls handshake failed", str(error), peer=peer, reason=error)
+            handshake.socket.close()
         finally:
             self._arrivals.gone(handshake)

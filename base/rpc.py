@@ -31,6 +31,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from base.alarm import Alarm
+from base.arrivals import num_allowed
 from base.errors import (
     ConfigError,
     DeadlineError,
@@ -57,6 +58,11 @@ WRITE_TIMEOUT_S = 60.0
 """For a client to take what is written to it: what its call holds would be held until it does."""
 MAX_WATCHES = 256
 """Calls of health's Watch in progress, of all clients: each takes 25 kB."""
+SHARE_OF_DESCRIPTORS = 0.2
+"""Of the process's, for connections to this server; other listeners have the rest."""
+HANDSHAKE_TIMEOUT_S = 10.0
+IDLE_S = 65.0
+"""Without a call, after which a connection ends; a client's library connects again at its next call."""
 HEAR_S = 1.0
 """A call that is refused waits so long for the first message of its stream."""
 
@@ -203,7 +209,11 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.http.overload_protection", 0),
         ("grpc.server.max_pending_requests", MAX_NOT_TAKEN_UP),
         ("grpc.server.max_pending_requests_hard_limit", MAX_NOT_TAKEN_UP),
-        ("grpc.server_handshake_timeout_ms", 10_000),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1e3)),
+        # Counted from the first packet on; who comes beyond is closed at once. None of ours: grpc hands out
+        # no connection that could make room.
+        ("grpc.max_allowed_incoming_connections", num_allowed(SHARE_OF_DESCRIPTORS)),
+        ("grpc.max_connection_idle_ms", int(IDLE_S * 1e3)),
         # A second process on the same port is a mistake, not a share of the load.
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", 30_000),

@@ -4,8 +4,8 @@ Whoever listens reads its files again when they change, so a renewed certificate
 restart: gRPC asks at each handshake, and so does OpenSSL, through its callback for server
 names. A file that was renewed and is wrong is told in the log, and the last good one stays.
 
-A peer is told nothing of why a handshake failed but what TLS itself says; the log is told
-the reason. (gRPC writes its own to standard error.)
+A peer is told nothing of why a handshake failed but what TLS itself says; the log of `base/arrivals.py` has
+the reason. gRPC would write a line for each to standard error: `base/__init__.py` has it write errors alone.
 """
 
 from __future__ import annotations
@@ -127,7 +127,6 @@ def _context(tls: TlsConfig, where: str, protocol: int = ssl.PROTOCOL_TLS_SERVER
     _read(tls, where)
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.sslobject_class = _LoggedHandshake
     try:
         context.load_cert_chain(tls.cert, tls.key, password="")
     except ssl.SSLError as error:
@@ -149,16 +148,3 @@ def _stamp(path: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_ino
-
-
-class _LoggedHandshake(ssl.SSLObject):
-    """asyncio closes a connection whose handshake fails and says nothing."""
-
-    def do_handshake(self) -> None:
-        try:
-            super().do_handshake()
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise
-        except ssl.SSLError as error:
-            event(log, "tls handshake failed", level=logging.WARNING, reason=error)
-            raise

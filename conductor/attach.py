@@ -31,6 +31,7 @@ from base.errors import ForbiddenError, ProtocolError, ServeError
 from base.link import EARLY_S, Link
 from base.logs import event
 from base.messages import Heartbeat, KvEvents, Lease
+from base.seldom import Seldom
 from base.tls import NODE_NAME
 from base.wire import from_node_from, to_node
 from base.wire_membership import heartbeat_from, kv_events_from, lease_to, refused, register_from
@@ -58,6 +59,7 @@ class AttachService:
         self.clock = clock
         self._nodes_have_certificates = nodes_have_certificates
         self._streams: set[NodeStream] = set()
+        self.seldom = Seldom(log, clock)
 
     def stream(self) -> NodeStream:
         """Return the end of one more connection."""
@@ -197,7 +199,7 @@ class NodeStream:
         return True
 
     def _refuse(self, error: ServeError) -> None:
-        event(log, "node refused", level=logging.WARNING, reason=error)
+        self._service.seldom.event("node refused", type(error).__name__, reason=error)
         self._write(refused(f"{type(error).__name__}: {error}"))
         self._link.close()
 

@@ -1,7 +1,8 @@
 """A server that has no time yet: calls wait for it, and are told what it says to them."""
 
 import asyncio
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
+from itertools import islice
 
 import grpc
 import pytest
@@ -9,9 +10,12 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from base import rpc
 from base.errors import SloUnreachableError, UnauthenticatedError
 from base.rpc import MAX_WATCHES, Port, Service, admit_all, start_server
+from base.tls import Certificates
 from protos import inference_pb2, inference_pb2_grpc
+from tests.certificates import Authority
 
 REQUEST = inference_pb2.GenerateRequest(text="hello")
 
@@ -29,13 +33,15 @@ def admit_nobody(method, context):
 
 
 @asynccontextmanager
-async def serving(admit=admit_all):
+async def serving(admit=admit_all, credentials=None):
     """A server on the test's event loop: it takes up no call while the test keeps that busy."""
     service = Service(
         "conductor.v1.Inference",
         lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(Rejecting(), server),
     )
-    server, port, _ = await start_server([service], lambda: True, Port("127.0.0.1:0"), 1 << 20, admit)
+    server, port, _ = await start_server(
+        [service], lambda: True, Port("127.0.0.1:0", credentials), 1 << 20, admit
+    )
     try:
         yield f"127.0.0.1:{port}"
     finally:
@@ -130,3 +136,65 @@ async def test_health_is_watched_by_so_many_at_once_and_no_more():
         # The server forgets it a little later; the place is free then.
         while (await (again := stub.Watch(health_pb2.HealthCheckRequest())).read()) is grpc.aio.EOF:
             assert await again.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def unanswered(address):
+    """Connect and say nothing; return when the server has closed."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    with suppress(ConnectionError):
+        while await reader.read(1 << 16):
+            pass
+    writer.close()
+
+
+@pytest.mark.parametrize("secured", [False, True])
+async def test_connections_beyond_a_bound_are_closed_and_those_that_are_there_are_served(
+    tmp_path, monkeypatch, secured
+):
+    monkeypatch.setattr(rpc, "num_allowed", lambda share: 5)
+    authority = Authority(tmp_path)
+    credentials = Certificates(authority.issue("server", ca=False), "tls").for_grpc() if secured else None
+    async with serving(credentials=credentials) as address:
+        dialled = (
+            grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(authority.pem))
+            if secured
+            else grpc.aio.insecure_channel(address)
+        )
+        async with dialled as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            await health.Check(health_pb2.HealthCheckRequest(), timeout=60)
+            silent = [asyncio.create_task(unanswered(address)) for _ in range(20)]
+            for ended_one in islice(asyncio.as_completed(silent, timeout=60), 16):
+                await ended_one
+            assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=60)).status
+            for task in silent:
+                task.cancel()
+
+
+async def test_connections_that_do_not_go_on_with_the_handshake_end_and_give_their_places_up(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(rpc, "num_allowed", lambda share: 5)
+    monkeypatch.setattr(rpc, "HANDSHAKE_TIMEOUT_S", 1.0)
+    authority = Authority(tmp_path)
+    async with serving(
+        credentials=Certificates(authority.issue("server", ca=False), "tls").for_grpc()
+    ) as address:
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(unanswered(address) for _ in range(20)))
+        async with grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(authority.pem)) as channel:
+            asked = health_pb2.HealthCheckRequest()
+            health = health_pb2_grpc.HealthStub(channel)
+            assert (await health.Check(asked, timeout=60, wait_for_ready=True)).status
+
+
+async def test_a_connection_without_a_call_ends_and_the_next_call_opens_another(monkeypatch):
+    monkeypatch.setattr(rpc, "IDLE_S", 0.05)
+    async with serving() as address, grpc.aio.insecure_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=60)).status
+        async with asyncio.timeout(60):
+            while (state := channel.get_state()) is not grpc.ChannelConnectivity.IDLE:
+                await channel.wait_for_state_change(state)
+        assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=60, wait_for_ready=True)).status

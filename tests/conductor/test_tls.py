@@ -179,7 +179,7 @@ async def test_clients_certificates_are_checked_where_there_is_an_authority(mode
 
 
 async def test_failed_handshake_is_named_in_the_log_and_not_to_the_peer(model, authority, tmp_path, caplog):
-    caplog.set_level(logging.WARNING, "base.tls")
+    caplog.set_level(logging.WARNING, "base.arrivals")
     async with Secure(model, authority, client_ca=authority.path) as secure:
         for own in strangers(authority, tmp_path).values():
             async with httpx.AsyncClient(verify=context_of(authority, own)) as client:
@@ -194,6 +194,19 @@ async def test_failed_handshake_is_named_in_the_log_and_not_to_the_peer(model, a
     assert any("unable to get local issuer" in line for line in told)
     assert any("certificate has expired" in line for line in told)
     assert any("http request" in line.lower() for line in told)
+
+
+@pytest.mark.parametrize("port", ["http_port", "attach_port"])
+async def test_failed_handshakes_have_a_line_together(model, authority, caplog, port):
+    caplog.set_level(logging.WARNING)
+    async with Secure(model, authority) as secure:
+        for _ in range(50):
+            reader, writer = await asyncio.open_connection("127.0.0.1", getattr(secure.api.ports, port))
+            writer.write(b"GET /health HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), 60)
+            writer.close()
+    assert len(caplog.records) == 1
 
 
 class Idle:
