@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
+import uvloop
 
 from base.attach import AttachClient
 from base.clock import SystemClock
@@ -109,35 +110,50 @@ async def test_both_apis_answer_over_tls(model, authority):
     assert answer.json()["choices"][0]["message"]["content"] == "hi"
 
 
+LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+"""Of the conductor in tests, and in life: each has a TLS of its own."""
+
+
+@LOOPS
 @pytest.mark.parametrize("port", ["http_port", "attach_port"])
-async def test_connections_that_shake_no_hands_are_bounded_and_the_oldest_makes_room(
-    model, authority, monkeypatch, port
+def test_connections_that_shake_no_hands_are_bounded_and_the_oldest_makes_room(
+    model, authority, monkeypatch, port, run
 ):
     monkeypatch.setattr("base.arrivals.MAX_CONNECTIONS", 5)
-    async with Secure(model, authority) as secure:
-        there = ("127.0.0.1", getattr(secure.api.ports, port))
-        silent = [await asyncio.open_connection(*there) for _ in range(50)]
-        for reader, _ in silent[:45]:
-            with contextlib.suppress(ConnectionError):
-                assert await asyncio.wait_for(reader.read(), 60) == b""
-        if port == "http_port":
-            async with httpx.AsyncClient(verify=context_of(authority)) as client:
-                assert (await client.get(f"{secure.api.secure_url}/health")).status_code == 200
-        else:
-            assert await is_attached(secure, authority.issue("node", NODE_NAME))
-        for _, writer in silent:
-            writer.close()
+
+    async def attack():
+        async with Secure(model, authority) as secure:
+            there = ("127.0.0.1", getattr(secure.api.ports, port))
+            silent = [await asyncio.open_connection(*there) for _ in range(50)]
+            for reader, _ in silent[:45]:
+                with contextlib.suppress(ConnectionError):
+                    assert await asyncio.wait_for(reader.read(), 60) == b""
+            if port == "http_port":
+                async with httpx.AsyncClient(verify=context_of(authority)) as client:
+                    assert (await client.get(f"{secure.api.secure_url}/health")).status_code == 200
+            else:
+                assert await is_attached(secure, authority.issue("node", NODE_NAME))
+            for _, writer in silent:
+                writer.close()
+
+    run(attack())
 
 
-async def test_a_handshake_that_does_not_go_on_ends(model, authority, monkeypatch):
+@LOOPS
+@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01"])
+def test_a_handshake_that_does_not_go_on_ends(model, authority, monkeypatch, said, run):
     monkeypatch.setattr("base.arrivals.HANDSHAKE_TIMEOUT_S", 0.05)
-    async with Secure(model, authority) as secure:
-        for port in (secure.api.ports.http_port, secure.api.ports.attach_port):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"\x16\x03\x01")
-            with contextlib.suppress(ConnectionError):
-                assert await asyncio.wait_for(reader.read(), 60) == b""
-            writer.close()
+
+    async def attack():
+        async with Secure(model, authority) as secure:
+            for port in (secure.api.ports.http_port, secure.api.ports.attach_port):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(said)
+                with contextlib.suppress(ConnectionError):
+                    assert await asyncio.wait_for(reader.read(), 60) == b""
+                writer.close()
+
+    run(attack())
 
 
 async def test_plain_text_reaches_nothing(model, authority):
@@ -196,17 +212,22 @@ async def test_failed_handshake_is_named_in_the_log_and_not_to_the_peer(model, a
     assert any("http request" in line.lower() for line in told)
 
 
+@LOOPS
 @pytest.mark.parametrize("port", ["http_port", "attach_port"])
-async def test_failed_handshakes_have_a_line_together(model, authority, caplog, port):
-    caplog.set_level(logging.WARNING)
-    async with Secure(model, authority) as secure:
-        for _ in range(50):
-            reader, writer = await asyncio.open_connection("127.0.0.1", getattr(secure.api.ports, port))
-            writer.write(b"GET /health HTTP/1.1\r\n\r\n")
-            with contextlib.suppress(ConnectionError):
-                await asyncio.wait_for(reader.read(), 60)
-            writer.close()
-    assert len(caplog.records) == 1
+def test_failed_handshakes_have_a_line_together(model, authority, caplog, port, run):
+    caplog.set_level(logging.WARNING, "base.arrivals")
+
+    async def attack():
+        async with Secure(model, authority) as secure:
+            for _ in range(50):
+                reader, writer = await asyncio.open_connection("127.0.0.1", getattr(secure.api.ports, port))
+                writer.write(b"GET /health HTTP/1.1\r\n\r\n")
+                with contextlib.suppress(ConnectionError):
+                    await asyncio.wait_for(reader.read(), 60)
+                writer.close()
+
+    run(attack())
+    assert len([record for record in caplog.records if record.name == "base.arrivals"]) == 1
 
 
 class Idle:
