@@ -115,7 +115,7 @@ def sample_rows(logits: torch.Tensor, sampling: torch.Tensor, tokens: torch.Tens
 def _value(key):
     """The float32 whose place among all in their order is `key`, uint32; -inf for what is below them."""
     key = tl.maximum(key, 0x7FFFFF)
-    bits = tl.where(key >= 0x80000000, key ^ 0x80000000, ~key)
+    bits = tl.where(key >= 0x80000000, key ^ 0x80000000, key ^ 0xFFFFFFFF)
     return bits.to(tl.uint32).to(tl.float32, bitcast=True)
 
 
