@@ -128,6 +128,7 @@ def _of_ray(windows: Sequence[Window]) -> dict[str, Any]:
     return {
         **summed(windows),
         "served_for_s_min": round(min(each.more["served_for_s"] for each in windows), 1),
+        "status_says_unsupervised": sum(each.more["is_told"] for each in windows),
     }
 
 
