@@ -30,7 +30,7 @@ SERVED_AGAIN = 16
 """Whole answers to requests sent after a fault, and after who was killed has a successor."""
 OBSERVED_S = 8.0
 """The least time looked at after a fault: a process that is to end because of it ends within."""
-RECOVERED_S = 120.0
+RECOVERED_S = 240.0
 NOTICED_S = 240.0
 """For a supervisor to restart a conductor that hangs; after that the row kills it."""
 SPARE_READY_S = 10.0

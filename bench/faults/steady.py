@@ -36,8 +36,9 @@ TOKENS_OF_LONG_ANSWER = 1_000
 """Of one more client over each: its stream takes seconds, and is in progress whenever something is hurt."""
 PAUSE_S = 0.2
 """Between an answer and the next request: the machine is not to be full, or all would be slow for that."""
-PATIENCE_S = 60.0
-"""A request that has no answer by then has failed, one that found nobody to send it to as well."""
+PATIENCE_S = 180.0
+"""A request that has no answer by then has failed, one that found nobody to send it to as well: a long answer
+takes a minute where the machine is busy."""
 DIAL_AGAIN_S = 0.02
 PROBE_S = 0.05
 PROBE_PATIENCE_S = 1.0
