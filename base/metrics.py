@@ -40,6 +40,7 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from base.clock import wall_clock_s
+from base.lifetime import Lifetime
 from base.messages import PrefillTimes
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -85,6 +86,13 @@ def process_registry() -> CollectorRegistry:
     clock = Gauge("conductor_wall_clock_seconds", "Since 1970, on this host", registry=registry)
     clock.set_function(wall_clock_s)
     return registry
+
+
+def export_supervised(registry: CollectorRegistry, lifetime: Lifetime) -> None:
+    """Let it be read whether somebody starts this process again when it has ended."""
+    told = "1: a supervisor starts this process again when it has ended; 0: Ray is gone, or its actor"
+    supervised = Gauge("conductor_process_supervised", told, registry=registry)
+    supervised.set_function(lambda: lifetime.is_supervised)
 
 
 def _version(package: str) -> str:

@@ -11,8 +11,6 @@ standard input, because the process that it is a spare of has ended.
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import os
 import resource
 import sys
@@ -22,18 +20,19 @@ from typing import TypeVar
 
 from base.config import read_process_config
 from base.errors import ConfigError
+from base.lifetime import Lifetime
 from base.logs import configure
 
 T = TypeVar("T")
 
 WRONG_CONFIGURATION = 2
 
-NEW_OBJECTS = 10_000
-"""That the garbage collector lets come before it looks at them."""
-
 
 def run_process(
-    module: str, into: type[T], name_of: Callable[[T], str], prepare: Callable[[T], Callable[[], None]]
+    module: str,
+    into: type[T],
+    name_of: Callable[[T], str],
+    prepare: Callable[[T], Callable[[Lifetime], None]],
 ) -> int:
     """Read what `--config` names, run with it, and return the exit status.
 
@@ -42,13 +41,14 @@ def run_process(
         into: The dataclass that the file holds.
         name_of: Returns what the process is called in its log lines.
         prepare: Does what takes nothing that another process of the same configuration may hold, and
-            returns what runs the process until it has ended in order.
+            returns what runs the process until its lifetime has ended, and it in order.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
     parser.add_argument(
         "--config", type=Path, required=True, help=f"JSON of {into.__module__}.{into.__name__}"
     )
     parser.add_argument("--spare", action="store_true", help="wait for a byte on standard input first")
+    parser.add_argument("--lifeline", type=Path, help="the socket of those for whom the process lives")
     arguments = parser.parse_args()
     try:
         config = read_process_config(arguments.config, into)
@@ -57,7 +57,7 @@ def run_process(
         run = prepare(config)
         # Not sys.stdin, which would read ahead. End of file: the supervisor is gone.
         if not arguments.spare or os.read(0, 1):
-            run()
+            run(Lifetime(arguments.lifeline))
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION
@@ -68,16 +68,3 @@ def _allow_descriptors() -> None:
     """Raise the limit of open files to the hard one: the soft one is for programs that use `select`."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def say_ready(**fields: object) -> None:
-    """Write the one line on standard output that a supervisor waits for: where we are reached.
-
-    What is there by now stays to the end, and the garbage collector looks at it no more: it took 0.1 s of a
-    conductor, in which nobody was served, every 3 s of many requests. It looks at what is new when there is
-    more of it than Python's default: that took a tenth of the processor time of a request.
-    """
-    gc.freeze()
-    gc.set_threshold(NEW_OBJECTS)
-    sys.stdout.write(json.dumps({"event": "ready", **fields}) + "\n")
-    sys.stdout.flush()

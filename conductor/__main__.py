@@ -3,7 +3,7 @@
     python -m conductor --config conductor.json
 
 Prints one JSON line on standard output when it is ready, then logs to standard error. It
-ends when its standard input closes (its supervisor is gone) and drains on SIGTERM.
+drains on SIGTERM, and when nobody holds its lifeline any more (`base/lifetime.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import uvloop
 
 from base.clock import SystemClock, wall_clock_s
 from base.config import ConductorProcess
-from base.lifetime import SUPERVISOR_GONE, stop_requested
+from base.lifetime import Lifetime
 from base.messages import Lease
-from base.metrics import ConductorMetrics, process_registry
-from base.process import run_process, say_ready
+from base.metrics import ConductorMetrics, export_supervised, process_registry
+from base.process import run_process
 from base.spans import tracer_or_none
 from conductor.attach import AttachService
 from conductor.cluster_view import ClusterView
@@ -48,14 +48,15 @@ from conductor.status import export_gauges, status
 from conductor.traced import RequestSpans, TracedDispatcher, TracedObserver
 
 
-async def serve(config: ConductorProcess, model: ServedModel) -> None:
+async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime) -> None:
     """Run the conductor until it is told to stop. The wiring diagram of the process."""
     clock = SystemClock()
     rng = random.Random(secrets.randbits(64))
     cost = CostModel(load_profile(config.profile))
     view = ClusterView(cost, config.block_size)
     membership = Membership(config.model_id, view, clock)
-    metrics = ConductorMetrics(process_registry(), config.served_model_name)
+    registry = process_registry()
+    metrics = ConductorMetrics(registry, config.served_model_name)
     settings = scheduler_settings(config.scheduler)
     decisions = Decisions(
         cost, settings, _decision_log(config, Shared(cost.profile, settings, config.model_id))
@@ -67,13 +68,7 @@ async def serve(config: ConductorProcess, model: ServedModel) -> None:
     if spans is not None:
         observer = TracedObserver(observer, spans)
     server = config.server
-    limits = Limits(
-        server.request_timeout_s,
-        config.scheduler.max_waiting,
-        config.scheduler.role_wait_s,
-        server.stream_interval_ms / 1e3,
-    )
-    dispatcher = Dispatcher(membership, view, cost, observer, clock, settings, limits)
+    dispatcher = Dispatcher(membership, view, cost, observer, clock, settings, _limits(config))
     clients = TracedDispatcher(dispatcher, spans) if spans is not None else dispatcher
     bounds = (server.max_waiting, int(server.max_body_mib * (1 << 20)), bool(server.keys_file))
     completions = Completions(model, clients, metrics, clock, *bounds)
@@ -81,7 +76,7 @@ async def serve(config: ConductorProcess, model: ServedModel) -> None:
     nodes = AttachService(membership, lease, clock, server.tls.is_set)
     panels = PanelValues(server.prometheus, wall_clock_s)
     reports: dict[str, Callable[..., object]] = {
-        "/status": partial(status, dispatcher, membership, view),
+        "/status": partial(status, dispatcher, membership, view, lifetime),
         "/v1/explain": lambda: decisions.recent(clock.now_s()),
         "/v1/explain/{name}": decisions.explain,
         "/v1/links/{name}": LinkCheck(membership, rng).measure,
@@ -92,8 +87,11 @@ async def serve(config: ConductorProcess, model: ServedModel) -> None:
         completions, server, config.slo, rng, nodes.stream, reports, nodes=config.nodes
     ) as ports:
         export_gauges(metrics, membership, clock)
+        export_supervised(registry, lifetime)
         membership.on_change(ports.health.refresh)
-        say_ready(http_port=ports.http_port, grpc_port=ports.grpc_port, attach_port=ports.attach_port)
+        await lifetime.ready(
+            http_port=ports.http_port, grpc_port=ports.grpc_port, attach_port=ports.attach_port
+        )
         async with asyncio.TaskGroup() as tasks:
             roles = _role_changes(config, cost)
             background = []
@@ -102,12 +100,20 @@ async def serve(config: ConductorProcess, model: ServedModel) -> None:
             if replicas:
                 replication = Replication(replicas, view, membership, clock)
                 background.append(tasks.create_task(replication.run()))
-            if await stop_requested() == SUPERVISOR_GONE:
-                ports.release()
+            await lifetime.stopped()
             for task in background:
                 task.cancel()
     if tracer is not None:
         await asyncio.to_thread(tracer.close)
+
+
+def _limits(config: ConductorProcess) -> Limits:
+    return Limits(
+        config.server.request_timeout_s,
+        config.scheduler.max_waiting,
+        config.scheduler.role_wait_s,
+        config.server.stream_interval_ms / 1e3,
+    )
 
 
 def _role_changes(config: ConductorProcess, cost: CostModel) -> RoleController | None:
@@ -123,9 +129,9 @@ def _decision_log(config: ConductorProcess, shared: Shared) -> DecisionLog | Non
     return DecisionLog(Path(config.scheduler.decision_log).expanduser(), shared, max_bytes)
 
 
-def prepare(config: ConductorProcess) -> Callable[[], None]:
+def prepare(config: ConductorProcess) -> Callable[[Lifetime], None]:
     model = load_served_model(Path(config.model_path), config.served_model_name)
-    return lambda: uvloop.run(serve(config, model))
+    return lambda lifetime: uvloop.run(serve(config, model, lifetime))
 
 
 def main() -> int:

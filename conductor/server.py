@@ -1,7 +1,6 @@
 """The listeners of the conductor, from their start to the end of a drain.
 
     start   bind the ports, serve
-    release let go of the ports at once, where a supervisor that died is to start another process on them
     drain   refuse new calls (health says so), wait for those in progress, at most drain_s
     stop    close the listeners; what is still in progress is cancelled
 
@@ -62,8 +61,6 @@ class Listening:
     """0: no nodes are listened for."""
     health: Health
     """To be refreshed when `Dispatcher.is_ready` changes."""
-    release: Callable[[], None]
-    """Stops to listen, and lets go of the ports, for another process; connections and calls go on."""
 
 
 @asynccontextmanager
@@ -111,14 +108,8 @@ async def listening(
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(http_server.serve(sockets=[http_socket]))
-
-                def release() -> None:
-                    http_server.release()
-                    listeners.close()
-                    group.create_task(grpc_server.stop(drain_s))
-
                 try:
-                    yield Listening(http_socket.getsockname()[1], grpc_port, attach_port, health, release)
+                    yield Listening(http_socket.getsockname()[1], grpc_port, attach_port, health)
                 finally:
                     await _drain(completions, health, drain_s)
                     http_server.stop()
@@ -189,11 +180,6 @@ class _HttpServer(uvicorn.Server):
         )
         listeners = [TlsListener(made, each, self._secured, self._arrivals) for each in sockets or ()]
         self.servers = listeners  # type: ignore[assignment]
-
-    def release(self) -> None:
-        """Accept no more connections; those that are there go on."""
-        for server in self.servers:
-            server.close()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from base.clock import Clock
+from base.lifetime import Lifetime
 from base.messages import Heartbeat
 from base.metrics import ConductorMetrics
 from conductor.cluster_view import ClusterView
@@ -13,12 +14,15 @@ from conductor.membership import Membership
 from conductor.nodes import NodeSession
 
 
-def status(dispatcher: Dispatcher, membership: Membership, view: ClusterView) -> dict[str, Any]:
+def status(
+    dispatcher: Dispatcher, membership: Membership, view: ClusterView, lifetime: Lifetime
+) -> dict[str, Any]:
     """Return a JSON object; the nodes are sorted by id."""
     sessions = sorted(membership.sessions, key=lambda session: session.info.node_id)
     return {
         "ready": dispatcher.is_ready,
         "in_control": membership.in_control(),
+        "supervised": lifetime.is_supervised,
         "running_requests": dispatcher.num_running,
         "waiting_requests": dispatcher.num_waiting,
         "nodes": [_node(session, view) for session in sessions],

@@ -64,6 +64,10 @@ class Endpoints:
     model: str
 
 
+class RayGoneError(RuntimeError):
+    """The Ray that we started has ended."""
+
+
 class Cluster:
     """Owns every process of one cluster, and Ray if it started that."""
 
@@ -74,13 +78,23 @@ class Cluster:
         programs: Programs,
         progress: Progress,
         watch_signals: Callable[[], None],
+        outlive: Callable[[], None],
     ) -> None:
+        """Begin.
+
+        Args:
+            identity: Names the folder of this run: configurations, sockets and logs of its processes.
+            watch_signals: Takes signals, from whoever has them.
+            outlive: Is called when processes are ready that shall outlive a Ray that we started.
+        """
         self._config = config
         self._watch_signals = watch_signals
         self._programs = programs
         self._progress = progress
         self._identity = identity
         self.log_folder = Path(identity.log_folder)
+        self._outlive = outlive
+        self._is_started = False
         self._ray = RayCluster()
         self._ray_start: asyncio.Future[None] | None = None
         self._nodes: dict[str, Launched] = {}
@@ -116,7 +130,14 @@ class Cluster:
             await self._wait_healthy(http_address)
         self._write_targets()
         record(dataclasses.replace(self._identity, http_address=self._endpoints.http_address))
+        self._is_started = True
+        self._report()
         return self._endpoints
+
+    def _report(self) -> None:
+        # Those of a joined Ray are on other hosts too, where nobody holds them: all of them drain together.
+        if self._is_started and self._ray.is_local:
+            self._outlive()
 
     async def _start_conductors(self, model: plan.PreparedModel) -> Endpoints:
         """Return where the first one is reached; the others serve as it does."""
@@ -149,7 +170,8 @@ class Cluster:
         """Yield what happens to processes after their start: ready, exited.
 
         Raises:
-            RuntimeError: Ray has lost an actor for good.
+            RayGoneError: Ray ended. What it started serves on.
+            RuntimeError: the Ray that was joined has lost an actor for good.
         """
         for name in self._ray.names:
             self._watch(name)
@@ -176,8 +198,9 @@ class Cluster:
             try:
                 while True:
                     await self._events.put(await self._ray.next_event(name))
+                    self._report()
             except RuntimeError as error:
-                await self._events.put(error)
+                await self._events.put(RayGoneError(str(error)) if self._ray.is_local else error)
 
         self._watchers[name] = asyncio.create_task(watch())
 
@@ -361,7 +384,9 @@ class Cluster:
             folder=str(self.log_folder),
             spare_after_s=spare_after_s,
         )
-        return await self._ray.launch(spec, room)
+        launched = await self._ray.launch(spec, room)
+        self._report()
+        return launched
 
 
 def _attached(http_address: str) -> set[str]:

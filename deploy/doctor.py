@@ -130,6 +130,9 @@ def check_cluster(status: dict[str, Any]) -> Iterator[Finding]:
     else:
         mend = "see the logs of the missing nodes in CACHE_DIR/runs/"
         yield Finding("wrong", "no node serves one of the roles", mend)
+    if not status["supervised"]:
+        mend = "restart `conductor up` in a quiet hour: Ray has ended, or the supervisor's actor has no place"
+        yield Finding("warning", "the conductor serves, and nobody would start it again", mend)
     sizes = {node["id"]: node["block_size"] for node in nodes}
     if len(set(sizes.values())) > 1:
         yield Finding("wrong", f"block sizes differ: {sizes}", "set one block_size and restart the nodes")

@@ -95,6 +95,8 @@ class RayCluster:
         """
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        # What an actor supervises outlives it (`supervisor.py`).
+        os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if not self.is_local:
             try:

@@ -28,12 +28,12 @@ from base.attach import AttachClient
 from base.block_hash import BlockHash
 from base.clock import Clock, SystemClock
 from base.config import NodeProcess
-from base.lifetime import stop_requested
+from base.lifetime import Lifetime
 from base.logs import event
 from base.messages import NodeInfo, PrefillTimes
-from base.metrics import NodeMetrics, StoreMetrics, exposition, process_registry
+from base.metrics import NodeMetrics, StoreMetrics, export_supervised, exposition, process_registry
 from base.metrics_port import serve_metrics
-from base.process import run_process, say_ready
+from base.process import run_process
 from base.request import NodeId, RequestId, Role
 from base.spans import tracer_or_none
 from base.tls import dialling_context
@@ -62,7 +62,7 @@ DRAIN_S = 30.0
 """Of a node that was told to stop; Kubernetes' own default grace period."""
 
 
-async def serve(config: NodeProcess) -> None:
+async def serve(config: NodeProcess, lifetime: Lifetime) -> None:
     """Run the node until it is told to stop. The wiring diagram of the process."""
     clock = SystemClock()
     epoch = secrets.randbits(63)
@@ -107,12 +107,13 @@ async def serve(config: NodeProcess) -> None:
                 works.append(ConductorWork(state, client.wake, prefill, decode, lender, fetcher))
                 background.append(tasks.create_task(client.run(traced.work(works[-1]))))
             observe(metrics, engine)
+            export_supervised(registry, lifetime)
             if beside is not None:
                 background.append(tasks.create_task(beside.run()))
             host, port = config.metrics_host, config.metrics_port
             port = serve_metrics(partial(exposition, registry), host, port)
-            say_ready(node_id=config.node_id, metrics_host=host, metrics_port=port)
-            await stop_requested()
+            await lifetime.ready(node_id=config.node_id, metrics_host=host, metrics_port=port)
+            await lifetime.stopped()
             await _drain(state, works)
             for task in background:
                 task.cancel()
@@ -228,7 +229,7 @@ def main() -> int:
         "deploy.node",
         NodeProcess,
         lambda config: config.node_id,
-        lambda config: lambda: uvloop.run(serve(config)),
+        lambda config: lambda lifetime: uvloop.run(serve(config, lifetime)),
     )
 
 

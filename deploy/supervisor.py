@@ -1,29 +1,34 @@
-"""One process of the cluster: started, watched, restarted, drained.
+"""One process of the cluster: started or found, watched, restarted, drained.
 
-    STARTING --ready--> RUNNING --exit--> (backoff) --> STARTING
+    STARTING --ready--> RUNNING --exit, or hung--> (backoff) --> STARTING
         |                  |
         +-exit, never once ready--> FAILED
         +------------------+--drain--> STOPPED
 
 The protocol with the process is small, so that any program can stand in for it:
 
-* It is started as `COMMAND... --config FILE`, FILE being its configuration as JSON.
+* It is started as `COMMAND... --config FILE --lifeline SOCKET`, FILE being its configuration as JSON.
 * It prints one JSON line on standard output when it is ready: `{"event": "ready", ...}`.
 * It logs to standard error, which goes to a file.
 * SIGTERM drains it.
-* Its standard input is a pipe that nothing is written to. End of file there means that
-  this supervisor is gone, and the process ends: so nothing outlives a killed launcher.
+* Its standard input is a pipe. End of file there means that its supervisor is gone, and the process ends,
+  unless it listens at SOCKET (`base/lifeline.py`): then it lives while anybody holds its lifeline.
 
-What a process found out (the ports that were free) is written into FILE, under the same
-keys, before a restart: clients and nodes find it where it was. FILE outlives this object,
-so a supervisor that is itself restarted on its host, by Ray, finds the ports there.
+So a process outlives its supervisor. The one that Ray starts in the dead one's place, on the same host,
+finds SOCKET answering and adopts the process: no request notices. What a process found out (the ports that
+were free) is written into FILE, under the same keys: one that has to be started again is where clients and
+nodes found it.
+
+The supervisor asks the process's event loop four times in `hang_s` whether it goes round, and kills a
+process that has left four questions without an answer: one that hangs serves nobody and holds its ports. A
+process that is stopped for less is not harmed.
 
 Where the spec asks for one, a spare stands by: the same command with `--spare`, which has imported
 and read what it can and waits for one byte on its standard input. When the process ends it takes its
 place, so that a restart does not begin with seconds of imports. It is started a while after the
 process was ready, and not at its start, whose processor time it would take; without one, a restart
 is only slower. Weighed and left: a parent that imports and forks, whose own end would have to be the
-child's. A spare that ends is noticed, and another is started as late.
+child's. A spare that ends is noticed, and another is started, each time later.
 
 A process that was never ready is not restarted: what is wrong then is its configuration
 or the machine, and the last lines of its log say what. This file knows nothing of Ray:
@@ -42,10 +47,12 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 from base.clock import Clock
+from base.lifeline import SUPERVISES
 from base.private import make_private, private_file
+from deploy.held import HeldProcess
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
@@ -55,6 +62,13 @@ STEADY_S = 30.0
 SPARE_FLAG = "--spare"
 SPARE_AFTER_S = 5.0
 """For nodes to attach and for what waited to be served first."""
+LONGEST_SPARE_AFTER_S = 600.0
+"""Between two spares that end by themselves: their wait is doubled each time."""
+
+HANG_S = 120.0
+"""Without an answer of the event loop. The longest that a debugger or a stopped process is waited for."""
+QUESTIONS = 4
+"""That a process leaves unanswered in that time, one after the other, before it is killed."""
 
 KILL_GRACE_S = 3.0
 """From SIGTERM's deadline on: what SIGKILL and the kernel may take."""
@@ -83,6 +97,7 @@ class ProcessSpec:
     ready_timeout_s: float = 300.0
     spare_after_s: float | None = None
     """After it is ready, until a spare is started; None: there is none."""
+    hang_s: float = HANG_S
 
 
 class Supervisor:
@@ -94,9 +109,10 @@ class Supervisor:
         self._folder = Path(spec.folder)
         self._changed = threading.Condition()
         self._stopping = threading.Event()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: HeldProcess | None = None
         self._spare: subprocess.Popen[str] | None = None
         self._spare_timer: threading.Timer | None = None
+        self._spare_after_s = spec.spare_after_s
         self._ready: dict[str, Any] | None = None
         self._failed = ""
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
@@ -114,6 +130,10 @@ class Supervisor:
     @property
     def _config_path(self) -> Path:
         return self._folder / f"{self._spec.name}.json"
+
+    @property
+    def _lifeline_path(self) -> Path:
+        return self._folder / f"{self._spec.name}.sock"
 
     @property
     def log_path(self) -> Path:
@@ -139,7 +159,8 @@ class Supervisor:
     def wait_event(self, seen: Seen) -> tuple[Seen, dict[str, Any]]:
         """Block until something happens after what was `seen`; return what is seen then, and it.
 
-        An event has `event` (ready, exited, failed, stopped), `name` and details.
+        An event has `event` (ready, adopted, hung, exited, failed, stopped, spare exited), `name` and
+        details.
         """
         life, count = seen
         with self._changed:
@@ -152,8 +173,9 @@ class Supervisor:
 
     def pid(self) -> int | None:
         """Return the process's id on its host, None between two of them."""
-        process = self._process
-        return process.pid if process is not None and process.poll() is None else None
+        with self._changed:
+            process = self._process
+            return process.pid if process is not None and not process.has_ended(0.0) else None
 
     def wait_spare(self) -> int:
         """Block until a spare stands by; return its process's id."""
@@ -167,13 +189,14 @@ class Supervisor:
         with self._changed:
             self._stopping.set()
             self._changed.notify_all()
-            process, spare = self._process, self._spare
+            spare = self._spare
         if spare is not None:
             with spare:
                 spare.kill()
-        if process is not None:
-            _end(process, grace_s)
-        self._thread.join(grace_s + KILL_GRACE_S)
+        self._signal(signal.SIGTERM)
+        self._thread.join(grace_s)
+        self._signal(signal.SIGKILL)
+        self._thread.join(KILL_GRACE_S)
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """Return the last lines that the process logged."""
@@ -183,15 +206,22 @@ class Supervisor:
         except FileNotFoundError:
             return ""
 
+    def _signal(self, number: signal.Signals) -> None:
+        with self._changed:
+            if self._process is not None:
+                self._process.signal(number)
+
     def _supervise(self) -> None:
         backoff_s = FIRST_BACKOFF_S
+        found = HeldProcess.at(self._lifeline_path, SUPERVISES) if self._was_ready else None
         while True:
             started_at_s = self._clock.now_s()
             try:
-                status = self._run_once()
+                status = self._run_once(found)
             except OSError as error:  # there is no such program, or no memory for it
                 self._fail(str(error))
                 return
+            found = None
             if self._stopping.is_set():
                 self._tell("stopped", status=status)
                 return
@@ -209,25 +239,78 @@ class Supervisor:
             self._failed = problem
         self._tell("failed", problem=problem)
 
-    def _run_once(self) -> int:
-        """Start the process, pass on what it says, return its exit status."""
+    def _run_once(self, found: HeldProcess | None) -> int | None:
+        """Start the process, unless it was found, and watch it to its end; return its exit status."""
         with private_file(self.log_path, "a") as log:
             with self._changed:
                 if self._stopping.is_set():
                     return 0
-                self._process = process = self._spare_begun() or self._start(log.fileno())
-            assert process.stdout is not None
-            assert process.stdin is not None
-            for line in process.stdout:
-                if not self._take_ready_line(line):
-                    log.write(line)
-                    log.flush()
-            status = process.wait()
-            process.stdin.close()
-            process.stdout.close()
+                self._process = process = found or self._begun(log.fileno())
+            if process.child is None:
+                self._adopt(process)
+            else:
+                self._read(process, process.child, log)
+            if process.is_hearing:
+                self._watch(process)
+            process.has_ended(None)
+            status = process.status()
         with self._changed:
-            self._ready = None
+            self._process = self._ready = None
+            process.close()
         return status
+
+    def _begun(self, log: int) -> HeldProcess:
+        child = self._spare_begun() or self._start(log)
+        return HeldProcess(child.pid, child, None)
+
+    def _adopt(self, process: HeldProcess) -> None:
+        """Wait for what a process that was found is reached by; kill it if it says nothing."""
+        line = process.answer(self._spec.hang_s)
+        if not line:
+            if process.is_hearing:
+                self._tell("hung", pid=process.pid)
+                process.signal(signal.SIGKILL)
+            return
+        with self._changed:
+            self._ready = json.loads(line)
+        self._start_spare_later()
+        self._tell("adopted", pid=process.pid)
+
+    def _read(self, process: HeldProcess, child: subprocess.Popen[str], log: TextIO) -> None:
+        """Pass on what a child says, until it is ready and held by its lifeline, or has ended."""
+        deadline = threading.Timer(self._spec.ready_timeout_s, self._end_unready, (process,))
+        deadline.daemon = True
+        deadline.start()
+        assert child.stdout is not None
+        for line in child.stdout:
+            said = _ready_line(line)
+            if said is None:
+                log.write(line)
+                log.flush()
+                continue
+            deadline.cancel()
+            is_held = process.hold_by(self._lifeline_path, SUPERVISES)
+            self._take_ready(said)
+            if is_held:
+                break
+        deadline.cancel()
+
+    def _end_unready(self, process: HeldProcess) -> None:
+        """Kill a process that was ready once, was started again, and has not been ready in time."""
+        with self._changed:
+            if self._process is process and self._ready is None and self._was_ready:
+                process.signal(signal.SIGKILL)
+
+    def _watch(self, process: HeldProcess) -> None:
+        """Ask a process whether its event loop goes round until it has ended; kill one that hangs."""
+        num_unanswered = 0
+        process.ask()
+        while not process.has_ended(self._spec.hang_s / QUESTIONS):
+            num_unanswered = 0 if process.answer(0.0) or not process.is_hearing else num_unanswered + 1
+            if num_unanswered == QUESTIONS:
+                self._tell("hung", pid=process.pid)
+                process.signal(signal.SIGKILL)
+            process.ask()
 
     def _spare_begun(self) -> subprocess.Popen[str] | None:
         """Let the spare be the process; None if there is none."""
@@ -245,8 +328,8 @@ class Supervisor:
         return spare
 
     def _start_spare_later(self) -> None:
-        if self._spec.spare_after_s is not None:
-            self._spare_timer = threading.Timer(self._spec.spare_after_s, self._start_spare)
+        if self._spare_after_s is not None:
+            self._spare_timer = threading.Timer(self._spare_after_s, self._start_spare)
             self._spare_timer.daemon = True
             self._spare_timer.start()
 
@@ -271,11 +354,14 @@ class Supervisor:
         for pipe in (spare.stdin, spare.stdout):
             assert pipe is not None
             pipe.close()
-        self._tell("spare exited", status=status)
+        assert self._spare_after_s is not None
+        self._spare_after_s = min(2 * self._spare_after_s, LONGEST_SPARE_AFTER_S)
+        self._tell("spare exited", status=status, restart_in_s=self._spare_after_s)
         self._start_spare_later()
 
     def _start(self, log: int, *flags: str) -> subprocess.Popen[str]:
-        command = [*self._spec.command, "--config", str(self._config_path), *flags]
+        files = ("--config", str(self._config_path), "--lifeline", str(self._lifeline_path))
+        command = [*self._spec.command, *files, *flags]
         # Its own session: a terminal's Ctrl-C is the launcher's to answer, by a drain.
         return subprocess.Popen(
             command,
@@ -287,20 +373,13 @@ class Supervisor:
             start_new_session=True,
         )
 
-    def _take_ready_line(self, line: str) -> bool:
-        try:
-            said = json.loads(line)
-        except ValueError:
-            return False
-        if not isinstance(said, dict) or said.get("event") != "ready":
-            return False
+    def _take_ready(self, said: dict[str, Any]) -> None:
         self._write_config(_pinned(self._spec.config, said))
         self._was_ready = True
         with self._changed:
             self._ready = said
         self._start_spare_later()
         self._tell("ready", **{key: value for key, value in said.items() if key != "event"})
-        return True
 
     def _write_config(self, config: dict[str, Any]) -> None:
         # Renamed into place: a supervisor killed half-way leaves the file whole.
@@ -316,17 +395,18 @@ class Supervisor:
             self._changed.notify_all()
 
 
+def _ready_line(line: str) -> dict[str, Any] | None:
+    """Return what a process says when it is ready; None: the line is another."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return None
+    return said if isinstance(said, dict) and said.get("event") == "ready" else None
+
+
 def _pinned(config: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
     """Return `config` with the values the process announced, wherever it has those keys."""
     return {
         key: _pinned(value, said) if isinstance(value, dict) else said.get(key, value)
         for key, value in config.items()
     }
-
-
-def _end(process: subprocess.Popen[str], grace_s: float) -> None:
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(grace_s)
-    except subprocess.TimeoutExpired:
-        process.kill()

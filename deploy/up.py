@@ -13,10 +13,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TextIO, TypeVar
+from typing import Annotated, Any, NoReturn, TextIO, TypeVar
 
 import typer
 from rich.markup import escape
@@ -25,15 +25,13 @@ from base.clock import Clock, SystemClock
 from base.config import ClusterConfig
 from base.errors import ConfigError
 from deploy.api_client import ApiError, ChatStream, url
-from deploy.cluster import Cluster, Endpoints, Programs
+from deploy.cluster import Cluster, Endpoints, Programs, RayGoneError
 from deploy.clusters import Running, claimed, described, running
 from deploy.config_file import read_cluster_config
 from deploy.control import controlled
+from deploy.keeper import DRAIN_S, keep
 from deploy.ports import require_free, wanted_ports
 from deploy.progress import Progress
-
-DRAIN_S = 40.0
-"""For the conductor to drain, and again for the nodes: longer than each takes itself."""
 
 ANSWER_TOKENS = 256
 """Of the answer to `--prompt` at most."""
@@ -85,18 +83,22 @@ def main(
 def run(
     config: ClusterConfig, options: UpOptions, programs: Programs, clock: Clock, file: Path | None = None
 ) -> int:
-    """Run a cluster to its end; return the exit status.
+    """Run a cluster to its end, under a keeper; return the exit status.
 
     Args:
         file: What `config` was read from, by which other commands know the cluster.
     """
     identity = described(config, file, tuple(wanted_ports(config)))
+
+    def drive(outlive: Callable[[], None]) -> int:
+        progress = Progress(clock)
+        up = _Up(options, progress, clock, _own_stdout(), identity)
+        return asyncio.run(up.run(Cluster(config, identity, programs, progress, up.watch_signals, outlive)))
+
     try:
         require_free(config, running(config.cache_dir))
         with claimed(identity):
-            progress = Progress(clock)
-            up = _Up(options, progress, clock, _own_stdout(), identity)
-            return asyncio.run(up.run(Cluster(config, identity, programs, progress, up.watch_signals)))
+            return keep(drive, Path(identity.log_folder), clock)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
@@ -139,6 +141,8 @@ class _Up:
         self.watch_signals()
         try:
             status = await _unless(self._signalled, self._serve(cluster))
+        except* RayGoneError as group:
+            self._leave_to_keeper(next(iter(_leaves(group))))
         except* (ConfigError, RuntimeError, ApiError) as group:
             for error in _leaves(group):
                 print(error, file=sys.stderr)
@@ -183,6 +187,12 @@ class _Up:
                 )
                 self._progress.say(escape(f"{event['name']}: {event['event']} {details}"))
         return 1
+
+    def _leave_to_keeper(self, error: BaseException) -> NoReturn:
+        """End at once, as Ray's own code does: what a Ray that is half gone is asked may end what serves."""
+        self._progress.say(escape(str(error)))
+        sys.stderr.flush()
+        os._exit(1)
 
     def _print(self, text: str) -> None:
         self._stdout.write(text)

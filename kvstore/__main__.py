@@ -17,11 +17,11 @@ from functools import partial
 
 from base.attach import AttachClient
 from base.clock import SystemClock
-from base.lifetime import stop_requested
+from base.lifetime import Lifetime
 from base.logs import event
-from base.metrics import StoreMetrics, exposition, process_registry
+from base.metrics import StoreMetrics, export_supervised, exposition, process_registry
 from base.metrics_port import serve_metrics
-from base.process import run_process, say_ready
+from base.process import run_process
 from base.tls import dialling_context
 from kvstore.attached import AttachedStore, storage_info
 from kvstore.hosting import HostedStore, hosted_store
@@ -31,7 +31,7 @@ from transfer.agent import TransferAgent
 log = logging.getLogger(__name__)
 
 
-async def serve(config: StoreProcess) -> None:
+async def serve(config: StoreProcess, lifetime: Lifetime) -> None:
     """Run until told to stop."""
     clock = SystemClock()
     registry = process_registry()
@@ -44,14 +44,13 @@ async def serve(config: StoreProcess) -> None:
             tasks.create_task(_attached(address, config, hosted, tasks))
             for address in config.conductor_addresses
         ]
-        stopping = tasks.create_task(stop_requested())
-        await asyncio.sleep(0)  # signals are heard before it says that it is ready
-        say_ready(
+        export_supervised(registry, lifetime)
+        await lifetime.ready(
             node_id=config.node_id,
             address=hosted.member.address,
             metrics_port=serve_metrics(partial(exposition, registry), "127.0.0.1", config.metrics_port),
         )
-        event(log, "stopping", reason=await stopping)
+        event(log, "stopping", reason=await lifetime.stopped())
         for attachment in attached:
             attachment.cancel()
 
@@ -75,7 +74,7 @@ def main() -> int:
         "kvstore",
         StoreProcess,
         lambda config: config.node_id,
-        lambda config: lambda: asyncio.run(serve(config)),
+        lambda config: lambda lifetime: asyncio.run(serve(config, lifetime)),
     )
 
 

@@ -30,7 +30,10 @@ OPENS = {
 TLS, STORE = "tests/conductor/test_tls.py", "tests/kvstore/test_store_port.py"
 ACCESS, DATA = "tests/conductor/test_access.py", "tests/transfer/test_tcp_server.py"
 CONTROL, METRICS = "tests/deploy/test_control.py", "tests/base/test_metrics_port.py"
+LIFELINE = "tests/base/test_lifetime.py"
 GUARDED = {
+    ("base/lifeline.py", "listen"): LIFELINE,
+    ("base/lifetime.py", "create_unix_server"): LIFELINE,
     ("base/link.py", "create_server"): TLS,
     ("base/link.py", "TlsListener"): TLS,
     ("base/metrics_port.py", "MetricsServer"): METRICS,

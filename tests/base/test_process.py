@@ -16,7 +16,7 @@ class Config:
 
 def prepare(config):
     print("prepared", config.word, flush=True)
-    return lambda: print("ran", sys.stdin.read())
+    return lambda lifetime: print("ran", sys.stdin.read())
 
 sys.exit(run_process("program", Config, lambda config: "program", prepare))
 """

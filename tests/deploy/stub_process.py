@@ -5,6 +5,7 @@ capitals. As `node` it does nothing. As `prepare` it names a model. Its first ar
 which it is; `FAULT` in the environment makes one of them fail.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -14,8 +15,11 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from base.lifetime import Lifetime
+
 STATUS = {
     "ready": True,
+    "supervised": True,
     "running_requests": 0,
     "nodes": [
         {
@@ -87,12 +91,6 @@ class Api(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
 
-def end_on_eof():
-    # os.read: a daemon thread inside sys.stdin's lock aborts the interpreter at its exit
-    os.read(0, 1)
-    os._exit(3)
-
-
 def main():
     role, fault = sys.argv[1], os.environ.get("FAULT", "")
     if role == "prepare":
@@ -105,9 +103,6 @@ def main():
         return
     if fault == role:
         sys.exit(f"this {role} fails, as it was told to")
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: None if fault == "deaf" else stop.set())
-    threading.Thread(target=end_on_eof, daemon=True).start()
     config = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
     if role == "conductor":
         server = ThreadingHTTPServer(("127.0.0.1", config["server"]["http_port"]), Api)
@@ -117,9 +112,17 @@ def main():
         said = {"http_port": server.server_address[1], "grpc_port": grpc.getsockname()[1], "attach_port": 1}
     else:
         said = {"node_id": config["node_id"], "metrics_port": 1}
-    print(json.dumps({"event": "ready", **said}), flush=True)
+    asyncio.run(live(role, said, fault))
+
+
+async def live(role, said, fault):
+    path = Path(sys.argv[sys.argv.index("--lifeline") + 1]) if "--lifeline" in sys.argv else None
+    lifetime = Lifetime(path, float(os.environ.get("ADOPTION_S", "30")))
     print(f"{role} is up", file=sys.stderr, flush=True)
-    stop.wait()
+    await lifetime.ready(**said)
+    reason = await lifetime.stopped()
+    if fault == "deaf" and reason == "SIGTERM":
+        signal.pause()
 
 
 if __name__ == "__main__":

@@ -81,7 +81,13 @@ def test_gpu_nodes_take_no_shared_memory():
 
 def test_a_healthy_cluster_has_no_troubles():
     nodes = [NODE, {**NODE, "id": "m", "roles": ["decode"]}]
-    assert troubles(check_cluster({"ready": True, "nodes": nodes})) == []
+    assert troubles(check_cluster({"ready": True, "supervised": True, "nodes": nodes})) == []
+
+
+def test_a_cluster_that_nobody_would_start_again_is_a_warning():
+    nodes = [NODE, {**NODE, "id": "m", "roles": ["decode"]}]
+    [(level, what, _)] = troubles(check_cluster({"ready": True, "supervised": False, "nodes": nodes}))
+    assert (level, "nobody would start it again" in what) == ("warning", True)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +101,7 @@ def test_a_healthy_cluster_has_no_troubles():
     ],
 )
 def test_a_trouble_of_the_cluster_is_told_with_its_mend(ready, nodes, level, told):
-    [(found, what, mend)] = troubles(check_cluster({"ready": ready, "nodes": nodes}))
+    [(found, what, mend)] = troubles(check_cluster({"ready": ready, "supervised": True, "nodes": nodes}))
     assert found == level
     assert told in what
     assert mend

@@ -10,7 +10,8 @@ import promql_parser
 import pytest
 import yaml
 
-from base.metrics import ConductorMetrics, NodeMetrics, StoreMetrics, process_registry
+from base.lifetime import Lifetime
+from base.metrics import ConductorMetrics, NodeMetrics, StoreMetrics, export_supervised, process_registry
 from conductor.panels import DASHBOARDS
 from deploy import dashboards
 
@@ -35,6 +36,7 @@ def exposed_names():
     ConductorMetrics(registry, "m")
     NodeMetrics(registry)
     StoreMetrics(registry)
+    export_supervised(registry, Lifetime())
     suffixes = {
         "counter": ("_total",),
         "histogram": ("_bucket", "_sum", "_count"),

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import signal
@@ -176,19 +177,94 @@ def test_a_process_logs_into_its_own_file(supervise, tmp_path):
     assert supervisor.log_tail() == "node is up"
 
 
-def test_a_process_ends_when_its_supervisor_is_killed(tmp_path):
-    # the supervisor lives in a child of ours, which is killed without warning
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        supervisor = Supervisor(spec_of(tmp_path), ManualClock())
-        supervisor.wait_ready()
-        os.write(write_end, json.dumps(supervisor.pid()).encode())
+@pytest.fixture
+def orphan(tmp_path):
+    """Start a process whose supervisor, which lives in a child of ours, is then killed without warning."""
+    orphans = []
+
+    def start(**environment):
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            supervisor = Supervisor(spec_of(tmp_path, environment=environment), ManualClock())
+            ready = supervisor.wait_ready()
+            os.write(write_end, json.dumps([supervisor.pid(), ready]).encode())
+            os.close(write_end)
+            signal.pause()
         os.close(write_end)
-        signal.pause()
-    os.close(write_end)
-    pid = json.loads(os.read(read_end, 20))
-    os.close(read_end)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert wait_gone(pid, timeout_s=10.0)
+        with os.fdopen(read_end) as said:
+            pid, ready = json.load(said)
+        orphans.append(pid)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return pid, ready
+
+    yield start
+    for pid in orphans:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_process_outlives_its_supervisor_and_the_next_one_adopts_it(orphan, supervise, tmp_path):
+    pid, ready = orphan()
+    supervisor = supervise(spec_of(tmp_path))
+    assert supervisor.wait_ready() == ready
+    assert next_event(supervisor, "adopted")[1]["pid"] == supervisor.pid() == pid
+
+
+def test_an_adopted_process_that_is_killed_is_started_again_on_the_ports_it_had(orphan, supervise, tmp_path):
+    pid, ready = orphan()
+    supervisor = supervise(spec_of(tmp_path))
+    seen, _ = next_event(supervisor, "adopted")
+    os.kill(pid, signal.SIGKILL)
+    seen, event = next_event(supervisor, "exited", seen)
+    assert event["status"] is None, "another's child has no exit status for us"
+    next_event(supervisor, "ready", seen)
+    assert supervisor.wait_ready() == ready
+    assert supervisor.pid() != pid
+
+
+def test_an_adopted_process_has_a_spare_and_is_drained(orphan, supervise, tmp_path):
+    pid, _ = orphan()
+    supervisor = supervise(spec_of(tmp_path, spare_after_s=0.0))
+    spare = supervisor.wait_spare()
+    supervisor.drain(30.0)
+    assert wait_gone(pid, timeout_s=60.0)
+    assert wait_gone(spare, timeout_s=60.0)
+
+
+def test_a_process_that_nobody_adopts_ends(orphan):
+    pid, _ = orphan(ADOPTION_S="0.01")
+    assert wait_gone(pid, timeout_s=60.0)
+
+
+def test_a_process_that_was_found_and_says_nothing_is_killed_and_started_again(orphan, supervise, tmp_path):
+    pid, ready = orphan()
+    os.kill(pid, signal.SIGSTOP)
+    supervisor = supervise(spec_of(tmp_path, hang_s=0.2))
+    seen, event = next_event(supervisor, "hung")
+    assert event["pid"] == pid
+    next_event(supervisor, "ready", seen)
+    assert supervisor.wait_ready() == ready
+
+
+def test_a_process_that_hangs_is_killed_and_started_again(supervise, tmp_path):
+    supervisor = supervise(spec_of(tmp_path, hang_s=4.0))
+    before, pid = supervisor.wait_ready(), supervisor.pid()
+    os.kill(pid, signal.SIGSTOP)
+    seen, event = next_event(supervisor, "hung")
+    assert event["pid"] == pid
+    seen, event = next_event(supervisor, "exited", seen)
+    assert event["status"] == -signal.SIGKILL
+    next_event(supervisor, "ready", seen)
+    assert supervisor.wait_ready() == before
+
+
+def test_spares_that_end_by_themselves_come_ever_later(supervise, tmp_path):
+    supervisor = supervise(spec_of(tmp_path, spare_after_s=0.01))
+    waits, seen = [], NOTHING_SEEN
+    for _ in range(3):
+        os.kill(supervisor.wait_spare(), signal.SIGKILL)
+        seen, event = next_event(supervisor, "spare exited", seen)
+        waits.append(event["restart_in_s"])
+    assert waits == [0.02, 0.04, 0.08]

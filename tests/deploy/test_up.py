@@ -1,6 +1,5 @@
 """`conductor up` on a real local Ray, with stub programs for our own processes."""
 
-import http.client
 import json
 import os
 import signal
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.api_client import is_healthy
 from deploy.host_address import reachable_address
 from tests.deploy.processes import (
     ROOT,
@@ -17,7 +17,6 @@ from tests.deploy.processes import (
     marked_environment,
     marked_pids,
     wait_all_gone,
-    wait_gone,
 )
 
 PROGRAM = (sys.executable, str(Path(__file__).parent / "run_stub_cluster.py"))
@@ -99,16 +98,11 @@ def test_what_dies_is_restarted_and_ctrl_c_leaves_nothing(start):
     line = until(process.stderr, ["conductor: ready"])
     assert f"http_port={ready['http_address'].partition(':')[2]}" in line
 
-    # the actor's own process: Ray starts another, which finds the ports in the run's folder
-    first_conductor = pid_of(environment, "conductor.json")
-    os.kill(os_parent(first_conductor), signal.SIGKILL)
-    line = until(process.stderr, ["conductor: ready"])
-    assert f"http_port={ready['http_address'].partition(':')[2]}" in line
-    assert wait_gone(first_conductor, STOP_S)
-    connection = http.client.HTTPConnection(ready["http_address"], timeout=60)
-    connection.request("GET", "/health")
-    assert connection.getresponse().status == 200
-    connection.close()
+    # the actor's own process: Ray starts another, which adopts the conductor
+    conductor = pid_of(environment, "conductor.json")
+    os.kill(os_parent(conductor), signal.SIGKILL)
+    until(process.stderr, ["conductor: adopted", f"pid={conductor}"])
+    assert is_healthy(ready["http_address"])
 
     # as a terminal does it: to every process of the foreground group
     os.killpg(process.pid, signal.SIGINT)
@@ -116,6 +110,23 @@ def test_what_dies_is_restarted_and_ctrl_c_leaves_nothing(start):
     assert process.returncode == 0, err
     assert "nothing is left running" in err
     assert "Task was destroyed" not in err
+    assert wait_all_gone(environment, STOP_S) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", ["raylet/raylet", "gcs/gcs_server"])
+@pytest.mark.timeout(300)
+def test_what_serves_outlives_ray_and_ends_with_the_command(start, part):
+    process, environment = start("--json")
+    ready = json.loads(process.stdout.readline())
+    serving = {pid_of(environment, f"{name}.json") for name in ("conductor", "prefill-0", "decode-0")}
+    os.kill(pid_of(environment, part), signal.SIGKILL)
+    until(process.stderr, ["Ray has ended. conductor, decode-0, prefill-0 serve on without it"])
+    assert serving <= set(marked_pids(environment))
+    assert is_healthy(ready["http_address"])
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=100)
+    assert process.returncode == 0
     assert wait_all_gone(environment, STOP_S) == {}
 
 

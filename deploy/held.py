@@ -1,0 +1,116 @@
+"""A process that is held: started here, or found running by its lifeline; signalled and waited for alike.
+
+A process that was started here is our child and has an exit status. One whose supervisor died is
+another's child, or nobody's: its end is seen all the same, by a handle of the kernel (pidfd), which names
+that very process and never one that got its number later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+from pathlib import Path
+
+from base.lifeline import ASKS, hold
+
+PEER_CREDENTIALS = struct.Struct("3i")
+"""Of SO_PEERCRED: process, user and group."""
+
+
+class HeldProcess:
+    """One process from the time that somebody holds it."""
+
+    def __init__(self, pid: int, child: subprocess.Popen[str] | None, lifeline: socket.socket | None) -> None:
+        """Begin to hold a process; raises ProcessLookupError if it has ended, and is not a child."""
+        self._handle = os.pidfd_open(pid)
+        self.pid = pid
+        self.child = child
+        self._lifeline = lifeline
+        self.is_hearing = lifeline is not None
+        """Whether the process answers when it is asked: it has a lifeline, and has not closed it."""
+
+    @classmethod
+    def at(cls, path: Path, kind: bytes) -> HeldProcess | None:
+        """Return the process whose lifeline is at `path`, held by us; None: there is none."""
+        lifeline = hold(path, kind)
+        if lifeline is None:
+            return None
+        credentials = lifeline.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
+        try:
+            return cls(PEER_CREDENTIALS.unpack(credentials)[0], None, lifeline)
+        except ProcessLookupError:
+            lifeline.close()
+            return None
+
+    def hold_by(self, path: Path, kind: bytes) -> bool:
+        """Take the lifeline of a child of ours; return whether it has one."""
+        self._lifeline = hold(path, kind)
+        self.is_hearing = self._lifeline is not None
+        return self.is_hearing
+
+    def fileno(self) -> int:
+        """Return the handle of the process, which becomes readable when it has ended."""
+        return self._handle
+
+    def has_ended(self, timeout_s: float | None) -> bool:
+        """Wait for the process's end, `timeout_s` at most; return whether it has come."""
+        ends = select.poll()
+        ends.register(self._handle, select.POLLIN)
+        return bool(ends.poll(None if timeout_s is None else 1000 * timeout_s))
+
+    def status(self) -> int | None:
+        """Return the exit status of a process that has ended; None: it is not our child's."""
+        return self.child.wait() if self.child is not None else None
+
+    def ask(self) -> None:
+        """Ask the process's event loop whether it goes round."""
+        self._send(ASKS)
+
+    def answer(self, timeout_s: float) -> bytes:
+        """Return what the process has answered; empty: nothing in time."""
+        if self._lifeline is None or not self.is_hearing:
+            return b""
+        self._lifeline.settimeout(timeout_s)
+        try:
+            said = self._lifeline.recv(1 << 16)
+        except (TimeoutError, BlockingIOError):
+            return b""
+        except OSError:
+            said = b""
+        self.is_hearing = bool(said)
+        return said
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process, if it has not ended."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, number)
+
+    def end(self, grace_s: float) -> None:
+        """Send SIGTERM, and SIGKILL after `grace_s`."""
+        self.signal(signal.SIGTERM)
+        if not self.has_ended(grace_s):
+            self.signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Hold the process no more, and close what is ours of it."""
+        os.close(self._handle)
+        if self._lifeline is not None:
+            self._lifeline.close()
+        for pipe in (self.child.stdin, self.child.stdout) if self.child is not None else ():
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _send(self, what: bytes) -> None:
+        if self._lifeline is None or not self.is_hearing:
+            return
+        self._lifeline.settimeout(0.0)
+        with contextlib.suppress(
+            OSError
+        ):  # full: it has not read for thousands of questions; or it is ending
+            self._lifeline.send(what)

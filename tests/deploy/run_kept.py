@@ -1,0 +1,51 @@
+"""A command of `keep` whose driver supervises stubs without Ray: run by tests, in a process of its own.
+
+run_kept.py FOLDER: the driver reads words from standard input. `lost` ends it as Ray does, without a word;
+`done` in order.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from base.clock import SystemClock
+from deploy.keeper import keep
+from deploy.supervisor import ProcessSpec, Supervisor
+
+STUB = (sys.executable, str(Path(__file__).parent / "stub_process.py"))
+CONFIGS = {
+    "conductor": {"server": {"http_port": 0, "grpc_port": 0}},
+    "prefill-0": {"node_id": "prefill-0"},
+    "decode-0": {"node_id": "decode-0"},
+}
+
+
+def main():
+    folder = Path(sys.argv[1])
+
+    def drive(outlive):
+        def drain(*_):
+            for supervisor in supervisors:
+                supervisor.drain(30.0)
+            raise SystemExit(0)
+
+        supervisors = [
+            Supervisor(
+                ProcessSpec(name, (*STUB, name.partition("-")[0]), config, {}, str(folder)), SystemClock()
+            )
+            for name, config in CONFIGS.items()
+        ]
+        signal.signal(signal.SIGTERM, drain)
+        pids = [(supervisor.wait_ready(), supervisor.pid())[1] for supervisor in supervisors]
+        outlive()
+        print(*pids, flush=True)
+        if sys.stdin.readline() == "lost\n":
+            os._exit(1)
+        return 0
+
+    sys.exit(keep(drive, folder, SystemClock()))
+
+
+if __name__ == "__main__":
+    main()
