@@ -27,7 +27,7 @@ OPENS = {
 }
 """Calls that make, or lead to, a socket that others connect to."""
 
-TLS, STORE = "tests/conductor/test_tls.py", "tests/kvstore/test_store_port.py"
+TLS, METHODS = "tests/conductor/test_tls.py", "tests/test_outsiders.py"
 ACCESS, DATA = "tests/conductor/test_access.py", "tests/transfer/test_tcp_server.py"
 CONTROL, METRICS = "tests/deploy/test_control.py", "tests/base/test_metrics_port.py"
 LIFELINE = "tests/base/test_lifetime.py"
@@ -37,13 +37,13 @@ GUARDED = {
     ("base/link.py", "create_server"): TLS,
     ("base/link.py", "TlsListener"): TLS,
     ("base/metrics_port.py", "MetricsServer"): METRICS,
-    ("base/rpc.py", "add_insecure_port"): ACCESS,
-    ("base/rpc.py", "add_secure_port"): ACCESS,
+    ("base/rpc.py", "add_insecure_port"): METHODS,
+    ("base/rpc.py", "add_secure_port"): METHODS,
     ("conductor/server.py", "TlsListener"): TLS,
     ("conductor/server.py", "listen"): TLS,
-    ("conductor/server.py", "start_server"): ACCESS,
+    ("conductor/server.py", "start_server"): METHODS,
     ("conductor/server.py", "tcp_listener"): ACCESS,
-    ("kvstore/hosting.py", "start_server"): STORE,
+    ("kvstore/hosting.py", "start_server"): METHODS,
     ("kvstore/__main__.py", "serve_metrics"): METRICS,
     ("deploy/node.py", "serve_metrics"): METRICS,
     ("deploy/control.py", "start_unix_server"): CONTROL,

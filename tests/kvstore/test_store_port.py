@@ -1,9 +1,11 @@
-"""The store's gRPC port: closed where nothing uses it, nodes' alone with TLS, bounded for each peer."""
+"""The store's gRPC port: closed where nothing uses it, and bounded for each peer.
+
+Who may call is swept by `tests/test_outsiders.py`.
+"""
 
 import secrets
 from contextlib import asynccontextmanager
 
-import grpc
 import pytest
 
 from base.clock import ManualClock, SystemClock
@@ -15,14 +17,13 @@ from base.config import (
     TransferConfig,
 )
 from base.errors import CapacityError, LeaseExpiredError
-from base.tls import NODE_NAME, dialling_credentials
+from base.tls import NODE_NAME
 from kvstore import peer_holds
 from kvstore.context import connected
 from kvstore.hosting import hosted_store
 from kvstore.service import StoreService
 from kvstore.settings import StoreProcess, of_node
 from protos import kvstore_pb2 as pb
-from protos.kvstore_pb2_grpc import KvStoreStub
 from tests.certificates import Authority
 from tests.kvstore.cluster import BLOCK_BYTES, chain_of, load, save
 from transfer.agent import TransferAgent
@@ -70,58 +71,6 @@ def test_beyond_loopback_it_takes_tls_or_a_word():
     assert StoreProcess("s", BLOCK_BYTES, POOL_GIB, host="0.0.0.0", insecure=True).is_listening
     with pytest.raises(ValueError, match=r"tls\.ca"):
         StoreProcess("s", BLOCK_BYTES, POOL_GIB, tls=TlsConfig("c", "k"))
-
-
-METHODS = {
-    "Match": pb.Chain(hashes=b"".join(chain_of("abc"))),
-    "Reserve": pb.ReserveRequest(hashes=b"".join(chain_of("xyz"))),
-    "Commit": pb.CommitRequest(ticket=1),
-    "Abort": pb.Ticket(ticket=1),
-    "Lease": pb.LeaseRequest(hashes=b"".join(chain_of("abc"))),
-    "Release": pb.Ticket(ticket=1),
-    "Pin": pb.PinRequest(hashes=b"".join(chain_of("abc"))),
-    "Delete": pb.Chain(hashes=b"".join(chain_of("abc"))),
-    "Report": pb.ReportRequest(hash=chain_of("abc")[0]),
-}
-
-
-def test_every_method_is_asked_below():
-    (service,) = pb.DESCRIPTOR.services_by_name.values()
-    assert {method.name for method in service.methods} == METHODS.keys()
-
-
-@pytest.mark.parametrize("who", ["plain", "nobody", "a client", "another authority's node"])
-async def test_with_tls_who_is_no_node_learns_and_changes_nothing(tmp_path, who):
-    authority = Authority(tmp_path / "ours")
-    other = Authority(tmp_path / "other", "other")
-    own = authority.issue("node", NODE_NAME)
-    shown = {
-        "plain": None,
-        "nobody": grpc.ssl_channel_credentials(authority.pem),
-        "a client": dialling_credentials(authority.issue("client"), "tls"),
-        "another authority's node": dialling_credentials(TlsConfig(*stranger(other), authority.path), "tls"),
-    }
-    async with hosted(tls=own) as store:
-        assert await save(store.cache, "abc") == 3
-        before = store.store.pool.accounts()
-        address, credentials = store.member.address, shown[who]
-        dialled = (
-            grpc.aio.insecure_channel(address)
-            if credentials is None
-            else grpc.aio.secure_channel(address, credentials)
-        )
-        async with dialled as channel:
-            for name, request in METHODS.items():
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await getattr(KvStoreStub(channel), name)(request, timeout=60)
-                expected = "PERMISSION_DENIED" if who == "a client" else "UNAVAILABLE"
-                assert caught.value.code().name == expected, name
-        assert store.store.pool.accounts() == before
-
-
-def stranger(other):
-    issued = other.issue("node", NODE_NAME)
-    return issued.cert, issued.key
 
 
 async def test_with_tls_a_node_puts_and_gets(tmp_path):
