@@ -44,6 +44,8 @@ REQUEST_ID = "the-victims-request"
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 OPEN_PATHS = {"/", "/health", "/openapi.json", "/ui", "/ui/page.js", "/ui/style.css"}
 OPEN_METHODS = {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}
+NUM_SILENT = 40
+"""Connections to each port, which fit into a test's descriptors, and are more than a metrics port has."""
 READ_S = 1.0
 """For an answer to bytes that most ports answer with nothing."""
 
@@ -188,9 +190,10 @@ def test_bytes_of_an_outsider_get_nothing_from_any_port(fort, unharmed, tmp_path
 def test_connections_that_say_nothing_keep_nobody_out(fort, unharmed):
     with ExitStack() as opened:
         for port in fort.ports():
-            for _ in range(200):
+            for _ in range(NUM_SILENT):
                 opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S))
         assert fort.get("/status").status_code == 200
+        assert fort.counted()
         with grpc.secure_channel(fort.cluster.grpc_address, fort.credentials()) as channel:
             asking = health_pb2.HealthCheckRequest()
             assert health_pb2_grpc.HealthStub(channel).Check(asking, timeout=PATIENCE_S).status
