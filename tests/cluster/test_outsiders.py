@@ -79,6 +79,16 @@ def chain_of(fort: Fortress, token_ids: list[int], tenant: str, salt: str = "") 
     return b"".join(hash_chain(token_ids, BLOCK_SIZE, root))
 
 
+def shows_all(counted: dict[str, float]) -> bool:
+    """Return whether stores show what engines have saved: their gauges are set once a second."""
+    saved = sum(value for name, value in counted.items() if 'kvstore_engine_blocks{what="saved"}' in name)
+    places = (
+        'kvstore_tier_blocks{place="cached",tier="host"}',
+        'kvstore_tier_blocks{place="held",tier="host"}',
+    )
+    return saved == sum(value for name, value in counted.items() if name.endswith(places))
+
+
 def settle(fort: Fortress, tenant: str, token_ids: list[int], salt: str = "") -> None:
     """Wait until both engines have saved a prompt that was asked, so that nothing more changes by itself."""
     request = kvstore_pb2.Chain(hashes=chain_of(fort, token_ids, tenant, salt))
@@ -100,6 +110,7 @@ def victim(fort) -> tuple[list[int], int]:
 @pytest.fixture
 def unharmed(fort, victim) -> Iterator[None]:
     """The cluster counts nothing of the test's attacks, nobody leaves, and the victim's answer stays."""
+    until(lambda: shows_all(fort.counted()))
     nodes, counted = fort.nodes(), fort.counted()
     yield
     assert fort.nodes() == nodes
