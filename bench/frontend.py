@@ -42,7 +42,7 @@ from base.metrics import ConductorMetrics, process_registry
 from base.request import FinishReason, Request, SampledToken
 from conductor.completion import Completions, Piece
 from conductor.generated import Generated
-from conductor.openai_format import CHAT, Answer, Choice
+from conductor.openai_format import CHAT, Answer, Choice, Shown
 from conductor.served_model import ServedModel, load_served_model
 from conductor.server import listening, tcp_listener
 from engine.model_store import prepare
@@ -217,7 +217,7 @@ def compare(folder: str, names: Sequence[str], streams_of: Sequence[int]) -> lis
 def format_us() -> dict[str, float]:
     """Return microseconds for the text of one event, by way of making it."""
     model = served_model()
-    choice = Choice(Answer(CHAT, "0123456789abcdef", 1795000000, model.name, model.tokenizer), 0, ())
+    choice = Choice(Answer(CHAT, "0123456789abcdef", 1795000000, model.name, model.tokenizer), 0, Shown())
     piece = Piece(" word", (SampledToken(5),), None, 0)
     choice.events(piece)
     chunk = json.loads(EVENT.removeprefix(b"data: "))

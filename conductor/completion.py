@@ -8,7 +8,7 @@ arrival to first token, to last token, how it ended.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from types import TracebackType
 from typing import NamedTuple
@@ -31,9 +31,20 @@ from conductor.served_model import ServedModel
 from conductor.shares import Shares
 from conductor.text_stream import TextStream
 from conductor.tokenizer import Detokenizer
+from conductor.turns import Turns
 
 MAX_BODIES = 32
 """Bodies of the greatest length whose bytes may be held at once; shorter ones may be more."""
+
+PROMPT_UNITS = 10
+TOKENS_OF_A_UNIT = 200
+"""Of a prompt: what its hashes take."""
+BIASES_OF_A_UNIT = 4
+"""What it takes to tell two nodes of them."""
+PIECE_UNITS = 4
+PART_UNITS = 500
+"""A unit is a token that is told of, or a likely one beside it: some 7 us of the event loop. Of one sequence,
+more are told of in several pieces."""
 
 
 class Piece(NamedTuple):
@@ -131,6 +142,7 @@ class Completions:
         self._dispatcher = dispatcher
         self.places = Shares(max_calls, has_tenants)
         self.bodies = Shares(MAX_BODIES * max_body_bytes, has_tenants)
+        self._turns = Turns()
         self._num_calls = 0
         self._is_draining = False
         self.calls: set[InProgress] = set()
@@ -179,23 +191,49 @@ class Completions:
         Raises:
             ServeError: any of its kinds, before the first piece or between two.
         """
+        request = asked.request
+        num_biases = len(request.sampling.logit_bias)
+        await self.turn(
+            PROMPT_UNITS + len(request.token_ids) // TOKENS_OF_A_UNIT + num_biases // BIASES_OF_A_UNIT
+        )
         book = _Book(asked, self.metrics, self.clock)
         detokenizer = Detokenizer(self.model.tokenizer, asked.skip_special_tokens)
+        token_units = 1 + (asked.request.num_logprobs or 0)
+        most = PART_UNITS // token_units
         stream = TextStream(detokenizer, asked.stop, asked.include_stop, asked.request.stop.min_tokens)
         try:
             async with aclosing(self._dispatcher.generate(asked.request)) as generated:
-                async for part in generated:
-                    piece = _to_text(part, asked, stream)
-                    book.add(piece)
-                    yield piece
-                    if piece.finish_reason is not None:
-                        return
+                async for whole in generated:
+                    for part in _parts(whole, most):
+                        await self.turn(PIECE_UNITS + len(part.tokens) * token_units)
+                        piece = _to_text(part, asked, stream)
+                        book.add(piece)
+                        yield piece
+                        if piece.finish_reason is not None:
+                            return
             raise ProtocolError("the tokens ended without a finish reason")
         except ServeError as error:
             book.fail(error)
             raise
         finally:
             book.close()
+
+    async def turn(self, units: int) -> None:
+        """Return when the event loop has time for so much work."""
+        if not self._turns.take(units):
+            await self._turns.wait(units)
+
+
+def _parts(whole: Generated, most: int) -> Iterator[Generated]:
+    """Yield `whole` in parts of at most `most` tokens."""
+    tokens = whole.tokens
+    if len(tokens) <= most:
+        yield whole
+        return
+    for begin in range(0, len(tokens), most):
+        is_last = begin + most >= len(tokens)
+        reason = whole.finish_reason if is_last else None
+        yield Generated(tokens[begin : begin + most], reason, whole.num_cached_tokens)
 
 
 def _to_text(part: Generated, asked: TextRequest, stream: TextStream) -> Piece:

@@ -9,7 +9,7 @@ that a request rejected after it was queued still is a 429.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from starlette.types import Receive, Send
@@ -22,6 +22,8 @@ BODY_TIMEOUT_S = 30.0
 that trickles in takes a place from others."""
 
 
+JOINED_BYTES = 1 << 15
+"""A shorter answer is written at once."""
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 WATCH_AFTER_S = 0.05
 """Of work, before its client is watched: to watch costs as much as writing a short answer does."""
@@ -49,6 +51,17 @@ class Reply:
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._start(status, raw)
         await self._send({"type": "http.response.body", "body": body})
+
+    async def in_parts(self, status: int, parts: Sequence[bytes | bytearray]) -> None:
+        """Send an answer that does not stream, without ever holding the whole of it as one."""
+        num_bytes = sum(map(len, parts))
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(num_bytes).encode())]
+        await self._start(status, headers)
+        if num_bytes > JOINED_BYTES:
+            for part in parts[:-1]:
+                await self._send({"type": "http.response.body", "body": bytes(part), "more_body": True})
+            parts = parts[-1:]
+        await self._send({"type": "http.response.body", "body": b"".join(parts)})
 
     async def event(self, events: str) -> None:
         """Send a part of an event stream."""

@@ -14,6 +14,7 @@ OpenAI sends them, but in one write.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ to_json = json.JSONEncoder(separators=(",", ":")).encode
 DONE = "data: [DONE]\n\n"
 NO_DETAILS = '"logprobs":null'
 """JSON of what is told of tokens besides their text, where nothing is."""
+PART_BYTES = 1 << 16
+"""Of an answer, that is sent at once."""
 MIN_LOGPROB = -9999.0
 """OpenAI's word for "next to impossible"; JSON has no infinity."""
 
@@ -45,7 +48,12 @@ class Shape:
     opening: str
     """JSON of the first chunk; %s is the echoed prompt. Empty: only with an echo."""
     logprobs: Callable[[Sequence[SampledToken], Tokenizer, int], dict[str, Any]]
-    whole: Callable[[str], dict[str, Any]]
+    logprob_lists: tuple[str, ...]
+    """The names of what `logprobs` returns a list of."""
+    logprobs_end: bytes
+    """JSON after the last of these lists."""
+    whole: tuple[str, str]
+    """JSON before and after the text of an answer that does not stream."""
 
 
 class Answer(NamedTuple):
@@ -74,14 +82,10 @@ class Answer(NamedTuple):
         usage = ',"usage":null' if self.with_usage else ""
         return f'data: {head},"choices":[{{"index":{index},', f"}}]{usage}}}\n\n"
 
-    def body(self, choices: Sequence[Choice], usage: Mapping[str, Any]) -> bytes:
-        """Return the whole answer of a call that does not stream."""
-        whole = {
-            **self._head(self.shape.object_name),
-            "choices": [choice.whole() for choice in choices],
-            "usage": usage,
-        }
-        return to_json(whole).encode()
+    def ends(self, usage: Mapping[str, Any]) -> tuple[bytes, bytes]:
+        """Return what stands before and after the choices of a call that does not stream."""
+        head = to_json(self._head(self.shape.object_name))
+        return f'{head[:-1]},"choices":['.encode(), f'],"usage":{to_json(usage)}}}'.encode()
 
     def _head(self, object_name: str) -> dict[str, Any]:
         return {
@@ -92,38 +96,77 @@ class Answer(NamedTuple):
         }
 
 
+class Shown:
+    """What the choices of a prompt show of it, as JSON that is made once for all of them."""
+
+    def __init__(self, token_ids: Sequence[int] = (), echo: str = "") -> None:
+        """Begin. `echo`: text that stands before the generated text."""
+        self.has_echo = bool(echo)
+        self._given_ids = token_ids
+        self._given_echo = echo
+
+    @functools.cached_property
+    def echo(self) -> bytes:
+        """Without its quotes."""
+        return to_json(self._given_echo)[1:-1].encode()
+
+    @functools.cached_property
+    def token_ids(self) -> bytes:
+        return to_json(self._given_ids).encode()
+
+
+class _Grown:
+    """JSON of a list's elements, to which more are added, as bytes in parts that may be sent one by one."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytearray] = [bytearray()]
+
+    def add(self, elements: Sequence[Any]) -> None:
+        if not elements:
+            return
+        if len(self.parts[-1]) > PART_BYTES:
+            self.parts.append(bytearray())
+        comma = "," if self.parts[0] else ""
+        self.parts[-1] += f"{comma}{to_json(elements)[1:-1]}".encode()
+
+
 class Choice:
     """One of the answer's choices: its events while it streams, and its whole."""
 
-    def __init__(self, answer: Answer, index: int, prompt_token_ids: Sequence[int], echo: str = "") -> None:
+    def __init__(self, answer: Answer, index: int, prompt: Shown) -> None:
         """Begin an empty choice.
 
         Args:
             answer: What it is part of.
             index: Its number in it.
-            prompt_token_ids: Shown if token ids are.
-            echo: Text that stands before the generated text.
+            prompt: What is shown of its prompt.
         """
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self._answer = answer
         self._index = index
-        self._echo = echo
-        self._prompt_token_ids = prompt_token_ids
+        self._prompt = prompt
         self._before = self._after = self._text_before = self._text_after = ""
         self._is_plain = not (answer.with_logprobs or answer.with_token_ids)
         self._is_opened = False
         self._offset = 0
         self._texts: list[str] = []
-        self._tokens: list[SampledToken] = []
+        self._kept: dict[str, _Grown] = {}
+        """What is told of tokens besides their text, by name."""
         self._finish_reason: FinishReason | None = None
 
     def keep(self, piece: Piece) -> None:
-        """Take a piece for `whole`."""
+        """Take a piece for `whole`: as the bytes that will be sent: at the end there is no work left."""
         self._count(piece)
         self._texts.append(piece.text)
         if not self._is_plain:
-            self._tokens += piece.tokens
+            details = self._details(piece.tokens)
+            for name, elements in {
+                **(details["logprobs"] or {}),
+                "token_ids": details.get("token_ids"),
+            }.items():
+                if elements is not None:
+                    self._kept.setdefault(name, _Grown()).add(elements)
         self._finish_reason = piece.finish_reason
 
     def events(self, piece: Piece) -> str:
@@ -133,17 +176,32 @@ class Choice:
             return self._text_before + to_json(piece.text) + self._text_after if piece.text else ""
         return self._opening() + self._content(piece) + self._finish(piece.finish_reason)
 
-    def whole(self) -> dict[str, Any]:
-        """Return the choice of a call that does not stream."""
-        shape = self._answer.shape
+    def whole(self) -> list[bytes | bytearray]:
+        """Return the choice of a call that does not stream, in parts."""
+        answer, shape = self._answer, self._answer.shape
         assert self._finish_reason is not None
-        return {
-            "index": self._index,
-            **shape.whole(self._echo + "".join(self._texts)),
-            **self._details(self._tokens),
-            **({"prompt_token_ids": list(self._prompt_token_ids)} if self._answer.with_token_ids else {}),
-            "finish_reason": self._finish_reason.value,
-        }
+        before, after = shape.whole
+        text = to_json("".join(self._texts))[1:-1]
+        parts: list[bytes | bytearray] = [f'{{"index":{self._index},{before}'.encode()]
+        if self._prompt.has_echo:
+            parts.append(self._prompt.echo)
+        parts.append(f"{text}{after},".encode())
+        if answer.with_logprobs:
+            opening = '"logprobs":{'
+            for name in shape.logprob_lists:
+                parts += [f'{opening}"{name}":['.encode(), *self._kept_parts(name)]
+                opening = "],"
+            parts.append(shape.logprobs_end)
+        else:
+            parts.append(NO_DETAILS.encode())
+        if answer.with_token_ids:
+            parts += [b',"token_ids":[', *self._kept_parts("token_ids"), b'],"prompt_token_ids":']
+            parts.append(self._prompt.token_ids)
+        parts.append(f',"finish_reason":"{self._finish_reason.value}"}}'.encode())
+        return parts
+
+    def _kept_parts(self, name: str) -> Sequence[bytes | bytearray]:
+        return self._kept[name].parts if name in self._kept else ()
 
     def _count(self, piece: Piece) -> None:
         self.num_tokens += len(piece.tokens)
@@ -159,9 +217,10 @@ class Choice:
         text_before, text_after = shape.text.split("%s")
         self._text_before = self._before + text_before
         self._text_after = f'{text_after},{NO_DETAILS},"finish_reason":null{self._after}'
-        opening = shape.opening or (shape.text % to_json(self._echo) if self._echo else "")
+        prompt = self._prompt
+        opening = shape.opening or (shape.text % f'"{prompt.echo.decode()}"' if prompt.has_echo else "")
         if self._answer.with_token_ids:
-            opening = f'{opening or shape.no_text},"prompt_token_ids":{to_json(self._prompt_token_ids)}'
+            opening = f'{opening or shape.no_text},"prompt_token_ids":{prompt.token_ids.decode()}'
         return self._chunk(opening, NO_DETAILS, None) if opening else ""
 
     def _content(self, piece: Piece) -> str:
@@ -251,7 +310,9 @@ CHAT = Shape(
     no_text='"delta":{}',
     opening='"delta":{"role":"assistant","content":""}',
     logprobs=_chat_logprobs,
-    whole=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+    logprob_lists=("content",),
+    logprobs_end=b'],"refusal":null}',
+    whole=('"message":{"role":"assistant","content":"', '","refusal":null}'),
 )
 COMPLETION = Shape(
     id_prefix="cmpl-",
@@ -261,5 +322,7 @@ COMPLETION = Shape(
     no_text='"text":""',
     opening="",
     logprobs=_completion_logprobs,
-    whole=lambda text: {"text": text},
+    logprob_lists=("tokens", "token_logprobs", "top_logprobs", "text_offset"),
+    logprobs_end=b"]}",
+    whole=('"text":"', '"'),
 )

@@ -23,7 +23,7 @@ from base.together import together
 from conductor.completion import Completions
 from conductor.headers import Caller
 from conductor.http_reply import Reply
-from conductor.openai_format import CHAT, COMPLETION, DONE, Answer, Choice, Shape, usage
+from conductor.openai_format import CHAT, COMPLETION, DONE, Answer, Choice, Shape, Shown, usage
 from conductor.openai_schema import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_CHOICES,
@@ -155,8 +155,8 @@ class Generation:
         )
         n = body.n or 1
         choices = [
-            Choice(answer, at * n + offset, prompt.token_ids, prompt.echo)
-            for at, prompt in enumerate(prompts)
+            Choice(answer, at * n + offset, shown)
+            for at, shown in enumerate(Shown(prompt.token_ids, prompt.echo) for prompt in prompts)
             for offset in range(n)
         ]
         asked = [request.choice(offset) if n > 1 else request for request in requests for offset in range(n)]
@@ -174,7 +174,19 @@ class Generation:
             told = answer.usage_event(_usage(prompts, choices, n)) if answer.with_usage else ""
             await reply.end(last + told + DONE)
         else:
-            await reply.whole(200, answer.body(choices, _usage(prompts, choices, n)))
+            await reply.in_parts(200, await self._whole(answer, choices, _usage(prompts, choices, n)))
+
+    async def _whole(
+        self, answer: Answer, choices: Sequence[Choice], used: Mapping[str, Any]
+    ) -> list[bytes | bytearray]:
+        before, after = answer.ends(used)
+        parts: list[bytes | bytearray] = [before]
+        for choice in choices:
+            if len(parts) > 1:
+                parts.append(b",")
+                await self._completions.turn(choice.num_tokens)
+            parts += choice.whole()
+        return [*parts, after]
 
     async def _run_beside(
         self,
