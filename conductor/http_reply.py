@@ -111,7 +111,8 @@ async def read_body(
     too_long = BodyError(413, f"the body is longer than {max_bytes} bytes")
     if declared_bytes > max_bytes:
         raise too_long
-    body = bytearray()
+    parts: list[bytes] = []
+    num_bytes = 0
     with Alarm(_too_slow) as alarm:
         timer = asyncio.get_running_loop().call_later(BODY_TIMEOUT_S, alarm.ring)
         try:
@@ -119,15 +120,16 @@ async def read_body(
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGoneError
-                body += (part := message.get("body", b""))
+                parts.append(part := message.get("body", b""))
+                num_bytes += len(part)
                 arrived(len(part))
-                if len(body) > max_bytes:
+                if num_bytes > max_bytes:
                     raise too_long
                 if not message.get("more_body"):
                     break
         finally:
             timer.cancel()
-    return bytes(body)
+    return b"".join(parts)
 
 
 class BodyError(Exception):

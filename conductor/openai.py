@@ -41,8 +41,7 @@ from conductor.http_reply import BodyError, ClientGoneError, Reply, read_body, w
 from conductor.openai_errors import HttpError, http_error, internal_error
 from conductor.openai_format import to_json
 from conductor.openai_generation import Generation
-from conductor.openai_schema import DetokenizeBody, TokenizeBody, chat_messages
-from conductor.openai_schema import read_body as parse_body
+from conductor.openai_schema import DetokenizeBody, TokenizeBody, chat_messages, read_long_body
 from conductor.openapi import openapi
 from conductor.options import check_request_id, require_model
 from conductor.prompt import chat_token_ids, text_token_ids, token_ids_text
@@ -203,7 +202,7 @@ class _Texts:
         self._model = completions.model
 
     async def tokenize(self, raw: bytes, caller: Caller, reply: Reply) -> None:
-        body = parse_body(raw, TokenizeBody)
+        body = await read_long_body(raw, TokenizeBody)
         require_model(self._model, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("prompt, or messages: one of them is wanted", "prompt")
@@ -227,7 +226,7 @@ class _Texts:
         await reply.whole(200, to_json(answer).encode())
 
     async def detokenize(self, raw: bytes, caller: Caller, reply: Reply) -> None:
-        body = parse_body(raw, DetokenizeBody)
+        body = await read_long_body(raw, DetokenizeBody)
         require_model(self._model, body.model)
         text = await token_ids_text(self._model, body.tokens, "tokens", skip_special_tokens=False)
         await reply.whole(200, to_json({"prompt": text}).encode())

@@ -31,7 +31,7 @@ from conductor.openai_schema import (
     CompletionBody,
     chat_messages,
     num_chat_logprobs,
-    read_body,
+    read_long_body,
     to_options,
 )
 from conductor.options import (
@@ -63,7 +63,7 @@ class Generation:
 
     async def chat(self, raw: bytes, caller: Caller, reply: Reply) -> None:
         """Answer a /v1/chat/completions call; raises ServeError."""
-        body = read_body(raw, ChatBody)
+        body = await read_long_body(raw, ChatBody)
         max_tokens_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         with params_spelled({"prompt": "messages", "max_tokens": max_tokens_name}):
             self._check(body, reply)
@@ -83,7 +83,7 @@ class Generation:
 
     async def completion(self, raw: bytes, caller: Caller, reply: Reply) -> None:
         """Answer a /v1/completions call; raises ServeError."""
-        body = read_body(raw, CompletionBody)
+        body = await read_long_body(raw, CompletionBody)
         self._check(body, reply)
         if body.echo and body.logprobs is not None:
             raise InvalidRequestError("echo: logprobs of the prompt are not computed", "echo")

@@ -11,6 +11,7 @@ the first fault, because a validator's report of each of a million costs more th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -27,13 +28,26 @@ from pydantic_core import PydanticCustomError
 
 from base.errors import InvalidRequestError
 from base.request import MAX_TOP_LOGPROBS
+from conductor.body_bounds import MAX_VALUES
 from conductor.chat_template import ChatMessage, ChatRole
 from conductor.headers import Caller
+from conductor.off_loop import on_body
 from conductor.openai_fields import refused_or_none
-from conductor.options import MAX_LOGIT_BIASES, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, Options
+from conductor.options import (
+    MAX_LOGIT_BIASES,
+    MAX_MESSAGES,
+    MAX_SHOWN_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    Options,
+)
 
 MAX_CHOICES = 128
 """OpenAI's limit on `n`; here on all choices of a call together."""
+MAX_PARTS = 8_192
+"""Of a message's content. All of a body are bounded with its other lists and objects."""
+MAX_TOOL_CALLS = 128
+MAX_TEMPLATE_VARIABLES = 64
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's, where a completion does not say; a chat goes on to the end of the window."""
 
@@ -104,8 +118,11 @@ class _Generation(_Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
+TemplateVariables = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)]
+
+
 class _ContentPart(_Body):
-    type: str
+    type: Annotated[str, Field(max_length=MAX_SHOWN_CHARS)]
     text: str | None = None
 
 
@@ -119,13 +136,15 @@ class Message(_Body):
     content: (
         Annotated[
             Annotated[str, Tag("a string")]
-            | Annotated[list[_ContentPart], Field(fail_fast=True), Tag("a list of parts")],
+            | Annotated[
+                list[_ContentPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("a list of parts")
+            ],
             Discriminator(_content_kind),
         ]
         | None
     ) = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=MAX_TOOL_CALLS)] | None = None
     function_call: None = None
     audio: None = None
 
@@ -136,7 +155,7 @@ class ChatBody(_Generation):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     parse_special_tokens: bool | None = None
 
 
@@ -148,6 +167,8 @@ def _prompt_list(value: Any) -> list[str | list[int]]:
     """
     if _is_token_ids(value):
         return [value]
+    if isinstance(value, list) and len(value) > MAX_CHOICES:
+        raise PydanticCustomError("too_long", f"at most {MAX_CHOICES} prompts, not {len(value)}")
     prompts = value if isinstance(value, list) else [value]
     if prompts and all(isinstance(item, str) or _is_token_ids(item) for item in prompts):
         return prompts
@@ -158,7 +179,13 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}
 
 
-_PromptForms = str | list[str] | list[int] | list[list[int]]
+_TokenIds = Annotated[list[int], Field(max_length=MAX_VALUES)]
+_PromptForms = (
+    str
+    | Annotated[list[str], Field(max_length=MAX_CHOICES)]
+    | _TokenIds
+    | Annotated[list[_TokenIds], Field(max_length=MAX_CHOICES)]
+)
 
 
 class CompletionBody(_Generation):
@@ -176,16 +203,21 @@ class TokenizeBody(_Body):
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     parse_special_tokens: bool | None = None
 
 
 class DetokenizeBody(_Body):
     model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True)]
+    tokens: Annotated[list[int], Field(max_length=MAX_VALUES, fail_fast=True)]
 
 
 Body = TypeVar("Body", bound=_Body)
+
+
+async def read_long_body(raw: bytes, into: type[Body]) -> Body:
+    """Return what `read_body` does, off the event loop where that takes long."""
+    return await on_body(raw, partial(read_body, into=into))
 
 
 def read_body(raw: bytes, into: type[Body]) -> Body:

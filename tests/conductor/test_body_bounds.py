@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from base.errors import InvalidRequestError
 from base.message_bounds import MAX_FIELDS
-from conductor.body_bounds import MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES, check_structure, structure
+from conductor.body_bounds import (
+    MAX_BARE_BYTES,
+    MAX_CONTAINERS,
+    MAX_MEMBERS,
+    MAX_TEXTS,
+    MAX_VALUES,
+    check_structure,
+    structure,
+)
 from conductor.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from conductor.service import MAX_ELEMENTS
 from conductor.text_stream import TextStream
@@ -24,7 +32,7 @@ from tests.conductor.fakes import MAX_MODEL_LEN, byte_level_tokenizer, serving, 
 MIB = 1 << 20
 MANY = {
     "values": (b"1,", MAX_VALUES, "values"),
-    "texts": (b'"a",', MAX_VALUES, "values"),
+    "texts": (b'"a",', MAX_TEXTS, "texts"),
     "lists": (b"[],", MAX_CONTAINERS, "lists and objects"),
     "objects": (b"{},", MAX_CONTAINERS, "lists and objects"),
     "fields": (b'{"a":1,"b":2,"c":3},', MAX_MEMBERS // 3, "fields"),
@@ -41,6 +49,15 @@ async def test_more_parts_than_any_request_has_are_refused_and_named(kind):
     await check_structure(listed(item, limit - 2))
     with pytest.raises(InvalidRequestError, match=words):
         await check_structure(listed(item, limit + 2))
+
+
+@pytest.mark.parametrize("item", [b"7" * 4_300 + b",", b"1." + b"0" * 800 + b",", b" " * 5_000 + b"1,"])
+async def test_long_numbers_are_bounded_by_their_bytes_beside_texts(item):
+    count = MAX_BARE_BYTES // len(item)
+    await check_structure(listed(item, count - 1))
+    with pytest.raises(InvalidRequestError, match=f"more than {MAX_BARE_BYTES} bytes beside its texts"):
+        await check_structure(listed(item, count + 1))
+    await check_structure(b'{"prompt":"%b"}' % (item * (count + 1)))
 
 
 async def test_marks_within_texts_are_no_parts_of_a_body():

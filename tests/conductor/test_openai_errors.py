@@ -122,7 +122,7 @@ REFUSED = {
     "token of another vocabulary": (COMPLETIONS, completion(prompt=[5, 10**9]), "prompt"),
     "negative token": (COMPLETIONS, completion(prompt=[-1]), "prompt"),
     "too many tokens": (COMPLETIONS, completion(prompt=[5] * 100_000), "prompt"),
-    "too many prompts": (COMPLETIONS, completion(prompt=["x"] * 10_000), "n"),
+    "too many prompts": (COMPLETIONS, completion(prompt=["x"] * 10_000), "prompt"),
     "too many choices": (COMPLETIONS, completion(prompt=["x"] * 10, n=100), "n"),
     "suffix": (COMPLETIONS, completion(suffix="x"), "suffix"),
     "best_of": (COMPLETIONS, completion(best_of=5), "best_of"),

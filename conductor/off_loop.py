@@ -1,0 +1,27 @@
+"""Work on a long body, off the event loop: on two threads, so that many such bodies wait for each other and
+not all others for them. A short body is not worth the way to a thread and back.
+
+The interpreter runs one thread at a time, but it changes between two calls into a library: what stands
+meanwhile stands for one pass over the body, not for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+INLINE_BYTES = 1 << 16
+NUM_THREADS = 2
+
+Result = TypeVar("Result")
+
+_threads = ThreadPoolExecutor(NUM_THREADS, "long-body")
+
+
+async def on_body(raw: bytes, work: Callable[[bytes], Result]) -> Result:
+    """Return what `work` makes of a body; raises what it raises."""
+    if len(raw) <= INLINE_BYTES:
+        return work(raw)
+    return await asyncio.get_running_loop().run_in_executor(_threads, work, raw)
