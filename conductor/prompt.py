@@ -20,6 +20,8 @@ from conductor.served_model import ServedModel
 
 INLINE_CHARS = 2_000
 """Longer texts leave the event loop: about 2 ms of it."""
+MANY_CHARS_A_TOKEN = 4
+"""Of a conversation that fits the context window; a longer one is counted before it is rendered."""
 INLINE_TOKENS = 2_000
 """More token ids leave the event loop to become text."""
 
@@ -94,10 +96,24 @@ async def chat_token_ids(
         turns = [_with_cuts(model, message, cut) for message in messages] if cut else messages
         return template.render(turns, add_generation_prompt, variables)
 
-    is_short = sum(len(message.content) for message in messages) <= INLINE_CHARS
+    num_chars = sum(len(message.content) for message in messages)
+    is_short = num_chars <= INLINE_CHARS
+    if num_chars > max(INLINE_CHARS, MANY_CHARS_A_TOKEN * model.max_model_len):
+        # A template copies what it is given several times.
+        await asyncio.to_thread(_require_window, model, messages)
     text = render() if is_short else await asyncio.to_thread(render)
     # The template has written the special tokens out.
     return await text_token_ids(model, text, add_special_tokens=False, cut=cut)
+
+
+def _require_window(model: ServedModel, messages: Sequence[ChatMessage]) -> None:
+    """Raise InvalidRequestError if the messages have more tokens than the window, however rendered."""
+    num_tokens = 0
+    for message in messages:
+        found = model.tokenizer.encode(message.content, False, max_tokens=model.max_model_len)
+        num_tokens += len(found)
+        if num_tokens >= model.max_model_len:
+            raise prompt_too_long(num_tokens, model.max_model_len)
 
 
 def _with_cuts(model: ServedModel, message: ChatMessage, cut: str) -> ChatMessage:

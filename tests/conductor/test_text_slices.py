@@ -1,6 +1,7 @@
 """A long text is encoded in slices: into the tokens of the whole, and no further than a context window."""
 
 import re
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers, processors
 
 from base.errors import InvalidRequestError
+from conductor.chat_template import ChatMessage
+from conductor.prompt import chat_token_ids
 from conductor.text_slices import MAX_PIECE_CHARS, SLICE_CHARS, slices
 from conductor.tokenizer import Tokenizer
 from tests.conductor.fakes import MAX_MODEL_LEN, SPECIAL, byte_level_tokenizer, serving, spoken
@@ -95,6 +98,23 @@ async def test_a_text_without_a_break_is_refused(model):
     with pytest.raises(InvalidRequestError, match="without a break") as refused:
         TOKENIZER.encode(text, False)
     assert refused.value.param == "prompt"
+
+
+async def test_a_long_conversation_is_refused_before_it_is_rendered(model):
+    rendered = []
+
+    class Template:
+        def render(self, *given):
+            rendered.append(given)
+            return ""
+
+    seen = replace(model, chat_template=Template())
+    messages = [ChatMessage("user", "a <|im_end|>" * MAX_MODEL_LEN)] * 2
+    with pytest.raises(InvalidRequestError, match="maximum context length"):
+        await chat_token_ids(seen, messages)
+    assert not rendered
+    assert not await chat_token_ids(seen, [ChatMessage("user", "a")])
+    assert rendered
 
 
 async def test_the_client_of_a_long_text_is_told_of_the_context_window(model):
