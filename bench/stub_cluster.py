@@ -56,6 +56,8 @@ class StubCluster:
     http_port: int
     grpc_port: int
     conductor_pid: int
+    folder: Path
+    """Where its configuration is."""
 
     @property
     def grpc_address(self) -> str:
@@ -70,17 +72,23 @@ def stub_cluster(
     stream_interval_ms: float = 0.0,
     tls: TlsConfig | None = None,
     scheduler: SchedulerConfig | None = None,
+    module: str = "conductor",
+    max_model_len: int = 0,
 ) -> Iterator[StubCluster]:
     """Run a conductor for SmolLM2's tokenizer and stub nodes in the body.
 
     Args:
         tls: Of the conductor, and as nodes' own.
+        module: What is run as the conductor, with its configuration.
+        max_model_len: Of the model, as the conductor is to believe; 0: the model's own.
     """
     prepared = prepare("smollm2", CACHE_DIR, lambda line: None)
-    model = PreparedModel(str(prepared.path), prepared.model_id, prepared.name)
     pool = PoolConfig(engine=EngineConfig(block_size=BLOCK_SIZE))
-    with tempfile.TemporaryDirectory() as folder:
-        profile_path, config_path = Path(folder) / "profile.json", Path(folder) / "conductor.json"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = _with_window(Path(prepared.path), folder, max_model_len) if max_model_len else prepared.path
+        model = PreparedModel(str(path), prepared.model_id, prepared.name)
+        profile_path, config_path = folder / "profile.json", folder / "conductor.json"
         profile_path.write_text(profile_json(profile))
         cluster = ClusterConfig(
             profile=str(profile_path),
@@ -96,7 +104,7 @@ def stub_cluster(
             scheduler=replace(scheduler or SchedulerConfig(), role_wait_s=NODES_WAIT_S),
         )
         config_path.write_text(process_config_json(conductor_process(cluster, model)))
-        conductor = _started("conductor", "--config", str(config_path))
+        conductor = _started(module, "--config", str(config_path))
         nodes = None
         try:
             assert conductor.stdout is not None
@@ -106,12 +114,24 @@ def stub_cluster(
             if tls:
                 counts += ["--tls", tls.cert, tls.key, tls.ca]
             nodes = _started("bench.stub_cluster", address, model.model_id, str(profile_path), *counts)
-            yield StubCluster(ready["http_port"], ready["grpc_port"], conductor.pid)
+            yield StubCluster(ready["http_port"], ready["grpc_port"], conductor.pid, folder)
         finally:
             for process in (conductor, nodes):
                 if process is not None:
                     process.terminate()
                     process.wait(40)
+
+
+def _with_window(model: Path, folder: Path, max_model_len: int) -> Path:
+    """Return a folder of the small files of `model`, whose context window is another."""
+    changed = folder / "model"
+    changed.mkdir()
+    for file in model.iterdir():
+        if file.name != "config.json":
+            (changed / file.name).symlink_to(file)
+    config = json.loads((model / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(config | {"max_position_embeddings": max_model_len}))
+    return changed
 
 
 def _started(*command: str) -> subprocess.Popen[str]:

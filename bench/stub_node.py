@@ -34,17 +34,27 @@ from base.messages import (
     ToNode,
     Work,
 )
-from base.request import FinishReason, RequestId, Role, SampledToken
+from base.request import FinishReason, RequestId, Role, SampledToken, TokenLogprobs
 from conductor.cost_model import CostModel
 
 TOKEN = SampledToken(5)
 GRANT = Grant(1, 2, Operation.WRITE, (0,), 1, 10.0)
 
 
+def _token(work: Work) -> SampledToken:
+    """Return the token that a sequence is said to have sampled, with as many others as it asked for."""
+    if work.num_logprobs is None:
+        return TOKEN
+    return SampledToken(
+        5, TokenLogprobs(-0.5, tuple((100 + place, -1.0) for place in range(work.num_logprobs)))
+    )
+
+
 class _Running:
-    __slots__ = ("context_tokens", "tokens_left")
+    __slots__ = ("context_tokens", "token", "tokens_left")
 
     def __init__(self, work: Work) -> None:
+        self.token = _token(work)
         self.context_tokens = len(work.token_ids)
         self.tokens_left = work.stop.max_tokens - 1 - len(work.token_ids) + work.num_prompt_tokens
 
@@ -168,7 +178,7 @@ class StubNode:
                 times = PrefillTimes(began_at_s - prompt.came_at_s, loop.time() - began_at_s, 0.0)
                 running = _Running(work)
                 stays = prompt.stays and running.tokens_left > 0
-                self.send(Prefilled(work.request_id, TOKEN, None, matched, (), times, stays=stays))
+                self.send(Prefilled(work.request_id, running.token, None, matched, (), times, stays=stays))
                 if stays:
                     self._reserved[work.request_id] = work
                     self._running[work.request_id] = running
@@ -192,7 +202,7 @@ class StubNode:
                     running.tokens_left -= 1
                     running.context_tokens += 1
                     reason = None if running.tokens_left > 0 else FinishReason.LENGTH
-                    self.send(Tokens(request_id, (TOKEN,), reason))
+                    self.send(Tokens(request_id, (running.token,), reason))
                     if reason is not None:
                         del self._running[request_id]
                         self._reserved.pop(request_id, None)

@@ -1,0 +1,89 @@
+"""Short bodies that ask for much work: numbers at their ends, and everything at its bound at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from bench.hostile_bodies import Body, http_sites
+from conductor.openai_schema import MAX_CHOICES
+from conductor.options import MAX_LOGIT_BIASES, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from protos import inference_pb2 as pb
+
+NUMBERS = (
+    "0",
+    "-1",
+    "1",
+    "20",
+    "128",
+    "2147483647",
+    "9223372036854775807",
+    "1e308",
+    "-1e308",
+    "1e-300",
+    "9" * 400,
+)
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+STOPS = [chr(97 + number) * MAX_STOP_CHARS for number in range(MAX_STOP_STRINGS)]
+STOP_IDS = list(range(10, 10 + MAX_STOP_TOKEN_IDS))
+MOST: dict[str, Any] = {
+    "n": MAX_CHOICES,
+    "stop": STOPS,
+    "stop_token_ids": STOP_IDS,
+    "logit_bias": {str(token_id): 1.0 for token_id in range(MAX_LOGIT_BIASES)},
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+PERIODIC = ["ab" * (MAX_STOP_CHARS // 2 - 1) + chr(99 + number) for number in range(MAX_STOP_STRINGS)]
+
+
+def small_bodies() -> Iterator[Body]:
+    """Yield them, HTTP's and gRPC's."""
+    for site in http_sites():
+        for number in NUMBERS if site.kind == "one" else ():
+            made = site.before + number.encode() + site.after
+            yield Body(site.path, f"small, {site.name}: {number[:20]}", lambda made=made: made)  # type: ignore[misc]
+    for path, name, table in _heavy():
+        body = json.dumps(table).encode()
+        yield Body(path, f"small, {name}", lambda body=body: body)  # type: ignore[misc]
+    for name, call in _heavy_calls():
+        said = call.SerializeToString()
+        yield Body("/conductor.v1.Inference/Generate", f"small, {name}", lambda said=said: said)  # type: ignore[misc]
+
+
+def _heavy() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    chat, completion = "/v1/chat/completions", "/v1/completions"
+    for stream in (False, True):
+        word = "streamed" if stream else "whole"
+        yield chat, f"everything, {word}", CHAT | MOST | {"max_tokens": 300, "stream": stream}
+        logprobs = {"logprobs": True, "top_logprobs": 20, "max_tokens": 300, "stream": stream}
+        yield chat, f"everything with logprobs, {word}", CHAT | MOST | logprobs
+        yield chat, f"one long answer with logprobs, {word}", CHAT | logprobs | {"max_tokens": 1_500}
+        yield chat, f"one long answer, {word}", CHAT | {"max_tokens": 1_500, "stream": stream}
+        yield (
+            chat,
+            f"periodic stop strings, {word}",
+            CHAT | {"stop": PERIODIC, "max_tokens": 500, "stream": stream},
+        )
+        prompts = {"prompt": ["a"] * MAX_CHOICES, "max_tokens": 200, "stream": stream, "logprobs": 20}
+        yield completion, f"many prompts with logprobs, {word}", prompts
+        long = {"prompt": [1000] * 100_000, "max_tokens": 20, "n": MAX_CHOICES, "stream": stream}
+        yield completion, f"a long prompt and many choices, {word}", long
+        shown = {"return_token_ids": True, "echo": True}
+        yield completion, f"a long prompt with echo and many choices, {word}", long | shown
+        yield completion, f"long prompts, {word}", long | {"n": 1, "prompt": [[1000] * 2_000] * MAX_CHOICES}
+    yield "/detokenize", "a window of ids", {"tokens": [1000] * 131_000}
+    yield "/tokenize", "a window of text", {"prompt": " word" * 131_000}
+    yield (
+        "/tokenize",
+        "special tokens",
+        CHAT | {"messages": [{"role": "user", "content": "<|im_end|>" * 30_000}]},
+    )
+
+
+def _heavy_calls() -> Iterator[tuple[str, pb.GenerateRequest]]:
+    ids = pb.TokenIds(ids=[1000] * 131_000)
+    yield "a window of ids", pb.GenerateRequest(token_ids=ids, stop=pb.Stop(max_tokens=1))
+    most = pb.Stop(max_tokens=1_500, strings=STOPS, token_ids=STOP_IDS)
+    yield "logprobs and stop strings", pb.GenerateRequest(text="a", num_logprobs=20, stop=most)
