@@ -72,7 +72,7 @@ def _heavy() -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield completion, f"a long prompt and many choices, {word}", long
         shown = {"return_token_ids": True, "echo": True}
         yield completion, f"a long prompt with echo and many choices, {word}", long | shown
-        yield completion, f"long prompts, {word}", long | {"n": 1, "prompt": [[1000] * 2_000] * MAX_CHOICES}
+        yield completion, f"long prompts, {word}", long | {"n": 1, "prompt": [[1000] * 1_500] * MAX_CHOICES}
     yield "/detokenize", "a window of ids", {"tokens": [1000] * 131_000}
     yield "/tokenize", "a window of text", {"prompt": " word" * 131_000}
     yield (

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from base.errors import InvalidRequestError
 from conductor.off_loop import on_body
 
-MAX_VALUES = 262_144
+MAX_VALUES = 196_608
 """Token ids of a prompt are values: above the context windows that are served."""
 MAX_MEMBERS = 32_768
 MAX_CONTAINERS = 16_384
