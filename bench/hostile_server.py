@@ -28,6 +28,7 @@ from pathlib import Path
 import uvloop
 
 from base.config import ConductorProcess
+from base.lifetime import Lifetime
 from base.process import run_process
 from conductor.__main__ import serve
 from conductor.served_model import load_served_model
@@ -111,7 +112,7 @@ def _is_over(left: int, done: asyncio.Future[None]) -> bool:
     return True
 
 
-async def watched(config: ConductorProcess, path: Path) -> None:
+async def watched(config: ConductorProcess, lifetime: Lifetime, path: Path) -> None:
     ticker = Ticker()
     trim = ctypes.CDLL(None).malloc_trim
 
@@ -128,7 +129,7 @@ async def watched(config: ConductorProcess, path: Path) -> None:
     server = await asyncio.start_unix_server(answer, str(path))
     model = load_served_model(Path(config.model_path), config.served_model_name)
     try:
-        await serve(config, model)
+        await serve(config, model, lifetime)
     finally:
         server.close()
 
@@ -167,9 +168,9 @@ class Watch:
         return next(int(line.split()[1]) for line in lines if line.startswith(kind))
 
 
-def prepare(config: ConductorProcess) -> Callable[[], None]:
+def prepare(config: ConductorProcess) -> Callable[[Lifetime], None]:
     path = Path(sys.argv[sys.argv.index("--config") + 1]).parent / SOCKET
-    return lambda: uvloop.run(watched(config, path))
+    return lambda lifetime: uvloop.run(watched(config, lifetime, path))
 
 
 def main() -> int:
