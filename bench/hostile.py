@@ -6,7 +6,8 @@ A conductor as it is deployed, with a context window of 131,072 tokens and stub 
 `hostile_bodies.py` and `hostile_messages.py`, and small ones that ask for much work. Measured are the longest
 stall of its event loop and by how much its memory grew, in its own process (`hostile_server.py`). The worst
 are then sent alone, each to a fresh conductor three times, and the least of these counts: the machine is
-shared.
+shared. For the same reason `loop_ms`, the processor time of the loop's thread, and `own_ms`, which counts
+other threads of the process that held it up, are told beside the lateness by the clock.
 """
 
 from __future__ import annotations
@@ -196,6 +197,7 @@ def main() -> None:
         table = json.loads(options.json.read_text()) if options.json.exists() else {}
         table[f"fuzz {options.fuzz}" if options.fuzz else "generated"] = {
             "about": about,
+            "command": f"python -m bench.hostile --fuzz {options.fuzz} --every {options.every}",
             "bodies": len(found),
             "over_50_ms_or_10x_alone": sum(one.badness > 1 for one in again),
             "worst_alone": [asdict(one) | {"growth": round(one.growth, 1)} for one in again],
