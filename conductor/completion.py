@@ -221,7 +221,7 @@ class Completions:
     async def turn(self, units: int) -> None:
         """Return when the event loop has time for so much work."""
         if not self._turns.take(units):
-            await self._turns.wait(units)
+            await self._turns.later(units)
 
 
 def _parts(whole: Generated, most: int) -> Iterator[Generated]:

@@ -25,14 +25,14 @@ class Turns:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     def take(self, units: int) -> bool:
-        """Return whether `units` may be worked in this turn; if not, `wait` for them."""
+        """Return whether `units` may be worked in this turn; if not, `later` is for them."""
         if self._waiting or (self._used and self._used + units > self._turn_units):
             return False
         self._used += units
         self._end_turn()
         return True
 
-    async def wait(self, units: int) -> None:
+    async def later(self, units: int) -> None:
         """Return in the turn in which `units` may be worked."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((units, turn))

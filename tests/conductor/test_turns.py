@@ -39,7 +39,7 @@ async def test_no_turn_has_more_than_its_share_and_all_come_in_order():
 
     async def work(number: int, units: int) -> None:
         if not turns.take(units):
-            await turns.wait(units)
+            await turns.later(units)
         counting.do(units)
         order.append(number)
 
@@ -53,14 +53,14 @@ async def test_more_than_a_turn_has_is_done_in_a_turn_of_its_own():
     turns = Turns(10)
     assert turns.take(50)
     assert not turns.take(1)
-    await turns.wait(1)
+    await turns.later(1)
     assert turns.take(1)
 
 
 async def test_who_is_cancelled_while_it_waits_takes_no_turn():
     turns = Turns(10)
     assert turns.take(10)
-    gone, stays = asyncio.create_task(turns.wait(10)), asyncio.create_task(turns.wait(10))
+    gone, stays = asyncio.create_task(turns.later(10)), asyncio.create_task(turns.later(10))
     await asyncio.sleep(0)
     gone.cancel()
     await stays
