@@ -29,6 +29,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Resize a running cluster to what would have served its last hour.",
     ),
     "restart": ("deploy.scale:restart", "Restart the nodes one after the other; no request is lost."),
+    "stop": ("deploy.stop:main", "Drain a running cluster and end it."),
+    "logs": ("deploy.logs:main", "Print what the processes of a cluster logged."),
     "doctor": ("deploy.doctor:main", "Look for what is wrong with this host or cluster."),
     "keys": ("deploy.keys:main", "Make, list and remove API keys."),
     "replay": ("conductor.replay.__main__:main", "Run a trace through the scheduler in virtual time."),

@@ -29,7 +29,9 @@ from deploy import plan
 from deploy.api_client import ApiError, is_healthy, read_json
 from deploy.clusters import Running, record, running
 from deploy.launch import Launched, RayCluster, package_path
+from deploy.pools import NodePools
 from deploy.progress import Progress
+from deploy.room import needs, offer_of_host, refusal
 from deploy.supervisor import LOG_TAIL_LINES, SPARE_AFTER_S, ProcessSpec
 from deploy.targets import write_targets
 
@@ -38,9 +40,6 @@ HEALTH_PERIOD_S = 0.1
 
 MAX_EVENTS = 100
 """Told and not yet shown."""
-
-NODE_DRAIN_S = 40.0
-"""For a node that is taken out; it drains itself in 30 s."""
 
 MAX_KEPT_RUNS = 10
 """Folders of logs, one for each start."""
@@ -97,10 +96,9 @@ class Cluster:
         self._is_started = False
         self._ray = RayCluster()
         self._ray_start: asyncio.Future[None] | None = None
-        self._nodes: dict[str, Launched] = {}
+        self._pools: NodePools | None = None
         self._conductors: dict[str, str] = {}
         """HTTP addresses, by name."""
-        self._model: plan.PreparedModel | None = None
         self._endpoints: Endpoints | None = None
         self._attach_addresses: tuple[str, ...] = ()
         self._events: asyncio.Queue[dict[str, Any] | RuntimeError] = asyncio.Queue(MAX_EVENTS)
@@ -123,9 +121,10 @@ class Cluster:
             model_task = group.create_task(self._prepare_model())
             group.create_task(self._start_ray())
         model = model_task.result()
-        self._model = model
         self._endpoints = await self._start_conductors(model)
-        await self._start_nodes()
+        self._pools = NodePools(self._config, model, self._attach_addresses, self, self._ray.is_local)
+        with self._progress.stage("nodes") as note:
+            await self._pools.start(note)
         for http_address in self._conductors.values():
             await self._wait_healthy(http_address)
         self._write_targets()
@@ -188,9 +187,8 @@ class Cluster:
 
     def _take_ready(self, event: dict[str, Any]) -> None:
         """Learn where a node's metrics are that was started again, on another host perhaps."""
-        node = self._nodes.get(event["name"])
-        if node is not None and event["event"] == "ready":
-            self._nodes[node.name] = dataclasses.replace(node, ready=event)
+        if event["event"] == "ready" and event["name"] in self.pools.ready:
+            self.pools.ready[event["name"]] = event
             self._write_targets()
 
     def _watch(self, name: str) -> None:
@@ -204,86 +202,28 @@ class Cluster:
 
         self._watchers[name] = asyncio.create_task(watch())
 
-    async def scale(self, prefill: int | None, decode: int | None, say: Callable[[str], None]) -> None:
-        """Start nodes, wait until they are attached, then drain those that are too many.
+    @property
+    def pools(self) -> NodePools:
+        """The nodes of a cluster that has started."""
+        assert self._pools is not None
+        return self._pools
 
-        Args:
-            prefill: Nodes of that pool; None: as many as there are.
-            decode: The same.
+    async def launch_node(self, node: plan.PlannedNode) -> Launched:
+        process = node.process
+        environment = plan.node_environment(process.engine.threads)
+        return await self._launch(process.node_id, self._programs.node, process, environment, node.room)
 
-        Raises:
-            ConfigError: the sizes cannot be had by adding and removing nodes.
-            RuntimeError: a new node did not become ready. Nothing was removed.
-        """
-        changed: dict[str, Any] = {}
-        for name, size in (("prefill", prefill), ("decode", decode)):
-            if size is not None:
-                pool = getattr(self._config, name)
-                if bool(size) != bool(pool.nodes):
-                    told = f"with or without a pool is a start's choice; now {pool.nodes}"
-                    raise ConfigError(f"{name}={size}: {told}")
-                changed[name] = dataclasses.replace(pool, nodes=size)
-        try:
-            after = dataclasses.replace(self._config, **changed)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        wanted = {node.process.node_id: node for node in self._planned(after)}
-        added = [node for name, node in wanted.items() if name not in self._nodes]
-        await self._add(added, say)
-        for name in sorted(self._nodes.keys() - wanted.keys()):
-            await self._remove(name, say)
-        self._config = after
+    async def end_node(self, name: str, grace_s: float) -> None:
+        if name in self._watchers:
+            self._watchers.pop(name).cancel()
+        await self._ray.end(name, grace_s)
 
-    async def restart(self, say: Callable[[str], None]) -> None:
-        """Restart all nodes, one after the other.
-
-        A node that is its pool's only one is stood in for by another meanwhile, for which there
-        must be room.
-
-        Raises:
-            RuntimeError: a node did not become ready; the rest go on as they were.
-        """
-        sizes = {"prefill": self._config.prefill.nodes, "decode": self._config.decode.nodes}
-        alone = {pool: 2 for pool, size in sizes.items() if size == 1}
-        names = list(self._nodes)
-        await self.scale(alone.get("prefill"), alone.get("decode"), say)
-        planned = {node.process.node_id: node for node in self._planned(self._config)}
-        for name in names:
-            await self._remove(name, say)
-            await self._add([planned[name]], say)
-        await self.scale(sizes["prefill"] or None, sizes["decode"] or None, say)
-
-    async def _add(self, nodes: list[plan.PlannedNode], say: Callable[[str], None]) -> None:
-        async def add(node: plan.PlannedNode) -> None:
-            name = node.process.node_id
-            try:
-                self._nodes[name] = await self._launch_node(node)
-            except RuntimeError:
-                await self._ray.end(name, 0.0)
-                raise
+    async def nodes_changed(self, come: set[str]) -> None:
+        for name in come:
             self._watch(name)
-            say(f"{name}: ready")
-
-        if nodes:
-            results = await asyncio.gather(*(add(node) for node in nodes), return_exceptions=True)
-            for failed in results:
-                if failed is not None:
-                    raise failed
-            for http_address in self._conductors.values():
-                await self._wait_attached({node.process.node_id for node in nodes}, http_address)
-            self._write_targets()
-
-    async def _remove(self, name: str, say: Callable[[str], None]) -> None:
-        say(f"{name}: draining")
-        self._watchers.pop(name).cancel()
-        await self._ray.end(name, NODE_DRAIN_S)
-        del self._nodes[name]
         self._write_targets()
-        say(f"{name}: gone")
-
-    def _planned(self, config: ClusterConfig) -> list[plan.PlannedNode]:
-        assert self._model is not None
-        return plan.planned_nodes(config, self._model, self._attach_addresses, os.cpu_count() or 1)
+        for http_address in self._conductors.values() if come else ():
+            await self._wait_attached(come, http_address)
 
     async def drain(self, grace_s: float) -> None:
         """Finish admitted requests, then end every process; `grace_s` for each half."""
@@ -307,7 +247,12 @@ class Cluster:
             said = await _run(command, note)
             model = plan.PreparedModel(**json.loads(said))
             note(model.name)
-            return model
+        if self._ray.is_local:
+            counts = {"prefill": self._config.prefill.nodes, "decode": self._config.decode.nodes}
+            offer = await asyncio.to_thread(offer_of_host)  # a local Ray counts the GPUs itself
+            if problem := refusal(counts, needs(self._config, model.path), offer, 0):
+                raise ConfigError(problem)
+        return model
 
     async def _start_ray(self) -> None:
         needed = plan.needed_resources(self._config)
@@ -321,22 +266,8 @@ class Cluster:
                 "a local one, on loopback" if self._ray.is_local else f"joined, {self._ray.num_hosts()} hosts"
             )
 
-    async def _start_nodes(self) -> None:
-        planned = self._planned(self._config)
-        with self._progress.stage("nodes") as note:
-            note(", ".join(node.process.node_id for node in planned))
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._launch_node(node)) for node in planned]
-            self._nodes = {task.result().name: task.result() for task in tasks}
-
-    async def _launch_node(self, node: plan.PlannedNode) -> Launched:
-        process = node.process
-        environment = plan.node_environment(process.engine.threads)
-        return await self._launch(process.node_id, self._programs.node, process, environment, node.room)
-
     def _write_targets(self) -> None:
-        ready = {name: node.ready for name, node in self._nodes.items()}
-        write_targets(self._identity.cache_dir, self._identity.name, self._conductors, ready)
+        write_targets(self._identity.cache_dir, self._identity.name, self._conductors, self.pools.ready)
 
     async def _wait_healthy(self, http_address: str) -> None:
         """Wait until the conductor has a node for each role.

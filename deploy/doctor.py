@@ -7,6 +7,7 @@ a warning (it works, but not as well as it could) is not.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -25,12 +26,14 @@ from rich.markup import escape
 from base.config import ClusterConfig
 from base.errors import ConfigError
 from deploy.api_client import ApiError, read_json
+from deploy.clusters import Running, chosen, running
 from deploy.config_file import read_cluster_config
 from deploy.doctor_processes import check_processes, look_at_processes, measure_links
 from deploy.findings import Finding
+from deploy.ports import taken, wanted_ports
+from deploy.room import Offer, needs, offer_of_host, refusal
 from transfer import topology
 
-GIB = 1 << 30
 LEAST_OPEN_FILES = 4096
 """Ray and gRPC hold several for each peer, and the conductor one for each client."""
 
@@ -48,10 +51,12 @@ class Host:
     """Of the packages that are needed; one that is missing is not in it."""
     open_files: int
     locked_memory_bytes: int
-    shm_free_bytes: int
-    busy_ports: tuple[int, ...]
-    """Of those that the configuration asks for."""
+    offer: Offer
+    busy_ports: tuple[str, ...]
+    """Of those that the configuration asks for: which, and who has it."""
     ray_token: bool
+    own: str = ""
+    """The cluster of this configuration that runs here: it has its ports and its memory already."""
     silent: tuple[tuple[str, str], ...] = ()
     """Services that are named and do not answer: by what, and where."""
     rails: tuple[str, ...] = ()
@@ -73,7 +78,7 @@ def main(
     except ConfigError as error:
         cluster = ClusterConfig()
         findings = [Finding("wrong", str(error), "correct the file")]
-    findings += check_host(_look_at_host(cluster, address), cluster)
+    findings += check_host(_look_at_host(cluster, config, address), cluster)
     if address:
         try:
             status = read_json(address, "/status")
@@ -106,12 +111,14 @@ def check_host(host: Host, config: ClusterConfig) -> Iterator[Finding]:
     if "rdma" in config.transfer.transports:
         for rail in host.rails:
             yield Finding("ok", f"RDMA of {rail}")
-    needed = _shm_bytes(config)
-    if needed > host.shm_free_bytes:
-        what = f"/dev/shm has {host.shm_free_bytes / GIB:.1f} GiB free; the KV caches take {needed / GIB:.1f}"
-        yield Finding("wrong", what, "lower kv_cache_gib, or enlarge /dev/shm (docker: --shm-size)")
-    for port in host.busy_ports:
-        what = f"port {port} is in use"
+    if host.own:
+        yield Finding("ok", f"the cluster {host.own} runs, and has its ports")
+    else:
+        sizes = {"prefill": config.prefill.nodes, "decode": config.decode.nodes}
+        need = needs(config, os.path.expanduser(config.model))
+        for what in filter(None, refusal(sizes, need, host.offer, 0).splitlines()):
+            yield Finding("wrong", what, "lower kv_cache_gib or nodes")
+    for what in host.busy_ports:
         yield Finding("wrong", what, "end what has it, or set server.http_port and server.grpc_port")
     for named_by, where in host.silent:
         yield Finding("wrong", f"{named_by}: nobody answers at {where}", f"start it, or correct {named_by}")
@@ -150,34 +157,37 @@ def check_cluster(status: dict[str, Any]) -> Iterator[Finding]:
             yield Finding("ok", f"{node['id']} is draining")
 
 
-def _shm_bytes(config: ClusterConfig) -> int:
-    """Return what the KV caches of CPU nodes on one host take of shared memory, at most."""
-    if "shm" not in config.transfer.transports:
-        return 0
-    pools = [pool for pool in (config.prefill, config.decode) if not pool.gpus_per_node]
-    return int(sum(pool.nodes * (pool.engine.kv_cache_gib or 1.0) for pool in pools) * GIB)
-
-
-def _look_at_host(config: ClusterConfig, address: str) -> Host:
+def _look_at_host(config: ClusterConfig, file: Path | None, address: str) -> Host:
     versions = {}
     for name in REQUIRED:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    # A cluster that runs has its ports, as it should.
-    ports = () if address else (config.server.http_port, config.server.grpc_port)
-    shm = os.statvfs("/dev/shm")
+    own, others = _clusters(config, file)
+    ports = [] if address or own else wanted_ports(config)
     return Host(
         versions=versions,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # processes raise the soft one to it
         locked_memory_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        shm_free_bytes=shm.f_bavail * shm.f_frsize,
-        busy_ports=tuple(port for port in ports if port and _is_busy(config.server.host, port)),
+        offer=offer_of_host(),
+        busy_ports=tuple(filter(None, (taken(config.server.host, port, others) for port in ports))),
+        own=str(own) if own else "",
         silent=tuple(service for service in _services(config) if not _answers(service[1])),
         rails=tuple(topology.overview()),
         ray_token="RAY_AUTH_TOKEN" in os.environ or Path("~/.ray/auth_token").expanduser().exists(),
     )
+
+
+def _clusters(config: ClusterConfig, file: Path | None) -> tuple[Running | None, list[Running]]:
+    """Return the cluster of this configuration, if it runs, and all that run here."""
+    found = running(config.cache_dir)
+    if file is not None:
+        with contextlib.suppress(ConfigError):  # it does not run
+            return chosen(config, file, ""), found
+        return None, found
+    wanted = set(wanted_ports(config))
+    return next((each for each in found if wanted & set(each.ports)), None), found
 
 
 def _services(config: ClusterConfig) -> Iterator[tuple[str, str]]:
@@ -199,14 +209,6 @@ def _answers(address: str) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-def _is_busy(host: str, port: int) -> bool:
-    try:
-        socket.create_server((host, port)).close()
-    except OSError:
-        return True
-    return False
 
 
 def _show(findings: list[Finding]) -> None:

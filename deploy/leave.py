@@ -16,7 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from base.clock import Clock, SystemClock
-from deploy.cluster import NODE_DRAIN_S, Programs
+from deploy.cluster import Programs
+from deploy.pools import NODE_DRAIN_S
 
 
 def leave(programs: Programs, clock: Clock, grace_s: float) -> None:

@@ -7,6 +7,8 @@ can know, the hosts' addresses.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from base.config import ClusterConfig, ConductorProcess, EngineConfig, NodeProcess, PoolConfig
@@ -99,7 +101,11 @@ def conductor_process(config: ClusterConfig, model: PreparedModel, number: int =
 
 
 def planned_nodes(
-    config: ClusterConfig, model: PreparedModel, conductor_addresses: tuple[str, ...], host_cores: int
+    config: ClusterConfig,
+    model: PreparedModel,
+    conductor_addresses: tuple[str, ...],
+    host_cores: int,
+    numbers: Mapping[Role, Sequence[int]] | None = None,
 ) -> list[PlannedNode]:
     """Return the nodes of both pools, prefill first.
 
@@ -108,6 +114,7 @@ def planned_nodes(
     Args:
         conductor_addresses: `host:port` of each conductor, for nodes.
         host_cores: Of one host, shared by the nodes that leave `threads` open.
+        numbers: Of each pool's nodes, in their names; None: from 0.
     """
     num_nodes = max(config.prefill.nodes + config.decode.nodes, 1)
     pools = ((Role.PREFILL, config.prefill, config.decode), (Role.DECODE, config.decode, config.prefill))
@@ -115,7 +122,7 @@ def planned_nodes(
     for role, pool, other in pools:
         roles = (role.value,) if other.nodes else (Role.PREFILL.value, Role.DECODE.value)
         threads = pool.engine.threads or max(int(pool.cpus_per_node), host_cores // num_nodes, 1)
-        for number in range(pool.nodes):
+        for number in range(pool.nodes) if numbers is None else numbers[role]:
             process = NodeProcess(
                 node_id=f"{role.value}-{number}",
                 roles=roles,
@@ -136,6 +143,26 @@ def planned_nodes(
             room = dataclasses.replace(_room(pool), together=_together(config, role, number))
             planned.append(PlannedNode(process, room))
     return planned
+
+
+def node_numbers(names: Iterable[str], role: Role, size: int) -> list[int]:
+    """Return the numbers of a pool of `size` nodes that keeps as many of those it has as it can.
+
+    Args:
+        names: Of the nodes there are, of all pools.
+    """
+    prefix = f"{role.value}-"
+    have = sorted(int(name.removeprefix(prefix)) for name in names if name.startswith(prefix))[:size]
+    free = (number for number in range(size + len(have)) if number not in have)
+    return sorted([*have, *(number for number, _ in zip(free, range(size - len(have)), strict=False))])
+
+
+def in_units(config: ClusterConfig, names: Iterable[str]) -> list[list[str]]:
+    """Return names of nodes in groups that come and go as one: pairs, where the pools share hosts."""
+    units: dict[str, list[str]] = {}
+    for name in names:
+        units.setdefault(name.rpartition("-")[2] if config.hosts == "together" else name, []).append(name)
+    return list(units.values())
 
 
 def chunk_attention(engine: EngineConfig, profile: str) -> float:
@@ -169,6 +196,14 @@ def needed_resources(config: ClusterConfig) -> dict[str, float]:
         for name, amount in _room(pool).resources().items():
             needed[name] = needed.get(name, 0.0) + amount * pool.nodes
     return {name: amount for name, amount in needed.items() if amount}
+
+
+def resources_of(nodes: Iterable[PlannedNode]) -> dict[str, float]:
+    """Return what these nodes take, by Ray's names."""
+    taken: Counter[str] = Counter()
+    for node in nodes:
+        taken.update(node.room.resources())
+    return dict(taken)
 
 
 def _together(config: ClusterConfig, role: Role, number: int) -> Together | None:

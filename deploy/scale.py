@@ -1,4 +1,8 @@
-"""`conductor scale prefill=3 decode=2` and `conductor restart`: change a running cluster."""
+"""`conductor scale prefill=3 decode=2` and `conductor restart`: change a running cluster.
+
+The change ends with the command: Ctrl-C stops it between two nodes, and what is ready stays. A later command
+replaces it.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,9 @@ def scale(
     sizes: Annotated[list[str], typer.Argument(help="prefill=N, decode=N")],
     config: Config = None,
     name: Name = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done and what it takes; change nothing")
+    ] = False,
 ) -> None:
     """Start or drain nodes until the pools have these sizes; no request is lost."""
     try:
@@ -31,7 +38,7 @@ def scale(
     except ValueError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2) from error
-    _show({"verb": "scale", **wanted}, config, name)
+    _show({"verb": "scale", **wanted, **({"dry_run": True} if dry_run else {})}, config, name)
 
 
 def restart(config: Config = None, name: Name = "") -> None:

@@ -10,8 +10,13 @@ import typer
 from rich.console import Console, Group
 from rich.table import Table
 
+from base.config import ClusterConfig
+from base.errors import ConfigError
 from deploy.api_client import ApiError, read_json
 from deploy.chat import ADDRESS
+from deploy.clusters import running
+from deploy.control import STATUS_TIMEOUT_S, ask
+from deploy.targets import same_address
 
 COLUMNS = ("node", "host", "roles", "free", "held", "blocks", "run", "wait", "transports", "")
 """Fits 80 characters with names of ordinary length; the rest is in the JSON."""
@@ -34,6 +39,19 @@ def main(
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(highlight=False, width=160)
     console.print(shown(status))
+    for line in _under_way(address):
+        console.print(line)
+
+
+def _under_way(address: str) -> list[str]:
+    """Return what the cluster at `address` is being changed to; nothing if it is not of this host."""
+    try:
+        here = [
+            each for each in running(ClusterConfig().cache_dir) if same_address(each.http_address, address)
+        ]
+        return [line for each in here for line in ask(each, {"verb": "status"}, STATUS_TIMEOUT_S)]
+    except (ConfigError, OSError):  # it ends, or it is another user's
+        return []
 
 
 def shown(status: dict[str, Any]) -> Group:

@@ -47,10 +47,9 @@ def processes_beside(cache_dir: str, address: str) -> list[tuple[str, str]] | No
 
     None: no file here names that conductor.
     """
-    wanted = _normal(split_address(address)[1])
     for file in sorted(targets_path(cache_dir, "").parent.glob("*.json")):
         named = _read(file)
-        if wanted in (_normal(split_address(where)[1]) for _, where in named):
+        if any(same_address(where, address) for _, where in named):
             return named
     return None
 
@@ -66,6 +65,11 @@ def _read(file: Path) -> list[tuple[str, str]]:
         ]
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         return []
+
+
+def same_address(one: str, other: str) -> bool:
+    """Return whether two addresses of HTTP, each with a scheme or without, lead to one place."""
+    return _normal(split_address(one)[1]) == _normal(split_address(other)[1])
 
 
 def _normal(address: str) -> str:

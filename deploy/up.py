@@ -13,10 +13,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TextIO, TypeVar
+from typing import Annotated, NoReturn, TextIO
 
 import typer
 from rich.markup import escape
@@ -25,6 +25,7 @@ from base.clock import Clock, SystemClock
 from base.config import ClusterConfig
 from base.errors import ConfigError
 from deploy.api_client import ApiError, ChatStream, url
+from deploy.change import unless
 from deploy.cluster import Cluster, Endpoints, Programs, RayGoneError
 from deploy.clusters import Running, claimed, described, running
 from deploy.config_file import read_cluster_config
@@ -35,8 +36,6 @@ from deploy.progress import Progress
 
 ANSWER_TOKENS = 256
 """Of the answer to `--prompt` at most."""
-
-T = TypeVar("T")
 
 INTERRUPTED = 130
 """Exit status of a command that a signal ended before it had done its work."""
@@ -140,7 +139,7 @@ class _Up:
     async def run(self, cluster: Cluster) -> int:
         self.watch_signals()
         try:
-            status = await _unless(self._signalled, self._serve(cluster))
+            status = await unless(self._signalled, self._serve(cluster))
         except* RayGoneError as group:
             self._leave_to_keeper(next(iter(_leaves(group))))
         except* (ConfigError, RuntimeError, ApiError) as group:
@@ -158,7 +157,7 @@ class _Up:
     async def _stop(self, cluster: Cluster) -> None:
         with self._progress.stage("stop") as note:
             note("draining; Ctrl-C again to stop at once")
-            await _unless(self._signalled_again, cluster.drain(DRAIN_S))
+            await unless(self._signalled_again, cluster.drain(DRAIN_S))
             if self._signalled_again.is_set():
                 await cluster.drain(0.0)
             await cluster.stop()
@@ -180,7 +179,7 @@ class _Up:
             f"{endpoints.model} is served at {url(endpoints.http_address)}/v1 and, by gRPC, at "
             f"{endpoints.grpc_address}\nlogs are in {cluster.log_folder}; Ctrl-C drains and ends"
         )
-        async with controlled(cluster, self._identity):
+        async with controlled(cluster.pools, self._identity):
             async for event in cluster.events():
                 details = " ".join(
                     f"{key}={value}" for key, value in event.items() if key not in ("event", "name")
@@ -230,19 +229,6 @@ class _Up:
         if first_token_s is None:
             raise ApiError("the answer is empty")
         return first_token_s, "".join(pieces)
-
-
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return what `work` returns; or, if `stop` is set sooner, cancel it and return None."""
-    task = asyncio.create_task(work)
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if not task.done():
-        task.cancel()
-        await asyncio.wait([task])
-        return None
-    return task.result()
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -51,7 +51,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "prometheus_client": ("base/metrics.py",),
     "pydantic": ("deploy/config_file.py", "conductor/openai_schema.py"),
     "pyverbs": ("transfer/rdma.py",),
-    "ray": ("deploy/launch.py", "deploy/serve_app.py"),
+    "ray": ("deploy/launch.py", "deploy/ray_resources.py", "deploy/serve_app.py"),
     "redis": ("kvstore/directory.py",),
     "rich": ("deploy/", "bench/"),
     "safetensors": ("engine/weights.py",),

@@ -47,7 +47,6 @@ GUARDED = {
     ("kvstore/__main__.py", "serve_metrics"): METRICS,
     ("deploy/node.py", "serve_metrics"): METRICS,
     ("deploy/control.py", "start_unix_server"): CONTROL,
-    ("deploy/doctor.py", "create_server"): "closed at once: it asks whether a port is free",
     ("deploy/ports.py", "create_server"): "closed at once: it asks whether a port is free",
     ("transfer/agent.py", "TcpServer"): DATA,
     ("transfer/tcp_server.py", "create_server"): DATA,

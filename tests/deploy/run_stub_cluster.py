@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from base.clock import SystemClock
-from deploy import cluster
+from deploy import pools
 from deploy.cluster import Programs
 from deploy.config_file import read_cluster_config
 from deploy.up import UpOptions, run
@@ -17,7 +17,7 @@ STUB = (sys.executable, str(Path(__file__).parent / "stub_process.py"))
 
 
 def main():
-    cluster.NODE_DRAIN_S = float(os.environ.get("NODE_DRAIN_S", cluster.NODE_DRAIN_S))
+    pools.NODE_DRAIN_S = float(os.environ.get("NODE_DRAIN_S", pools.NODE_DRAIN_S))
     arguments = sys.argv[2:]
     options = UpOptions(
         prompt=arguments[arguments.index("--prompt") + 1] if "--prompt" in arguments else "",

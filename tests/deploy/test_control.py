@@ -8,21 +8,29 @@ import socket
 import pytest
 
 from base.errors import ConfigError
+from deploy.change import ChangeStoppedError
 from deploy.clusters import Running, folder_of
 from deploy.control import ask, controlled
 
 
 class Changes:
-    """Stands in for a running cluster: remembers what it was told to become."""
+    """Stands in for a cluster's nodes: remembers what they were told to become. 999 of them never are."""
 
     def __init__(self):
         self.made = []
 
-    async def scale(self, prefill, decode, say):
-        say("scaling")
+    async def scale(self, prefill, decode, change):
+        change.say("scaling")
+        if prefill == 999:
+            change.progress = "3 of 998 nodes were started"
+            await change.stopped.wait()
+            raise ChangeStoppedError(f"{change.why}: {change.progress}")
         self.made.append((prefill, decode))
 
-    async def restart(self, say):
+    async def tell_plan(self, prefill, decode, say):
+        say(f"would be {prefill} {decode}")
+
+    async def restart(self, change):
         self.made.append("restart")
 
 
@@ -98,3 +106,59 @@ async def test_the_command_raises_what_the_cluster_refused(identity):
     async with controlled(Changes(), identity):
         with pytest.raises(ConfigError, match="decode: a whole number"):
             await asyncio.to_thread(lambda: list(ask(identity, {"verb": "scale", "decode": 1.5})))
+
+
+async def test_a_dry_run_says_what_would_be_and_changes_nothing(identity):
+    cluster = Changes()
+    async with controlled(cluster, identity):
+        request = {"verb": "scale", "decode": 2, "dry_run": True}
+        assert await asyncio.to_thread(lambda: list(ask(identity, request))) == ["would be None 2"]
+    assert cluster.made == []
+
+
+async def connected(identity, **request):
+    """Ask, and return the connection with the first line of its answer."""
+    folder = os.open(folder_of(identity.cache_dir), os.O_PATH)
+    reader, writer = await asyncio.open_unix_connection(f"/proc/self/fd/{folder}/{identity.socket_name}")
+    os.close(folder)
+    writer.write(asked(**request) + b"\n")
+    assert json.loads(await asyncio.wait_for(reader.readline(), 60)) == {"said": "scaling"}
+    return reader, writer
+
+
+async def test_a_later_change_replaces_the_one_under_way_and_both_are_told(identity):
+    cluster = Changes()
+    async with controlled(cluster, identity):
+        reader, writer = await connected(identity, verb="scale", prefill=999)
+        now = await asyncio.to_thread(lambda: list(ask(identity, {"verb": "status"})))
+        assert now == ["under way: scale prefill=999; 3 of 998 nodes were started"]
+        later = await asyncio.to_thread(lambda: list(ask(identity, {"verb": "scale", "prefill": 2})))
+        assert later == ["replaces `scale prefill=999`: 3 of 998 nodes were started", "scaling"]
+        told = json.loads(await asyncio.wait_for(reader.readline(), 60))
+        assert told == {"error": "replaced by `scale prefill=2`: 3 of 998 nodes were started"}
+        writer.close()
+        assert await asyncio.to_thread(lambda: list(ask(identity, {"verb": "status"}))) == []
+    assert cluster.made == [(2, None)]
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+async def test_a_change_ends_with_its_client(is_whole, identity):
+    async with controlled(Changes(), identity):
+        reader, writer = await connected(identity, verb="scale", prefill=999)
+        if is_whole:  # it died
+            writer.close()
+        else:  # Ctrl-C: it has nothing to say any more, and listens
+            writer.write_eof()
+            told = json.loads(await asyncio.wait_for(reader.readline(), 60))
+            assert told == {"error": "stopped, as its client was: 3 of 998 nodes were started"}
+            writer.close()
+        async with asyncio.timeout(60):
+            while await asyncio.to_thread(lambda: list(ask(identity, {"verb": "status"}))):
+                await asyncio.sleep(0)
+
+
+async def test_a_change_under_way_ends_with_the_cluster(identity):
+    async with controlled(Changes(), identity):
+        reader, writer = await connected(identity, verb="scale", prefill=999)
+    assert "the cluster ends" in json.loads(await asyncio.wait_for(reader.readline(), 60))["error"]
+    writer.close()

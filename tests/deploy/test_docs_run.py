@@ -28,8 +28,19 @@ scheduler: {decision_log: decisions.jsonl}
 slo: {ttft_s: 600.0, tbt_s: 60.0}
 """
 BEFORE = ("keys", "doctor")
-WHILE_IT_RUNS = ("status", "top", "chat", "explain", "doctor", "bench", "scale", "autoscale", "restart")
-ENDS = {"top": "top --times 1", " --every 300": ""}
+WHILE_IT_RUNS = (
+    "status",
+    "top",
+    "chat",
+    "explain",
+    "doctor",
+    "bench",
+    "scale",
+    "autoscale",
+    "restart",
+    "logs",
+)
+ENDS = {"top": "top --times 1", " --every 300": "", " -f": ""}
 MODELS = Path("~/.cache/conductor-cluster").expanduser()
 
 
@@ -98,7 +109,8 @@ def test_the_documents_commands_work_as_written(tmp_path):
         for verb in WHILE_IT_RUNS:
             for line in lines(verb, "--address" if verb == "doctor" else ""):
                 reader.type(line)
-        up.send_signal(signal.SIGTERM)
+        for line in lines("stop"):
+            reader.type(line)
         told, _ = up.communicate(timeout=120)
         assert up.returncode == 0, told[-3000:]
         for line in lines("up", "--exit"):

@@ -6,18 +6,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig, TransferConfig
+from base.config import GIB, ClusterConfig, EngineConfig, PoolConfig, ServerConfig, TransferConfig
 from base.metrics import NodeMetrics, exposition, process_registry
 from base.metrics_port import serve_metrics
 from deploy import cli
-from deploy.doctor import GIB, REQUIRED, Host, check_cluster, check_host
+from deploy.clusters import claimed, described
+from deploy.doctor import REQUIRED, Host, check_cluster, check_host
 from deploy.doctor_processes import Link, ProcessSeen, check_processes, look_at_processes, measure_links
+from deploy.room import Offer
 
 HEALTHY = Host(
     versions=dict.fromkeys(REQUIRED, "1"),
     open_files=65536,
     locked_memory_bytes=-1,
-    shm_free_bytes=8 * GIB,
+    offer=Offer(8 * GIB, 2),
     busy_ports=(),
     ray_token=True,
 )
@@ -48,14 +50,9 @@ def test_a_healthy_host_has_no_troubles():
         ({"versions": {}}, ClusterConfig(), "wrong", "torch is not installed"),
         ({"open_files": 1024}, ClusterConfig(), "warning", "1024 files"),
         ({"locked_memory_bytes": 65536}, RDMA, "wrong", "65536 bytes of memory"),
-        (
-            {"shm_free_bytes": GIB},
-            ClusterConfig(),
-            "wrong",
-            "/dev/shm has 1.0 GiB free; the KV caches take 2.0",
-        ),
-        ({}, LARGE_CACHES, "wrong", "take 13.0"),
-        ({"busy_ports": (8000,)}, ClusterConfig(), "wrong", "port 8000"),
+        ({"offer": Offer(2 * GIB, 2)}, ClusterConfig(), "wrong", "prefill: at most 1 more fit in 2.0 GiB"),
+        ({}, LARGE_CACHES, "wrong", "each takes 4.4 GiB (KV cache 4.0, process 0.4)"),
+        ({"busy_ports": ("port 8000 is in use by x",)}, ClusterConfig(), "wrong", "port 8000"),
         ({"silent": (("store.redis_url", "h:1"),)}, ClusterConfig(), "wrong", "nobody answers at h:1"),
         ({"ray_token": False}, SEVERAL_HOSTS, "warning", "no Ray token"),
     ],
@@ -74,9 +71,35 @@ def test_what_nics_carry_each_memory_is_told_where_rdma_is_allowed():
     assert told not in [finding.what for finding in check_host(host, ClusterConfig())]
 
 
-def test_gpu_nodes_take_no_shared_memory():
-    config = ClusterConfig(prefill=PoolConfig(gpus_per_node=1), decode=PoolConfig(gpus_per_node=1))
-    assert troubles(check_host(dataclasses.replace(HEALTHY, shm_free_bytes=0), config)) == []
+def test_a_cluster_that_runs_has_its_memory_and_its_ports_already():
+    host = dataclasses.replace(HEALTHY, offer=Offer(0, 2), own="8000 (pid 1)")
+    found = list(check_host(host, ClusterConfig()))
+    assert troubles(found) == []
+    assert "the cluster 8000 (pid 1) runs, and has its ports" in [finding.what for finding in found]
+
+
+@pytest.mark.parametrize("with_file", [False, True])
+def test_ports_of_the_running_cluster_are_its_own_and_those_of_another_are_not(
+    with_file, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    mine, other = tmp_path / "mine.yaml", tmp_path / "other.yaml"
+    for file in (mine, other):
+        file.write_text("server: {grpc_port: 0}\n")
+    with claimed(described(ClusterConfig(), mine if with_file else None, (8000, 50051))):
+        found = told_by(capsys, *(["-c", str(mine)] if with_file else []))
+        assert any(what.startswith("the cluster 8000 (pid") and level == "ok" for level, what in found)
+        assert not [what for level, what in found if what.startswith("port ")]
+        found = told_by(capsys, "-c", str(other))
+        assert [
+            level for level, what in found if what.startswith("port 8000 is that of the cluster 8000")
+        ] == ["wrong"]
+
+
+def told_by(capsys, *arguments):
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", *arguments, "--json"])
+    return [(item["level"], item["what"]) for item in json.loads(capsys.readouterr().out)]
 
 
 def test_a_healthy_cluster_has_no_troubles():

@@ -17,7 +17,7 @@ PROGRAM = (sys.executable, str(Path(__file__).parent / "run_stub_cluster.py"))
 def nodes(environment):
     """The node processes that run, by name."""
     lines = marked_pids(environment).items()
-    found = {line.split("/")[-1].split(".json")[0]: pid for pid, line in lines if "stub_process" in line}
+    found = {line.split(".json")[0].split("/")[-1]: pid for pid, line in lines if "stub_process" in line}
     return {name: pid for name, pid in found.items() if name != "conductor"}
 
 

@@ -1,0 +1,216 @@
+"""What nodes take of this host and what it has left: looked at before any is started.
+
+What a node takes is known beforehand: its weights, its KV cache (all of which it touches at its start), its
+part of the store, its swap space, and what a process of this program is by itself. What the host has is what
+the kernel and the cgroups say is available, less what running nodes have allocated and not touched yet. So a
+start or a `conductor scale` that does not fit is refused, and says what would; the kernel would kill for it.
+
+In a Ray that is joined nothing of this is known of the hosts, some of which its autoscaler has yet to start:
+there Ray's own resources decide, and nodes wait for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from base.config import GIB, ClusterConfig, EngineConfig, PoolConfig, StoreConfig
+
+PROCESS_BYTES = int(0.4 * GIB)
+"""Of a node without weights and KV, with Ray's worker that supervises it.
+
+Measured on a CPU by smaps_rollup, less the weights of SmolLM2: 0.31 and 0.05 GiB that are private to the two
+after 17 requests at once, one of 1,500 tokens; 0.26 and 0.05 before any. Libraries are shared.
+"""
+
+CPU_CACHE_GIB = 1.0
+GPU_SWAP_GIB = 4.0
+"""As in `engine/build.py`, which imports torch; a test compares."""
+
+NODES_PER_CORE = 4
+"""At most. Sharing a core halves what each node does, or worse; with more, heartbeats wait for their turn."""
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "auto": 4}
+"""Of a weight on a CPU."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""Of a safetensors file, as safetensors itself has it."""
+
+OWN_MEMORY = "/memfd:conductor-"
+"""What our shared memory is called among a process's descriptors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one node takes of its host."""
+
+    weights: int = 0
+    kv_cache: int = 0
+    store: int = 0
+    """And swap space."""
+    processes: int = PROCESS_BYTES
+    gpus: int = 0
+
+    @property
+    def memory(self) -> int:
+        return self.weights + self.kv_cache + self.store + self.processes
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "KV cache": self.kv_cache, "store and swap": self.store}
+        told = [f"{name} {size / GIB:.1f}" for name, size in parts.items() if size]
+        gpus = f" and {self.gpus} GPUs" if self.gpus else ""
+        return (
+            f"{self.memory / GIB:.1f} GiB ({', '.join([*told, f'process {self.processes / GIB:.1f}'])}){gpus}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a host has left."""
+
+    memory: int
+    cores: int
+    gpus: float = math.inf
+    """Infinite where somebody else counts them."""
+
+    def __str__(self) -> str:
+        return f"{self.memory / GIB:.1f} GiB of memory, {self.cores} cores, {self.gpus:g} GPUs"
+
+
+def needs(config: ClusterConfig, model_path: str) -> dict[str, Need]:
+    """Return what a node of each pool takes."""
+    pools = {"prefill": config.prefill, "decode": config.decode}
+    return {name: _need(pool, config.store, model_path) for name, pool in pools.items()}
+
+
+def _need(pool: PoolConfig, store: StoreConfig, model_path: str) -> Need:
+    engine = pool.engine
+    ranks = engine.tensor_parallel * engine.pipeline_parallel
+    on_gpu = pool.gpus_per_node > 0
+    swap = engine.swap_gib if engine.swap_gib >= 0 else GPU_SWAP_GIB if on_gpu else 0.0
+    kv = 0.0 if on_gpu else engine.kv_cache_gib or CPU_CACHE_GIB
+    return Need(
+        weights=0 if on_gpu else weights_bytes(Path(model_path), engine),
+        kv_cache=int(kv * ranks * GIB),
+        store=int((store.dram_gib + (swap if ranks == 1 else 0.0)) * GIB),
+        processes=PROCESS_BYTES * ranks,
+        gpus=pool.gpus_per_node,
+    )
+
+
+def weights_bytes(folder: Path, engine: EngineConfig) -> int:
+    """Return what a model takes in a CPU's memory: its files' headers say how many weights it has.
+
+    0 where there is no such file: nothing is known then, and nothing is refused for it.
+    """
+    return sum(map(_num_weights, folder.glob("*.safetensors"))) * DTYPE_BYTES[engine.dtype]
+
+
+def _num_weights(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size)) if size <= MAX_HEADER_BYTES else {}
+        return sum(math.prod(told["shape"]) for name, told in header.items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
+
+
+def refusal(added: Mapping[str, int], need: Mapping[str, Need], offer: Offer, num_running: int) -> str:
+    """Return why nodes cannot be added, with what would fit; empty: they fit.
+
+    Args:
+        added: How many nodes of each pool are to come.
+        num_running: Nodes of the cluster that share the host's cores already.
+    """
+    told = []
+    for what, has, takes in (
+        ("free memory", offer.memory, {pool: each.memory for pool, each in need.items()}),
+        ("free GPUs", offer.gpus, {pool: each.gpus for pool, each in need.items()}),
+        ("places for nodes", offer.cores * NODES_PER_CORE - num_running, dict.fromkeys(need, 1)),
+    ):
+        if sum(number * takes[pool] for pool, number in added.items()) > has:
+            amount = _amount(what, has, offer)
+            for pool in (pool for pool, number in added.items() if number and takes[pool]):
+                fit = max(int(has // takes[pool]), 0)
+                told.append(f"{pool}: at most {fit} more fit in {amount}, {_each(what, need[pool])}")
+            if sum(1 for number in added.values() if number) > 1:
+                told.append("both pools together have no more than that")
+    return "\n".join(told)
+
+
+def _amount(what: str, has: float, offer: Offer) -> str:
+    if what == "free memory":
+        return f"{max(has, 0) / GIB:.1f} GiB of free memory"
+    if what == "free GPUs":
+        return f"{has:g} free GPUs"
+    return f"{max(int(has), 0)} places left on {offer.cores} cores"
+
+
+def _each(what: str, need: Need) -> str:
+    return f"{NODES_PER_CORE} nodes to a core" if what == "places for nodes" else f"each takes {need}"
+
+
+def offer_of_host(root: Path = Path("/"), gpus: float = math.inf) -> Offer:
+    """Return what this host has left for us.
+
+    Args:
+        root: Where /proc and /sys are; tests have their own.
+    """
+    return Offer(max(_available(root) - _promised(root), 0), _cores(root), gpus)
+
+
+def _available(root: Path) -> int:
+    """Return the bytes that may be taken: of the host, and of each cgroup that this process is in."""
+    rows = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
+    available = {row[0]: int(row[1]) * 1024 for row in rows}["MemAvailable:"]
+    return min([available, *_memory_left(root)])
+
+
+def _memory_left(root: Path) -> Iterator[int]:
+    files = (("memory.max", "memory.current", "inactive_file"),)
+    older = (("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),)
+    for controller, (limit_name, used_name, cached_name) in (("", *files), ("memory", *older)):
+        for group in _groups(root, controller):
+            with contextlib.suppress(OSError, ValueError):  # "max"; the root has no such file
+                limit = int((group / limit_name).read_text())
+                used = int((group / used_name).read_text())
+                rows = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                yield limit - used + int(rows.get(cached_name, 0))
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's cgroup and of those that it is in; "": of cgroup v2."""
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, names, path = line.split(":", 2)
+            if controller in names.split(","):
+                mount = root / "sys/fs/cgroup" / controller
+                inner = Path(path.lstrip("/"))
+                yield from (mount / each for each in (inner, *inner.parents))
+
+
+def _promised(root: Path) -> int:
+    """Return the bytes of our processes' shared memory that are theirs and that nobody has touched yet."""
+    untouched = {}
+    for descriptor in (root / "proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(descriptor).startswith(OWN_MEMORY):
+                seen = descriptor.stat()
+                untouched[seen.st_ino] = max(seen.st_size - seen.st_blocks * 512, 0)
+    return sum(untouched.values())
+
+
+def _cores(root: Path) -> int:
+    """Return the processors that this process may use, by affinity and by its cgroups' quotas."""
+    cores = float(len(os.sched_getaffinity(0)))
+    for group in _groups(root, ""):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (group / "cpu.max").read_text().split()
+            cores = min(cores, int(quota) / int(period))
+    return max(math.ceil(cores), 1)
