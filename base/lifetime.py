@@ -24,6 +24,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import cast
 
 from base.lifeline import ANSWERS, ASKS, SUPERVISES, listen_at
 
@@ -137,8 +138,7 @@ class _Holder(asyncio.Protocol):
         self._lifetime = lifetime
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no instances of it
         self._lifetime.was_held = True
         self._lifetime.held_by(self)
 

@@ -378,6 +378,7 @@ class Supervisor:
         self._was_ready = True
         with self._changed:
             self._ready = said
+            self._spare_after_s = self._spec.spare_after_s
         self._start_spare_later()
         self._tell("ready", **{key: value for key, value in said.items() if key != "event"})
 

@@ -5,7 +5,6 @@ capitals. As `node` it does nothing. As `prepare` it names a model. Its first ar
 which it is; `FAULT` in the environment makes one of them fail.
 """
 
-import asyncio
 import json
 import os
 import signal
@@ -14,6 +13,8 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import uvloop
 
 from base.lifetime import Lifetime
 
@@ -112,7 +113,7 @@ def main():
         said = {"http_port": server.server_address[1], "grpc_port": grpc.getsockname()[1], "attach_port": 1}
     else:
         said = {"node_id": config["node_id"], "metrics_port": 1}
-    asyncio.run(live(role, said, fault))
+    uvloop.run(live(role, said, fault))
 
 
 async def live(role, said, fault):
