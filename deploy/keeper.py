@@ -9,12 +9,16 @@ processes that serve need Ray for restarts alone, so they must not end with it: 
 nothing of, holds their lifelines. When the driver has ended and they have not, they serve on, unsupervised;
 `/status` and `conductor_process_supervised` say so. The first of them that ends cannot be started again:
 then the keeper drains the others and ends with status 1, and what restarts the command (systemd, Kubernetes)
-starts a whole cluster. A joined Ray has processes on other hosts too, which nobody could hold: there the
-driver reports none, and all of them drain.
+starts a whole cluster. So it does if one was being restarted when Ray ended. A joined Ray has processes on other
+hosts too, which nobody could hold: there the driver reports none, and all of them drain.
+
+The driver has a process group of its own, in the background of a terminal, so that Ctrl-C comes once. A terminal
+that hangs up drains the cluster, and standard error that nobody reads any more disturbs neither process.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import selectors
 import signal
@@ -23,8 +27,9 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 from base.clock import Clock
 from base.lifeline import KEEPS
@@ -35,7 +40,11 @@ LAUNCHED = b"+"
 IN_ORDER = b"."
 """The driver's report that it ends as it was asked to. Ray ends its driver without a word."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""To the command: each drains, and a second ends everything at once. SIGHUP, of which a terminal's end may send
+several, is no second one, and is left ignored where it was (`nohup`)."""
+INTERRUPTED = 130
+"""Exit status of a command that a signal ended before it had done its work."""
 DRAIN_S = 40.0
 """For the conductors to drain, and again for the nodes: longer than each takes itself."""
 
@@ -50,12 +59,14 @@ def keep(drive: Callable[[Callable[[], None]], int], folder: Path, clock: Clock)
     """
     reports, report = os.pipe()
     keeper_lives, keeper = os.pipe()
+    sys.stderr = _lasting(sys.stderr)
+    # Until both processes handle them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     driver = os.fork()
     if driver == 0:
         os.close(reports)
         os.close(keeper)
-        # A terminal's Ctrl-C is the keeper's to pass on: it would come twice.
-        os.setpgid(0, 0)
+        _leave_terminal()
         threading.Thread(target=_end_with, args=(keeper_lives,), name="keeper", daemon=True).start()
         _drive(drive, report)
     os.close(report)
@@ -79,9 +90,41 @@ def _drive(drive: Callable[[Callable[[], None]], int], report: int) -> NoReturn:
         traceback.print_exc()
     finally:
         _report(report, IN_ORDER)
-        sys.stdout.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _leave_terminal() -> None:
+    """Take signals from the keeper alone, and from now on: one that comes before `drive` takes them ends it."""
+    os.setpgid(0, 0)
+    # What stops a process that writes to its terminal from the background, where that is set so.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)  # a Ctrl-C that came before setpgid, and comes from the keeper too
+        signal.signal(each, _interrupted)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _interrupted(*_: object) -> NoReturn:
+    raise SystemExit(INTERRUPTED)
+
+
+class _Lasting(io.FileIO):
+    """A file that takes what is written to it although nobody reads it any more."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _lasting(stream: TextIO) -> TextIO:
+    """Return a stream in the place of `stream` that outlives its terminal, or who reads its pipe."""
+    raw = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True)
 
 
 def _report(report: int, what: bytes) -> None:
@@ -99,8 +142,12 @@ def _end_with(keeper_lives: int) -> None:
 def _signals() -> Iterator[int]:
     """Yield a descriptor from which the numbers of signals can be read."""
     numbers, number = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    before = {each: signal.signal(each, lambda *_: None) for each in SIGNALS}
-    signal.set_wakeup_fd(number)
+    taken = {*SIGNALS, signal.SIGCHLD}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        taken.remove(signal.SIGHUP)
+    signal.set_wakeup_fd(number, warn_on_full_buffer=False)
+    before = {each: signal.signal(each, lambda *_: None) for each in taken}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         yield numbers
     finally:
@@ -121,18 +168,17 @@ class _Kept:
         self._processes: dict[str, HeldProcess] = {}
         self._num_signals = 0
         self._events = selectors.DefaultSelector()
-        self._handle = os.pidfd_open(driver)
-        self._events.register(self._handle, selectors.EVENT_READ, self._on_driver_end)
         self._events.register(reports, selectors.EVENT_READ, self._on_report)
         self._events.register(numbers, selectors.EVENT_READ, self._on_signal)
         os.set_blocking(reports, False)
         self._reports, self._numbers = reports, numbers
         self._is_reporting = True
+        self._has_launched = False
         self._status: int | None = None
         """The driver's, when it has ended."""
         self._is_in_order = False
         """Whether the driver ends as it was asked to."""
-        self._num_ended = 0
+        self._ended: list[str] = []
 
     def __enter__(self) -> _Kept:
         return self
@@ -140,30 +186,38 @@ class _Kept:
     def __exit__(self, *error: object) -> None:
         for process in self._processes.values():
             process.close()
-        os.close(self._handle)
         self._events.close()
 
     def run(self) -> int:
         """Keep until the driver has ended, or what it leaves behind; return the command's exit status."""
+        self._on_children()
         while self._status is None:
             self._turn(None)
-        if not self._processes:
-            return self._status
-        if self._num_signals or self._is_in_order:
-            self._end_all()
-            return self._status
-        return self._serve_on()
+        self._hold_all()
+        if self._has_launched and not self._is_in_order and not self._num_signals:
+            return self._serve_on()
+        self._end_all()
+        if self._num_signals and not self._is_in_order:
+            return 0 if self._has_launched else INTERRUPTED
+        return self._status
 
     def _serve_on(self) -> int:
-        self._hold_all()
         names = ", ".join(sorted(self._processes))
+        # What was drained leaves no socket: `supervisor.py`.
+        ready = {path.stem for path in self._folder.glob("*.sock")}
+        if missing := ", ".join(sorted(ready - self._processes.keys())):
+            _say(f"Ray has ended, and {missing} before it, which nobody starts again: draining {names or 'nothing'}")
+            self._end_all()
+            return 1
         _say(
             f"Ray has ended. {names} serve on without it, and none is started again when it ends: then "
             "the others drain and this command ends with 1. Ctrl-C drains; `conductor up` starts anew"
         )
-        self._num_ended = 0
-        while not self._num_signals and not self._num_ended and self._conductors():
+        self._ended.clear()
+        while self._processes and not self._num_signals and not self._ended:
             self._turn(None)
+        if self._ended and not self._num_signals:
+            _say(f"{', '.join(self._ended)} has ended")
         self._end_all()
         return 0 if self._num_signals else 1
 
@@ -171,12 +225,19 @@ class _Kept:
         for key, _ in self._events.select(timeout_s):
             key.data()
 
-    def _on_driver_end(self) -> None:
-        self._events.unregister(self._handle)
-        _, status = os.waitpid(self._driver, 0)
-        self._status = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
-        if self._is_reporting:
-            self._on_report()
+    def _on_children(self) -> None:
+        """Take the exit statuses of the driver and, as a container's first process, of whatever lost its parent."""
+        with suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid == self._driver:
+                    self._status = os.waitstatus_to_exitcode(status)
+                    if self._status < 0:
+                        self._status = 128 - self._status
+                    if self._is_reporting:
+                        self._on_report()
 
     def _on_report(self) -> None:
         # What it reported last is read before its end is acted on, and in the same turn perhaps.
@@ -184,6 +245,7 @@ class _Kept:
             reports = os.read(self._reports, 1 << 16)
             self._is_in_order |= IN_ORDER in reports
             if LAUNCHED in reports:
+                self._has_launched = True
                 self._hold_all()
             if not reports and self._is_reporting:
                 self._is_reporting = False
@@ -192,25 +254,31 @@ class _Kept:
     def _hold_all(self) -> None:
         """Take the lifelines of those that are not held yet."""
         for path in self._folder.glob("*.sock"):
-            if path.stem not in self._processes and (process := HeldProcess.at(path, KEEPS)):
-                self._processes[path.stem] = process
-                self._events.register(
-                    process, selectors.EVENT_READ, lambda name=path.stem: self._on_end(name)
-                )
+            name = path.stem
+            if (held := self._processes.get(name)) is not None:
+                if not held.has_ended(0.0):
+                    continue
+                self._on_end(name, held)
+            if (process := HeldProcess.at(path, KEEPS)) is not None:
+                self._processes[name] = process
+                self._events.register(process, selectors.EVENT_READ, partial(self._on_end, name, process))
 
-    def _on_end(self, name: str) -> None:
-        process = self._processes.pop(name)
+    def _on_end(self, name: str, process: HeldProcess) -> None:
+        if self._processes.get(name) is not process:
+            return  # seen by `_hold_all` already
+        del self._processes[name]
         self._events.unregister(process)
         process.close()
-        self._num_ended += 1
-        if self._status is not None and not self._num_signals:
-            _say(f"{name} has ended")
+        self._ended.append(name)
 
     def _on_signal(self) -> None:
         for number in os.read(self._numbers, 1 << 10):
-            self._num_signals += 1
-            if self._status is None:
-                os.kill(self._driver, number)
+            if number == signal.SIGCHLD:
+                self._on_children()
+            elif number != signal.SIGHUP or not self._num_signals:
+                self._num_signals += 1
+                if self._status is None:
+                    os.kill(self._driver, signal.SIGTERM if number == signal.SIGHUP else number)
 
     def _end_all(self) -> None:
         """Drain the conductors, who need the nodes for what they admitted; then the nodes."""

@@ -30,15 +30,12 @@ from deploy.cluster import Cluster, Endpoints, Programs, RayGoneError
 from deploy.clusters import Running, claimed, described, running
 from deploy.config_file import read_cluster_config
 from deploy.control import controlled
-from deploy.keeper import DRAIN_S, keep
+from deploy.keeper import DRAIN_S, INTERRUPTED, keep
 from deploy.ports import require_free, wanted_ports
 from deploy.progress import Progress
 
 ANSWER_TOKENS = 256
 """Of the answer to `--prompt` at most."""
-
-INTERRUPTED = 130
-"""Exit status of a command that a signal ended before it had done its work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """A command of `keep` whose driver supervises stubs without Ray: run by tests, in a process of its own.
 
-run_kept.py FOLDER: the driver reads words from standard input. `lost` ends it as Ray does, without a word;
-`done` in order.
+run_kept.py FOLDER [HOW]: the driver reads words from standard input. `lost` ends it as Ray does, without a
+word; `done` in order. With HOW `early` it does nothing but wait for a signal, before it has taken any; with
+`chatty` it writes to standard error, which nobody may read, before it starts processes.
 """
 
 import os
@@ -25,6 +26,13 @@ def main():
     folder = Path(sys.argv[1])
 
     def drive(outlive):
+        if "early" in sys.argv:
+            print("early", flush=True)
+            signal.pause()
+        if "chatty" in sys.argv:
+            print("early", flush=True)
+            sys.stdin.readline()
+            print("one line\n" * 100, file=sys.stderr, flush=True)
         def drain(*_):
             for supervisor in supervisors:
                 supervisor.drain(30.0)

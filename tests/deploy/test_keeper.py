@@ -17,24 +17,41 @@ GONE_S = 60.0
 
 
 @pytest.fixture
-def kept(tmp_path):
-    """Return the command, its processes' ids and its environment."""
-    environment = marked_environment()
-    folder = tmp_path / "run"
-    with subprocess.Popen(
-        [*PROGRAM, str(folder)],
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        pids = [int(word) for word in process.stdout.readline().split()]
-        yield process, pids, environment
+def begin(tmp_path):
+    """Return what begins the command, and returns it and its environment."""
+    begun = []
+
+    def start(*how, **options):
+        environment = marked_environment()
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        process = subprocess.Popen(
+            [*PROGRAM, str(tmp_path / "run"), *how], cwd=ROOT, env=environment, text=True, **{**pipes, **options}
+        )
+        begun.append((process, environment))
+        return process, environment
+
+    yield start
+    for process, environment in begun:
         process.kill()
         for pid in marked_pids(environment):
             os.kill(pid, signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+@pytest.fixture
+def kept(begin):
+    """Return the command, its processes' ids and its environment."""
+    process, environment = begin()
+    pids = [int(word) for word in process.stdout.readline().split()]
+    return process, pids, environment
+
+
+def driver_of(process, environment):
+    [driver] = {pid for pid, line in marked_pids(environment).items() if "run_kept" in line} - {process.pid}
+    return driver
 
 
 def lose_ray(process):
@@ -72,7 +89,7 @@ def test_a_driver_that_ends_in_order_leaves_nothing(kept):
 
 def test_a_driver_that_is_killed_leaves_what_serves_to_the_keeper(kept):
     process, pids, environment = kept
-    [driver] = {pid for pid, line in marked_pids(environment).items() if "run_kept" in line} - {process.pid}
+    driver = driver_of(process, environment)
     os.kill(driver, signal.SIGKILL)
     assert process.stderr.readline().startswith("Ray has ended")
     assert set(pids) <= set(marked_pids(environment))
@@ -109,3 +126,50 @@ def test_processes_that_are_kept_wait_for_a_supervisor(kept, tmp_path):
 
 def test_no_process_is_held_where_there_is_none(tmp_path):
     assert HeldProcess.at(tmp_path / "none.sock", KEEPS) is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_comes_before_the_driver_takes_any_interrupts_the_command(begin, number):
+    process, environment = begin("early")
+    assert process.stdout.readline() == "early\n"
+    process.send_signal(number)
+    assert process.wait(GONE_S) == 130
+    assert process.stderr.read() == ""
+    assert wait_all_gone(environment, GONE_S) == {}
+
+
+def test_a_terminal_that_hangs_up_drains_what_serves_without_ray(kept):
+    process, _, environment = kept
+    lose_ray(process)
+    process.stderr.close()
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(GONE_S) == 0
+    assert wait_all_gone(environment, GONE_S) == {}
+
+
+def test_standard_error_that_nobody_reads_ends_nothing(begin):
+    process, environment = begin("chatty")
+    assert process.stdout.readline() == "early\n"
+    process.stderr.close()
+    process.stdin.write("go on\n")
+    process.stdin.flush()
+    pids = [int(word) for word in process.stdout.readline().split()]
+    driver = driver_of(process, environment)
+    process.stdin.write("lost\n")
+    process.stdin.flush()
+    assert wait_gone(driver, GONE_S)
+    assert set(pids) <= set(marked_pids(environment))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(GONE_S) == 0
+
+
+def test_what_was_not_there_when_ray_ended_ends_the_rest(kept):
+    process, pids, environment = kept
+    driver = driver_of(process, environment)
+    os.kill(driver, signal.SIGSTOP)  # nobody starts the next one again
+    os.kill(pids[1], signal.SIGKILL)
+    os.kill(driver, signal.SIGKILL)
+    assert "Ray has ended, and prefill-0 before it" in process.stderr.readline()
+    assert process.wait(GONE_S) == 1
+    assert wait_all_gone(environment, GONE_S) == {}
