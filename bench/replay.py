@@ -24,10 +24,10 @@ from typing import Any
 
 from bench.about_run import about_run
 from bench.hit_rate import OPEN_TRACE
+from bench.papers.generate import generate
 from conductor.cost_model import CostModel
 from conductor.profile import load_profile
 from conductor.replay.cluster_options import ClusterOptions
-from conductor.replay.generate import generate
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace
 from conductor.replay.trace_formats import read_trace

@@ -21,11 +21,11 @@ from statistics import fmean
 from typing import Any
 
 from bench.about_run import about_run
+from bench.papers.generate import generate
 from conductor.cost_model import CostModel
 from conductor.profile import load_profile
 from conductor.replay.cluster import Cluster
 from conductor.replay.cluster_options import ClusterOptions
-from conductor.replay.generate import generate
 from conductor.replay.trace import TraceRequest
 from conductor.replay.trace_formats import read_trace
 

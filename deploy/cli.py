@@ -33,8 +33,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "logs": ("deploy.logs:main", "Print what the processes of a cluster logged."),
     "doctor": ("deploy.doctor:main", "Look for what is wrong with this host or cluster."),
     "keys": ("deploy.keys:main", "Make, list and remove API keys."),
-    "replay": ("conductor.replay.__main__:main", "Run a trace through the scheduler in virtual time."),
-    "advise": ("conductor.replay.advise:main", "Find the split of a cluster that serves a trace best."),
+    "replay": ("bench.papers.__main__:main", "Run a trace through the scheduler in virtual time."),
+    "advise": ("bench.papers.advise:main", "Find the split of a cluster that serves a trace best."),
     "compile": (
         "conductor.replay.compiled:main",
         "Compile what replay spends its time in: once, for twice the speed.",

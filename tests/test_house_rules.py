@@ -125,7 +125,7 @@ VIRTUAL_CLOCKS = {
     "tests/conductor/stub_cluster.py",
     "tests/conductor/test_overload.py",
     "tests/conductor/test_role_changes.py",
-    "tests/replay/test_conformance.py",
+    "tests/conductor/replay/test_conformance.py",
     "tests/simulation/carriage.py",
     "tests/simulation/conductor.py",
     "tests/simulation/world.py",

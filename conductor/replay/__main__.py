@@ -8,13 +8,10 @@ from collections.abc import Sequence
 
 from conductor.replay import compiled
 
-HINT = "conductor replay: in plain Python; `conductor compile`, once, makes it twice as fast\n"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `conductor replay`; return its exit code."""
-    if not compiled.use() and sys.stderr.isatty():
-        sys.stderr.write(HINT)
+    """Run the command; return its exit code."""
+    compiled.use_or_say_so()
     # only now: what it imports is what may be compiled
     command = importlib.import_module("conductor.replay.command")
     return int(command.main(argv))

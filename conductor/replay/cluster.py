@@ -101,7 +101,7 @@ class Cluster:
             fetches=options.policy == "global",
             kvcache_balancing_threshold=options.kvcache_balancing_threshold,
         )
-        self._choose_prefill = prefill_policy(options.policy, options.seed)
+        self._choose_prefill = options.rule or prefill_policy(options.policy, options.seed)
         self.num_events = 0
         """After `run`: arrivals and what followed from them."""
         self._is_arriving = False

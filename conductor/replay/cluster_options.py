@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from base.request import Slo
 from conductor.replay.faults import Fault
 from conductor.roles import RoleSettings
+from conductor.scheduler import PrefillPolicy
 from conductor.scheduler_settings import RejectPolicy
 
 
@@ -18,6 +19,8 @@ class ClusterOptions:
     decode_nodes: int
     block_size: int
     policy: str = "global"
+    rule: PrefillPolicy | None = None
+    """The policy itself, where its name is none of `policies.POLICIES`."""
     reject: RejectPolicy = RejectPolicy.NONE
     retests: bool = True
     """Whether its decode node tests a request again; False: what was admitted decodes."""

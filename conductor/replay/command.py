@@ -11,7 +11,8 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
@@ -20,14 +21,10 @@ from base.errors import ConfigError
 from base.request import Slo
 from conductor.cost_model import CostModel
 from conductor.profile import Profile, load_profile, preset_names
-from conductor.replay.cluster import WATCH_EVERY
+from conductor.replay.cluster import WATCH_EVERY, Cluster
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.conformance import compared, comparison_rows, read_run, simulated
 from conductor.replay.faults import read_faults
-from conductor.replay.generate import WORKLOADS, generate
-from conductor.replay.page import POINTS, RunLines, hot_blocks, page, run_lines
-from conductor.replay.paper import EXPERIMENTS
-from conductor.replay.peers import RULES
 from conductor.replay.policies import POLICIES
 from conductor.replay.report import (
     Report,
@@ -46,16 +43,14 @@ from conductor.roles import RoleSettings
 from conductor.scheduler_settings import RejectPolicy
 from kvstore.eviction import BY_NAME
 
-POLICY_SETS: dict[str, tuple[str, ...]] = {"all": POLICIES, "peers": (*RULES, "global")}
+POLICY_SETS: dict[str, tuple[str, ...]] = {"all": POLICIES}
+
+MakePlan = Callable[[argparse.Namespace, Trace, CostModel, str, Slo], Plan]
 
 DEFAULT_PROFILE = "a800-llama70b"
 
 # The paper's real-trace bounds (arXiv 2407.00079, section 8.1.3).
 DEFAULT_SLO = Slo(ttft_slo_s=30.0, tbt_slo_s=0.1)
-
-# Of a trace that is asked for by the name of a workload: a quarter of an hour.
-GENERATED_REQUESTS = 4_000
-GENERATED_RATE = 3.9
 
 # Roles change for a mean queue well inside the TTFT bound, which is for the tail.
 FLIP_TTFT_SHARE = 5.0
@@ -63,23 +58,17 @@ FLIP_TTFT_SHARE = 5.0
 
 def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
     """Run the command; return its exit code."""
-    parser = make_parser()
-    args = parser.parse_args(argv)
-    try:
-        return _replay(args, clock or SystemClock())
-    except ConfigError as error:
-        sys.stderr.write(f"conductor replay: {error}\n")
-        return 2
+    args = make_parser().parse_args(argv)
+    return until_refused(lambda: _replay(args, clock or SystemClock()))
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's arguments."""
+def make_parser(more_policies: Sequence[str] = (), more_traces: str = "") -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments, and of what a command that is built on it adds."""
     parser = argparse.ArgumentParser(
         prog="conductor replay", description="Run a trace through the scheduler in virtual time."
     )
     add = parser.add_argument
-    workloads = ", ".join(WORKLOADS)
-    add("trace", type=Path, help=f"a file (docs/replay.md), plain or .gz; or a generated one: {workloads}")
+    add("trace", type=Path, help=f"a file (docs/replay.md), plain or .gz{more_traces}")
     add(
         "--nodes",
         type=parse_nodes,
@@ -87,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="8P8D|16C",
         help="prefill and decode, or colocated nodes",
     )
-    add("--policy", choices=[*POLICIES, *RULES, "all", "peers"], default="global")
+    add("--policy", choices=[*POLICIES, "all", *more_policies], default="global")
     add("--reject", choices=[policy.value for policy in RejectPolicy], default="none")
     add("--no-retest", action="store_true", help="a decode node takes what was admitted, whatever its load")
     add("--profile", help=f"file, or one of {', '.join(preset_names())}; {DEFAULT_PROFILE}, or the log's own")
@@ -118,10 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--report", type=Path, metavar="OUT.json")
     add("--requests", type=Path, metavar="OUT", help="a row for each request: .csv, .csv.gz or .parquet")
     add("--progress", action="store_true", help="say on stderr how far a run is")
-    add("--html", type=Path, metavar="OUT.html", help="a page with charts")
-    add("--sweep", action="store_true", help="on that page, also every split of as many nodes")
     add("--timing", action="store_true", help="put wall times into the report too")
-    add("--paper", choices=[*EXPERIMENTS, "all"], help="a published experiment, the paper's row beside ours")
     add("--json", action="store_true", help="print the report instead of the table")
     add(
         "--conformance",
@@ -148,58 +134,97 @@ def _positive(text: str) -> float:
 
 def _replay(args: argparse.Namespace, clock: Clock) -> int:
     if args.conformance:
-        return _conformance(args)
-    trace = _trace(args)
+        return show_conformance(args)
+    trace = read_trace(args.trace, args.block_size, args.skip_bad)
+    name_bad_rows(trace)
+    profile = read_profile(args)
+    write(args, trace, profile, run_all(args, trace, profile, clock, policies_of(args, POLICY_SETS)))
+    return 0
+
+
+def until_refused(run: Callable[[], int]) -> int:
+    """Return the exit code of `run`; of input that is refused, one line and 2."""
+    try:
+        return run()
+    except ConfigError as error:
+        sys.stderr.write(f"conductor replay: {error}\n")
+        return 2
+
+
+def name_bad_rows(trace: Trace) -> None:
+    """Say on standard error which rows of a trace were passed over."""
     for reason in trace.bad_rows:
         sys.stderr.write(f"passed over {reason}\n")
-    profile = _profile(args)
-    if args.paper:
-        return _paper(args.paper, trace, profile)
-    slo = Slo(args.slo_ttft, args.slo_tbt)
-    runs: list[Report] = []
-    timed: list[Report] = []
-    lines: list[RunLines] = []
-    is_colocated = args.nodes[1] == 0
-    policies = ("colocated",) if is_colocated else POLICY_SETS.get(args.policy, (args.policy,))
+
+
+def slo_of(args: argparse.Namespace) -> Slo:
+    return Slo(args.slo_ttft, args.slo_tbt)
+
+
+def policies_of(args: argparse.Namespace, sets: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the policies to run, one after the other."""
+    return ("colocated",) if args.nodes[1] == 0 else sets.get(args.policy, (args.policy,))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A finished run's report, and how long it took."""
+
+    report: Report
+    wall_s: float
+
+    @property
+    def timed(self) -> Report:
+        """The report with the wall time in it."""
+        per_s = round(self.report["requests"] / self.wall_s)
+        return {**self.report, "wall_s": round(self.wall_s, 3), "requests_per_s": per_s}
+
+
+def run_all(
+    args: argparse.Namespace,
+    trace: Trace,
+    profile: Profile,
+    clock: Clock,
+    policies: tuple[str, ...],
+    make_plan: MakePlan | None = None,
+    ran: Callable[[Cluster], None] = lambda cluster: None,
+) -> list[Run]:
+    """Run a trace under each policy.
+
+    Args:
+        make_plan: `plan_of`, or what adds to it.
+        ran: Takes each finished cluster, unless its nodes are colocated.
+    """
+    slo, runs = slo_of(args), []
     for policy in policies:
-        plan = _plan(args, trace, CostModel(profile), policy, slo)
+        plan = (make_plan or plan_of)(args, trace, CostModel(profile), policy, slo)
         started_s = clock.now_s()
         watch = Progress(plan, clock).watch if args.progress else None
-        if is_colocated:
+        if policy == "colocated":
             report = colocated_report(simulate_colocated(plan), slo)
         else:
             cluster = simulate(plan, watch)
             report = run_report(cluster, slo)
             if args.requests:
                 write_requests(cluster.outcomes, _named(args.requests, policy, len(policies)))
-            if args.html:
-                lines.append(run_lines(cluster))
-        wall_s = max(clock.now_s() - started_s, 1e-9)
-        runs.append(report)
-        timing = {"wall_s": round(wall_s, 3), "requests_per_s": round(report["requests"] / wall_s)}
-        timed.append({**report, **timing})
+            ran(cluster)
+        runs.append(Run(report, max(clock.now_s() - started_s, 1e-9)))
+    return runs
+
+
+def write(args: argparse.Namespace, trace: Trace, profile: Profile, runs: Sequence[Run]) -> None:
+    """Write the report and the table of some runs."""
     about = trace_report(trace, args.speed, args.scale)
-    text = to_json(about, timed if args.timing else runs, dataclasses.asdict(profile))
+    reports = [run.timed if args.timing else run.report for run in runs]
+    text = to_json(about, reports, dataclasses.asdict(profile))
     if args.report:
         args.report.write_text(text)
-    if args.html:
-        sweep = _sweep(args, trace, profile, slo) if args.sweep and not is_colocated else []
-        args.html.write_text(page(f"conductor replay {trace.name}", runs, lines, sweep))
-    sys.stdout.write(text if args.json else f"{_heading(about, profile.source)}\n{to_table(timed)}\n")
-    return 0
+    table = to_table([run.timed for run in runs])
+    sys.stdout.write(text if args.json else f"{_heading(about, profile.source)}\n{table}\n")
 
 
-def _sweep(args: argparse.Namespace, trace: Trace, profile: Profile, slo: Slo) -> list[Report]:
-    """Return the runs of the last policy at every split of the same nodes."""
-    policy, num_nodes = POLICY_SETS.get(args.policy, (args.policy,))[-1], sum(args.nodes)
-    reports = []
-    for prefill in range(args.stages, num_nodes, args.stages):
-        split = argparse.Namespace(**vars(args) | {"nodes": (prefill, num_nodes - prefill), "html": None})
-        reports.append(run_report(simulate(_plan(split, trace, CostModel(profile), policy, slo)), slo))
-    return reports
-
-
-def _profile(args: argparse.Namespace) -> Profile:
+def read_profile(args: argparse.Namespace) -> Profile:
+    """Return the profile that was asked for, with the disk that was."""
     profile = load_profile(args.profile or DEFAULT_PROFILE)
     if args.disk is not None:
         profile = dataclasses.replace(profile, disk_kv_tokens=int(args.disk))
@@ -238,21 +263,8 @@ class Progress:
         sys.stderr.flush()
 
 
-def _trace(args: argparse.Namespace) -> Trace:
-    name = str(args.trace)
-    if name in WORKLOADS and not args.trace.exists():
-        return generate(name, args.until or GENERATED_REQUESTS, GENERATED_RATE, args.seed)
-    return read_trace(args.trace, args.block_size, args.skip_bad)
-
-
-def _paper(name: str, trace: Trace, profile: Profile) -> int:
-    for experiment in EXPERIMENTS if name == "all" else (name,):
-        table = EXPERIMENTS[experiment](trace, profile)
-        sys.stdout.write(f"{table.heading}\n{aligned(table.rows)}\n\n")
-    return 0
-
-
-def _conformance(args: argparse.Namespace) -> int:
+def show_conformance(args: argparse.Namespace) -> int:
+    """Print what happened beside its simulation; return the exit code."""
     run = read_run(args.trace)
     profile = load_profile(args.profile) if args.profile else run.shared.profile
     outcomes = simulated(run, profile, args.decode_caches).outcomes
@@ -260,7 +272,8 @@ def _conformance(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str, slo: Slo) -> Plan:
+def plan_of(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str, slo: Slo) -> Plan:
+    """Return what to run under one policy."""
     prefill_nodes, decode_nodes = args.nodes
     options = ClusterOptions(
         prefill_nodes=prefill_nodes,
@@ -278,8 +291,6 @@ def _plan(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str, 
         stages=args.stages,
         chunk_tokens=args.chunk_tokens,
         decode_caches=args.decode_caches,
-        sample_every_s=max(1.0, trace.span_s / args.speed / POINTS) if args.html else 0.0,
-        watched_blocks=hot_blocks(trace) if args.html else (),
         seed=args.seed,
     )
     return Plan(trace, cost, options, args.speed, args.scale, args.jitter, args.until)

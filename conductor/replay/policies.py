@@ -14,7 +14,6 @@ from conductor.cluster_view import ClusterView
 from conductor.cost_model import CostModel
 from conductor.load_order import bits_of
 from conductor.placement import PlacementRequest
-from conductor.replay.peers import RULES, peer_policy
 from conductor.scheduler import PrefillChoice, PrefillPolicy, candidate, least_ttft
 from conductor.scheduler_settings import SchedulerSettings
 from kvstore.index import Group
@@ -24,9 +23,7 @@ POLICIES = ("random", "load", "local", "global")
 
 
 def prefill_policy(name: str, seed: int) -> PrefillPolicy:
-    """Return the rule called `name`, of POLICIES or a peer's; `seed` makes `random` repeatable."""
-    if name in RULES:
-        return peer_policy(name)
+    """Return the rule called `name`, one of POLICIES; `seed` makes `random` repeatable."""
     if name == "load":
         return least_loaded
     if name == "random":

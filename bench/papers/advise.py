@@ -110,7 +110,7 @@ def _replay(
     command = [
         sys.executable,
         "-m",
-        "conductor.replay",
+        "bench.papers",
         str(trace),
         "--nodes",
         nodes,

@@ -1,6 +1,6 @@
 """Generated traces: workloads of a known shape, for where a public trace is missing.
 
-    python -m conductor.replay.generate synthetic --requests 4000 --out trace.jsonl
+    python -m bench.papers.generate synthetic --requests 4000 --out trace.jsonl
 
 Each workload is a mix of kinds of session. A session has a base (a document, a system
 prompt, nothing) and turns; turn n's prompt is the base and all before it, so its leading

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from base.errors import ConfigError
-from conductor.replay.generate import WORKLOADS, generate
+from bench.papers.generate import WORKLOADS, generate
 from conductor.replay.trace import arrivals, write_trace
 from conductor.replay.trace_formats import read_trace
-from tests.replay.builders import small_trace
+from tests.conductor.replay.builders import small_trace
 
 GOOD = {"timestamp": 1500, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
 

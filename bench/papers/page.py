@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from conductor.replay.chart import Line, chart
+from bench.papers.chart import Line, chart
 from conductor.replay.cluster import Cluster
 from conductor.replay.outcome import Outcomes
 from conductor.replay.report import Report, table_rows

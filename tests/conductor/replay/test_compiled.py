@@ -11,9 +11,9 @@ import pytest
 from base.errors import ConfigError
 from conductor.replay import compiled
 from conductor.replay.trace import write_trace
-from tests.replay.builders import small_trace
+from tests.conductor.replay.builders import small_trace
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 RUNS = (
     ("--policy", "all", "--requests", "out.csv"),
@@ -94,7 +94,7 @@ def test_compiled_runs_give_the_same_bytes(tmp_path) -> None:
     run([sys.executable, "-m", "conductor.replay.compiled"], home, ROOT)
     write_trace(small_trace(600), tmp_path / "trace")
     (tmp_path / "faults").write_text('{"at_s": 20, "node": "p1", "for_s": 10}\n{"at_s": 30, "node": "d1"}\n')
-    made = [outputs(tmp_path, module, home) for module in ("conductor.replay.command", "conductor.replay")]
+    made = [outputs(tmp_path, module, home) for module in ("bench.papers.command", "bench.papers")]
     assert made[0] == made[1]
     told = run([sys.executable, "-c", WHERE], home, ROOT)
     assert told.count(compiled.SUFFIX) == len(compiled.MODULES)

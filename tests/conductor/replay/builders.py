@@ -3,16 +3,16 @@
 from pathlib import Path
 
 from base.request import Slo
+from bench.papers.generate import generate
 from conductor.cost_model import CostModel
 from conductor.profile import load_profile
 from conductor.replay.cluster import Cluster
 from conductor.replay.cluster_options import ClusterOptions
-from conductor.replay.generate import generate
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace
 from conductor.scheduler_settings import RejectPolicy
 
-SHARED_TRACE = Path(__file__).parents[2].parent / "shared" / "traces" / "conversation_trace.jsonl"
+SHARED_TRACE = Path(__file__).parents[3].parent / "shared" / "traces" / "conversation_trace.jsonl"
 
 
 def small_trace(num_requests: int = 300, rate: float = 3.4, seed: int = 0) -> Trace:

@@ -6,12 +6,12 @@ from random import Random
 import pytest
 
 from base.request import Slo
+from bench.papers.generate import generate
+from bench.papers.paper import correlation, deviation, halves, highest_rate, loads, swing
 from conductor.cost_model import CostModel
 from conductor.profile import load_profile
 from conductor.replay.cluster_options import ClusterOptions
-from conductor.replay.generate import generate
 from conductor.replay.outcome import Outcomes
-from conductor.replay.paper import correlation, deviation, halves, highest_rate, loads, swing
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace, TraceRequest
 from conductor.scheduler_settings import RejectPolicy

@@ -20,12 +20,12 @@ from random import Random
 from statistics import fmean
 
 from base.request import Slo
+from bench.papers.generate import generate
 from conductor.cost_model import CostModel
 from conductor.profile import Profile
 from conductor.replay.block_cache import BlockCache
 from conductor.replay.cluster import Cluster
 from conductor.replay.cluster_options import ClusterOptions
-from conductor.replay.generate import generate
 from conductor.replay.outcome import Outcomes, distribution
 from conductor.replay.policies import POLICIES
 from conductor.replay.simulate import Plan, simulate, simulate_colocated

@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from conductor.replay.command import main
+from bench.papers.command import main
 from conductor.replay.trace import write_trace
 from tests.conductor.browser import chromium
-from tests.replay.builders import small_trace
+from tests.conductor.replay.builders import small_trace
 
 HAS_BROWSER = shutil.which("chromium") is not None
 

@@ -11,12 +11,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from conductor.replay.command import main, parse_nodes
+from bench.papers.command import main
+from conductor.replay.command import parse_nodes
 from conductor.replay.policies import POLICIES
 from conductor.replay.trace import write_trace
-from tests.replay.builders import small_trace
+from tests.conductor.replay.builders import small_trace
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_report_and_page_are_the_same_bytes_whatever_the_hash_seed(trace_file, t
     reports = []
     for seed in ("0", "1"):
         out, page = tmp_path / f"{seed}.json", tmp_path / f"{seed}.html"
-        command = [sys.executable, "-m", "conductor.replay.command", str(trace_file), "--nodes", "3P2D"]
+        command = [sys.executable, "-m", "bench.papers.command", str(trace_file), "--nodes", "3P2D"]
         command += ["--policy", "all", "--speed", "3", "--reject", "predict"]
         command += ["--report", str(out), "--html", str(page), "--requests", str(tmp_path / f"{seed}.csv")]
         environment = {**os.environ, "PYTHONHASHSEED": seed}

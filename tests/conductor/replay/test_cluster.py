@@ -7,19 +7,19 @@ import pytest
 
 from base.errors import ConfigError
 from base.request import NodeId, Slo
+from bench.papers.peers import RULES, peer_policy
 from conductor.cost_model import CostModel
 from conductor.profile import load_profile
 from conductor.replay.cluster import Cluster
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.faults import Fault
-from conductor.replay.peers import RULES
 from conductor.replay.policies import POLICIES
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace, TraceRequest, arrivals
 from conductor.replay.trace_formats import read_trace
 from conductor.roles import RoleSettings
 from conductor.scheduler_settings import RejectPolicy
-from tests.replay.builders import REJECTING, SHARED_TRACE, TIGHT, run, small_trace
+from tests.conductor.replay.builders import REJECTING, SHARED_TRACE, TIGHT, run, small_trace
 
 COST = CostModel(load_profile("a800-llama70b"))
 
@@ -55,7 +55,8 @@ def check_ends(cluster: Cluster, num_requests: int) -> None:
 @pytest.mark.parametrize("policy", [*POLICIES, *RULES])
 @pytest.mark.parametrize("seed", range(2))
 def test_every_request_ends_once_and_nothing_is_left(policy: str, seed: int) -> None:
-    check_ends(run(small_trace(seed=seed), "3P2D", policy=policy), 300)
+    rule = peer_policy(policy) if policy in RULES else None
+    check_ends(run(small_trace(seed=seed), "3P2D", policy=policy, rule=rule), 300)
 
 
 @pytest.mark.parametrize("reject", REJECTING)
