@@ -52,7 +52,7 @@ from kvstore.peers import PeerDirectory
 from kvstore.record import HEADER_BYTES
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
-from transfer.segment import Segment
+from transfer.owned.segment import Segment
 
 ROOT = Path(__file__).parent.parent
 BLOCK_BYTES = 2 << 20

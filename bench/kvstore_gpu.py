@@ -34,8 +34,8 @@ from engine.paged_cache import PagedCache
 from kvstore.hosting import HostedStore, hosted_store
 from kvstore.settings import StoreProcess
 from transfer.agent import TransferAgent
-from transfer.cuda_ipc import described
-from transfer.segment import Segment
+from transfer.gpu.transport import described
+from transfer.owned.segment import Segment
 
 LAYOUT = KvLayout(
     num_layers=32, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16"

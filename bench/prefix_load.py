@@ -48,7 +48,7 @@ from kvstore.settings import StoreProcess
 from prefill_node.prefix_loader import loaded_prefix
 from prefill_node.role import one_token_sequence
 from transfer.agent import TransferAgent
-from transfer.segment import Segment
+from transfer.owned.segment import Segment
 
 ROOT = BlockHash(bytes(16))
 NO_LIMIT = 1e15

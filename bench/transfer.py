@@ -40,7 +40,7 @@ from bench.about_run import about_run
 from bench.transfer_rivals import BareSocket, IbWriteBw, Memcpy, Mooncake, Places, Rival, serve_bare_socket
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
-from transfer.segment import Segment
+from transfer.owned.segment import Segment
 
 LEASE_S = 3600.0
 ROUND_S = 0.25

@@ -33,9 +33,9 @@ from base.errors import TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from transfer.agent import TransferAgent
 from transfer.batch import TransferBatch, batch_of
-from transfer.cuda_ipc import described
-from transfer.kernels.copy_ranges import copy_ranges
-from transfer.segment import Segment
+from transfer.gpu.kernels.copy_ranges import copy_ranges
+from transfer.gpu.transport import described
+from transfer.owned.segment import Segment
 
 NUM_BYTES = 1 << 30
 LEASE_S = 3600.0

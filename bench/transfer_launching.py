@@ -25,9 +25,9 @@ from base.config import TransferConfig
 from base.grants import Grant, Operation, PeerDescriptor
 from transfer.agent import TransferAgent
 from transfer.batch import TransferBatch, batch_of
-from transfer.cuda_ipc import CudaAccess, CudaTransport
-from transfer.ranges import Offsets
-from transfer.segment import DeviceMemory
+from transfer.gpu.transport import CudaAccess, CudaTransport
+from transfer.owned.ranges import Offsets
+from transfer.owned.segment import DeviceMemory
 
 BATCH_BYTES = 64 << 20
 BLOCKS = (16 << 10, 256 << 10)
@@ -98,7 +98,7 @@ async def measure(block: int, tasks: int, link_us: float) -> dict[str, Any]:
     with (
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.cuda.device"),
-        mock.patch("transfer.cuda_ipc.CudaTransport", return_value=transport),
+        mock.patch("transfer.gpu.transport.CudaTransport", return_value=transport),
     ):
         async with AsyncExitStack() as stack:
             owner = await stack.enter_async_context(TransferAgent("owner", 1, config, SystemClock()))

@@ -32,7 +32,7 @@ from deploy.doctor_processes import check_processes, look_at_processes, measure_
 from deploy.findings import Finding
 from deploy.ports import taken, wanted_ports
 from deploy.room import Offer, needs, offer_of_host, refusal
-from transfer import topology
+from transfer.rdma import topology
 
 LEAST_OPEN_FILES = 4096
 """Ray and gRPC hold several for each peer, and the conductor one for each client."""

@@ -52,7 +52,7 @@ from prefill_node.fetcher import Fetcher
 from prefill_node.lender import Lender
 from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
-from transfer.segment import Segment
+from transfer.owned.segment import Segment
 from transfer.shard import NodeKv
 from transfer.transport import Transport
 

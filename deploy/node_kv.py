@@ -13,7 +13,7 @@ from engine.arrivals import prefix_parts
 from engine.block_sums import CachePlace, block_sums, block_sums_in_order
 from engine.build import Engine, device_of
 from transfer.agent import TransferAgent
-from transfer.segment import Segment
+from transfer.owned.segment import Segment
 from transfer.shard import LocalShard, NodeKv
 
 Build = Callable[[Callable[[int], memoryview]], Engine]
@@ -59,6 +59,6 @@ def node_kv(engine: Engine, segment: Segment, agent: TransferAgent) -> NodeKv:
 def _device_segment(agent: TransferAgent, engine: Engine) -> Segment:
     """Return the segment over the paged cache of a GPU."""
     # By name, because it imports Triton, which only machines with a GPU have.
-    cuda_ipc = importlib.import_module("transfer.cuda_ipc")
+    cuda_ipc = importlib.import_module("transfer.gpu.transport")
     segment: Segment = agent.register_device(cuda_ipc.described(engine.cache.tensor))
     return segment

@@ -28,7 +28,7 @@ from prefill_node.own_cache import OwnCache, SegmentCache
 from prefill_node.ranked_cache import RankedCache
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
-from transfer.segment import Segment
+from transfer.owned.segment import Segment
 from transfer.shard import NodeKv
 
 log = logging.getLogger(__name__)

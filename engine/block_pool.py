@@ -11,7 +11,7 @@ computed the same prefix at the same time). They are not merged: block tables st
 append-only, and the second copy takes over the name when the first is evicted, so that
 the children of a chain never outlive every copy of their parent.
 
-What a peer may write into a block of ours is fenced by its grant (`transfer/grant.py`), not here.
+What a peer may write into a block of ours is fenced by its grant (`transfer/owned/grant.py`), not here.
 
 Belongs to the event loop; nothing in here is thread-safe.
 """

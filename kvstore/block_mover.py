@@ -12,7 +12,7 @@ from typing import Protocol
 from base.block_hash import BlockHash
 from kvstore.client import BlockCache, Stripes
 from transfer.batch import Priority
-from transfer.segment import Segment
+from transfer.owned.segment import Segment
 
 
 class BlockMover(Protocol):

@@ -39,7 +39,7 @@ from kvstore.resting import Resting
 from kvstore.store import Leased, Reserved, Store
 from transfer.agent import TransferAgent
 from transfer.batch import Priority, batch_of
-from transfer.segment import Segment
+from transfer.owned.segment import Segment
 
 GROUP_BYTES = 32 << 20
 """Moved while the group before it is compared with its checksums."""

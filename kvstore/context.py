@@ -26,7 +26,7 @@ from base.kv_layout import KvLayout
 from kvstore.client import BlockCache
 from kvstore.hosting import block_cache
 from transfer.agent import TransferAgent
-from transfer.segment import Segment, over
+from transfer.owned.segment import Segment, over
 
 
 @asynccontextmanager

@@ -33,7 +33,7 @@ from kvstore.disk_growth import Growth
 from kvstore.heat import Heat
 from kvstore.pool import HostPool, Record
 from transfer.agent import TransferAgent
-from transfer.segment import Segment
+from transfer.owned.segment import Segment
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from kvstore.store import Store
 from prefill_node.prefix_loader import PrefixSource
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
-from transfer.segment import Segment
+from transfer.owned.segment import Segment
 
 
 class OwnCache(Protocol):

@@ -33,7 +33,7 @@ LEFT_ALONE = {"check", "check_invariant", "__repr__"}
 
 TARGETS = {
     "pool": ("engine.block_pool", ("tests/engine/test_block_pool.py", "tests/engine/test_scheduler.py")),
-    "lease": ("transfer.grant", ("tests/transfer/test_grant.py",)),
+    "lease": ("transfer.owned.grant", ("tests/transfer/owned/test_grant.py",)),
     "reservation": ("decode_node.reservation", ("tests/decode_node/test_role.py",)),
     "admission": ("conductor.admission", ("tests/conductor/test_admission.py",)),
 }

@@ -181,8 +181,8 @@ SHORT_WAITS = {
     "tests/cluster/test_prometheus.py": "the pause between two looks",
     "tests/conductor/test_disconnect.py": "a client's deadline, which must pass",
     "tests/deploy/test_remote_shard.py": "a number of layers",
-    "tests/transfer/test_board.py": "what must not have come meanwhile",
-    "tests/transfer/test_rdma_holds.py": "what must not have come meanwhile",
+    "tests/transfer/owned/test_board.py": "what must not have come meanwhile",
+    "tests/transfer/rdma/test_holds.py": "what must not have come meanwhile",
 }
 WAITS = {"timeout": 1, "wait": 1, "wait_for": 2, "join": 1, "settimeout": 1}
 """By name, the place of the limit among the arguments, if it is the last of them."""

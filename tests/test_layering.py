@@ -1,4 +1,4 @@
-"""Imports point down the layers, and each library is imported through its door alone."""
+"""Imports point down the layers and their rooms, and each library is imported through its door alone."""
 
 import ast
 import functools
@@ -8,10 +8,20 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
+# What rooms of transfer share: a batch, its end, its turn, and what a transport is.
+BATCHES = {"transfer/batch", "transfer/completion", "transfer/transport", "transfer/turns"}
+
+# package, or room of one (a folder with a line of its own) -> what its files may import: a package with its
+# rooms, a room, or a file
 LAYERS: dict[str, set[str]] = {
     "protos": set(),
     "base": {"protos"},
-    "transfer": {"base", "protos"},
+    "transfer/owned": {"base"},
+    "transfer/tcp": {"base", "transfer/owned", *BATCHES},
+    "transfer/shm": {"base", "transfer/owned", *BATCHES},
+    "transfer/gpu": {"base", "transfer/owned", "transfer/shm", *BATCHES},
+    "transfer/rdma": {"base", "transfer/owned", "transfer/tcp", *BATCHES},
+    "transfer": {"base", "protos", "transfer"},
     "engine": {"base"},
     "kvstore": {"base", "protos", "transfer"},
     "prefill_node": {"base", "protos", "engine", "transfer", "kvstore"},
@@ -50,13 +60,13 @@ DOORS: dict[str, tuple[str, ...]] = {
     "opentelemetry": ("base/tracing.py",),
     "prometheus_client": ("base/metrics.py",),
     "pydantic": ("deploy/config_file.py", "conductor/openai_schema.py"),
-    "pyverbs": ("transfer/rdma.py",),
+    "pyverbs": ("transfer/rdma/verbs.py",),
     "ray": ("deploy/launch.py", "deploy/ray_resources.py", "deploy/serve_app.py"),
     "redis": ("kvstore/directory.py",),
     "rich": ("deploy/", "bench/"),
     "safetensors": ("engine/weights.py",),
     "tokenizers": ("conductor/tokenizer.py",),
-    "torch": ("engine/", "transfer/cuda_ipc.py", "bench/"),
+    "torch": ("engine/", "transfer/gpu/transport.py", "bench/"),
     "transformers": (
         "engine/weights.py",
         "engine/model.py",
@@ -66,7 +76,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "engine/pipeline.py",
         "bench/",
     ),
-    "triton": ("engine/kernels/", "transfer/kernels/"),
+    "triton": ("engine/kernels/", "transfer/gpu/kernels/"),
     "typer": ("deploy/", "bench/"),
     "uvicorn": ("conductor/", "bench/"),
     "uvloop": ("conductor/__main__.py", "deploy/node.py", "bench/"),
@@ -93,12 +103,48 @@ def source_files(package: str) -> list[Path]:
     return [file for file in sorted((ROOT / package).rglob("*.py")) if "_pb2" not in file.name]
 
 
-@pytest.mark.parametrize("package", LAYERS)
-def test_imports_point_down(package: str) -> None:
-    files = source_files(package)
-    assert files, f"{package} has no files: is the test run from a checkout?"
+ROOMS = {name: tuple(name.split("/")) for name in LAYERS}
+
+
+def room_of(parts: tuple[str, ...]) -> str | None:
+    """Return the innermost room that a path of folders, or of a module, lies in."""
+    inside = [name for name, room in ROOMS.items() if parts[: len(room)] == room]
+    return max(inside, key=len, default=None)
+
+
+@functools.cache
+def imported_modules(file: Path) -> set[tuple[str, ...]]:
+    """Modules of our own that a file imports, as paths."""
+    found: set[tuple[str, ...]] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {tuple(alias.name.split(".")) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = tuple((node.module or "").split("."))
+            for alias in node.names:
+                inner = (*module, alias.name)
+                folder = ROOT.joinpath(*inner)
+                found.add(inner if folder.is_dir() or folder.with_suffix(".py").exists() else module)
+    return {parts for parts in found if room_of(parts) is not None}
+
+
+def files_of(room: str) -> list[Path]:
+    """Return the files of a package or room, without those of rooms inside it."""
+    files = source_files(room)
+    return [file for file in files if room_of(file.relative_to(ROOT).with_suffix("").parts) == room]
+
+
+def may_import(room: str, module: tuple[str, ...]) -> bool:
+    allowed = [tuple(name.split("/")) for name in LAYERS[room]]
+    return room_of(module) == room or any(module[: len(each)] == each for each in allowed)
+
+
+@pytest.mark.parametrize("room", LAYERS)
+def test_imports_point_down(room: str) -> None:
+    files = files_of(room)
+    assert files, f"{room} has no files: is the test run from a checkout?"
     for file in files:
-        upward = imported_packages(file) & LAYERS.keys() - LAYERS[package] - {package}
+        upward = {".".join(module) for module in imported_modules(file) if not may_import(room, module)}
         assert not upward, f"{file} may not import {sorted(upward)}"
 
 

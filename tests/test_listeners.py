@@ -28,7 +28,7 @@ OPENS = {
 """Calls that make, or lead to, a socket that others connect to."""
 
 TLS, METHODS = "tests/conductor/test_tls.py", "tests/test_outsiders.py"
-ACCESS, DATA = "tests/conductor/test_access.py", "tests/transfer/test_tcp_server.py"
+ACCESS, DATA = "tests/conductor/test_access.py", "tests/transfer/tcp/test_server.py"
 CONTROL, METRICS = "tests/deploy/test_control.py", "tests/base/test_metrics_port.py"
 LIFELINE = "tests/base/test_lifetime.py"
 GUARDED = {
@@ -49,7 +49,7 @@ GUARDED = {
     ("deploy/control.py", "start_unix_server"): CONTROL,
     ("deploy/ports.py", "create_server"): "closed at once: it asks whether a port is free",
     ("transfer/agent.py", "TcpServer"): DATA,
-    ("transfer/tcp_server.py", "create_server"): DATA,
+    ("transfer/tcp/server.py", "create_server"): DATA,
 }
 """By file and call: the test that sweeps it as an outsider, or why there is nothing to sweep."""
 

@@ -23,22 +23,24 @@ from base.errors import ProtocolError, TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from base.logs import event
 from transfer.batch import Pieces, Priority, TransferBatch, plan_pieces, sums_of
-from transfer.board import Board
 from transfer.completion import Latch, begin, finish_within, on_loop
-from transfer.dma_buf import CudaDriver
-from transfer.greeting import SECRET_BYTES, PeerKey
-from transfer.holdings import Holdings
-from transfer.ranges import ranges_of, with_table
-from transfer.rdma import open_rails
-from transfer.rdma_transport import RdmaTarget, RdmaTransport
-from transfer.reactor import Reactor, num_reactors
-from transfer.registrations import Registrations, device_refusal_or_none, memory_place
+from transfer.gpu.staged import StagedTransport
+from transfer.gpu.staging import PinnedStaging
+from transfer.owned.board import Board
+from transfer.owned.holdings import Holdings
+from transfer.owned.ranges import ranges_of, with_table
+from transfer.owned.segment import DeviceMemory, Segment
+from transfer.rdma.dma_buf import CudaDriver
+from transfer.rdma.registrations import Registrations, device_refusal_or_none, memory_place
+from transfer.rdma.transport import RdmaTarget, RdmaTransport
+from transfer.rdma.verbs import open_rails
 from transfer.router import Router
-from transfer.segment import DeviceMemory, Segment
-from transfer.shm import ShmTransport
-from transfer.staged import StagedTransport
-from transfer.tcp import TcpTransport
-from transfer.tcp_server import TcpServer
+from transfer.shm.transport import ShmTransport
+from transfer.tcp.frame import MAX_FRAME_BYTES
+from transfer.tcp.greeting import SECRET_BYTES, PeerKey
+from transfer.tcp.reactor import Reactor, num_reactors
+from transfer.tcp.server import TcpServer
+from transfer.tcp.transport import TcpTransport
 from transfer.transport import Carriage, Passage, Route, Totals, Transport
 from transfer.turns import Turns
 
@@ -83,7 +85,8 @@ class TransferAgent:
         self._clock = clock
         on_host = {"shm", "cuda_ipc"} & set(config.transports)
         self._board = Board(epoch) if on_host else None
-        self._holdings = Holdings(clock, self._board, random_bits)
+        stage = functools.partial(PinnedStaging, room_bytes=MAX_FRAME_BYTES)
+        self._holdings = Holdings(clock, self._board, random_bits, stage)
         self._carriage = None if carriage is None else carriage(self._holdings)
         self._reactors: list[Reactor] = []
         self._registrations: Registrations | None = None
@@ -118,7 +121,7 @@ class TransferAgent:
             # By name, because it imports torch: seconds that a process without a GPU
             # need not spend.
             try:
-                transports.append(importlib.import_module("transfer.cuda_ipc").CudaTransport())
+                transports.append(importlib.import_module("transfer.gpu.transport").CudaTransport())
             except ImportError as error:
                 absent["cuda_ipc"] = f"not installed: {error}"
         if "rdma" in names:
@@ -213,7 +216,7 @@ class TransferAgent:
         return self._pinned(self._holdings.register(memory))
 
     def register_device(self, memory: DeviceMemory) -> Segment:
-        """Return a segment over memory of a GPU, described by `transfer/cuda_ipc.py`. May take seconds.
+        """Return a segment over memory of a GPU, described by `transfer/gpu/transport.py`. May take seconds.
 
         Raises:
             ValueError: the configuration allows no transport that reaches it.

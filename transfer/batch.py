@@ -17,8 +17,8 @@ import numpy as np
 from base.checksum import checksum
 from base.errors import ProtocolError
 from base.grants import Operation
-from transfer.ranges import Offsets, Ranges
-from transfer.segment import Segment
+from transfer.owned.ranges import Offsets, Ranges
+from transfer.owned.segment import Segment
 
 
 class Priority(Enum):

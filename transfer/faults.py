@@ -27,8 +27,8 @@ import numpy as np
 
 from base.errors import ServeError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
-from transfer import segment as segments
 from transfer.batch import Pieces, Priority
+from transfer.owned import segment as segments
 from transfer.transport import Opening, Passage, Transport
 
 

@@ -18,8 +18,8 @@ from base.errors import TransferFailedError
 from base.grants import Grant, PeerDescriptor
 from base.logs import event
 from transfer.batch import Pieces, Priority
-from transfer.ranges import Ranges
-from transfer.segment import Segment
+from transfer.owned.ranges import Ranges
+from transfer.owned.segment import Segment
 from transfer.transport import MEASURED_FROM_BYTES, Opening, Passage, Route, Tally, Totals, Transport
 
 PRIOR_BYTES_PER_S = {

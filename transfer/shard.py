@@ -22,8 +22,8 @@ from base.grants import Grant, Operation, PeerDescriptor, RankGrant
 from base.kv_layout import KvLayout, KvPart, part_runs
 from transfer.agent import TransferAgent
 from transfer.batch import Priority, batch_of
-from transfer.ranges import Offsets
-from transfer.segment import Segment
+from transfer.owned.ranges import Offsets
+from transfer.owned.segment import Segment
 
 
 @dataclass(frozen=True, slots=True)

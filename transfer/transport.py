@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol
 
 from base.grants import Endpoint, Grant, PeerDescriptor
 from transfer.batch import Pieces, Priority, TransferBatch
-from transfer.ranges import Ranges
-from transfer.segment import Segment
+from transfer.owned.ranges import Ranges
+from transfer.owned.segment import Segment
 
 MEASURED_FROM_BYTES = 1 << 20
 """A smaller batch measures latency and not bandwidth."""

@@ -23,7 +23,7 @@ from base.grants import Operation
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
 from transfer.faults import Fault, FaultyTransport
-from transfer.grant import NUM_SLOTS
+from transfer.owned.grant import NUM_SLOTS
 from transfer.transport import Transport
 
 BLOCK = 512

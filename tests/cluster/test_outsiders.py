@@ -31,8 +31,8 @@ from tests.cluster.asking import PATIENCE_S, generate_request, until
 from tests.cluster.fortress import BLOCK_SIZE, Fortress, fortress
 from tests.deploy.processes import listening, receiving
 from tests.every_method import every_method, filled
-from transfer.frame import HEADER_BYTES, Header, Kind, pack, unpack_header
-from transfer.greeting import Nonces, proof
+from transfer.tcp.frame import HEADER_BYTES, Header, Kind, pack, unpack_header
+from transfer.tcp.greeting import Nonces, proof
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 

@@ -1,7 +1,7 @@
 """Bytes that no well-meant peer sends, on the conductor's listeners: refused cheaply, and nobody harmed.
 
 Bodies of calls: test_openai_errors.py and test_openai_fuzz.py. The data plane:
-tests/transfer/test_tcp_server.py and test_frame.py. Records on disk: tests/kvstore/test_disk.py.
+tests/transfer/tcp/test_server.py and test_frame.py. Records on disk: tests/kvstore/test_disk.py.
 Files: tests/test_hostile_files.py.
 """
 

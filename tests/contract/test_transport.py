@@ -16,7 +16,7 @@ from tests.transfer.peer_process import allocated
 from tests.transfer.remote_peer import RemotePeer
 from transfer.agent import TransferAgent
 from transfer.batch import Priority, TransferBatch, batch_of
-from transfer.segment import Segment
+from transfer.owned.segment import Segment
 
 TO_GPU, BETWEEN_GPUS = "tcp to a GPU", "tcp between GPUs"
 BY_THREADS = "tcp by several threads"

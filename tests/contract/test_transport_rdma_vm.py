@@ -23,7 +23,7 @@ PYTEST += ["-q", "-x", "-m", "rdma", "--timeout", "240"]
     "suite",
     [
         "tests/contract/test_transport.py",
-        pytest.param("tests/transfer/test_rdma.py", marks=pytest.mark.full),
+        pytest.param("tests/transfer/rdma/test_verbs.py", marks=pytest.mark.full),
     ],
 )
 def test_the_rdma_suites_pass_in_a_virtual_machine(suite: str) -> None:

@@ -60,7 +60,7 @@ from kvstore.wire import chain_from, member_from_bytes
 from protos import nodes_pb2
 from tests.conductor.fakes import MODEL, ScriptedDispatcher, spoken, tiny_model
 from tests.conductor.scripted_node import GRANT, TIMES, node_info
-from transfer.frame import Header, Kind, pack, unpack_header, unpack_ranges
+from transfer.tcp.frame import Header, Kind, pack, unpack_header, unpack_ranges
 
 Refusal = type[Exception]
 

@@ -1,12 +1,12 @@
 """A GPU's memory without a GPU: no view of it, and one transport that reaches it.
 
-Stands where `transfer/cuda_ipc.py` does: one side is memory of the device, the other is
+Stands where `transfer/gpu/transport.py` does: one side is memory of the device, the other is
 host memory that a process shows on its board.
 """
 
 from base.grants import Operation
-from tests.transfer.fake_device import device_memory
-from transfer.mapped import MappedPeers
+from tests.transfer.gpu.fake_device import device_memory
+from transfer.shm.mapped import MappedPeers
 
 
 class FakeGpu:

@@ -10,7 +10,7 @@ from tests.kvstore.cluster import BLOCK_BYTES, bytes_of, chain_of, running_clust
 from tests.kvstore.engine_beside import NUM_BLOCKS, ROOT, Beside, Engine, contents
 
 torch = pytest.importorskip("torch")
-cuda_ipc = pytest.importorskip("transfer.cuda_ipc", reason="needs Triton")
+cuda_ipc = pytest.importorskip("transfer.gpu.transport", reason="needs Triton")
 kernel = pytest.importorskip("engine.kernels.sum_words", reason="needs Triton")
 pytestmark = [
     pytest.mark.gpu,

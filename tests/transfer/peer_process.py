@@ -14,10 +14,10 @@ from base.checksum import checksum
 from base.clock import SystemClock
 from base.config import TransferConfig
 from base.grants import Operation
-from tests.transfer.fake_device import device_memory
+from tests.transfer.gpu.fake_device import device_memory
 from transfer import agent as agents
 from transfer.agent import TransferAgent
-from transfer.segment import Segment
+from transfer.owned.segment import Segment
 
 
 class Peer:

@@ -13,10 +13,10 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.errors import ProtocolError, TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
-from tests.transfer.made_up_rails import FakeRail
+from tests.transfer.rdma.made_up_rails import FakeRail
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
-from transfer.board import MAX_SEGMENTS
+from transfer.owned.board import MAX_SEGMENTS
 
 
 def agent(**config) -> TransferAgent:

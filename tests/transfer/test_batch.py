@@ -7,9 +7,9 @@ import pytest
 
 from base.errors import ProtocolError
 from base.grants import Operation
-from transfer import segment as segments
 from transfer.batch import Pieces, TransferBatch, batch_of, plan_pieces
-from transfer.ranges import ranges_of, with_table
+from transfer.owned import segment as segments
+from transfer.owned.ranges import ranges_of, with_table
 
 OURS = segments.over(1, bytearray(1000))
 

@@ -10,11 +10,11 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.errors import TransferFailedError
 from base.grants import Operation
-from tests.transfer.fake_device import device_memory
-from tests.transfer.made_up_rails import FakeRail
+from tests.transfer.gpu.fake_device import device_memory
+from tests.transfer.rdma.made_up_rails import FakeRail
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
-from transfer.reactor import Reactor
+from transfer.tcp.reactor import Reactor
 
 NUM_BYTES = 32 << 20
 NUM_TASKS = 3

@@ -6,9 +6,9 @@ import pytest
 from base.clock import ManualClock
 from base.errors import StaleError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
-from transfer import segment as segments
 from transfer.batch import Pieces, Priority, batch_of
-from transfer.ranges import ranges_of
+from transfer.owned import segment as segments
+from transfer.owned.ranges import ranges_of
 from transfer.router import COOLDOWN_S, PRIOR_BYTES_PER_S, RANKED_FOR_S, Router
 from transfer.transport import MEASURED_FROM_BYTES, Opening
 

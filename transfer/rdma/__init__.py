@@ -1,0 +1,1 @@
+"""The rdma transport: one-sided work over the nearest NICs, under held grants."""

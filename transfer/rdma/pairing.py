@@ -1,0 +1,383 @@
+"""One peer over RDMA: a control connection, a queue pair on every rail, work spread over the nearest.
+
+    lane   closed  --connected-->  open  --an error, the peer's end-->  closed  (for ever)
+
+Work requests of a queue pair end in order, so only some of them are signalled and each
+completion ends all before it. A lane that fails is destroyed before its work is posted
+on another: two NICs never carry the same bytes at once, and nothing is touched late.
+Each batch goes by the nearest rails that are open (`topology.py`), so work waits in one
+line for each choice of rails. The event loop owns everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from base.clock import Clock
+from base.errors import ProtocolError, ServeError, TransferFailedError
+from transfer.batch import Pieces, Priority
+from transfer.completion import Completion
+from transfer.rdma.holds import Holds
+from transfer.rdma.rails import RailHealth
+from transfer.rdma.registrations import Reach
+from transfer.rdma.topology import Tiers, tiers
+from transfer.rdma.verbs import (
+    MAX_OUTSTANDING,
+    SIGNAL_EVERY,
+    Ended,
+    QueuePair,
+    QueuePairEnd,
+    Rail,
+    unpack_ends,
+)
+from transfer.tcp.express import Call, ExpressLink
+from transfer.tcp.frame import Kind
+from transfer.tcp.greeting import PeerKey
+
+WORK_BYTES = 1 << 20
+"""One work request at most: 21 us on a 400 Gb/s link, several times the cost of posting it."""
+STUCK_AFTER_S = 1.0
+"""A lane that does not end cancelled work for this long is destroyed."""
+BURST = 16
+"""Posted on one lane before the next has its turn."""
+
+
+Row = tuple[int, int, int]
+"""One work request: offset in our segment, offset in the peer's, bytes."""
+
+
+class Batch:
+    """Counts down the work requests of one batch."""
+
+    def __init__(self, is_write: bool, ours: Reach, theirs: Reach) -> None:
+        self.is_write = is_write
+        self.ours = ours
+        self.theirs = theirs
+        self.tiers = tiers(ours.distances, theirs.distances)
+        """The rails that may carry it, nearest first."""
+        self.left = 0
+        self.is_over = False
+        self.error: ServeError | None = None
+        self._completion: Completion | None = None
+
+    def work_ended(self, error: ServeError | None = None) -> None:
+        """One work request is over: nothing touches its bytes any more."""
+        self.error = self.error or error
+        self.left -= 1
+        if self.left == 0:
+            self.is_over = True
+            if self._completion is not None:
+                self._completion.end(self.error)
+
+    async def ended(self, cancel: Callable[[], None]) -> None:
+        """Return or raise as the work does, and never before it has ended: `Completion.wait`."""
+        # Small batches are over before anybody waits, and need none.
+        self._completion = Completion()
+        if self.is_over:
+            self._completion.end(self.error)
+        await self._completion.wait(cancel)
+
+
+Work = tuple[Batch, Row]
+
+
+class Lane:
+    """One queue pair and what is under way on it, in order."""
+
+    def __init__(self, pairing: Pairing, index: int, pair: QueuePair) -> None:
+        self.pairing = pairing
+        self.index = index
+        self.pair = pair
+        self.is_open = False
+        self.is_lost = False
+        self.under_way: deque[tuple[int, Batch, Row]] = deque()
+        self._ids = count(1)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Its name among all lanes: every rail numbers its queue pairs by itself."""
+        return self.pair.rail.name, self.pair.end.number
+
+    def post(self, work: Sequence[Work]) -> None:
+        """Begin some work, all of it in one direction; raises TransferFailedError."""
+        entries = []
+        index, count, under_way = self.index, len(work), self.under_way
+        for place, (batch, row) in enumerate(work, 1):
+            work_id = next(self._ids)
+            is_signalled = place == count or work_id % SIGNAL_EVERY == 0
+            ours, theirs, (offset, peer_offset, length) = batch.ours, batch.theirs, row
+            address, peer_address = ours.address + offset, theirs.address + peer_offset
+            key, peer_key = ours.keys[index], theirs.keys[index]
+            entries.append((work_id, is_signalled, address, length, key, peer_address, peer_key))
+            under_way.append((work_id, batch, row))
+        self.pair.post(entries, work[0][0].is_write)
+
+    def take_back(self) -> list[Work]:
+        """Destroy the queue pair; return the work that it had not ended."""
+        self.is_open = False
+        self.pair.close()
+        work = [(batch, row) for _, batch, row in self.under_way]
+        self.under_way.clear()
+        return work
+
+
+class _Line:
+    """Work that goes by the same rails, in order."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.tiers = tiers
+        self.urgent: deque[Work] = deque()
+        self.background: deque[Work] = deque()
+        self.lanes: frozenset[int] = frozenset()
+        """Numbers of those that carry it: the nearest that are open."""
+
+
+class Pairing:
+    """Owns the connection, the lanes and the queue of work to one epoch of one peer."""
+
+    def __init__(
+        self,
+        address: str,
+        key: PeerKey,
+        rails: Sequence[Rail],
+        health: RailHealth,
+        lanes: dict[tuple[str, int], Lane],
+        clock: Clock,
+    ) -> None:
+        self.epoch = key.epoch
+        self._health = health
+        self._all_lanes = lanes
+        self._lanes = [Lane(self, index, rail.queue_pair()) for index, rail in enumerate(rails)]
+        self._lines: dict[Tiers, _Line] = {}
+        self._pairing = asyncio.Lock()
+        self._is_paired = False
+        self._has_lost = False
+        self.link = ExpressLink(
+            address, key, self._on_link_closed, lambda generation: self.holds.recall(generation)
+        )
+        self.holds = Holds(self.link, clock)
+        self.link.connect()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every lane there ever was is open: then there is nothing to be ready for."""
+        return self._is_paired and not self._has_lost and not self.link.is_closed
+
+    @property
+    def has_queued(self) -> bool:
+        """Whether work waits for room on a lane."""
+        return any(line.urgent or line.background for line in self._lines.values())
+
+    def rails_at_work(self) -> list[Rail]:
+        """Return the rails on which something is under way."""
+        return [lane.pair.rail for lane in self._lanes if lane.under_way]
+
+    async def ready(self) -> None:
+        """Return when the lanes are open; raises TransferFailedError or StaleError."""
+        async with self._pairing:
+            if not self._is_paired:
+                await self._pair()
+                self._is_paired = True
+        if not any(lane.is_open for lane in self._lanes):
+            raise TransferFailedError("no rail reaches the peer")
+
+    def is_spent(self) -> bool:
+        """Return whether another pairing would reach the peer better than this one."""
+        if self.link.is_closed:
+            return True
+        is_revived = any(lane.is_lost and self._health.is_usable(lane.pair.rail.name) for lane in self._lanes)
+        return is_revived and not any(lane.under_way for lane in self._lanes)
+
+    def add(self, batch: Batch, pieces: Pieces, priority: Priority) -> None:
+        """Take over the work of one batch."""
+        line = self._line_of(batch)
+        if (
+            pieces.only is not None
+            and pieces.num_bytes <= WORK_BYTES
+            and self._began(line, batch, pieces.only)
+        ):
+            return
+        parts = pieces.cut(WORK_BYTES)
+        batch.left = len(parts)
+        queue = line.urgent if priority is Priority.FOREGROUND else line.background
+        queue.extend((batch, row) for row in parts.rows())
+        if line.lanes:
+            self.pump()
+        else:
+            _fail(line, TransferFailedError("no rail that is open reaches both memories"))
+
+    def drop(self, batch: Batch) -> None:
+        """End the batch's work: what is not posted at once, what is posted within a second."""
+        line = self._line_of(batch)
+        for queue in (line.urgent, line.background):
+            kept = [work for work in queue if work[0] is not batch]
+            dropped = len(queue) - len(kept)
+            queue.clear()
+            queue.extend(kept)
+            for _ in range(dropped):
+                batch.work_ended(TransferFailedError("cancelled"))
+        if batch.left:
+            asyncio.get_running_loop().call_later(STUCK_AFTER_S, self._give_up, batch)
+
+    def pump(self) -> None:
+        """Post what there is room for, a burst to each lane in turn."""
+        is_moving = True
+        while is_moving:
+            is_moving = False
+            for lane in self._lanes:
+                room = min(BURST, MAX_OUTSTANDING - len(lane.under_way))
+                queue = self._next_or_none(lane) if lane.is_open and room > 0 else None
+                if queue:
+                    self._post_burst(lane, queue, room)
+                    is_moving = True
+
+    def on_ended(self, lane: Lane, ended: Ended) -> None:
+        """Take note of a completion."""
+        while lane.under_way and lane.under_way[0][0] < ended.work_id:
+            lane.under_way.popleft()[1].work_ended()
+        if not ended.error:
+            lane.under_way.popleft()[1].work_ended()
+            self._health.succeeded(lane.pair.rail.name)
+        elif lane.is_open:
+            if ended.is_refused:
+                lane.under_way.popleft()[1].work_ended(ProtocolError("the peer's NIC refused the access"))
+            self._lost(lane, ended.error)
+
+    def close(self) -> None:
+        """Destroy every lane and end all work."""
+        self.link.close()
+
+    async def _pair(self) -> None:
+        offer = b"".join(lane.pair.end.pack() for lane in self._lanes)
+        call = Call(Kind.PAIR, len(offer))
+        call.frame.num_bytes = len(offer)
+        call.frame.outgoing = [memoryview(offer)]
+        ends = unpack_ends(await call.answered(self.link))
+        for lane, end in zip(self._lanes, ends, strict=True):
+            # Number 0: the peer has fewer rails.
+            if not end.number:
+                continue
+            if self._connected(lane, end):
+                lane.is_open = True
+                self._all_lanes[lane.key] = lane
+            else:
+                # Also one that rests: afterwards another pairing has it.
+                lane.is_lost = self._has_lost = True
+
+    def _connected(self, lane: Lane, end: QueuePairEnd) -> bool:
+        rail = lane.pair.rail.name
+        if not self._health.is_usable(rail):
+            return False
+        try:
+            lane.pair.connect(end)
+        except TransferFailedError:
+            self._health.failed(rail)
+            return False
+        return True
+
+    def _line_of(self, batch: Batch) -> _Line:
+        line = self._lines.get(batch.tiers)
+        if line is None:
+            # There are few; what a peer says of its rails must not make them many.
+            self._lines = {key: each for key, each in self._lines.items() if each.urgent or each.background}
+            line = self._lines[batch.tiers] = _Line(batch.tiers)
+            line.lanes = self._nearest_open(line)
+        return line
+
+    def _nearest_open(self, line: _Line) -> frozenset[int]:
+        for tier in line.tiers:
+            usable = frozenset(index for index in tier if self._lanes[index].is_open)
+            if usable:
+                return usable
+        return frozenset()
+
+    def _next_or_none(self, lane: Lane) -> deque[Work] | None:
+        """Return the queue that the lane takes from: what a request waits for first, lines by turns."""
+        found: tuple[_Line, deque[Work]] | None = None
+        for line in self._lines.values():
+            if lane.index in line.lanes:
+                if line.urgent:
+                    found = line, line.urgent
+                    break
+                if line.background and found is None:
+                    found = line, line.background
+        if found is None:
+            return None
+        line, queue = found
+        if len(self._lines) > 1:
+            self._lines[line.tiers] = self._lines.pop(line.tiers)
+        return queue
+
+    def _began(self, line: _Line, batch: Batch, row: Row) -> bool:
+        """Post the only work of a batch, if nobody is before it: no queue, and no turns. False: not done."""
+        if self.has_queued:
+            return False
+        least, lane = MAX_OUTSTANDING, None
+        for index in line.lanes:
+            count = len(self._lanes[index].under_way)
+            if count < least:
+                least, lane = count, self._lanes[index]
+        if lane is None:
+            return False
+        batch.left = 1
+        try:
+            lane.post([(batch, row)])
+        except TransferFailedError as error:
+            self._lost(lane, str(error))
+            self.pump()
+        return True
+
+    def _post_burst(self, lane: Lane, queue: deque[Work], room: int) -> None:
+        is_write = queue[0][0].is_write
+        burst: list[Work] = []
+        while queue and len(burst) < room and queue[0][0].is_write is is_write:
+            burst.append(queue.popleft())
+        try:
+            lane.post(burst)
+        except TransferFailedError as error:
+            self._lost(lane, str(error))
+
+    def _lost(self, lane: Lane, reason: str) -> None:
+        """Give the work of a broken lane to the others, or end it if there is none."""
+        lane.is_lost = self._has_lost = True
+        self._health.failed(lane.pair.rail.name)
+        self._all_lanes.pop(lane.key, None)
+        for work in reversed(lane.take_back()):
+            self._line_of(work[0]).urgent.appendleft(work)
+        error = TransferFailedError(f"{lane.pair.rail.name} failed: {reason}")
+        for line in self._lines.values():
+            line.lanes = self._nearest_open(line)
+            if not line.lanes:
+                _fail(line, error)
+
+    def _give_up(self, batch: Batch) -> None:
+        for lane in self._lanes:
+            if any(each is batch for _, each, _ in lane.under_way):
+                self._lost(lane, "it did not end cancelled work")
+        if batch.left:
+            self.drop(batch)
+        # What others had on a lane that was lost.
+        self.pump()
+
+    def _on_link_closed(self) -> None:
+        self.holds.close()
+        error = TransferFailedError("the peer's control connection ended")
+        for lane in self._lanes:
+            if lane.is_open:
+                self._all_lanes.pop(lane.key, None)
+                for batch, _ in lane.take_back():
+                    batch.work_ended(error)
+            else:
+                lane.pair.close()
+        for line in self._lines.values():
+            _fail(line, error)
+        self._lines.clear()
+
+
+def _fail(line: _Line, error: ServeError) -> None:
+    for queue in (line.urgent, line.background):
+        while queue:
+            queue.popleft()[0].work_ended(error)
