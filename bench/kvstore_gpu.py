@@ -28,11 +28,11 @@ from base.clock import SystemClock
 from base.config import GIB, TransferConfig
 from base.kv_layout import KvLayout
 from bench.about_run import about_run
-from deploy.node_store import pin_pool
 from engine.block_sums import block_sums
 from engine.paged_cache import PagedCache
 from kvstore.hosting import HostedStore, hosted_store
 from kvstore.settings import StoreProcess
+from node.store import pin_pool
 from transfer.agent import TransferAgent
 from transfer.gpu.transport import described
 from transfer.owned.segment import Segment

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from base.messages import PrefillTimes
 from base.metrics import ConductorMetrics, NodeMetrics, StoreMetrics, exposition, process_registry
-from deploy.node_metrics import observe
+from node.metrics import observe
 
 SEQUENCES = 1000
 BATCH = 64

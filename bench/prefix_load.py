@@ -36,8 +36,6 @@ from base.messages import Work
 from base.request import RequestId, SamplingParams, StopParams
 from bench.about_run import about_run
 from bench.shapes import about, write_model
-from deploy.node_kv import node_segment
-from deploy.node_store import PagedBlocks, pin_pool
 from engine.block_sums import block_sums
 from engine.build import Engine, build_engine
 from engine.step import SequenceOutput
@@ -45,6 +43,8 @@ from kvstore.block_mover import SegmentMover
 from kvstore.engine_store import EngineStore
 from kvstore.hosting import hosted_store
 from kvstore.settings import StoreProcess
+from node.kv import node_segment
+from node.store import PagedBlocks, pin_pool
 from prefill_node.prefix_loader import loaded_prefix
 from prefill_node.role import one_token_sequence
 from transfer.agent import TransferAgent

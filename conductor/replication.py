@@ -4,7 +4,7 @@
     Fetch  -> the target   reads them into its cache, compares checksums, publishes
     Forget -> a holder     when the prefix is cold
 
-The nodes obey the conductor in control alone (`deploy/node_work.py`). A copy that fails is
+The nodes obey the conductor in control alone (`node/work.py`). A copy that fails is
 nothing lost: it is thought about again while the prefix is hot.
 """
 

@@ -4,7 +4,7 @@ A node can do both at any time, because prefill and decode are roles of one proc
 how to serve, and tells every conductor in its heartbeats. While it drains nothing new is placed
 on it; what it has goes on, and its blocks stay where they are and are found by their hashes.
 
-Of several conductors only the one in control decides (`deploy/node_work.py`); the nodes obey no
+Of several conductors only the one in control decides (`node/work.py`); the nodes obey no
 other. A drain ends with the control of who ordered it, so that nothing is left half done.
 """
 

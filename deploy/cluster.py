@@ -51,7 +51,7 @@ class Programs:
 
     prepare: tuple[str, ...] = (sys.executable, "-m", "engine.prepare")
     conductor: tuple[str, ...] = (sys.executable, "-m", "conductor")
-    node: tuple[str, ...] = (sys.executable, "-m", "deploy.node")
+    node: tuple[str, ...] = (sys.executable, "-m", "node.process")
 
 
 @dataclass(frozen=True, slots=True)

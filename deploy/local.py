@@ -108,7 +108,7 @@ def local_cluster(config: ClusterConfig, model: PreparedModel, folder: Path) -> 
             if node.room.gpus:
                 environment["CUDA_VISIBLE_DEVICES"] = _taken(gpus, node.room.gpus)
             processes[node.process.node_id] = start(
-                node.process.node_id, "deploy.node", node.process, environment
+                node.process.node_id, "node.process", node.process, environment
             )
         ready |= {name: supervisor.wait_ready() for name, supervisor in processes.items()}
         yield LocalCluster(ready, processes)

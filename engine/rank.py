@@ -1,7 +1,7 @@
 """`python -m engine.rank`: one of the other ranks of an engine; see `engine/ranks.py`.
 
 Builds what rank 0 builds, in the same order, and follows its steps until the pipe ends. A rank
-of a node, whose KV travels, is `deploy/rank.py`.
+of a node, whose KV travels, is `node/rank.py`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from engine.loop import EngineLoop
 from engine.paged_cache import PagedCache
 from engine.scheduler import Scheduler
 from engine.step import LayerGroup, StepPlan, StepResult
-from prefill_node.own_cache import SegmentCache
+from node.own_cache import SegmentCache
 from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
 from transfer.shard import LocalShard, NodeKv

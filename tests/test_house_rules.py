@@ -17,6 +17,7 @@ PACKAGES = (
     "deploy",
     "engine",
     "kvstore",
+    "node",
     "prefill_node",
     "transfer",
 )
@@ -180,7 +181,7 @@ SHORT_WAITS = {
     "tests/cluster/test_leaving.py": "a client's deadline, which must pass",
     "tests/cluster/test_prometheus.py": "the pause between two looks",
     "tests/conductor/test_disconnect.py": "a client's deadline, which must pass",
-    "tests/deploy/test_remote_shard.py": "a number of layers",
+    "tests/node/test_remote_shard.py": "a number of layers",
     "tests/transfer/owned/test_board.py": "what must not have come meanwhile",
     "tests/transfer/rdma/test_holds.py": "what must not have come meanwhile",
 }

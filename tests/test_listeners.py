@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("base", "conductor", "kvstore", "transfer", "engine", "deploy", "prefill_node", "decode_node")
+PACKAGES = (
+    "base",
+    "conductor",
+    "kvstore",
+    "transfer",
+    "engine",
+    "deploy",
+    "node",
+    "prefill_node",
+    "decode_node",
+)
 OPENS = {
     "create_server",
     "create_unix_server",
@@ -45,7 +55,7 @@ GUARDED = {
     ("conductor/server.py", "tcp_listener"): ACCESS,
     ("kvstore/hosting.py", "start_server"): METHODS,
     ("kvstore/__main__.py", "serve_metrics"): METRICS,
-    ("deploy/node.py", "serve_metrics"): METRICS,
+    ("node/process.py", "serve_metrics"): METRICS,
     ("deploy/control.py", "start_unix_server"): CONTROL,
     ("deploy/ports.py", "create_server"): "closed at once: it asks whether a port is free",
     ("transfer/agent.py", "TcpServer"): DATA,

@@ -6,7 +6,7 @@ own process sends from: no KV goes through another rank. All ranks number blocks
 block id names the same tokens in each shard.
 
 Whoever moves KV holds the blocks meanwhile, and asks shards; where a shard is, here or in
-another process (`deploy/remote_shard.py`), makes no difference to it.
+another process (`node/remote_shard.py`), makes no difference to it.
 """
 
 from __future__ import annotations

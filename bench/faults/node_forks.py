@@ -3,7 +3,7 @@
     python -m bench.faults.node_forks LIFELINE
 
 Reads lines of JSON, `{"config": FILE, "log": FILE}`, and answers each with the pid of a new
-process that runs `deploy.node` with that configuration. Importing torch and transformers takes
+process that runs `node.process` with that configuration. Importing torch and transformers takes
 six seconds of a processor, which two hundred killed nodes would pay two hundred times;
 nothing else differs from a node that was started by its supervisor. LIFELINE is a pipe that
 nobody writes to: its end of file ends all nodes, as a supervisor's pipe does.
@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 
-import deploy.node
+import node.process
 
 
 def _run_node(order: dict[str, str], lifeline: int) -> int:
@@ -29,7 +29,7 @@ def _run_node(order: dict[str, str], lifeline: int) -> int:
     sys.argv = ["node", "--config", order["config"]]
     # The fork has this process's: what it read ahead of its orders is not the node's.
     sys.stdin = os.fdopen(0)
-    return deploy.node.main()
+    return node.process.main()
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from conductor.traced import RequestSpans, TracedDispatcher, TracedObserver
 from tests.conductor.dispatching import Watched
 from tests.conductor.fakes import ScriptedDispatcher
 from tests.conductor.test_decisions import history
-from tests.deploy.recorded_spans import RecordedTracer
+from tests.node.recorded_spans import RecordedTracer
 
 TOKEN = Generated((SampledToken(1),), None, 0)
 LAST = Generated((SampledToken(2),), FinishReason.LENGTH, 0)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from base.checksum import sum_of_words
-from deploy.node_store import pin_pool
+from node.store import pin_pool
 from tests.kvstore.cluster import BLOCK_BYTES, bytes_of, chain_of, running_cluster
 from tests.kvstore.engine_beside import NUM_BLOCKS, ROOT, Beside, Engine, contents
 

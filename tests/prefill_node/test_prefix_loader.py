@@ -12,7 +12,6 @@ from base.clock import ManualClock, SystemClock
 from base.grants import Operation
 from base.messages import Failed, Lend, Lent, Prefill, Prefilled, Source
 from decode_node.role import DecodeRole
-from deploy.node_store import PagedBlocks
 from engine.arrivals import arrivals_of
 from engine.block_sums import block_sums
 from kvstore.block_mover import SegmentMover
@@ -23,8 +22,9 @@ from kvstore.eviction import BY_NAME
 from kvstore.member import Member
 from kvstore.pool import HostPool
 from kvstore.store import Store
-from prefill_node.lender import Lender
-from prefill_node.own_cache import SegmentCache
+from node.lender import Lender
+from node.own_cache import SegmentCache
+from node.store import PagedBlocks
 from prefill_node.role import PrefillRole
 from tests.node_parts import LAYOUT, ROOT, CountingRunner, parts, work
 

@@ -1,4 +1,4 @@
-"""One node of a simulated cluster: the parts that `deploy/node.py` wires, over what is simulated.
+"""One node of a simulated cluster: the parts that `node/process.py` wires, over what is simulated.
 
 Roles, lender, engine loop, scheduler, pools, grants, store and the client of the attach stream are
 the shipped ones. The device, the disk, the bytes' way and the stream are of this folder.
@@ -20,10 +20,6 @@ from base.kv_layout import KvPart
 from base.messages import NodeInfo
 from base.request import NodeId, Role
 from decode_node.role import DecodeRole
-from deploy.node import node_state
-from deploy.node_kv import node_kv
-from deploy.node_store import PagedBlocks
-from deploy.node_work import ConductorWork
 from engine.block_sums import block_sums
 from engine.build import Engine
 from engine.loop import EngineLoop
@@ -40,9 +36,13 @@ from kvstore.hosting import keep_up, replicate
 from kvstore.member import Member
 from kvstore.pool import PoolLimits
 from kvstore.store import Store
-from prefill_node.fetcher import Fetcher
-from prefill_node.lender import Lender
-from prefill_node.own_cache import SegmentCache
+from node.fetcher import Fetcher
+from node.kv import node_kv
+from node.lender import Lender
+from node.own_cache import SegmentCache
+from node.process import node_state
+from node.store import PagedBlocks
+from node.work import ConductorWork
 from prefill_node.role import PrefillRole
 from protos import nodes_pb2 as pb
 from tests.simulation.device import LAYOUT, VOCAB, LaunchingDevice, SimDevice

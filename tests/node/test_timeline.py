@@ -2,9 +2,9 @@
 
 from base.clock import ManualClock
 from base.timeline import Timeline
-from deploy.node_timeline import StageSteps
 from engine.rank_group import GroupShape
 from engine.step import StepPlan
+from node.timeline import StageSteps
 
 PLAN = StepPlan((), 0)
 

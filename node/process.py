@@ -1,6 +1,6 @@
 """A node process: one engine, one transfer agent, and the roles it was given.
 
-    python -m deploy.node --config node.json
+    python -m node.process --config node.json
 
 Prints one JSON line on standard output when it is ready to serve, then logs to standard
 error. It ends when its standard input closes (its supervisor is gone) and drains on
@@ -38,18 +38,18 @@ from base.request import NodeId, RequestId, Role
 from base.spans import tracer_or_none
 from base.tls import dialling_context
 from decode_node.role import DecodeRole
-from deploy.node_kv import node_kv, node_segment, transfer_config
-from deploy.node_metrics import CountedTransport, observe, observe_prefill
-from deploy.node_store import node_store, own_cache
-from deploy.node_timeline import NodeTimeline
-from deploy.node_tracing import NodeTracing
-from deploy.node_work import ConductorWork, KvNews, NodeState
 from engine.block_sums import block_sums, sum_kind
 from engine.build import Engine, build_engine
 from kvstore.findable import Findable
 from kvstore.store import Store
-from prefill_node.fetcher import Fetcher
-from prefill_node.lender import Lender
+from node.fetcher import Fetcher
+from node.kv import node_kv, node_segment, transfer_config
+from node.lender import Lender
+from node.metrics import CountedTransport, observe, observe_prefill
+from node.store import node_store, own_cache
+from node.timeline import NodeTimeline
+from node.tracing import NodeTracing
+from node.work import ConductorWork, KvNews, NodeState
 from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
 from transfer.owned.segment import Segment
@@ -171,7 +171,7 @@ async def _built(
         config.engine,
         config.model_path,
         clock,
-        rank_module="deploy.rank",
+        rank_module="node.rank",
         for_ranks={"node": asdict(config)},
     )
     engine, segment = await asyncio.to_thread(node_segment, agent, build)
@@ -226,7 +226,7 @@ def _info(config: NodeProcess, epoch: int, engine: Engine, agent: TransferAgent)
 
 def main() -> int:
     return run_process(
-        "deploy.node",
+        "node.process",
         NodeProcess,
         lambda config: config.node_id,
         lambda config: lambda lifetime: uvloop.run(serve(config, lifetime)),

@@ -8,8 +8,8 @@ import pytest
 from base.block_hash import hash_chain
 from base.messages import Failed, Fetch, Fetched, Lend, Lent, Prefilled, Source
 from decode_node.role import DecodeRole
-from prefill_node.fetcher import Fetcher
-from prefill_node.lender import Lender
+from node.fetcher import Fetcher
+from node.lender import Lender
 from prefill_node.role import PrefillRole
 from tests.node_parts import LAYOUT, ROOT, parts, work
 from tests.prefill_node.test_prefix_loader import prefilled

@@ -24,8 +24,8 @@ from kvstore.hosting import block_cache, hosted_store
 from kvstore.settings import of_node
 from kvstore.shard_mover import ShardMover
 from kvstore.store import Store
-from prefill_node.own_cache import OwnCache, SegmentCache
-from prefill_node.ranked_cache import RankedCache
+from node.own_cache import OwnCache, SegmentCache
+from node.ranked_cache import RankedCache
 from transfer.agent import TransferAgent
 from transfer.batch import batch_of
 from transfer.owned.segment import Segment

@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import partial
 
 from base.config import NodeProcess, TransferConfig
-from deploy.remote_shard import RemoteShard
 from engine.arrivals import prefix_parts
 from engine.block_sums import CachePlace, block_sums, block_sums_in_order
 from engine.build import Engine, device_of
+from node.remote_shard import RemoteShard
 from transfer.agent import TransferAgent
 from transfer.owned.segment import Segment
 from transfer.shard import LocalShard, NodeKv

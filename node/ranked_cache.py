@@ -16,7 +16,7 @@ from kvstore.client import Stripes
 from kvstore.engine_store import EngineStore
 from kvstore.lending import lend_stored, store_lent
 from kvstore.store import Store
-from prefill_node.own_cache import reach_of
+from node.own_cache import reach_of
 from prefill_node.prefix_loader import PrefixSource
 from transfer.agent import TransferAgent
 

@@ -1,6 +1,6 @@
 """Lends blocks of this node to another node's prefill, which reads them itself.
 
-The other end is `prefix_loader.py`. Every node lends, whatever its role: what a decode node
+The other end is `prefill_node/prefix_loader.py`. Every node lends, whatever its role: what a decode node
 generated is the prefix of a conversation's next turn. The blocks are held, so that they
 stay what they are, and may be read until `Release`, the deadline, or the end of the
 conductor's stream. How they are lent is the cache's (`own_cache.py`).
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from base.errors import LostError
 from base.messages import FromNode, Lend
 from base.request_tasks import RequestTasks
-from prefill_node.own_cache import OwnCache
+from node.own_cache import OwnCache
 
 
 class Lender:

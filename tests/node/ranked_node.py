@@ -1,4 +1,4 @@
-"""A node of several ranks with its store, wired as in `deploy/node.py`: rank 0 here, others as processes."""
+"""A node of several ranks with its store, wired as in `node/process.py`: rank 0 here, others as processes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from base.config import EngineConfig, NodeProcess, StoreConfig, TransferConfig
 from base.messages import Lend, Lent, Prefill, Prefilled, Source, Tokens, Work
 from base.metrics import StoreMetrics, process_registry
 from base.request import SamplingParams, StopParams
-from deploy.node import _built
-from deploy.node_kv import node_kv
-from deploy.node_store import node_store, own_cache
-from prefill_node.lender import Lender
+from node.kv import node_kv
+from node.lender import Lender
+from node.process import _built
+from node.store import node_store, own_cache
 from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
 

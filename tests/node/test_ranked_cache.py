@@ -12,17 +12,17 @@ from base.checksum import CHECKSUM_KIND
 from base.clock import ManualClock, SystemClock
 from base.errors import StaleError
 from base.messages import Failed, Fetch, Lend, Lent, Source
-from deploy.node_store import PagedBlocks
 from kvstore.engine_store import EngineStore
 from kvstore.eviction import BY_NAME
 from kvstore.pool import HostPool
 from kvstore.shard_mover import ShardMover
 from kvstore.store import Store
-from prefill_node.fetcher import Fetcher
-from prefill_node.lender import Lender
-from prefill_node.own_cache import SegmentCache
+from node.fetcher import Fetcher
+from node.lender import Lender
+from node.own_cache import SegmentCache
+from node.ranked_cache import RankedCache
+from node.store import PagedBlocks
 from prefill_node.prefix_loader import load_missing
-from prefill_node.ranked_cache import RankedCache
 from tests.kvstore.cluster import chain_of
 from tests.rank_caches import GROUPS, LAYOUT, NUM_BLOCKS, RankedNode
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from base.messages import Serve
 from base.request import Role
-from deploy.node_work import Control, KvNews
+from node.work import Control, KvNews
 
 BOTH = frozenset(Role)
 PREFILL = frozenset({Role.PREFILL})

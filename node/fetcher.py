@@ -13,7 +13,7 @@ from collections.abc import Callable
 from base.errors import LostError
 from base.messages import Fetch, Fetched, FromNode
 from base.request_tasks import RequestTasks
-from prefill_node.own_cache import OwnCache
+from node.own_cache import OwnCache
 from prefill_node.prefix_loader import load_missing
 
 

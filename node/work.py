@@ -31,8 +31,8 @@ from base.messages import (
 from base.request import Role
 from decode_node.role import DecodeRole
 from engine.build import Engine
-from prefill_node.fetcher import Fetcher
-from prefill_node.lender import Lender
+from node.fetcher import Fetcher
+from node.lender import Lender
 from prefill_node.role import PrefillRole
 
 

@@ -10,9 +10,9 @@ from base.messages import Failed, Prefill, Prefilled, PrefillTimes, Release, Res
 from base.metrics import NodeMetrics, process_registry, samples_of
 from base.metrics import exposition as text_of
 from base.request import FinishReason, SampledToken
-from deploy.node_metrics import CountedTransport
-from deploy.node_tracing import NodeTracing, RequestSpans, TracedTransport
-from tests.deploy.recorded_spans import RecordedTracer
+from node.metrics import CountedTransport
+from node.tracing import NodeTracing, RequestSpans, TracedTransport
+from tests.node.recorded_spans import RecordedTracer
 from tests.node_parts import work
 from tests.transfer.test_router import GRANT, PEER, PIECES, Stub
 from transfer.batch import Priority

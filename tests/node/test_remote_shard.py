@@ -8,8 +8,8 @@ from base.clock import SystemClock
 from base.errors import LostError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
 from base.kv_layout import KvPart
-from deploy.remote_shard import RemoteShard, ShardServer
 from engine.arrivals import ArrivingBlocks
+from node.remote_shard import RemoteShard, ShardServer
 from protos import ranks_pb2 as pb
 from transfer.shard import BlockMove
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.deploy.ranked_node import BLOCK_SIZE, asked_node
 from tests.engine.test_gpu_model import make_family
+from tests.node.ranked_node import BLOCK_SIZE, asked_node
 
 PROMPT = [3 + (11 * index) % 200 for index in range(8 * BLOCK_SIZE)]
 FOUND = len(PROMPT) - BLOCK_SIZE

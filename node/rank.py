@@ -1,6 +1,6 @@
-"""`python -m deploy.rank`: another rank of a node, with its own share of the KV and its own way out.
+"""`python -m node.rank`: another rank of a node, with its own share of the KV and its own way out.
 
-Rank 0 (`deploy/node.py`) starts it, tells it of steps, and asks its shard; what that is, says
+Rank 0 (`node/process.py`) starts it, tells it of steps, and asks its shard; what that is, says
 `transfer/shard.py`. It ends with rank 0's pipe.
 """
 
@@ -17,14 +17,14 @@ from base.clock import SystemClock
 from base.config import NodeProcess, from_table
 from base.errors import ConfigError
 from base.logs import configure
-from deploy.node_kv import node_segment, transfer_config
-from deploy.remote_shard import ShardServer
 from engine.arrivals import ArrivingBlocks, prefix_parts
 from engine.block_sums import CachePlace, block_sums
 from engine.build import build_rank
 from engine.rank_group import RankGroup
 from engine.ranks import Kind, Pipe, follow_steps, join_ranks
 from engine.runner import Follower
+from node.kv import node_segment, transfer_config
+from node.remote_shard import ShardServer
 from transfer.agent import TransferAgent
 from transfer.shard import LocalShard
 
