@@ -1,4 +1,4 @@
-"""The node's side of the stream to a conductor. `conductor/attach.py` is the other.
+"""The node's side of the stream to a conductor. `conductor/serving/attach.py` is the other.
 
 The client dials, registers, and serves until the stream ends or stays silent for the
 lease; then the node lets go of everything it held for that conductor and dials again.

@@ -41,7 +41,8 @@ from bench.predict import ask, prompts, wait_for_nodes
 from bench.profile_log import profile_from_run
 from bench.profile_steps import profile_from_steps
 from bench.stub_cluster import stub_cluster
-from conductor.profile import Profile, load_profile
+from conductor.placing.profile import Profile
+from conductor.profile_file import load_profile
 from conductor.replay.conformance import (
     LiveRun,
     compared,

@@ -40,11 +40,11 @@ from base.clock import SystemClock
 from base.config import ServerConfig, SloConfig, TlsConfig
 from base.metrics import ConductorMetrics, process_registry
 from base.request import FinishReason, Request, SampledToken
-from conductor.completion import Completions, Piece
-from conductor.generated import Generated
-from conductor.openai_format import CHAT, Answer, Choice, Shown
-from conductor.served_model import ServedModel, load_served_model
-from conductor.server import listening, tcp_listener
+from conductor.api.completion import Completions, Piece
+from conductor.api.openai_format import CHAT, Answer, Choice, Shown
+from conductor.api.served_model import ServedModel, load_served_model
+from conductor.api.server import listening, tcp_listener
+from conductor.serving.generated import Generated
 from engine.model_store import prepare
 
 CACHE_DIR = Path("~/.cache/conductor-cluster")

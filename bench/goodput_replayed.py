@@ -22,14 +22,15 @@ from base.request import Slo
 from bench.goodput import copy_of, goodput, load_at
 from bench.shapes import Shape, parse_shape
 from bench.workload import trace_at
-from conductor.cost_model import CostModel
-from conductor.profile import Profile, load_profile
+from conductor.placing.cost_model import CostModel
+from conductor.placing.profile import Profile
+from conductor.placing.scheduler_settings import RejectPolicy
+from conductor.profile_file import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.outcome import Outcomes
 from conductor.replay.simulate import Plan, simulate, simulate_colocated
 from conductor.replay.trace import Trace, TraceRequest
 from conductor.replay.trace_formats import read_trace
-from conductor.scheduler_settings import RejectPolicy
 
 BLOCK_TOKENS = 64
 

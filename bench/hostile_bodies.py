@@ -5,8 +5,8 @@
 
 Nothing here is a list of known weaknesses: a field that is added is walked by the next run. The fillings are
 those that cost a reader more than their bytes: values, lists in lists, keys, long numbers, wide texts,
-escapes. Each is made twice: as long as a body may be, and with as many parts as `conductor/body_bounds.py`
-lets by. `tests/conductor/test_hostile_bodies.py` walks the same sites.
+escapes. Each is made twice: as long as a body may be, and with as many parts as
+`conductor/api/body_bounds.py` lets by. `tests/conductor/test_hostile_bodies.py` walks the same sites.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from conductor.body_bounds import MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES
-from conductor.openapi import ROUTES
+from conductor.api.body_bounds import MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES
+from conductor.api.openapi import ROUTES
 
 HOLE = "\N{OBJECT REPLACEMENT CHARACTER}hole"
 SPARE_PARTS = 40

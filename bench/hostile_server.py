@@ -31,7 +31,7 @@ from base.config import ConductorProcess
 from base.lifetime import Lifetime
 from base.process import run_process
 from conductor.__main__ import serve
-from conductor.served_model import load_served_model
+from conductor.api.served_model import load_served_model
 
 TICK_S = 0.002
 SETTLED_TICKS = 3

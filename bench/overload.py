@@ -33,7 +33,8 @@ from bench.about_run import about_run
 from bench.frontend import cpu_seconds
 from bench.overload_client import Client
 from bench.stub_cluster import StubCluster, stub_cluster
-from conductor.profile import Profile, load_profile
+from conductor.placing.profile import Profile
+from conductor.profile_file import load_profile
 
 PROMPT_TOKENS = 200
 MAX_TOKENS = 16

@@ -21,16 +21,16 @@ from statistics import median
 from typing import Any
 
 from bench.about_run import about_run
-from conductor.cluster_view import ClusterView
-from conductor.cost_model import CostModel
-from conductor.placement import Placement, PlacementRequest, Rejection
-from conductor.profile import load_profile
+from conductor.placing.cluster_view import ClusterView
+from conductor.placing.cost_model import CostModel
+from conductor.placing.placement import Placement, PlacementRequest, Rejection
+from conductor.placing.scheduler import PrefillPolicy, place
+from conductor.placing.scheduler_settings import SchedulerSettings
+from conductor.profile_file import load_profile
 from conductor.replay.cluster import Cluster
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.trace import Trace, arrivals
 from conductor.replay.trace_formats import read_trace
-from conductor.scheduler import PrefillPolicy, place
-from conductor.scheduler_settings import SchedulerSettings
 from kvstore.index import PrefixIndex
 
 NODES_PER_COPY = 8

@@ -28,11 +28,11 @@ import grpc
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig, ServerConfig
 from bench.about_run import about_run
-from conductor.cost_model import CostModel
-from conductor.decision_log import read_log
-from conductor.decisions import Actual, Decision
-from conductor.placement import Placement
-from conductor.profile import Profile
+from conductor.placing.cost_model import CostModel
+from conductor.placing.decisions import Actual, Decision
+from conductor.placing.placement import Placement
+from conductor.placing.profile import Profile
+from conductor.replay.decision_log import read_log
 from deploy.local import LocalCluster, local_cluster
 from deploy.plan import PreparedModel
 from engine.model_store import prepare

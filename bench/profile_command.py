@@ -32,7 +32,7 @@ from bench.engine_work import Driver, Prompts
 from bench.profile_fit import Measured, MeasuredStep, fitted, with_steps
 from bench.profile_log import profile_from_run
 from bench.profile_steps import profile_from_steps
-from conductor.profile import Evidence, Profile, profile_json
+from conductor.placing.profile import Evidence, Profile, profile_json
 from conductor.replay.conformance import read_run
 from engine.build import Engine, assemble_engine, build_engine
 from engine.cuda_graph import MIXED_TOKENS

@@ -1,4 +1,4 @@
-"""Measured seconds to the coefficients of `conductor/cost_model.py`, and how far they can be trusted.
+"""Measured seconds to the coefficients of `conductor/placing/cost_model.py`, and how far they can be trusted.
 
 Prefill and decode are fitted by themselves. Of steps that have both, only what they take beside
 that is: seconds a step, seconds if sequences decode in it, and seconds for each of them.
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.cost_model import CostModel
-from conductor.profile import Evidence, Point, Profile, StepPoint
+from conductor.placing.cost_model import CostModel
+from conductor.placing.profile import Evidence, Point, Profile, StepPoint
 
 Terms = Callable[[float, float], list[float]]
 """(tokens, context) of a measurement to what each coefficient is multiplied with."""
@@ -36,7 +36,7 @@ SMALL_TOKENS = (0, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of one point; see `conductor.cost_model.Point`."""
+    """Seconds of one point; see `conductor.placing.cost_model.Point`."""
 
     tokens: float
     context: float

@@ -20,7 +20,7 @@ from statistics import median
 
 from base.errors import ConfigError
 from bench.profile_fit import Measured, fitted
-from conductor.profile import Evidence, Profile
+from conductor.placing.profile import Evidence, Profile
 from conductor.replay.conformance import LiveRequest, LiveRun
 
 FEWEST = 20

@@ -2,8 +2,8 @@
 
 A node's timeline (`trace_out`, `conductor up --trace-out`) has every step with what each request had of
 it, and the decision log what each request's prompt was and how much of it was found. Both together say
-of each step what `conductor/cost_model.py` asks: rows, what they attended to, sequences, context. A prompt's
-seconds would not: prompts share steps, and each is charged all of them.
+of each step what `conductor/placing/cost_model.py` asks: rows, what they attended to, sequences, context. A
+prompt's seconds would not: prompts share steps, and each is charged all of them.
 
 Of steps that other work on the machine stretches, the fit is to predict the mean, so errors are
 relative to what is predicted. Relative to what was measured, the longest would count least.
@@ -23,7 +23,7 @@ import numpy as np
 from base.errors import ConfigError
 from base.request import RequestId
 from bench.profile_fit import least_squares
-from conductor.profile import Evidence, Profile
+from conductor.placing.profile import Evidence, Profile
 from conductor.replay.conformance import LiveRequest, LiveRun
 
 PREFILL_SUFFIX = ".prefill"

@@ -22,8 +22,8 @@ from typing import Any
 
 from bench.about_run import about_run
 from bench.papers.generate import generate
-from conductor.cost_model import CostModel
-from conductor.profile import load_profile
+from conductor.placing.cost_model import CostModel
+from conductor.profile_file import load_profile
 from conductor.replay.cluster import Cluster
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.trace import TraceRequest

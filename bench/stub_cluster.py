@@ -37,8 +37,9 @@ from base.messages import NodeInfo
 from base.request import NodeId, Role
 from base.tls import dialling_context
 from bench.stub_node import StubNode
-from conductor.cost_model import CostModel
-from conductor.profile import Profile, load_profile, profile_json
+from conductor.placing.cost_model import CostModel
+from conductor.placing.profile import Profile, profile_json
+from conductor.profile_file import load_profile
 from deploy.plan import PreparedModel, conductor_process
 from engine.model_store import prepare
 

@@ -35,7 +35,7 @@ from base.messages import (
     Work,
 )
 from base.request import FinishReason, RequestId, Role, SampledToken, TokenLogprobs
-from conductor.cost_model import CostModel
+from conductor.placing.cost_model import CostModel
 
 TOKEN = SampledToken(5)
 GRANT = Grant(1, 2, Operation.WRITE, (0,), 1, 10.0)

@@ -25,27 +25,28 @@ from base.messages import Lease
 from base.metrics import ConductorMetrics, export_supervised, process_registry
 from base.process import run_process
 from base.spans import tracer_or_none
-from conductor.attach import AttachService
-from conductor.cluster_view import ClusterView
-from conductor.completion import Completions
-from conductor.cost_model import CostModel
-from conductor.decision_log import DecisionLog, Shared
-from conductor.dispatch import Dispatcher, Limits, RequestObserver
-from conductor.explain import Decisions
-from conductor.link_check import LinkCheck
-from conductor.membership import Membership
-from conductor.observer import Observer
-from conductor.panel_values import PanelValues
-from conductor.profile import load_profile
-from conductor.replicas import Replicas
-from conductor.replication import Replication
-from conductor.role_changes import change_roles
-from conductor.roles import RoleController, RoleSettings
-from conductor.scheduler_settings import scheduler_settings
-from conductor.served_model import ServedModel, load_served_model
-from conductor.server import listening
-from conductor.status import export_gauges, status
-from conductor.traced import RequestSpans, TracedDispatcher, TracedObserver
+from conductor.api.completion import Completions
+from conductor.api.panel_values import PanelValues
+from conductor.api.served_model import ServedModel, load_served_model
+from conductor.api.server import listening
+from conductor.placing.cluster_view import ClusterView
+from conductor.placing.cost_model import CostModel
+from conductor.placing.decision_lines import Shared
+from conductor.placing.explain import Decisions
+from conductor.placing.replicas import Replicas
+from conductor.placing.roles import RoleController, RoleSettings
+from conductor.placing.scheduler_settings import scheduler_settings
+from conductor.profile_file import load_profile
+from conductor.serving.attach import AttachService
+from conductor.serving.decision_log import DecisionLog
+from conductor.serving.dispatch import Dispatcher, Limits, RequestObserver
+from conductor.serving.link_check import LinkCheck
+from conductor.serving.membership import Membership
+from conductor.serving.observer import Observer
+from conductor.serving.replication import Replication
+from conductor.serving.role_changes import change_roles
+from conductor.serving.status import export_gauges, status
+from conductor.serving.traced import RequestSpans, TracedDispatcher, TracedObserver
 
 
 async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime) -> None:

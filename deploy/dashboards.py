@@ -1,4 +1,4 @@
-"""Grafana dashboards, of the table in `conductor/panels.py`: `python -m deploy.dashboards` writes the files.
+"""Grafana dashboards, of the table in `conductor/api/panels.py`; `python -m deploy.dashboards` writes them.
 
 Grafana's own SDK builds them (places, what Grafana calls a query's target), so that the files are of a form
 that its authors vouch for. They are committed, and a test compares: who only runs needs no SDK.
@@ -14,7 +14,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacement, TooltipDisplayMode
 from grafana_foundation_sdk.models.dashboard import DashboardLinkType, DataSourceRef
 
-from conductor.panels import DASHBOARDS, Dashboard, Panel
+from conductor.api.panels import DASHBOARDS, Dashboard, Panel
 
 FOLDER = Path(__file__).parent / "grafana" / "dashboards"
 

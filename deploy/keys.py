@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from base.errors import ConfigError
-from conductor.keys import Key, KeyFile, Quota, made_key, read_keys, write_keys
+from conductor.api.keys import Key, KeyFile, Quota, made_key, read_keys, write_keys
 
 MAX_TENANT_CHARS = 128
 FILE = Path("~/.config/conductor-cluster/keys.json")

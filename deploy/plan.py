@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from base.config import ClusterConfig, ConductorProcess, EngineConfig, NodeProcess, PoolConfig
 from base.request import Role
-from conductor.profile import load_profile
+from conductor.profile_file import load_profile
 
 ANY_ADDRESSES = ("0.0.0.0", "::")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")

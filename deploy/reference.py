@@ -1,6 +1,6 @@
 """The API reference: `python -m deploy.reference` writes docs/openapi.json and docs/reference.md.
 
-Made from what is in force: the bodies that `conductor/openai_schema.py` reads, and the protos with their
+Made from what is in force: the bodies that `conductor/api/openai_schema.py` reads, and the protos with their
 comments. A test compares. What the fields mean, and how the two listeners behave, is in docs/api.md, which
 people write.
 """
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from conductor.openai_fields import IGNORED, REFUSED
-from conductor.openapi import ROUTES, openapi
+from conductor.api.openai_fields import IGNORED, REFUSED
+from conductor.api.openapi import ROUTES, openapi
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ("inference", "nodes", "transfer", "kvstore")

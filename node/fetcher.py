@@ -1,6 +1,6 @@
 """Copies blocks of other nodes into this one's cache before a request asks for them.
 
-The conductor decides which (`conductor/replicas.py`). What comes is published like any block
+The conductor decides which (`conductor/placing/replicas.py`). What comes is published like any block
 that was loaded or computed, and nothing holds it: a replica that is not read is evicted in its
 turn, or earlier where the conductor says that it went cold (`Forget`).
 """

@@ -35,7 +35,7 @@ TARGETS = {
     "pool": ("engine.block_pool", ("tests/engine/test_block_pool.py", "tests/engine/test_scheduler.py")),
     "lease": ("transfer.owned.grant", ("tests/transfer/owned/test_grant.py",)),
     "reservation": ("decode_node.reservation", ("tests/decode_node/test_role.py",)),
-    "admission": ("conductor.admission", ("tests/conductor/test_admission.py",)),
+    "admission": ("conductor.placing.admission", ("tests/conductor/placing/test_admission.py",)),
 }
 """A module, and the tests that are to notice."""
 

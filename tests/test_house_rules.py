@@ -88,7 +88,7 @@ def test_no_version_suffixes_in_names() -> None:
 
 
 def test_broad_except_stands_only_at_the_borders() -> None:
-    borders = {"base/rpc.py", "base/request_tasks.py", "engine/loop.py", "conductor/openai.py"}
+    borders = {"base/rpc.py", "base/request_tasks.py", "engine/loop.py", "conductor/api/openai.py"}
     for name, text in source_files():
         for node in ast.walk(tree_of(text)):
             if isinstance(node, ast.ExceptHandler) and name not in borders:
@@ -124,8 +124,8 @@ def test_every_test_asserts() -> None:
 VIRTUAL_CLOCKS = {
     "tests/base/test_attach.py",
     "tests/conductor/stub_cluster.py",
-    "tests/conductor/test_overload.py",
-    "tests/conductor/test_role_changes.py",
+    "tests/conductor/serving/test_overload.py",
+    "tests/conductor/serving/test_role_changes.py",
     "tests/conductor/replay/test_conformance.py",
     "tests/simulation/carriage.py",
     "tests/simulation/conductor.py",
@@ -180,7 +180,7 @@ SHORT_WAITS = {
     "tests/cluster/asking.py": "the pause between two looks",
     "tests/cluster/test_leaving.py": "a client's deadline, which must pass",
     "tests/cluster/test_prometheus.py": "the pause between two looks",
-    "tests/conductor/test_disconnect.py": "a client's deadline, which must pass",
+    "tests/conductor/api/test_disconnect.py": "a client's deadline, which must pass",
     "tests/node/test_remote_shard.py": "a number of layers",
     "tests/transfer/owned/test_board.py": "what must not have come meanwhile",
     "tests/transfer/rdma/test_holds.py": "what must not have come meanwhile",

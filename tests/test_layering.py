@@ -27,7 +27,11 @@ LAYERS: dict[str, set[str]] = {
     "prefill_node": {"base", "protos", "engine", "transfer", "kvstore"},
     "decode_node": {"base", "protos", "engine", "transfer", "kvstore"},
     "node": {"base", "protos", "engine", "transfer", "kvstore", "prefill_node", "decode_node"},
-    "conductor": {"base", "protos", "kvstore"},
+    "conductor/placing": {"base", "kvstore/index"},
+    "conductor/serving": {"base", "protos", "kvstore/index", "conductor/placing"},
+    "conductor/api": {"base", "protos", "conductor/serving/generated"},
+    "conductor/replay": {"base", "kvstore", "conductor/placing", "conductor/profile_file"},
+    "conductor": {"base", "conductor/api", "conductor/serving", "conductor/placing"},
     "bench": {
         "base",
         "protos",
@@ -51,19 +55,19 @@ EXCEPTIONS: dict[str, set[str]] = {
 # library -> files (or folders, with a slash at the end) that may import it
 DOORS: dict[str, tuple[str, ...]] = {
     "accelerate": (),
-    "fastapi": ("conductor/",),
+    "fastapi": ("conductor/api/",),
     "gguf": ("engine/weights.py",),
     "grafana_foundation_sdk": ("deploy/dashboards.py",),
-    "jinja2": ("conductor/chat_template.py",),
+    "jinja2": ("conductor/api/chat_template.py",),
     "opentelemetry": ("base/tracing.py",),
     "prometheus_client": ("base/metrics.py",),
-    "pydantic": ("deploy/config_file.py", "conductor/openai_schema.py"),
+    "pydantic": ("deploy/config_file.py", "conductor/api/openai_schema.py"),
     "pyverbs": ("transfer/rdma/verbs.py",),
     "ray": ("deploy/launch.py", "deploy/ray_resources.py", "deploy/serve_app.py"),
     "redis": ("kvstore/directory.py",),
     "rich": ("deploy/", "bench/"),
     "safetensors": ("engine/weights.py",),
-    "tokenizers": ("conductor/tokenizer.py",),
+    "tokenizers": ("conductor/api/tokenizer.py",),
     "torch": ("engine/", "transfer/gpu/transport.py", "bench/"),
     "transformers": (
         "engine/weights.py",
@@ -76,7 +80,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     ),
     "triton": ("engine/kernels/", "transfer/gpu/kernels/"),
     "typer": ("deploy/", "bench/"),
-    "uvicorn": ("conductor/", "bench/"),
+    "uvicorn": ("conductor/api/", "bench/"),
     "uvloop": ("conductor/__main__.py", "node/process.py", "bench/"),
     "xxhash": ("base/checksum.py",),
     "yaml": ("deploy/config_file.py",),
@@ -145,6 +149,38 @@ def test_imports_point_down(room: str) -> None:
     for file in files:
         upward = {".".join(module) for module in imported_modules(file) if not may_import(room, file, module)}
         assert not upward, f"{file} may not import {sorted(upward)}"
+
+
+# What placing must not touch: files itself; an event loop, sockets and threads in anything that it imports.
+FILES = {"io", "mmap", "os", "pathlib", "shutil", "sys", "tempfile"}
+LIVE = {
+    "asyncio",
+    "concurrent",
+    "multiprocessing",
+    "selectors",
+    "signal",
+    "socket",
+    "ssl",
+    "subprocess",
+    "threading",
+}
+
+
+def test_placing_is_pure() -> None:
+    todo, seen = files_of("conductor/placing"), set[Path]()
+    for file in todo:
+        calls = [node.func for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        opens = [
+            name for name in calls if isinstance(name, ast.Name) and name.id in ("open", "print", "input")
+        ]
+        assert not opens, f"{file} touches files"
+        assert not imported_packages(file) & FILES, f"{file} touches files"
+    while todo:
+        file = todo.pop()
+        seen.add(file)
+        assert not imported_packages(file) & LIVE, f"{file}, which placing imports, is not pure"
+        inner = [ROOT.joinpath(*module).with_suffix(".py") for module in imported_modules(file)]
+        todo += [each for each in inner if each.is_file() and each not in seen]
 
 
 @pytest.mark.parametrize("library", DOORS)

@@ -38,7 +38,7 @@ OPENS = {
 """Calls that make, or lead to, a socket that others connect to."""
 
 TLS, METHODS = "tests/conductor/test_tls.py", "tests/test_outsiders.py"
-ACCESS, DATA = "tests/conductor/test_access.py", "tests/transfer/tcp/test_server.py"
+ACCESS, DATA = "tests/conductor/api/test_access.py", "tests/transfer/tcp/test_server.py"
 CONTROL, METRICS = "tests/deploy/test_control.py", "tests/base/test_metrics_port.py"
 LIFELINE = "tests/base/test_lifetime.py"
 GUARDED = {
@@ -49,10 +49,10 @@ GUARDED = {
     ("base/metrics_port.py", "MetricsServer"): METRICS,
     ("base/rpc.py", "add_insecure_port"): METHODS,
     ("base/rpc.py", "add_secure_port"): METHODS,
-    ("conductor/server.py", "TlsListener"): TLS,
-    ("conductor/server.py", "listen"): TLS,
-    ("conductor/server.py", "start_server"): METHODS,
-    ("conductor/server.py", "tcp_listener"): ACCESS,
+    ("conductor/api/server.py", "TlsListener"): TLS,
+    ("conductor/api/server.py", "listen"): TLS,
+    ("conductor/api/server.py", "start_server"): METHODS,
+    ("conductor/api/server.py", "tcp_listener"): ACCESS,
     ("kvstore/hosting.py", "start_server"): METHODS,
     ("kvstore/__main__.py", "serve_metrics"): METRICS,
     ("node/process.py", "serve_metrics"): METRICS,

@@ -1,7 +1,8 @@
 """Every gRPC method of the descriptors, called by every kind of caller, at every server there is.
 
 The table says who is let in; a method that stands nowhere in it fails, so a new one has to be given a rule.
-A real cluster is attacked in `tests/cluster/test_outsiders.py`, routes in `tests/conductor/test_access.py`.
+A real cluster is attacked in `tests/cluster/test_outsiders.py`, routes in
+`tests/conductor/api/test_access.py`.
 """
 
 from contextlib import asynccontextmanager
@@ -11,10 +12,10 @@ import pytest
 
 from base.config import TlsConfig
 from base.tls import NODE_NAME, dialling_credentials
-from conductor.served_model import ServedModel
+from conductor.api.served_model import ServedModel
 from tests.certificates import Authority
+from tests.conductor.api.test_access import Keys
 from tests.conductor.fakes import serving, spoken, tiny_model
-from tests.conductor.test_access import Keys
 from tests.every_method import every_method, filled
 from tests.kvstore.cluster import chain_of, save
 from tests.kvstore.test_store_port import hosted

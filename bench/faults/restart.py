@@ -25,7 +25,7 @@ from bench.faults.asking import CHANNEL_OPTIONS, TIMEOUT_S, Prompt, ask
 from bench.faults.cluster import GRACE_S, wait_until
 from bench.frontend_live import quick_profile
 from bench.stub_cluster import BLOCK_SIZE, CACHE_DIR
-from conductor.profile import profile_json
+from conductor.placing.profile import profile_json
 from deploy.api_client import ApiError, read_json
 from deploy.plan import PreparedModel, conductor_process
 from deploy.supervisor import SPARE_AFTER_S, STEADY_S, ProcessSpec, Supervisor

@@ -23,7 +23,7 @@ from bench.faults.asking import Prompt, drawn_prompts
 from bench.faults.cluster import fault_cluster
 from bench.faults.samples import ks_p_value
 from bench.faults.small_model import small_model
-from conductor.keys import KeyFile, Quota, made_key, write_keys
+from conductor.api.keys import KeyFile, Quota, made_key, write_keys
 
 PROMPT_TOKENS = 800
 

@@ -18,8 +18,8 @@ from bench.papers.generate import WORKLOADS, generate
 from bench.papers.page import POINTS, RunLines, hot_blocks, page, run_lines
 from bench.papers.paper import EXPERIMENTS
 from bench.papers.peers import RULES, peer_policy
-from conductor.cost_model import CostModel
-from conductor.profile import Profile
+from conductor.placing.cost_model import CostModel
+from conductor.placing.profile import Profile
 from conductor.replay.cluster import Cluster
 from conductor.replay.command import (
     POLICY_SETS,

@@ -21,8 +21,9 @@ from statistics import fmean
 
 from base.request import Slo
 from bench.papers.generate import generate
-from conductor.cost_model import CostModel
-from conductor.profile import Profile
+from conductor.placing.cost_model import CostModel
+from conductor.placing.profile import Profile
+from conductor.placing.scheduler_settings import RejectPolicy
 from conductor.replay.block_cache import BlockCache
 from conductor.replay.cluster import Cluster
 from conductor.replay.cluster_options import ClusterOptions
@@ -30,7 +31,6 @@ from conductor.replay.outcome import Outcomes, distribution
 from conductor.replay.policies import POLICIES
 from conductor.replay.simulate import Plan, simulate, simulate_colocated
 from conductor.replay.trace import DEFAULT_BLOCK_SIZE, Trace, TraceRequest
-from conductor.scheduler_settings import RejectPolicy
 
 Row = list[str]
 

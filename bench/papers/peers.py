@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from conductor.cluster_view import ClusterView, NodeState
-from conductor.cost_model import CostModel
-from conductor.load_order import bits_of
-from conductor.placement import PlacementRequest
-from conductor.scheduler import PrefillChoice, PrefillPolicy, candidate
-from conductor.scheduler_settings import SchedulerSettings
+from conductor.placing.cluster_view import ClusterView, NodeState
+from conductor.placing.cost_model import CostModel
+from conductor.placing.load_order import bits_of
+from conductor.placing.placement import PlacementRequest
+from conductor.placing.scheduler import PrefillChoice, PrefillPolicy, candidate
+from conductor.placing.scheduler_settings import SchedulerSettings
 from kvstore.index import Group
 
 Node = tuple[NodeState, int]

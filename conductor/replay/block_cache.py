@@ -21,7 +21,7 @@ from collections.abc import Container, Sequence
 from typing import Protocol
 
 from base.errors import ConfigError
-from conductor.profile import Profile
+from conductor.placing.profile import Profile
 from kvstore.eviction import BY_NAME, Eviction
 from kvstore.index import Key
 

@@ -23,12 +23,15 @@ from base.errors import ConfigError
 from base.grants import PeerDescriptor
 from base.messages import NodeInfo
 from base.request import NodeId, Role
-from conductor.admission import admit_to_decode
-from conductor.cluster_view import ClusterView
-from conductor.cost_model import CostModel
-from conductor.load_order import bits_of
-from conductor.placement import Placement, PlacementRequest, Rejection
-from conductor.profile import Profile
+from conductor.placing.admission import admit_to_decode
+from conductor.placing.cluster_view import ClusterView
+from conductor.placing.cost_model import CostModel
+from conductor.placing.load_order import bits_of
+from conductor.placing.placement import Placement, PlacementRequest, Rejection
+from conductor.placing.profile import Profile
+from conductor.placing.roles import RoleController, RoleStep
+from conductor.placing.scheduler import PrefillPolicy, place
+from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.replay.block_cache import make_cache
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.events import Events
@@ -43,9 +46,6 @@ from conductor.replay.sim_engine import DEFAULT_CHUNK_TOKENS, SimEngine
 from conductor.replay.sim_node import SimNode
 from conductor.replay.sim_request import SimRequest
 from conductor.replay.trace import TraceRequest
-from conductor.roles import RoleController, RoleStep
-from conductor.scheduler import PrefillPolicy, place
-from conductor.scheduler_settings import RejectPolicy, SchedulerSettings
 from kvstore.index import Key
 
 # How often a role change is thought about.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from base.request import Slo
+from conductor.placing.roles import RoleSettings
+from conductor.placing.scheduler import PrefillPolicy
+from conductor.placing.scheduler_settings import RejectPolicy
 from conductor.replay.faults import Fault
-from conductor.roles import RoleSettings
-from conductor.scheduler import PrefillPolicy
-from conductor.scheduler_settings import RejectPolicy
 
 
 @dataclass(frozen=True, slots=True)

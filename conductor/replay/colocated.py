@@ -16,11 +16,13 @@ from math import inf
 from base.grants import PeerDescriptor
 from base.messages import NodeInfo
 from base.request import NodeId, RequestId, Role, Slo
-from conductor.admission import admit_to_decode
-from conductor.cluster_view import ClusterView
-from conductor.cost_model import CostModel
-from conductor.placement import UNBOUNDED, Placement, PlacementRequest
-from conductor.prefill_pace import PrefillPace
+from conductor.placing.admission import admit_to_decode
+from conductor.placing.cluster_view import ClusterView
+from conductor.placing.cost_model import CostModel
+from conductor.placing.placement import UNBOUNDED, Placement, PlacementRequest
+from conductor.placing.prefill_pace import PrefillPace
+from conductor.placing.scheduler import place
+from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.replay.block_cache import BlockCache
 from conductor.replay.events import Events
 from conductor.replay.outcome import Outcomes, worst_gaps_s
@@ -28,8 +30,6 @@ from conductor.replay.sim_engine import SimEngine
 from conductor.replay.sim_node import SimNode
 from conductor.replay.sim_request import SimRequest
 from conductor.replay.trace import TraceRequest
-from conductor.scheduler import place
-from conductor.scheduler_settings import RejectPolicy, SchedulerSettings
 from kvstore.index import Key
 
 

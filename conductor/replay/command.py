@@ -19,8 +19,11 @@ from pathlib import Path
 from base.clock import Clock, SystemClock
 from base.errors import ConfigError
 from base.request import Slo
-from conductor.cost_model import CostModel
-from conductor.profile import Profile, load_profile, preset_names
+from conductor.placing.cost_model import CostModel
+from conductor.placing.profile import Profile
+from conductor.placing.roles import RoleSettings
+from conductor.placing.scheduler_settings import RejectPolicy
+from conductor.profile_file import load_profile, preset_names
 from conductor.replay.cluster import WATCH_EVERY, Cluster
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.conformance import compared, comparison_rows, read_run, simulated
@@ -39,8 +42,6 @@ from conductor.replay.requests_table import write_requests
 from conductor.replay.simulate import Plan, simulate, simulate_colocated
 from conductor.replay.trace import Trace
 from conductor.replay.trace_formats import read_trace
-from conductor.roles import RoleSettings
-from conductor.scheduler_settings import RejectPolicy
 from kvstore.eviction import BY_NAME
 
 POLICY_SETS: dict[str, tuple[str, ...]] = {"all": POLICIES}

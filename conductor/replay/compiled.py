@@ -30,11 +30,11 @@ from base.config import ClusterConfig
 from base.errors import ConfigError
 
 MODULES = (
-    "conductor.admission",
-    "conductor.cluster_view",
-    "conductor.cost_model",
-    "conductor.decode_projection",
-    "conductor.load_order",
+    "conductor.placing.admission",
+    "conductor.placing.cluster_view",
+    "conductor.placing.cost_model",
+    "conductor.placing.decode_projection",
+    "conductor.placing.load_order",
     "conductor.replay.block_cache",
     "conductor.replay.cluster",
     "conductor.replay.events",
@@ -44,7 +44,7 @@ MODULES = (
     "conductor.replay.sim_engine",
     "conductor.replay.sim_node",
     "conductor.replay.sim_request",
-    "conductor.scheduler",
+    "conductor.placing.scheduler",
     "kvstore.index",
 )
 """What most of a run's time is spent in. Values that are read from files are left alone: reading

@@ -21,13 +21,14 @@ from statistics import fmean
 
 from base.errors import ConfigError
 from base.request import RequestId
-from conductor.cost_model import CostModel
-from conductor.decision_log import Shared, read_log
-from conductor.decisions import Actual, Decision, decide_again
-from conductor.placement import Placement
-from conductor.profile import Profile
+from conductor.placing.cost_model import CostModel
+from conductor.placing.decision_lines import Shared
+from conductor.placing.decisions import Actual, Decision, decide_again
+from conductor.placing.placement import Placement
+from conductor.placing.profile import Profile
 from conductor.replay.cluster import Cluster
 from conductor.replay.cluster_options import ClusterOptions
+from conductor.replay.decision_log import read_log
 from conductor.replay.outcome import Outcomes
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace, TraceRequest

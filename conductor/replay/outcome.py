@@ -10,7 +10,7 @@ from collections import Counter
 from math import ceil
 from typing import NamedTuple, Protocol
 
-from conductor.profile import Profile
+from conductor.placing.profile import Profile
 
 Segment = tuple[float, int, float]
 """Token gaps that grow evenly: (seconds of the last and longest, gaps, growth of each next)."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from conductor.profile import Profile
+from conductor.placing.profile import Profile
 
 CHUNK_TOKENS = 4_096
 """Half of `prefill_small_s` is lost on chunks this small at the paper's cluster; smaller ones lose more."""

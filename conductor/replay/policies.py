@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from random import Random
 
-from conductor.cluster_view import ClusterView
-from conductor.cost_model import CostModel
-from conductor.load_order import bits_of
-from conductor.placement import PlacementRequest
-from conductor.scheduler import PrefillChoice, PrefillPolicy, candidate, least_ttft
-from conductor.scheduler_settings import SchedulerSettings
+from conductor.placing.cluster_view import ClusterView
+from conductor.placing.cost_model import CostModel
+from conductor.placing.load_order import bits_of
+from conductor.placing.placement import PlacementRequest
+from conductor.placing.scheduler import PrefillChoice, PrefillPolicy, candidate, least_ttft
+from conductor.placing.scheduler_settings import SchedulerSettings
 from kvstore.index import Group
 
 POLICIES = ("random", "load", "local", "global")

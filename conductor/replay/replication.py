@@ -1,4 +1,4 @@
-"""Copies of hot prefixes in replay: the live `conductor/replicas.py` decides, links carry them.
+"""Copies of hot prefixes in replay: the live `conductor/placing/replicas.py` decides, links carry them.
 
 A copy is a flow beside fetches and hand-offs, and is in the target's cache when its last byte
 came. Drops are not simulated: caches evict by use, and what is cold goes first.
@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
 from base.request import NodeId
-from conductor.cluster_view import ClusterView
-from conductor.cost_model import CostModel
-from conductor.placement import Placement, PlacementRequest
+from conductor.placing.cluster_view import ClusterView
+from conductor.placing.cost_model import CostModel
+from conductor.placing.placement import Placement, PlacementRequest
+from conductor.placing.replicas import Copy, Replicas
 from conductor.replay.links import Flow, Links
 from conductor.replay.sim_node import SimNode
-from conductor.replicas import Copy, Replicas
 from kvstore.index import Key
 
 STEP_S = 1.0

@@ -31,7 +31,7 @@ from heapq import heapify, heappop, heappush
 from math import ceil, sqrt
 
 from base.config import EngineConfig
-from conductor.cost_model import CostModel
+from conductor.placing.cost_model import CostModel
 from conductor.replay.sim_request import SimRequest
 
 DEFAULT_CHUNK_TOKENS = EngineConfig().chunk_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base.request import RequestId
-from conductor.placement import Placement
+from conductor.placing.placement import Placement
 from conductor.replay.links import Flow
 from conductor.replay.outcome import Segment
 from conductor.replay.trace import TraceRequest

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from conductor.cost_model import CostModel
+from conductor.placing.cost_model import CostModel
 from conductor.replay.cluster import Cluster, Watch
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.colocated import ColocatedCluster

@@ -7,7 +7,7 @@ import pytest
 
 from base.errors import ForeignPeerError, ProtocolError
 from base.link import LENGTH_BYTES, MAX_FIRST_BYTES, MAX_MESSAGE_BYTES, dial, listen
-from conductor.server import tcp_listener
+from conductor.api.server import tcp_listener
 
 
 class End:

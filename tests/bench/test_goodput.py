@@ -13,8 +13,8 @@ from bench.goodput import goodput, headers_of, parse_bounds, share_within
 from bench.load_report import Goodput
 from bench.shapes import Limits, cluster_config, parse_shape, write_model
 from bench.sse_client import Outcome
-from conductor.headers import header_slo
-from conductor.served_model import load_served_model
+from conductor.api.headers import header_slo
+from conductor.api.served_model import load_served_model
 from deploy.plan import PreparedModel, planned_nodes
 from engine.build import build_engine
 from engine.weights import random_model

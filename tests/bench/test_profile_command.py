@@ -9,8 +9,9 @@ from base.clock import SystemClock
 from base.config import EngineConfig
 from bench.profile_command import Grid, make_parser, make_profile, measure, print_profile
 from bench.profile_fit import MeasuredStep, with_steps
-from conductor.cost_model import CostModel
-from conductor.profile import load_profile, profile_json
+from conductor.placing.cost_model import CostModel
+from conductor.placing.profile import profile_json
+from conductor.profile_file import load_profile
 from engine.build import assemble_engine
 from engine.model import PagedModel
 from tests.engine.test_gpu_model import make_family

@@ -27,7 +27,7 @@ from base.config import (
     TransferConfig,
 )
 from base.tls import NODE_NAME
-from conductor.keys import KeyFile, Quota, made_key, write_keys
+from conductor.api.keys import KeyFile, Quota, made_key, write_keys
 from deploy.local import LocalCluster, local_cluster
 from deploy.plan import PreparedModel
 from kvstore.member import Member

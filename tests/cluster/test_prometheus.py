@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from base.config import SchedulerConfig, StoreConfig
-from conductor.panels import DASHBOARDS
+from conductor.api.panels import DASHBOARDS
 from tests.cluster.conftest import running
 from tests.deploy.processes import free_ports
 

@@ -2,10 +2,10 @@
 
 from base.messages import Heartbeat, NodeInfo
 from base.request import NodeId, RequestId, Role, Slo
-from conductor.cluster_view import ClusterView
-from conductor.cost_model import CostModel
-from conductor.placement import Placement, PlacementRequest, Rejection
-from conductor.profile import load_profile
+from conductor.placing.cluster_view import ClusterView
+from conductor.placing.cost_model import CostModel
+from conductor.placing.placement import Placement, PlacementRequest, Rejection
+from conductor.profile_file import load_profile
 from tests.conductor.scripted_node import node_info
 
 BLOCK_SIZE = 512

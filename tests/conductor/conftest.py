@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from conductor.served_model import ServedModel
+from conductor.api.served_model import ServedModel
 from tests.certificates import Authority
 from tests.conductor.fakes import tiny_model
 

@@ -9,14 +9,14 @@ from base.clock import SystemClock
 from base.link import listen
 from base.messages import Lease, Prefill, Reserve, Start, Tokens
 from base.request import Request, Role, SamplingParams, StopParams
-from conductor.attach import AttachService
-from conductor.cluster_view import ClusterView
-from conductor.cost_model import CostModel
-from conductor.dispatch import Dispatcher, Limits
-from conductor.membership import Membership
-from conductor.profile import load_profile
-from conductor.scheduler_settings import SchedulerSettings
-from conductor.server import tcp_listener
+from conductor.api.server import tcp_listener
+from conductor.placing.cluster_view import ClusterView
+from conductor.placing.cost_model import CostModel
+from conductor.placing.scheduler_settings import SchedulerSettings
+from conductor.profile_file import load_profile
+from conductor.serving.attach import AttachService
+from conductor.serving.dispatch import Dispatcher, Limits
+from conductor.serving.membership import Membership
 from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, ScriptedWork, node_info
 
 LEASE = Lease(lease_s=1.0, heartbeat_s=0.2, conductor_epoch=1)

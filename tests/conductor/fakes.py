@@ -17,10 +17,10 @@ from base.config import ServerConfig, SloConfig
 from base.errors import ServeError
 from base.metrics import ConductorMetrics, process_registry
 from base.request import FinishReason, Request, SampledToken, TokenLogprobs
-from conductor.completion import Completions
-from conductor.generated import Generated
-from conductor.served_model import ServedModel, load_served_model
-from conductor.server import Listening, listening
+from conductor.api.completion import Completions
+from conductor.api.served_model import ServedModel, load_served_model
+from conductor.api.server import Listening, listening
+from conductor.serving.generated import Generated
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 256

@@ -8,15 +8,15 @@ from base.request import Role
 from bench.overload import stub_profile
 from bench.stub_cluster import BLOCK_SIZE, stub_info
 from bench.stub_node import StubNode
-from conductor.cluster_view import ClusterView
-from conductor.cost_model import CostModel
-from conductor.dispatch import DEFAULT_LIMITS, Dispatcher
-from conductor.explain import Decisions
-from conductor.membership import Membership
-from conductor.nodes import NodeSession
-from conductor.observer import Observer
-from conductor.role_changes import change_roles
-from conductor.roles import RoleController
+from conductor.placing.cluster_view import ClusterView
+from conductor.placing.cost_model import CostModel
+from conductor.placing.explain import Decisions
+from conductor.placing.roles import RoleController
+from conductor.serving.dispatch import DEFAULT_LIMITS, Dispatcher
+from conductor.serving.membership import Membership
+from conductor.serving.nodes import NodeSession
+from conductor.serving.observer import Observer
+from conductor.serving.role_changes import change_roles
 
 COST = CostModel(stub_profile())
 

@@ -16,10 +16,10 @@ from base.message_bounds import MAX_FIELDS
 from base.message_bounds import excess as message_excess
 from bench.hostile_bodies import FILLINGS, filled, fillings_of, http_sites, repeated
 from bench.hostile_messages import MESSAGE_FILLINGS, grpc_sites, message
-from conductor.body_bounds import MAX_TEXTS, MAX_VALUES, excess
-from conductor.openai_schema import read_body
-from conductor.openapi import ROUTES
-from conductor.service import MAX_ELEMENTS
+from conductor.api.body_bounds import MAX_TEXTS, MAX_VALUES, excess
+from conductor.api.openai_schema import read_body
+from conductor.api.openapi import ROUTES
+from conductor.api.service import MAX_ELEMENTS
 from tests.conductor.fakes import serving, spoken
 from tests.effort import counting
 
@@ -56,7 +56,7 @@ def taken(body: type, raw: bytes) -> InvalidRequestError | None:
 
 @pytest.mark.parametrize("site", LISTS, ids=named)
 def test_each_list_and_map_has_a_bound(site):
-    assert site.bound is not None, "Field(max_length=...) in conductor/openai_schema.py"
+    assert site.bound is not None, "Field(max_length=...) in conductor/api/openai_schema.py"
     assert site.bound <= MAX_VALUES
 
 
@@ -96,7 +96,7 @@ def test_the_parts_of_a_long_body_are_counted_in_little_memory(filling):
 
 def test_each_list_of_a_message_has_a_bound():
     lists = {place.name for place in PLACES if place.field is not None and place.field.is_repeated}
-    assert lists == MAX_ELEMENTS.keys(), "conductor/service.py"
+    assert lists == MAX_ELEMENTS.keys(), "conductor/api/service.py"
 
 
 SMALLEST = {"token_ids.ids": "numbers, packed", "stop.token_ids": "numbers, packed"}

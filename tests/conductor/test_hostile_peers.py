@@ -1,7 +1,7 @@
 """Bytes that no well-meant peer sends, on the conductor's listeners: refused cheaply, and nobody harmed.
 
-Bodies of calls: test_openai_errors.py and test_openai_fuzz.py. The data plane:
-tests/transfer/tcp/test_server.py and test_frame.py. Records on disk: tests/kvstore/test_disk.py.
+Bodies of calls: tests/conductor/api/test_openai_errors.py and tests/conductor/api/test_openai_fuzz.py. The
+data plane: tests/transfer/tcp/test_server.py and test_frame.py. Records on disk: tests/kvstore/test_disk.py.
 Files: tests/test_hostile_files.py.
 """
 
@@ -19,8 +19,8 @@ from uvicorn.server import ServerState
 from base import arrivals, rpc
 from base.link import LENGTH_BYTES
 from base.request import SampledToken
-from conductor import http_connection
-from conductor.generated import Generated
+from conductor.api import http_connection
+from conductor.serving.generated import Generated
 from protos import inference_pb2, inference_pb2_grpc, nodes_pb2
 from tests.conductor import virtual_loop
 from tests.conductor.dispatching import conductor

@@ -12,8 +12,8 @@ import pytest
 from base.clock import ManualClock
 from base.errors import SloUnreachableError
 from base.request import RequestId
-from conductor.fair_queue import Criticality, Waiting
-from conductor.waiting_room import WaitingRoom
+from conductor.placing.fair_queue import Criticality, Waiting
+from conductor.serving.waiting_room import WaitingRoom
 from protos import inference_pb2, inference_pb2_grpc
 from tests.conductor.fakes import serving
 

@@ -24,11 +24,11 @@ from base.link import LENGTH_BYTES
 from base.messages import Lease
 from base.tls import NODE_NAME, Certificates, dialling_context
 from base.wire_membership import register
-from conductor.attach import AttachService
-from conductor.cluster_view import ClusterView
-from conductor.cost_model import CostModel
-from conductor.membership import Membership
-from conductor.profile import load_profile
+from conductor.placing.cluster_view import ClusterView
+from conductor.placing.cost_model import CostModel
+from conductor.profile_file import load_profile
+from conductor.serving.attach import AttachService
+from conductor.serving.membership import Membership
 from protos import inference_pb2, inference_pb2_grpc
 from tests.certificates import Authority
 from tests.conductor.fakes import serving, spoken

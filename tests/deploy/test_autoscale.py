@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from base.config import ClusterConfig, SloConfig
 from base.errors import ConfigError
 from base.request import Slo
-from conductor.decision_log import DecisionLog, Shared
-from conductor.decisions import Actual, decision
-from conductor.scheduler import place
-from conductor.scheduler_settings import SchedulerSettings
+from conductor.placing.decision_lines import Shared
+from conductor.placing.decisions import Actual, decision
+from conductor.placing.scheduler import place
+from conductor.placing.scheduler_settings import SchedulerSettings
+from conductor.serving.decision_log import DecisionLog
 from deploy import cli
 from deploy.autoscale import STEPS, Bounds, Sizes, advised, last_of_log, replayed_share
 from tests.conductor.builders import make_cost, make_request, make_view

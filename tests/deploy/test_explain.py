@@ -7,10 +7,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 import typer
 
-from conductor.decisions import Actual, decision
-from conductor.explain import Decisions
-from conductor.scheduler import place
-from conductor.scheduler_settings import SchedulerSettings
+from conductor.placing.decisions import Actual, decision
+from conductor.placing.explain import Decisions
+from conductor.placing.scheduler import place
+from conductor.placing.scheduler_settings import SchedulerSettings
 from deploy.explain import main
 from tests.conductor.builders import make_cost, make_request, make_view
 

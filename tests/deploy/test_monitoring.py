@@ -12,7 +12,7 @@ import yaml
 
 from base.lifetime import Lifetime
 from base.metrics import ConductorMetrics, NodeMetrics, StoreMetrics, export_supervised, process_registry
-from conductor.panels import DASHBOARDS
+from conductor.api.panels import DASHBOARDS
 from deploy import dashboards
 
 ROOT = Path(__file__).parent.parent.parent

@@ -4,8 +4,8 @@ import random
 from types import SimpleNamespace
 
 from base.request import Slo
-from conductor.openai import openai_app
-from conductor.served_model import SamplingDefaults
+from conductor.api.openai import openai_app
+from conductor.api.served_model import SamplingDefaults
 from deploy.reference import ROUTES, openapi, reference
 
 REPORTED = ("/status", "/v1/explain", "/v1/explain/{name}", "/v1/links/{name}", "/v1/panels")

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from conductor.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from conductor.api.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tests.conductor.fakes import serving, spoken, tiny_model
 
 BODIES = {

@@ -50,9 +50,9 @@ from base.wire_membership import (
     register,
     register_from,
 )
-from conductor.completion import Completions
-from conductor.keys import read_keys
-from conductor.openai import openai_app
+from conductor.api.completion import Completions
+from conductor.api.keys import read_keys
+from conductor.api.openai import openai_app
 from conductor.replay.trace_formats import read_trace
 from deploy.config_file import read_cluster_config
 from kvstore.record import HEADER_BYTES, RecordHeader, encode_header, header_or_none

@@ -14,15 +14,15 @@ from base.messages import Lease
 from base.metrics import ConductorMetrics, process_registry
 from base.request import FinishReason
 from bench.overload import stub_profile
-from conductor.attach import AttachService
-from conductor.cluster_view import ClusterView
-from conductor.cost_model import CostModel
-from conductor.dispatch import Dispatcher, Limits
-from conductor.explain import Decisions
-from conductor.membership import Membership
-from conductor.observer import Observer
-from conductor.replicas import Replicas
-from conductor.replication import Replication
+from conductor.placing.cluster_view import ClusterView
+from conductor.placing.cost_model import CostModel
+from conductor.placing.explain import Decisions
+from conductor.placing.replicas import Replicas
+from conductor.serving.attach import AttachService
+from conductor.serving.dispatch import Dispatcher, Limits
+from conductor.serving.membership import Membership
+from conductor.serving.observer import Observer
+from conductor.serving.replication import Replication
 from tests.simulation.attach_stream import AttachStream
 from tests.simulation.device import LAYOUT, continuation
 from tests.simulation.loop import Process

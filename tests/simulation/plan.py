@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from base.request import Request, RequestId, Role, SamplingParams, StopParams
-from conductor.scheduler_settings import SchedulerSettings
+from conductor.placing.scheduler_settings import SchedulerSettings
 from kvstore.eviction import BY_NAME
 from tests.simulation.device import VOCAB
 from tests.simulation.disk import DiskFaults

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from base.request import Request, RequestId, Role, SamplingParams, StopParams
-from conductor.scheduler_settings import SchedulerSettings
+from conductor.placing.scheduler_settings import SchedulerSettings
 from tests.simulation.device import VOCAB
 from tests.simulation.plan import Deed, plan_of
 from tests.simulation.world import run_seed

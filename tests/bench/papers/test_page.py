@@ -6,7 +6,7 @@ import pytest
 
 from bench.papers.command import main
 from conductor.replay.trace import write_trace
-from tests.conductor.browser import chromium
+from tests.conductor.api.browser import chromium
 from tests.conductor.replay.builders import small_trace
 
 HAS_BROWSER = shutil.which("chromium") is not None

@@ -8,13 +8,13 @@ import pytest
 from base.request import Slo
 from bench.papers.generate import generate
 from bench.papers.paper import correlation, deviation, halves, highest_rate, loads, swing
-from conductor.cost_model import CostModel
-from conductor.profile import load_profile
+from conductor.placing.cost_model import CostModel
+from conductor.placing.scheduler_settings import RejectPolicy
+from conductor.profile_file import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.outcome import Outcomes
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace, TraceRequest
-from conductor.scheduler_settings import RejectPolicy
 
 PROFILE = load_profile("a800-llama70b")
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 from base.request import Slo
 from bench.papers.generate import generate
-from conductor.cost_model import CostModel
-from conductor.profile import load_profile
+from conductor.placing.cost_model import CostModel
+from conductor.placing.scheduler_settings import RejectPolicy
+from conductor.profile_file import load_profile
 from conductor.replay.cluster import Cluster
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace
-from conductor.scheduler_settings import RejectPolicy
 
 SHARED_TRACE = Path(__file__).parents[3].parent / "shared" / "traces" / "conversation_trace.jsonl"
 

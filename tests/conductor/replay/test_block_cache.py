@@ -6,7 +6,8 @@ import random
 import pytest
 
 from base.errors import ConfigError
-from conductor.profile import Profile, load_profile
+from conductor.placing.profile import Profile
+from conductor.profile_file import load_profile
 from conductor.replay.block_cache import BlockCache, PolicyCache, make_cache
 from kvstore.eviction import BY_NAME
 

@@ -8,8 +8,10 @@ import pytest
 from base.errors import ConfigError
 from base.request import NodeId, Slo
 from bench.papers.peers import RULES, peer_policy
-from conductor.cost_model import CostModel
-from conductor.profile import load_profile
+from conductor.placing.cost_model import CostModel
+from conductor.placing.roles import RoleSettings
+from conductor.placing.scheduler_settings import RejectPolicy
+from conductor.profile_file import load_profile
 from conductor.replay.cluster import Cluster
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.faults import Fault
@@ -17,8 +19,6 @@ from conductor.replay.policies import POLICIES
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace, TraceRequest, arrivals
 from conductor.replay.trace_formats import read_trace
-from conductor.roles import RoleSettings
-from conductor.scheduler_settings import RejectPolicy
 from tests.conductor.replay.builders import REJECTING, SHARED_TRACE, TIGHT, run, small_trace
 
 COST = CostModel(load_profile("a800-llama70b"))

@@ -6,13 +6,13 @@ import pytest
 
 from base.request import Slo
 from bench.papers.advise import main, pareto, ranked, splits
-from conductor.cost_model import CostModel
-from conductor.profile import load_profile
+from conductor.placing.cost_model import CostModel
+from conductor.placing.scheduler_settings import RejectPolicy
+from conductor.profile_file import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.sim_engine import DEFAULT_CHUNK_TOKENS
 from conductor.replay.simulate import Plan, simulate_colocated
 from conductor.replay.trace import Trace, TraceRequest, write_trace
-from conductor.scheduler_settings import RejectPolicy
 from tests.conductor.replay.builders import small_trace
 
 COST = CostModel(load_profile("a800-llama70b"))

@@ -17,12 +17,13 @@ from base.timeline import Timeline
 from bench.conformance import busy_periods
 from bench.profile_log import profile_from_run
 from bench.profile_steps import profile_from_steps
-from conductor.cost_model import CostModel
-from conductor.decision_log import DecisionLog, Shared
+from conductor.placing.cost_model import CostModel
+from conductor.placing.decision_lines import Shared
+from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.replay.command import main
 from conductor.replay.conformance import compared, num_made_alike, read_run, simulated
 from conductor.replay.trace_formats import read_trace
-from conductor.scheduler_settings import SchedulerSettings
+from conductor.serving.decision_log import DecisionLog
 from tests.conductor.stub_cluster import COST, cluster
 from tests.conductor.virtual_loop import run
 

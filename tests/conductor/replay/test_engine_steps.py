@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from base.request import SampledToken
-from conductor.cost_model import CostModel
-from conductor.profile import load_profile
+from conductor.placing.cost_model import CostModel
+from conductor.profile_file import load_profile
 from conductor.replay.events import Events
 from conductor.replay.sim_engine import SimEngine
 from conductor.replay.sim_request import SimRequest

@@ -1,0 +1,1 @@
+"""What clients speak to: HTTP, gRPC, keys, text and the web page."""

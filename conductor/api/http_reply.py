@@ -1,0 +1,177 @@
+"""The two ends of one HTTP call: its body coming in, its answer going out.
+
+While a call is worked on, somebody reads its connection but at its very beginning, because ASGI tells
+of a client's leaving only to those who ask: `while_connected`. An answer is sent as soon as
+there is something to say, one write per event, and its status line waits until then, so
+that a request rejected after it was queued still is a 429.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from starlette.types import Receive, Send
+
+from base.alarm import Alarm
+from conductor.api.openai_errors import HttpError
+
+BODY_TIMEOUT_S = 30.0
+"""From the call's first byte to its body's last. Calls in progress are bounded, so a body
+that trickles in takes a place from others."""
+
+
+JOINED_BYTES = 1 << 15
+"""A shorter answer is written at once."""
+STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+WATCH_AFTER_S = 0.05
+"""Of work, before its client is watched: to watch costs as much as writing a short answer does."""
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection."""
+
+
+class Reply:
+    """What one client is sent. Owned by the event loop."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self.request_id = request_id
+        """Echoed in a header. May change until the first byte is sent."""
+        self._send = send
+        self._is_started = False
+        # Choices write as their tokens come; a write that waits for a slow client must
+        # not be overtaken.
+        self._turn = asyncio.Lock()
+
+    async def whole(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """Send an answer that does not stream."""
+        headers = {"content-type": "application/json", **(headers or {}), "content-length": str(len(body))}
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._start(status, raw)
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def in_parts(self, status: int, parts: Sequence[bytes | bytearray]) -> None:
+        """Send an answer that does not stream, without ever holding the whole of it as one."""
+        num_bytes = sum(map(len, parts))
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(num_bytes).encode())]
+        await self._start(status, headers)
+        if num_bytes > JOINED_BYTES:
+            for part in parts[:-1]:
+                await self._send({"type": "http.response.body", "body": bytes(part), "more_body": True})
+            parts = parts[-1:]
+        await self._send({"type": "http.response.body", "body": b"".join(parts)})
+
+    async def event(self, events: str) -> None:
+        """Send a part of an event stream."""
+        async with self._turn:
+            if not self._is_started:
+                await self._start(200, STREAM_HEADERS)
+            await self._send({"type": "http.response.body", "body": events.encode(), "more_body": True})
+
+    async def end(self, events: str) -> None:
+        """Send the last part of an event stream."""
+        if not self._is_started:
+            await self._start(200, STREAM_HEADERS)
+        await self._send({"type": "http.response.body", "body": events.encode()})
+
+    async def fail(self, error: HttpError) -> None:
+        """Send an error: as the answer, or as the event that ends a stream.
+
+        No [DONE] follows it: whoever looks for that knows that the answer is not whole.
+        """
+        if self._is_started:
+            async with self._turn:
+                await self.end(f"data: {error.body.decode()}\n\n")
+        else:
+            await self.whole(error.status, error.body, error.headers)
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._is_started = True
+        headers = [*headers, (b"x-request-id", self.request_id.encode("latin-1"))]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def read_body(
+    receive: Receive, declared_bytes: int, max_bytes: int, arrived: Callable[[int], None]
+) -> bytes:
+    """Return the body of a call.
+
+    Args:
+        receive: The call's.
+        declared_bytes: Its content-length; 0 where it has none.
+        max_bytes: More is refused, without reading it.
+        arrived: Called with the number of bytes of each part; may raise ServeError.
+
+    Raises:
+        BodyError: it is too long or comes too slowly.
+        ClientGoneError: the client left while sending it.
+    """
+    too_long = BodyError(413, f"the body is longer than {max_bytes} bytes")
+    if declared_bytes > max_bytes:
+        raise too_long
+    parts: list[bytes] = []
+    num_bytes = 0
+    with Alarm(_too_slow) as alarm:
+        timer = asyncio.get_running_loop().call_later(BODY_TIMEOUT_S, alarm.ring)
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                parts.append(part := message.get("body", b""))
+                num_bytes += len(part)
+                arrived(len(part))
+                if num_bytes > max_bytes:
+                    raise too_long
+                if not message.get("more_body"):
+                    break
+        finally:
+            timer.cancel()
+    return b"".join(parts)
+
+
+class BodyError(Exception):
+    """A body that is not read to its end."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def _too_slow() -> BodyError:
+    return BodyError(408, f"the body took longer than {BODY_TIMEOUT_S:g} s")
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do `work` until it is done or the client leaves, which is noticed after `WATCH_AFTER_S`.
+
+    Call when the body was read.
+
+    Raises:
+        ClientGoneError: the client left; `work` was cancelled.
+        Exception: what `work` raised.
+    """
+    watching: list[asyncio.Task[None]] = []
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        alarm.ring()
+
+    loop = asyncio.get_running_loop()
+    with Alarm(ClientGoneError) as alarm:
+        later = loop.call_later(WATCH_AFTER_S, lambda: watching.append(loop.create_task(watch())))
+        try:
+            await work
+        finally:
+            later.cancel()
+            for task in watching:
+                task.cancel()
+
+
+def first_failure(failed: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the exception that brought a task group down."""
+    first = failed.exceptions[0]
+    return first_failure(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,95 @@
+"""Every error as OpenAI's error object and its HTTP status. The one table for HTTP.
+
+`Retry-After` goes with every answer that another try may change; the official clients
+wait that long and try again by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from base.errors import (
+    CapacityError,
+    DeadlineError,
+    ForbiddenError,
+    InvalidRequestError,
+    LostError,
+    RejectedError,
+    ServeError,
+    SloUnreachableError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnknownModelError,
+    retry_after_s,
+)
+from conductor.api.options import ContextLengthError
+
+
+@dataclass(frozen=True, slots=True)
+class HttpError:
+    """What goes to the client."""
+
+    status: int
+    kind: str
+    code: str | None
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that a rejection is based on."""
+
+    @property
+    def body(self) -> bytes:
+        error: dict[str, Any] = {"message": self.message, "type": self.kind, "param": self.param}
+        error |= {"code": self.code, **self.predicted}
+        return json.dumps({"error": error}).encode()
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        headers = {"content-type": "application/json"}
+        if self.retry_after_s is not None:
+            # Whole seconds are all that the header can say.
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+        return headers
+
+
+# First match wins, so a class stands before its parents.
+_STATUS: tuple[tuple[type[ServeError], int, str, str | None], ...] = (
+    (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
+    (ContextLengthError, 400, "invalid_request_error", "context_length_exceeded"),
+    (InvalidRequestError, 400, "invalid_request_error", None),
+    (UnauthenticatedError, 401, "authentication_error", "invalid_api_key"),
+    (ForbiddenError, 403, "permission_error", None),
+    (SloUnreachableError, 429, "rate_limit_error", "slo_unreachable"),
+    (CapacityError, 429, "rate_limit_error", "no_capacity"),
+    (RejectedError, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (UnavailableError, 503, "server_error", "unavailable"),
+    (LostError, 503, "server_error", "lost"),
+    (DeadlineError, 504, "server_error", "deadline_exceeded"),
+)
+
+
+def http_error(error: ServeError) -> HttpError:
+    """Return what a client is told of `error`."""
+    for kind, status, type_name, code in _STATUS:
+        if isinstance(error, kind):
+            param = error.param if isinstance(error, InvalidRequestError) else None
+            return HttpError(
+                status, type_name, code, str(error), param, retry_after_s(error), _predicted(error)
+            )
+    return internal_error()
+
+
+def _predicted(error: ServeError) -> Mapping[str, float]:
+    if not isinstance(error, SloUnreachableError):
+        return {}
+    return {"predicted_ttft_s": error.predicted_ttft_s, "predicted_tbt_s": error.predicted_tbt_s}
+
+
+def internal_error() -> HttpError:
+    """Return what a client is told of a bug: nothing that would help an attacker."""
+    return HttpError(500, "server_error", "internal_error", "the server failed; its log says how")

@@ -1,0 +1,328 @@
+"""The bytes of OpenAI's answers: streamed events and whole bodies, for chats and completions.
+
+A streamed piece is put between two strings made once per choice. Building an object for
+each and serialising it costs ten times as much, and this is what the conductor's process
+does for every token of the cluster (`bench/frontend.py`).
+
+    data: {"id":..., "choices":[{"index":0,  delta or text  ,"logprobs":...}]}
+          '-------------- before ----------'                '---- after ----'
+
+A choice's first event carries its opening as well (the role of a chat, the prompt that a
+completion echoes) and its last one its finish reason, each in a chunk of its own as
+OpenAI sends them, but in one write.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from base.request import FinishReason, SampledToken
+from conductor.api.completion import Piece
+from conductor.api.tokenizer import Tokenizer
+
+# ASCII alone: some clients split events at Unicode's line separators.
+to_json = json.JSONEncoder(separators=(",", ":")).encode
+DONE = "data: [DONE]\n\n"
+NO_DETAILS = '"logprobs":null'
+"""JSON of what is told of tokens besides their text, where nothing is."""
+PART_BYTES = 1 << 16
+"""Of an answer, that is sent at once."""
+MIN_LOGPROB = -9999.0
+"""OpenAI's word for "next to impossible"; JSON has no infinity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """In what chats and completions differ."""
+
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
+    text: str
+    """JSON around a piece of text, which goes where %s is."""
+    no_text: str
+    opening: str
+    """JSON of the first chunk; %s is the echoed prompt. Empty: only with an echo."""
+    logprobs: Callable[[Sequence[SampledToken], Tokenizer, int], dict[str, Any]]
+    logprob_lists: tuple[str, ...]
+    """The names of what `logprobs` returns a list of."""
+    logprobs_end: bytes
+    """JSON after the last of these lists."""
+    whole: tuple[str, str]
+    """JSON before and after the text of an answer that does not stream."""
+
+
+class Answer(NamedTuple):
+    """What all choices of one call share."""
+
+    shape: Shape
+    answer_id: str
+    created_s: int
+    model_name: str
+    tokenizer: Tokenizer
+    with_logprobs: bool = False
+    with_token_ids: bool = False
+    with_usage: bool = False
+    """Streams only: whether an event with the usage ends it."""
+
+    def usage_event(self, usage: Mapping[str, Any]) -> str:
+        head = self._head(self.shape.chunk_object_name)
+        return f"data: {to_json({**head, 'choices': [], 'usage': usage})}\n\n"
+
+    def chunk_ends(self, index: int) -> tuple[str, str]:
+        """Return what stands before and after the content of choice `index` in each chunk."""
+        # By hand: to_json makes an encoder for each object, which takes longer than all else here.
+        answer_id, model = to_json(self.shape.id_prefix + self.answer_id), to_json(self.model_name)
+        name, created_s = self.shape.chunk_object_name, self.created_s
+        head = f'{{"id":{answer_id},"object":"{name}","created":{created_s},"model":{model}'
+        usage = ',"usage":null' if self.with_usage else ""
+        return f'data: {head},"choices":[{{"index":{index},', f"}}]{usage}}}\n\n"
+
+    def ends(self, usage: Mapping[str, Any]) -> tuple[bytes, bytes]:
+        """Return what stands before and after the choices of a call that does not stream."""
+        head = to_json(self._head(self.shape.object_name))
+        return f'{head[:-1]},"choices":['.encode(), f'],"usage":{to_json(usage)}}}'.encode()
+
+    def _head(self, object_name: str) -> dict[str, Any]:
+        return {
+            "id": f"{self.shape.id_prefix}{self.answer_id}",
+            "object": object_name,
+            "created": self.created_s,
+            "model": self.model_name,
+        }
+
+
+class Shown:
+    """What the choices of a prompt show of it, as JSON that is made once for all of them."""
+
+    def __init__(self, token_ids: Sequence[int] = (), echo: str = "") -> None:
+        """Begin. `echo`: text that stands before the generated text."""
+        self.has_echo = bool(echo)
+        self._given_ids = token_ids
+        self._given_echo = echo
+
+    @functools.cached_property
+    def echo(self) -> bytes:
+        """Without its quotes."""
+        return to_json(self._given_echo)[1:-1].encode()
+
+    @functools.cached_property
+    def token_ids(self) -> bytes:
+        return to_json(self._given_ids).encode()
+
+
+class _Grown:
+    """JSON of a list's elements, to which more are added, as bytes in parts that may be sent one by one."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytearray] = [bytearray()]
+
+    def add(self, elements: Sequence[Any]) -> None:
+        if not elements:
+            return
+        if len(self.parts[-1]) > PART_BYTES:
+            self.parts.append(bytearray())
+        comma = "," if self.parts[0] else ""
+        self.parts[-1] += f"{comma}{to_json(elements)[1:-1]}".encode()
+
+
+class Choice:
+    """One of the answer's choices: its events while it streams, and its whole."""
+
+    def __init__(self, answer: Answer, index: int, prompt: Shown) -> None:
+        """Begin an empty choice.
+
+        Args:
+            answer: What it is part of.
+            index: Its number in it.
+            prompt: What is shown of its prompt.
+        """
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self._answer = answer
+        self._index = index
+        self._prompt = prompt
+        self._before = self._after = self._text_before = self._text_after = ""
+        self._is_plain = not (answer.with_logprobs or answer.with_token_ids)
+        self._is_opened = False
+        self._offset = 0
+        self._texts: list[str] = []
+        self._kept: dict[str, _Grown] = {}
+        """What is told of tokens besides their text, by name."""
+        self._finish_reason: FinishReason | None = None
+
+    def keep(self, piece: Piece) -> None:
+        """Take a piece for `whole`: as the bytes that will be sent: at the end there is no work left."""
+        self._count(piece)
+        self._texts.append(piece.text)
+        if not self._is_plain:
+            details = self._details(piece.tokens)
+            for name, elements in {
+                **(details["logprobs"] or {}),
+                "token_ids": details.get("token_ids"),
+            }.items():
+                if elements is not None:
+                    self._kept.setdefault(name, _Grown()).add(elements)
+        self._finish_reason = piece.finish_reason
+
+    def events(self, piece: Piece) -> str:
+        """Return the events that tell a streaming client of a piece; may be empty."""
+        self._count(piece)
+        if self._is_opened and self._is_plain and piece.finish_reason is None:
+            return self._text_before + to_json(piece.text) + self._text_after if piece.text else ""
+        return self._opening() + self._content(piece) + self._finish(piece.finish_reason)
+
+    def whole(self) -> list[bytes | bytearray]:
+        """Return the choice of a call that does not stream, in parts."""
+        answer, shape = self._answer, self._answer.shape
+        assert self._finish_reason is not None
+        before, after = shape.whole
+        text = to_json("".join(self._texts))[1:-1]
+        parts: list[bytes | bytearray] = [f'{{"index":{self._index},{before}'.encode()]
+        if self._prompt.has_echo:
+            parts.append(self._prompt.echo)
+        parts.append(f"{text}{after},".encode())
+        if answer.with_logprobs:
+            opening = '"logprobs":{'
+            for name in shape.logprob_lists:
+                parts += [f'{opening}"{name}":['.encode(), *self._kept_parts(name)]
+                opening = "],"
+            parts.append(shape.logprobs_end)
+        else:
+            parts.append(NO_DETAILS.encode())
+        if answer.with_token_ids:
+            parts += [b',"token_ids":[', *self._kept_parts("token_ids"), b'],"prompt_token_ids":']
+            parts.append(self._prompt.token_ids)
+        parts.append(f',"finish_reason":"{self._finish_reason.value}"}}'.encode())
+        return parts
+
+    def _kept_parts(self, name: str) -> Sequence[bytes | bytearray]:
+        return self._kept[name].parts if name in self._kept else ()
+
+    def _count(self, piece: Piece) -> None:
+        self.num_tokens += len(piece.tokens)
+        self.num_cached_tokens = piece.num_cached_tokens
+
+    def _opening(self) -> str:
+        if self._is_opened:
+            return ""
+        self._is_opened = True
+        shape = self._answer.shape
+        # Not before: who is rejected needs none of it.
+        self._before, self._after = self._answer.chunk_ends(self._index)
+        text_before, text_after = shape.text.split("%s")
+        self._text_before = self._before + text_before
+        self._text_after = f'{text_after},{NO_DETAILS},"finish_reason":null{self._after}'
+        prompt = self._prompt
+        opening = shape.opening or (shape.text % f'"{prompt.echo.decode()}"' if prompt.has_echo else "")
+        if self._answer.with_token_ids:
+            opening = f'{opening or shape.no_text},"prompt_token_ids":{prompt.token_ids.decode()}'
+        return self._chunk(opening, NO_DETAILS, None) if opening else ""
+
+    def _content(self, piece: Piece) -> str:
+        if not piece.text and (self._is_plain or not piece.tokens):
+            return ""
+        content = self._answer.shape.text % to_json(piece.text)
+        details = NO_DETAILS
+        if self._answer.with_logprobs:
+            details = to_json(self._details(piece.tokens))[1:-1]
+        elif self._answer.with_token_ids:
+            details += f',"token_ids":[{",".join(str(token.token_id) for token in piece.tokens)}]'
+        return self._chunk(content, details, None)
+
+    def _finish(self, reason: FinishReason | None) -> str:
+        return "" if reason is None else self._chunk(self._answer.shape.no_text, NO_DETAILS, reason)
+
+    def _chunk(self, content: str, details: str, reason: FinishReason | None) -> str:
+        finish = f'"{reason.value}"' if reason else "null"
+        return f'{self._before}{content},{details},"finish_reason":{finish}{self._after}'
+
+    def _details(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
+        """Return what is told of tokens besides their text."""
+        details: dict[str, Any] = {"logprobs": None}
+        if self._answer.with_logprobs:
+            details["logprobs"] = self._answer.shape.logprobs(tokens, self._answer.tokenizer, self._offset)
+            self._offset += sum(len(token_text(token.token_id, self._answer.tokenizer)) for token in tokens)
+        if self._answer.with_token_ids:
+            details["token_ids"] = [token.token_id for token in tokens]
+        return details
+
+
+def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
+    """Return OpenAI's usage object."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }
+
+
+def token_text(token_id: int, tokenizer: Tokenizer) -> str:
+    """Return a token as text: `bytes:` and hexadecimal where it is part of a character."""
+    spelled = tokenizer.token_bytes(token_id)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _chat_logprobs(tokens: Sequence[SampledToken], tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": token_text(token_id, tokenizer),
+            "logprob": max(logprob, MIN_LOGPROB),
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
+
+    content = []
+    for token in tokens:
+        if token.logprobs is not None:
+            top = [entry(token_id, logprob) for token_id, logprob in token.logprobs.top]
+            content.append({**entry(token.token_id, token.logprobs.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _completion_logprobs(tokens: Sequence[SampledToken], tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
+    texts, logprobs, top_logprobs, offsets = [], [], [], []
+    for token in tokens:
+        if token.logprobs is None:
+            continue
+        texts.append(token_text(token.token_id, tokenizer))
+        logprobs.append(max(token.logprobs.logprob, MIN_LOGPROB))
+        # The sampled token is always among them, also where it was none of the likeliest.
+        choices = (*token.logprobs.top, (token.token_id, token.logprobs.logprob))
+        top_logprobs.append({token_text(item, tokenizer): max(value, MIN_LOGPROB) for item, value in choices})
+        offsets.append(offset)
+        offset += len(texts[-1])
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top_logprobs, "text_offset": offsets}
+
+
+CHAT = Shape(
+    id_prefix="chatcmpl-",
+    object_name="chat.completion",
+    chunk_object_name="chat.completion.chunk",
+    text='"delta":{"content":%s}',
+    no_text='"delta":{}',
+    opening='"delta":{"role":"assistant","content":""}',
+    logprobs=_chat_logprobs,
+    logprob_lists=("content",),
+    logprobs_end=b'],"refusal":null}',
+    whole=('"message":{"role":"assistant","content":"', '","refusal":null}'),
+)
+COMPLETION = Shape(
+    id_prefix="cmpl-",
+    object_name="text_completion",
+    chunk_object_name="text_completion",
+    text='"text":%s',
+    no_text='"text":""',
+    opening="",
+    logprobs=_completion_logprobs,
+    logprob_lists=("tokens", "token_logprobs", "top_logprobs", "text_offset"),
+    logprobs_end=b"]}",
+    whole=('"text":"', '"'),
+)

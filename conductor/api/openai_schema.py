@@ -1,0 +1,332 @@
+"""The bodies that OpenAI's API and vLLM's extras to it may send: names and types.
+
+Types alone. Bounds are in `options.py`, because gRPC has the same ones. JSON is read
+strictly (a number in quotes is no number). Fields that have no place here are refused or ignored by the table
+of `openai_fields.py`.
+
+pydantic parses the bytes itself, after `body_bounds.py` has bounded what they are made of; its lists stop at
+the first fault, because a validator's report of each of a million costs more than all the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
+
+from base.errors import InvalidRequestError
+from base.request import MAX_TOP_LOGPROBS
+from conductor.api.body_bounds import MAX_VALUES
+from conductor.api.chat_template import ChatMessage, ChatRole
+from conductor.api.headers import Caller
+from conductor.api.off_loop import on_body
+from conductor.api.openai_fields import refused_or_none
+from conductor.api.options import (
+    MAX_LOGIT_BIASES,
+    MAX_MESSAGES,
+    MAX_SHOWN_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    Options,
+)
+
+MAX_CHOICES = 128
+"""OpenAI's limit on `n`; here on all choices of a call together."""
+MAX_PARTS = 8_192
+"""Of a message's content. All of a body are bounded with its other lists and objects."""
+MAX_TOOL_CALLS = 128
+MAX_TEMPLATE_VARIABLES = 64
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's, where a completion does not say; a chat goes on to the end of the window."""
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _empty_if_null(value: Any) -> Any:
+    return [] if value is None else value
+
+
+def _few_biases(value: Any) -> Any:
+    """Refuse a table that is too long as a whole: pydantic would report each bias that is no number."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        raise PydanticCustomError("too_long", f"at most {MAX_LOGIT_BIASES} tokens, not {len(value)}")
+    return value
+
+
+class _Body(BaseModel):
+    # Fields we do not know are kept for one look at whether we refuse them.
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+
+
+class _StreamOptions(_Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class _Generation(_Body):
+    """What chats and completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: Annotated[
+        list[str],
+        Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
+        BeforeValidator(_empty_if_null),
+        BeforeValidator(_listed),
+    ] = Field(default_factory=list)  # a list itself would be copied deeply for each body
+    logit_bias: (
+        Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES), BeforeValidator(_few_biases)] | None
+    ) = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+TemplateVariables = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)]
+
+
+class _ContentPart(_Body):
+    type: Annotated[str, Field(max_length=MAX_SHOWN_CHARS)]
+    text: str | None = None
+
+
+def _content_kind(value: Any) -> str:
+    """Return the tag of a form. Tags have spaces, and so are told from fields in errors."""
+    return "a list of parts" if isinstance(value, list) else "a string"
+
+
+class Message(_Body):
+    role: ChatRole
+    content: (
+        Annotated[
+            Annotated[str, Tag("a string")]
+            | Annotated[
+                list[_ContentPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("a list of parts")
+            ],
+            Discriminator(_content_kind),
+        ]
+        | None
+    ) = None
+    name: str | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=MAX_TOOL_CALLS)] | None = None
+    function_call: None = None
+    audio: None = None
+
+
+class ChatBody(_Generation):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    parse_special_tokens: bool | None = None
+
+
+def _prompt_list(value: Any) -> list[str | list[int]]:
+    """Return the prompts of a completion: texts and lists of token ids.
+
+    By hand, because pydantic would try one form after the other and report each of a
+    million elements that do not fit it.
+    """
+    if _is_token_ids(value):
+        return [value]
+    if isinstance(value, list) and len(value) > MAX_CHOICES:
+        raise PydanticCustomError("too_long", f"at most {MAX_CHOICES} prompts, not {len(value)}")
+    prompts = value if isinstance(value, list) else [value]
+    if prompts and all(isinstance(item, str) or _is_token_ids(item) for item in prompts):
+        return prompts
+    raise PydanticCustomError("prompt", "Input should be a string, a list of token ids, or a list of these")
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) == {int}
+
+
+_TokenIds = Annotated[list[int], Field(max_length=MAX_VALUES)]
+_PromptForms = (
+    str
+    | Annotated[list[str], Field(max_length=MAX_CHOICES)]
+    | _TokenIds
+    | Annotated[list[_TokenIds], Field(max_length=MAX_CHOICES)]
+)
+
+
+class CompletionBody(_Generation):
+    prompt: Annotated[
+        list[str | list[int]], PlainValidator(_prompt_list, json_schema_input_type=_PromptForms)
+    ]
+    logprobs: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeBody(_Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    parse_special_tokens: bool | None = None
+
+
+class DetokenizeBody(_Body):
+    model: str | None = None
+    tokens: Annotated[list[int], Field(max_length=MAX_VALUES, fail_fast=True)]
+
+
+Body = TypeVar("Body", bound=_Body)
+
+
+async def read_long_body(raw: bytes, into: type[Body]) -> Body:
+    """Return what `read_body` does, off the event loop where that takes long."""
+    return await on_body(raw, partial(read_body, into=into))
+
+
+def read_body(raw: bytes, into: type[Body]) -> Body:
+    """Parse a call's body.
+
+    Raises:
+        InvalidRequestError: it is no JSON object, a field has the wrong type or is
+            missing, or it asks for what we do not do; `param` names the field.
+    """
+    try:
+        body = into.model_validate_json(raw)
+    except ValidationError as error:
+        raise _refusal(error) from None
+    if (name := refused_or_none(body.model_extra or {})) is not None:
+        raise InvalidRequestError(f"{name} is not supported: leave it out", name)
+    return body
+
+
+def _refusal(error: ValidationError) -> InvalidRequestError:
+    """Return the first fault as OpenAI would name it: messages[0].content."""
+    fault = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    if fault["type"] == "json_invalid":
+        return InvalidRequestError(f"the body is no JSON: {fault['msg'].removeprefix('Invalid JSON: ')}")
+    param = ""
+    for part in fault["loc"]:
+        if isinstance(part, int):
+            param += f"[{part}]"
+        elif " " not in part:
+            param += f".{part}" if param else part
+    return InvalidRequestError(f"{param or 'the body'}: {fault['msg']}", param or None)
+
+
+def chat_messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
+    """Return a conversation with plain contents; parts of a list are lines.
+
+    Raises:
+        InvalidRequestError: a message has tool calls, a part that is no text, or nothing.
+    """
+    return tuple(_chat_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+
+
+def _chat_message(message: Message, param: str) -> ChatMessage:
+    if message.tool_calls:
+        raise InvalidRequestError(f"{param}.tool_calls: tools are not supported", f"{param}.tool_calls")
+    content = message.content
+    if content is None:
+        raise InvalidRequestError(f"{param}.content is missing", f"{param}.content")
+    if isinstance(content, str):
+        return ChatMessage(message.role, content, message.name)
+    lines = []
+    for index, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            where = f"{param}.content[{index}]"
+            raise InvalidRequestError(f"{where}: {part.type!r} is not supported, text is", f"{where}.type")
+        lines.append(part.text)
+    return ChatMessage(message.role, "\n".join(lines), message.name)
+
+
+def to_options(
+    body: ChatBody | CompletionBody, max_tokens: int | None, num_logprobs: int | None, caller: Caller
+) -> Options:
+    """Return the body's choices by their common names.
+
+    Raises:
+        InvalidRequestError: a key of logit_bias is no token id.
+    """
+    return Options(
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        seed=body.seed,
+        logit_bias=_logit_bias(body.logit_bias or {}),
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        stop=tuple(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        logprobs=num_logprobs,
+        # vLLM's is the other way round: lower goes first.
+        priority=-(body.priority or 0),
+        cache_salt=body.cache_salt or "",
+        tenant=caller.tenant,
+        may_be_critical=caller.may_be_critical,
+        slo=caller.slo,
+        traceparent=caller.traceparent,
+    )
+
+
+def _logit_bias(table: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token_id): bias for token_id, bias in table.items()}
+    except ValueError:
+        raise InvalidRequestError("logit_bias: keys are token ids", "logit_bias") from None
+
+
+def num_chat_logprobs(body: ChatBody) -> int | None:
+    """Return how many alternatives a chat asks for with each token; None: no logprobs.
+
+    Raises:
+        InvalidRequestError: alternatives without logprobs, or more than 20.
+    """
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError("top_logprobs: needs logprobs: true", "top_logprobs")
+    if not 0 <= (body.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
+        raise InvalidRequestError(f"top_logprobs: between 0 and {MAX_TOP_LOGPROBS}", "top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None

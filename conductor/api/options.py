@@ -1,0 +1,276 @@
+"""What a client may choose for a request, and how that becomes a `Request`.
+
+HTTP and gRPC both come through here, so a value is in bounds or refused in one place and
+with one message. Names are the OpenAI API's and vLLM's; an error's `param` is the name of
+the field, which `params_spelled` turns into what the client at hand calls it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
+
+from base.errors import ForbiddenError, InvalidRequestError, UnknownModelError
+from base.request import MAX_TOP_LOGPROBS, Request, RequestId, SamplingParams, Slo, StopParams
+from conductor.api.served_model import ServedModel
+
+Number = TypeVar("Number", int, float)
+
+MAX_MESSAGES = 2_048
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIASES = 1024
+MAX_REQUEST_ID_CHARS = 128
+MAX_SHOWN_CHARS = 100
+"""Of a client's own words in an error."""
+SEED_RANGE = 1 << 64
+"""Seeds are taken modulo this: a client's may be negative."""
+
+
+class Options(NamedTuple):
+    """None, or empty: the client did not say."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    """0 or -1: all tokens."""
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = MappingProxyType({})
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    tenant: str = ""
+    may_be_critical: bool = False
+    slo: Slo = Slo()
+    deadline_s: float | None = None
+    traceparent: str = ""
+
+
+class TextRequest(NamedTuple):
+    """A request, and how its tokens become text."""
+
+    request: Request
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    arrived_at_s: float
+    """On the conductor's clock."""
+
+    def choice(self, index: int) -> TextRequest:
+        """Return the request for another answer to the same prompt: the next seed."""
+        request = self.request
+        seed = (request.sampling.seed + index) % SEED_RANGE
+        return self._replace(
+            request=request._replace(
+                request_id=RequestId(f"{request.request_id}-{index}"),
+                sampling=request.sampling._replace(seed=seed),
+            ),
+        )
+
+
+@contextmanager
+def params_spelled(spelling: Mapping[str, str]) -> Iterator[None]:
+    """Name the fields of errors as the client at hand spells them."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.param is not None:
+            error.param = spelling.get(error.param, error.param)
+        raise
+
+
+def check_options(options: Options, model: ServedModel) -> None:
+    """Raise InvalidRequestError, naming the field, for the first value out of bounds.
+
+    NaN is within no bounds, so it is refused too. Raises ForbiddenError for the critical class where the
+    client may not ask for it.
+    """
+    _require_between("temperature", options.temperature, 0.0, 2.0)
+    _require_between("top_k", options.top_k, -1, 1 << 31)
+    # Zero would leave no token to choose.
+    _require_between("top_p", options.top_p, 1e-9, 1.0)
+    _require_between("min_p", options.min_p, 0.0, 1.0)
+    _require_between("repetition_penalty", options.repetition_penalty, 0.01, 100.0)
+    _require_between("presence_penalty", options.presence_penalty, -2.0, 2.0)
+    _require_between("frequency_penalty", options.frequency_penalty, -2.0, 2.0)
+    _require_between("seed", options.seed, -(1 << 63), SEED_RANGE - 1)
+    _require_between("max_tokens", options.max_tokens, 1, 1 << 31)
+    _require_between("min_tokens", options.min_tokens, 0, options.max_tokens or model.max_model_len)
+    _require_between("logprobs", options.logprobs, 0, MAX_TOP_LOGPROBS)
+    _require_between("priority", options.priority, -(1 << 31), (1 << 31) - 1)
+    if options.priority > 0 and not options.may_be_critical:
+        raise ForbiddenError(
+            "priority: the critical class (above 0 in gRPC, below 0 in HTTP) is for keys made with "
+            "`conductor keys add NAME --critical`, and without keys for server.critical_tenants"
+        )
+    _require_at_most("cache_salt", len(options.cache_salt), MAX_STOP_CHARS, "characters")
+    _require_at_most("x-tenant-id", len(options.tenant), MAX_STOP_CHARS, "characters")
+    _check_stop(options.stop)
+    _require_at_most("stop_token_ids", len(options.stop_token_ids), MAX_STOP_TOKEN_IDS, "token ids")
+    check_token_ids(options.stop_token_ids, model, "stop_token_ids")
+    _require_at_most("logit_bias", len(options.logit_bias), MAX_LOGIT_BIASES, "tokens")
+    check_token_ids(tuple(options.logit_bias), model, "logit_bias")
+    for bias in options.logit_bias.values():
+        _require_between("logit_bias", bias, -100.0, 100.0)
+
+
+def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
+    """Raise InvalidRequestError, naming `param`, for an id outside the vocabulary."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < model.vocab_size):
+        raise InvalidRequestError(
+            f"{param}: token ids of this model are between 0 and {model.vocab_size - 1}", param
+        )
+
+
+def require_model(model: ServedModel, name: str | None) -> None:
+    """Raise UnknownModelError if a client names another model than the one that is served."""
+    if name is not None and name != model.name:
+        shown = name if len(name) <= MAX_SHOWN_CHARS else f"{name[:MAX_SHOWN_CHARS]}..."
+        raise UnknownModelError(f"the model {shown!r} does not exist; {model.name!r} does", "model")
+
+
+def unique_id(request_id: str, rng: random.Random) -> RequestId:
+    """Return the cluster's name of a request: a client's id need not be unique among clients."""
+    return RequestId(f"{request_id}-{rng.getrandbits(32):08x}")
+
+
+def check_request_id(request_id: str) -> None:
+    """Raise InvalidRequestError for a name that would not fit a log line or a header."""
+    if len(request_id) > MAX_REQUEST_ID_CHARS or not (request_id.isascii() and request_id.isprintable()):
+        raise InvalidRequestError(
+            f"request_id: at most {MAX_REQUEST_ID_CHARS} printable ASCII characters", "request_id"
+        )
+
+
+def make_request(
+    request_id: RequestId,
+    token_ids: tuple[int, ...],
+    options: Options,
+    model: ServedModel,
+    rng: random.Random,
+    arrived_at_s: float,
+    default_max_tokens: int | None = None,
+) -> TextRequest:
+    """Return the request for one prompt.
+
+    Args:
+        request_id: Unique in the cluster.
+        token_ids: The prompt.
+        options: Passed `check_options`.
+        model: Fills in what the client did not say.
+        rng: Draws the seed where there is none.
+        arrived_at_s: When the client asked, on the conductor's clock.
+        default_max_tokens: Where the client did not say; None: to the end of the window.
+
+    Raises:
+        InvalidRequestError: the prompt is empty or of another vocabulary (`param` is
+            "prompt"), or it does not fit the context window with the answer ("prompt"
+            where it would not without, else "max_tokens").
+    """
+    # The length first: each of a few is looked at, not each of millions.
+    max_tokens = _max_tokens(len(token_ids), options.max_tokens, default_max_tokens, model.max_model_len)
+    check_token_ids(token_ids, model, "prompt")
+    stop_token_ids = {*options.stop_token_ids, *(() if options.ignore_eos else model.eos_token_ids)}
+    return TextRequest(
+        request=Request(
+            request_id=request_id,
+            token_ids=token_ids,
+            sampling=_sampling_params(options, model, rng),
+            stop=StopParams(max_tokens, min(options.min_tokens, max_tokens), tuple(sorted(stop_token_ids))),
+            num_logprobs=options.logprobs,
+            slo=options.slo,
+            priority=options.priority,
+            tenant=options.tenant,
+            cache_salt=options.cache_salt,
+            deadline_s=options.deadline_s,
+            traceparent=options.traceparent,
+        ),
+        stop=options.stop,
+        include_stop=options.include_stop_str_in_output,
+        skip_special_tokens=options.skip_special_tokens,
+        arrived_at_s=arrived_at_s,
+    )
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and answer do not fit the model's context window."""
+
+
+def prompt_too_long(num_tokens: int, max_model_len: int) -> ContextLengthError:
+    return ContextLengthError(
+        f"This model's maximum context length is {max_model_len} tokens. However, your messages resulted in "
+        f"at least {num_tokens} tokens, and one is for the answer. Please reduce the length of the prompt.",
+        "prompt",
+    )
+
+
+def _max_tokens(num_prompt_tokens: int, asked: int | None, default: int | None, max_model_len: int) -> int:
+    if not num_prompt_tokens:
+        raise InvalidRequestError("the prompt is empty", "prompt")
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise prompt_too_long(num_prompt_tokens, max_model_len)
+    if asked is None:
+        return room if default is None else min(default, room)
+    if asked > room:
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{num_prompt_tokens + asked} tokens ({num_prompt_tokens} in the prompt, {asked} in the "
+            "completion). Please reduce the length of the prompt or of the completion (max_tokens).",
+            "max_tokens",
+        )
+    return asked
+
+
+def _sampling_params(options: Options, model: ServedModel, rng: random.Random) -> SamplingParams:
+    defaults = model.sampling
+    top_k = _or(options.top_k, defaults.top_k)
+    return SamplingParams(
+        temperature=_or(options.temperature, defaults.temperature),
+        top_k=max(top_k, 0),
+        top_p=_or(options.top_p, defaults.top_p),
+        min_p=_or(options.min_p, defaults.min_p),
+        repetition_penalty=_or(options.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=_or(options.presence_penalty, 0.0),
+        frequency_penalty=_or(options.frequency_penalty, 0.0),
+        seed=rng.getrandbits(64) if options.seed is None else options.seed % SEED_RANGE,
+        logit_bias=tuple(sorted(options.logit_bias.items())),
+    )
+
+
+def _or(given: Number | None, default: Number) -> Number:
+    return default if given is None else given
+
+
+def _require_between(param: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:
+        shown = value if abs(value) < 1e9 else "a number out of all bounds"
+        raise InvalidRequestError(f"{param}: between {low:g} and {high:g} is wanted, not {shown}", param)
+
+
+def _require_at_most(param: str, count: int, limit: int, of_what: str) -> None:
+    if count > limit:
+        raise InvalidRequestError(f"{param}: at most {limit} {of_what}, not {count}", param)
+
+
+def _check_stop(stop: tuple[str, ...]) -> None:
+    _require_at_most("stop", len(stop), MAX_STOP_STRINGS, "strings")
+    for text in stop:
+        if not text:
+            raise InvalidRequestError("stop: an empty string stops nothing", "stop")
+        _require_at_most("stop", len(text), MAX_STOP_CHARS, "characters in each")

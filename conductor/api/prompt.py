@@ -1,0 +1,121 @@
+"""A client's text or conversation to token ids, and token ids to text.
+
+A long text is tokenised on another thread (1 MB takes a second, and every stream of the
+process would stand still for it), a short one at once: the way to a thread and back costs
+as much as a thousand characters do. What cannot fit the context window however it is
+split is refused before it is tokenised, and what does not fit it as soon as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from base.errors import InvalidRequestError
+from conductor.api.chat_template import ChatMessage
+from conductor.api.options import check_token_ids, prompt_too_long
+from conductor.api.served_model import ServedModel
+
+INLINE_CHARS = 2_000
+"""Longer texts leave the event loop: about 2 ms of it."""
+MANY_CHARS_A_TOKEN = 4
+"""Of a conversation that fits the context window; a longer one is counted before it is rendered."""
+INLINE_TOKENS = 2_000
+"""More token ids leave the event loop to become text."""
+
+
+async def text_token_ids(
+    model: ServedModel, text: str, add_special_tokens: bool = True, cut: str = ""
+) -> tuple[int, ...]:
+    """Return the token ids of a text that is to be continued; `cut` is that of `Tokenizer.encode`.
+
+    Raises:
+        InvalidRequestError: it cannot fit the context window.
+    """
+    at_least = model.tokenizer.min_tokens(text)
+    if at_least >= model.max_model_len:
+        raise prompt_too_long(at_least, model.max_model_len)
+    if len(text) <= INLINE_CHARS:
+        return model.tokenizer.encode(text, add_special_tokens, cut)
+    token_ids = await asyncio.to_thread(
+        model.tokenizer.encode, text, add_special_tokens, cut, model.max_model_len
+    )
+    if len(token_ids) >= model.max_model_len:
+        raise prompt_too_long(len(token_ids), model.max_model_len)
+    return token_ids
+
+
+async def token_ids_text(
+    model: ServedModel, token_ids: Sequence[int], param: str, skip_special_tokens: bool
+) -> str:
+    """Return the text of token ids.
+
+    Raises:
+        InvalidRequestError: there are more than the context window has, or one is outside the vocabulary;
+            `param` names the field.
+    """
+    if len(token_ids) > model.max_model_len:
+        raise InvalidRequestError(
+            f"{param}: at most {model.max_model_len} token ids, not {len(token_ids)}", param
+        )
+    check_token_ids(token_ids, model, param)
+    if len(token_ids) <= INLINE_TOKENS:
+        return model.tokenizer.decode(token_ids, skip_special_tokens)
+    return await asyncio.to_thread(model.tokenizer.decode, token_ids, skip_special_tokens)
+
+
+async def chat_token_ids(
+    model: ServedModel,
+    messages: Sequence[ChatMessage],
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
+    parse_special_tokens: bool = False,
+) -> tuple[int, ...]:
+    """Return the token ids of a conversation, in the form the model was trained on.
+
+    The names of special tokens that the template writes become those tokens. In a message they stay text, or
+    whoever writes one could end their turn and begin another's.
+
+    Args:
+        parse_special_tokens: Whether they become special tokens in messages too.
+
+    Raises:
+        InvalidRequestError: there is no message, the model has no such form, its template
+            refuses the messages, or they cannot fit the context window.
+    """
+    if not messages:
+        raise InvalidRequestError("messages: at least one is wanted", "messages")
+    template = model.chat_template
+    if template is None:
+        raise InvalidRequestError(f"{model.name} has no chat template; it takes completions", "messages")
+    cut = "" if parse_special_tokens else f"cut{secrets.token_hex(16)}"
+
+    def render() -> str:
+        turns = [_with_cuts(model, message, cut) for message in messages] if cut else messages
+        return template.render(turns, add_generation_prompt, variables)
+
+    num_chars = sum(len(message.content) for message in messages)
+    is_short = num_chars <= INLINE_CHARS
+    if num_chars > max(INLINE_CHARS, MANY_CHARS_A_TOKEN * model.max_model_len):
+        # A template copies what it is given several times.
+        await asyncio.to_thread(_require_window, model, messages)
+    text = render() if is_short else await asyncio.to_thread(render)
+    # The template has written the special tokens out.
+    return await text_token_ids(model, text, add_special_tokens=False, cut=cut)
+
+
+def _require_window(model: ServedModel, messages: Sequence[ChatMessage]) -> None:
+    """Raise InvalidRequestError if the messages have more tokens than the window, however rendered."""
+    num_tokens = 0
+    for message in messages:
+        found = model.tokenizer.encode(message.content, False, max_tokens=model.max_model_len)
+        num_tokens += len(found)
+        if num_tokens >= model.max_model_len:
+            raise prompt_too_long(num_tokens, model.max_model_len)
+
+
+def _with_cuts(model: ServedModel, message: ChatMessage, cut: str) -> ChatMessage:
+    name = message.name and model.tokenizer.with_specials_cut(message.name, cut)
+    return ChatMessage(message.role, model.tokenizer.with_specials_cut(message.content, cut), name)

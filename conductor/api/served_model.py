@@ -1,0 +1,160 @@
+"""What the conductor knows of the model it serves: its words, its limits, its habits.
+
+All of it is read once from the small files of the model's folder (config.json,
+generation_config.json, tokenizer_config.json, tokenizer.json, chat_template.jinja); the
+weights are the nodes' business.
+
+A request that names no temperature, top_p and so on gets the model's own from
+generation_config.json, and OpenAI's (temperature 1, nothing cut off) where that file is
+silent. vLLM does the same. Always using OpenAI's was weighed: small models are tuned for
+narrower sampling than that, and their authors say so in this file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from base.errors import ConfigError
+from conductor.api.chat_template import ChatTemplate
+from conductor.api.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """How this model is sampled when the client does not say."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The one model a conductor serves."""
+
+    name: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    """None: the model is no chat model, and chat requests are refused."""
+    max_model_len: int
+    """Tokens of prompt and answer together."""
+    vocab_size: int
+    """Token ids are below it."""
+    eos_token_ids: tuple[int, ...]
+    sampling: SamplingDefaults
+
+
+def load_served_model(folder: Path, name: str, max_model_len: int = 0) -> ServedModel:
+    """Read what `ServedModel` holds from a model's folder.
+
+    Args:
+        folder: Holds config.json and tokenizer.json; the other files are optional.
+        name: What clients call the model.
+        max_model_len: 0: what the model was trained for.
+
+    Raises:
+        ConfigError: a file is missing or says what we cannot serve.
+    """
+    config = _read_json(folder / "config.json")
+    # A multimodal model keeps its language model's configuration one level down.
+    text_config = config.get("text_config", config)
+    generation = _read_json_or_empty(folder / "generation_config.json")
+    tokenizer_config = _read_json_or_empty(folder / "tokenizer_config.json")
+    tokenizer = Tokenizer.load(folder)
+    special_tokens = _special_tokens(
+        {**_read_json_or_empty(folder / "special_tokens_map.json"), **tokenizer_config}
+    )
+    trained_len = _trained_len(text_config, tokenizer_config)
+    if not trained_len and not max_model_len:
+        raise ConfigError(f"{folder / 'config.json'}: no max_position_embeddings; set max_model_len")
+    return ServedModel(
+        name=name,
+        tokenizer=tokenizer,
+        chat_template=_chat_template(folder, tokenizer_config, special_tokens),
+        max_model_len=min(filter(None, (max_model_len, trained_len))),
+        vocab_size=text_config.get("vocab_size", tokenizer.vocab_size),
+        eos_token_ids=_eos_token_ids(tokenizer, special_tokens, generation, text_config),
+        sampling=_sampling_defaults(generation),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: a JSON object is wanted")
+    return table
+
+
+def _read_json_or_empty(path: Path) -> dict[str, Any]:
+    return _read_json(path) if path.exists() else {}
+
+
+def _special_tokens(table: Mapping[str, Any]) -> dict[str, str]:
+    """Return bos_token and its like; a token is its text, or an object with it."""
+    tokens = {}
+    for key, value in table.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            tokens[key] = text
+    return tokens
+
+
+def _chat_template(
+    folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> ChatTemplate | None:
+    path = folder / "chat_template.jinja"
+    source = path.read_text() if path.exists() else tokenizer_config.get("chat_template")
+    if isinstance(source, list):
+        # Several named ones: for tools, for retrieval. The plain one is "default".
+        source = {item["name"]: item["template"] for item in source}.get("default")
+    return ChatTemplate(source, special_tokens) if source else None
+
+
+def _trained_len(text_config: Mapping[str, Any], tokenizer_config: Mapping[str, Any]) -> int:
+    """Return the context window in tokens, or 0 where no file says."""
+    positions = text_config.get("max_position_embeddings") or text_config.get("n_positions") or 0
+    # transformers writes 1e30 for a tokenizer without a limit.
+    tokenizer_len = tokenizer_config.get("model_max_length") or 0
+    return int(min(filter(None, (positions, tokenizer_len)))) if positions else 0
+
+
+def _eos_token_ids(
+    tokenizer: Tokenizer,
+    special_tokens: Mapping[str, str],
+    generation: Mapping[str, Any],
+    text_config: Mapping[str, Any],
+) -> tuple[int, ...]:
+    """Return every token that ends a sequence: what generation_config.json names, or else
+    config.json, and the tokenizer's own, which chat models end their turns with."""
+    named = generation.get("eos_token_id", text_config.get("eos_token_id"))
+    token_ids: Iterable[int | None] = named if isinstance(named, list) else [named]
+    own = tokenizer.token_id_or_none(special_tokens.get("eos_token", ""))
+    return tuple(sorted({token_id for token_id in (*token_ids, own) if token_id is not None}))
+
+
+def named_sampling(sampling: SamplingDefaults) -> dict[str, float]:
+    """Return what a model itself recommends: its defaults that are not OpenAI's."""
+    openais = SamplingDefaults()
+    return {
+        key: getattr(sampling, key)
+        for key in SamplingDefaults.__dataclass_fields__
+        if getattr(sampling, key) != getattr(openais, key)
+    }
+
+
+def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
+    known = {
+        key: generation[key]
+        for key in SamplingDefaults.__dataclass_fields__
+        if generation.get(key) is not None
+    }
+    return SamplingDefaults(**known)

@@ -1,0 +1,233 @@
+"""gRPC for clients: `Inference` of protos/inference.proto.
+
+A message becomes a request by the same rules as an HTTP body (`options.py`, `prompt.py`);
+here are only the names. The call's deadline becomes the request's, and its cancellation
+closes the generator, which cancels the request on the nodes. Errors are raised:
+`base/rpc.py` tells the client.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, get_args
+
+import grpc
+
+from base.errors import InvalidRequestError
+from base.message_bounds import FREE_BYTES, MAX_NUMBERS
+from base.request import SampledToken, Slo
+from base.rpc import Service
+from conductor.api.access import Access, Client, metadata
+from conductor.api.chat_template import ChatMessage, ChatRole
+from conductor.api.completion import Completions, Piece
+from conductor.api.headers import Caller, header_slo, header_traceparent
+from conductor.api.options import (
+    MAX_LOGIT_BIASES,
+    MAX_MESSAGES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    Options,
+    TextRequest,
+    check_options,
+    check_request_id,
+    make_request,
+    params_spelled,
+    prompt_too_long,
+    require_model,
+    unique_id,
+)
+from conductor.api.prompt import chat_token_ids, text_token_ids
+from protos import inference_pb2, inference_pb2_grpc
+
+NAME = "conductor.v1.Inference"
+
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_FIELD_OF = {
+    **{name: f"sampling.{name}" for name in (*_SAMPLING, "seed", "logit_bias")},
+    "max_tokens": "stop.max_tokens",
+    "min_tokens": "stop.min_tokens",
+    "stop": "stop.strings",
+    "stop_token_ids": "stop.token_ids",
+    "logprobs": "num_logprobs",
+    "messages": "chat.messages",
+}
+MAX_ELEMENTS = {
+    "token_ids.ids": MAX_NUMBERS,
+    "chat.messages": MAX_MESSAGES,
+    "sampling.logit_bias": MAX_LOGIT_BIASES,
+    "stop.strings": MAX_STOP_STRINGS,
+    "stop.token_ids": MAX_STOP_TOKEN_IDS,
+}
+"""Of each list and map of a request. Token ids have the context window for a bound as well."""
+_PROMPT_FIELD_OF = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """Answers clients. Owned by the event loop."""
+
+    def __init__(
+        self, completions: Completions, default_slo: Slo, rng: random.Random, access: Access
+    ) -> None:
+        self._access = access
+        self._completions = completions
+        self._model = completions.model
+        self._default_slo = default_slo
+        self._rng = rng
+
+    def service(self) -> Service:
+        return Service(NAME, lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(self, server))
+
+    async def Generate(  # noqa: N802
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        client = self._access.client(metadata(context))
+        with self._completions.call(client.tenant) as call:
+            num_bytes = request.ByteSize()
+            call.take_bytes(num_bytes)
+            if num_bytes > FREE_BYTES:
+                _check_lists(request)
+            spelling = {
+                **_FIELD_OF,
+                "prompt": _PROMPT_FIELD_OF.get(request.WhichOneof("input") or "", "input"),
+            }
+            with params_spelled(spelling):
+                asked, request_id = await self._asked(request, call.arrived_at_s, client, context)
+            num_tokens = 0
+            async with aclosing(self._completions.generate(asked)) as pieces:
+                async for piece in pieces:
+                    num_tokens += len(piece.tokens)
+                    response = _response(request_id, piece)
+                    if piece.finish_reason is not None:
+                        response.finish_reason = piece.finish_reason.value
+                        response.usage.prompt_tokens = len(asked.request.token_ids)
+                        response.usage.completion_tokens = num_tokens
+                        response.usage.cached_tokens = piece.num_cached_tokens
+                    yield response
+
+    async def ListModels(  # noqa: N802
+        self,
+        request: inference_pb2.ListModelsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> inference_pb2.ListModelsResponse:
+        model = inference_pb2.Model(id=self._model.name, max_model_len=self._model.max_model_len)
+        return inference_pb2.ListModelsResponse(models=[model])
+
+    async def _asked(
+        self,
+        message: inference_pb2.GenerateRequest,
+        arrived_at_s: float,
+        client: Client,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> tuple[TextRequest, str]:
+        check_request_id(message.request_id)
+        require_model(self._model, message.model or None)
+        said = metadata(context)
+        slo = _slo(message.slo, header_slo(said, self._default_slo), context.time_remaining())
+        caller = Caller(arrived_at_s, slo, client.tenant, header_traceparent(said), client.may_be_critical)
+        options = _options(message, caller, context.time_remaining())
+        check_options(options, self._model)
+        token_ids = await self._token_ids(message)
+        request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"
+        unique = unique_id(request_id, self._rng)
+        asked = make_request(unique, token_ids, options, self._model, self._rng, arrived_at_s)
+        return asked, request_id
+
+    async def _token_ids(self, message: inference_pb2.GenerateRequest) -> tuple[int, ...]:
+        match message.WhichOneof("input"):
+            case "text":
+                return await text_token_ids(self._model, message.text)
+            case "token_ids":
+                num_tokens = len(message.token_ids.ids)
+                if num_tokens >= self._model.max_model_len:
+                    raise prompt_too_long(num_tokens, self._model.max_model_len)
+                return tuple(message.token_ids.ids)
+            case "chat":
+                messages = [_chat_message(turn) for turn in message.chat.messages]
+                return await chat_token_ids(
+                    self._model, messages, parse_special_tokens=message.parse_special_tokens
+                )
+            case _:
+                raise InvalidRequestError("one of text, token_ids and chat is wanted", "input")
+
+
+def _check_lists(message: inference_pb2.GenerateRequest) -> None:
+    """Raise InvalidRequestError, naming the field, for a list that is too long, before it is read."""
+    for name, limit in MAX_ELEMENTS.items():
+        part, _, field = name.partition(".")
+        count = len(getattr(getattr(message, part), field))
+        if count > limit:
+            raise InvalidRequestError(f"{name}: at most {limit} elements, not {count}", name)
+
+
+def _chat_message(turn: inference_pb2.ChatMessage) -> ChatMessage:
+    for role in get_args(ChatRole):
+        if turn.role == role:
+            return ChatMessage(role, turn.content)
+    raise InvalidRequestError(f"role: one of {', '.join(get_args(ChatRole))} is wanted", "messages")
+
+
+def _options(message: inference_pb2.GenerateRequest, caller: Caller, deadline_s: float | None) -> Options:
+    sampling, stop = message.sampling, message.stop
+    given = {name: getattr(sampling, name) for name in (*_SAMPLING, "seed") if sampling.HasField(name)}
+    return Options(
+        **given,
+        logit_bias=dict(sampling.logit_bias),
+        max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
+        min_tokens=stop.min_tokens,
+        stop=tuple(stop.strings),
+        stop_token_ids=tuple(stop.token_ids),
+        ignore_eos=stop.ignore_eos,
+        logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        tenant=caller.tenant,
+        may_be_critical=caller.may_be_critical,
+        slo=caller.slo,
+        deadline_s=deadline_s,
+        traceparent=caller.traceparent,
+    )
+
+
+def _slo(asked: inference_pb2.Slo, default: Slo, deadline_s: float | None) -> Slo:
+    """Return the message's bounds, else the metadata's or the server's; a deadline bounds TTFT too."""
+    slo = Slo(
+        asked.ttft_s if asked.HasField("ttft_s") else default.ttft_slo_s,
+        asked.tbt_s if asked.HasField("tbt_s") else default.tbt_slo_s,
+    )
+    if not slo.ttft_slo_s > 0:
+        raise InvalidRequestError("slo.ttft_s: seconds above 0 are wanted", "slo.ttft_s")
+    if not slo.tbt_slo_s > 0:
+        raise InvalidRequestError("slo.tbt_s: seconds above 0 are wanted", "slo.tbt_s")
+    if deadline_s is not None and deadline_s < slo.ttft_slo_s:
+        return Slo(max(deadline_s, 0.0), slo.tbt_slo_s)
+    return slo
+
+
+def _response(request_id: str, piece: Piece) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        request_id=request_id,
+        text=piece.text,
+        token_ids=[token.token_id for token in piece.tokens],
+        logprobs=[_logprobs(token) for token in piece.tokens if token.logprobs is not None],
+    )
+
+
+def _logprobs(token: SampledToken) -> inference_pb2.TokenLogprobs:
+    logprobs = token.logprobs
+    assert logprobs is not None
+    return inference_pb2.TokenLogprobs(
+        sampled=inference_pb2.TokenLogprob(token_id=token.token_id, logprob=logprobs.logprob),
+        top=[inference_pb2.TokenLogprob(token_id=item, logprob=value) for item, value in logprobs.top],
+    )

@@ -1,0 +1,1 @@
+"""Where a request goes. Pure: no asyncio, no sockets, no files, which a test holds."""

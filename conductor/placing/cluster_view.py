@@ -1,0 +1,473 @@
+"""Cluster view: what the conductor believes of its nodes, kept by events.
+
+Three sources, each for what it alone knows:
+
+* the conductor's own placements, at once: a burst is spread although no node has
+  reported yet. A placed request adds its predicted seconds to the prefill node's queue and
+  its tokens to the decode node, and takes them away again when it moves on;
+* heartbeats, every two seconds: blocks that are free, and load that is not ours (another
+  conductor's), which is what they report beyond our own account;
+* KV events: which blocks each node holds, in the prefix index.
+
+Nodes have small numbers (slots) so that sets of them are bit masks. A slot is reused
+after its node left; everything that outlives a node refers to its `NodeState`, never to
+its slot.
+
+Pure state: no I/O, no clock (`now_s` comes with each event). The live conductor and
+replay drive this very class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+from base.errors import StaleError
+from base.messages import Heartbeat, NodeInfo
+from base.request import NodeId, RequestId, Role
+from conductor.placing.cost_model import Corrections, CostModel
+from conductor.placing.decode_projection import DecodeProjection
+from conductor.placing.load_order import LoadOrder, bits_of
+from conductor.placing.placement import Placement, PlacementRequest
+from kvstore.index import Key, NodeEvents, PrefixIndex
+
+# Of outputs seen so far; a new request is expected to be as long, up to its max_tokens.
+OUTPUT_GAIN = 0.02
+INITIAL_OUTPUT_TOKENS = 256.0
+
+# Stays below any need, whatever is given back before the node's next heartbeat.
+NO_ROOM = -1e15
+# What a node refused, its heartbeat of the same moment may not show: blocks can be promised.
+FULL_S = 0.25
+
+
+class NodeState:
+    """One node: its own words and our account of what we placed on it."""
+
+    __slots__ = (
+        "capacity_tokens",
+        "decode_context_tokens",
+        "decode_sequences",
+        "draining",
+        "events",
+        "foreign_context_tokens",
+        "foreign_queue_s",
+        "foreign_sequences",
+        "full_until_s",
+        "info",
+        "is_member",
+        "num_outgoing",
+        "num_queued",
+        "peak_tokens",
+        "queued_s",
+        "queued_tokens",
+        "reported_free_tokens",
+        "reports_draining",
+        "running_context_tokens",
+        "running_sequences",
+        "slot",
+        "tbt_bounds",
+        "tightest_tbt_s",
+    )
+
+    def __init__(self, info: NodeInfo, slot: int, events: NodeEvents) -> None:
+        self.info = info
+        self.slot = slot
+        self.events = events
+        self.is_member = True
+        # the conductor's own wish, and the node's word; either keeps new work away
+        self.draining = False
+        self.reports_draining = False
+        self.capacity_tokens = info.num_blocks * info.block_size
+        self.num_queued = 0
+        self.queued_s = 0.0
+        self.queued_tokens = 0
+        self.foreign_queue_s = 0.0
+        # to decode here, in prefill ones included; with what other conductors have running here
+        self.decode_sequences = 0
+        self.decode_context_tokens = 0.0
+        self.peak_tokens = 0.0
+        # of those, decoding already
+        self.running_sequences = 0
+        self.running_context_tokens = 0.0
+        # another conductor's, of those that run
+        self.foreign_context_tokens = 0
+        self.foreign_sequences = 0
+        self.reported_free_tokens = float(self.capacity_tokens)
+        self.full_until_s = 0.0
+        self.num_outgoing = 0
+        # of what was placed here to decode: how many have each bound, and the least
+        self.tbt_bounds: dict[float, int] = {}
+        self.tightest_tbt_s = inf
+
+    def bind_tbt(self, bound_s: float, count: int) -> None:
+        """Count `count` more sequences with a TBT bound; -1: one less."""
+        self.tbt_bounds[bound_s] = self.tbt_bounds.get(bound_s, 0) + count
+        if not self.tbt_bounds[bound_s]:
+            del self.tbt_bounds[bound_s]
+        self.tightest_tbt_s = min(self.tbt_bounds, default=inf)
+
+    @property
+    def free_tokens(self) -> float:
+        """Tokens of KV that are free or evictable, as far as we know."""
+        return min(self.capacity_tokens - self.peak_tokens, self.reported_free_tokens)
+
+
+class InFlight:
+    """Our account of one placed request."""
+
+    __slots__ = (
+        "context_tokens",
+        "decode",
+        "decode_from_s",
+        "is_decoding",
+        "new_tokens",
+        "peak_tokens",
+        "prefill",
+        "prefill_s",
+        "source",
+        "tbt_slo_s",
+    )
+
+    def __init__(
+        self,
+        prefill: NodeState,
+        decode: NodeState,
+        source: NodeState | None,
+        request: PlacementRequest,
+        placement: Placement,
+        output_tokens: float,
+        now_s: float,
+    ) -> None:
+        num_tokens = request.num_tokens
+        self.prefill = prefill
+        self.decode = decode
+        self.source = source
+        self.is_decoding = False
+        self.prefill_s = placement.prefill_s
+        self.new_tokens = num_tokens - placement.matched_tokens
+        self.context_tokens = num_tokens + int(output_tokens / 2)
+        self.peak_tokens = num_tokens + output_tokens
+        self.decode_from_s = now_s + placement.predicted_ttft_s
+        self.tbt_slo_s = request.slo.tbt_slo_s
+
+
+class ClusterView:
+    """Membership, load and block locations of the whole cluster."""
+
+    def __init__(self, cost: CostModel, block_size: int, initial_decode_s: float = 30.0) -> None:
+        """`block_size` is that of the chains and of every node."""
+        self.block_size = block_size
+        self.index = PrefixIndex()
+        self.corrections = Corrections()
+        self.prefill_order = LoadOrder()
+        self.decode_order = LoadOrder()
+        self.prefill_mask = 0
+        self.decode_mask = 0
+        self.projection = DecodeProjection(initial_decode_s)
+        self.running_sequences = 0
+        self.running_context_tokens = 0.0
+        self.foreign_sequences = 0
+        """Of those that run: another conductor's, as far as heartbeats told."""
+        self.foreign_context_tokens = 0
+        self.num_in_flight = 0
+        """Requests placed and not finished."""
+        self.mean_output_tokens = INITIAL_OUTPUT_TOKENS
+        self._cost = cost
+        self._nodes: dict[NodeId, NodeState] = {}
+        self._slots: list[NodeState | None] = []
+        self._in_flight: dict[RequestId, InFlight] = {}
+
+    # Membership
+
+    def add_node(self, info: NodeInfo, now_s: float) -> NodeState:
+        """Admit a node; one of the same name and another epoch is replaced.
+
+        Raises:
+            StaleError: its KV does not fit the other nodes'; the message says how, and what
+                to change. Nothing is changed.
+        """
+        self.require_compatible(info)
+        if info.node_id in self._nodes:
+            self.remove_node(info.node_id)
+        slot = next((slot for slot, node in enumerate(self._slots) if node is None), len(self._slots))
+        if slot == len(self._slots):
+            self._slots.append(None)
+        node = NodeState(info, slot, NodeEvents(self.index, slot))
+        self._slots[slot] = self._nodes[info.node_id] = node
+        self._refresh_roles(node, now_s)
+        return node
+
+    def require_compatible(self, info: NodeInfo) -> None:
+        """Raise StaleError if the node's KV cannot be exchanged with the other nodes'.
+
+        A node without roles has blocks of any model: their names tell models and layouts apart.
+        """
+        if not info.roles:
+            return
+        if info.block_size != self.block_size:
+            raise StaleError(
+                f"node {info.node_id} has blocks of {info.block_size} tokens, this cluster of "
+                f"{self.block_size}: give it the same block_size"
+            )
+        for other in self._nodes.values():
+            if other.info.node_id != info.node_id and other.info.layout_id not in ("", info.layout_id):
+                raise StaleError(
+                    f"node {info.node_id} has KV layout {info.layout_id}, node {other.info.node_id} "
+                    f"{other.info.layout_id}: give both the same device, block_size and dtype"
+                )
+
+    def remove_node(self, node_id: NodeId) -> None:
+        """Forget a node; requests placed on it stay in the account until `finished`."""
+        node = self._nodes.pop(node_id, None)
+        if node is None:
+            return
+        node.is_member = False
+        self._note_foreign(node, None)
+        self._refresh_roles(node, 0.0)
+        self._slots[node.slot] = None
+        self.index.remove_node(node.slot)
+        self.corrections.forget(node_id)
+
+    def set_draining(self, node_id: NodeId, now_s: float, draining: bool = True) -> None:
+        """Place nothing more on a node, or do again; an unknown node is passed over."""
+        if node := self._nodes.get(node_id):
+            node.draining = draining
+            self._refresh_roles(node, now_s)
+
+    def set_roles(self, node_id: NodeId, roles: frozenset[Role], now_s: float) -> None:
+        """Give a node other roles; what it holds and does goes on."""
+        node = self._nodes[node_id]
+        node.info = replace(node.info, roles=roles)
+        self._refresh_roles(node, now_s)
+
+    def node(self, node_id: NodeId) -> NodeState:
+        """Return a member; raises KeyError for any other."""
+        return self._nodes[node_id]
+
+    def is_member(self, node_id: NodeId) -> bool:
+        """Return whether a node is attached now."""
+        return node_id in self._nodes
+
+    def node_at(self, slot: int) -> NodeState:
+        """Return the member in a slot; raises KeyError where there is none."""
+        node = self._slots[slot]
+        if node is None:
+            raise KeyError(f"slot {slot}")
+        return node
+
+    def mask_of(self, node_ids: Sequence[NodeId]) -> int:
+        """Return the slots of those that are members."""
+        mask = 0
+        for node_id in node_ids:
+            if node := self._nodes.get(node_id):
+                mask |= 1 << node.slot
+        return mask
+
+    def nodes(self) -> list[NodeState]:
+        """Return the members, in the order of their slots."""
+        return [node for node in self._slots if node is not None]
+
+    def node_ids(self) -> list[NodeId]:
+        """Return the members, in the order they came."""
+        return list(self._nodes)
+
+    # What nodes report
+
+    def heartbeat(self, node_id: NodeId, beat: Heartbeat, now_s: float) -> None:
+        """Take in a node's report; an unknown node is passed over."""
+        node = self._nodes.get(node_id)
+        if node is None:
+            return
+        node.events.reached(beat.next_kv_event)
+        if now_s >= node.full_until_s:
+            node.reported_free_tokens = float(beat.num_free_blocks * self.block_size)
+        foreign_s = self._foreign_queue_s(node, beat)
+        self._note_foreign(node, beat)
+        roles = beat.roles or node.info.roles
+        if beat.is_draining != node.reports_draining or roles != node.info.roles:
+            node.reports_draining = beat.is_draining
+            self.set_roles(node_id, roles, now_s)
+        if self.prefill_mask >> node.slot & 1:
+            # the prefill under way is part done: our own queue goes on ending when it did
+            ours_ends_s = self.prefill_order.value(node.slot) - node.foreign_queue_s
+            self.prefill_order.set(node.slot, max(now_s, ours_ends_s) + foreign_s)
+        node.foreign_queue_s = foreign_s
+        self._reorder(node)
+
+    def kv_events(
+        self,
+        node_id: NodeId,
+        first_number: int,
+        stored: Sequence[Key],
+        removed: Sequence[Key],
+        is_snapshot: bool = False,
+    ) -> bool:
+        """Apply a node's KV events; False where some were lost and a snapshot is awaited."""
+        node = self._nodes.get(node_id)
+        return node is not None and node.events.apply(first_number, stored, removed, is_snapshot)
+
+    def awaits_snapshot(self, node_id: NodeId) -> bool:
+        """Return whether KV events of a node were lost, so that all its blocks must be told anew."""
+        node = self._nodes.get(node_id)
+        return node is not None and node.events.waits_for_snapshot
+
+    # The life of a placed request
+
+    def placed(self, request: PlacementRequest, placement: Placement, now_s: float) -> None:
+        """Count a placement that is being carried out. Every one ends in `finished`."""
+        nodes = self._nodes
+        prefill, decode = nodes[placement.prefill_node], nodes[placement.decode_node]
+        source = nodes.get(placement.source_node) if placement.source_node is not None else None
+        output_tokens = self.expected_output_tokens(request.max_tokens)
+        flight = InFlight(prefill, decode, source, request, placement, output_tokens, now_s)
+        self._in_flight[request.request_id] = flight
+        self.num_in_flight += 1
+        context_tokens, peak_tokens = flight.context_tokens, flight.peak_tokens
+        prefill_s, tbt_slo_s = flight.prefill_s, flight.tbt_slo_s
+
+        prefill.num_queued += 1
+        prefill.queued_s += prefill_s
+        prefill.queued_tokens += flight.new_tokens
+        if self.prefill_mask >> prefill.slot & 1:
+            start_s = max(self.prefill_order.value(prefill.slot), now_s + placement.fetch_s)
+            self.prefill_order.set(prefill.slot, start_s + prefill_s)
+        decode.decode_sequences += 1
+        if tbt_slo_s != inf:
+            decode.bind_tbt(tbt_slo_s, 1)
+        decode.decode_context_tokens += context_tokens
+        decode.peak_tokens += peak_tokens
+        decode.reported_free_tokens -= peak_tokens
+        self._reorder(decode)
+        if source is not None:
+            source.num_outgoing += 1
+        self.projection.add(flight.decode_from_s, context_tokens)
+
+    def decode_node(self, request_id: RequestId) -> NodeState:
+        """Return where a placed request is to decode, also if that node has left."""
+        return self._in_flight[request_id].decode
+
+    def prefill_done(self, request_id: RequestId, now_s: float) -> None:
+        """The first token came: the prefill node is free of it, the decode node goes on."""
+        flight = self._in_flight[request_id]
+        decode, context_tokens = flight.decode, flight.context_tokens
+        self._leave_prefill(flight, now_s)
+        self.projection.move(flight.decode_from_s, now_s, context_tokens)
+        flight.decode_from_s = now_s
+        flight.is_decoding = True
+        decode.running_sequences += 1
+        decode.running_context_tokens += context_tokens
+        self.running_sequences += 1
+        self.running_context_tokens += context_tokens
+
+    def finished(self, request_id: RequestId, now_s: float, output_tokens: int | None = None) -> None:
+        """The request is over, however it ended; `output_tokens` where it ended well."""
+        flight = self._in_flight.pop(request_id)
+        self.num_in_flight -= 1
+        decode, context_tokens, peak_tokens = flight.decode, flight.context_tokens, flight.peak_tokens
+        if flight.is_decoding:
+            decode.running_sequences -= 1
+            decode.running_context_tokens -= context_tokens
+            self.running_sequences -= 1
+            self.running_context_tokens -= context_tokens
+        else:
+            self._leave_prefill(flight, now_s)
+        self.projection.discard(flight.decode_from_s, context_tokens)
+        decode.decode_sequences -= 1
+        if flight.tbt_slo_s != inf:
+            decode.bind_tbt(flight.tbt_slo_s, -1)
+        decode.decode_context_tokens -= context_tokens
+        decode.peak_tokens -= peak_tokens
+        decode.reported_free_tokens += peak_tokens
+        self._reorder(decode)
+        if output_tokens is not None:
+            self.projection.observe(now_s - flight.decode_from_s)
+            self.mean_output_tokens += OUTPUT_GAIN * (output_tokens - self.mean_output_tokens)
+
+    def projected(self, moment_s: float) -> tuple[int, int]:
+        """Return (sequences, context tokens) expected to decode at a moment, on all nodes.
+
+        Of another conductor's requests it is known that they run, not since when: they stay.
+        """
+        sequences, tokens = self.projection.at(moment_s)
+        return sequences + self.foreign_sequences, tokens + self.foreign_context_tokens
+
+    def refused(self, node_id: NodeId, now_s: float) -> None:
+        """A node had no blocks for a reservation: it is full until it says otherwise, a while from now."""
+        if node := self._nodes.get(node_id):
+            node.reported_free_tokens = NO_ROOM
+            node.full_until_s = now_s + FULL_S
+
+    def expected_output_tokens(self, max_tokens: int) -> float:
+        """Return how long an output is expected to be, by those seen so far."""
+        mean = self.mean_output_tokens
+        return mean if mean < max_tokens else float(max_tokens)
+
+    def can_hold(self, num_tokens: int) -> bool:
+        """Return whether a decode node's whole cache has room for so many tokens and one more."""
+        return any(self.node_at(slot).capacity_tokens > num_tokens for slot in bits_of(self.decode_mask))
+
+    # Private
+
+    def _foreign_queue_s(self, node: NodeState, beat: Heartbeat) -> float:
+        """Return the seconds of prefill that a node has to do for other conductors, by its heartbeat."""
+        tokens = beat.num_queued_tokens - node.queued_tokens
+        if tokens <= 0:
+            return 0.0
+        # their lengths are not told, their number is: attention takes the square of each
+        prompts = max(1, beat.num_waiting + beat.num_running - node.num_queued)
+        return prompts * self._cost.prefill_s(max(1, tokens // prompts), 0)
+
+    def _note_foreign(self, node: NodeState, beat: Heartbeat | None) -> None:
+        """Count what decodes on a node for other conductors, as its heartbeat tells; None: it has left."""
+        sequences = context_tokens = 0
+        if beat is not None and Role.DECODE in node.info.roles:
+            own = node.running_sequences - node.foreign_sequences + node.num_queued
+            own_tokens = node.running_context_tokens - node.foreign_context_tokens
+            sequences = max(0, beat.num_running - own)
+            # contexts are estimated: where every sequence is ours, so is every token
+            context_tokens = max(0, beat.num_context_tokens - int(own_tokens)) if sequences else 0
+        more, more_tokens = sequences - node.foreign_sequences, context_tokens - node.foreign_context_tokens
+        if not more and not more_tokens:
+            return
+        for owner in (node, self):
+            owner.foreign_sequences += more
+            owner.foreign_context_tokens += more_tokens
+            owner.running_sequences += more
+            owner.running_context_tokens += more_tokens
+        node.decode_sequences += more
+        node.decode_context_tokens += more_tokens
+
+    def _leave_prefill(self, flight: InFlight, now_s: float) -> None:
+        node = flight.prefill
+        node.num_queued -= 1
+        # an empty queue is exactly empty: sums of floats drift
+        node.queued_s = node.queued_s - flight.prefill_s if node.num_queued else 0.0
+        node.queued_tokens -= flight.new_tokens
+        if flight.source is not None:
+            flight.source.num_outgoing -= 1
+        self._requeue(node, now_s)
+
+    def _requeue(self, node: NodeState, now_s: float) -> None:
+        if self.prefill_mask >> node.slot & 1 and node.is_member:
+            self.prefill_order.set(node.slot, now_s + node.queued_s + node.foreign_queue_s)
+
+    def _reorder(self, node: NodeState) -> None:
+        if self.decode_mask >> node.slot & 1 and node.is_member:
+            step_s = self._cost.decode_step_s(node.decode_sequences, node.decode_context_tokens)
+            if self.corrections.has_learned:
+                step_s *= self.corrections.ratio(node.info.node_id, "decode")
+            self.decode_order.set(node.slot, step_s)
+
+    def _refresh_roles(self, node: NodeState, now_s: float) -> None:
+        """Let the masks and orders hold `node` where it may be chosen, and nowhere else."""
+        bit = 1 << node.slot
+        serves = node.is_member and not node.draining and not node.reports_draining
+        roles = node.info.roles if serves else frozenset[Role]()
+        self.prefill_mask = self.prefill_mask | bit if Role.PREFILL in roles else self.prefill_mask & ~bit
+        self.decode_mask = self.decode_mask | bit if Role.DECODE in roles else self.decode_mask & ~bit
+        self.prefill_order.remove(node.slot)
+        self.decode_order.remove(node.slot)
+        self._requeue(node, now_s)
+        self._reorder(node)

@@ -1,0 +1,309 @@
+"""Cost model: seconds of prefill, decode, transfer and load, predicted from a profile.
+
+A profile (`profile.py`) is a dozen numbers of one kind of node running one model. The forms:
+
+    prefill(n new, p prefix) = fixed + a n + b ((p+n)^2 - p^2) + c h / (n + h) + d p
+    decode step(B, K)        = fixed + e B + f K
+    step with chunks         = a (n + B, padded) + b ((p+n)^2 - p^2) + g + h B + f K (docs/replay.md)
+    transfer(tokens)         = latency + tokens bytes / rate
+
+`a` is the linear layers, `b` attention, `c` what a small matrix multiplication wastes
+(half of it at `h` new tokens), `d` the load of the prefix from host memory. For the
+paper's cluster they are fitted to ten digitised points, five of them 95 % cached, within
+4 % (uncached: 1.5 %); for an H200 to our own measurements. FAST'25 equation 1 has the
+terms in a and b alone.
+
+A profile is never quite right on a live node (another processor, a noisy neighbour), so
+`Corrections` learns each node's measured/predicted ratio, how it goes with size, and the spread that
+is left, and the seconds that no profile knows of: messages, and the turn of each event loop.
+The ratio is kept apart from the profile: replay then starts from the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+
+from conductor.placing.profile import Profile
+
+# One measurement moves the ratio by a tenth: twenty requests forget a cold start, and
+# one outlier (a page fault, a compile) does not send the next burst elsewhere.
+CORRECTION_GAIN = 0.1
+
+# What may be learned at once beyond four times what is known: a message there and back, twice.
+MIN_ADDED_S = 0.02
+
+# A link that hand-offs fill still gives a fetch something.
+MIN_FETCH_SHARE = 0.05
+
+# A ratio outside means the profile is for another machine; the prediction then stays
+# within a factor that admission can live with until somebody profiles.
+RATIO_LIMITS = (0.05, 20.0)
+
+# How much a ratio may grow with each e-fold of the seconds predicted. Below 1 / e-fold either way, what is
+# longer by the profile stays longer.
+TREND_LIMIT = 0.5
+
+# Sizes that hardly differ say nothing of a trend: variance of their logarithms at which it is half believed.
+TREND_VARIANCE = 0.1
+
+# A trend is followed to prompts of an eighth or eight times of what was seen, and is level beyond.
+TREND_REACH = math.log(8.0)
+
+
+class CostModel:
+    """Predictions from one profile. Pure: the same question has the same answer."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        # read once: these are evaluated several times for each placement
+        fixed_s = profile.prefill_fixed_s + profile.request_s
+        self._prefill = (fixed_s, profile.prefill_token_s, profile.prefill_token2_s)
+        half = profile.prefill_small_tokens
+        self._small = (profile.prefill_small_s * half, half, profile.prefix_token_s)
+        computed_bytes_per_s = profile.kv_token_bytes / profile.prefill_token_s
+        self._handoff_share = computed_bytes_per_s / profile.transfer_bytes_per_s
+        self._decode = (profile.decode_fixed_s, profile.decode_sequence_s, profile.decode_context_token_s)
+
+    def prefill_s(self, new_tokens: float, prefix_tokens: float) -> float:
+        """Return the seconds to prefill `new_tokens` >= 1 after a prefix that is in host memory."""
+        fixed, linear, square = self._prefill
+        small, half, load = self._small
+        return (
+            fixed
+            + new_tokens * (linear + square * (new_tokens + 2 * prefix_tokens))
+            + small / (new_tokens + half)
+            + load * prefix_tokens
+        )
+
+    def decode_step_s(self, batch: float, context_tokens: float) -> float:
+        """Return the seconds of one step of `batch` sequences with `context_tokens` in all."""
+        fixed, sequence, token = self._decode
+        return fixed + sequence * batch + token * context_tokens
+
+    def chunk_step_s(self, new_tokens: int, attended: float, batch: int, context_tokens: float) -> float:
+        """Return the seconds of one step that computes a part of one prompt or of several.
+
+        Args:
+            new_tokens: Of all chunks; more than 0.
+            attended: n (n + 2 p) summed over the chunks: n tokens after p on the device.
+            batch: Sequences that decode in the same step, with `context_tokens` in all.
+        """
+        profile = self.profile
+        _, linear, square = self._prefill
+        fixed, sequence, token = self._decode
+        rows, fixed_chunk_s = new_tokens, 0.0
+        if profile.chunk_step_s:
+            rows += batch
+            square = self.attention_s(new_tokens, rows)
+            rows = self.padded_rows(rows)
+            fixed_chunk_s = profile.chunk_step_s + (profile.mixed_step_s if batch else 0.0)
+            sequence = profile.chunk_sequence_s
+        chunk_s = fixed_chunk_s + rows * linear + attended * square
+        chunk_s += sequence * batch + token * context_tokens
+        # of few tokens, what reads the weights is as long as where nothing but decoding does
+        alone_s = fixed + sequence * batch + token * context_tokens
+        return chunk_s if chunk_s > alone_s else alone_s
+
+    def padded_rows(self, rows: int) -> int:
+        """Return the rows that a step with chunks has, where so many are wanted."""
+        lengths = self.profile.step_tokens
+        at = bisect_left(lengths, rows)
+        return lengths[at] if at < len(lengths) else rows
+
+    def attention_s(self, new_tokens: int, rows: int) -> float:
+        """Return the seconds of each token attended to (see `chunk_step_s`) in a step.
+
+        Args:
+            new_tokens: Of all its chunks.
+            rows: Of the step, sequences that decode included.
+        """
+        profile = self.profile
+        if rows >= profile.long_chunk_tokens:
+            return profile.prefill_token2_s
+        at_once = profile.attention_rows
+        return profile.chunk_token2_s * (-(-new_tokens // at_once) * at_once / new_tokens)
+
+    def beside_chunks_s(self, new_tokens: int, prefix_tokens: int) -> float:
+        """Return the seconds of a prompt that are in none of its chunks' steps.
+
+        Where no steps were measured, whatever its prefill has that is not in proportion.
+        """
+        load_s = self._small[2] * prefix_tokens
+        if self.profile.chunk_step_s:
+            return load_s
+        fixed, _, _ = self._prefill
+        small, half, _ = self._small
+        return load_s + fixed - self.profile.request_s + small / (new_tokens + half)
+
+    def transfer_s(self, tokens: int, share: float = 1.0) -> float:
+        """Return the seconds to move the KV of `tokens` at `share` of a link; 0 tokens cost nothing."""
+        if tokens <= 0:
+            return 0.0
+        profile = self.profile
+        return profile.transfer_fixed_s + tokens * profile.kv_token_bytes / (
+            profile.transfer_bytes_per_s * share
+        )
+
+    def fetch_share(self, is_prefilling: bool, num_fetches: int) -> float:
+        """Return the share of a node's link that one more fetch from it would get.
+
+        A node that prefills streams out KV as fast as it computes it; fetches share what
+        that leaves, one more with those under way.
+        """
+        left = 1.0
+        if is_prefilling:
+            left = max(MIN_FETCH_SHARE, 1.0 - self._handoff_share)
+        return left / (1 + num_fetches)
+
+    def handoff_s(self, tokens: int, compute_s: float, share: float = 1.0) -> float:
+        """Return the seconds that a hand-off streamed by layer adds after the last layer computed.
+
+        Each layer leaves while the next ones compute, so what shows is the last layer and
+        whatever the link could not move during the others.
+        """
+        layers = self.profile.num_layers
+        whole_s = self.transfer_s(tokens, share)
+        return max(0.0, whole_s - compute_s * (layers - 1) / layers) + whole_s / layers
+
+    def load_s(self, tokens: int, from_disk: bool = False) -> float:
+        """Return the seconds to bring the KV of `tokens` up from host memory or disk.
+
+        Loading from host memory is already inside `prefill_s`, where it overlaps.
+        """
+        if not from_disk:
+            return self.profile.prefix_token_s * tokens
+        if not self.profile.disk_bytes_per_s:
+            return math.inf if tokens else 0.0
+        return tokens * self.profile.kv_token_bytes / self.profile.disk_bytes_per_s
+
+
+class _Learned:
+    """Of one node and term: fading means of the logarithms of measured/predicted and of the predicted."""
+
+    __slots__ = ("covariance", "error", "log_ratio", "ratio", "trend", "usual_s", "variance")
+
+    def __init__(self, ratio: float, usual_s: float, trend: float = 0.0) -> None:
+        self.ratio = ratio
+        self.log_ratio = math.log(ratio)
+        self.usual_s = usual_s
+        self.trend = trend
+        self.variance = self.covariance = self.error = 0.0
+
+    def observe(self, log_ratio: float, predicted_s: float) -> None:
+        off_ratio, off_size = log_ratio - self.log_ratio, math.log(predicted_s / self.usual_s)
+        off_trend = abs(off_ratio - self.trend * _within(off_size, TREND_REACH))
+        self.error += CORRECTION_GAIN * (off_trend - self.error)
+        self.log_ratio += CORRECTION_GAIN * off_ratio
+        self.ratio = math.exp(self.log_ratio)
+        self.usual_s *= math.exp(CORRECTION_GAIN * off_size)
+        fade = 1 - CORRECTION_GAIN
+        self.variance = fade * (self.variance + CORRECTION_GAIN * off_size * off_size)
+        self.covariance = fade * (self.covariance + CORRECTION_GAIN * off_size * off_ratio)
+        self.trend = _within(self.covariance / (self.variance + TREND_VARIANCE), TREND_LIMIT)
+
+    def corrected_s(self, predicted_s: float) -> float:
+        if not self.trend or predicted_s <= 0:
+            return predicted_s * self.ratio
+        off_size = _within(math.log(predicted_s / self.usual_s), TREND_REACH)
+        return predicted_s * self.ratio * math.exp(self.trend * off_size)
+
+    def relax(self, factor: float) -> None:
+        self.log_ratio *= factor
+        self.ratio = math.exp(self.log_ratio)
+        self.covariance *= factor
+        self.trend *= factor
+
+
+class Corrections:
+    """Measured over predicted seconds, per node and term, learned while serving.
+
+    Ratios are averaged as logarithms: twice too slow and twice too fast cancel. Where a profile is
+    another machine's, short prompts and long ones are off by different ratios: the trend is learned too.
+    """
+
+    def __init__(self) -> None:
+        self._learned: dict[tuple[str, str], _Learned] = {}
+        self._added_s: dict[str, float] = {}
+        self.has_learned = False
+        """Whether anything ever was: who asks often looks here first."""
+
+    def observe(self, node_id: str, term: str, predicted_s: float, measured_s: float, count: int = 1) -> None:
+        """Learn from one measurement, of `count` together. `predicted_s`: by the profile alone."""
+        if predicted_s <= 0 or measured_s <= 0:
+            return
+        low, high = RATIO_LIMITS
+        log_ratio = math.log(min(high, max(low, measured_s / predicted_s)))
+        known = self._learned.get((node_id, term))
+        if known is None:
+            self._learned[node_id, term] = _Learned(math.exp(log_ratio), predicted_s / count)
+        else:
+            known.observe(log_ratio, predicted_s / count)
+        self.has_learned = True
+
+    def ratio(self, node_id: str, term: str) -> float:
+        """Return what to multiply a prediction with, of usual size; 1 before anything was measured."""
+        known = self._learned.get((node_id, term))
+        return 1.0 if known is None else known.ratio
+
+    def ratios(self) -> dict[tuple[str, ...], float]:
+        """Return all that is learned, by node and term."""
+        return {key: known.ratio for key, known in self._learned.items()}
+
+    def corrected_s(self, node_id: str, term: str, predicted_s: float) -> float:
+        """Return a prediction of the profile's as it will be by what was learned, its size regarded."""
+        known = self._learned.get((node_id, term))
+        return predicted_s if known is None else known.corrected_s(predicted_s)
+
+    def trend(self, node_id: str, term: str) -> tuple[float, float]:
+        """Return the power of the predicted seconds that the ratio grows with, and their usual number."""
+        known = self._learned.get((node_id, term))
+        return (0.0, 1.0) if known is None else (known.trend, known.usual_s)
+
+    def relative_error(self, node_id: str, term: str) -> float:
+        """Return the mean relative error left after correction; 0 before anything was measured."""
+        known = self._learned.get((node_id, term))
+        return 0.0 if known is None else math.expm1(known.error)
+
+    def observe_added(self, node_id: str, measured_s: float) -> None:
+        """Learn the seconds of a request that are in no term."""
+        known = self._added_s.get(node_id)
+        gain = 1.0 if known is None else CORRECTION_GAIN
+        known = known or 0.0
+        # one stall of some seconds would otherwise be predicted for the next ten requests
+        measured_s = min(measured_s, 4 * known + MIN_ADDED_S)
+        self._added_s[node_id] = known + gain * (measured_s - known)
+        self.has_learned = True
+
+    def added_s(self, node_id: str) -> float:
+        """Return the seconds to add to a prediction; 0 before anything was measured."""
+        return self._added_s.get(node_id, 0.0)
+
+    def restore_added(self, node_id: str, seconds: float) -> None:
+        """Make `seconds` exactly what is known of a node: for decisions made again."""
+        self._added_s[node_id] = seconds
+        self.has_learned = True
+
+    def restore(
+        self, node_id: str, term: str, ratio: float, trend: float = 0.0, usual_s: float = 1.0
+    ) -> None:
+        """Make this exactly what is known of a node: for decisions made again."""
+        self._learned[node_id, term] = _Learned(ratio, usual_s, trend)
+        self.has_learned = True
+
+    def relax(self, factor: float) -> None:
+        """Believe what was learned less: keep `factor` of it, as logarithms; 0 leaves the profile alone."""
+        for known in self._learned.values():
+            known.relax(factor)
+        for node_id in self._added_s:
+            self._added_s[node_id] *= factor
+
+    def forget(self, node_id: str) -> None:
+        """Drop what was learned of a node that left."""
+        self._added_s.pop(node_id, None)
+        for key in [key for key in self._learned if key[0] == node_id]:
+            del self._learned[key]
+
+
+def _within(number: float, limit: float) -> float:
+    return min(limit, max(-limit, number))

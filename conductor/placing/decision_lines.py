@@ -1,0 +1,124 @@
+"""Decisions and their outcomes as JSON lines: one form for writing a file and for reading it again.
+
+A file begins with a `conductor` line, which holds what all decisions in it share: the
+profile, the scheduler's settings, the model. Then come `decision` and `outcome` lines as
+they happen (docs/decisions.md lists the fields). Every number is written so that it reads
+back as itself, so a decision read from a file can be made again to the bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from base.block_hash import BlockHash
+from base.config import from_table
+from base.request import NodeId, RequestId, Slo
+from conductor.placing.decisions import Actual, Decision, NodeSeen, ViewSeen
+from conductor.placing.placement import Placement, PlacementRequest, Rejection, RejectReason
+from conductor.placing.profile import Profile
+from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
+
+FORMAT = 1
+"""Of the lines; a reader refuses any other."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shared:
+    """What all decisions of one file were made with."""
+
+    profile: Profile
+    settings: SchedulerSettings
+    model_id: str = ""
+
+
+def shared_to(shared: Shared) -> dict[str, Any]:
+    settings = dataclasses.asdict(shared.settings) | {"reject": shared.settings.reject.value}
+    return {
+        "kind": "conductor",
+        "format": FORMAT,
+        "model_id": shared.model_id,
+        "profile": dataclasses.asdict(shared.profile),
+        "settings": settings,
+    }
+
+
+def shared_from(told: dict[str, Any]) -> Shared:
+    if told["format"] != FORMAT:
+        raise ValueError(f"format {told['format']}, this release reads {FORMAT}")
+    settings = told["settings"] | {"reject": RejectPolicy(told["settings"]["reject"])}
+    profile = from_table(Profile, told["profile"], "profile.")
+    return Shared(profile, SchedulerSettings(**settings), told["model_id"])
+
+
+def decision_to(made: Decision) -> dict[str, Any]:
+    """Return a decision as JSON's kinds of values; infinity is null."""
+    asked, seen, result = made.asked, made.seen, made.result
+    told = result._asdict()
+    if isinstance(result, Rejection):
+        told["reason"] = result.reason.value
+    del told["request_id"]
+    return {
+        "kind": "decision",
+        "request_id": asked.request_id,
+        "arrived_at_s": made.arrived_at_s,
+        "decided_at_s": made.decided_at_s,
+        "asked": asked._asdict()
+        | {
+            "chain": [bytes(key).hex() if isinstance(key, bytes) else key for key in asked.chain],
+            "slo": [_or_none(asked.slo.ttft_slo_s), _or_none(asked.slo.tbt_slo_s)],
+            "avoid": list(asked.avoid),
+        },
+        "seen": seen._asdict() | {"nodes": seen.nodes and [node._asdict() for node in seen.nodes]},
+        "placed" if isinstance(result, Placement) else "rejected": told,
+    }
+
+
+def decision_from(told: dict[str, Any]) -> Decision:
+    request_id = RequestId(told["request_id"])
+    asked, seen = told["asked"], told["seen"]
+    asked |= {"avoid": tuple(asked.get("avoid", ()))}
+    slo = Slo(*(math.inf if bound is None else bound for bound in asked["slo"]))
+    chain = tuple(BlockHash(bytes.fromhex(key)) if isinstance(key, str) else key for key in asked["chain"])
+    nodes = seen["nodes"] and tuple(
+        NodeSeen(**node | {"node_id": NodeId(node["node_id"])}) for node in seen["nodes"]
+    )
+    return Decision(
+        PlacementRequest(**asked | {"chain": chain, "slo": slo, "request_id": request_id}),
+        told["arrived_at_s"],
+        told["decided_at_s"],
+        ViewSeen(
+            **{"running_context_tokens": 0.0} | seen | {"projected": tuple(seen["projected"]), "nodes": nodes}
+        ),
+        _result_from(told, request_id),
+    )
+
+
+def _result_from(told: dict[str, Any], request_id: RequestId) -> Placement | Rejection:
+    if "placed" in told:
+        return Placement(request_id=request_id, **told["placed"])
+    rejected = told["rejected"]
+    return Rejection(request_id=request_id, **rejected | {"reason": RejectReason(rejected["reason"])})
+
+
+def outcome_to(request_id: RequestId, actual: Actual) -> dict[str, Any]:
+    """Return what became of a placed attempt as JSON's kinds of values."""
+    return {"kind": "outcome", "request_id": request_id, **actual._asdict()}
+
+
+def item_from(told: dict[str, Any]) -> Decision | tuple[RequestId, Actual]:
+    """Return what a line after the first holds: a decision, or an outcome by its request."""
+    if told.pop("kind") == "decision":
+        return decision_from(told)
+    return RequestId(told.pop("request_id")), Actual(**told)
+
+
+def _or_none(bound_s: float) -> float | None:
+    return None if bound_s == math.inf else bound_s
+
+
+def line_of(told: dict[str, Any]) -> str:
+    """Return the line of a file that reads back as `told`."""
+    return json.dumps(told, separators=(",", ":")) + "\n"

@@ -1,0 +1,239 @@
+"""Decisions: everything a placement was made from, so that it can be made again.
+
+A `Decision` holds what `scheduler.place` was asked, all that it read of the cluster, and
+what it answered. From it `decide_again` rebuilds a `ClusterView` and calls the same `place`:
+the same answer must come out, to the bit. So an explanation (`explain.py`) shows the very
+numbers that the decision was made on, and a log of a live conductor (`serving/decision_log.py`) is
+a test of the scheduler on real traffic.
+
+What was read is written down, not what happened before: a record then stands alone, and a
+log may be cut anywhere. It costs some 15 numbers for each node, which is why clusters of
+more than `MAX_NODES` are recorded without their nodes.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+from base.grants import PeerDescriptor
+from base.messages import NodeInfo
+from base.request import NodeId, Role
+from conductor.placing.cluster_view import ClusterView, NodeState
+from conductor.placing.cost_model import CostModel
+from conductor.placing.placement import Placement, PlacementRequest, Rejection
+from conductor.placing.scheduler import place
+from conductor.placing.scheduler_settings import SchedulerSettings
+from kvstore.index import Key
+
+# 64 nodes are some 100 us to copy; a larger cluster has more use for its requests.
+MAX_NODES = 64
+
+UNBOUNDED_TOKENS = 1 << 62
+
+
+class NodeSeen(NamedTuple):
+    """One node as placement saw it. Seconds, tokens."""
+
+    node_id: NodeId
+    prefills: bool
+    """Whether it could be chosen to prefill; draining nodes have neither role, and may lend."""
+    decodes: bool
+    matched_blocks: int
+    """Leading blocks of the prompt that it holds."""
+    queue_ends_at_s: float
+    """On the conductor's clock; in the past: idle. 0 unless it prefills."""
+    num_queued: int
+    num_outgoing: int
+    """Fetches from it under way."""
+    prefill_ratio: float
+    """Measured over predicted, learned so far."""
+    handoff_ratio: float
+    decode_ratio: float
+    dispatch_s: float
+    """Learned: what is in no term."""
+    step_s: float
+    """The predicted decode step that nodes are ordered by; 0 unless it decodes."""
+    free_tokens: float
+    decode_sequences: int
+    decode_context_tokens: float
+    running_sequences: int
+    running_context_tokens: float
+    queued_s: float
+    """Of prefill placed on it."""
+    tightest_tbt_s: float | None
+    """Of the bounds of what decodes on it; None: nobody has one."""
+    capacity_tokens: int = UNBOUNDED_TOKENS
+    """Of its whole cache."""
+    prefill_trend: float = 0.0
+    """The power of the profile's seconds that the ratio grows with."""
+    prefill_usual_s: float = 1.0
+    """The profile's seconds of which the ratio is as it stands."""
+
+
+class ViewSeen(NamedTuple):
+    """What placement read of the cluster as a whole."""
+
+    block_size: int
+    mean_output_tokens: float
+    num_in_flight: int
+    running_sequences: int
+    running_context_tokens: float
+    decode_s: float
+    """t_d of the projection."""
+    projected: tuple[int, int]
+    """Sequences and context tokens expected to decode when this prefill ends."""
+    nodes: tuple[NodeSeen, ...] | None
+    """In the order of their slots, which ties go by. None: there were too many."""
+
+
+class Decision(NamedTuple):
+    """One call of `place`."""
+
+    asked: PlacementRequest
+    arrived_at_s: float
+    decided_at_s: float
+    seen: ViewSeen
+    result: Placement | Rejection
+
+
+class Actual(NamedTuple):
+    """How a placed attempt went. Seconds; None: it did not come to that."""
+
+    ended_at_s: float
+    end: str
+    """finished, or the class of the error that ended the attempt, or cancelled."""
+    ttft_s: float | None = None
+    """From arrival; None also where an earlier attempt had sent the first token."""
+    queue_s: float | None = None
+    compute_s: float | None = None
+    exposed_transfer_s: float | None = None
+    mean_tbt_s: float | None = None
+    num_cached_tokens: int | None = None
+    num_output_tokens: int = 0
+    """Of this attempt."""
+
+
+def decision(
+    asked: PlacementRequest,
+    view: ClusterView,
+    result: Placement | Rejection,
+    arrived_at_s: float,
+    decided_at_s: float,
+) -> Decision:
+    """Write down a decision; to be called before the view is told of it."""
+    return Decision(asked, arrived_at_s, decided_at_s, _seen(asked, view, result, decided_at_s), result)
+
+
+def decide_again(made: Decision, cost: CostModel, settings: SchedulerSettings) -> Placement | Rejection:
+    """Return what `place` answers to the same question; ValueError if its nodes were not recorded."""
+    return place(made.asked, view_of(made, cost), cost, made.decided_at_s, settings)
+
+
+def view_of(made: Decision, cost: CostModel) -> ClusterView:
+    """Return a view that reads as the recorded one did; ValueError if its nodes were not recorded."""
+    seen = made.seen
+    if seen.nodes is None:
+        raise ValueError(f"decision {made.asked.request_id} was recorded without its nodes")
+    view = ClusterView(cost, seen.block_size, seen.decode_s)
+    for node in seen.nodes:
+        _restore(view, node, made)
+    view.mean_output_tokens = seen.mean_output_tokens
+    view.num_in_flight = seen.num_in_flight
+    view.running_sequences = seen.running_sequences
+    view.running_context_tokens = seen.running_context_tokens
+    # as if all were other conductors': those are expected at any moment, whatever t_d is
+    view.foreign_sequences, view.foreign_context_tokens = seen.projected
+    return view
+
+
+def _seen(
+    asked: PlacementRequest, view: ClusterView, result: Placement | Rejection, now_s: float
+) -> ViewSeen:
+    nodes = view.nodes()
+    matched = dict.fromkeys((node.slot for node in nodes), 0)
+    for depth, mask in view.index.match(asked.chain):
+        for slot in matched:
+            if mask >> slot & 1:
+                matched[slot] = depth
+    return ViewSeen(
+        view.block_size,
+        view.mean_output_tokens,
+        view.num_in_flight,
+        view.running_sequences,
+        view.running_context_tokens,
+        view.projection.decode_s,
+        view.projected(now_s + result.predicted_ttft_s),
+        tuple(_node_seen(view, node, matched[node.slot]) for node in nodes)
+        if len(nodes) <= MAX_NODES
+        else None,
+    )
+
+
+def _node_seen(view: ClusterView, node: NodeState, matched_blocks: int) -> NodeSeen:
+    slot = node.slot
+    prefills, decodes = bool(view.prefill_mask >> slot & 1), bool(view.decode_mask >> slot & 1)
+    return NodeSeen(
+        node.info.node_id,
+        prefills,
+        decodes,
+        matched_blocks,
+        view.prefill_order.value(slot) if prefills else 0.0,
+        node.num_queued,
+        node.num_outgoing,
+        view.corrections.ratio(node.info.node_id, "prefill"),
+        view.corrections.ratio(node.info.node_id, "handoff"),
+        view.corrections.ratio(node.info.node_id, "decode"),
+        view.corrections.added_s(node.info.node_id),
+        view.decode_order.value(slot) if decodes else 0.0,
+        node.free_tokens,
+        node.decode_sequences,
+        node.decode_context_tokens,
+        node.running_sequences,
+        node.running_context_tokens,
+        node.queued_s,
+        None if node.tightest_tbt_s == inf else node.tightest_tbt_s,
+        node.capacity_tokens,
+        *view.corrections.trend(node.info.node_id, "prefill"),
+    )
+
+
+def _restore(view: ClusterView, node: NodeSeen, made: Decision) -> None:
+    roles = {Role.PREFILL: node.prefills, Role.DECODE: node.decodes}
+    state = view.add_node(_info(node, frozenset(role for role in roles if roles[role]), view), 0.0)
+    state.num_queued = node.num_queued
+    state.queued_s = node.queued_s
+    state.tightest_tbt_s = inf if node.tightest_tbt_s is None else node.tightest_tbt_s
+    state.num_outgoing = node.num_outgoing
+    state.capacity_tokens = node.capacity_tokens
+    state.reported_free_tokens = node.free_tokens
+    state.decode_sequences = node.decode_sequences
+    state.decode_context_tokens = node.decode_context_tokens
+    state.running_sequences = node.running_sequences
+    state.running_context_tokens = node.running_context_tokens
+    trend = node.prefill_trend, node.prefill_usual_s
+    view.corrections.restore(node.node_id, "prefill", node.prefill_ratio, *trend)
+    view.corrections.restore(node.node_id, "handoff", node.handoff_ratio)
+    view.corrections.restore(node.node_id, "decode", node.decode_ratio)
+    view.corrections.restore_added(node.node_id, node.dispatch_s)
+    blocks: tuple[Key, ...] = tuple(made.asked.chain[: node.matched_blocks])
+    view.kv_events(node.node_id, 1, blocks, ())
+    if node.prefills:
+        view.prefill_order.set(state.slot, node.queue_ends_at_s)
+    if node.decodes:
+        view.decode_order.set(state.slot, node.step_s)
+
+
+def _info(node: NodeSeen, roles: frozenset[Role], view: ClusterView) -> NodeInfo:
+    return NodeInfo(
+        node_id=node.node_id,
+        epoch=0,
+        roles=roles,
+        model_id="",
+        layout_id="",
+        max_model_len=0,
+        num_blocks=0,
+        block_size=view.block_size,
+        peer=PeerDescriptor(node.node_id, 0, ()),
+        host="",
+    )

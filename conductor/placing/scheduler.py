@@ -1,0 +1,370 @@
+"""Placement: which nodes serve a request. Algorithm 1 of arXiv 2407.00079, and past it.
+
+    for each group of prefill nodes with the same matched depth, deepest first:
+        take the node of the group whose queue ends first
+        TTFT = queue + prefill(prompt, own prefix)                  or, where it pays,
+               max(queue, fetch of the missing blocks) + prefill(prompt, best prefix)
+    keep the smallest; choose the decode node; test admission
+
+Nodes of one group differ in nothing but their queue, so one stands for all: the work is
+O(depth + groups), not O(nodes). A group whose prefill alone is no better than the best
+candidate so far is passed over, and so are all shallower ones.
+
+What the paper leaves open, and what is chosen here:
+
+* whether to fetch: `kvcache_balancing_threshold` is "adjusted manually" there. Here the
+  cost model decides, candidate by candidate, whether fetching or computing is sooner. A
+  threshold in `SchedulerSettings` brings the paper's rule back.
+* fetch and queue overlap, because a node fetches what its queue will need;
+* the source is the holder with the fewest fetches from it, and a busy link is shared;
+* the decode node is the one with the shortest predicted step, unless one that holds a
+  part of the prompt has a step that is hardly longer: then fewer bytes travel;
+* where one node does both, the sequence stays there, and its KV goes nowhere: so the node that is to
+  compute decodes too, if it may and another's step is hardly shorter;
+* a node that failed an attempt of the request is chosen, or fetched from, where no other will
+  do: it may be dead, which its lease tells some seconds later;
+* ties go to the smaller slot.
+
+`place` is pure: no I/O, no clock, no randomness; it changes nothing. The live conductor
+and replay call this very function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+
+from conductor.placing.admission import RETRY_AFTER_S, refusal
+from conductor.placing.cluster_view import ClusterView, NodeState
+from conductor.placing.cost_model import CostModel
+from conductor.placing.inline_prefill import inline_placement
+from conductor.placing.load_order import bits_of
+from conductor.placing.placement import Placement, PlacementRequest, Rejection, RejectReason
+from conductor.placing.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
+from kvstore.index import Group
+
+# A decode node that saves bytes may cost this much of TBT against the least loaded one.
+DECODE_AFFINITY = 1.05
+
+# Holders to compare as a source: enough to spread over, few enough not to be a scan.
+MAX_SOURCES = 8
+
+# If the least loaded decode nodes cannot hold a prompt, others can only where nodes differ.
+DECODE_TRIES = 4
+
+NOBODY: Group = (0, 0)
+
+
+class PrefillChoice:
+    """One candidate for the prefill of a request; a bare class because several are made for each."""
+
+    __slots__ = (
+        "fetch_s",
+        "local_blocks",
+        "matched_blocks",
+        "prefill_s",
+        "queue_s",
+        "ready_s",
+        "slot",
+        "source_slot",
+    )
+
+    def __init__(
+        self,
+        slot: int,
+        local_blocks: int,
+        matched_blocks: int,
+        source_slot: int | None,
+        queue_s: float,
+        fetch_s: float,
+        prefill_s: float,
+    ) -> None:
+        self.slot = slot
+        self.local_blocks = local_blocks
+        self.matched_blocks = matched_blocks
+        self.source_slot = source_slot
+        self.queue_s = queue_s
+        self.fetch_s = fetch_s
+        self.prefill_s = prefill_s
+        self.ready_s = (queue_s if queue_s > fetch_s else fetch_s) + prefill_s
+        """Until its last layer is computed: the longer of queue and fetch, and prefill."""
+
+
+PrefillPolicy = Callable[
+    [PlacementRequest, list[Group], ClusterView, CostModel, SchedulerSettings, float], PrefillChoice
+]
+"""Chooses among `view.prefill_mask`, which is not empty; the groups are of all holders."""
+
+
+def place(
+    request: PlacementRequest,
+    view: ClusterView,
+    cost: CostModel,
+    now_s: float,
+    settings: SchedulerSettings | None = None,
+    choose_prefill: PrefillPolicy | None = None,
+) -> Placement | Rejection:
+    """Choose the nodes that serve `request`, or refuse it.
+
+    Args:
+        request: What is asked.
+        view: The cluster as it is believed to be; not changed. The caller tells it of a
+            placement it carries out with `view.placed`.
+        cost: Predicts seconds.
+        now_s: On the clock of the view's events.
+        settings: An operator's; by default the cost model decides and PREDICT rejects.
+        choose_prefill: Another rule for the prefill node, for comparison.
+    """
+    settings = settings or DEFAULT_SETTINGS
+    if not view.prefill_mask:
+        return Rejection(request.request_id, RejectReason.NO_PREFILL_NODE, RETRY_AFTER_S[0])
+    view.prefill_order.settle(now_s)
+    groups = view.index.match(request.chain)
+    choose = choose_prefill or least_ttft
+    prefill = choose(request, groups, view, cost, settings, now_s)
+    decode = choose_decode(request, groups, view, prefill)
+    if isinstance(decode, RejectReason):
+        return Rejection(request.request_id, decode, until_a_finish_s(view))
+    placement = _combine(request, prefill, decode, view, cost)
+    if settings.inline_tokens:
+        placement = inline_placement(request, placement, groups, view, cost, settings)
+    refused = refusal(request, placement, view, cost, settings, now_s)
+    if refused is None:
+        return placement
+    reason, retry_after_s = refused
+    return Rejection(
+        request.request_id,
+        reason,
+        retry_after_s,
+        placement.predicted_ttft_s,
+        placement.predicted_tbt_s,
+    )
+
+
+def must_wait(view: ClusterView, settings: SchedulerSettings, now_s: float) -> bool:
+    """Return whether every prefill node has enough ahead of it; also where there is none."""
+    view.prefill_order.settle(now_s)
+    slot = view.prefill_order.least(view.prefill_mask)
+    if slot is None:
+        return True
+    return view.node_at(slot).num_queued > 0 and view.prefill_order.value(slot) - now_s > settings.ahead_s
+
+
+def least_ttft(
+    request: PlacementRequest,
+    groups: list[Group],
+    view: ClusterView,
+    cost: CostModel,
+    settings: SchedulerSettings,
+    now_s: float,
+) -> PrefillChoice:
+    """Return the prefill node with the smallest predicted seconds to the last layer."""
+    best_blocks, holders = deepest_holders(request, groups, view) if settings.fetches else NOBODY
+    source: NodeState | None = None
+    best: PrefillChoice | None = None
+    rest = preferred(view.prefill_mask, request, view)
+    least = view.prefill_order.least
+    for depth, mask in (*groups, (0, rest)):
+        members = mask & rest
+        if not members:
+            continue
+        rest ^= members
+        slot = least(members)
+        if slot is None:
+            continue
+        choice = candidate(request, slot, depth, view, cost, now_s)
+        if depth < best_blocks:
+            source = source or best_source(holders, view)
+            fetching = fetching_candidate(request, choice, best_blocks, source, view, cost)
+            if prefers_fetch(choice, fetching, settings):
+                choice = fetching
+        if best is None or choice.ready_s < best.ready_s:
+            best = choice
+        if best.ready_s <= best.prefill_s:
+            break  # idle already: a shallower group can only compute or fetch more
+    assert best is not None, "prefill_mask is not empty, so some node is in some group"
+    return best
+
+
+def preferred(mask: int, request: PlacementRequest, view: ClusterView) -> int:
+    """Return those of `mask` that failed no attempt of the request; all, if each did."""
+    return mask & ~view.mask_of(request.avoid) or mask if request.avoid else mask
+
+
+def deepest_holders(request: PlacementRequest, groups: list[Group], view: ClusterView) -> Group:
+    """Return the deepest of `groups` to fetch from, without nodes that failed the request."""
+    if not request.avoid:
+        return groups[0] if groups else NOBODY
+    avoided = view.mask_of(request.avoid)
+    return next(((depth, mask & ~avoided) for depth, mask in groups if mask & ~avoided), NOBODY)
+
+
+def candidate(
+    request: PlacementRequest,
+    slot: int,
+    depth: int,
+    view: ClusterView,
+    cost: CostModel,
+    now_s: float,
+) -> PrefillChoice:
+    """Return what it takes for the node in `slot` to compute all after its own `depth` blocks."""
+    queue_s = view.prefill_order.value(slot) - now_s
+    if queue_s < 0.0:
+        queue_s = 0.0
+    prefill_s = _prefill_s(request, slot, depth, view, cost)
+    return PrefillChoice(slot, depth, depth, None, queue_s, 0.0, prefill_s)
+
+
+def fetching_candidate(
+    request: PlacementRequest,
+    own: PrefillChoice,
+    best_blocks: int,
+    source: NodeState,
+    view: ClusterView,
+    cost: CostModel,
+) -> PrefillChoice:
+    """Return what it takes for the same node to fetch up to `best_blocks` first."""
+    missing = matched_tokens(request, best_blocks, view) - matched_tokens(request, own.local_blocks, view)
+    fetch_s = cost.transfer_s(missing, cost.fetch_share(source.num_queued > 0, source.num_outgoing))
+    prefill_s = _prefill_s(request, own.slot, best_blocks, view, cost)
+    return PrefillChoice(
+        own.slot, own.local_blocks, best_blocks, source.slot, own.queue_s, fetch_s, prefill_s
+    )
+
+
+def prefers_fetch(own: PrefillChoice, fetching: PrefillChoice, settings: SchedulerSettings) -> bool:
+    """Return whether a node should fetch rather than compute all it lacks."""
+    threshold = settings.kvcache_balancing_threshold
+    if threshold is None:
+        return fetching.ready_s < own.ready_s
+    return fetching.matched_blocks >= threshold * own.local_blocks
+
+
+def tokens_needed(request: PlacementRequest, view: ClusterView) -> float:
+    """Return the tokens of KV that `request` is expected to hold at its end."""
+    return request.num_tokens + view.expected_output_tokens(request.max_tokens)
+
+
+def choose_decode(
+    request: PlacementRequest, groups: list[Group], view: ClusterView, prefill: PrefillChoice
+) -> tuple[NodeState, int] | RejectReason:
+    """Return the decode node and how many leading blocks it holds already."""
+    if not view.decode_mask:
+        return RejectReason.NO_DECODE_NODE
+    peak_tokens = tokens_needed(request, view)
+    members = preferred(view.decode_mask, request, view)
+    slot = _least_with_room(members, view, peak_tokens, request.num_tokens)
+    if slot is None and members != view.decode_mask:
+        members = view.decode_mask
+        slot = _least_with_room(members, view, peak_tokens, request.num_tokens)
+    if slot is None:
+        return RejectReason.NO_FREE_BLOCKS
+    return _nearer_decode(slot, members, groups, view, peak_tokens, prefill)
+
+
+def matched_tokens(request: PlacementRequest, blocks: int, view: ClusterView) -> int:
+    """Return the prompt tokens in `blocks` leading blocks; the last token is always computed."""
+    tokens, last = blocks * view.block_size, request.num_tokens - 1
+    return tokens if tokens < last else last
+
+
+def best_source(mask: int, view: ClusterView) -> NodeState:
+    """Return the holder with the fewest fetches from it, among the first few."""
+    if not mask & (mask - 1):
+        return view.node_at(mask.bit_length() - 1)
+    return min(map(view.node_at, bits_of(mask, MAX_SOURCES)), key=_num_outgoing)
+
+
+_num_outgoing = attrgetter("num_outgoing")
+
+
+def _prefill_s(request: PlacementRequest, slot: int, depth: int, view: ClusterView, cost: CostModel) -> float:
+    prefix = matched_tokens(request, depth, view)
+    seconds = cost.prefill_s(request.num_tokens - prefix, prefix)
+    if view.corrections.has_learned:
+        return view.corrections.corrected_s(view.node_at(slot).info.node_id, "prefill", seconds)
+    return seconds
+
+
+def _least_with_room(members: int, view: ClusterView, peak_tokens: float, num_tokens: int) -> int | None:
+    for _ in range(DECODE_TRIES):
+        slot = view.decode_order.least(members)
+        if slot is None:
+            return None
+        node = view.node_at(slot)
+        # an empty node takes what is expected to outgrow it: it ends a sequence where its cache ends
+        if node.free_tokens >= peak_tokens or node.free_tokens >= node.capacity_tokens > num_tokens:
+            return slot
+        members ^= 1 << slot
+    return None
+
+
+def _nearer_decode(
+    least: int,
+    members: int,
+    groups: list[Group],
+    view: ClusterView,
+    peak_tokens: float,
+    prefill: PrefillChoice,
+) -> tuple[NodeState, int]:
+    """Return the least loaded node, or one hardly more loaded that computes or holds more of the prompt."""
+    order = view.decode_order
+    limit_s = order.value(least) * DECODE_AFFINITY
+    if members >> prefill.slot & 1 and order.value(prefill.slot) <= limit_s:
+        node = view.node_at(prefill.slot)
+        if node.free_tokens >= peak_tokens:
+            return node, prefill.local_blocks
+    for depth, mask in groups:
+        slot = order.least(mask & members) if mask & members else None
+        if slot is not None and order.value(slot) <= limit_s:
+            node = view.node_at(slot)
+            if node.free_tokens >= peak_tokens:
+                return node, depth
+    return view.node_at(least), 0
+
+
+def _combine(
+    request: PlacementRequest,
+    prefill: PrefillChoice,
+    decode: tuple[NodeState, int],
+    view: ClusterView,
+    cost: CostModel,
+) -> Placement:
+    decode_node, decode_blocks = decode
+    prefill_node = view.node_at(prefill.slot)
+    handoff_s = 0.0
+    if decode_node is not prefill_node:
+        tokens = request.num_tokens - decode_blocks * view.block_size
+        handoff_s = cost.handoff_s(tokens, prefill.prefill_s)
+    context_tokens = decode_node.decode_context_tokens + request.num_tokens
+    step_s = cost.decode_step_s(decode_node.decode_sequences + 1, context_tokens)
+    dispatch_s = 0.0
+    if view.corrections.has_learned:
+        handoff_s *= view.corrections.ratio(prefill_node.info.node_id, "handoff")
+        step_s *= view.corrections.ratio(decode_node.info.node_id, "decode")
+        dispatch_s = view.corrections.added_s(prefill_node.info.node_id)
+    source = None if prefill.source_slot is None else view.node_at(prefill.source_slot).info.node_id
+    # by position: a call with fourteen keywords takes half as long again
+    return Placement(
+        request.request_id,
+        prefill_node.info.node_id,
+        decode_node.info.node_id,
+        matched_tokens(request, prefill.matched_blocks, view),
+        prefill.local_blocks,
+        prefill.matched_blocks,
+        source,
+        decode_blocks,
+        prefill.queue_s,
+        prefill.fetch_s,
+        prefill.prefill_s,
+        handoff_s,
+        prefill.ready_s + handoff_s + dispatch_s,
+        step_s,
+        dispatch_s,
+    )
+
+
+def until_a_finish_s(view: ClusterView) -> float:
+    """Return the seconds after which one of the placed requests is expected to be over."""
+    shortest, longest = RETRY_AFTER_S
+    return min(longest, max(shortest, view.projection.decode_s / max(1, view.num_in_flight)))

@@ -1,0 +1,1 @@
+"""The life of a request on live nodes: dispatch, attempts, who is attached, and what watches it."""

@@ -1,0 +1,63 @@
+"""What one attempt to run a request holds, and lets go of when it ends, however it does.
+
+    with Attempt(run, finished) as attempt:
+        attempt.placed = ...                          counted in the view, until `finished`
+        attempt.begin(session, request_id, mailbox)   held on a node, until `Release` or its last word
+
+A class of its own in place of a stack of callbacks: every request makes one, and a stack takes three
+times as long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+from base.block_hash import BlockHash
+from base.request import RequestId
+from conductor.placing.placement import Placement, PlacementRequest
+from conductor.serving.nodes import Mailbox, NodeSession
+from conductor.serving.run import Run
+
+
+class Placed(NamedTuple):
+    """Where an attempt runs."""
+
+    asked: PlacementRequest
+    placement: Placement
+    root: BlockHash
+
+
+class Attempt:
+    """One attempt, for the length of a `with`."""
+
+    __slots__ = ("_exchanges", "_finished", "deadline", "is_reserved", "is_streaming", "placed", "run")
+
+    def __init__(self, run: Run, finished: Callable[[Attempt, BaseException | None], None]) -> None:
+        """Begin, with nothing held. `finished` is told of the end of an attempt that was placed."""
+        self.run = run
+        self.placed: Placed | None = None
+        self.deadline: asyncio.TimerHandle | None = None
+        self.is_reserved = False
+        """The decode node has made room."""
+        self.is_streaming = False
+        self._exchanges: list[tuple[NodeSession, RequestId]] = []
+        self._finished = finished
+
+    def begin(self, session: NodeSession, request_id: RequestId, mailbox: Mailbox) -> None:
+        """Have what a node says of `request_id` delivered to `mailbox`; raises LostError if it has left."""
+        session.begin(request_id, mailbox)
+        self._exchanges.append((session, request_id))
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self.run.mailbox.close()
+        for session, request_id in self._exchanges:
+            session.end(request_id)
+        if self.deadline is not None:
+            self.deadline.cancel()
+        if self.placed is not None:
+            self._finished(self, error)

@@ -1,0 +1,40 @@
+"""What the rest of the conductor asks of a dispatcher, and what it gets.
+
+The APIs for clients (`api/openai.py`, `api/service.py`) and the life of a request on the nodes
+(`dispatch.py`) meet here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import NamedTuple, Protocol
+
+from base.request import FinishReason, Request, SampledToken
+
+
+class Generated(NamedTuple):
+    """Tokens of one sequence that became known together."""
+
+    tokens: tuple[SampledToken, ...]
+    """May be empty in the last one."""
+    finish_reason: FinishReason | None
+    """Set in the last one, and only there."""
+    num_cached_tokens: int
+    """Prompt tokens whose KV was matched, not computed. The same in all."""
+
+
+class Dispatcher(Protocol):
+    """Runs requests on the cluster."""
+
+    def generate(self, request: Request) -> AsyncGenerator[Generated, None]:
+        """Yield the request's tokens. Consume under `contextlib.aclosing`: closing cancels.
+
+        Raises:
+            ServeError: any of its kinds, before the first token or between two.
+        """
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request sent now could be served."""
+        ...

@@ -1,0 +1,210 @@
+"""What of a request outlives an attempt to run it, and the account of each attempt."""
+
+from __future__ import annotations
+
+import asyncio
+
+from base.block_hash import BlockHash, hash_chain
+from base.clock import Clock
+from base.errors import DeadlineError, ServeError, TransferFailedError
+from base.messages import Failed, Prefilled, Work
+from base.request import FinishReason, NodeId, Request, RequestId, SampledToken, Slo
+from conductor.placing.decisions import Actual
+from conductor.placing.fair_queue import Criticality, Waiting, criticality
+from conductor.placing.placement import Placement
+from conductor.serving.generated import Generated
+from conductor.serving.nodes import Mailbox
+
+# One, and three more when nodes are lost. A request that takes down every node it meets
+# must not meet them all.
+MAX_ATTEMPTS = 4
+MAX_UNHEARD = 4
+"""Attempts beside those, each of which ended before a node said anything: more often than not it was gone
+before the request came."""
+
+# What has no TTFT bound is ordered as if it had this one: it is not passed by for ever.
+PATIENCE_S = 30.0
+
+
+class Run:
+    """What of a request outlives an attempt to run it."""
+
+    def __init__(self, request: Request, timeout_s: float, clock: Clock) -> None:
+        self.request = request
+        self.generated: list[int] = []
+        self.num_attempts = 0
+        self.num_unheard = 0
+        """Of those, the ones that ended before a node said anything, and were placed."""
+        self.attempt_id = request.request_id
+        """The request's name on the nodes; each attempt has its own."""
+        self.is_complete = False
+        self.mailbox = Mailbox()
+        self.arrived_at_s = clock.now_s()
+        self._clock = clock
+        if request.deadline_s is not None:
+            timeout_s = min(timeout_s, request.deadline_s)
+        self._deadline_at_s = self.arrived_at_s + timeout_s
+        self._num_cached_tokens: int | None = None
+        """Prompt tokens that were matched when the request first ran."""
+        self.is_promised = False
+        """Whether it was let wait: see `PlacementRequest`."""
+        self._hashed: tuple[int, BlockHash] | None = None
+        self._chain: list[BlockHash] = []
+        self._num_tokens_before = 0
+        self._prefilled: Prefilled | None = None
+        self._ttft_s: float | None = None
+        self._first_at_s = self._last_at_s = 0.0
+        self.avoid: list[NodeId] = []
+        """Nodes that attempts failed at."""
+
+    def begin_attempt(self) -> None:
+        """Start afresh: a late message of the attempt before must not be taken for ours."""
+        self.num_attempts += 1
+        self.attempt_id = RequestId(f"{self.request.request_id}.{self.num_attempts}")
+        self.is_promised = False
+        self.mailbox = Mailbox()
+        self._num_tokens_before = len(self.generated)
+        self._prefilled = self._ttft_s = None
+
+    @property
+    def may_try_again(self) -> bool:
+        """Whether an attempt that is lost is followed by another."""
+        num_spared = min(self.num_unheard, MAX_UNHEARD)
+        return self.num_attempts - num_spared < MAX_ATTEMPTS
+
+    def failed_at(self, placement: Placement, error: ServeError) -> None:
+        """Note which node failed the attempt, so that the next one is placed elsewhere if it can be.
+
+        What a node says of a transfer is said of its peer, unless that was to be avoided already.
+        """
+        self.num_unheard += not self.mailbox.has_heard
+        failed, decode, prefill = self.mailbox.failed, placement.decode_node, placement.prefill_node
+        if failed is None:
+            return
+        is_prefill = failed.request_id == self.prefill_id
+        if is_prefill and isinstance(error, TransferFailedError) and decode not in self.avoid:
+            is_prefill = False
+        node_id = prefill if is_prefill else decode
+        if node_id not in self.avoid:
+            self.avoid.append(node_id)
+
+    def prefilled(self, prefilled: Prefilled) -> float | None:
+        """Note the attempt's first token; return the request's TTFT if it is its first too."""
+        self._first_at_s = self._last_at_s = self._clock.now_s()
+        self._prefilled = prefilled
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = prefilled.num_cached_tokens
+        if not self.generated:
+            self._ttft_s = self._first_at_s - self.arrived_at_s
+        return self._ttft_s
+
+    @property
+    def since_last_s(self) -> float:
+        """Seconds since tokens last came."""
+        return self._clock.now_s() - self._last_at_s
+
+    def decoded(self) -> float:
+        """Note that tokens came; return the seconds since those before."""
+        gap_s, self._last_at_s = self._clock.now_s() - self._last_at_s, self._clock.now_s()
+        return gap_s
+
+    def actual(self, end: str) -> Actual:
+        """Return the account of the attempt, which is over."""
+        prefilled, num_tokens = self._prefilled, len(self.generated) - self._num_tokens_before
+        if prefilled is None:
+            return Actual(self._clock.now_s(), end)
+        return Actual(
+            ended_at_s=self._clock.now_s(),
+            end=end,
+            ttft_s=self._ttft_s,
+            queue_s=prefilled.times.queue_s,
+            compute_s=prefilled.times.compute_s,
+            exposed_transfer_s=prefilled.times.exposed_transfer_s,
+            mean_tbt_s=(self._last_at_s - self._first_at_s) / (num_tokens - 1) if num_tokens > 1 else None,
+            num_cached_tokens=prefilled.num_cached_tokens,
+            num_output_tokens=num_tokens,
+        )
+
+    @property
+    def prefill_id(self) -> RequestId:
+        """Its name on the prefill node: another one, because one node may have both roles."""
+        return RequestId(f"{self.attempt_id}.prefill")
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return (*self.request.token_ids, *self.generated) if self.generated else self.request.token_ids
+
+    def chain(self, block_size: int, root: BlockHash) -> list[BlockHash]:
+        """Return the hashes of the full blocks of all tokens so far."""
+        if self._hashed != (len(self.generated), root):
+            self._hashed = (len(self.generated), root)
+            self._chain = hash_chain(self.token_ids, block_size, root)
+        return self._chain
+
+    def work(self, root: BlockHash) -> Work:
+        return Work(
+            request_id=self.attempt_id,
+            token_ids=self.token_ids,
+            num_prompt_tokens=len(self.request.token_ids),
+            chain_root=root,
+            sampling=self.request.sampling,
+            stop=self.request.stop,
+            num_logprobs=self.request.num_logprobs,
+            priority=self.request.priority,
+            deadline_s=self._remaining_s(),
+            traceparent=self.request.traceparent,
+        )
+
+    @property
+    def slo(self) -> Slo:
+        """Unbounded once a token is out: what was begun is not rejected."""
+        return Slo() if self.generated else self.request.slo
+
+    @property
+    def first_token_by_s(self) -> float:
+        """By its SLO, on the clock; infinity: there is none."""
+        return self.arrived_at_s + self.slo.ttft_slo_s
+
+    @property
+    def give_up_at_s(self) -> float:
+        """When the request's time is up, on the clock."""
+        return self._deadline_at_s
+
+    def waiting(self, cost_s: float) -> Waiting:
+        """Return the attempt as one that waits to be placed. What lost its node goes first."""
+        request, is_retry = self.request, self.num_attempts > 1
+        return Waiting(
+            self.attempt_id,
+            Criticality.BEGUN if is_retry else criticality(request.priority),
+            request.tenant,
+            self.arrived_at_s + min(request.slo.ttft_slo_s, PATIENCE_S),
+            cost_s,
+        )
+
+    def deadline(self) -> asyncio.TimerHandle:
+        """Let the attempt's mailbox raise DeadlineError when the request's time is up.
+
+        One timer for the attempt: one for each message is a quarter of what a token costs.
+        """
+        return asyncio.get_running_loop().call_later(self._remaining_s(), self._run_out, self.mailbox)
+
+    def _run_out(self, mailbox: Mailbox) -> None:
+        reason = f"request {self.request.request_id} ran out of time"
+        mailbox.put(Failed(self.attempt_id, DeadlineError.__name__, reason))
+
+    def finish_of_first(self, prefilled: Prefilled) -> FinishReason | None:
+        """Return why the sequence is over with the token that prefill sampled, if it is."""
+        if prefilled.finish_reason is not None:
+            return prefilled.finish_reason
+        num_tokens = len(self.generated) + 1
+        return FinishReason.LENGTH if num_tokens >= self.request.stop.max_tokens else None
+
+    def generate(self, tokens: tuple[SampledToken, ...], finish_reason: FinishReason | None) -> Generated:
+        """Take in tokens, and return them as clients are told of them; with a reason they are the last."""
+        assert self._num_cached_tokens is not None
+        self.generated += [token.token_id for token in tokens]
+        self.is_complete = finish_reason is not None
+        return Generated(tokens, finish_reason, self._num_cached_tokens)
+
+    def _remaining_s(self) -> float:
+        return max(0.0, self._deadline_at_s - self._clock.now_s())

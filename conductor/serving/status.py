@@ -1,0 +1,73 @@
+"""What the conductor says of itself and its nodes: the body of GET /status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from base.clock import Clock
+from base.lifetime import Lifetime
+from base.messages import Heartbeat
+from base.metrics import ConductorMetrics
+from conductor.placing.cluster_view import ClusterView
+from conductor.serving.dispatch import Dispatcher
+from conductor.serving.membership import Membership
+from conductor.serving.nodes import NodeSession
+
+
+def status(
+    dispatcher: Dispatcher, membership: Membership, view: ClusterView, lifetime: Lifetime
+) -> dict[str, Any]:
+    """Return a JSON object; the nodes are sorted by id."""
+    sessions = sorted(membership.sessions, key=lambda session: session.info.node_id)
+    return {
+        "ready": dispatcher.is_ready,
+        "in_control": membership.in_control(),
+        "supervised": lifetime.is_supervised,
+        "running_requests": dispatcher.num_running,
+        "waiting_requests": dispatcher.num_waiting,
+        "nodes": [_node(session, view) for session in sessions],
+    }
+
+
+def export_gauges(metrics: ConductorMetrics, membership: Membership, clock: Clock) -> None:
+    """Let the gauges of the cluster be read from the last heartbeats when they are scraped."""
+
+    def view_age_s() -> float:
+        told = (session.last_heartbeat_at_s for session in membership.sessions if session.last_heartbeat)
+        return max((clock.now_s() - at_s for at_s in told), default=0.0)
+
+    def beats() -> list[Heartbeat]:
+        return [session.last_heartbeat for session in membership.sessions if session.last_heartbeat]
+
+    def kv_usage() -> float:
+        held = sum(beat.num_held_blocks for beat in beats())
+        return held / max(1, held + sum(beat.num_free_blocks for beat in beats()))
+
+    metrics.waiting.set_function(lambda: sum(beat.num_waiting for beat in beats()))
+    metrics.kv_usage.set_function(kv_usage)
+    metrics.view_age.set_function(view_age_s)
+
+
+def _node(session: NodeSession, view: ClusterView) -> dict[str, Any]:
+    info, heartbeat = session.info, session.last_heartbeat
+    told: dict[str, Any] = {
+        "id": info.node_id,
+        "host": info.host,
+        "roles": sorted(role.value for role in view.node(info.node_id).info.roles),
+        "epoch": f"{info.epoch:016x}",
+        "transports": [endpoint.transport for endpoint in info.peer.endpoints],
+        "blocks": info.num_blocks,
+        "block_size": info.block_size,
+        "requests": session.num_requests,
+    }
+    if heartbeat is not None:
+        told |= {
+            "free_blocks": heartbeat.num_free_blocks,
+            "held_blocks": heartbeat.num_held_blocks,
+            "running": heartbeat.num_running,
+            "waiting": heartbeat.num_waiting,
+            "queued_tokens": heartbeat.num_queued_tokens,
+            "context_tokens": heartbeat.num_context_tokens,
+            "draining": heartbeat.is_draining,
+        }
+    return told

@@ -1,0 +1,80 @@
+import json
+
+import pytest
+
+from base.errors import ConfigError
+from conductor.api.chat_template import ChatMessage
+from conductor.api.served_model import SamplingDefaults, load_served_model
+from tests.conductor.fakes import MAX_MODEL_LEN, write_model_folder
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_model_folder(tmp_path)
+
+
+def test_model_is_read_from_its_folder(folder):
+    model = load_served_model(folder, "m")
+    assert (model.max_model_len, model.vocab_size) == (MAX_MODEL_LEN, 263)
+    assert model.sampling == SamplingDefaults(temperature=0.5, top_k=7)
+
+
+def test_sequences_end_with_the_configured_token_and_the_tokenizers_own(folder):
+    assert load_served_model(folder, "m").eos_token_ids == (0, 2)
+
+
+def test_end_token_comes_from_the_config_where_generation_has_none(folder):
+    (folder / "generation_config.json").unlink()
+    edit(folder / "config.json", eos_token_id=1)
+    assert load_served_model(folder, "m").eos_token_ids == (1, 2)
+
+
+def test_special_token_may_be_an_object(folder):
+    edit(folder / "tokenizer_config.json", eos_token={"content": "<|im_start|>", "special": True})
+    assert load_served_model(folder, "m").eos_token_ids == (0, 1)
+
+
+def test_window_can_be_made_shorter_and_not_longer(folder):
+    assert load_served_model(folder, "m", 100).max_model_len == 100
+    assert load_served_model(folder, "m", 100_000).max_model_len == MAX_MODEL_LEN
+
+
+def test_language_model_of_a_multimodal_one_is_one_level_down(folder):
+    (folder / "config.json").write_text(
+        json.dumps({"text_config": {"max_position_embeddings": 99, "vocab_size": 5}})
+    )
+    model = load_served_model(folder, "m")
+    assert (model.max_model_len, model.vocab_size) == (99, 5)
+
+
+def test_default_one_of_several_chat_templates_is_used(folder):
+    (folder / "chat_template.jinja").unlink()
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    edit(folder / "tokenizer_config.json", chat_template=named)
+    template = load_served_model(folder, "m").chat_template
+    assert template is not None
+    assert template.render([ChatMessage("user", "x")]) == "plain"
+
+
+def test_model_without_a_template_is_no_chat_model(folder):
+    (folder / "chat_template.jinja").unlink()
+    assert load_served_model(folder, "m").chat_template is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("config.json", None, "config.json"),
+        ("config.json", "[]", "object"),
+        ("config.json", "{}", "max_model_len"),
+    ],
+)
+def test_unusable_folder_is_refused_by_what_is_wrong_with_it(folder, name, content, says):
+    path = folder / name
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(ConfigError, match=says):
+        load_served_model(folder, "m")

@@ -1,0 +1,156 @@
+"""Admission at its bounds: what is predicted to keep an SLO is taken, and not a hair more."""
+
+from math import inf, nextafter
+
+import pytest
+
+from base.request import NodeId, Slo
+from conductor.placing.admission import (
+    RETEST_SLACK,
+    RETRY_AFTER_S,
+    TBT_HEADROOM,
+    admit_to_decode,
+    decode_tbt_s,
+    refusal,
+)
+from conductor.placing.placement import RejectReason
+from conductor.placing.scheduler import place
+from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
+from tests.conductor.builders import BLOCK_SIZE, make_cost, make_request, make_view, require_placement
+
+COST = make_cost()
+PREDICT, EARLY = RejectPolicy.PREDICT, RejectPolicy.EARLY
+
+
+class Steps:
+    """A cost model in which a step takes what it is told, and by which it is asked once."""
+
+    def __init__(self, step_s):
+        self._step_s = step_s
+        self.asked = []
+
+    def decode_step_s(self, sequences, context_tokens):
+        self.asked.append((sequences, context_tokens))
+        return self._step_s
+
+
+def placed(view, request):
+    return require_placement(place(request._replace(slo=Slo()), view, COST, 0.0))
+
+
+def refused(slo, settings=None, waited_s=0.0, is_promised=False, cost=COST, view=None):
+    view = view or make_view(1, 1)
+    request = make_request()._replace(slo=slo, waited_s=waited_s, is_promised=is_promised)
+    return refusal(request, placed(view, request), view, cost, settings or SchedulerSettings(), 0.0)
+
+
+def predicted_ttft_s():
+    return placed(make_view(1, 1), make_request()).predicted_ttft_s
+
+
+def test_a_promised_request_is_taken_up_to_its_very_bound():
+    bound_s = 3.0 + predicted_ttft_s()
+    assert refused(Slo(ttft_slo_s=bound_s), waited_s=3.0, is_promised=True) is None
+    reason, _ = refused(Slo(ttft_slo_s=nextafter(bound_s, 0)), waited_s=3.0, is_promised=True)
+    assert reason is RejectReason.TTFT
+
+
+def test_any_other_has_to_keep_some_room():
+    settings = SchedulerSettings(ttft_headroom=0.5)
+    bound_s = 2 * predicted_ttft_s()
+    assert refused(Slo(ttft_slo_s=bound_s), settings) is None
+    assert refused(Slo(ttft_slo_s=nextafter(bound_s, 0)), settings)[0] is RejectReason.TTFT
+
+
+def test_without_a_policy_everything_is_taken():
+    settings = SchedulerSettings(reject=RejectPolicy.NONE)
+    assert refused(Slo(1e-9, 1e-9), settings) is None
+
+
+@pytest.mark.parametrize(
+    ("late_by_s", "retry_s"), [(0.1, RETRY_AFTER_S[0]), (7.0, 7.0), (1e3, RETRY_AFTER_S[1])]
+)
+def test_who_is_late_may_come_back_when_that_is_made_up_for(late_by_s, retry_s):
+    waited_s = 2_000.0
+    slo = Slo(ttft_slo_s=waited_s + predicted_ttft_s() - late_by_s)
+    _, retry_after_s = refused(slo, waited_s=waited_s, is_promised=True)
+    assert retry_after_s == pytest.approx(retry_s)
+
+
+@pytest.mark.parametrize("policy", [EARLY, PREDICT])
+def test_a_step_may_take_a_share_of_its_bound_and_no_more(policy):
+    settings = SchedulerSettings(reject=policy)
+    assert refused(Slo(tbt_slo_s=1.0), settings, cost=Steps(TBT_HEADROOM)) is None
+    slow = Steps(nextafter(TBT_HEADROOM, 1))
+    assert refused(Slo(tbt_slo_s=1.0), settings, cost=slow)[0] is RejectReason.TBT
+
+
+def test_who_has_no_bound_or_is_asked_late_is_not_judged_by_steps():
+    endless = Steps(1e9)
+    assert refused(Slo(ttft_slo_s=1e9), cost=endless) is None
+    late = SchedulerSettings(reject=RejectPolicy.LATE)
+    assert refused(Slo(tbt_slo_s=1e-9), late, cost=endless) is None
+    assert endless.asked == []
+
+
+def busy_view(num_running):
+    """One prefill and two decode nodes, on the first of which so many requests of 10 blocks decode."""
+    view = make_view(1, 2)
+    view.set_draining(NodeId("d1"), 0.0)
+    for number in range(num_running):
+        request = make_request(f"b{number}")
+        view.placed(request, placed(view, request), 0.0)
+        view.prefill_done(request.request_id, 0.0)
+    view.set_draining(NodeId("d1"), 0.0, draining=False)
+    return view
+
+
+@pytest.mark.parametrize(("running", "retry_s"), [(1, 30.0), (10, 3.0), (100, RETRY_AFTER_S[0]), (0, 30.0)])
+def test_who_meets_a_full_pool_may_come_back_when_one_has_left_it(running, retry_s):
+    assert busy_view(0).projection.decode_s == 30.0
+    _, retry_after_s = refused(Slo(tbt_slo_s=1e-9), view=busy_view(running))
+    assert retry_after_s == pytest.approx(retry_s)
+
+
+def test_early_looks_at_the_mean_node_and_predict_at_that_of_then():
+    view, request = busy_view(4), make_request("r", blocks=3)
+    placement = placed(view, request)._replace(decode_node=NodeId("d0"))
+    running = view.running_context_tokens
+    assert running > 4 * 10 * BLOCK_SIZE
+    view.corrections.restore(NodeId("d0"), "decode", 2.0)
+    early, predict = Steps(0.5), Steps(0.5)
+    assert decode_tbt_s(request, placement, view, early, EARLY, 0.0) == 1.0
+    assert decode_tbt_s(request, placement, view, predict, PREDICT, 0.0) == 1.0
+    assert early.asked == [(4 / 2 + 1, running / 2 + 3 * BLOCK_SIZE)]
+    sequences, tokens = view.projected(placement.predicted_ttft_s)
+    assert 0 < sequences <= 4
+    assert predict.asked == [(sequences / 2 + 1, tokens / 2 + 3 * BLOCK_SIZE)]
+
+
+def test_predict_looks_past_the_prefill_from_now_on():
+    view, request = busy_view(4), make_request("r", blocks=3)
+    placement = placed(view, request)._replace(predicted_ttft_s=25.0)
+    then = Steps(0.5)
+    decode_tbt_s(request, placement, view, then, PREDICT, 20.0)
+    sequences, tokens = view.projected(45.0)
+    assert (sequences, tokens) != view.projected(5.0)
+    assert then.asked == [(sequences / 2 + 1, tokens / 2 + 3 * BLOCK_SIZE)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "slack"), [(EARLY, 1.0), (RejectPolicy.LATE, 1.0), (PREDICT, RETEST_SLACK)]
+)
+def test_the_second_test_has_some_slack_where_the_first_one_was_a_prediction(policy, slack):
+    node = busy_view(4).node(NodeId("d0"))
+    bound_s = 1.0 * TBT_HEADROOM * slack
+    fits, slow = Steps(bound_s / 2), Steps(nextafter(bound_s, 2) / 2)
+    assert admit_to_decode(node, fits, 700, Slo(tbt_slo_s=1.0), policy, 2.0)
+    assert not admit_to_decode(node, slow, 700, Slo(tbt_slo_s=1.0), policy, 2.0)
+    assert fits.asked == [(5, node.running_context_tokens + 700)]
+
+
+def test_the_second_test_takes_what_has_no_bound_and_everything_without_a_policy():
+    node, endless = busy_view(1).node(NodeId("d0")), Steps(1e9)
+    assert admit_to_decode(node, endless, 1, Slo(tbt_slo_s=inf), PREDICT)
+    assert admit_to_decode(node, endless, 1, Slo(tbt_slo_s=1e-9), RejectPolicy.NONE)
+    assert not admit_to_decode(node, Steps(1.0), 1, Slo(tbt_slo_s=1.0), PREDICT)

@@ -1,0 +1,198 @@
+"""The conductor's account of its cluster: what is taken is given back."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from base.errors import StaleError
+from base.request import NodeId, Role
+from conductor.placing.scheduler import place
+from tests.conductor.builders import (
+    make_cost,
+    make_heartbeat,
+    make_info,
+    make_request,
+    make_view,
+    require_placement,
+)
+
+COST = make_cost()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_account_is_empty_when_every_request_ended(seed: int) -> None:
+    rng = random.Random(seed)
+    view, now_s, waiting, decoding = make_view(3, 3), 0.0, [], []
+    for number in range(120):
+        now_s += rng.random()
+        request = make_request(f"r{number}", blocks=rng.randrange(1, 30), first_block=rng.randrange(3))
+        placement = require_placement(place(request, view, COST, now_s))
+        view.placed(request, placement, now_s)
+        waiting.append(request.request_id)
+        if rng.random() < 0.8:
+            done = waiting.pop(rng.randrange(len(waiting)))
+            view.prefill_done(done, now_s)
+            decoding.append(done)
+        if decoding and rng.random() < 0.7:
+            view.finished(decoding.pop(rng.randrange(len(decoding))), now_s, 100)
+    for request_id in waiting + decoding:
+        view.finished(request_id, now_s)
+    assert view.num_in_flight == 0
+    assert view.running_sequences == 0
+    assert view.projection.at(now_s) == (0, 0)
+    for node_id in view.node_ids():
+        node = view.node(node_id)
+        assert (node.num_queued, node.queued_s, node.queued_tokens) == (0, 0.0, 0)
+        assert (node.decode_sequences, node.running_sequences, node.num_outgoing) == (0, 0, 0)
+        assert node.decode_context_tokens == pytest.approx(0.0, abs=1e-6)
+        assert node_id.startswith("d") or view.prefill_order.value(node.slot) <= now_s
+    view.prefill_order.check()
+    view.decode_order.check()
+
+
+def test_node_that_left_with_requests_leaves_no_trace_in_its_slot() -> None:
+    view = make_view(1, 1)
+    request = make_request()
+    view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
+    view.remove_node(NodeId("d0"))
+    node = view.add_node(make_info("d9", Role.DECODE), 1.0)
+    view.prefill_done(request.request_id, 1.0)
+    view.finished(request.request_id, 2.0, 5)
+    assert node.slot == 1
+    assert (node.decode_sequences, node.peak_tokens) == (0, 0.0)
+
+
+def test_restarted_node_begins_with_nothing() -> None:
+    view = make_view(1, 1)
+    view.kv_events(NodeId("p0"), 1, ["a"], [])
+    view.add_node(make_info("p0", Role.PREFILL), 1.0)
+    assert view.index.match(["a"]) == []
+    assert view.kv_events(NodeId("p0"), 1, ["b"], [])
+
+
+@pytest.mark.parametrize("fields", [{"block_size": 16}, {"layout_id": "other"}])
+def test_incompatible_node_is_refused_with_the_reason(fields: dict[str, object]) -> None:
+    view = make_view(1, 1)
+    with pytest.raises(StaleError, match="block_size"):
+        view.add_node(make_info("p9", Role.PREFILL, **fields), 0.0)
+    assert view.node_ids() == ["p0", "d0"]
+
+
+def test_a_node_without_roles_is_a_source_of_blocks_and_nothing_else() -> None:
+    view = make_view(1, 1)
+    store = replace(make_info("s0", Role.PREFILL), roles=frozenset(), model_id="", layout_id="", block_size=0)
+    view.add_node(store, 0.0)
+    view.kv_events(NodeId("s0"), 1, ["a"], [])
+    assert view.index.match(["a"]) == [(1, 1 << view.node(NodeId("s0")).slot)]
+    assert not (view.prefill_mask | view.decode_mask) & 1 << view.node(NodeId("s0")).slot
+    view.add_node(make_info("p1", Role.PREFILL), 0.0)
+
+
+def test_load_of_another_conductor_is_seen_in_the_heartbeat() -> None:
+    view = make_view(2, 1)
+    view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=2_700, num_queued_tokens=50_000), 0.0)
+    assert require_placement(place(make_request(), view, COST, 0.0)).prefill_node == "p1"
+
+
+def test_own_load_in_the_heartbeat_is_not_counted_twice() -> None:
+    view = make_view(1, 1)
+    request = make_request(blocks=20)
+    view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
+    queue_ends_s = view.prefill_order.value(0)
+    view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=2_700, num_queued_tokens=20 * 512), 0.0)
+    assert view.prefill_order.value(0) == pytest.approx(queue_ends_s)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_view_that_heard_of_anothers_load_places_nearly_as_well_as_that_one_does(seed: int) -> None:
+    rng = random.Random(seed)
+    ours, theirs = make_view(4, 4), make_view(4, 4)
+    for number in range(24):
+        # prompts share nothing: a queue is then told in tokens as well as in seconds
+        request = make_request(f"r{number}", rng.randrange(1, 20), 100 * number, max_tokens=2)
+        ours.placed(request, require_placement(place(request, ours, COST, 0.0)), 0.0)
+        if number % 2:
+            ours.prefill_done(request.request_id, 0.0)
+    for node in ours.nodes():
+        beat = make_heartbeat(
+            num_waiting=node.num_queued,
+            num_queued_tokens=node.queued_tokens,
+            num_running=node.running_sequences,
+            num_context_tokens=int(node.running_context_tokens),
+        )
+        theirs.heartbeat(node.info.node_id, beat, 0.0)
+    assert theirs.projected(0.0)[0] == ours.running_sequences
+    request = make_request("q", first_block=9_000)
+    own, other = (require_placement(place(request, view, COST, 0.0)) for view in (ours, theirs))
+    waits_s = {
+        name: ours.prefill_order.value(ours.node(NodeId(name)).slot) for name in ("p0", "p1", "p2", "p3")
+    }
+    assert waits_s[other.prefill_node] <= waits_s[own.prefill_node] * 1.25
+    steps_s = {
+        name: ours.decode_order.value(ours.node(NodeId(name)).slot) for name in ("d0", "d1", "d2", "d3")
+    }
+    assert steps_s[other.decode_node] <= steps_s[own.decode_node] * 1.25
+
+
+def test_load_of_another_conductor_goes_when_its_heartbeat_says_so_and_with_the_node() -> None:
+    view = make_view(1, 2)
+    busy = make_heartbeat(num_running=5, num_context_tokens=9_000)
+    view.heartbeat(NodeId("d0"), busy, 0.0)
+    view.heartbeat(NodeId("d1"), busy, 0.0)
+    assert view.projected(0.0) == (10, 18_000)
+    view.heartbeat(NodeId("d0"), make_heartbeat(), 1.0)
+    assert require_placement(place(make_request(), view, COST, 1.0)).decode_node == "d0"
+    view.remove_node(NodeId("d1"))
+    assert view.projected(1.0) == (0, 0)
+    assert (view.running_sequences, view.running_context_tokens) == (0, 0.0)
+
+
+def test_a_node_that_refused_a_reservation_is_full_until_a_later_heartbeat() -> None:
+    view = make_view(1, 2)
+    request = make_request()
+    placement = require_placement(place(request, view, COST, 0.0))
+    view.placed(request, placement, 0.0)
+    view.refused(placement.decode_node, 0.0)
+    view.finished(request.request_id, 0.0)
+    view.heartbeat(placement.decode_node, make_heartbeat(), 0.0)
+    assert require_placement(place(request, view, COST, 0.0)).decode_node != placement.decode_node
+    view.heartbeat(placement.decode_node, make_heartbeat(), 1.0)
+    assert require_placement(place(request, view, COST, 1.0)).decode_node == placement.decode_node
+
+
+def test_roles_are_those_that_the_node_tells() -> None:
+    view = make_view(1, 2)
+    view.heartbeat(NodeId("d0"), make_heartbeat(roles=frozenset({Role.PREFILL})), 0.0)
+    assert (view.prefill_mask.bit_count(), view.decode_mask.bit_count()) == (2, 1)
+    view.heartbeat(NodeId("d0"), make_heartbeat(), 1.0)
+    assert view.prefill_mask.bit_count() == 2, "a heartbeat without roles changes none"
+
+
+def test_heartbeat_does_not_begin_the_prefill_under_way_again() -> None:
+    view = make_view(1, 1)
+    request = make_request(blocks=20)
+    view.placed(request, require_placement(place(request, view, COST, 0.0)), 0.0)
+    ends_s = view.prefill_order.value(0)
+    for now_s in (0.3, 0.6):
+        view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=2_700, num_queued_tokens=5_000), now_s)
+        assert view.prefill_order.value(0) == pytest.approx(ends_s)
+    view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=2_700), 50.0)
+    assert view.prefill_order.value(0) == 50.0
+
+
+def test_drain_that_the_conductor_asked_for_survives_the_nodes_heartbeat() -> None:
+    view = make_view(2, 1)
+    view.set_draining(NodeId("p0"), 0.0)
+    view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=1), 1.0)
+    assert require_placement(place(make_request(), view, COST, 1.0)).prefill_node == "p1"
+    view.set_draining(NodeId("p0"), 2.0, False)
+    assert require_placement(place(make_request(), view, COST, 2.0)).prefill_node == "p0"
+
+
+def test_node_that_says_it_drains_gets_no_work_until_it_says_otherwise() -> None:
+    view = make_view(2, 1)
+    view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=1, is_draining=True), 1.0)
+    assert require_placement(place(make_request(), view, COST, 1.0)).prefill_node == "p1"
+    view.heartbeat(NodeId("p0"), make_heartbeat(num_free_blocks=1), 2.0)
+    assert require_placement(place(make_request(), view, COST, 2.0)).prefill_node == "p0"

@@ -1,0 +1,159 @@
+"""The cost model against the figures its presets were fitted to."""
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+
+from base.errors import ConfigError
+from conductor.placing.cost_model import Corrections, CostModel
+from conductor.placing.profile import profile_json
+from conductor.profile_file import load_profile, preset_names
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds"), [(8, 1.002), (16, 2.055), (32, 4.478), (64, 10.586), (128, 27.512)]
+)
+def test_paper_prefill_without_a_prefix_is_within_two_percent(tokens: int, seconds: float) -> None:
+    cost = CostModel(load_profile("a800-llama70b"))
+    assert cost.prefill_s(tokens * 1024, 0) - cost.profile.request_s == pytest.approx(seconds, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds"), [(8, 0.135), (16, 0.226), (32, 0.407), (64, 0.881), (128, 2.329)]
+)
+def test_paper_prefill_with_95_percent_cached_is_within_five_percent(tokens: int, seconds: float) -> None:
+    cost = CostModel(load_profile("a800-llama70b"))
+    new = tokens * 1024 // 20
+    prefill_s = cost.prefill_s(new, tokens * 1024 - new) - cost.profile.request_s
+    assert prefill_s == pytest.approx(seconds, rel=0.05)
+
+
+@pytest.mark.parametrize(("batch", "ms"), [(1, 4.40), (8, 4.90), (64, 7.01), (256, 16.68)])
+def test_h200_decode_step_is_within_seven_percent_of_the_engines_bench(batch: int, ms: float) -> None:
+    cost = CostModel(load_profile("h200-llama8b"))
+    assert cost.decode_step_s(batch, batch * 1088) == pytest.approx(ms / 1e3, rel=0.07)
+
+
+@pytest.mark.parametrize(("tokens", "ms"), [(4096, 98.8), (16384, 483.7), (32768, 1188.5)])
+def test_h200_prefill_is_within_six_percent_of_the_engines_bench(tokens: int, ms: float) -> None:
+    cost = CostModel(load_profile("h200-llama8b"))
+    assert cost.prefill_s(tokens, 0) == pytest.approx(ms / 1e3, rel=0.06)
+
+
+def test_every_preset_loads_and_says_where_it_comes_from() -> None:
+    assert {"a800-llama70b", "h200-llama8b", "cpu-smollm2"} <= set(preset_names())
+    for name in preset_names():
+        profile = load_profile(name)
+        assert profile.name == name
+        assert profile.source
+
+
+def test_profile_is_read_back_as_it_was_written(tmp_path) -> None:
+    profile = load_profile("a800-llama70b")
+    file = tmp_path / "mine.json"
+    file.write_text(profile_json(profile))
+    assert load_profile(str(file)) == profile
+
+
+def test_unknown_profile_names_the_presets(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="h200-llama8b"):
+        load_profile("nothing")
+    file = tmp_path / "broken.json"
+    file.write_text('{"name": "x", "sped": 1}')
+    with pytest.raises(ConfigError, match="sped"):
+        load_profile(str(file))
+
+
+def test_hand_off_of_a_long_computation_shows_one_layer() -> None:
+    cost = CostModel(load_profile("a800-llama70b"))
+    whole_s = cost.transfer_s(10_000)
+    assert cost.handoff_s(10_000, compute_s=60.0) == pytest.approx(whole_s / 80)
+    assert cost.handoff_s(10_000, compute_s=0.0) == pytest.approx(whole_s * (1 + 1 / 80))
+
+
+def test_correction_converges_to_a_steady_ratio() -> None:
+    corrections = Corrections()
+    assert corrections.ratio("n", "prefill") == 1.0
+    for number in range(100):
+        corrections.observe("n", "prefill", 1.0, 3.0 if number % 2 else 2.0)
+    assert 2.0 < corrections.ratio("n", "prefill") < 3.0
+    assert 0.1 < corrections.relative_error("n", "prefill") < 0.4
+    corrections.forget("n")
+    assert corrections.ratio("n", "prefill") == 1.0
+
+
+def another_machine_s(profile_s: float) -> float:
+    """Twice as fast as the profile with short prompts, and as fast with long ones."""
+    return 0.7 * profile_s**1.25
+
+
+def test_a_ratio_that_goes_with_size_is_learned_as_a_trend() -> None:
+    corrections, rng = Corrections(), random.Random(1)
+    for _ in range(60):
+        profile_s = math.exp(rng.uniform(math.log(0.1), math.log(2.5)))
+        measured_s = another_machine_s(profile_s) * rng.uniform(0.95, 1.05)
+        corrections.observe("n", "prefill", profile_s, measured_s)
+    for profile_s in (0.1, 0.3, 0.8, 2.5):
+        assert corrections.corrected_s("n", "prefill", profile_s) == pytest.approx(
+            another_machine_s(profile_s), rel=0.08
+        )
+    # one ratio for all would leave a third of it, as the mean of what is off
+    assert corrections.relative_error("n", "prefill") < 0.08
+
+
+def test_what_is_longer_by_the_profile_stays_longer_whatever_was_learned() -> None:
+    rng = random.Random(2)
+    for _ in range(50):
+        corrections = Corrections()
+        for _ in range(rng.randrange(1, 40)):
+            corrections.observe("n", "prefill", 10 ** rng.uniform(-3, 2), 10 ** rng.uniform(-3, 2))
+        sizes = [0.0, *(10 ** (power / 10) for power in range(-40, 30))]
+        corrected = [corrections.corrected_s("n", "prefill", size) for size in sizes]
+        assert all(shorter < longer for shorter, longer in pairwise(corrected))
+
+
+def test_prompts_of_one_size_say_nothing_of_others() -> None:
+    corrections, rng = Corrections(), random.Random(3)
+    for _ in range(200):
+        corrections.observe("n", "prefill", rng.uniform(0.98, 1.02), rng.uniform(1.8, 2.2))
+    assert corrections.corrected_s("n", "prefill", 0.05) == pytest.approx(0.1, rel=0.1)
+    assert corrections.corrected_s("n", "prefill", 20.0) == pytest.approx(40.0, rel=0.1)
+
+
+def test_a_run_of_prompts_is_of_their_mean_size() -> None:
+    corrections = Corrections()
+    corrections.observe("n", "prefill", 8.0, 16.0, count=8)
+    assert corrections.trend("n", "prefill") == (0.0, 1.0)
+    assert corrections.ratio("n", "prefill") == pytest.approx(2.0)
+
+
+def test_what_was_learned_is_made_again_to_the_bit() -> None:
+    corrections, again, rng = Corrections(), Corrections(), random.Random(4)
+    for _ in range(30):
+        corrections.observe("n", "prefill", 10 ** rng.uniform(-2, 1), 10 ** rng.uniform(-2, 1))
+    again.restore("n", "prefill", corrections.ratio("n", "prefill"), *corrections.trend("n", "prefill"))
+    for power in range(-30, 20):
+        size = 10 ** (power / 10)
+        assert again.corrected_s("n", "prefill", size) == corrections.corrected_s("n", "prefill", size)
+
+
+def test_a_relaxed_correction_comes_back_to_the_profile() -> None:
+    corrections = Corrections()
+    for size in (0.1, 1.0, 10.0) * 10:
+        corrections.observe("n", "prefill", size, another_machine_s(size))
+    corrections.relax(0.0)
+    assert corrections.corrected_s("n", "prefill", 0.1) == 0.1
+    assert corrections.corrected_s("n", "prefill", 10.0) == 10.0
+
+
+def test_added_seconds_are_learned_and_one_stall_is_not_believed() -> None:
+    corrections = Corrections()
+    for _ in range(20):
+        corrections.observe_added("n", 0.004)
+    assert corrections.added_s("n") == pytest.approx(0.004)
+    corrections.observe_added("n", 5.0)
+    assert corrections.added_s("n") < 0.01
+    corrections.forget("n")
+    assert corrections.added_s("n") == 0.0

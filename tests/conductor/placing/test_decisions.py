@@ -1,0 +1,229 @@
+"""Recorded decisions replay to the same decisions, also from a file; an explanation is of those."""
+
+import json
+import random
+
+import pytest
+
+from base.errors import ConfigError
+from base.request import NodeId, RequestId, Role, Slo
+from conductor.placing.decision_lines import Shared
+from conductor.placing.decisions import MAX_NODES, Actual, decide_again, decision
+from conductor.placing.explain import Decisions
+from conductor.placing.placement import Placement, Rejection, RejectReason
+from conductor.placing.scheduler import place
+from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
+from conductor.replay.decision_log import read_log
+from conductor.serving.decision_log import DecisionLog
+from tests.conductor.builders import make_cost, make_heartbeat, make_info, make_request, make_view
+
+COST = make_cost()
+
+
+def history(seed, settings, num_requests=80):
+    """Decisions of a small busy cluster, with corrections, fetches, drains and rejections."""
+    rng = random.Random(seed)
+    view, now_s, running, made = make_view(3, 3, COST), 0.0, [], []
+    if settings.inline_tokens:
+        for slot in range(3):
+            view.prefill_order.set(slot, 20.0)
+    for number in range(num_requests):
+        now_s += rng.random() * 0.8
+        slo = Slo(rng.choice([1.0, 5.0, float("inf")]), rng.choice([0.02, 0.05, float("inf")]))
+        request = make_request(f"r{number}", rng.randrange(1, 30), rng.randrange(3), slo=slo)
+        if number % 3 == 0:
+            request = request._replace(avoid=(f"p{number % 4}", f"d{number % 5}")[: 1 + number % 2])
+        result = place(request, view, COST, now_s, settings)
+        made.append(decision(request, view, result, now_s, now_s))
+        if isinstance(result, Placement):
+            view.placed(request, result, now_s)
+            running.append((request, result, False))
+        for term in ("prefill", "handoff", "decode"):
+            node_id = f"{rng.choice('pd')}{rng.randrange(3)}"
+            view.corrections.observe(node_id, term, 1.0, rng.uniform(0.5, 2.0))
+            view.corrections.observe_added(node_id, rng.random() / 100)
+        if rng.random() < 0.1:
+            view.set_draining(NodeId(f"p{rng.randrange(2)}"), now_s, rng.random() < 0.5)
+        if rng.random() < 0.2:
+            beat = make_heartbeat(num_queued_tokens=rng.randrange(50_000), num_context_tokens=9_000)
+            view.heartbeat(NodeId(f"{rng.choice('pd')}0"), beat, now_s)
+        if running and rng.random() < 0.7:
+            request, placement, is_decoding = running.pop(rng.randrange(len(running)))
+            if is_decoding:
+                view.finished(request.request_id, now_s, rng.randrange(1, 400))
+            else:
+                view.prefill_done(request.request_id, now_s)
+                running.append((request, placement, True))
+                slot = view.node(placement.prefill_node).slot
+                view.index.store(slot, request.chain)
+    return made
+
+
+SETTINGS = [
+    *(SchedulerSettings(reject=policy) for policy in RejectPolicy),
+    SchedulerSettings(kvcache_balancing_threshold=1.5),
+    SchedulerSettings(fetches=False),
+    SchedulerSettings(inline_tokens=20_000),
+]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_recorded_decision_made_again_is_the_same(seed, settings):
+    made = history(seed, settings)
+    assert {type(each.result).__name__ for each in made} >= {"Placement"}
+    for each in made:
+        assert decide_again(each, COST, settings) == each.result
+
+
+def test_a_refusal_for_want_of_room_made_again_is_the_same():
+    view = make_view(0, 0, COST)
+    view.add_node(make_info("n0", Role.PREFILL, Role.DECODE, num_blocks=9), 0.0)
+    request = make_request(blocks=10, max_tokens=1)
+    made = decision(request, view, place(request, view, COST, 0.0), 0.0, 0.0)
+    assert made.result.reason is RejectReason.NO_FREE_BLOCKS
+    assert decide_again(made, COST, SchedulerSettings()) == made.result
+
+
+def test_a_decision_made_beside_another_conductors_sequences_is_the_same_where_answers_are_short():
+    view = make_view(2, 2, COST)
+    view.projection.decode_s = 0.01
+    view.heartbeat(NodeId("d0"), make_heartbeat(num_running=40, num_context_tokens=400_000), 1.0)
+    results = set()
+    for tbt_ms in range(20, 80):
+        request = make_request(slo=Slo(tbt_slo_s=tbt_ms / 1e3))
+        made = decision(request, view, place(request, view, COST, 1.0), 1.0, 1.0)
+        assert decide_again(made, COST, SchedulerSettings()) == made.result
+        results.add(type(made.result))
+    assert results == {Placement, Rejection}
+
+
+def test_histories_hold_fetches_and_both_kinds_of_rejection():
+    results = [each.result for seed in range(4) for each in history(seed, SchedulerSettings())]
+    assert any(isinstance(result, Placement) and result.source_node for result in results)
+    inline = SchedulerSettings(inline_tokens=20_000)
+    assert any(getattr(each.result, "is_inline", False) for each in history(0, inline))
+    reasons = {result.reason for result in results if not isinstance(result, Placement)}
+    assert reasons >= {RejectReason.TTFT, RejectReason.TBT}
+
+
+def test_a_decision_read_from_a_log_is_the_one_that_was_written(tmp_path):
+    settings = SchedulerSettings(reject=RejectPolicy.EARLY, kvcache_balancing_threshold=1.5)
+    log = DecisionLog(tmp_path / "log", Shared(COST.profile, settings, "m"), 1 << 30)
+    made = history(1, settings)
+    with_hashes = made[0]._replace(asked=made[0].asked._replace(chain=(b"\x01" * 16, b"\xff" * 16)))
+    actual = Actual(9.5, "finished", ttft_s=0.1 + 0.2, num_output_tokens=3)
+    for each in (*made, with_hashes):
+        log.decision(each)
+    log.outcome(RequestId("r0"), actual)
+    log.close()
+    shared, items = read_log(tmp_path / "log")
+    assert shared == Shared(COST.profile, settings, "m")
+    *read, outcome = items
+    assert outcome == ("r0", actual)
+    assert [each.result for each in read] == [each.result for each in (*made, with_hashes)]
+    assert read[-1].asked.chain == with_hashes.asked.chain
+    assert [each.asked.avoid for each in read] == [each.asked.avoid for each in (*made, with_hashes)]
+    for each in read[:-1]:
+        assert decide_again(each, COST, shared.settings) == each.result
+
+
+def test_nobody_else_reads_a_decision_log_even_one_that_was_there_before(tmp_path):
+    path = tmp_path / "log"
+    path.touch(0o644)
+    for _ in range(2):
+        DecisionLog(path, Shared(COST.profile, SchedulerSettings()), 20_000).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "log.1").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_log_takes_twice_its_bound_at_most_and_each_file_can_be_read(tmp_path):
+    made = history(0, SchedulerSettings())
+    log = DecisionLog(tmp_path / "log", Shared(COST.profile, SchedulerSettings()), 20_000)
+    longest = 0
+    for each in made * 3:
+        log.decision(each)
+        sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+        longest = max(longest, *sizes)
+    log.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "log.1"]
+    assert longest < 20_000 + 10_000, "more than one line past the bound"
+    # the one that is written to may just have been begun
+    for name, fewest in (("log", 1), ("log.1", 2)):
+        assert len(list(read_log(tmp_path / name)[1])) >= fewest
+
+
+def test_a_log_of_another_format_or_none_is_refused(tmp_path):
+    (tmp_path / "log").write_text(json.dumps({"kind": "conductor", "format": 99}) + "\n")
+    with pytest.raises(ConfigError, match="format 99"):
+        read_log(tmp_path / "log")
+    with pytest.raises(ConfigError, match="decision_log"):
+        DecisionLog(tmp_path / "no" / "log", Shared(COST.profile, SchedulerSettings()), 1)
+
+
+def test_an_explanation_names_the_terms_the_choice_and_the_runner_up():
+    view = make_view(2, 2, COST)
+    view.prefill_order.set(0, 3.0)
+    view.index.store(0, range(4))
+    request = make_request("chat-1f.1", 10)
+    result = place(request, view, COST, 1.0)
+    kept = Decisions(COST, SchedulerSettings())
+    kept.decided(decision(request, view, result, 0.5, 1.0))
+    kept.ended(request.request_id, Actual(9.0, "finished", ttft_s=2 * (0.5 + result.predicted_ttft_s)))
+    (told,) = kept.explain("chatcmpl-chat")["attempts"]
+    assert told["placed"]["prefill_node"] == result.prefill_node == "p1"
+    assert told["runner_up"] == "p0"
+    busy = next(row for row in told["prefill_candidates"] if row["node"] == "p0")
+    assert (busy["queue_s"], busy["local_blocks"]) == (2.0, 4)
+    assert busy["ready_s"] == max(busy["queue_s"], busy["fetch_s"]) + busy["prefill_s"]
+    assert told["predicted_over_actual"]["ttft"] == pytest.approx(0.5)
+    assert told["decided_again_alike"] is True
+    assert [row["node"] for row in told["decode_candidates"]] == ["d0", "d1"]
+    assert not any(row["is_avoided"] for row in told["prefill_candidates"] + told["decode_candidates"])
+    assert json.loads(json.dumps(told)) == told
+    assert kept.explain("cha") is None
+
+
+def test_an_explanation_says_which_nodes_were_avoided():
+    view = make_view(2, 2, COST)
+    request = make_request("chat-1f.2", 10)._replace(avoid=(NodeId("p0"), NodeId("d0"), NodeId("gone")))
+    result = place(request, view, COST, 1.0)
+    assert (result.prefill_node, result.decode_node) == ("p1", "d1")
+    kept = Decisions(COST, SchedulerSettings())
+    kept.decided(decision(request, view, result, 0.5, 1.0))
+    (told,) = kept.explain("chat-1f")["attempts"]
+    assert [(row["node"], row["is_avoided"]) for row in told["prefill_candidates"]] == [
+        ("p1", False),
+        ("p0", True),
+    ]
+    assert {row["node"] for row in told["decode_candidates"] if row["is_avoided"]} == {"d0"}
+    assert told["decided_again_alike"] is True
+
+
+def test_the_oldest_decision_is_forgotten_first():
+    view = make_view(1, 1, COST)
+    kept = Decisions(COST, SchedulerSettings(), max_kept=2)
+    for number in range(3):
+        request = make_request(f"r{number}.1")
+        kept.decided(decision(request, view, place(request, view, COST, 0.0), 0.0, 0.0))
+    assert kept.explain("r0") is None
+    assert kept.explain("r1") is not None
+    assert kept.explain("r2") is not None
+
+
+def test_a_cluster_too_large_to_record_is_explained_without_candidates():
+    view = make_view(MAX_NODES, 1, COST)
+    request = make_request()
+    made = decision(request, view, place(request, view, COST, 0.0), 0.0, 0.0)
+    with pytest.raises(ValueError, match="without its nodes"):
+        decide_again(made, COST, SchedulerSettings())
+    kept = Decisions(COST, SchedulerSettings())
+    kept.decided(made)
+    assert "prefill_candidates" not in kept.explain("r")["attempts"][0]
+
+
+def test_a_decision_without_any_node_is_made_again_too():
+    view = make_view(0, 0, COST)
+    request = make_request()
+    made = decision(request, view, place(request, view, COST, 0.0), 0.0, 0.0)
+    assert decide_again(made, COST, SchedulerSettings()) == made.result

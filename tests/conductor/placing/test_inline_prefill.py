@@ -1,0 +1,103 @@
+"""When a decode node computes a prompt itself: only if it is sooner and breaks nobody's TBT."""
+
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from base.request import NodeId, RequestId, Slo
+from conductor.placing.inline_prefill import TBT_SHARE
+from conductor.placing.placement import PlacementRequest
+from conductor.placing.scheduler import place
+from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
+from tests.conductor.builders import BLOCK_SIZE, make_cost, make_request, make_view, require_placement
+
+COST = make_cost()
+INLINE = SchedulerSettings(RejectPolicy.NONE, inline_tokens=2_000)
+
+
+def short_request(tokens, name="short", slo=None):
+    chain = range(tokens // BLOCK_SIZE)
+    return PlacementRequest(RequestId(name), chain, tokens, 300, slo or Slo())
+
+
+def decoding(view, count, tbt_slo_s=inf):
+    """Let `count` sequences decode on d0."""
+    for number in range(count):
+        request = make_request(f"r{number}", 2, 1_000 * number, slo=Slo(tbt_slo_s=tbt_slo_s))
+        placement = require_placement(place(request, view, COST, 0.0, SchedulerSettings(RejectPolicy.NONE)))
+        view.placed(request, placement, 0.0)
+        view.prefill_done(request.request_id, 0.0)
+
+
+def placed(view, request, settings=INLINE):
+    return require_placement(place(request, view, COST, 0.0, settings))
+
+
+def test_a_short_prompt_on_an_idle_decode_node_is_computed_there():
+    view = make_view(1, 1)
+    view.prefill_order.set(0, 5.0)
+    placement = placed(view, short_request(600))
+    assert (placement.prefill_node, placement.decode_node, placement.is_inline) == ("d0", "d0", True)
+    assert placement.handoff_s == placement.fetch_s == 0.0
+
+
+def test_a_long_prompt_is_not_unless_its_kv_is_there():
+    view = make_view(1, 1)
+    long = make_request(blocks=20)
+    assert not placed(view, long).is_inline
+    view.kv_events(NodeId("d0"), 1, list(long.chain[:18]), [])
+    placement = placed(view, long)
+    assert (placement.is_inline, placement.matched_tokens) == (True, 18 * BLOCK_SIZE)
+
+
+def test_nothing_is_computed_by_decode_nodes_unless_it_is_allowed():
+    view = make_view(1, 1)
+    view.prefill_order.set(0, 5.0)
+    assert not placed(view, short_request(600), SchedulerSettings(RejectPolicy.NONE)).is_inline
+
+
+def test_an_idle_prefill_node_that_is_sooner_is_preferred():
+    view = make_view(1, 1)
+    view.corrections.restore("d0", "prefill", 20.0)
+    assert not placed(view, short_request(600)).is_inline
+
+
+@given(st.integers(1, 8), st.sampled_from([0.05, 0.1, 0.3, 1.0, inf]), st.integers(1, 2_000))
+@settings(deadline=None, max_examples=60)
+def test_no_step_is_predicted_to_break_a_bound_of_what_decodes_there(count, tbt_slo_s, tokens):
+    view = make_view(1, 1)
+    decoding(view, count, tbt_slo_s)
+    view.prefill_order.set(0, 60.0)
+    placement = placed(view, short_request(tokens))
+    if placement.is_inline:
+        node = view.node(NodeId("d0"))
+        step_s = COST.decode_step_s(node.decode_sequences, node.decode_context_tokens)
+        bound_s = tbt_slo_s * TBT_SHARE if tbt_slo_s != inf else 2 * step_s
+        assert step_s + placement.prefill_s <= bound_s
+
+
+def test_a_bound_is_forgotten_with_the_sequence_that_had_it():
+    view = make_view(1, 1)
+    decoding(view, 2, 0.2)
+    node = view.node(NodeId("d0"))
+    assert node.tightest_tbt_s == 0.2
+    view.finished(RequestId("r0"), 1.0, 5)
+    assert node.tightest_tbt_s == 0.2
+    view.finished(RequestId("r1"), 1.0, 5)
+    assert node.tightest_tbt_s == inf
+
+
+@pytest.mark.parametrize("tokens", [1, 511, 512, 513])
+def test_the_account_of_an_inline_prefill_is_empty_at_its_end(tokens):
+    view = make_view(1, 1)
+    request = short_request(tokens)
+    placement = placed(view, request)
+    assert placement.is_inline
+    view.placed(request, placement, 0.0)
+    assert view.node(NodeId("d0")).num_queued == 1
+    view.prefill_done(request.request_id, 1.0)
+    view.finished(request.request_id, 2.0, 5)
+    node = view.node(NodeId("d0"))
+    assert (node.num_queued, node.queued_s, node.queued_tokens, node.decode_sequences) == (0, 0.0, 0, 0)
