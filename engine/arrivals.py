@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from base.clock import Clock
-from engine.step import StepPlan
 
 
 def prefix_parts(num_layers: int) -> tuple[int, ...]:
@@ -103,19 +102,3 @@ class ArrivingBlocks:
         """Return what is to be waited for of these loads: those that have not ended."""
         loads = map(self._loads.get, first_blocks)
         return [arrivals for arrivals in loads if arrivals is not None]
-
-
-def arrivals_of(plan: StepPlan) -> list[Arrivals]:
-    """Return what a step has to wait for."""
-    return [entry.sequence.arrivals for entry in plan.entries if entry.sequence.arrivals is not None]
-
-
-def loads_of(plan: StepPlan) -> list[int]:
-    """Return the names of the loads that a step has to wait for."""
-    return [arrivals.first_block for arrivals in arrivals_of(plan)]
-
-
-def wait_for_prefixes(plan: StepPlan) -> None:
-    """Block until every prefix of a step is there."""
-    for arrivals in arrivals_of(plan):
-        arrivals.wait_for_all()

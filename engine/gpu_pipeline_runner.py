@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.arrivals import Arrivals, arrivals_of, loads_of, prefix_parts
+from engine.arrivals import Arrivals, prefix_parts
 from engine.gpu_attention import HEADER_NUMBERS, step_header
 from engine.gpu_model import GpuModel
 from engine.layer_hooks import Mark, mark_on_stream
@@ -25,7 +25,7 @@ from engine.pipeline import Stage
 from engine.pipeline_runner import stage_groups
 from engine.ranks import Ranks
 from engine.sampler import sample
-from engine.step import LayerGroup, StepPlan, StepResult
+from engine.step import LayerGroup, StepPlan, StepResult, arrivals_of, loads_of
 from engine.step_memory import StepShape, StepWriter
 
 TOKENS_STEP = 512

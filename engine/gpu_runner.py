@@ -18,7 +18,7 @@ import torch
 from base.clock import Clock
 from base.config import EngineConfig
 from base.request import TokenLogprobs
-from engine.arrivals import Arrivals, arrivals_of, prefix_parts, wait_for_prefixes
+from engine.arrivals import Arrivals, prefix_parts
 from engine.cuda_graph import GRAPH_CHUNKS, MIXED_TOKENS, StepGraphs
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
@@ -27,7 +27,7 @@ from engine.long_chunks import long_chunks
 from engine.runner import Tell
 from engine.sampler import logprobs_of, needs_logits, shape_logits
 from engine.sequence import Sequence
-from engine.step import LayerGroup, StepPlan, StepResult, sampled_tokens
+from engine.step import LayerGroup, StepPlan, StepResult, arrivals_of, sampled_tokens, wait_for_prefixes
 from engine.step_memory import StepShape, StepWriter, carve
 from engine.swap_space import HostBlocks
 from engine.tensor_parallel import TensorGroup

@@ -20,7 +20,7 @@ import torch
 
 from base.clock import Clock
 from base.errors import LostError
-from engine.arrivals import Arrivals, arrivals_of, loads_of, prefix_parts
+from engine.arrivals import Arrivals, prefix_parts
 from engine.batch import Batch, batch_from_numbers, batch_numbers, build_batch
 from engine.layer_hooks import LayerHooks
 from engine.model import PagedModel
@@ -28,7 +28,7 @@ from engine.paged_cache import PagedCache
 from engine.pipeline import Stage, layers_of
 from engine.ranks import Ranks
 from engine.runner import run_batch
-from engine.step import LayerGroup, StepPlan, StepResult
+from engine.step import LayerGroup, StepPlan, StepResult, arrivals_of, loads_of
 
 
 @dataclass(slots=True, eq=False)

@@ -10,12 +10,12 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from engine.arrivals import Arrivals, wait_for_prefixes
+from engine.arrivals import Arrivals
 from engine.batch import Batch, batch_from_numbers, batch_numbers, build_batch
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
 from engine.sampler import sample
-from engine.step import StepPlan, StepResult
+from engine.step import StepPlan, StepResult, wait_for_prefixes
 from engine.swap_space import HostBlocks
 
 Tell = Callable[[torch.Tensor], None]

@@ -9,14 +9,18 @@ that came from another node differ in these numbers alone.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from base.block_hash import BlockHash, hash_chain
 from base.request import FinishReason, RequestId, SamplingParams, StopParams
+from engine.arrivals import Arrivals
 
-if TYPE_CHECKING:
-    from engine.arrivals import Arrivals
-    from engine.swap_space import Swapped
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """Where the KV of a sequence's leading tokens is while it has no blocks."""
+
+    slots: tuple[int, ...]
+    num_tokens: int
 
 
 @dataclass(slots=True, eq=False)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from base.request import FinishReason, SampledToken, TokenLogprobs
+from engine.arrivals import Arrivals
 from engine.sequence import Sequence
 from engine.swap_space import Swap
 
@@ -50,6 +51,22 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(entry.num_tokens for entry in self.entries)
+
+
+def arrivals_of(plan: StepPlan) -> list[Arrivals]:
+    """Return what a step has to wait for."""
+    return [entry.sequence.arrivals for entry in plan.entries if entry.sequence.arrivals is not None]
+
+
+def loads_of(plan: StepPlan) -> list[int]:
+    """Return the names of the loads that a step has to wait for."""
+    return [arrivals.first_block for arrivals in arrivals_of(plan)]
+
+
+def wait_for_prefixes(plan: StepPlan) -> None:
+    """Block until every prefix of a step is there."""
+    for arrivals in arrivals_of(plan):
+        arrivals.wait_for_all()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,25 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from base.clock import Clock
 from engine.paged_cache import PagedCache
-
-if TYPE_CHECKING:
-    from engine.sequence import Sequence
+from engine.sequence import Sequence, Swapped
 
 MEASURED_BLOCKS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Swapped:
-    """Where the KV of a sequence's leading tokens is while it has no blocks."""
-
-    slots: tuple[int, ...]
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,6 +183,21 @@ def test_placing_is_pure() -> None:
         todo += [each for each in inner if each.is_file() and each not in seen]
 
 
+def test_no_file_imports_itself_over_others() -> None:
+    """A circle is a missing file in the layer below; one that types alone make is one too."""
+    ours = [file for package in {name.partition("/")[0] for name in LAYERS} for file in source_files(package)]
+    above = {file: {_file_of(module) for module in imported_modules(file)} & set(ours) for file in ours}
+    while free := [file for file, below in above.items() if not below & above.keys() - {file}]:
+        for file in free:
+            del above[file]
+    assert not above, f"in circles, or above one: {sorted(str(file.relative_to(ROOT)) for file in above)}"
+
+
+def _file_of(module: tuple[str, ...]) -> Path:
+    path = ROOT.joinpath(*module)
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
 @pytest.mark.parametrize("library", DOORS)
 def test_library_has_one_door(library: str) -> None:
     for package in LAYERS:

@@ -12,8 +12,8 @@ from base.clock import ManualClock, SystemClock
 from base.grants import Operation
 from base.messages import Failed, Lend, Lent, Prefill, Prefilled, Source
 from decode_node.role import DecodeRole
-from engine.arrivals import arrivals_of
 from engine.block_sums import block_sums
+from engine.step import arrivals_of
 from kvstore.block_mover import SegmentMover
 from kvstore.client import BlockCache
 from kvstore.directory import MemoryBoard, MemoryDirectory
