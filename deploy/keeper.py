@@ -9,11 +9,11 @@ processes that serve need Ray for restarts alone, so they must not end with it: 
 nothing of, holds their lifelines. When the driver has ended and they have not, they serve on, unsupervised;
 `/status` and `conductor_process_supervised` say so. The first of them that ends cannot be started again:
 then the keeper drains the others and ends with status 1, and what restarts the command (systemd, Kubernetes)
-starts a whole cluster. So it does if one was being restarted when Ray ended. A joined Ray has processes on other
-hosts too, which nobody could hold: there the driver reports none, and all of them drain.
+starts a whole cluster. So it does if one was being restarted when Ray ended. A joined Ray has processes on
+other hosts too, which nobody could hold: there the driver reports none, and all of them drain.
 
-The driver has a process group of its own, in the background of a terminal, so that Ctrl-C comes once. A terminal
-that hangs up drains the cluster, and standard error that nobody reads any more disturbs neither process.
+The driver has a process group of its own, in the background of a terminal, so that Ctrl-C comes once. A
+terminal that hangs up drains the cluster, and standard error that nobody reads disturbs neither process.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ IN_ORDER = b"."
 """The driver's report that it ends as it was asked to. Ray ends its driver without a word."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""To the command: each drains, and a second ends everything at once. SIGHUP, of which a terminal's end may send
-several, is no second one, and is left ignored where it was (`nohup`)."""
+"""To the command: each drains, and a second ends everything at once. SIGHUP, of which a terminal's end may
+send several, is no second one, and is left ignored where it was (`nohup`)."""
 INTERRUPTED = 130
 """Exit status of a command that a signal ended before it had done its work."""
 DRAIN_S = 40.0
@@ -97,12 +97,13 @@ def _drive(drive: Callable[[Callable[[], None]], int], report: int) -> NoReturn:
 
 
 def _leave_terminal() -> None:
-    """Take signals from the keeper alone, and from now on: one that comes before `drive` takes them ends it."""
+    """Take signals from the keeper alone, from now on: one that comes before `drive` takes them ends it."""
     os.setpgid(0, 0)
     # What stops a process that writes to its terminal from the background, where that is set so.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)  # a Ctrl-C that came before setpgid, and comes from the keeper too
+        # A Ctrl-C that came before setpgid comes from the keeper too.
+        signal.signal(each, signal.SIG_IGN)
         signal.signal(each, _interrupted)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
@@ -206,7 +207,10 @@ class _Kept:
         # What was drained leaves no socket: `supervisor.py`.
         ready = {path.stem for path in self._folder.glob("*.sock")}
         if missing := ", ".join(sorted(ready - self._processes.keys())):
-            _say(f"Ray has ended, and {missing} before it, which nobody starts again: draining {names or 'nothing'}")
+            _say(
+                f"Ray has ended, and {missing} before it, which nobody starts again: "
+                f"draining {names or 'nothing'}"
+            )
             self._end_all()
             return 1
         _say(
@@ -226,7 +230,7 @@ class _Kept:
             key.data()
 
     def _on_children(self) -> None:
-        """Take the exit statuses of the driver and, as a container's first process, of whatever lost its parent."""
+        """Take exit statuses: the driver's and, as a container's first process, of what lost its parent."""
         with suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)

@@ -33,6 +33,7 @@ def main():
             print("early", flush=True)
             sys.stdin.readline()
             print("one line\n" * 100, file=sys.stderr, flush=True)
+
         def drain(*_):
             for supervisor in supervisors:
                 supervisor.drain(30.0)

@@ -25,7 +25,11 @@ def begin(tmp_path):
         environment = marked_environment()
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         process = subprocess.Popen(
-            [*PROGRAM, str(tmp_path / "run"), *how], cwd=ROOT, env=environment, text=True, **{**pipes, **options}
+            [*PROGRAM, str(tmp_path / "run"), *how],
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            **{**pipes, **options},
         )
         begun.append((process, environment))
         return process, environment
