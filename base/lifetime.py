@@ -18,9 +18,11 @@ dies; so a process that was given no socket, or never was ready, ends with its p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
+import select
 import signal
 import sys
 from pathlib import Path
@@ -72,15 +74,17 @@ class Lifetime:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number.name)
         self._line = json.dumps({"event": "ready", **fields}).encode() + b"\n"
-        if self._path is not None:
+        # A process whose parent has died leaves the socket to the one that was started in its place.
+        if self._path is not None and _has_parent():
             listening = listen_at(self._path)
             await loop.create_unix_server(lambda: _Holder(self), sock=listening)
         self._stdin, _ = await loop.connect_read_pipe(lambda: _Parent(self), sys.stdin)
         gc.freeze()
         gc.set_threshold(NEW_OBJECTS)
-        sys.stdout.flush()
-        sys.stdout.buffer.write(self._line)
-        sys.stdout.flush()
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+            sys.stdout.buffer.write(self._line)
+            sys.stdout.flush()
         if self._path is not None:
             # The pipe has one reader, who may die before us.
             os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -115,6 +119,13 @@ class Lifetime:
         if not self._holders and not self._stopped.done():
             wait_s = self._adoption_s if self.was_held else 0.0
             self._waiting = asyncio.get_running_loop().call_later(wait_s, self._stop, NOBODY_HOLDS)
+
+
+def _has_parent() -> bool:
+    """Return whether anybody has the other end of standard input, which need not be a pipe."""
+    ends = select.poll()
+    ends.register(sys.stdin, 0)  # a hang-up is always said
+    return not ends.poll(0)
 
 
 class _Parent(asyncio.Protocol):

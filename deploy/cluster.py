@@ -28,6 +28,7 @@ from base.errors import ConfigError
 from deploy import plan
 from deploy.api_client import ApiError, is_healthy, read_json
 from deploy.clusters import Running, record, running
+from deploy.held import end_at
 from deploy.launch import Launched, RayCluster, package_path
 from deploy.pools import NodePools
 from deploy.progress import Progress
@@ -217,6 +218,9 @@ class Cluster:
         if name in self._watchers:
             self._watchers.pop(name).cancel()
         await self._ray.end(name, grace_s)
+        if self._ray.is_local:
+            # Its supervisor's worker may have died, and the keeper would hold it for ever.
+            await asyncio.to_thread(end_at, self.log_folder / f"{name}.sock", grace_s)
 
     async def nodes_changed(self, come: set[str]) -> None:
         for name in come:

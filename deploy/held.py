@@ -16,7 +16,7 @@ import struct
 import subprocess
 from pathlib import Path
 
-from base.lifeline import ASKS, hold
+from base.lifeline import ASKS, KEEPS, hold
 
 PEER_CREDENTIALS = struct.Struct("3i")
 """Of SO_PEERCRED: process, user and group."""
@@ -34,6 +34,11 @@ class HeldProcess:
         self.is_hearing = lifeline is not None
         """Whether the process answers when it is asked: it has a lifeline, and has not closed it."""
 
+    @property
+    def has_lifeline(self) -> bool:
+        """Whether we took the process's lifeline, though it may have closed it since."""
+        return self._lifeline is not None
+
     @classmethod
     def at(cls, path: Path, kind: bytes) -> HeldProcess | None:
         """Return the process whose lifeline is at `path`, held by us; None: there is none."""
@@ -42,10 +47,14 @@ class HeldProcess:
             return None
         credentials = lifeline.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
         try:
-            return cls(PEER_CREDENTIALS.unpack(credentials)[0], None, lifeline)
+            held = cls(PEER_CREDENTIALS.unpack(credentials)[0], None, lifeline)
         except ProcessLookupError:
             lifeline.close()
             return None
+        if _is_closed(lifeline):  # it ended, and the handle may name whoever has its number now
+            held.close()
+            return None
+        return held
 
     def hold_by(self, path: Path, kind: bytes) -> bool:
         """Take the lifeline of a child of ours; return whether it has one."""
@@ -114,3 +123,21 @@ class HeldProcess:
             OSError
         ):  # full: it has not read for thousands of questions; or it is ending
             self._lifeline.send(what)
+
+
+def end_at(path: Path, grace_s: float) -> None:
+    """End the process whose lifeline is at `path`, if there is one, as `HeldProcess.end`."""
+    if (process := HeldProcess.at(path, KEEPS)) is not None:
+        process.end(grace_s)
+        process.close()
+    path.unlink(missing_ok=True)
+
+
+def _is_closed(lifeline: socket.socket) -> bool:
+    """Return whether the process at the other end has closed it, or has ended."""
+    try:
+        return not lifeline.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True

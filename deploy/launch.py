@@ -179,8 +179,8 @@ class RayCluster:
             asyncio.wait_for(_result(self._actors[name].drain.remote(grace_s)), grace_s + DRAIN_CALL_S)
             for name in names & self.names
         ]
-        # An actor that is gone has drained: its process ended with it. One that has no place
-        # yet does not answer: it has nothing to drain.
+        # A call to an actor whose worker died waits for the next one, which adopts the process first.
+        # One that has no place does not answer: what it leaves is its host's (`cluster.py`, `lifetime.py`).
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def end(self, name: str, grace_s: float) -> None:

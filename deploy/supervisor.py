@@ -31,7 +31,9 @@ is only slower. Weighed and left: a parent that imports and forks, whose own end
 child's. A spare that ends is noticed, and another is started, each time later.
 
 A process that was never ready is not restarted: what is wrong then is its configuration
-or the machine, and the last lines of its log say what. This file knows nothing of Ray:
+or the machine, and the last lines of its log say what. One that was ready is always restarted, also when that
+fails for want of memory, descriptors or room on the disk. One that was drained leaves no socket.
+This file knows nothing of Ray:
 `launch.py` wraps the class into an actor. Hence threads and blocking calls: an actor's
 calls each have a thread.
 """
@@ -218,11 +220,15 @@ class Supervisor:
             started_at_s = self._clock.now_s()
             try:
                 status = self._run_once(found)
+                problem = {}
             except OSError as error:  # there is no such program, or no memory for it
-                self._fail(str(error))
-                return
+                if not self._was_ready:
+                    self._fail(str(error))
+                    return
+                status, problem = None, {"problem": str(error)}
             found = None
             if self._stopping.is_set():
+                self._lifeline_path.unlink(missing_ok=True)
                 self._tell("stopped", status=status)
                 return
             if not self._was_ready:
@@ -230,7 +236,7 @@ class Supervisor:
                 return
             if self._clock.now_s() - started_at_s >= STEADY_S:
                 backoff_s = 0.0
-            self._tell("exited", status=status, restart_in_s=backoff_s)
+            self._tell("exited", status=status, restart_in_s=backoff_s, **problem)
             self._stopping.wait(backoff_s)
             backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S) or FIRST_BACKOFF_S
 
@@ -243,21 +249,32 @@ class Supervisor:
         """Start the process, unless it was found, and watch it to its end; return its exit status."""
         with private_file(self.log_path, "a") as log:
             with self._changed:
-                if self._stopping.is_set():
+                if self._stopping.is_set() and found is None:
                     return 0
                 self._process = process = found or self._begun(log.fileno())
-            if process.child is None:
-                self._adopt(process)
-            else:
-                self._read(process, process.child, log)
-            if process.is_hearing:
-                self._watch(process)
-            process.has_ended(None)
-            status = process.status()
-        with self._changed:
-            self._process = self._ready = None
-            process.close()
+                if self._stopping.is_set():
+                    process.signal(signal.SIGTERM)  # the drain came before it was found
+            try:
+                self._attend(process, log)
+            except OSError:  # no room for its configuration or its log
+                process.signal(signal.SIGKILL)
+                raise
+            finally:
+                process.has_ended(None)
+                status = process.status()
+                with self._changed:
+                    self._process = self._ready = None
+                    process.close()
         return status
+
+    def _attend(self, process: HeldProcess, log: TextIO) -> None:
+        """Wait until a process is ready, then for its end, unless it has no lifeline."""
+        if process.child is None:
+            self._adopt(process)
+        else:
+            self._read(process, process.child, log)
+        if process.has_lifeline:
+            self._watch(process)
 
     def _begun(self, log: int) -> HeldProcess:
         child = self._spare_begun() or self._start(log)
@@ -265,7 +282,10 @@ class Supervisor:
 
     def _adopt(self, process: HeldProcess) -> None:
         """Wait for what a process that was found is reached by; kill it if it says nothing."""
-        line = process.answer(self._spec.hang_s)
+        for _ in range(QUESTIONS):
+            line = process.answer(self._spec.hang_s / QUESTIONS)
+            if line or not process.is_hearing:
+                break
         if not line:
             if process.is_hearing:
                 self._tell("hung", pid=process.pid)
@@ -302,11 +322,14 @@ class Supervisor:
                 process.signal(signal.SIGKILL)
 
     def _watch(self, process: HeldProcess) -> None:
-        """Ask a process whether its event loop goes round until it has ended; kill one that hangs."""
+        """Ask a process whether its event loop goes round until it has ended; kill one that hangs.
+
+        One that has closed its lifeline is ending: it hangs if that takes as long.
+        """
         num_unanswered = 0
         process.ask()
         while not process.has_ended(self._spec.hang_s / QUESTIONS):
-            num_unanswered = 0 if process.answer(0.0) or not process.is_hearing else num_unanswered + 1
+            num_unanswered = 0 if process.answer(0.0) else num_unanswered + 1
             if num_unanswered == QUESTIONS:
                 self._tell("hung", pid=process.pid)
                 process.signal(signal.SIGKILL)
@@ -384,9 +407,12 @@ class Supervisor:
 
     def _write_config(self, config: dict[str, Any]) -> None:
         # Renamed into place: a supervisor killed half-way leaves the file whole.
+        text = json.dumps(config, indent=1)
+        if self._was_ready and self._config_path.read_text() == text:
+            return  # a disk that is full now shall not end a process that is where it was
         draft = self._config_path.with_suffix(".draft")
         with private_file(draft, "w") as file:
-            file.write(json.dumps(config, indent=1))
+            file.write(text)
         draft.replace(self._config_path)
 
     def _tell(self, what: str, **details: Any) -> None:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from base.lifeline import ANSWERS, ASKS, KEEPS, SUPERVISES, hold
+from base.lifeline import ANSWERS, ASKS, KEEPS, SUPERVISES, hold, listen_at
 from base.lifetime import NOBODY_HOLDS, Lifetime
 from base.metrics import export_supervised, process_registry
 
@@ -30,10 +30,12 @@ async def begin(tmp_path, monkeypatch):
     monkeypatch.setattr("os.dup2", lambda *descriptors: None)
     opened = []
 
-    async def start(is_listening=True, adoption_s=3600.0):
+    async def start(is_listening=True, adoption_s=3600.0, has_parent=True):
         stdin, parent = os.pipe()
         said, stdout = os.pipe()
         opened.append(os.fdopen(parent, "wb"))
+        if not has_parent:
+            opened[-1].close()
         monkeypatch.setattr(sys, "stdin", os.fdopen(stdin))
         monkeypatch.setattr(sys, "stdout", os.fdopen(stdout, "w"))
         lifetime = Lifetime(tmp_path / "p.sock" if is_listening else None, adoption_s)
@@ -64,6 +66,16 @@ async def test_a_process_without_a_socket_ends_with_its_parent(begin):
     process = await begin(is_listening=False)
     process.parent.close()
     assert await process.ended == NOBODY_HOLDS
+
+
+async def test_a_process_whose_parent_ended_first_leaves_the_socket_to_its_successor(begin, tmp_path):
+    with listen_at(tmp_path / "p.sock") as successor:
+        before = (tmp_path / "p.sock").stat().st_ino
+        process = await begin(has_parent=False)
+        assert await process.ended == NOBODY_HOLDS
+        assert (tmp_path / "p.sock").stat().st_ino == before
+        hold(tmp_path / "p.sock", KEEPS).close()
+        successor.accept()[0].close()
 
 
 async def test_a_process_that_was_never_held_ends_with_its_parent(begin):

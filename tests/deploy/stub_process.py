@@ -114,6 +114,9 @@ def main():
     else:
         said = {"node_id": config["node_id"], "metrics_port": 1}
     uvloop.run(live(role, said, fault))
+    if fault == "lingering":
+        os.closerange(3, 256)
+        signal.pause()
 
 
 async def live(role, said, fault):

@@ -3,11 +3,14 @@ import json
 import os
 import signal
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from base.clock import ManualClock
+from deploy.held import HeldProcess, end_at
 from deploy.supervisor import NOTHING_SEEN, STEADY_S, ProcessSpec, Supervisor
 from tests.deploy.processes import wait_gone
 
@@ -268,3 +271,65 @@ def test_spares_that_end_by_themselves_come_ever_later(supervise, tmp_path):
         seen, event = next_event(supervisor, "spare exited", seen)
         waits.append(event["restart_in_s"])
     assert waits == [0.02, 0.04, 0.08]
+
+
+def test_a_process_that_does_not_end_after_its_loop_is_killed(supervise, tmp_path):
+    supervisor = supervise(spec_of(tmp_path, "node", environment={"FAULT": "lingering"}, hang_s=0.4))
+    supervisor.wait_ready()
+    pid = supervisor.pid()
+    os.kill(pid, signal.SIGTERM)
+    seen, event = next_event(supervisor, "hung")
+    assert event["pid"] == pid
+    seen, _ = next_event(supervisor, "exited", seen)
+    next_event(supervisor, "ready", seen)
+
+
+def test_a_drain_that_comes_before_a_process_is_found_drains_it(orphan, supervise, tmp_path, monkeypatch):
+    pid, _ = orphan(ADOPTION_S="3600")
+    started = threading.Event()
+    find = HeldProcess.at
+
+    def find_late(path, kind):
+        assert started.wait(60.0)
+        with pytest.raises(RuntimeError, match="it was stopped"):
+            supervisor.wait_ready()
+        return find(path, kind)
+
+    monkeypatch.setattr("deploy.supervisor.HeldProcess.at", find_late)
+    supervisor = supervise(spec_of(tmp_path))
+    started.set()
+    supervisor.drain(60.0)
+    next_event(supervisor, "stopped")
+    assert wait_gone(pid, timeout_s=60.0)
+
+
+def test_a_process_that_was_ready_is_started_again_although_that_fails_at_first(supervise, tmp_path):
+    program, away = tmp_path / "program", tmp_path / "away"
+    program.write_text(f'#!/bin/sh\nexec {" ".join(STUB)} "$@"\n')
+    program.chmod(0o700)
+    spec = replace(spec_of(tmp_path / "run", "node"), command=(str(program), "node"))
+    supervisor = supervise(spec)
+    supervisor.wait_ready()
+    program.rename(away)
+    os.kill(supervisor.pid(), signal.SIGKILL)
+    seen, _ = next_event(supervisor, "exited")
+    seen, event = next_event(supervisor, "exited", seen)
+    assert "No such file" in event["problem"]
+    away.rename(program)
+    next_event(supervisor, "ready", seen)
+
+
+def test_a_process_that_was_drained_leaves_no_socket(supervise, tmp_path):
+    supervisor = supervise(spec_of(tmp_path, "node"))
+    supervisor.wait_ready()
+    assert (tmp_path / "node.sock").exists()
+    supervisor.drain(30.0)
+    assert not (tmp_path / "node.sock").exists()
+
+
+def test_a_process_that_lost_its_supervisor_can_be_ended_by_its_socket(orphan, tmp_path):
+    pid, _ = orphan(ADOPTION_S="3600")
+    end_at(tmp_path / "conductor.sock", 60.0)
+    assert wait_gone(pid, timeout_s=60.0)
+    assert not (tmp_path / "conductor.sock").exists()
+    end_at(tmp_path / "conductor.sock", 60.0)
