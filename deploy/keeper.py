@@ -12,6 +12,9 @@ then the keeper drains the others and ends with status 1, and what restarts the 
 starts a whole cluster. So it does if one was being restarted when Ray ended. A joined Ray has processes on
 other hosts too, which nobody could hold: there the driver reports none, and all of them drain.
 
+Whatever is left below the keeper when all that has drained is killed: of a Ray that lost its GCS, agents
+live on for longer than the command.
+
 The driver has a process group of its own, in the background of a terminal, so that Ctrl-C comes once. A
 terminal that hangs up drains the cluster, and standard error that nobody reads disturbs neither process.
 """
@@ -34,6 +37,7 @@ from typing import Any, NoReturn, TextIO
 from base.clock import Clock
 from base.lifeline import KEEPS
 from deploy.held import HeldProcess
+from deploy.orphans import adopt_orphans, children, end_children
 
 LAUNCHED = b"+"
 """The driver's report that processes are ready which shall outlive Ray."""
@@ -57,6 +61,9 @@ def keep(drive: Callable[[Callable[[], None]], int], folder: Path, clock: Clock)
             that shall outlive Ray.
         folder: Of the run: holds the sockets of the processes' lifelines.
     """
+    # Of whoever became this command by exec.
+    others = children()
+    adopt_orphans()
     reports, report = os.pipe()
     keeper_lives, keeper = os.pipe()
     sys.stderr = _lasting(sys.stderr)
@@ -76,7 +83,9 @@ def keep(drive: Callable[[Callable[[], None]], int], folder: Path, clock: Clock)
         opened.callback(os.close, reports)
         numbers = opened.enter_context(_signals())
         kept = opened.enter_context(_Kept(driver, reports, numbers, folder, clock))
-        return kept.run()
+        status = kept.run()
+        end_children(others)
+        return status
 
 
 def _drive(drive: Callable[[Callable[[], None]], int], report: int) -> NoReturn:

@@ -2,11 +2,13 @@
 
 run_kept.py FOLDER [HOW]: the driver reads words from standard input. `lost` ends it as Ray does, without a
 word; `done` in order. With HOW `early` it does nothing but wait for a signal, before it has taken any; with
-`chatty` it writes to standard error, which nobody may read, before it starts processes.
+`chatty` it writes to standard error, which nobody may read, before it starts processes; with `littering` it
+starts a process of a session of its own first, whose parent has died.
 """
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from deploy.keeper import keep
 from deploy.supervisor import ProcessSpec, Supervisor
 
 STUB = (sys.executable, str(Path(__file__).parent / "stub_process.py"))
+ORPHANING = ("sh", "-c", "trap '' TERM HUP; sleep 1000 & :")
 CONFIGS = {
     "conductor": {"server": {"http_port": 0, "grpc_port": 0}},
     "prefill-0": {"node_id": "prefill-0"},
@@ -33,6 +36,9 @@ def main():
             print("early", flush=True)
             sys.stdin.readline()
             print("one line\n" * 100, file=sys.stderr, flush=True)
+
+        if "littering" in sys.argv:
+            subprocess.run(ORPHANING, start_new_session=True, stdout=subprocess.DEVNULL, check=True)
 
         def drain(*_):
             for supervisor in supervisors:

@@ -21,11 +21,11 @@ def begin(tmp_path):
     """Return what begins the command, and returns it and its environment."""
     begun = []
 
-    def start(*how, **options):
+    def start(*how, command=(), **options):
         environment = marked_environment()
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         process = subprocess.Popen(
-            [*PROGRAM, str(tmp_path / "run"), *how],
+            [*command, *PROGRAM, str(tmp_path / "run"), *how],
             cwd=ROOT,
             env=environment,
             text=True,
@@ -89,6 +89,31 @@ def test_a_driver_that_ends_in_order_leaves_nothing(kept):
     process.stdin.flush()
     assert process.wait(GONE_S) == 0
     assert wait_all_gone(environment, GONE_S) == {}
+
+
+@pytest.mark.parametrize(("word", "number"), [("done", None), ("lost", signal.SIGTERM), ("", signal.SIGTERM)])
+def test_what_lost_its_parent_ends_before_the_command(begin, word, number):
+    process, environment = begin("littering")
+    process.stdout.readline()
+    assert any("sleep" in line for line in marked_pids(environment).values())
+    if word:
+        process.stdin.write(f"{word}\n")
+        process.stdin.flush()
+    if word == "lost":
+        assert process.stderr.readline().startswith("Ray has ended")
+    if number:
+        process.send_signal(number)
+    assert process.wait(GONE_S) == 0
+    assert marked_pids(environment) == {}
+
+
+def test_children_of_what_became_the_command_live_on(begin):
+    process, environment = begin(command=("sh", "-c", 'sleep 1000 & exec "$@"', "sh"))
+    process.stdout.readline()
+    process.stdin.write("done\n")
+    process.stdin.flush()
+    assert process.wait(GONE_S) == 0
+    assert list(marked_pids(environment).values()) == ["sleep 1000 "]
 
 
 def test_a_driver_that_is_killed_leaves_what_serves_to_the_keeper(kept):
