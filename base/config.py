@@ -271,8 +271,6 @@ class StoreConfig:
     """host:port of storage processes, where there is no Redis."""
     save_mib_per_s: float = 512.0
     """Of each node, from its engine's cache, at most."""
-    replicate_mib_per_s: float = 0.0
-    """Copying of hot blocks to other members, at most; 0: none. Needs `redis_url` or `peers`."""
     insecure: bool = False
     """Let nodes' stores listen beyond loopback without `nodes.tls`: who reaches one has all blocks."""
 
@@ -283,7 +281,6 @@ class StoreConfig:
         _require(not self.disk_path or self.dram_gib > 0, "disk_path", "only with dram_gib above 0")
         _require(0 < self.tenant_quota <= 1, "tenant_quota", "above 0 and at most 1")
         _require(self.save_mib_per_s > 0, "save_mib_per_s", "more than 0")
-        _require(self.replicate_mib_per_s >= 0, "replicate_mib_per_s", "not negative")
 
     @property
     def is_used(self) -> bool:
@@ -322,8 +319,6 @@ class SchedulerConfig:
     change_roles: bool = False
     """Whether a node may change from prefill to decode and back, by the load of both pools. Load is
     measured by the bounds of the slo section, which must be set then."""
-    replicate: bool = False
-    """Whether hot prefixes are copied to more prefill nodes before requests ask there."""
     max_waiting: int = 512  # There; more are let go, of the tenant with the most.
     role_wait_s: float = 10.0  # For a node of a role to come back when none is left.
     decision_log: str = ""

@@ -91,25 +91,6 @@ class Release(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
-    """Copies blocks of another node into this one's cache, before anybody asks for them."""
-
-    request_id: RequestId
-    chain: tuple[BlockHash, ...]
-    """From the first block of the prompt to the last of the source."""
-    source: Source
-    fence: int
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """Gives up cached blocks that nobody holds. Nothing answers."""
-
-    hashes: tuple[BlockHash, ...]
-    fence: int
-
-
-@dataclass(frozen=True, slots=True)
 class Serve:
     """How a node is to serve from now on."""
 
@@ -124,7 +105,7 @@ class TellBlocks:
     """The node is to tell all its blocks: events were lost. Answered by a snapshot, in the stream itself."""
 
 
-ToNode = Reserve | Lend | Prefill | Start | Release | Fetch | Forget | Serve | TellBlocks
+ToNode = Reserve | Lend | Prefill | Start | Release | Serve | TellBlocks
 
 
 class Reserved(NamedTuple):
@@ -191,15 +172,7 @@ class Failed(NamedTuple):
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """So many blocks of a `Fetch`'s chain are here now."""
-
-    request_id: RequestId
-    num_blocks: int
-
-
-FromNode = Reserved | Lent | Prefilled | Tokens | Fetched | Failed
+FromNode = Reserved | Lent | Prefilled | Tokens | Failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,6 @@ from base.grants import Endpoint, Grant, Operation, PeerDescriptor, RankGrant
 from base.kv_layout import KvPart
 from base.messages import (
     Failed,
-    Fetch,
-    Fetched,
-    Forget,
     FromNode,
     Lend,
     Lent,
@@ -272,27 +269,12 @@ def to_node(items: Iterable[ToNode], heartbeat: bool = False) -> pb.ConductorMes
                 )
             case Release():
                 message.release.add(request_id=item.request_id)
-            case Fetch() | Forget() | Serve():
-                _order_to(message, item)
+            case Serve():
+                roles = sorted(role.value for role in item.roles)
+                message.serve.add(roles=roles, draining=item.is_draining, fence=item.fence)
             case TellBlocks():
                 message.tell_blocks = True
     return message
-
-
-def _order_to(message: pb.ConductorMessage, item: Fetch | Forget | Serve) -> None:
-    match item:
-        case Fetch():
-            message.fetch.add(
-                request_id=item.request_id,
-                chain=item.chain,
-                source=_source_to(item.source),
-                fence=item.fence,
-            )
-        case Forget():
-            message.forget.add(hashes=item.hashes, fence=item.fence)
-        case Serve():
-            roles = sorted(role.value for role in item.roles)
-            message.serve.add(roles=roles, draining=item.is_draining, fence=item.fence)
 
 
 def to_node_from(message: pb.ConductorMessage) -> list[ToNode]:
@@ -328,16 +310,6 @@ def to_node_from(message: pb.ConductorMessage) -> list[ToNode]:
         )
         for item in message.start
     ]
-    items += [
-        Fetch(
-            RequestId(item.request_id),
-            hashes_from(item.chain, "fetch.chain"),
-            _source_from(item.source),
-            item.fence,
-        )
-        for item in message.fetch
-    ]
-    items += [Forget(hashes_from(item.hashes, "forget.hashes"), item.fence) for item in message.forget]
     items += [
         Serve(
             frozenset(enum_from(Role, role, "serve.roles") for role in item.roles), item.draining, item.fence
@@ -400,8 +372,6 @@ def from_node(items: Iterable[FromNode]) -> pb.NodeMessage:
                 )
             case Prefilled():
                 message.prefilled.append(_prefilled_to(item))
-            case Fetched():
-                message.fetched.add(request_id=item.request_id, num_blocks=item.num_blocks)
             case Failed():
                 message.failed.add(request_id=item.request_id, reason=item.reason, message=item.message)
     return message
@@ -422,8 +392,6 @@ def from_node_from(message: pb.NodeMessage) -> list[FromNode]:
     for made in message.tokens:
         tokens = tuple([_token_from(token) for token in made.tokens])
         items.append(Tokens(RequestId(made.request_id), tokens, _finish_from(made.finish_reason)))
-    for fetched in message.fetched:
-        items.append(Fetched(RequestId(fetched.request_id), fetched.num_blocks))
     for failed in message.failed:
         items.append(Failed(RequestId(failed.request_id), failed.reason, failed.message))
     return items

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from base.block_hash import BlockHash, hash_chain
 from base.grants import Grant, Operation
 from base.messages import (
-    Fetch,
-    Forget,
     FromNode,
     Heartbeat,
     KvEvents,
@@ -114,7 +112,7 @@ class StubNode:
                     self._running.pop(request_id, None)
                 case Serve(roles, is_draining):
                     self._roles, self._is_draining = roles, is_draining
-                case Lend() | Fetch() | Forget():
+                case Lend():
                     pass
 
     def attached(self, conductor_epoch: int) -> None:

@@ -33,7 +33,6 @@ from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decision_lines import Shared
 from conductor.placing.explain import Decisions
-from conductor.placing.replicas import Replicas
 from conductor.placing.roles import RoleController, RoleSettings
 from conductor.placing.scheduler_settings import scheduler_settings
 from conductor.profile_file import load_profile
@@ -43,7 +42,6 @@ from conductor.serving.dispatch import Dispatcher, Limits, RequestObserver
 from conductor.serving.link_check import LinkCheck
 from conductor.serving.membership import Membership
 from conductor.serving.observer import Observer
-from conductor.serving.replication import Replication
 from conductor.serving.role_changes import change_roles
 from conductor.serving.status import export_gauges, status
 from conductor.serving.traced import RequestSpans, TracedDispatcher, TracedObserver
@@ -62,8 +60,7 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
     decisions = Decisions(
         cost, settings, _decision_log(config, Shared(cost.profile, settings, config.model_id))
     )
-    replicas = Replicas(cost) if config.scheduler.replicate else None
-    observer: RequestObserver = Observer(metrics, view, cost, decisions, clock, replicas)
+    observer: RequestObserver = Observer(metrics, view, cost, decisions, clock)
     tracer = tracer_or_none(config.tracing, "conductor")
     spans = RequestSpans(tracer) if tracer is not None else None
     if spans is not None:
@@ -95,15 +92,12 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
         )
         async with asyncio.TaskGroup() as tasks:
             roles = _role_changes(config, cost)
-            background = []
+            changing = None
             if roles:
-                background.append(tasks.create_task(change_roles(roles, view, membership, dispatcher, clock)))
-            if replicas:
-                replication = Replication(replicas, view, membership, clock)
-                background.append(tasks.create_task(replication.run()))
+                changing = tasks.create_task(change_roles(roles, view, membership, dispatcher, clock))
             await lifetime.stopped()
-            for task in background:
-                task.cancel()
+            if changing is not None:
+                changing.cancel()
     if tracer is not None:
         await asyncio.to_thread(tracer.close)
 

@@ -155,15 +155,6 @@ class BlockPool:
         else:
             self._stored[block_hash] = None
 
-    def forget(self, hashes: Iterable[BlockHash]) -> int:
-        """Free the cached blocks of these names that nobody holds; return how many."""
-        block_ids = [self._block_of[name] for name in hashes if name in self._block_of]
-        forgotten = [block_id for block_id in block_ids if block_id in self._evictable]
-        for block_id in forgotten:
-            self._give_up(block_id)
-            self._free.append(block_id)
-        return len(forgotten)
-
     def on_release(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each release: whoever waits for blocks should look again."""
         self._listeners.append(listener)

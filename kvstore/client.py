@@ -173,13 +173,13 @@ class BlockCache:
         checksums: Sequence[int],
         first: int = 0,
         tenant: str = "",
-        to: Member | None = None,
         priority: Priority = Priority.FOREGROUND,
     ) -> int:
         """Store blocks `first`, `first + 1`, ... of `chain`, which lie at `offsets` of `source`.
 
-        What is there already moves no bytes. A member stores whole chains only: where it
-        lacks a block before `first`, it stores nothing.
+        They go to our own member, else to the one that holds most of the chain. What is there
+        already moves no bytes. A member stores whole chains only: where it lacks a block before
+        `first`, it stores nothing.
 
         Args:
             chain: From the prompt's first block to the last one given.
@@ -188,12 +188,11 @@ class BlockCache:
             checksums: Made where the KV was made; one for each offset.
             first: Index in `chain` of the first block given.
             tenant: Who pays, where there are quotas.
-            to: Which member; None: our own, else the one that holds most of the chain.
             priority: Who goes first on a link.
 
         Returns how many blocks were newly stored.
         """
-        member = to or await self._home(chain)
+        member = await self._home(chain)
         if member is None:
             return 0
         try:

@@ -179,15 +179,6 @@ class Eviction(Generic[Block]):
         """Return whether nothing follows or holds `block`: it may be removed."""
         return self._entries[block].children == 0
 
-    def path(self, block: Block) -> list[Block]:
-        """Return the blocks from the first of the prompt to `block`, itself included."""
-        found = []
-        at: Entry[Block] | None = self._entries[block]
-        while at is not None:
-            found.append(at.block)
-            at = at.parent
-        return found[::-1]
-
     def subtree(self, block: Block) -> list[Block]:
         """Return `block` and all after it, deepest first. Looks at every block: for repairs."""
         top = self._entries[block]

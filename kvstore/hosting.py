@@ -37,7 +37,6 @@ from kvstore.eviction import BY_NAME
 from kvstore.member import Member
 from kvstore.peers import PeerDirectory
 from kvstore.pool import HostPool, PoolLimits
-from kvstore.replication import Replicator
 from kvstore.service import admit_nodes, store_service
 from kvstore.settings import StoreProcess
 from kvstore.store import Store
@@ -46,8 +45,6 @@ from transfer.agent import TransferAgent
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
-ROUND_S = 5.0
-"""Between two looks at what is hot."""
 DRAIN_S = 10.0
 """For calls under way when the store is told to end."""
 PERSIST_S = 5.0
@@ -97,10 +94,7 @@ async def hosted_store(
     cache = BlockCache(agent, directory, clock, (member, store), reach)
     try:
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(keep_up(store))]
-            bytes_per_s = settings.replicate_mib_per_s * (1 << 20)
-            background.append(tasks.create_task(replicate(store, cache, member, bytes_per_s)))
-            background.append(tasks.create_task(_running(directory)))
+            background = [tasks.create_task(keep_up(store)), tasks.create_task(_running(directory))]
             yield HostedStore(member, store, cache)
             if server is not None:
                 await server.stop(DRAIN_S)
@@ -195,11 +189,3 @@ async def keep_up(store: Store) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(TICK_S):
                 await store.crowded.wait()
-
-
-async def replicate(store: Store, cache: BlockCache, member: Member, bytes_per_s: float) -> None:
-    """Copy what is hot to other members, until cancelled."""
-    replicator = Replicator(store, cache, member)
-    while True:
-        await replicator.round(int(bytes_per_s * ROUND_S))
-        await asyncio.sleep(ROUND_S)

@@ -170,11 +170,6 @@ class HostPool:
         """Return where a committed block is."""
         return self._records[block_hash].block_id
 
-    def path(self, block_hash: BlockHash) -> list[BlockHash]:
-        """Return the chain that ends with a committed block."""
-        record = self._records[block_hash]
-        return self._tenants[record.tenant].tree.path(block_hash)
-
     # --- writing ------------------------------------------------------------------------
 
     def reserve(self, chain: Sequence[BlockHash], tenant: str, lease_s: float) -> Put:

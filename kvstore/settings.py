@@ -50,8 +50,6 @@ class StoreProcess:
     """Empty: found by `peers` alone."""
     peers: tuple[str, ...] = ()
     """Addresses of all stores, where there is no Redis; our own may be among them."""
-    replicate_mib_per_s: float = 0.0
-    """Copying of hot blocks to other hosts, at most; 0: none."""
     conductor_addresses: tuple[str, ...] = ()
     """host:port of each conductor's `nodes.attach_port`; its nodes may then read from here."""
     tls: TlsConfig = field(default_factory=TlsConfig)
@@ -70,7 +68,6 @@ class StoreProcess:
             0 < self.low_watermark <= self.high_watermark <= 1, "low_watermark", "at most high_watermark"
         )
         _require(0 < self.tenant_quota <= 1, "tenant_quota", "above 0 and at most 1")
-        _require(self.replicate_mib_per_s >= 0, "replicate_mib_per_s", "not negative")
         _require(
             not self.tls.is_set or bool(self.tls.ca), "tls.ca", "the authority of the nodes' certificates"
         )
@@ -124,7 +121,6 @@ def of_node(config: NodeProcess, block_bytes: int) -> StoreProcess:
             host=config.transfer.host,
             redis_url=store.redis_url,
             peers=store.peers,
-            replicate_mib_per_s=store.replicate_mib_per_s,
             tls=config.tls,
             insecure=store.insecure,
         )

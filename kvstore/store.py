@@ -30,7 +30,6 @@ from base.uninterrupted import uninterrupted
 from kvstore.directory import Directory
 from kvstore.disk import DiskTier
 from kvstore.disk_growth import Growth
-from kvstore.heat import Heat
 from kvstore.pool import HostPool, Record
 from transfer.agent import TransferAgent
 from transfer.owned.segment import Segment
@@ -100,7 +99,6 @@ class Store:
         self._leaving: set[BlockHash] = set()
         self.crowded = asyncio.Event()
         """Set when memory is so full that blocks should go to disk before the next second."""
-        self.heat = Heat()
         """Of the blocks that were leased here."""
         self.num_damaged = 0
         """Blocks in memory that were found not to be what was stored."""
@@ -198,7 +196,6 @@ class Store:
             async with self._lifting:
                 await self._lift(chain)
         lease = self._pool.lease(chain, LEASE_S)
-        self.heat.note(record.block_hash for record in lease.records)
         block_ids = lease.block_ids[first:]
         if not block_ids:
             self._pool.end(lease.lease_id)

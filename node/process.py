@@ -42,7 +42,6 @@ from engine.block_sums import block_sums, sum_kind
 from engine.build import Engine, build_engine
 from kvstore.findable import Findable
 from kvstore.store import Store
-from node.fetcher import Fetcher
 from node.kv import node_kv, node_segment, transfer_config
 from node.lender import Lender
 from node.metrics import CountedTransport, observe, observe_prefill
@@ -101,10 +100,10 @@ async def serve(config: NodeProcess, lifetime: Lifetime) -> None:
             for client in clients:
                 traced = tracing.of_conductor()
                 send = traced.send(client.send)
-                lender, fetcher = Lender(here, tasks, send), Fetcher(here, tasks, send)
+                lender = Lender(here, tasks, send)
                 prefill = PrefillRole(engine.loop, kv, tasks, send, clock, lent, beside, prefilled)
                 decode = DecodeRole(engine.loop, kv, tasks, send, clock, beside)
-                works.append(ConductorWork(state, client.wake, prefill, decode, lender, fetcher))
+                works.append(ConductorWork(state, client.wake, prefill, decode, lender))
                 background.append(tasks.create_task(client.run(traced.work(works[-1]))))
             observe(metrics, engine)
             export_supervised(registry, lifetime)

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable
 
 from base.block_hash import BlockHash
 from base.messages import (
-    Fetch,
-    Forget,
     Heartbeat,
     KvEvents,
     Lend,
@@ -31,7 +29,6 @@ from base.messages import (
 from base.request import Role
 from decode_node.role import DecodeRole
 from engine.build import Engine
-from node.fetcher import Fetcher
 from node.lender import Lender
 from prefill_node.role import PrefillRole
 
@@ -62,14 +59,10 @@ class Control:
 
     def obey(self, epoch: int, order: Serve) -> bool:
         """Serve as ordered; False: the order is void."""
-        if not self.may(epoch, order.fence):
+        if order.fence == 0 or order.fence != self.fence(epoch):
             return False
         self.roles, self.is_draining = order.roles, order.is_draining
         return True
-
-    def may(self, epoch: int, fence: int) -> bool:
-        """Return whether an order of that fence is valid."""
-        return fence > 0 and fence == self.fence(epoch)
 
     def _change(self, attached: list[int]) -> None:
         before = self._attached[:1]
@@ -161,7 +154,6 @@ class ConductorWork:
         prefill: PrefillRole,
         decode: DecodeRole,
         lender: Lender,
-        fetcher: Fetcher,
     ) -> None:
         self._state = state
         self._wake = wake
@@ -169,8 +161,7 @@ class ConductorWork:
         self._prefill = prefill
         self._decode = decode
         self._lender = lender
-        self._fetcher = fetcher
-        self._tasks = (lender.tasks, fetcher.tasks, prefill.tasks, decode.tasks)
+        self._tasks = (lender.tasks, prefill.tasks, decode.tasks)
         self._num_heartbeats = 0
         self._next_event = 1
         self._epoch: int | None = None
@@ -194,8 +185,9 @@ class ConductorWork:
                 case Release():
                     for tasks in self._tasks:
                         tasks.end(item.request_id)
-                case Fetch() | Forget() | Serve():
-                    self._obey(item)
+                case Serve():
+                    if self._epoch is not None:
+                        self._state.control.obey(self._epoch, item)
         if items:
             # The other conductors place by what they see of this one's load.
             self._state.changed(but=self._wake)
@@ -245,18 +237,6 @@ class ConductorWork:
     @property
     def num_requests(self) -> int:
         return len(self._prefill.tasks) + len(self._decode.tasks)
-
-    def _obey(self, order: Fetch | Forget | Serve) -> None:
-        control = self._state.control
-        if self._epoch is None or not control.may(self._epoch, order.fence):
-            return
-        match order:
-            case Fetch():
-                self._fetcher.fetch(order)
-            case Forget():
-                self._state.engine.loop.pool.forget(order.hashes)
-            case Serve():
-                control.obey(self._epoch, order)
 
     def _numbered(self, events: KvEvents) -> KvEvents:
         self._next_event = events.next_number

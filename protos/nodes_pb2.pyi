@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class NodeMessage(_message.Message):
-    __slots__ = ("register", "heartbeat", "reserved", "prefilled", "tokens", "failed", "kv_events", "lent", "fetched")
+    __slots__ = ("register", "heartbeat", "reserved", "prefilled", "tokens", "failed", "kv_events", "lent")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
@@ -17,7 +17,6 @@ class NodeMessage(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     LENT_FIELD_NUMBER: _ClassVar[int]
-    FETCHED_FIELD_NUMBER: _ClassVar[int]
     register: Register
     heartbeat: Heartbeat
     reserved: _containers.RepeatedCompositeFieldContainer[Reserved]
@@ -26,11 +25,10 @@ class NodeMessage(_message.Message):
     failed: _containers.RepeatedCompositeFieldContainer[Failed]
     kv_events: KvEvents
     lent: _containers.RepeatedCompositeFieldContainer[Lent]
-    fetched: _containers.RepeatedCompositeFieldContainer[Fetched]
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., reserved: _Optional[_Iterable[_Union[Reserved, _Mapping]]] = ..., prefilled: _Optional[_Iterable[_Union[Prefilled, _Mapping]]] = ..., tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[Failed, _Mapping]]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., lent: _Optional[_Iterable[_Union[Lent, _Mapping]]] = ..., fetched: _Optional[_Iterable[_Union[Fetched, _Mapping]]] = ...) -> None: ...
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., reserved: _Optional[_Iterable[_Union[Reserved, _Mapping]]] = ..., prefilled: _Optional[_Iterable[_Union[Prefilled, _Mapping]]] = ..., tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., failed: _Optional[_Iterable[_Union[Failed, _Mapping]]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ..., lent: _Optional[_Iterable[_Union[Lent, _Mapping]]] = ...) -> None: ...
 
 class ConductorMessage(_message.Message):
-    __slots__ = ("registered", "reserve", "prefill", "start", "release", "heartbeat", "lend", "fetch", "forget", "serve", "tell_blocks", "refused")
+    __slots__ = ("registered", "reserve", "prefill", "start", "release", "heartbeat", "lend", "serve", "tell_blocks", "refused")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -38,8 +36,6 @@ class ConductorMessage(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LEND_FIELD_NUMBER: _ClassVar[int]
-    FETCH_FIELD_NUMBER: _ClassVar[int]
-    FORGET_FIELD_NUMBER: _ClassVar[int]
     SERVE_FIELD_NUMBER: _ClassVar[int]
     TELL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -50,12 +46,10 @@ class ConductorMessage(_message.Message):
     release: _containers.RepeatedCompositeFieldContainer[Release]
     heartbeat: bool
     lend: _containers.RepeatedCompositeFieldContainer[Lend]
-    fetch: _containers.RepeatedCompositeFieldContainer[Fetch]
-    forget: _containers.RepeatedCompositeFieldContainer[Forget]
     serve: _containers.RepeatedCompositeFieldContainer[Serve]
     tell_blocks: bool
     refused: str
-    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., reserve: _Optional[_Iterable[_Union[Reserve, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., start: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., release: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., heartbeat: _Optional[bool] = ..., lend: _Optional[_Iterable[_Union[Lend, _Mapping]]] = ..., fetch: _Optional[_Iterable[_Union[Fetch, _Mapping]]] = ..., forget: _Optional[_Iterable[_Union[Forget, _Mapping]]] = ..., serve: _Optional[_Iterable[_Union[Serve, _Mapping]]] = ..., tell_blocks: _Optional[bool] = ..., refused: _Optional[str] = ...) -> None: ...
+    def __init__(self, registered: _Optional[_Union[Registered, _Mapping]] = ..., reserve: _Optional[_Iterable[_Union[Reserve, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[Prefill, _Mapping]]] = ..., start: _Optional[_Iterable[_Union[Start, _Mapping]]] = ..., release: _Optional[_Iterable[_Union[Release, _Mapping]]] = ..., heartbeat: _Optional[bool] = ..., lend: _Optional[_Iterable[_Union[Lend, _Mapping]]] = ..., serve: _Optional[_Iterable[_Union[Serve, _Mapping]]] = ..., tell_blocks: _Optional[bool] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("node_id", "epoch", "roles", "model_id", "layout_id", "max_model_len", "num_blocks", "block_size", "peer", "protocol_version", "host")
@@ -246,34 +240,6 @@ class Source(_message.Message):
     checksums: _containers.RepeatedScalarFieldContainer[int]
     first_block: int
     def __init__(self, peer: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., checksums: _Optional[_Iterable[int]] = ..., first_block: _Optional[int] = ...) -> None: ...
-
-class Fetch(_message.Message):
-    __slots__ = ("request_id", "chain", "source", "fence")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    CHAIN_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_FIELD_NUMBER: _ClassVar[int]
-    FENCE_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    chain: _containers.RepeatedScalarFieldContainer[bytes]
-    source: Source
-    fence: int
-    def __init__(self, request_id: _Optional[str] = ..., chain: _Optional[_Iterable[bytes]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., fence: _Optional[int] = ...) -> None: ...
-
-class Fetched(_message.Message):
-    __slots__ = ("request_id", "num_blocks")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    num_blocks: int
-    def __init__(self, request_id: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
-
-class Forget(_message.Message):
-    __slots__ = ("hashes", "fence")
-    HASHES_FIELD_NUMBER: _ClassVar[int]
-    FENCE_FIELD_NUMBER: _ClassVar[int]
-    hashes: _containers.RepeatedScalarFieldContainer[bytes]
-    fence: int
-    def __init__(self, hashes: _Optional[_Iterable[bytes]] = ..., fence: _Optional[int] = ...) -> None: ...
 
 class Serve(_message.Message):
     __slots__ = ("roles", "draining", "fence")

@@ -40,8 +40,6 @@ from conductor.replay.links import Flow, Links
 from conductor.replay.outcome import Outcomes, worst_gaps_s
 from conductor.replay.pipeline import CHUNK_TOKENS, grouped, run_through
 from conductor.replay.policies import prefill_policy
-from conductor.replay.replication import STEP_S as REPLICA_STEP_S
-from conductor.replay.replication import SimReplication
 from conductor.replay.sim_engine import DEFAULT_CHUNK_TOKENS, SimEngine
 from conductor.replay.sim_node import SimNode
 from conductor.replay.sim_request import SimRequest
@@ -110,9 +108,6 @@ class Cluster:
         self._num_turns_to_come = 0
         self._roles = RoleController(cost, options.roles) if options.roles else None
         self._build()
-        self.replication: SimReplication | None = None
-        if options.replicate:
-            self.replication = SimReplication(cost, self.view, self.links, self._nodes, self._store)
 
     @property
     def nodes(self) -> list[SimNode]:
@@ -128,8 +123,6 @@ class Cluster:
             self._at(self.options.sample_every_s, self._sample)
         if self._roles is not None:
             self._at(ROLE_STEP_S, self._step_roles, self._roles)
-        if self.replication is not None:
-            self._at(REPLICA_STEP_S, self._step_replicas, self.replication)
         for fault in self.options.faults:
             self._at(fault.at_s, self._node_dies, fault)
         self._is_arriving = True
@@ -244,11 +237,6 @@ class Cluster:
         if self._is_busy:
             self._at(self.now_s + ROLE_STEP_S, self._step_roles, roles)
 
-    def _step_replicas(self, replication: SimReplication) -> None:
-        replication.step(self.now_s)
-        if self._is_busy:
-            self._at(self.now_s + REPLICA_STEP_S, self._step_replicas, replication)
-
     def _sample(self) -> None:
         """Note the load of both pools: mean seconds to the end of the queue, mean predicted step."""
         view = self.view
@@ -281,8 +269,6 @@ class Cluster:
         if not isinstance(placement, Placement):
             self._rejected(request, placement.reason.value, 0.0)
             return
-        if self.replication is not None:
-            self.replication.placed(asked, placement, now_s)
         self.view.placed(asked, placement, now_s)
         request.placement = placement
         request.waits_for = 1

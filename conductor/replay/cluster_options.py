@@ -41,8 +41,6 @@ class ClusterOptions:
     """Nodes that prefill each prompt together, in a pipeline of chunks; divides `prefill_nodes`."""
     watched_blocks: tuple[int, ...] = ()
     """Blocks whose replicas are counted with each sample."""
-    replicate: bool = False
-    """Whether hot prefixes are copied ahead of requests."""
     decode_caches: bool = False
     """Whether a decode node keeps the prompts that it received, and lends them."""
     chunk_tokens: int | None = None

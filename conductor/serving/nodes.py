@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from base.errors import LostError, error_named
 from base.messages import (
     Failed,
-    Fetched,
     FromNode,
     Heartbeat,
     NodeInfo,
@@ -223,4 +222,4 @@ def _is_last(item: FromNode) -> bool:
         return item.finish_reason is not None
     if isinstance(item, Prefilled):
         return not item.stays
-    return isinstance(item, Fetched | Failed)
+    return isinstance(item, Failed)

@@ -12,7 +12,6 @@ from conductor.placing.decisions import Actual, Decision
 from conductor.placing.explain import Decisions
 from conductor.placing.placement import Placement, PlacementRequest
 from conductor.placing.prefill_pace import PrefillPace
-from conductor.placing.replicas import Replicas
 
 
 class _Running:
@@ -35,10 +34,7 @@ class Observer:
         cost: CostModel,
         decisions: Decisions,
         clock: Clock,
-        replicas: Replicas | None = None,
     ) -> None:
-        """Begin. `replicas` is told what is read, where hot prefixes are copied."""
-        self._replicas = replicas
         self._metrics = metrics
         self._view = view
         self._cost = cost
@@ -55,8 +51,6 @@ class Observer:
             ratio = self._view.corrections.ratio(made.result.decode_node, "decode")
             self._placed[made.asked.request_id] = _Running(made.result, made.result.predicted_tbt_s / ratio)
             self._pace.placed(made.result.prefill_node, made.decided_at_s)
-            if self._replicas is not None:
-                self._replicas.placed(made.asked, made.result, self._view, made.decided_at_s)
 
     def first_token(
         self, ttft_s: float | None, times: PrefillTimes, asked: PlacementRequest, placement: Placement

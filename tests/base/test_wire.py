@@ -10,9 +10,6 @@ from base.grants import Endpoint, Grant, Operation, PeerDescriptor, RankGrant
 from base.kv_layout import KvPart
 from base.messages import (
     Failed,
-    Fetch,
-    Fetched,
-    Forget,
     Heartbeat,
     KvEvents,
     Lease,
@@ -104,8 +101,6 @@ TIMES = st.builds(PrefillTimes, REALS, REALS, REALS, REALS, REALS)
         st.builds(Lend, st.text(), st.lists(HASHES).map(tuple), REALS, U32),
         st.builds(Start, st.text(), U32, SUMS, PARTS),
         st.builds(Release, st.text()),
-        st.builds(Fetch, st.text(), st.lists(HASHES).map(tuple), SOURCES, U64),
-        st.builds(Forget, st.lists(HASHES).map(tuple), U64),
         st.builds(Serve, ROLES, st.booleans(), U64),
     )
 )
@@ -120,7 +115,6 @@ def test_a_message_to_a_node_arrives_as_it_was_sent(item):
         st.builds(Prefilled, st.text(), TOKENS, REASONS, U32, SUMS, TIMES, PARTS, st.booleans()),
         st.builds(Lent, st.text(), GRANTS, SUMS),
         st.builds(Tokens, st.text(), st.lists(TOKENS, max_size=4).map(tuple), REASONS),
-        st.builds(Fetched, st.text(), U32),
         st.builds(Failed, st.text(), st.text(), st.text()),
     ),
     st.builds(Heartbeat, U64, U32, U32, U32, U32, U64, U64, st.booleans(), ROLES, U64),

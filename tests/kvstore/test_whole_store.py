@@ -1,5 +1,5 @@
 """Everything at once against models that know only sets: three stores with their servers, an
-outside client, the directory, leases and pins, replication, and the conductor's index.
+outside client, the directory, leases and pins, and the conductor's index.
 
 After every step: each tier's blocks add up, whoever is said to hold a block holds it and
 nobody else, in the directory as in the index, no leased block is gone, and a store without
@@ -19,7 +19,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstore.access import RemoteAccess
 from kvstore.attached import AttachedStore
 from kvstore.index import NodeEvents, PrefixIndex
-from kvstore.replication import Replicator
 from tests.kvstore.cluster import BLOCK_BYTES, chain_of, load, running_cluster, save
 
 PATHS = st.text("ab", min_size=1, max_size=5)
@@ -175,17 +174,6 @@ class StoreMachine(RuleBasedStateMachine):
             party.leased = {key: held for key, held in party.leased.items() if held[1] > now_s}
         self.outside_clock.advance(seconds)
 
-    @rule(number=NODES, path=PATHS, num_blocks=st.integers(0, 6))
-    def replicate(self, number, path, num_blocks):
-        node = self.parties[number].node
-        chain = chain_of(path)
-        for _ in range(4):
-            node.store.heat.note(chain[: node.store.pool.match(chain)])
-        may_gain = [name for name in ALL if node.store.heat.of(name) > 0]
-        budget = num_blocks * BLOCK_BYTES
-        assert self.runner.run(Replicator(node.store, node.cache, node.member).round(budget)) <= budget
-        self.roomy_may_gain(may_gain)
-
     # --- what goes wrong ----------------------------------------------------------------
 
     @rule(number=NODES)
@@ -239,7 +227,8 @@ class StoreMachine(RuleBasedStateMachine):
             pool = party.node.store.pool
             assert all(pool.match(chain) == len(chain) for chain, _ in party.leased.values())
             if number != LAYERED:
-                assert all(len(pool.path(name)) == pool.match(pool.path(name)) for name in pool.hashes)
+                for path in (name.lstrip(b".").decode() for name in pool.hashes):
+                    assert pool.match(chain_of(path)) == len(path)
 
     @invariant()
     def the_index_knows_who_holds_what(self):

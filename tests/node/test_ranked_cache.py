@@ -11,13 +11,12 @@ import torch
 from base.checksum import CHECKSUM_KIND
 from base.clock import ManualClock, SystemClock
 from base.errors import StaleError
-from base.messages import Failed, Fetch, Lend, Lent, Source
+from base.messages import Failed, Lend, Lent, Source
 from kvstore.engine_store import EngineStore
 from kvstore.eviction import BY_NAME
 from kvstore.pool import HostPool
 from kvstore.shard_mover import ShardMover
 from kvstore.store import Store
-from node.fetcher import Fetcher
 from node.lender import Lender
 from node.own_cache import SegmentCache
 from node.ranked_cache import RankedCache
@@ -28,6 +27,10 @@ from tests.rank_caches import GROUPS, LAYOUT, NUM_BLOCKS, RankedNode
 
 CHAIN = tuple(chain_of("abcd"))
 PAIRS = [pair for pair in itertools.product(GROUPS, repeat=2) if pair != ("1", "1")]
+
+
+def evict_all(pool):
+    pool.release(pool.allocate(pool.num_available))
 
 
 class LendingNode(RankedNode):
@@ -138,14 +141,14 @@ async def test_a_gap_is_not_loaded_over():
 async def test_what_the_cache_forgot_is_lent_from_the_store():
     async with two_nodes("2 x 2", "1") as (warm, cold):
         await warm.beside.save_now(CHAIN)
-        warm.pool.forget(CHAIN)
+        evict_all(warm.pool)
         assert await cold.load(await warm.lent()) == 4
         assert cold.has(warm.whole)
 
 
 async def test_blocks_that_are_gone_are_not_lent():
     async with two_nodes("2 x 2", "1") as (warm, _):
-        warm.pool.forget(CHAIN)
+        evict_all(warm.pool)
         assert (await warm.lent()).reason == "LostError"
 
 
@@ -180,16 +183,14 @@ async def test_a_load_that_is_cancelled_at_any_moment_holds_nothing():
             assert cold.pool.num_held == 0
             books = cold.store.pool.accounts()
             assert (books.in_transfer, books.held) == (0, 0)
-            cold.pool.forget(CHAIN)
+            evict_all(cold.pool)
             cold.store.delete(CHAIN)
         assert await cold.load(source) == 4
         assert cold.has(warm.whole)
 
 
-async def test_without_a_store_nothing_is_lent_or_fetched():
+async def test_without_a_store_nothing_is_lent():
     sent = asyncio.Queue()
-    async with asyncio.TaskGroup() as group, two_nodes("1", "2 stages") as (warm, _):
+    async with asyncio.TaskGroup() as group:
         Lender(None, group, sent.put_nowait).lend(Lend("lend", CHAIN, 10.0))
-        assert (await sent.get()).reason == "LostError"
-        Fetcher(None, group, sent.put_nowait).fetch(Fetch("copy", CHAIN, await warm.lent(), 1))
         assert (await sent.get()).reason == "LostError"

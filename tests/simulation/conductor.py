@@ -17,12 +17,10 @@ from bench.overload import stub_profile
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.explain import Decisions
-from conductor.placing.replicas import Replicas
 from conductor.serving.attach import AttachService
 from conductor.serving.dispatch import Dispatcher, Limits
 from conductor.serving.membership import Membership
 from conductor.serving.observer import Observer
-from conductor.serving.replication import Replication
 from tests.simulation.attach_stream import AttachStream
 from tests.simulation.device import LAYOUT, continuation
 from tests.simulation.loop import Process
@@ -58,12 +56,9 @@ class SimConductor:
         self.view = ClusterView(_cost(), LAYOUT.block_size)
         self.membership = Membership(MODEL_ID, self.view, clock)
         settings = world.plan.scheduler
-        replicas = Replicas(_cost())
-        observer = Observer(_metrics(), self.view, _cost(), Decisions(_cost(), settings), clock, replicas)
+        observer = Observer(_metrics(), self.view, _cost(), Decisions(_cost(), settings), clock)
         self.dispatcher = Dispatcher(self.membership, self.view, _cost(), observer, clock, settings, LIMITS)
         lease = Lease(LEASE_S, HEARTBEAT_S, world.rng.getrandbits(63))
-        replication = Replication(replicas, self.view, self.membership, clock)
-        self.process.context.run(world.started, replication.run())
         self.service = self.process.context.run(AttachService, self.membership, lease, clock)
 
     def kill(self):

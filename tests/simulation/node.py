@@ -32,11 +32,10 @@ from kvstore.directory import MemoryDirectory
 from kvstore.disk import DiskTier
 from kvstore.engine_store import EngineStore
 from kvstore.eviction import BY_NAME
-from kvstore.hosting import keep_up, replicate
+from kvstore.hosting import keep_up
 from kvstore.member import Member
 from kvstore.pool import PoolLimits
 from kvstore.store import Store
-from node.fetcher import Fetcher
 from node.kv import node_kv
 from node.lender import Lender
 from node.own_cache import SegmentCache
@@ -151,10 +150,9 @@ class SimNode:
             for conductor in world.conductors:
                 client = AttachClient(info, conductor.name, self.rng, dial_end=self._dialled(conductor))
                 lender = Lender(here, tasks, client.send)
-                fetcher = Fetcher(here, tasks, client.send)
                 prefill = PrefillRole(engine.loop, kv, tasks, client.send, clock, here.lent, beside)
                 decode = DecodeRole(engine.loop, kv, tasks, client.send, clock, beside)
-                self.works.append(ConductorWork(state, client.wake, prefill, decode, lender, fetcher))
+                self.works.append(ConductorWork(state, client.wake, prefill, decode, lender))
                 tasks.create_task(client.run(self.works[-1]))
             self.state = state
 
@@ -199,8 +197,6 @@ class SimNode:
         mover = SegmentMover(cache, segment, LAYOUT.block_bytes, partial(block_sums, self.engine.cache))
         beside = EngineStore(blocks, mover, store, 64 * LAYOUT.block_bytes, self.clock)
         tasks.create_task(keep_up(store))
-        if world.plan.shares_stores:
-            tasks.create_task(replicate(store, cache, member, 8 * LAYOUT.block_bytes))
         tasks.create_task(beside.run())
         return beside
 
