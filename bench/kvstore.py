@@ -51,7 +51,7 @@ from kvstore.member import Member
 from kvstore.peers import PeerDirectory
 from kvstore.record import HEADER_BYTES
 from transfer.agent import TransferAgent
-from transfer.batch import batch_of
+from transfer.batch import pieces_of
 from transfer.owned.segment import Segment
 
 ROOT = Path(__file__).parent.parent
@@ -205,7 +205,7 @@ class Side:
 
     async def write(self) -> None:
         assert self._grant is not None
-        batch = batch_of(self._segment, self._offsets, self._grant.offsets, BLOCK_BYTES)
+        batch = pieces_of(self._segment, self._offsets, self._grant.offsets, BLOCK_BYTES)
         await self._agent.write(self._peer, self._grant, batch)
 
     async def end_write(self) -> None:
@@ -220,7 +220,7 @@ class Side:
 
     async def read(self) -> None:
         assert self._grant is not None
-        batch = batch_of(self._segment, self._grant.offsets, self._offsets, BLOCK_BYTES)
+        batch = pieces_of(self._segment, self._offsets, self._grant.offsets, BLOCK_BYTES)
         await self._agent.read(self._peer, self._grant, batch)
 
     async def end_read(self) -> None:

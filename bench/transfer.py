@@ -39,7 +39,7 @@ from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from bench.about_run import about_run
 from bench.transfer_rivals import BareSocket, IbWriteBw, Memcpy, Mooncake, Places, Rival, serve_bare_socket
 from transfer.agent import TransferAgent
-from transfer.batch import batch_of
+from transfer.batch import pieces_of
 from transfer.owned.segment import Segment
 
 LEASE_S = 3600.0
@@ -113,7 +113,7 @@ class Ours:
 
     async def run(self, case: Case, grant: Grant, places: Sequence[Places]) -> list[float]:
         """Return the seconds of each batch, `case.tasks` of them at a time."""
-        batches = [batch_of(self._segment, sources, targets, case.block) for sources, targets in places]
+        batches = [pieces_of(self._segment, sources, targets, case.block) for sources, targets in places]
         elapsed_s: list[float] = []
 
         async def write_some() -> None:

@@ -32,7 +32,7 @@ from base.config import TransferConfig
 from base.errors import TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from transfer.agent import TransferAgent
-from transfer.batch import TransferBatch, batch_of
+from transfer.batch import Pieces, pieces_of
 from transfer.gpu.kernels.copy_ranges import copy_ranges
 from transfer.gpu.transport import described
 from transfer.owned.segment import Segment
@@ -167,10 +167,10 @@ class Child:
         return answer
 
 
-def scattered(segment: Segment, block: int, num_bytes: int, seed: int) -> TransferBatch:
+def scattered(segment: Segment, block: int, num_bytes: int, seed: int) -> Pieces:
     """Return one request a block: to its own place, in random order."""
     places = np.random.default_rng(seed).permutation(np.arange(0, num_bytes, block))
-    return batch_of(segment, places, places, block)
+    return pieces_of(segment, places, places, block)
 
 
 async def check(agent: TransferAgent, child: Child, memory: torch.Tensor, segment: Segment) -> None:
@@ -229,7 +229,7 @@ async def measure(
     move = agent.write if case.operation is Operation.WRITE else agent.read
     repeats = max(2, ROUND_BYTES[case.target] // (case.batch_bytes * case.tasks))
 
-    async def some(batch: TransferBatch) -> None:
+    async def some(batch: Pieces) -> None:
         for _ in range(repeats):
             await move(child.peer, grant, batch)
 

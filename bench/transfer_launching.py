@@ -24,7 +24,7 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.grants import Grant, Operation, PeerDescriptor
 from transfer.agent import TransferAgent
-from transfer.batch import TransferBatch, batch_of
+from transfer.batch import Pieces, pieces_of
 from transfer.gpu.transport import CudaAccess, CudaTransport
 from transfer.owned.ranges import Offsets
 from transfer.owned.segment import DeviceMemory
@@ -78,10 +78,10 @@ class Sender:
         self._peer = peer
         self._grant = grant
 
-    async def send(self, batches: list[TransferBatch], count: int) -> None:
+    async def send(self, batches: list[Pieces], count: int) -> None:
         """Write so many batches, each of `batches` one after the other, all of these together."""
 
-        async def some(batch: TransferBatch) -> None:
+        async def some(batch: Pieces) -> None:
             for _ in range(count // len(batches)):
                 await self._agent.write(self._peer, self._grant, batch)
 
@@ -108,7 +108,7 @@ async def measure(block: int, tasks: int, link_us: float) -> dict[str, Any]:
             grant = owner.grant(segment, places.tolist(), block, Operation.WRITE, 3600.0)
             ours, random = asker.register_device(memory), np.random.default_rng(1)
             orders = [(random.permutation(places), random.permutation(places)) for _ in range(tasks)]
-            batches = [batch_of(ours, sources, targets, block) for sources, targets in orders]
+            batches = [pieces_of(ours, sources, targets, block) for sources, targets in orders]
             sender = Sender(asker, owner.descriptor, grant)
             await sender.send(batches, BATCHES // 10)
             rounds = []

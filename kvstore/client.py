@@ -38,7 +38,7 @@ from kvstore.member import Member
 from kvstore.resting import Resting
 from kvstore.store import Leased, Reserved, Store
 from transfer.agent import TransferAgent
-from transfer.batch import Priority, batch_of
+from transfer.batch import Priority, pieces_of
 from transfer.owned.segment import Segment
 
 GROUP_BYTES = 32 << 20
@@ -340,16 +340,16 @@ class BlockCache:
 
         async def num_right(at: int) -> int:
             here = offsets[at : at + group]
-            batch = batch_of(landing.into, grant.offsets[at : at + group], here, grant.length)
+            pieces = pieces_of(landing.into, here, grant.offsets[at : at + group], grant.length)
             expected = leased.checksums[at : at + group]
             if landing.sums is None:
                 async with room:
                     found = await self._agent.read_summed(
-                        member.peer, grant, batch, priority=landing.priority
+                        member.peer, grant, pieces, priority=landing.priority
                     )
                 return _num_right(found, expected)
             async with room:
-                await self._agent.read(member.peer, grant, batch, priority=landing.priority)
+                await self._agent.read(member.peer, grant, pieces, priority=landing.priority)
             return _num_right(await landing.sums(here), expected)
 
         if landing.stripes is not None and grant.length % sum(landing.stripes.shares) == 0:
@@ -373,8 +373,8 @@ class BlockCache:
             nonlocal num_told
             at, size = unit * begins[number], unit * stripes.shares[number]
             async with room:
-                batch = batch_of(landing.into, sources + at, targets + at, size)
-                await self._agent.read(member.peer, grant, batch, priority=landing.priority)
+                pieces = pieces_of(landing.into, targets + at, sources + at, size)
+                await self._agent.read(member.peer, grant, pieces, priority=landing.priority)
             has_arrived[number] = True
             while num_told < len(has_arrived) and has_arrived[num_told]:
                 num_told += 1
@@ -395,8 +395,8 @@ class BlockCache:
         if grant is None or len(missing) != len(grant.offsets) or max(missing) >= first + len(offsets):
             raise ProtocolError("a reservation has an offset for each block that is missing")
         wanted = [offsets[index - first] for index in missing]
-        batch = batch_of(source, wanted, grant.offsets, grant.length)
-        await self._agent.write(member.peer, grant, batch, priority=priority)
+        pieces = pieces_of(source, wanted, grant.offsets, grant.length)
+        await self._agent.write(member.peer, grant, pieces, priority=priority)
 
 
 def _run_end(replicas: Sequence[Replicas], first: int, member: Member) -> int:

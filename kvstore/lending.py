@@ -14,7 +14,7 @@ from base.errors import LostError, ProtocolError
 from base.messages import FromNode, Lend, Lent, Source
 from kvstore.store import LEASE_S, Store
 from transfer.agent import TransferAgent
-from transfer.batch import batch_of
+from transfer.batch import pieces_of
 
 
 async def lend_stored(store: Store, message: Lend, send: Callable[[FromNode], None]) -> None:
@@ -51,8 +51,8 @@ async def store_lent(store: Store, agent: TransferAgent, chain: Sequence[BlockHa
             return
         wanted = [index - source.first_block for index in reserved.missing]
         sources = [source.grant.offsets[index] for index in wanted]
-        batch = batch_of(store.segment, sources, reserved.grant.offsets, reserved.grant.length)
-        await agent.read(source.peer, source.grant, batch)
+        pieces = pieces_of(store.segment, reserved.grant.offsets, sources, reserved.grant.length)
+        await agent.read(source.peer, source.grant, pieces)
         await store.commit(reserved.ticket, [source.checksums[index] for index in wanted])
     finally:
         await store.abort(reserved.ticket)  # of no effect after a commit

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
-from base.clock import Clock
 from base.errors import TransferFailedError
-from base.grants import Grant, PeerDescriptor
 from base.messages import PrefillTimes
 from base.metrics import NodeMetrics
 from engine.build import Engine
 from engine.step import StepPlan
-from transfer.batch import Pieces, Priority, TransferBatch
-from transfer.transport import MEASURED_FROM_BYTES, Opening, Passage, Transport
+from transfer.transport import MEASURED_FROM_BYTES, TransferFacts, TransferObserver
 
 
 def observe_prefill(metrics: NodeMetrics, times: PrefillTimes) -> None:
@@ -52,71 +46,21 @@ def observe(metrics: NodeMetrics, engine: Engine) -> None:
     engine.loop.on_step(on_step)
 
 
-class CountedTransport:
-    """A transport whose batches are counted: bytes and seconds of those that arrived, and the others."""
+class TransferMetrics(TransferObserver):
+    """Counts batches: bytes and seconds of those that arrived, and the others."""
 
-    def __init__(self, inner: Transport, metrics: NodeMetrics, clock: Clock) -> None:
-        self._inner = inner
-        self._clock = clock
-        self._link = metrics.transfer_link
-        self._bytes = metrics.transfer_bytes.labels(inner.name)
-        self._seconds = metrics.transfer_seconds.labels(inner.name)
-        self._failures = metrics.transfer_failures.labels(inner.name)
+    def __init__(self, metrics: NodeMetrics) -> None:
+        self._metrics = metrics
 
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
-        return self._inner.refusal_or_none(peer, segment_id, device)
-
-    def way(self, device: int | None) -> str:
-        return self._inner.way(device)
-
-    @property
-    def now_bytes(self) -> int:
-        return self._inner.now_bytes
-
-    def open_now(self, wanted: Opening) -> Passage | None:
-        try:
-            passage = self._inner.open_now(wanted)
-        except TransferFailedError:
-            self._failures.inc()
-            raise
-        return (
-            None if passage is None else _Observed(passage, partial(self._arrived, wanted.peer), self._clock)
-        )
-
-    async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
-        begun_s = self._clock.now_s()
-        try:
-            await self._inner.move(peer, grant, pieces, priority)
-        except TransferFailedError:
-            self._failures.inc()
-            raise
-        self._arrived(peer, pieces.num_bytes, self._clock.now_s() - begun_s)
-
-    def _arrived(self, peer: PeerDescriptor, num_bytes: int, seconds: float) -> None:
-        self._bytes.inc(num_bytes)
-        self._seconds.observe(seconds)
-        if num_bytes >= MEASURED_FROM_BYTES and seconds > 0:
-            self._link.labels(peer.node_id, self._inner.name).set(num_bytes / seconds)
-
-    async def close(self) -> None:
-        await self._inner.close()
-
-
-class _Observed:
-    """A passage that tells of each batch that went through."""
-
-    def __init__(self, inner: Passage, arrived: Callable[[int, float], None], clock: Clock) -> None:
-        self._inner = inner
-        self._arrived = arrived
-        self._clock = clock
-
-    def carried(self, batch: TransferBatch) -> bool:
-        begun_s = self._clock.now_s()
-        is_over = self._inner.carried(batch)
-        if is_over and batch.only is not None:
-            self._arrived(batch.only[1], self._clock.now_s() - begun_s)
-        return is_over
+    def ended(self, batch: TransferFacts, seconds: float, error: BaseException | None) -> None:
+        metrics, transport = self._metrics, batch.transport
+        # All three, so that what has not happened yet is shown as zero.
+        num_bytes, took = metrics.transfer_bytes.labels(transport), metrics.transfer_seconds.labels(transport)
+        failures = metrics.transfer_failures.labels(transport)
+        if error is None:
+            num_bytes.inc(batch.num_bytes)
+            took.observe(seconds)
+            if batch.num_bytes >= MEASURED_FROM_BYTES and seconds > 0:
+                metrics.transfer_link.labels(batch.peer, transport).set(batch.num_bytes / seconds)
+        elif isinstance(error, TransferFailedError):
+            failures.inc()

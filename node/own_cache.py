@@ -24,7 +24,7 @@ from kvstore.lending import lend_stored
 from kvstore.store import Store
 from prefill_node.prefix_loader import PrefixSource
 from transfer.agent import TransferAgent
-from transfer.batch import batch_of
+from transfer.batch import pieces_of
 from transfer.owned.segment import Segment
 
 
@@ -120,13 +120,13 @@ class LentPrefix:
         own, source = self._own, self._source
         layout = own.cache.layout
         skipped = first - source.first_block
-        batch = batch_of(
+        pieces = pieces_of(
             own.segment,
-            source_offsets=source.grant.offsets[skipped : skipped + len(block_ids)],
-            target_offsets=[layout.offset(block_id) for block_id in block_ids],
-            length=layout.block_bytes,
+            [layout.offset(block_id) for block_id in block_ids],
+            source.grant.offsets[skipped : skipped + len(block_ids)],
+            layout.block_bytes,
         )
-        await own.agent.read(source.peer, source.grant, batch)
+        await own.agent.read(source.peer, source.grant, pieces)
         expected = list(source.checksums[skipped : skipped + len(block_ids)])
         if await block_sums(own.cache, block_ids) != expected:
             raise ChecksumError("a loaded block is not the one that was lent")

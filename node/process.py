@@ -44,7 +44,7 @@ from kvstore.findable import Findable
 from kvstore.store import Store
 from node.kv import node_kv, node_segment, transfer_config
 from node.lender import Lender
-from node.metrics import CountedTransport, observe, observe_prefill
+from node.metrics import TransferMetrics, observe, observe_prefill
 from node.store import node_store, own_cache
 from node.timeline import NodeTimeline
 from node.tracing import NodeTracing
@@ -53,7 +53,6 @@ from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
 from transfer.owned.segment import Segment
 from transfer.shard import NodeKv
-from transfer.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +66,10 @@ async def serve(config: NodeProcess, lifetime: Lifetime) -> None:
     epoch = secrets.randbits(63)
     registry = process_registry()
     metrics, tracing = NodeMetrics(registry), NodeTracing(tracer_or_none(config.tracing, config.node_id))
-    watched = partial(_watched, metrics, tracing, clock)
+    observers = [TransferMetrics(metrics), *tracing.transfers()]
     timeline = NodeTimeline(config.node_id, clock) if config.trace_out else None
     async with (
-        TransferAgent(config.node_id, epoch, transfer_config(config), clock, watched) as agent,
+        TransferAgent(config.node_id, epoch, transfer_config(config), clock, observers=observers) as agent,
         _built(config, agent, clock) as (engine, segment),
     ):
         # On a GPU the first sum compiles its kernel: seconds that no request shall wait.
@@ -128,10 +127,6 @@ async def _running(engine: Engine, tasks: asyncio.TaskGroup) -> asyncio.Task[Non
     running = tasks.create_task(engine.loop.run())
     await engine.loop.has_begun.wait()
     return running
-
-
-def _watched(metrics: NodeMetrics, tracing: NodeTracing, clock: Clock, transport: Transport) -> Transport:
-    return tracing.transport(CountedTransport(transport, metrics, clock))
 
 
 def _prefilled(

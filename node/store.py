@@ -27,7 +27,7 @@ from kvstore.store import Store
 from node.own_cache import OwnCache, SegmentCache
 from node.ranked_cache import RankedCache
 from transfer.agent import TransferAgent
-from transfer.batch import batch_of
+from transfer.batch import pieces_of
 from transfer.owned.segment import Segment
 from transfer.shard import NodeKv
 
@@ -122,11 +122,11 @@ async def pin_pool(store: Store, agent: TransferAgent, segment: Segment) -> None
     reserved = store.reserve([BlockHash(bytes(HASH_BYTES))], "")
     if reserved.grant is None:
         return
-    batch = batch_of(segment, [0], reserved.grant.offsets, reserved.grant.length)
+    pieces = pieces_of(segment, [0], reserved.grant.offsets, reserved.grant.length)
     try:
         for _ in range(PIN_TRIES):
             try:
-                await agent.write(agent.descriptor, reserved.grant, batch)
+                await agent.write(agent.descriptor, reserved.grant, pieces)
             except TransferFailedError as error:
                 event(log, "store not pinned", level=logging.WARNING, reason=error)
             else:

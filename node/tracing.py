@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Callable
 
 from base.attach import NodeWork
-from base.grants import Grant, PeerDescriptor
+from base.grants import Grant
 from base.messages import (
     Failed,
     FromNode,
@@ -31,8 +31,7 @@ from base.messages import (
 )
 from base.request import RequestId
 from base.spans import Span, Tracer
-from transfer.batch import Pieces, Priority
-from transfer.transport import Opening, Passage, Transport
+from transfer.transport import TransferFacts, TransferObserver
 
 
 class NodeTracing:
@@ -49,10 +48,9 @@ class NodeTracing:
         self._conductors.append(RequestSpans(self._tracer))
         return ConductorTracing(self._conductors[-1])
 
-    def transport(self, transport: Transport) -> Transport:
-        if self._tracer is None:
-            return transport
-        return TracedTransport(transport, self._below, self._tracer)
+    def transfers(self) -> list[TransferObserver]:
+        """Return what is to be notified of transfers."""
+        return [] if self._tracer is None else [TransferSpans(self._below, self._tracer)]
 
     def _below(self, grant: Grant) -> str:
         return next(filter(None, (spans.below(grant) for spans in self._conductors)), "")
@@ -172,54 +170,30 @@ class RequestSpans:
             self._by_grant.pop(generation, None)
 
 
-class TracedTransport:
-    """A transport whose batches are spans of the prefill that they are for."""
+class TransferSpans(TransferObserver):
+    """Makes batches spans of the prefill that they are for."""
 
-    def __init__(self, inner: Transport, below: Callable[[Grant], str], tracer: Tracer) -> None:
+    def __init__(self, below: Callable[[Grant], str], tracer: Tracer) -> None:
         """`below`: returns the span that a transfer under a grant is part of; empty: none."""
-        self._inner = inner
         self._below = below
         self._tracer = tracer
+        self._spans: dict[TransferFacts, Span] = {}
 
-    @property
-    def name(self) -> str:
-        return self._inner.name
+    def begun(self, batch: TransferFacts) -> None:
+        if below := self._below(batch.grant):
+            self._spans[batch] = self._tracer.begin(
+                "transfer",
+                below,
+                transport=batch.transport,
+                operation=batch.grant.operation.name.lower(),
+                peer=batch.peer,
+                bytes=batch.num_bytes,
+            )
 
-    def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
-        return self._inner.refusal_or_none(peer, segment_id, device)
-
-    def way(self, device: int | None) -> str:
-        return self._inner.way(device)
-
-    @property
-    def now_bytes(self) -> int:
-        return self._inner.now_bytes
-
-    def open_now(self, wanted: Opening) -> Passage | None:
-        return None if self._below(wanted.grant) else self._inner.open_now(wanted)
-
-    async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
-        below = self._below(grant)
-        if not below:
-            await self._inner.move(peer, grant, pieces, priority)
-            return
-        span = self._tracer.begin(
-            "transfer",
-            below,
-            transport=self._inner.name,
-            operation=grant.operation.name.lower(),
-            peer=peer.node_id,
-            bytes=pieces.num_bytes,
-        )
-        error = "not finished"
-        try:
-            await self._inner.move(peer, grant, pieces, priority)
-            error = ""
-        finally:
-            span.end(error)
-
-    async def close(self) -> None:
-        await self._inner.close()
+    def ended(self, batch: TransferFacts, seconds: float, error: BaseException | None) -> None:
+        span = self._spans.pop(batch, None)
+        if span is not None:
+            span.end("" if error is None else f"{type(error).__name__}: {error}")
 
 
 class TracedWork:

@@ -14,6 +14,7 @@ import importlib
 import logging
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ from base.config import TransferConfig
 from base.errors import ProtocolError, TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from base.logs import event
-from transfer.batch import Pieces, Priority, TransferBatch, plan_pieces, sums_of
+from transfer.batch import Pieces, Priority, require_allowed, sums_of
 from transfer.completion import Latch, begin, finish_within, on_loop
 from transfer.gpu.staged import StagedTransport
 from transfer.gpu.staging import PinnedStaging
@@ -41,18 +42,17 @@ from transfer.tcp.greeting import SECRET_BYTES, PeerKey
 from transfer.tcp.reactor import Reactor, num_reactors
 from transfer.tcp.server import TcpServer
 from transfer.tcp.transport import TcpTransport
-from transfer.transport import Carriage, Passage, Route, Totals, Transport
+from transfer.transport import Carriage, Route, Totals, TransferObserver, Transport
 from transfer.turns import Turns
 
 MAX_BATCHES = 256
 """Under way at once; more wait their turn, within their deadlines."""
 
 MAX_KEPT_S = 0.001
-"""Small batches that follow each other need not wait for anything: after so long others have the loop."""
+"""Batches that need not wait for anything follow each other for so long; then others have the loop."""
 
 KNOWN_GRANTS = 128
 """Whose ranges are remembered, at most 1 MiB each."""
-_READ, _WRITE = Operation.READ, Operation.WRITE
 CUT_AFTER_S = 1.0
 """A peer that reaches into a grant this long after its end is disconnected."""
 
@@ -62,9 +62,10 @@ log = logging.getLogger(__name__)
 class TransferAgent:
     """Owns this process's segments, grants and links. One event loop calls it.
 
-    `wrap` is put around each transport: `transfer/faults.py`, or an observer. `carriage` makes
-    what carries bytes instead of the configured transports, and `random_bits` draws the names
-    of segments and grants and the secret that peers prove to know: a simulation hands both in.
+    `wrap` is put around each transport: `transfer/faults.py`. `carriage` makes what carries bytes
+    instead of the configured transports, and `random_bits` draws the names of segments and grants
+    and the secret that peers prove to know: a simulation hands both in. `observers` are notified
+    of each batch.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class TransferAgent:
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
         carriage: Callable[[Holdings], Carriage] | None = None,
         random_bits: Callable[[int], int] = secrets.randbits,
+        observers: Sequence[TransferObserver] = (),
     ) -> None:
+        self._observers = observers
         self._wrap = wrap
         self._node_id = node_id
         self._epoch = epoch
@@ -99,7 +102,6 @@ class TransferAgent:
             lambda grant: with_table(ranges_of(grant.offsets, grant.length))
         )
         self._turns = Turns(MAX_BATCHES)
-        self._passages: dict[int, tuple[Passage, Grant, PeerDescriptor]] = {}
         self._turn_begun_s: float | None = None
         self._draining: dict[int, asyncio.Future[None]] = {}
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -108,7 +110,7 @@ class TransferAgent:
     async def start(self) -> None:
         """Listen, and be ready to reach peers. Raises OSError if the port is taken."""
         if self._carriage is not None:
-            self._router = Router([self._wrap(each) for each in self._carriage.transports], self._clock)
+            self._router = self._routing(self._carriage.transports, {})
             return
         names, absent = self._config.transports, {}
         self._reactors = [
@@ -148,7 +150,10 @@ class TransferAgent:
         self._wires = [transport for transport in transports if transport.name in ("rdma", "tcp")]
         for name, reason in absent.items():
             event(log, "transport absent", level=logging.WARNING, transport=name, reason=reason)
-        self._router = Router([self._wrap(transport) for transport in transports], self._clock, absent)
+        self._router = self._routing(transports, absent)
+
+    def _routing(self, transports: Sequence[Transport], absent: dict[str, str]) -> Router:
+        return Router(list(map(self._wrap, transports)), self._clock, absent, self._observers)
 
     async def close(self) -> None:
         """End every batch and grant, and release every segment."""
@@ -254,11 +259,11 @@ class TransferAgent:
         self,
         peer: PeerDescriptor,
         grant: Grant,
-        batch: TransferBatch,
+        pieces: Pieces,
         deadline_s: float | None = None,
         priority: Priority = Priority.FOREGROUND,
     ) -> None:
-        """Put ranges of our segments into the peer's, all of them, within `deadline_s` seconds.
+        """Put pieces of our segment into the peer's, all of them, within `deadline_s` seconds.
 
         When it returns, the bytes are in the peer's memory. When it raises, any part of
         them may be. Either way our memory is no longer read. `deadline_s`: from now;
@@ -270,47 +275,36 @@ class TransferAgent:
             TransferFailedError: the peer cannot be reached, or the deadline passed.
             ProtocolError: a range lies outside our segment or the grant.
         """
-        if self._carried_on(_WRITE, peer, grant, batch):
-            return
-        if not self._carried_now(_WRITE, peer, grant, batch):
-            await self._move(_WRITE, peer, grant, batch, deadline_s, priority)
-        elif self._is_late():
-            await asyncio.sleep(0)
+        await self._move(Operation.WRITE, peer, grant, pieces, deadline_s, priority)
 
     async def read(
         self,
         peer: PeerDescriptor,
         grant: Grant,
-        batch: TransferBatch,
+        pieces: Pieces,
         deadline_s: float | None = None,
         priority: Priority = Priority.FOREGROUND,
     ) -> None:
-        """Fetch ranges of the peer's segment into ours; otherwise as `write`.
+        """Fetch pieces of the peer's segment into ours; otherwise as `write`.
 
         When it has returned or raised, our memory is no longer written.
         """
-        if self._carried_on(_READ, peer, grant, batch):
-            return
-        if not self._carried_now(_READ, peer, grant, batch):
-            await self._move(_READ, peer, grant, batch, deadline_s, priority)
-        elif self._is_late():
-            await asyncio.sleep(0)
+        await self._move(Operation.READ, peer, grant, pieces, deadline_s, priority)
 
     async def read_summed(
         self,
         peer: PeerDescriptor,
         grant: Grant,
-        batch: TransferBatch,
+        pieces: Pieces,
         deadline_s: float | None = None,
         priority: Priority = Priority.FOREGROUND,
     ) -> Sequence[int]:
-        """`read` into host memory; return the checksum of what lies there for each request, in order.
+        """`read` into host memory; return the checksum of what lies there for each piece, in order.
 
         Cheaper than to sum afterwards where the transport has the bytes in its hands.
         """
-        pieces = await self._move(Operation.READ, peer, grant, batch, deadline_s, priority, wants_sums=True)
-        if pieces is None:
-            return ()
+        pieces = pieces.with_sums()
+        await self._move(Operation.READ, peer, grant, pieces, deadline_s, priority)
         return pieces.sums if pieces.sums is not None else await asyncio.to_thread(sums_of, pieces)
 
     def route(self, peer: PeerDescriptor, grant: Grant, device: int | None = None) -> Route:
@@ -319,57 +313,29 @@ class TransferAgent:
         Raises:
             TransferFailedError: nothing reaches it.
         """
-        return self._started().choose(peer, grant.segment_id, device)
+        route = self._started().choose(peer, grant.segment_id, device)
+        if route.transport == RdmaTransport.name and self._registrations is not None:
+            return replace(route, by=self._registrations.told(device))
+        return route
 
     def totals(self) -> tuple[Totals, ...]:
         """Return what each transport has carried since the start, for metrics."""
         return self._started().totals()
-
-    def _carried_on(
-        self, operation: Operation, peer: PeerDescriptor, grant: Grant, batch: TransferBatch
-    ) -> bool:
-        """Carry out one small request by the way that the one before left open, if it did."""
-        if (known := self._passages.get(grant.generation)) is None:
-            return False
-        passage, its_grant, its_peer = known
-        is_meant = its_grant is grant and its_peer is peer and grant.operation is operation
-        return is_meant and passage.carried(batch)
-
-    def _carried_now(
-        self, operation: Operation, peer: PeerDescriptor, grant: Grant, batch: TransferBatch
-    ) -> bool:
-        """Carry out one small request within the call, and leave the way open for those that follow it.
-
-        False: it is for `_move`. Coroutines, turns and timeouts take longer than its copy.
-        """
-        router, only = self._started(), batch.only
-        if only is None or only[1] > router.now_bytes or grant.operation is not operation:
-            return False
-        passage = router.open_now(peer, grant, batch.segment, self._ranges_of(grant))
-        if passage is None:
-            return False
-        # Whoever asks sees to it that what is kept here ends with the turn.
-        self._is_late()
-        self._passages[grant.generation] = passage, grant, peer
-        return passage.carried(batch)
 
     async def _move(
         self,
         operation: Operation,
         peer: PeerDescriptor,
         grant: Grant,
-        batch: TransferBatch,
+        pieces: Pieces,
         deadline_s: float | None,
         priority: Priority,
-        wants_sums: bool = False,
-    ) -> Pieces | None:
-        """Return what was moved; None: nothing was asked for."""
+    ) -> None:
         if grant.operation is not operation:
             raise ProtocolError(f"the grant is to {grant.operation.name}, not to {operation.name}")
-        if not batch.rows.shape[1]:
-            return None
-        pieces = plan_pieces(operation, self._ranges_of(grant), batch)
-        pieces.wants_sums = wants_sums
+        if not len(pieces):
+            return
+        require_allowed(self._ranges_of(grant), pieces)
         timeout_s = self._config.timeout_s if deadline_s is None else min(deadline_s, self._config.timeout_s)
         has_turn = self._turns.take()
         try:
@@ -384,10 +350,9 @@ class TransferAgent:
                 self._turns.give_back()
         if rest is None and self._is_late():
             await asyncio.sleep(0)
-        return pieces
 
     def _is_late(self) -> bool:
-        """Return whether this turn of the loop has had small batches for so long that it is others'."""
+        """Return whether this turn of the loop has had batches for so long that it is others'."""
         now_s = self._clock.now_s()
         if self._turn_begun_s is None:
             self._turn_begun_s = now_s
@@ -396,7 +361,6 @@ class TransferAgent:
 
     def _end_turn(self) -> None:
         self._turn_begun_s = None
-        self._passages.clear()
 
     async def _in_turn(self, work: Coroutine[Any, Any, None], priority: Priority) -> None:
         try:

@@ -1,22 +1,20 @@
-"""A transfer batch: many requests (source, target, length), one completion. Arrays from end to end.
+"""A transfer batch: many pieces (our offset, the peer's, length), one completion. Arrays from end to end.
 
 A GPU's link moves 16 KiB in 45 ns, in which Python makes no object. So a batch is three
 arrays, checked and merged as arrays, and a transport that can takes them as they are; the
-others slice them. Requests that are neighbours on both sides become one piece, because
-every transport pays for each piece and not only for its bytes. Pure.
+others slice them. Pieces that are neighbours on both sides become one, because every
+transport pays for each piece and not only for its bytes. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
 from base.checksum import checksum
 from base.errors import ProtocolError
-from base.grants import Operation
 from transfer.owned.ranges import Offsets, Ranges
 from transfer.owned.segment import Segment
 
@@ -30,62 +28,8 @@ class Priority(Enum):
     """What is saved and prefetched."""
 
 
-# A member looked up by its class takes 0.1 us (Python 3.11).
-_WRITE = Operation.WRITE
 _OUTSIDE_OURS = "a request's range is not in our segment"
 _OUTSIDE_GRANT = "a request's range is not in the grant"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TransferBatch:
-    """What to move. A write goes from our segment to the peer's, a read the other way.
-
-    `batch_of` makes one, from lists too.
-    """
-
-    segment: Segment
-    """Ours: the source of a write, the target of a read."""
-    rows: Offsets
-    """[3, requests]: source offset, bytes, target offset."""
-    length: int | None = None
-    """Bytes of each, where they are known to be alike."""
-    only: tuple[int, int, int] | None = None
-    """Source offset, bytes, target offset of the one request, where there is but one."""
-
-
-def batch_of(
-    segment: Segment,
-    source_offsets: Sequence[int] | Offsets,
-    target_offsets: Sequence[int] | Offsets,
-    length: int | Sequence[int] | Offsets,
-) -> TransferBatch:
-    """Return a batch over copies of what was given.
-
-    Arrays of int64 cost some microseconds for 4,096 requests, lists 300.
-
-    Args:
-        segment: Ours, on either side.
-        source_offsets: Where each request begins, in the segment that is read.
-        target_offsets: The same in the segment that is written.
-        length: Bytes of each request, or of all of them, which is cheaper to check.
-
-    Raises:
-        ValueError: the offsets are not equally many, or not numbers of 63 bits.
-    """
-    try:
-        sources, targets = np.asarray(source_offsets, np.int64), np.asarray(target_offsets, np.int64)
-        if sources.ndim != 1 or sources.shape != targets.shape:
-            raise ValueError(f"{sources.shape} sources and {targets.shape} targets")
-        rows = np.empty((3, len(sources)), np.int64)
-        rows[0], rows[1], rows[2] = sources, length, targets
-    except OverflowError as error:
-        raise ValueError("offsets and lengths are below 2**63") from error
-    only = None
-    if rows.shape[1] == 1:
-        # What many small batches one after the other would each take a microsecond for.
-        ((source,), (num_bytes,), (target,)) = rows.tolist()
-        only = source, num_bytes, target
-    return TransferBatch(segment, rows, length if isinstance(length, int) else None, only)
 
 
 Row = tuple[int, int, int]
@@ -93,22 +37,20 @@ Row = tuple[int, int, int]
 
 
 class Pieces:
-    """Runs of bytes that are contiguous on both sides, checked; at least one."""
+    """Runs of bytes, each contiguous on both sides. What a transport gets, `require_allowed` has checked."""
 
-    def __init__(
-        self, segment: Segment, numbers: Offsets, length: int | None = None, bits: int | None = None
-    ) -> None:
+    def __init__(self, segment: Segment, numbers: Offsets, length: int | None = None) -> None:
         """Nobody changes `numbers`.
 
         Args:
             numbers: [3, pieces]: offset in our segment, bytes, offset in the peer's.
             length: Bytes of each, where they are known to be alike.
-            bits: Every bit that is set in any of `numbers`, where that is known.
         """
         self.segment = segment
         self.numbers = numbers
         self.length = length
-        self.bits = bits
+        self.bits: int | None = None
+        """Every bit that is set in any of `numbers`, where that is known."""
         self.peer_bound: int | None = None
         """Where the grant ends, where that is known: none of them reaches beyond."""
         self.wants_sums = False
@@ -172,6 +114,12 @@ class Pieces:
         memory = self.segment.memory
         return [memory[offset : offset + length] for offset, _, length in self.rows()]
 
+    def with_sums(self) -> Pieces:
+        """Return the same, of which checksums are asked for."""
+        summed = Pieces(self.segment, self.numbers, self.length)
+        summed.wants_sums = True
+        return summed
+
     def chosen(self, rows: slice) -> Pieces:
         """Return some of them."""
         return Pieces(self.segment, self.numbers[:, rows])
@@ -222,44 +170,65 @@ class Pieces:
         return groups
 
 
-def plan_pieces(operation: Operation, allowed: Ranges, batch: TransferBatch) -> Pieces:
-    """Return the requests as pieces, in the order given.
+def pieces_of(
+    segment: Segment,
+    offsets: Sequence[int] | Offsets,
+    peer_offsets: Sequence[int] | Offsets,
+    length: int | Sequence[int] | Offsets,
+) -> Pieces:
+    """Return pieces over copies of what was given; nothing is checked against a grant yet.
+
+    Arrays of int64 cost some microseconds for 4,096 pieces, lists 300.
+
+    Args:
+        segment: Ours: the source of a write, the target of a read.
+        offsets: Where each piece begins in it.
+        peer_offsets: The same in the peer's segment.
+        length: Bytes of each piece, or of all of them, which is cheaper to check.
+
+    Raises:
+        ValueError: the offsets are not equally many, or not numbers of 63 bits.
+    """
+    try:
+        ours, theirs = np.asarray(offsets, np.int64), np.asarray(peer_offsets, np.int64)
+        if ours.ndim != 1 or ours.shape != theirs.shape:
+            raise ValueError(f"{ours.shape} offsets and {theirs.shape} at the peer")
+        numbers = np.empty((3, len(ours)), np.int64)
+        numbers[0], numbers[1], numbers[2] = ours, length, theirs
+    except OverflowError as error:
+        raise ValueError("offsets and lengths are below 2**63") from error
+    return Pieces(segment, numbers, length if isinstance(length, int) else None)
+
+
+def require_allowed(allowed: Ranges, pieces: Pieces) -> None:
+    """Check every piece before any of them is moved.
 
     Raises:
         ProtocolError: a range lies outside our segment or outside what the grant allows.
             The peer checks too; here the mistake has a stack trace.
     """
-    segment, length = batch.segment, batch.length
-    # Read backwards, rows say what the other side sees.
-    numbers = batch.rows if operation is _WRITE else batch.rows[::-1]
-    if numbers.shape[1] == 1:
-        pieces = Pieces(segment, numbers)
-        assert pieces.only is not None, "a batch of one request is one piece"
-        offset, peer_offset, num_bytes = pieces.only
-        if not 0 <= offset <= segment.num_bytes - num_bytes:
-            raise ProtocolError(_OUTSIDE_OURS)
-        if not allowed.covers_one(peer_offset, num_bytes):
-            raise ProtocolError(_OUTSIDE_GRANT)
-        return pieces
-    if length is not None:
+    num_bytes, length, numbers = pieces.segment.num_bytes, pieces.length, pieces.numbers
+    if pieces.only is not None:
+        offset, peer_offset, length = pieces.only
+        is_inside = 0 <= offset <= num_bytes - length
+        is_allowed = allowed.covers_one(peer_offset, length)
+    elif length is not None:
         our_bits, length_bits, peer_bits = np.bitwise_or.reduce(numbers, axis=1).tolist()
-        pieces = Pieces(segment, numbers, length, our_bits | length_bits | peer_bits)
+        pieces.bits = our_bits | length_bits | peer_bits
         # No number is larger than all their bits, and those of a negative one are negative.
-        room = segment.num_bytes - length
+        room = num_bytes - length
         is_inside = our_bits >= 0 and (our_bits <= room or int(np.maximum.reduce(numbers[0])) <= room)
         is_allowed = allowed.covers_equal(numbers[2], length, peer_bits)
     else:
-        pieces = Pieces(segment, numbers)
         ours, lengths, theirs = numbers
         is_inside = not np.count_nonzero(ours < 0)
-        is_inside = is_inside and not np.count_nonzero(lengths > segment.num_bytes - ours)
+        is_inside = is_inside and not np.count_nonzero(lengths > num_bytes - ours)
         is_allowed = allowed.covers(theirs, lengths)
     if not is_inside:
         raise ProtocolError(_OUTSIDE_OURS)
     if not is_allowed:
         raise ProtocolError(_OUTSIDE_GRANT)
     pieces.peer_bound = allowed.end
-    return pieces
 
 
 def sums_of(pieces: Pieces) -> list[int]:

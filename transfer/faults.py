@@ -29,7 +29,7 @@ from base.errors import ServeError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
 from transfer.batch import Pieces, Priority
 from transfer.owned import segment as segments
-from transfer.transport import Opening, Passage, Transport
+from transfer.transport import Transport
 
 
 class Fault(Enum):
@@ -68,17 +68,6 @@ class FaultyTransport:
 
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         return self._inner.refusal_or_none(peer, segment_id, device)
-
-    def way(self, device: int | None) -> str:
-        return self._inner.way(device)
-
-    @property
-    def now_bytes(self) -> int:
-        """None: a fault takes time."""
-        return 0
-
-    def open_now(self, wanted: Opening) -> Passage | None:
-        return None
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         fault = self._choose()

@@ -11,16 +11,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from base.clock import Clock
 from base.errors import TransferFailedError
 from base.grants import Grant, PeerDescriptor
 from base.logs import event
 from transfer.batch import Pieces, Priority
-from transfer.owned.ranges import Ranges
-from transfer.owned.segment import Segment
-from transfer.transport import MEASURED_FROM_BYTES, Opening, Passage, Route, Tally, Totals, Transport
+from transfer.transport import (
+    MEASURED_FROM_BYTES,
+    Route,
+    Tally,
+    Totals,
+    TransferFacts,
+    TransferObserver,
+    Transport,
+)
 
 PRIOR_BYTES_PER_S = {
     "cuda_ipc": 300e9,
@@ -62,20 +67,23 @@ class Router:
     """Owns the transports and what is known of each path. One event loop calls it."""
 
     def __init__(
-        self, transports: Sequence[Transport], clock: Clock, absent: Mapping[str, str] | None = None
+        self,
+        transports: Sequence[Transport],
+        clock: Clock,
+        absent: Mapping[str, str] | None = None,
+        observers: Sequence[TransferObserver] = (),
     ) -> None:
         """`absent`: why each configured transport that cannot work here cannot."""
+        self._observers = observers
         self._absent = dict(absent or {})
         self._transports = {transport.name: transport for transport in transports}
         self._clock = clock
-        self.now_bytes = max((transport.now_bytes for transport in transports), default=0)
-        """Requests of more are not for `open_now`, whatever the peer."""
         self._totals = {name: Tally() for name in self._transports}
         self._records: dict[tuple[str, str], _Record] = {}
         self._lately: dict[_Path, tuple[float, list[_Way]]] = {}
 
     def add(self, transport: Transport) -> None:
-        """Offer one more, which is not for `open_now`."""
+        """Offer one more."""
         self._transports[transport.name] = transport
         self._totals[transport.name] = Tally()
         self._lately.clear()
@@ -88,26 +96,10 @@ class Router:
             raise TransferFailedError(f"nothing reaches {peer.node_id}: {reasons or 'no transport'}")
         record = self._record(peer, names[0])
         reason = "the fastest that reaches it" if self._is_rested(record) else "all failed lately"
-        if way := self._transports[names[0]].way(device):
-            reason += f", by {way}"
         for other in names[1:]:
             is_rested = self._is_rested(self._record(peer, other))
             refused.append((other, "slower" if is_rested else "failed lately"))
         return Route(names[0], reason, record.bytes_per_s, tuple(refused))
-
-    def open_now(self, peer: PeerDescriptor, grant: Grant, ours: Segment, allowed: Ranges) -> Passage | None:
-        """Return a way for small batches of a grant, if the best transport has one; raises as `move`."""
-        ways = self._ways(peer, grant.segment_id, ours.device)
-        transport, record, tally = ways[0]
-        wanted = Opening(peer, grant, ours, allowed, tally, partial(_measured, record))
-        try:
-            passage = transport.open_now(wanted)
-        except TransferFailedError as error:
-            self._failed(ways, ways[0], error)
-            return None
-        if passage is not None:
-            record.failures = 0
-        return passage
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         """Carry out one batch; raises as `Transport.move`.
@@ -118,15 +110,20 @@ class Router:
         num_bytes = pieces.num_bytes
         ways = self._ways(peer, grant.segment_id, pieces.segment.device)
         for way in ways:
-            transport, record, totals = way
-            begun_s = self._clock.now_s() if num_bytes >= MEASURED_FROM_BYTES else 0.0
+            batch = TransferFacts(peer.node_id, way[0].name, grant, num_bytes)
+            for observer in self._observers:
+                observer.begun(batch)
+            begun_s = self._clock.now_s()
             try:
-                await transport.move(peer, grant, pieces, priority)
-            except TransferFailedError as error:
+                await way[0].move(peer, grant, pieces, priority)
+            except BaseException as error:
+                self._ended(batch, self._clock.now_s() - begun_s, error)
+                if not isinstance(error, TransferFailedError):
+                    raise
                 self._failed(ways, way, error)
-                continue
-            self._arrived(record, totals, num_bytes, begun_s)
-            return
+            else:
+                self._arrived(way, batch, self._clock.now_s() - begun_s)
+                return
 
     def totals(self) -> tuple[Totals, ...]:
         """Return what each transport has carried since the start."""
@@ -139,12 +136,18 @@ class Router:
         for transport in self._transports.values():
             await transport.close()
 
-    def _arrived(self, record: _Record, totals: Tally, num_bytes: int, begun_s: float) -> None:
+    def _arrived(self, way: _Way, batch: TransferFacts, seconds: float) -> None:
+        _, record, totals = way
         record.failures = 0
         totals.batches += 1
-        totals.num_bytes += num_bytes
-        if num_bytes >= MEASURED_FROM_BYTES:
-            _measured(record, num_bytes, self._clock.now_s() - begun_s)
+        totals.num_bytes += batch.num_bytes
+        if batch.num_bytes >= MEASURED_FROM_BYTES and seconds > 0:
+            record.bytes_per_s += _WEIGHT * (batch.num_bytes / seconds - record.bytes_per_s)
+        self._ended(batch, seconds, None)
+
+    def _ended(self, batch: TransferFacts, seconds: float, error: BaseException | None) -> None:
+        for observer in self._observers:
+            observer.ended(batch, seconds, error)
 
     def _failed(self, ways: list[_Way], way: _Way, error: TransferFailedError) -> None:
         """Count a failure; raise it if there is no other way."""
@@ -198,8 +201,3 @@ class Router:
         if record is None or record.epoch != peer.epoch:
             record = self._records[key] = _Record(peer.epoch, PRIOR_BYTES_PER_S[name])
         return record
-
-
-def _measured(record: _Record, num_bytes: int, seconds: float) -> None:
-    if seconds > 0:
-        record.bytes_per_s += _WEIGHT * (num_bytes / seconds - record.bytes_per_s)

@@ -21,8 +21,7 @@ import numpy as np
 from base.grants import Grant, Operation, PeerDescriptor, RankGrant
 from base.kv_layout import KvLayout, KvPart, part_runs
 from transfer.agent import TransferAgent
-from transfer.batch import Priority, batch_of
-from transfer.owned.ranges import Offsets
+from transfer.batch import Pieces, Priority, pieces_of
 from transfer.owned.segment import Segment
 
 
@@ -136,9 +135,7 @@ class LocalShard:
         self._layer_parts = tuple(layer_parts)
 
     async def write(self, move: BlockMove) -> None:
-        ours, theirs, length = self._runs(move)
-        batch = batch_of(self._segment, ours, theirs, length)
-        await self._agent.write(move.peer, move.grant, batch, move.deadline_s, move.priority)
+        await self._agent.write(move.peer, move.grant, self._pieces(move), move.deadline_s, move.priority)
 
     async def read(self, move: BlockMove, on_arrived: OnArrived | None = None) -> None:
         if on_arrived is None:
@@ -151,9 +148,7 @@ class LocalShard:
             on_arrived(index)
 
     async def _read(self, move: BlockMove) -> None:
-        ours, theirs, length = self._runs(move)
-        batch = batch_of(self._segment, theirs, ours, length)
-        await self._agent.read(move.peer, move.grant, batch, move.deadline_s, move.priority)
+        await self._agent.read(move.peer, move.grant, self._pieces(move), move.deadline_s, move.priority)
 
     async def sums(self, block_ids: Sequence[int], part: KvPart) -> list[int]:
         return await self._sums(block_ids, part.within(self.part))
@@ -171,10 +166,10 @@ class LocalShard:
     async def revoke(self, grant: Grant) -> None:
         await self._agent.revoke(grant)
 
-    def _runs(self, move: BlockMove) -> tuple[Offsets, Offsets, int]:
-        """Return where the runs of bytes are here and at the peer, and how long each is."""
+    def _pieces(self, move: BlockMove) -> Pieces:
+        """Return the runs of bytes that the blocks are, here and at the peer."""
         runs = part_runs(self._layout, move.part, self.part, move.peer_part)
         starts = np.array(move.block_ids, np.int64) * self._layout.block_bytes
         ours = starts[:, None] + np.array(runs.source_offsets, np.int64)
         theirs = np.array(move.offsets, np.int64)[:, None] + np.array(runs.target_offsets, np.int64)
-        return ours.ravel(), theirs.ravel(), runs.length
+        return pieces_of(self._segment, ours.ravel(), theirs.ravel(), runs.length)

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from base.grants import Endpoint, Grant, PeerDescriptor
-from transfer.batch import Pieces, Priority, TransferBatch
-from transfer.owned.ranges import Ranges
-from transfer.owned.segment import Segment
+from transfer.batch import Pieces, Priority
 
 MEASURED_FROM_BYTES = 1 << 20
 """A smaller batch measures latency and not bandwidth."""
@@ -31,31 +29,6 @@ class Tally:
     batches: int = 0
     num_bytes: int = 0
     failures: int = 0
-
-
-class Opening(NamedTuple):
-    """What a passage is wanted for."""
-
-    peer: PeerDescriptor
-    grant: Grant
-    ours: Segment
-    allowed: Ranges
-    """By the grant."""
-    tally: Tally
-    """Counts what goes through."""
-    measured: Callable[[int, float], None]
-    """Is told (bytes, seconds) of what is large enough to measure the way by."""
-
-
-class Passage(Protocol):
-    """A way that is open for a moment, for small batches of one grant and one segment of ours."""
-
-    def carried(self, batch: TransferBatch) -> bool:
-        """Carry out a batch before returning; raises as `Transport.move`.
-
-        False: nothing was done; the passage is closed by now, or this is no batch of one small request.
-        """
-        ...
 
 
 class Transport(Protocol):
@@ -73,19 +46,6 @@ class Transport(Protocol):
         """
         ...
 
-    def way(self, device: int | None) -> str:
-        """Return, in a line, by what of this host memory on `device` goes, and why; empty: one way."""
-        return ""
-
-    @property
-    def now_bytes(self) -> int:
-        """The most bytes of a request that `open_now` is asked for."""
-        return 0
-
-    def open_now(self, wanted: Opening) -> Passage | None:
-        """Return a way that small batches take within a call; raises as `move`. None: `move` is for all."""
-        return None
-
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         """Carry out the grant's operation on every piece.
 
@@ -101,6 +61,28 @@ class Transport(Protocol):
     async def close(self) -> None:
         """Fail what is under way and give everything back."""
         ...
+
+
+@dataclass(slots=True, eq=False)
+class TransferFacts:
+    """One batch on one transport: what an observer is notified of. Equal to itself alone."""
+
+    peer: str
+    """The node that it goes to or comes from."""
+    transport: str
+    grant: Grant
+    num_bytes: int
+
+
+class TransferObserver:
+    """Is notified of batches where they happen, in the event loop; raises nothing. A batch that one transport
+    fails and the next takes is two of them."""
+
+    def begun(self, batch: TransferFacts) -> None:
+        """Note that a transport has been given the batch."""
+
+    def ended(self, batch: TransferFacts, seconds: float, error: BaseException | None) -> None:
+        """Note that the transport has done with it. `error`: what it raised, a cancellation too."""
 
 
 class Carriage(Protocol):
@@ -129,6 +111,8 @@ class Route:
     """Measured to this peer by this transport; its prior before the first batch."""
     refused: tuple[tuple[str, str], ...]
     """(transport, why not) for each that was not taken."""
+    by: str = ""
+    """What of this host the bytes go by, and why, where there is a choice."""
 
 
 @dataclass(frozen=True, slots=True)

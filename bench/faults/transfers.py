@@ -21,7 +21,7 @@ from base.config import TransferConfig
 from base.errors import ServeError, StaleError, TransferFailedError
 from base.grants import Operation
 from transfer.agent import TransferAgent
-from transfer.batch import batch_of
+from transfer.batch import pieces_of
 from transfer.faults import Fault, FaultyTransport
 from transfer.owned.grant import NUM_SLOTS
 from transfer.transport import Transport
@@ -81,7 +81,7 @@ class Pair:
             self.ours.memory[source : source + BLOCK] = rng.randbytes(BLOCK)
         sums = [checksum(self.ours.memory[source : source + BLOCK]) for source in sources]
         grant = self.owner.grant(self.theirs, targets, BLOCK, Operation.WRITE, LEASE_S)
-        batch = batch_of(self.ours, sources, targets, BLOCK)
+        batch = pieces_of(self.ours, sources, targets, BLOCK)
         try:
             await self.asker.write(self.owner.descriptor, grant, batch)
         except TransferFailedError:

@@ -15,7 +15,7 @@ from base.grants import Grant, Operation
 from tests.transfer.peer_process import allocated
 from tests.transfer.remote_peer import RemotePeer
 from transfer.agent import TransferAgent
-from transfer.batch import Priority, TransferBatch, batch_of
+from transfer.batch import Pieces, Priority, pieces_of
 from transfer.owned.segment import Segment
 
 TO_GPU, BETWEEN_GPUS = "tcp to a GPU", "tcp between GPUs"
@@ -69,8 +69,8 @@ def config_of(transport: str) -> TransferConfig:
     return TransferConfig(transports=(transport.split()[0],))
 
 
-def same_place(segment: Segment, offsets: tuple[int, ...], length: int = BLOCK) -> TransferBatch:
-    return batch_of(segment, offsets, offsets, length)
+def same_place(segment: Segment, offsets: tuple[int, ...], length: int = BLOCK) -> Pieces:
+    return pieces_of(segment, offsets, offsets, length)
 
 
 async def test_written_bytes_are_in_the_peers_memory_on_return(
@@ -88,7 +88,7 @@ async def test_scattered_blocks_land_where_they_were_sent_and_nowhere_else(
     places = OFFSETS[1::3]
     grant = peer.grant(target, places, BLOCK)
     ends = list(zip(OFFSETS, reversed(places), strict=False))
-    await agent.write(peer.descriptor, grant, batch_of(source, *zip(*ends, strict=True), BLOCK))
+    await agent.write(peer.descriptor, grant, pieces_of(source, *zip(*ends, strict=True), BLOCK))
     expected = bytearray(b"\7" * NUM_BLOCKS * BLOCK)
     for ours, theirs in ends:
         expected[theirs : theirs + BLOCK] = source.memory[ours : ours + BLOCK]
@@ -116,7 +116,7 @@ async def test_a_summed_read_tells_the_checksum_of_each_request_as_it_lies_there
     grant = peer.grant(target, OFFSETS, BLOCK, Operation.READ)
     odd, end = (16, 58 * BLOCK + 32) if transport in (TO_GPU, BETWEEN_GPUS) else (1, 58 * BLOCK + 3)
     starts, lengths = [0, BLOCK, 5 * BLOCK + odd, 8 * BLOCK], [BLOCK, BLOCK, 77 * odd, end - 8 * BLOCK]
-    sums = await agent.read_summed(peer.descriptor, grant, batch_of(source, starts, starts, lengths))
+    sums = await agent.read_summed(peer.descriptor, grant, pieces_of(source, starts, starts, lengths))
     ends = zip(starts, lengths, strict=True)
     assert list(sums) == [checksum(sent[start : start + length]) for start, length in ends]
     assert source.memory[8 * BLOCK : end] == sent[8 * BLOCK : end]
@@ -129,7 +129,7 @@ async def test_odd_lengths_and_places_arrive_whole(
     if transport in (TO_GPU, BETWEEN_GPUS):
         pytest.skip("a GPU's copies are of multiples of 16 bytes")
     grant = peer.grant(target, (3 * BLOCK + 1,), BLOCK)
-    await agent.write(peer.descriptor, grant, batch_of(source, [5], [3 * BLOCK + 1], length))
+    await agent.write(peer.descriptor, grant, pieces_of(source, [5], [3 * BLOCK + 1], length))
     assert peer.checksum(target, 3 * BLOCK + 1, length) == checksum(source.memory[5 : 5 + length])
 
 
@@ -283,7 +283,7 @@ async def test_a_cancelled_read_writes_nothing_into_our_memory_afterwards(
     other = peer.grant(target, OFFSETS[:1], BLOCK, Operation.READ)
     spare = agent.allocate(BLOCK)
     for _ in range(4):
-        await agent.read(peer.descriptor, other, batch_of(spare, [0], [0], BLOCK))
+        await agent.read(peer.descriptor, other, pieces_of(spare, [0], [0], BLOCK))
     assert set(source.memory) == {2}
 
 

@@ -10,7 +10,7 @@ from base.messages import Failed, Reserve, Reserved, Start, Tokens
 from base.request import FinishReason
 from decode_node.role import DecodeRole
 from tests.node_parts import LAYOUT, NUM_BLOCKS, parts, work
-from transfer.batch import batch_of
+from transfer.batch import pieces_of
 from transfer.shard import NodeKv
 
 
@@ -23,7 +23,7 @@ async def write_kv(writer, owner, grant):
     """Write something into every granted block; return the checksums."""
     segment = writer.agent.allocate(len(grant.offsets) * grant.length)
     segment.memory[:] = bytes(index % 251 for index in range(segment.memory.nbytes))
-    batch = batch_of(segment, range(0, segment.num_bytes, grant.length), grant.offsets, grant.length)
+    batch = pieces_of(segment, range(0, segment.num_bytes, grant.length), grant.offsets, grant.length)
     await writer.agent.write(owner.agent.descriptor, grant, batch, 5.0)
     return tuple(
         checksum(segment.memory[start : start + grant.length])

@@ -35,8 +35,6 @@ class _Transport:
             return self._inner.refusal_or_none(peer, segment_id, device)
         return None if self._peers.mapped(peer).board.shows(segment_id, on_device=False) else "no host memory"
 
-    now_bytes = 0
-
     async def move(self, peer, grant, pieces, priority):
         if pieces.segment.device is None:
             await self._inner.move(peer, grant, pieces, priority)

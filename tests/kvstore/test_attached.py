@@ -8,7 +8,7 @@ from base.messages import Failed, Lend, Lent, Release
 from kvstore.attached import AttachedStore, storage_info
 from kvstore.context import private_segment
 from tests.kvstore.cluster import BLOCK_BYTES, bytes_of, chain_of, running_cluster, save
-from transfer.batch import batch_of
+from transfer.batch import pieces_of
 
 
 class Attached:
@@ -63,7 +63,7 @@ async def test_what_it_lends_is_read_by_another_until_the_release(pair):
     assert isinstance(lent, Lent)
     reader = await cluster.agent("reader")
     into = private_segment(3 * BLOCK_BYTES)
-    batch = batch_of(into, lent.grant.offsets, range(0, into.num_bytes, BLOCK_BYTES), BLOCK_BYTES)
+    batch = pieces_of(into, range(0, into.num_bytes, BLOCK_BYTES), lent.grant.offsets, BLOCK_BYTES)
     await reader.read(attached.node.member.peer, lent.grant, batch)
     assert bytes(into.memory) == b"".join(bytes_of(name) for name in chain_of("abcd")[1:])
     assert attached.work.heartbeat().num_held_blocks == 4

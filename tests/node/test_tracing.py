@@ -10,12 +10,13 @@ from base.messages import Failed, Prefill, Prefilled, PrefillTimes, Release, Res
 from base.metrics import NodeMetrics, process_registry, samples_of
 from base.metrics import exposition as text_of
 from base.request import FinishReason, SampledToken
-from node.metrics import CountedTransport
-from node.tracing import NodeTracing, RequestSpans, TracedTransport
+from node.metrics import TransferMetrics
+from node.tracing import NodeTracing, RequestSpans, TransferSpans
 from tests.node.recorded_spans import RecordedTracer
 from tests.node_parts import work
 from tests.transfer.test_router import GRANT, PEER, PIECES, Stub
 from transfer.batch import Priority
+from transfer.router import Router
 
 TOKEN = SampledToken(1)
 
@@ -118,17 +119,18 @@ async def test_a_transfer_is_counted_and_is_a_span_of_its_prefill(error):
     spans = RequestSpans(tracer)
     stub = Stub("shm", clock, seconds=0.5)
     stub.error = error
-    transport = TracedTransport(CountedTransport(stub, NodeMetrics(registry), clock), spans.below, tracer)
+    observers = [TransferMetrics(NodeMetrics(registry)), TransferSpans(spans.below, tracer)]
+    router = Router([stub], clock, observers=observers)
     spans.received([prefill()])
     for _ in range(2):
         if error is None:
-            await transport.move(PEER, GRANT, PIECES, Priority.FOREGROUND)
+            await router.move(PEER, GRANT, PIECES, Priority.FOREGROUND)
         else:
             with pytest.raises(TransferFailedError):
-                await transport.move(PEER, GRANT, PIECES, Priority.FOREGROUND)
+                await router.move(PEER, GRANT, PIECES, Priority.FOREGROUND)
     transfers = [span for span in tracer.spans if span.name == "transfer"]
     assert {span.parent for span in transfers} == {tracer.one("prefill").traceparent}
-    assert {span.ended for span in transfers} == {"" if error is None else "not finished"}
+    assert {span.ended for span in transfers} == {"" if error is None else "TransferFailedError: cut"}
     assert transfers[0].told == {
         "transport": "shm",
         "operation": "write",
@@ -150,7 +152,7 @@ async def test_a_transfer_is_counted_and_is_a_span_of_its_prefill(error):
 async def test_where_nothing_is_traced_nothing_is_put_around_anything():
     tracing = NodeTracing(None)
     stub, sent = Stub("shm", ManualClock()), []
-    assert tracing.transport(stub) is stub
+    assert tracing.transfers() == []
     traced = tracing.of_conductor()
     assert traced.work(stub) is stub
     assert traced.send(sent.append) == sent.append

@@ -74,8 +74,6 @@ class Carriage:
     async def close(self):
         pass
 
-    now_bytes = 0
-
     async def move(self, peer, grant, pieces, priority):
         theirs, pieces = self.wires.peers[peer.address_or_none(NAME)], pieces.merged()
         if theirs.process.is_dead:

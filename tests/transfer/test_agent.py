@@ -15,7 +15,7 @@ from base.errors import ProtocolError, TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from tests.transfer.rdma.made_up_rails import FakeRail
 from transfer.agent import TransferAgent
-from transfer.batch import batch_of
+from transfer.batch import pieces_of
 from transfer.owned.board import MAX_SEGMENTS
 
 
@@ -45,7 +45,7 @@ async def test_private_memory_is_reached_over_tcp_where_shm_cannot() -> None:
         source.memory[:] = b"\7" * 100
         grant = owner.grant(target, (0,), 100, Operation.WRITE, 10.0)
         route = asker.route(owner.descriptor, grant)
-        await asker.write(owner.descriptor, grant, batch_of(source, [0], [0], 100))
+        await asker.write(owner.descriptor, grant, pieces_of(source, [0], [0], 100))
         assert route.transport == "tcp"
         assert "not shared" in dict(route.refused)["shm"]
         assert target.memory == source.memory
@@ -68,7 +68,7 @@ async def test_a_peer_that_nobody_listens_for_is_a_transfer_failure_at_once() ->
         source = started.allocate(10)
         grant = Grant(1, 1 << 16, Operation.WRITE, (0,), 10, 1.0)
         with pytest.raises(TransferFailedError, match="refused"):
-            await started.write(peer, grant, batch_of(source, [0], [0], 10))
+            await started.write(peer, grant, pieces_of(source, [0], [0], 10))
 
 
 async def test_a_peer_that_never_answers_fails_the_batch_at_its_deadline() -> None:
@@ -78,7 +78,7 @@ async def test_a_peer_that_never_answers_fails_the_batch_at_its_deadline() -> No
             source = started.allocate(10)
             grant = Grant(1, 1 << 16, Operation.WRITE, (0,), 10, 1.0)
             with pytest.raises(TransferFailedError, match="no end within"):
-                await started.write(peer, grant, batch_of(source, [0], [0], 10), deadline_s=0.05)
+                await started.write(peer, grant, pieces_of(source, [0], [0], 10), deadline_s=0.05)
 
 
 @pytest.mark.parametrize(("offsets", "length"), [((95,), 10), ((-1,), 5), ((), 5), ((0,), 0)])
@@ -95,7 +95,7 @@ async def test_a_grant_to_read_is_not_written_by() -> None:
         segment = owner.allocate(100)
         grant = owner.grant(segment, (0,), 100, Operation.READ, 10.0)
         with pytest.raises(ProtocolError):
-            await owner.write(owner.descriptor, grant, batch_of(segment, [0], [0], 100))
+            await owner.write(owner.descriptor, grant, pieces_of(segment, [0], [0], 100))
 
 
 @contextmanager
@@ -130,7 +130,7 @@ async def test_without_a_descriptor_a_new_peer_is_a_transfer_failure_that_says_w
     ):
         source, target = asker.allocate(10), owner.allocate(10)
         grant = owner.grant(target, (0,), 10, Operation.WRITE, 60.0)
-        batch, peer = batch_of(source, [0], [0], 10), owner.descriptor
+        batch, peer = pieces_of(source, [0], [0], 10), owner.descriptor
         with no_descriptor_left(), pytest.raises(TransferFailedError, match="Too many open files"):
             await asker.write(peer, grant, batch)
         await asker.write(peer, grant, batch)

@@ -6,47 +6,42 @@ import numpy as np
 import pytest
 
 from base.errors import ProtocolError
-from base.grants import Operation
-from transfer.batch import Pieces, TransferBatch, batch_of, plan_pieces
+from transfer.batch import Pieces, pieces_of, require_allowed
 from transfer.owned import segment as segments
 from transfer.owned.ranges import ranges_of, with_table
 
 OURS = segments.over(1, bytearray(1000))
 
 
-def planned(operation: Operation, offsets: tuple[int, ...], length: int, batch: TransferBatch) -> Pieces:
-    return plan_pieces(operation, ranges_of(offsets, length), batch)
+def checked(offsets: tuple[int, ...], length: int, pieces: Pieces) -> Pieces:
+    require_allowed(ranges_of(offsets, length), pieces)
+    return pieces
 
 
 def test_neighbours_on_both_sides_become_one_piece() -> None:
     targets = (100, 110, 120, 130)
-    pieces = planned(Operation.WRITE, targets, 10, batch_of(OURS, (0, 10, 20, 30), targets, 10))
+    pieces = checked(targets, 10, pieces_of(OURS, (0, 10, 20, 30), targets, 10))
     assert list(pieces.merged().rows()) == [(0, 100, 40)]
 
 
 def test_neighbours_on_one_side_only_stay_apart() -> None:
-    pieces = planned(Operation.WRITE, (100, 200), 10, batch_of(OURS, (0, 10), (100, 200), 10))
+    pieces = checked((100, 200), 10, pieces_of(OURS, (0, 10), (100, 200), 10))
     assert list(pieces.merged().rows()) == [(0, 100, 10), (10, 200, 10)]
 
 
 def test_runs_between_gaps_become_one_piece_each() -> None:
     sources, targets = (0, 10, 30, 40, 60), (100, 110, 120, 130, 200)
-    pieces = planned(Operation.WRITE, (100, 110, 120, 130, 200), 10, batch_of(OURS, sources, targets, 10))
+    pieces = checked((100, 110, 120, 130, 200), 10, pieces_of(OURS, sources, targets, 10))
     assert list(pieces.merged().rows()) == [(0, 100, 20), (30, 120, 20), (60, 200, 10)]
     pieces.wants_sums = True
     assert len(pieces.merged()) == len(sources), "a checksum is of one request"
 
 
-def test_a_read_puts_into_our_segment_what_lies_at_the_source() -> None:
-    pieces = planned(Operation.READ, (500,), 10, batch_of(OURS, [500], [20], 10))
-    assert list(pieces.rows()) == [(20, 500, 10)]
-
-
 def test_a_batch_keeps_what_it_was_given_when_the_callers_arrays_change() -> None:
     offsets = np.array([0, 100])
-    batch = batch_of(OURS, offsets, offsets, 10)
+    batch = pieces_of(OURS, offsets, offsets, 10)
     offsets[:] = 999
-    assert list(planned(Operation.WRITE, (0, 100), 10, batch).rows()) == [(0, 0, 10), (100, 100, 10)]
+    assert list(checked((0, 100), 10, batch).rows()) == [(0, 0, 10), (100, 100, 10)]
 
 
 @pytest.mark.parametrize(
@@ -59,10 +54,10 @@ def test_a_range_outside_segment_or_grant_is_refused_here(
     source: int, target: int, length: int, others: int, is_alike: bool
 ) -> None:
     lengths = length if is_alike else [length] + [10] * others
-    batch = batch_of(OURS, [source] + [50] * others, [target] + [100] * others, lengths)
+    batch = pieces_of(OURS, [source] + [50] * others, [target] + [100] * others, lengths)
     for allowed in (ranges_of((100,), 10), with_table(ranges_of((100,), 10))):
         with pytest.raises(ProtocolError):
-            plan_pieces(Operation.WRITE, allowed, batch)
+            require_allowed(allowed, batch)
 
 
 def test_requests_of_one_length_are_planned_as_any_others() -> None:
@@ -78,7 +73,8 @@ def test_requests_of_one_length_are_planned_as_any_others() -> None:
             outcomes = []
             for lengths in (length, [length] * len(targets)):
                 try:
-                    pieces = plan_pieces(Operation.WRITE, allowed, batch_of(OURS, sources, targets, lengths))
+                    pieces = pieces_of(OURS, sources, targets, lengths)
+                    require_allowed(allowed, pieces)
                     outcomes.append(list(pieces.rows()))
                 except ProtocolError as error:
                     outcomes.append(str(error))
@@ -89,14 +85,14 @@ def test_requests_of_one_length_are_planned_as_any_others() -> None:
     ("sources", "targets", "length"), [((0, 1), (0,), 1), ((0,), (0,), (1, 2)), ((1 << 63,), (0,), 1)]
 )
 def test_what_is_no_list_of_requests_is_a_value_error(sources, targets, length) -> None:
-    with pytest.raises(ValueError, match=r"sources|below|broadcast"):
-        batch_of(OURS, sources, targets, length)
+    with pytest.raises(ValueError, match=r"offsets|below|broadcast"):
+        pieces_of(OURS, sources, targets, length)
 
 
 def whole(rng: random.Random) -> Pieces:
     starts = [start * 10 for start in rng.sample(range(100), 40)]
-    batch = batch_of(OURS, starts, starts, 10)
-    return planned(Operation.WRITE, tuple(range(0, 1000, 10)), 10, batch).merged()
+    batch = pieces_of(OURS, starts, starts, 10)
+    return checked(tuple(range(0, 1000, 10)), 10, batch).merged()
 
 
 def moved(pieces: Pieces) -> list[int]:

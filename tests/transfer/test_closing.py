@@ -13,7 +13,7 @@ from base.grants import Operation
 from tests.transfer.gpu.fake_device import device_memory
 from tests.transfer.rdma.made_up_rails import FakeRail
 from transfer.agent import TransferAgent
-from transfer.batch import batch_of
+from transfer.batch import pieces_of
 from transfer.tcp.reactor import Reactor
 
 NUM_BYTES = 32 << 20
@@ -53,7 +53,7 @@ async def test_batches_under_way_and_those_that_follow_end_when_the_agent_closes
 
         async def move_on() -> None:
             while True:
-                await move(owner.descriptor, grant, batch_of(ours, [0], [0], NUM_BYTES))
+                await move(owner.descriptor, grant, pieces_of(ours, [0], [0], NUM_BYTES))
 
         moving = [asyncio.ensure_future(move_on()) for _ in range(NUM_TASKS)]
         for _ in range(num_turns):

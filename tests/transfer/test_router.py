@@ -1,16 +1,17 @@
 """Which transport a batch takes, and what happens when one fails."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
 from base.clock import ManualClock
 from base.errors import StaleError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
-from transfer.batch import Pieces, Priority, batch_of
+from transfer.batch import Pieces, Priority
 from transfer.owned import segment as segments
-from transfer.owned.ranges import ranges_of
-from transfer.router import COOLDOWN_S, PRIOR_BYTES_PER_S, RANKED_FOR_S, Router
-from transfer.transport import MEASURED_FROM_BYTES, Opening
+from transfer.router import COOLDOWN_S, RANKED_FOR_S, Router
+from transfer.transport import MEASURED_FROM_BYTES, TransferFacts, TransferObserver
 
 PEER = PeerDescriptor("peer", 1, ())
 GRANT = Grant(5, 1, Operation.WRITE, (0,), MEASURED_FROM_BYTES, 1.0)
@@ -25,28 +26,13 @@ class Stub:
         self.clock = clock
         self.seconds = seconds
         self.refusal: str | None = None
-        self.path = ""
         self.error: Exception | None = None
-        self.now_bytes = 0
         self.moves = 0
 
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         return self.refusal
 
-    def way(self, device: int | None) -> str:
-        return self.path
-
-    def open_now(self, wanted: Opening):
-        if self.error is not None:
-            raise self.error
-        if not self.now_bytes:
-            return None
-        return StubPassage(self, wanted)
-
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
-        self._moved()
-
-    def _moved(self) -> None:
         self.moves += 1
         self.clock.advance(self.seconds)
         if self.error is not None:
@@ -84,13 +70,6 @@ def test_the_faster_of_two_is_taken_and_the_others_are_told_why_not(router: Rout
     route = router.choose(PEER, 5)
     assert route.transport == "shm"
     assert dict(route.refused) == {"rdma": "no device", "tcp": "slower"}
-
-
-def test_a_route_says_by_what_of_this_host_it_goes(router: Router, shm: Stub) -> None:
-    shm.path = "a (same NUMA node)"
-    assert router.choose(PEER, 5).reason == "the fastest that reaches it, by a (same NUMA node)"
-    shm.refusal = "private memory"
-    assert router.choose(PEER, 5).reason == "the fastest that reaches it"
 
 
 def test_what_does_not_reach_the_segment_is_passed_over(router: Router, shm: Stub) -> None:
@@ -160,51 +139,40 @@ async def test_a_refusal_by_the_owner_is_not_taken_elsewhere(router: Router, shm
     assert tcp.moves == 0
 
 
+class Watcher(TransferObserver):
+    def __init__(self) -> None:
+        self.under_way: list[TransferFacts] = []
+        self.over: list[tuple[str, str, int, float, str]] = []
+
+    def begun(self, batch: TransferFacts) -> None:
+        self.under_way.append(batch)
+
+    def ended(self, batch: TransferFacts, seconds: float, error: BaseException | None) -> None:
+        self.under_way.remove(batch)
+        self.over.append((batch.peer, batch.transport, batch.num_bytes, seconds, type(error).__name__))
+
+
+async def test_an_observer_is_notified_of_each_transport_that_a_batch_was_given_to(
+    shm: Stub, tcp: Stub, clock: ManualClock
+) -> None:
+    watcher = Watcher()
+    router = Router([tcp, shm], clock, observers=[watcher])
+    shm.seconds, shm.error = 0.5, TransferFailedError("broken")
+    tcp.seconds, tcp.error = 0.25, asyncio.CancelledError()
+    with pytest.raises(asyncio.CancelledError):
+        await send(router)
+    tcp.error = None
+    await send(router)
+    assert not watcher.under_way
+    assert watcher.over == [
+        ("peer", "shm", MEASURED_FROM_BYTES, 0.5, "TransferFailedError"),
+        ("peer", "tcp", MEASURED_FROM_BYTES, 0.25, "CancelledError"),
+        ("peer", "tcp", MEASURED_FROM_BYTES, 0.25, "NoneType"),
+    ]
+
+
 async def test_totals_count_what_was_carried_and_what_failed(router: Router, shm: Stub) -> None:
     shm.error = TransferFailedError("broken")
     await send(router)
     totals = {each.transport: (each.batches, each.num_bytes, each.failures) for each in router.totals()}
     assert totals == {"tcp": (1, MEASURED_FROM_BYTES, 0), "shm": (0, 0, 1)}
-
-
-class StubPassage:
-    def __init__(self, transport: Stub, wanted: Opening) -> None:
-        self.transport, self.wanted = transport, wanted
-
-    def carried(self, batch):
-        self.transport._moved()
-        self.wanted.tally.batches += 1
-        self.wanted.measured(MEASURED_FROM_BYTES, 1.0)
-        return True
-
-
-def send_now(router: Router) -> bool:
-    allowed = ranges_of((0,), MEASURED_FROM_BYTES)
-    passage = router.open_now(PEER, GRANT, PIECES.segment, allowed)
-    return passage is not None and passage.carried(batch_of(PIECES.segment, [0], [0], MEASURED_FROM_BYTES))
-
-
-async def test_a_small_batch_is_over_at_once_where_its_transport_can_and_is_counted_as_any(
-    router: Router, shm: Stub, tcp: Stub
-) -> None:
-    assert not send_now(router)
-    shm.now_bytes = MEASURED_FROM_BYTES
-    assert send_now(router)
-    assert (shm.moves, tcp.moves) == (1, 0)
-    assert [each.batches for each in router.totals()] == [0, 1]
-    assert router.choose(PEER, 5).bytes_per_s != PRIOR_BYTES_PER_S["shm"]
-
-
-async def test_a_small_batch_whose_transport_fails_goes_on_by_the_next_or_raises(
-    router: Router, shm: Stub, tcp: Stub, clock: ManualClock
-) -> None:
-    shm.now_bytes, shm.error = MEASURED_FROM_BYTES, TransferFailedError("broken")
-    assert not send_now(router)
-    await send(router)
-    assert (shm.moves, tcp.moves) == (0, 1)
-    alone = Router([shm], clock)
-    with pytest.raises(TransferFailedError, match="broken"):
-        send_now(alone)
-    shm.error = StaleError("revoked")
-    with pytest.raises(StaleError):
-        send_now(alone)

@@ -37,7 +37,7 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -190,7 +190,6 @@ class PeerBoard:
         self._digest_of = functools.lru_cache(256)(digest_of)
         self._holds: dict[int, int] = {}
         self._holds_lock = threading.Lock()
-        self._kept: dict[int, Grant] = {}
 
     @property
     def pid(self) -> int:
@@ -243,8 +242,7 @@ class PeerBoard:
             self._require_posted(grant, at)
 
     def close(self) -> None:
-        """Unmap everything. Nothing may be held but by `keep`."""
-        self.let_go_kept()
+        """Unmap everything. Nothing may be held."""
         self._spans.clear()
         self._segments.clear()
         os.close(self._fd)
@@ -273,34 +271,6 @@ class PeerBoard:
         except BaseException:
             self.let_go(grant)
             raise
-
-    def keep(self, grant: Grant) -> None:
-        """Do as `hold`, for the event loop, until its next turn; raises as `hold`."""
-        # The same object says the same, and was compared with what is posted when it was held.
-        if self._kept.get(grant.generation) is grant:
-            self.require_live(grant)
-            return
-        self.hold(grant)
-        if grant.generation in self._kept:
-            self.let_go(grant)
-            return
-        if not self._kept:
-            asyncio.get_running_loop().call_soon(self.let_go_kept)
-        self._kept[grant.generation] = grant
-
-    def kept(self) -> Mapping[int, Grant]:
-        """Return what is kept at the moment, by generation: a view that goes on telling."""
-        return self._kept
-
-    def generation_of(self, grant: Grant) -> tuple[memoryview, int]:
-        """Return where the generation of a grant that is kept stands for as long as it is live."""
-        return self._words, _SLOTS_AT + 4 * (grant.generation & _SLOT_MASK)
-
-    def let_go_kept(self) -> None:
-        """End every `keep`. The event loop does so at its next turn."""
-        for grant in self._kept.values():
-            self.let_go(grant)
-        self._kept.clear()
 
     def let_go(self, grant: Grant) -> None:
         """End one `hold`."""

@@ -171,10 +171,6 @@ class Pairing:
         """Whether work waits for room on a lane."""
         return any(line.urgent or line.background for line in self._lines.values())
 
-    def rails_at_work(self) -> list[Rail]:
-        """Return the rails on which something is under way."""
-        return [lane.pair.rail for lane in self._lanes if lane.under_way]
-
     async def ready(self) -> None:
         """Return when the lanes are open; raises TransferFailedError or StaleError."""
         async with self._pairing:

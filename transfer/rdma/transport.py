@@ -36,13 +36,10 @@ from transfer.rdma.rails import RailHealth
 from transfer.rdma.registrations import Registrations
 from transfer.rdma.topology import Tiers, told
 from transfer.rdma.verbs import Ended, QueuePair, Rail, unpack_ends
-from transfer.tcp.frame import SMALL_BYTES
 from transfer.tcp.greeting import key_of
-from transfer.tcp.reactor import Patience
 from transfer.transport import Transport
 
 _WRITE = Operation.WRITE
-_FOREGROUND = Priority.FOREGROUND
 MAX_TOLD = 4096
 """Choices of rails that are remembered as logged, and segments that a peer has not registered."""
 
@@ -95,7 +92,6 @@ class RdmaTransport(Transport):
         self._pairings: dict[str, Pairing] = {}
         self._is_closed = False
         self._lanes: dict[tuple[str, int], Lane] = {}
-        self._patience = Patience()
         self._waiting: set[Batch] = set()
         self._loop = asyncio.get_running_loop()
         for rail in self._rails:
@@ -112,9 +108,6 @@ class RdmaTransport(Transport):
             return "every rail failed lately"
         return None
 
-    def way(self, device: int | None) -> str:
-        return self._registrations.told(device)
-
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         if self._is_closed:
             raise TransferFailedError("this process is stopping")
@@ -124,8 +117,6 @@ class RdmaTransport(Transport):
             batch = Batch(grant.operation is _WRITE, ours, hold.reach)
             self._tell(peer.node_id, batch)
             pairing.add(batch, pieces.merged(), priority)
-            if priority is _FOREGROUND and pieces.num_bytes <= SMALL_BYTES:
-                self._look_for(pairing, batch)
             if not batch.is_over:
                 await self._woken(pairing, batch)
             elif batch.error is not None:
@@ -204,18 +195,6 @@ class RdmaTransport(Transport):
         # What ended just before is told to nobody.
         if rail.arm():
             self._take(rail, rail.drain())
-
-    def _look_for(self, pairing: Pairing, batch: Batch) -> None:
-        """See the end of a small batch a moment after it was posted: sleeping and waking take longer."""
-        looks = self._patience.looks()
-        while looks and not batch.is_over:
-            looks -= 1
-            for rail in pairing.rails_at_work():
-                self._take(rail, rail.drain())
-            if not looks and not batch.is_over:
-                self._patience.was_in_vain()
-        if looks:
-            self._patience.paid()
 
     def _on_completions(self, rail: Rail) -> None:
         self._take(rail, rail.poll())

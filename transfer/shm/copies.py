@@ -43,8 +43,8 @@ cache holds. In quarters of it the interpreter would be asked for four times as 
 def copy_here(peer: MappedPeer, grant: Grant, ours: memoryview, rows: Iterable[Row]) -> None:
     """Copy a small batch on the event loop, or raise; see `Transport.move`."""
     theirs = peer.board.memory_of(grant.segment_id)
-    peer.board.keep(grant)
-    _assign(theirs, ours, rows, grant.operation is _READ)
+    with peer.board.held(grant):
+        _assign(theirs, ours, rows, grant.operation is _READ)
     require_alive(peer)
 
 

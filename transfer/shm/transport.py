@@ -17,8 +17,7 @@ from base.grants import Grant, PeerDescriptor
 from transfer.batch import Pieces, Priority
 from transfer.shm.copies import KEPT_BYTES, SUMMED_STEP_BYTES, Copiers, Copy, copy_here
 from transfer.shm.mapped import MappedPeers
-from transfer.shm.passage import ShmPassage
-from transfer.transport import Opening, Passage, Transport
+from transfer.transport import Transport
 
 INLINE_BYTES = KEPT_BYTES
 """A batch up to this size is copied on the event loop at once."""
@@ -35,7 +34,6 @@ class ShmTransport(Transport):
     """Owns the mappings of peers' memory and the threads that copy."""
 
     name = "shm"
-    now_bytes = INLINE_BYTES
 
     def __init__(self) -> None:
         self._peers = MappedPeers()
@@ -54,9 +52,6 @@ class ShmTransport(Transport):
             return str(error)
         is_shown = mapped.board.shows(segment_id, on_device=False)
         return None if is_shown else "the peer's segment is not shared host memory"
-
-    def open_now(self, wanted: Opening) -> Passage:
-        return ShmPassage(self._peers.latest(wanted.peer), wanted)
 
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         pieces = pieces.merged()

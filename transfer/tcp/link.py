@@ -21,7 +21,7 @@ from typing import Protocol
 from base.errors import ProtocolError, ServeError, StaleError, TransferFailedError
 from base.grants import Grant, Operation
 from transfer.batch import Pieces, Priority
-from transfer.tcp.frame import Header, Kind, pack, pack_ack, refusal_error, table_of
+from transfer.tcp.frame import Header, Kind, pack, refusal_error, table_of
 from transfer.tcp.greeting import Nonces, PeerKey, nonce, proof, proves
 from transfer.tcp.reactor import WRITABLE, Poller
 from transfer.tcp.sockets import limit_on_host, tune
@@ -174,16 +174,6 @@ class TcpLink:
             owner.frame_ended(TransferFailedError("cancelled"))
         if self._is_open:
             self._fill()
-
-    @property
-    def is_sending(self) -> bool:
-        """Whether something waits for room in the socket."""
-        return self._stream is None or self._stream.num_outgoing > 0
-
-    def take_ack(self, frame: Frame) -> None:
-        """Receive what is there, which is probably the acknowledgement of this frame, in flight."""
-        if self._stream is not None and self._stream.take(pack_ack(frame.frame_id)):
-            self._answered(frame.frame_id, None)
 
     def let_go(self, hold: Frame) -> None:
         """Tell the peer that what was held is touched no more."""

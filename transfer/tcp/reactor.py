@@ -113,9 +113,9 @@ class LoopPoller:
             self._loop.remove_writer(fd)
             self._ready.unregister(fd)
 
-    def is_ready(self, timeout_ms: int) -> bool:
-        """Wait for the sockets at most so long; return whether there is anything to do."""
-        return bool(self._ready.poll(timeout_ms))
+    def is_ready(self) -> bool:
+        """Return whether there is anything to do for the sockets."""
+        return bool(self._ready.poll(0))
 
     def turn(self) -> None:
         """Do what the sockets are ready for now, as the loop would a little later."""

@@ -124,30 +124,6 @@ class FrameStream:
         if not self._wants_write:
             self._send_some()
 
-    def take(self, expected: bytes) -> bool:
-        """Receive what is there; return whether it was the frame `expected`, which is nobody else's then.
-
-        The answer that nearly always comes is known to the byte, and need not be understood.
-        """
-        if not self._is_open or self._header is not None or self._missing[0] is not self._head:
-            self._on_ready(READABLE)
-            return False
-        try:
-            count = self._sock.recv_into(self._head)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            self.close(f"receiving failed: {error}")
-            return False
-        if count == HEADER_BYTES and self._head == expected:
-            return True
-        if not count:
-            self.close("the peer closed the connection")
-            return False
-        _advance_views(self._missing, count)
-        self._receive_frame()
-        return False
-
     def detach(self, owner: object) -> list[int]:
         """Leave the owner's memory alone from here on; return the ids of dropped frames."""
         dropped = []

@@ -9,7 +9,7 @@ import pytest
 from base.errors import ProtocolError
 from base.grants import Operation
 from tests.transfer.gpu.fake_device import HostStream
-from transfer.batch import Pieces, Priority, batch_of, plan_pieces
+from transfer.batch import Pieces, Priority, pieces_of, require_allowed
 from transfer.gpu.launcher import MAX_LAUNCHES, NUM_ROWS, ROW_BYTES, Launcher
 from transfer.owned import segment as segments
 from transfer.owned.ranges import ranges_of, with_table
@@ -21,9 +21,11 @@ def memory(seed: int) -> segments.Segment:
     return segments.over(seed, bytearray(random.Random(seed).randbytes(NUM_BYTES)))
 
 
-def pieces_of(operation: Operation, ours: segments.Segment, sources, targets, length) -> Pieces:
-    allowed = with_table(ranges_of((0,), NUM_BYTES))
-    return plan_pieces(operation, allowed, batch_of(ours, sources, targets, length))
+def checked(operation: Operation, ours: segments.Segment, sources, targets, length) -> Pieces:
+    sides = (sources, targets) if operation is Operation.WRITE else (targets, sources)
+    pieces = pieces_of(ours, *sides, length)
+    require_allowed(with_table(ranges_of((0,), NUM_BYTES)), pieces)
+    return pieces
 
 
 @pytest.mark.parametrize("operation", Operation)
@@ -40,10 +42,10 @@ async def test_rows_say_what_was_asked_for(operation: Operation, length: int | s
     else:
         places = list(range(0, NUM_BYTES, max(length, 512)))
         sources, targets, lengths = rng.sample(places, len(places)), rng.sample(places, len(places)), length
-    pieces = pieces_of(operation, ours, sources, targets, lengths)
+    pieces = checked(operation, ours, sources, targets, lengths)
     source, target = (ours, theirs) if operation is Operation.WRITE else (theirs, ours)
     expected = bytearray(target.memory)
-    for begin, size, end in batch_of(ours, sources, targets, lengths).rows.T.tolist():
+    for begin, size, end in pieces_of(ours, sources, targets, lengths).numbers.T.tolist():
         expected[end : end + size] = source.memory[begin : begin + size]
     streams: list[HostStream] = []
     launcher = launcher_of(streams)
@@ -59,7 +61,7 @@ async def test_a_batch_of_more_rows_than_there_is_room_for_gets_room() -> None:
     ours, theirs = memory(1), memory(2)
     places = np.arange(0, 2 * NUM_ROWS + 2) * 256
     launcher = launcher_of([])
-    pieces = pieces_of(Operation.WRITE, ours, places, places[::-1], 16)
+    pieces = checked(Operation.WRITE, ours, places, places[::-1], 16)
     await launcher.copy(Operation.WRITE, pieces, theirs.address, False, Priority.FOREGROUND)
     launcher.close()
     last = int(places[-1])
@@ -71,7 +73,7 @@ async def test_what_is_not_aligned_is_refused_and_the_slot_is_free_again(offset:
     ours, theirs = memory(1), memory(2)
     launcher = launcher_of([])
     for lengths in (length, [length, length]):
-        pieces = pieces_of(Operation.WRITE, ours, [offset, 1024], [0, 1024], lengths)
+        pieces = checked(Operation.WRITE, ours, [offset, 1024], [0, 1024], lengths)
         for _ in range(MAX_LAUNCHES + 1):
             with pytest.raises(ProtocolError, match="multiples of 16"):
                 await launcher.copy(Operation.WRITE, pieces, theirs.address, False, Priority.FOREGROUND)
@@ -91,7 +93,7 @@ async def test_more_copies_than_slots_wait_and_a_failure_concerns_its_own() -> N
     ours, theirs = memory(1), memory(2)
     streams, launcher = gated_launcher()
     streams[0].failure = RuntimeError("device lost")
-    pieces = pieces_of(Operation.WRITE, ours, [0, 1024], [0, 1024], 16)
+    pieces = checked(Operation.WRITE, ours, [0, 1024], [0, 1024], 16)
 
     async def copy() -> str:
         try:
@@ -116,7 +118,7 @@ async def test_more_copies_than_slots_wait_and_a_failure_concerns_its_own() -> N
 async def test_a_fault_that_nobody_foresaw_fails_its_copy_and_no_later_one(fault: type[Exception]) -> None:
     streams, launcher = gated_launcher()
     ours, theirs = memory(1), memory(2)
-    pieces = pieces_of(Operation.WRITE, ours, [0], [0], NUM_BYTES)
+    pieces = checked(Operation.WRITE, ours, [0], [0], NUM_BYTES)
     for stream in streams:
         stream.failure = fault("nobody foresaw this")
         stream.gate.set()
@@ -137,7 +139,7 @@ async def test_a_fault_that_nobody_foresaw_fails_its_copy_and_no_later_one(fault
 async def test_a_cancelled_copy_ends_before_its_memory_is_the_callers_again() -> None:
     ours, theirs = memory(1), memory(2)
     streams, launcher = gated_launcher()
-    pieces = pieces_of(Operation.WRITE, ours, [0, 1024], [0, 1024], 16)
+    pieces = checked(Operation.WRITE, ours, [0, 1024], [0, 1024], 16)
     copying = asyncio.create_task(
         launcher.copy(Operation.WRITE, pieces, theirs.address, False, Priority.FOREGROUND)
     )

@@ -14,7 +14,7 @@ from base.grants import Operation
 from tests.transfer.descriptors import descriptors
 from tests.transfer.gpu.fake_device import HostAccess, device_memory
 from transfer.agent import TransferAgent
-from transfer.batch import batch_of
+from transfer.batch import pieces_of
 from transfer.gpu.staged import NUM_ROOMS, PART_BYTES, PARTS_AT_ONCE
 from transfer.owned.board import MAX_SEGMENTS
 
@@ -52,12 +52,11 @@ def granted(owner, gpu, operation):
     return owner.grant(gpu.segment, list(offsets), BLOCK, operation, 30.0)
 
 
-def shuffled(ours, operation):
+def shuffled(ours):
     """Return a batch of most blocks, in places of their own on each side, and (ours, theirs) of each."""
     here, there = (random.Random(seed).sample(range(NUM_BLOCKS), NUM_MOVED) for seed in (3, 4))
-    sources, targets = (here, there) if operation is Operation.WRITE else (there, here)
-    at = [[number * BLOCK for number in numbers] for numbers in (sources, targets)]
-    return batch_of(ours.segment, *at, BLOCK), list(zip(here, there, strict=True))
+    at = [[number * BLOCK for number in numbers] for numbers in (here, there)]
+    return pieces_of(ours.segment, *at, BLOCK), list(zip(here, there, strict=True))
 
 
 def num_waiting():
@@ -67,13 +66,12 @@ def num_waiting():
 
 async def test_scattered_blocks_of_several_parts_are_written_and_read():
     async with two_gpus() as (us, ours, owner, theirs):
-        batch, places = shuffled(ours, Operation.WRITE)
+        batch, places = shuffled(ours)
         untouched = {n: theirs.block(n) for n in range(NUM_BLOCKS)} | {n: None for _, n in places}
         await us.write(owner.descriptor, granted(owner, theirs, Operation.WRITE), batch)
         assert all(ours.block(here) == theirs.block(there) for here, there in places)
         assert all(theirs.block(n) == kept for n, kept in untouched.items() if kept is not None)
         theirs.memory[:] = random.Random(5).randbytes(len(theirs.memory))
-        batch, places = shuffled(ours, Operation.READ)
         await us.read(owner.descriptor, granted(owner, theirs, Operation.READ), batch)
         assert all(ours.block(here) == theirs.block(there) for here, there in places)
 
@@ -83,11 +81,11 @@ async def test_host_memory_and_a_gpus_reach_each_other():
         ours = us.allocate(BLOCK)
         ours.memory[:] = random.Random(6).randbytes(BLOCK)
         await us.write(
-            owner.descriptor, granted(owner, theirs, Operation.WRITE), batch_of(ours, [0], [BLOCK], BLOCK)
+            owner.descriptor, granted(owner, theirs, Operation.WRITE), pieces_of(ours, [0], [BLOCK], BLOCK)
         )
         assert theirs.block(1) == ours.memory
         await us.read(
-            owner.descriptor, granted(owner, theirs, Operation.READ), batch_of(ours, [2 * BLOCK], [0], BLOCK)
+            owner.descriptor, granted(owner, theirs, Operation.READ), pieces_of(ours, [0], [2 * BLOCK], BLOCK)
         )
         assert theirs.block(2) == ours.memory
 
@@ -98,7 +96,7 @@ async def test_more_batches_than_rooms_all_end():
         async with asyncio.TaskGroup() as group:
             for number in range(3 * NUM_ROOMS):
                 at = [number * BLOCK]
-                group.create_task(us.write(owner.descriptor, grant, batch_of(ours.segment, at, at, BLOCK)))
+                group.create_task(us.write(owner.descriptor, grant, pieces_of(ours.segment, at, at, BLOCK)))
         assert all(ours.block(number) == theirs.block(number) for number in range(3 * NUM_ROOMS))
         (carried,) = [each for each in us.totals() if each.batches]
         assert (carried.transport, carried.batches) == ("staged_tcp", 3 * NUM_ROOMS)
@@ -110,7 +108,7 @@ async def test_a_gpu_that_fails_fails_the_batch_and_takes_no_room_with_it(side, 
     async with two_gpus() as (us, ours, owner, theirs):
         grant = granted(owner, theirs, operation)
         move = us.write if operation is Operation.WRITE else us.read
-        batch, places = shuffled(ours, operation)
+        batch, places = shuffled(ours)
         await move(owner.descriptor, grant, batch)
         failing = ours if side == "ours" else theirs
         for stream in failing.access.streams:
@@ -128,7 +126,7 @@ async def test_a_gpu_that_fails_fails_the_batch_and_takes_no_room_with_it(side, 
 async def test_a_batch_that_finds_no_pinned_memory_fails_alone_on_either_side():
     async with two_gpus() as (us, ours, owner, theirs):
         grant = granted(owner, theirs, Operation.WRITE)
-        batch, places = shuffled(ours, Operation.WRITE)
+        batch, places = shuffled(ours)
         for access in (ours.access, theirs.access):
             access.pinned_left, waiting = 0, num_waiting()
             with pytest.raises(TransferFailedError, match="out of memory"):
@@ -143,17 +141,17 @@ async def test_what_the_gpu_cannot_copy_is_refused_whole_by_either_side():
     async with two_gpus() as (us, ours, owner, theirs):
         grant, before = granted(owner, theirs, Operation.WRITE), bytes(theirs.memory)
         with pytest.raises(ProtocolError, match="multiples of 16"):
-            await us.write(owner.descriptor, grant, batch_of(ours.segment, [0], [0], 100))
+            await us.write(owner.descriptor, grant, pieces_of(ours.segment, [0], [0], 100))
         host = us.allocate(BLOCK)
         with pytest.raises(ProtocolError, match="multiples of 16"):
-            await us.write(owner.descriptor, grant, batch_of(host, [0], [8], 16))
+            await us.write(owner.descriptor, grant, pieces_of(host, [0], [8], 16))
         assert theirs.memory == before
 
 
 async def test_a_write_that_is_cancelled_while_the_gpu_copies_ends_after_the_copy():
     async with two_gpus() as (us, ours, owner, theirs):
         grant = granted(owner, theirs, Operation.WRITE)
-        batch, _ = shuffled(ours, Operation.WRITE)
+        batch, _ = shuffled(ours)
         await us.write(owner.descriptor, grant, batch)
         for stream in ours.access.streams:
             stream.gate.clear()
@@ -190,7 +188,7 @@ async def test_a_write_that_is_cancelled_while_one_part_of_it_ends_after_another
     """Told of the failure instead, the router would go on by another transport, with no deadline any more."""
     async with two_gpus() as (us, ours, owner, theirs):
         grant = granted(owner, theirs, Operation.WRITE)
-        batch, _ = shuffled(ours, Operation.WRITE)
+        batch, _ = shuffled(ours)
         await us.write(owner.descriptor, grant, batch)
         for stream in ours.access.streams:
             stream.gate.clear()

@@ -6,7 +6,7 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.grants import Operation
 from transfer.agent import TransferAgent
-from transfer.batch import batch_of
+from transfer.batch import pieces_of
 
 torch = pytest.importorskip("torch")
 cuda_ipc = pytest.importorskip("transfer.gpu.transport", reason="needs Triton")
@@ -38,12 +38,12 @@ async def test_scattered_blocks_travel_between_gpus_over_tcp(block):
         places = torch.randperm(len(sent), generator=generator)
         targets = (places * block).tolist()
         grant = owner.grant(there, offsets, block, Operation.WRITE, 30.0)
-        await us.write(owner.descriptor, grant, batch_of(here, offsets, targets, block))
+        await us.write(owner.descriptor, grant, pieces_of(here, offsets, targets, block))
         assert torch.equal(theirs.cpu()[places], sent)
         ours.zero_()
         torch.cuda.synchronize(0)
         grant = owner.grant(there, offsets, block, Operation.READ, 30.0)
-        await us.read(owner.descriptor, grant, batch_of(here, targets, offsets, block))
+        await us.read(owner.descriptor, grant, pieces_of(here, offsets, targets, block))
         assert torch.equal(ours.cpu(), sent)
         (carried,) = [each for each in us.totals() if each.batches]
         assert carried.transport == "staged_tcp"
@@ -61,5 +61,5 @@ async def test_each_thread_that_serves_the_wire_reaches_the_gpu_whatever_it_is_a
         there, ours = owner.register_device(cuda_ipc.described(theirs)), us.allocate(NUM_BYTES)
         offsets = list(range(0, NUM_BYTES, block))
         grant = owner.grant(there, offsets, block, Operation.READ, 30.0)
-        await us.read(owner.descriptor, grant, batch_of(ours, offsets, offsets, block))
+        await us.read(owner.descriptor, grant, pieces_of(ours, offsets, offsets, block))
         assert ours.memory == theirs.cpu().numpy().data

@@ -119,39 +119,6 @@ def test_two_holders_of_one_process_are_both_waited_for(board: Board) -> None:
     peer.close()
 
 
-async def test_what_the_loop_keeps_delays_the_owner_until_the_loops_next_turn(board: Board) -> None:
-    peer = PeerBoard(board.address, EPOCH)
-    for _ in range(3):
-        peer.keep(GRANT)
-    peer.keep(replace(GRANT, expires_in_s=5.0))
-    done = draining(board)
-    assert not done.wait(0.05)
-    await asyncio.sleep(0)
-    assert done.wait(60)
-    peer.close()
-
-
-async def test_what_is_kept_is_refused_once_it_has_ended_or_says_more(board: Board) -> None:
-    peer = PeerBoard(board.address, EPOCH)
-    peer.keep(GRANT)
-    with pytest.raises(ProtocolError):
-        peer.keep(replace(GRANT, offsets=(0, 64, 128)))
-    board.close_slot(GRANT.generation, GrantState.REVOKED)
-    with pytest.raises(StaleError):
-        peer.keep(GRANT)
-    await asyncio.sleep(0)
-    assert draining(board).is_set()
-    peer.close()
-
-
-async def test_a_board_that_is_closed_keeps_nothing(board: Board) -> None:
-    peer = PeerBoard(board.address, EPOCH)
-    peer.keep(GRANT)
-    peer.close()
-    assert draining(board).is_set()
-    await asyncio.sleep(0)
-
-
 def test_a_grant_that_ended_is_not_held_and_says_how_it_ended(board: Board) -> None:
     peer = PeerBoard(board.address, EPOCH)
     board.close_slot(GRANT.generation, GrantState.EXPIRED)

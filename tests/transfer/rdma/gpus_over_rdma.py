@@ -14,7 +14,7 @@ from base.grants import Operation
 from tests.transfer.gpu.fake_device import HostAccess
 from transfer import agent as agents
 from transfer.agent import TransferAgent
-from transfer.batch import batch_of
+from transfer.batch import pieces_of
 from transfer.owned.segment import DeviceMemory, address_of
 from transfer.rdma.dma_buf import PAGE_BYTES, Export
 
@@ -61,7 +61,7 @@ async def main() -> None:
         ours[:] = sent
         targets = OFFSETS[::-1]
         grant = owner.grant(there, OFFSETS, BLOCK, Operation.WRITE, 30.0)
-        await us.write(owner.descriptor, grant, batch_of(here, OFFSETS, targets, BLOCK))
+        await us.write(owner.descriptor, grant, pieces_of(here, OFFSETS, targets, BLOCK))
         assert all(
             theirs[target : target + BLOCK] == sent[at : at + BLOCK]
             for at, target in zip(OFFSETS, targets, strict=True)
@@ -70,7 +70,7 @@ async def main() -> None:
         grant = owner.grant(there, OFFSETS, BLOCK, Operation.READ, 30.0)
         host = us.allocate(NUM_BYTES)
         for segment, memory in ((here, ours), (host, host.memory)):
-            await us.read(owner.descriptor, grant, batch_of(segment, OFFSETS, targets, BLOCK))
+            await us.read(owner.descriptor, grant, pieces_of(segment, targets, OFFSETS, BLOCK))
             assert memory == sent
         print(json.dumps({each.transport: each.batches for each in us.totals() if each.batches}))
 

@@ -14,7 +14,7 @@ from base.errors import LeaseExpiredError, ProtocolError, StaleError
 from base.grants import Grant, Operation
 from tests.transfer.rdma.made_up_rails import FakeRail
 from transfer.agent import TransferAgent
-from transfer.batch import batch_of
+from transfer.batch import pieces_of
 from transfer.owned.holdings import Holdings
 from transfer.owned.segment import Segment
 from transfer.rdma import holds as rdma_holds
@@ -202,7 +202,7 @@ class Pair:
         self.num_admitted = 0
 
     async def write(self, offset: int = 0, grant: Grant | None = None) -> None:
-        batch = batch_of(self.source, [offset], [offset], BLOCK)
+        batch = pieces_of(self.source, [offset], [offset], BLOCK)
         await self.asker.write(self.owner.descriptor, grant or self.grant, batch)
 
 

@@ -17,7 +17,7 @@ from base.config import TransferConfig
 from base.errors import TransferFailedError
 from tests.transfer.remote_peer import RemotePeer
 from transfer.agent import TransferAgent
-from transfer.batch import batch_of
+from transfer.batch import pieces_of
 from transfer.owned import segment as segments
 from transfer.rdma.verbs import MAX_OUTSTANDING, Ended, Rail, open_rails
 
@@ -60,7 +60,7 @@ async def write_all(agent: TransferAgent, peer: RemotePeer) -> None:
     source.memory[:] = os.urandom(NUM_BYTES)
     target = peer.allocate(NUM_BYTES)
     grant = peer.grant(target, OFFSETS, BLOCK)
-    await agent.write(peer.descriptor, grant, batch_of(source, OFFSETS, OFFSETS, BLOCK))
+    await agent.write(peer.descriptor, grant, pieces_of(source, OFFSETS, OFFSETS, BLOCK))
     assert peer.checksum(target, 0, NUM_BYTES) == checksum(source.memory)
 
 
@@ -93,7 +93,7 @@ async def test_a_revocation_while_our_loop_is_busy_costs_the_next_batch_nothing(
         target, source = peer.allocate(BLOCK), agent.allocate(BLOCK)
         for _ in range(2):
             grant = peer.grant(target, (0,), BLOCK)
-            await agent.write(peer.descriptor, grant, batch_of(source, [0], [0], BLOCK))
+            await agent.write(peer.descriptor, grant, pieces_of(source, [0], [0], BLOCK))
             # Waits for the answer with no turn of our loop, which could let go of nothing meanwhile.
             peer.ask(do="revoke", generation=grant.generation)
         assert carried(agent) == {"rdma": 2, "tcp": 0}

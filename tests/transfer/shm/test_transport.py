@@ -14,7 +14,7 @@ from base.config import TransferConfig
 from base.errors import ProtocolError, StaleError, TransferFailedError
 from base.grants import Grant, Operation
 from transfer.agent import TransferAgent
-from transfer.batch import Priority, batch_of
+from transfer.batch import Priority, pieces_of
 from transfer.owned.segment import Segment
 from transfer.shm import transport as shm
 from transfer.shm.copies import BACKGROUND_STEP_BYTES
@@ -57,7 +57,7 @@ async def test_a_copy_lets_go_of_the_interpreter_once_in_four_mib_and_not_for_ea
         target, source = owner.allocate(2 * block * num_blocks), asker.allocate(2 * block * num_blocks)
         source.memory[:] = b"\7" * source.num_bytes
         grant = owner.grant(target, offsets, block, Operation.WRITE, 10.0)
-        await asker.write(owner.descriptor, grant, batch_of(source, offsets, offsets, block))
+        await asker.write(owner.descriptor, grant, pieces_of(source, offsets, offsets, block))
         assert len(seen) == lettings_go
         assert bytes(target.memory) == (b"\7" * block + bytes(block)) * num_blocks
 
@@ -69,7 +69,7 @@ async def writing_in_turns() -> AsyncIterator[tuple[TransferAgent, Grant, Segmen
         target, source = owner.allocate(IN_TURNS_BYTES), asker.allocate(IN_TURNS_BYTES)
         source.memory[:] = b"\7" * source.num_bytes
         grant = owner.grant(target, [0], IN_TURNS_BYTES, Operation.WRITE, 10.0)
-        whole = batch_of(source, [0], [0], IN_TURNS_BYTES)
+        whole = pieces_of(source, [0], [0], IN_TURNS_BYTES)
         writing = asyncio.ensure_future(asker.write(owner.descriptor, grant, whole))
         await asyncio.sleep(0)
         yield owner, grant, target, writing
@@ -111,7 +111,7 @@ async def test_what_a_request_waits_for_is_copied_before_and_amid_what_nobody_wa
         grant = owner.grant(target, [0], size, Operation.WRITE, 60.0)
 
         async def write(num_bytes: int, priority: Priority) -> None:
-            batch = batch_of(source, [0], [0], num_bytes)
+            batch = pieces_of(source, [0], [0], num_bytes)
             await asker.write(owner.descriptor, grant, batch, priority=priority)
 
         async with asyncio.TaskGroup() as group:
@@ -139,7 +139,7 @@ async def test_one_small_request_is_carried_out_at_once_and_refused_as_any_other
         def moved(offset: int) -> None:
             """Nothing else runs before it is over."""
             with pytest.raises(StopIteration):
-                move(owner.descriptor, grant, batch_of(ours, [offset], [offset], 16)).send(None)
+                move(owner.descriptor, grant, pieces_of(ours, [offset], [offset], 16)).send(None)
 
         moved(BLOCK - 16)
         assert target.memory == bytes(BLOCK - 16) + b"\7" * 16 + bytes(BLOCK)
@@ -156,7 +156,7 @@ async def test_small_requests_leave_the_loop_to_others_after_a_millisecond() -> 
     async with pair() as (owner, asker):
         target, source = owner.allocate(INLINE_BYTES), asker.allocate(INLINE_BYTES)
         grant = owner.grant(target, [0], INLINE_BYTES, Operation.WRITE, 10.0)
-        batch = batch_of(source, [0], [0], INLINE_BYTES)
+        batch = pieces_of(source, [0], [0], INLINE_BYTES)
         others: list[None] = []
         asyncio.get_running_loop().call_soon(others.append, None)
         num_batches = 0
@@ -184,7 +184,7 @@ async def test_where_memory_is_fast_enough_no_turn_is_made_amid_sixteen_mib(
     async with pair() as (owner, asker):
         source, target = asker.allocate(IN_TURNS_BYTES), owner.allocate(IN_TURNS_BYTES)
         grant = owner.grant(target, [0], IN_TURNS_BYTES, Operation.WRITE, 10.0)
-        whole = batch_of(source, [0], [0], IN_TURNS_BYTES)
+        whole = pieces_of(source, [0], [0], IN_TURNS_BYTES)
         copies = shm.copy_here
 
         def timed(*call: Any) -> None:
@@ -214,8 +214,8 @@ async def test_a_large_batch_for_which_no_thread_could_be_had_is_not_copied_late
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", no_thread)
             with pytest.raises(TransferFailedError, match="can't start new thread"):
-                await asker.write(owner.descriptor, grant, batch_of(source, [0], [0], num_bytes))
-        await asker.write(owner.descriptor, grant, batch_of(source, [0], [num_bytes], num_bytes))
+                await asker.write(owner.descriptor, grant, pieces_of(source, [0], [0], num_bytes))
+        await asker.write(owner.descriptor, grant, pieces_of(source, [0], [num_bytes], num_bytes))
         assert target.memory[:num_bytes] == bytes(num_bytes)
         assert target.memory[num_bytes:] == b"\7" * num_bytes
 

@@ -13,7 +13,7 @@ from base.config import TransferConfig
 from base.errors import TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from transfer.agent import TransferAgent
-from transfer.batch import batch_of
+from transfer.batch import pieces_of
 from transfer.owned.segment import Segment
 from transfer.tcp.frame import HEADER_BYTES, SMALL_BYTES, Header, Kind, pack, unpack_header
 from transfer.tcp.greeting import Nonces, proof
@@ -93,7 +93,7 @@ async def test_memory_is_not_read_after_an_answer_that_came_before_the_bytes_did
     agent: TransferAgent, segment: Segment, owner: BareOwner, kind: Kind
 ) -> None:
     segment.memory[:LARGE] = b"\1" * LARGE
-    writing = asyncio.ensure_future(agent.write(owner.peer, granted(), batch_of(segment, [0], [0], LARGE)))
+    writing = asyncio.ensure_future(agent.write(owner.peer, granted(), pieces_of(segment, [0], [0], LARGE)))
     await owner.greet()
     head = await owner.heard()
     owner.say(Header(kind, head.frame_id))
@@ -116,14 +116,14 @@ async def test_an_owner_that_floods_or_trickles_instead_of_answering_does_not_ke
                 owner.sock.sendall(recalls)
 
     reading = asyncio.ensure_future(
-        agent.read(owner.peer, granted(Operation.READ), batch_of(segment, [0], [0], 64), 0.2)
+        agent.read(owner.peer, granted(Operation.READ), pieces_of(segment, [0], [0], 64), 0.2)
     )
     await owner.greet()
     await owner.heard()
     flooding = threading.Thread(target=flood)
     flooding.start()
     # Its turn has the loop looking.
-    again = agent.read(owner.peer, granted(Operation.READ), batch_of(segment, [0], [64], 64), 0.2)
+    again = agent.read(owner.peer, granted(Operation.READ), pieces_of(segment, [64], [0], 64), 0.2)
     watchdog = threading.Timer(5, is_over.set)
     watchdog.start()
     outcomes = await asyncio.gather(reading, again, return_exceptions=True)
@@ -141,6 +141,6 @@ async def test_an_address_that_is_none_fails_the_batch_and_nothing_else(
     agent: TransferAgent, segment: Segment, address: str, num_bytes: int
 ) -> None:
     with pytest.raises(TransferFailedError, match="cannot connect"):
-        await agent.write(peer_at(address), granted(), batch_of(segment, [0], [0], num_bytes), 5.0)
+        await agent.write(peer_at(address), granted(), pieces_of(segment, [0], [0], num_bytes), 5.0)
     async with asyncio.timeout(60):
         await agent.revoke(agent.grant(segment, (0,), 64, Operation.WRITE, 60.0))

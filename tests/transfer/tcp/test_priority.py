@@ -10,7 +10,7 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from transfer.agent import TransferAgent
-from transfer.batch import Priority, batch_of
+from transfer.batch import Priority, pieces_of
 from transfer.tcp.frame import HEADER_BYTES, MAX_FRAME_BYTES, Header, Kind, pack, unpack_header
 from transfer.tcp.greeting import Nonces, proof
 from transfer.tcp.link import MAX_IN_FLIGHT
@@ -57,9 +57,9 @@ async def test_an_urgent_batch_overtakes_background_work_that_is_not_sent_yet(pe
             Grant(9, generation, Operation.WRITE, (0,), NUM_BYTES, 60.0) for generation in (1, 2)
         )
         async with asyncio.TaskGroup() as group:
-            whole = batch_of(segment, [0], [0], NUM_BYTES)
+            whole = pieces_of(segment, [0], [0], NUM_BYTES)
             group.create_task(agent.write(descriptor, background, whole, priority=Priority.BACKGROUND))
-            one = batch_of(segment, [0], [0], MAX_FRAME_BYTES)
+            one = pieces_of(segment, [0], [0], MAX_FRAME_BYTES)
             group.create_task(agent.write(descriptor, urgent, one))
     assert sorted(recording.generations) == [1] * (MAX_IN_FLIGHT + 4) + [2]
     assert recording.generations.index(2) <= MAX_IN_FLIGHT

@@ -17,7 +17,7 @@ from base.errors import LeaseExpiredError, ProtocolError, ServeError, StaleError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from tests.transfer.rdma.made_up_rails import FakeRail
 from transfer.agent import TransferAgent
-from transfer.batch import batch_of
+from transfer.batch import pieces_of
 from transfer.owned.board import digest_of
 from transfer.owned.holdings import Holdings
 from transfer.owned.segment import Segment
@@ -315,7 +315,7 @@ async def test_an_owner_that_proves_nothing_is_sent_nothing(secret: bytes) -> No
         async with TransferAgent("us", 2, TransferConfig(transports=("tcp",)), SystemClock()) as agent:
             segment = agent.allocate(BLOCK)
             grant = Grant(9, 1, Operation.WRITE, (0,), 64, 60.0)
-            writing = asyncio.ensure_future(agent.write(peer, grant, batch_of(segment, [0], [0], 64)))
+            writing = asyncio.ensure_future(agent.write(peer, grant, pieces_of(segment, [0], [0], 64)))
             sock, _ = await asyncio.to_thread(listener.accept)
             with sock:
                 sock.settimeout(60)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from transfer.tcp.frame import Header, Kind, pack, pack_ack, unpack_header
+from transfer.tcp.reactor import READABLE
 from transfer.tcp.stream import FrameStream, Incoming
 
 ACK = pack_ack(7)
@@ -75,42 +76,25 @@ def theirs(ends: tuple[socket.socket, socket.socket]) -> socket.socket:
     return ends[1]
 
 
-def test_the_frame_that_is_expected_is_taken_and_told_to_nobody(
-    stream: FrameStream, theirs: socket.socket, told: Told
-) -> None:
-    assert not stream.take(ACK)
-    theirs.sendall(ACK)
-    assert stream.take(ACK)
-    assert told.frames == []
-
-
-def test_another_frame_than_the_expected_is_told_as_ever(
-    stream: FrameStream, theirs: socket.socket, told: Told
+def test_frames_that_come_in_parts_or_together_are_each_reported_once(
+    stream: FrameStream, theirs: socket.socket, poller: IdlePoller, told: Told
 ) -> None:
     refusal = pack(Header(Kind.REFUSED, 7, 3)) + b"why"
-    theirs.sendall(refusal + ACK)
-    assert not stream.take(ACK)
-    assert told.frames == [(Kind.REFUSED, 7, b"why")]
-    assert stream.take(ACK)
-
-
-def test_an_expected_frame_that_comes_in_two_parts_is_told(
-    stream: FrameStream, theirs: socket.socket, told: Told
-) -> None:
     theirs.sendall(ACK[:20])
-    assert not stream.take(ACK)
-    theirs.sendall(ACK[20:])
-    assert not stream.take(ACK)
-    assert told.frames == [(Kind.ACK, 7, b"")]
+    poller.on_ready(READABLE)
+    assert told.frames == []
+    theirs.sendall(ACK[20:] + refusal)
+    poller.on_ready(READABLE)
+    poller.on_ready(READABLE)
+    assert told.frames == [(Kind.ACK, 7, b""), (Kind.REFUSED, 7, b"why")]
 
 
-def test_a_peer_that_left_while_its_answer_is_expected_closes_the_stream(
-    stream: FrameStream, theirs: socket.socket, told: Told
+def test_a_peer_that_left_closes_the_stream(
+    stream: FrameStream, theirs: socket.socket, poller: IdlePoller, told: Told
 ) -> None:
     theirs.close()
-    assert not stream.take(ACK)
+    poller.on_ready(READABLE)
     assert told.closed == ["the peer closed the connection"]
-    assert not stream.take(ACK)
 
 
 def test_what_the_socket_does_not_take_at_once_follows_when_it_can(

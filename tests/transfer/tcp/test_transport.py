@@ -7,7 +7,7 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.grants import Operation
 from transfer.agent import TransferAgent
-from transfer.batch import batch_of
+from transfer.batch import pieces_of
 from transfer.tcp.frame import SMALL_BYTES
 from transfer.tcp.transport import TcpTransport
 
@@ -29,7 +29,7 @@ async def test_batches_one_after_the_other_share_a_connection_and_those_at_once_
         assert isinstance(transport, TcpTransport)
 
         async def write(offset: int) -> None:
-            await us.write(owner.descriptor, grant, batch_of(ours, [offset], [offset], NUM_BYTES))
+            await us.write(owner.descriptor, grant, pieces_of(ours, [offset], [offset], NUM_BYTES))
 
         def num_frames() -> list[int]:
             return [link._link._next_id - 1 for link in transport._peers["owner"]._bulk]
