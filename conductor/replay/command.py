@@ -38,7 +38,7 @@ from conductor.replay.report import (
     to_table,
     trace_report,
 )
-from conductor.replay.requests_table import write_requests
+from conductor.replay.requests_table import require_writable, write_requests
 from conductor.replay.simulate import Plan, simulate, simulate_colocated
 from conductor.replay.trace import Trace
 from conductor.replay.trace_formats import read_trace
@@ -197,6 +197,8 @@ def run_all(
         ran: Takes each finished cluster, unless its nodes are colocated.
     """
     slo, runs = slo_of(args), []
+    if args.requests:
+        require_writable(args.requests)
     for policy in policies:
         plan = (make_plan or plan_of)(args, trace, CostModel(profile), policy, slo)
         started_s = clock.now_s()

@@ -3,43 +3,64 @@
 from __future__ import annotations
 
 import csv
+import importlib
 from operator import itemgetter
 from pathlib import Path
 
+from base.errors import ConfigError
 from conductor.replay.outcome import Outcomes
-from conductor.replay.parquet import Column, Kind, Value, parquet
 from conductor.replay.trace import open_trace
 
+Value = int | float | str | None
+
 COLUMNS = {
-    "request": Kind.INT,
-    "arrival_s": Kind.FLOAT,
-    "end": Kind.TEXT,
-    "prompt_tokens": Kind.INT,
-    "output_tokens": Kind.INT,
-    "cached_tokens": Kind.INT,
-    "prefill_node": Kind.TEXT,
-    "decode_node": Kind.TEXT,
-    "queue_s": Kind.FLOAT,
-    "prefill_s": Kind.FLOAT,
-    "ttft_s": Kind.FLOAT,
-    "tbt_s": Kind.FLOAT,
-    "mean_tbt_s": Kind.FLOAT,
+    "request": "int64",
+    "arrival_s": "float64",
+    "end": "string",
+    "prompt_tokens": "int64",
+    "output_tokens": "int64",
+    "cached_tokens": "int64",
+    "prefill_node": "string",
+    "decode_node": "string",
+    "queue_s": "float64",
+    "prefill_s": "float64",
+    "ttft_s": "float64",
+    "tbt_s": "float64",
+    "mean_tbt_s": "float64",
 }
+"""Each column's name, and what it holds by Arrow's word for it."""
+
+
+def require_writable(path: Path) -> None:
+    """Raise ConfigError where the rows cannot be written under that name."""
+    if path.suffix != ".parquet":
+        return
+    try:
+        # By name: a large library, for one option of one command.
+        importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ConfigError(
+            f"--requests {path}: {error}; pip install 'conductor-cluster[parquet]', or name a .csv file"
+        ) from error
 
 
 def write_requests(outcomes: Outcomes, path: Path) -> None:
     """Write a run's requests: Parquet where the name ends in .parquet, else CSV; gzipped where in .gz."""
     rows = _rows(outcomes)
     if path.suffix == ".parquet":
-        columns = zip(*rows, strict=True) if rows else [()] * len(COLUMNS)
-        path.write_bytes(
-            parquet([Column(*about, values) for about, values in zip(COLUMNS.items(), columns, strict=True)])
-        )
+        _write_parquet(rows, path)
         return
     with open_trace(path, "w") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         writer.writerows([f"{cell:.6f}" if isinstance(cell, float) else cell for cell in row] for row in rows)
+
+
+def _write_parquet(rows: list[tuple[Value, ...]], path: Path) -> None:
+    arrow = importlib.import_module("pyarrow")
+    columns = zip(*rows, strict=True) if rows else [()] * len(COLUMNS)
+    arrays = [arrow.array(values, kind) for values, kind in zip(columns, COLUMNS.values(), strict=True)]
+    importlib.import_module("pyarrow.parquet").write_table(arrow.table(arrays, list(COLUMNS)), path)
 
 
 def _rows(outcomes: Outcomes) -> list[tuple[Value, ...]]:

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from array import array
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -138,11 +137,29 @@ def test_requests_table_has_one_row_each_completed_and_rejected(trace_file, tmp_
     assert "completed" in ends
     assert len(ends) > 1
     assert all((row["ttft_s"] != "") == (row["end"] == "completed") for row in rows)
-    assert main([str(trace_file), *args, "--requests", str(tmp_path / "requests.parquet")]) == 0
-    data = (tmp_path / "requests.parquet").read_bytes()
-    assert data[:4] == data[-4:] == b"PAR1"
-    numbers = array("q", (int(row["request"]) for row in rows))
-    assert numbers.tobytes() in data
+
+
+def test_parquet_has_the_rows_of_the_csv(trace_file, tmp_path) -> None:
+    arrow = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    out = tmp_path / "requests.csv"
+    for file in (out, out.with_suffix(".parquet")):
+        assert main([str(trace_file), "--nodes", "2P1D", "--requests", str(file)]) == 0
+    rows = list(csv.DictReader(out.open()))
+    table = arrow.read_table(out.with_suffix(".parquet")).to_pydict()
+    assert list(table) == list(rows[0])
+    assert table["request"] == [int(row["request"]) for row in rows]
+    found = ["" if value is None else f"{value:.6f}" for value in table["ttft_s"]]
+    assert found == [row["ttft_s"] for row in rows]
+    assert [node or "" for node in table["prefill_node"]] == [row["prefill_node"] for row in rows]
+
+
+def test_parquet_without_pyarrow_names_the_extra(trace_file, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    out = tmp_path / "requests.parquet"
+    assert main([str(trace_file), "--nodes", "2P1D", "--requests", str(out)]) == 2
+    assert "pip install 'conductor-cluster[parquet]', or name a .csv file" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_page_shows_the_sweep_the_hot_blocks_and_the_rejections(trace_file, tmp_path) -> None:
