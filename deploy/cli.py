@@ -33,12 +33,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "logs": ("deploy.logs:main", "Print what the processes of a cluster logged."),
     "doctor": ("deploy.doctor:main", "Look for what is wrong with this host or cluster."),
     "keys": ("deploy.keys:main", "Make, list and remove API keys."),
-    "replay": ("bench.papers.__main__:main", "Run a trace through the scheduler in virtual time."),
+    "replay": ("bench.papers.command:main", "Run a trace through the scheduler in virtual time."),
     "advise": ("bench.papers.advise:main", "Find the split of a cluster that serves a trace best."),
-    "compile": (
-        "conductor.replay.compiled:main",
-        "Compile what replay spends its time in: once, for twice the speed.",
-    ),
     "bench": ("bench.load_command:main", "Open-loop load on a running cluster or any OpenAI server."),
     "profile": ("bench.profile_command:main", "Time the engine on this device and write a profile."),
 }

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import repeat
-from typing import Any
 
 Key = Hashable
 
@@ -62,11 +61,10 @@ class PrefixIndex:
             self._know(node)
         # the shared object where there is one holder: an index of millions of
         # blocks over hundreds of nodes would otherwise be mostly equal integers
-        # (`Any`: compiled, an int is no object until it is stored, and then another one)
-        bit: Any = self._bits[node]
+        bit = self._bits[node]
         holders = self._holders
         for key in keys:
-            mask: Any = holders.setdefault(key, bit)
+            mask = holders.setdefault(key, bit)
             if mask is not bit:
                 holders[key] = mask | bit
         mine.update(keys)
@@ -76,7 +74,7 @@ class PrefixIndex:
         mine = self._blocks.get(node)
         if mine is None:
             return
-        bit: Any = self._bits[node]
+        bit = self._bits[node]
         holders = self._holders
         # most blocks have this holder alone: taken out in one go, the others put back
         masks = list(map(holders.pop, keys, repeat(0)))

@@ -1,21 +1,8 @@
-"""`python -m bench.papers`: the command, compiled where `conductor compile` was run."""
+"""`python -m bench.papers`: the command."""
 
-from __future__ import annotations
-
-import importlib
 import sys
-from collections.abc import Sequence
 
-from conductor.replay import compiled
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
-    compiled.use_or_say_so()
-    # only now: what it imports is what may be compiled
-    command = importlib.import_module("bench.papers.command")
-    return int(command.main(argv))
-
+from bench.papers.command import main
 
 if __name__ == "__main__":
     sys.exit(main())
