@@ -10,10 +10,14 @@ many.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
+
+from base.errors import InvalidRequestError
+
+Parsed = TypeVar("Parsed", bound=Message)
 
 MAX_FIELDS = 12_288
 MAX_NUMBERS = 262_144
@@ -43,6 +47,19 @@ class Parts(NamedTuple):
     """Those of messages in it too."""
     num_numbers: int
     """In packed lists."""
+
+
+def parsed(data: bytes, kind: type[Parsed]) -> Parsed:
+    """Return the message that `data` is.
+
+    Raises:
+        InvalidRequestError: it has too many parts.
+        DecodeError: it is none of this kind.
+    """
+    descriptor: Any = kind.DESCRIPTOR  # its type is a union of two that are one at run time
+    if found := excess(data, descriptor):
+        raise InvalidRequestError(f"the message has {found}")
+    return kind.FromString(data)
 
 
 def excess(data: bytes, kind: Descriptor) -> str:

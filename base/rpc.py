@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
-from google.protobuf import any_pb2, descriptor_pool
-from google.protobuf.descriptor import Descriptor
+from google.protobuf import any_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -42,7 +41,8 @@ from base.errors import (
     retry_after_s,
     status_of,
 )
-from base.message_bounds import FREE_BYTES, excess
+from base.message_bounds import FREE_BYTES, parsed
+from base.off_loop import on_body
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,8 @@ class Service:
     full_name: str
     """As in the proto file: conductor.v1.Inference."""
     add: Callable[[grpc.aio.Server], None]
+    takes_bytes: bool = False
+    """Its handlers are given each message as it came, and parse it themselves."""
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -171,7 +173,7 @@ async def start_server(
     """
     server = grpc.aio.server(options=_options(max_message_bytes))
     names = [service.full_name for service in services]
-    border: Any = _Border(admit, names)
+    border: Any = _Border(admit, services)
     health = Health(is_serving, names)
     health_pb2_grpc.add_HealthServicer_to_server(health, border)
     for service in services:
@@ -276,10 +278,10 @@ class _Border(grpc.GenericRpcHandler):
     Not an interceptor: grpc makes coroutines and closures for those, for each call anew.
     """
 
-    def __init__(self, admit: Admit, services: Sequence[str]) -> None:
+    def __init__(self, admit: Admit, services: Sequence[Service]) -> None:
         """Begin. `services`: the process's own; to the others, which are gRPC's, clients say names alone."""
         self._admit = admit
-        self._services = frozenset(services)
+        self._services = {service.full_name: service for service in services}
         self._handlers: dict[str, Any] = {}
         """By method."""
 
@@ -292,13 +294,16 @@ class _Border(grpc.GenericRpcHandler):
         """Do nothing: the same handlers are registered by name."""
 
     def add_registered_method_handlers(self, service_name: str, handlers: Mapping[str, Any]) -> None:
+        service = self._services.get(service_name)
+        takes_bytes = service is not None and service.takes_bytes
         for name, handler in handlers.items():
+            found = descriptor_pool.Default().FindMethodByName(f"{service_name}.{name}")
+            kind = message_factory.GetMessageClass(found.input_type)
+            parse = None if takes_bytes else _parse(kind, is_long=service is not None)
             method = f"/{service_name}/{name}"
-            kind = descriptor_pool.Default().FindMethodByName(f"{service_name}.{name}").input_type
-            deserialize = _deserializer(handler, kind, is_long=service_name in self._services)
-            self._handlers[method] = self._around(handler, method, deserialize)
+            self._handlers[method] = self._around(handler, method, parse)
 
-    def _around(self, handler: Any, method: str, deserialize: Callable[[bytes], Any]) -> Any:
+    def _around(self, handler: Any, method: str, parse: Callable[[bytes], Any] | None) -> Any:
         kinds = {
             (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
             (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
@@ -306,17 +311,17 @@ class _Border(grpc.GenericRpcHandler):
             (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
         }
         make, behaviour = kinds[handler.request_streaming, handler.response_streaming]
-        return make(
-            _bordered(
-                behaviour if handler.request_streaming else _parsing(behaviour, deserialize),
-                method,
-                self._admit,
-                handler.response_streaming,
-                handler.request_streaming,
-            ),
-            deserialize if handler.request_streaming else None,
-            handler.response_serializer,
+        reads_stream = handler.request_streaming
+        # What grpc itself cannot parse it calls UNKNOWN, and it parses on the event loop.
+        bordered = _bordered(
+            behaviour,
+            method,
+            self._admit,
+            handler.response_streaming,
+            reads_stream,
+            None if reads_stream else parse,
         )
+        return make(bordered, parse if reads_stream else None, handler.response_serializer)
 
 
 async def _hear(context: Context) -> None:
@@ -327,26 +332,17 @@ async def _hear(context: Context) -> None:
             await context.read()
 
 
-def _deserializer(handler: Any, kind: Descriptor, is_long: bool) -> Callable[[bytes], Any]:
+def _parse(kind: type[Message], is_long: bool) -> Callable[[bytes], Any]:
     """Return what parses a message, and raises InvalidRequestError for one of too many parts, or too long."""
 
-    def deserialize(data: bytes) -> Any:
+    def parse(data: bytes) -> Any:
         if not is_long and len(data) > FREE_BYTES:
             raise InvalidRequestError(
                 f"the message has {len(data)} bytes; at most {FREE_BYTES} make sense here"
             )
-        if found := excess(data, kind):
-            raise InvalidRequestError(f"the message has {found}")
-        return handler.request_deserializer(data)
+        return parsed(data, kind)
 
-    return deserialize
-
-
-def _parsing(
-    behaviour: Callable[[Any, Any], Any], deserialize: Callable[[bytes], Any]
-) -> Callable[[bytes, Context], Any]:
-    """Return `behaviour` of a message's bytes: what grpc itself cannot parse it calls UNKNOWN."""
-    return lambda request, context: behaviour(deserialize(request), context)
+    return parse
 
 
 class _Taking:
@@ -395,13 +391,20 @@ def _not_read() -> DeadlineError:
 
 
 def _bordered(
-    behaviour: Callable[[Any, Any], Any], method: str, admit: Admit, is_streaming: bool, reads_stream: bool
+    behaviour: Callable[[Any, Any], Any],
+    method: str,
+    admit: Admit,
+    is_streaming: bool,
+    reads_stream: bool,
+    parse: Callable[[bytes], Any] | None,
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     async def run(request: Any, context: Context) -> Any:
         unheard = reads_stream
         try:
             with admit(method, context):
                 unheard = False
+                if parse is not None:
+                    request = await on_body(request, parse)
                 answer = behaviour(request, context)
                 if not isinstance(answer, AsyncGenerator):
                     return await answer

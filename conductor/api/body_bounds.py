@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from base.errors import InvalidRequestError
-from conductor.api.off_loop import on_body
+from base.off_loop import on_body
 
 MAX_VALUES = 196_608
 """Token ids of a prompt are values: above the context windows that are served."""

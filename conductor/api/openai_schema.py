@@ -27,11 +27,11 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from base.errors import InvalidRequestError
+from base.off_loop import on_body
 from base.request import MAX_TOP_LOGPROBS
 from conductor.api.body_bounds import MAX_VALUES
 from conductor.api.chat_template import ChatMessage, ChatRole
 from conductor.api.headers import Caller
-from conductor.api.off_loop import on_body
 from conductor.api.openai_fields import refused_or_none
 from conductor.api.options import (
     MAX_LOGIT_BIASES,

@@ -9,20 +9,21 @@ closes the generator, which cancels the request on the nodes. Errors are raised:
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import grpc
 
 from base.errors import InvalidRequestError
-from base.message_bounds import FREE_BYTES, MAX_NUMBERS
+from base.message_bounds import FREE_BYTES, MAX_NUMBERS, parsed
+from base.off_loop import on_body
 from base.request import SampledToken, Slo
 from base.rpc import Service
 from conductor.api.access import Access, Client, metadata
 from conductor.api.chat_template import ChatMessage, ChatRole
 from conductor.api.completion import Completions, Piece
-from conductor.api.headers import Caller, header_slo, header_traceparent
+from conductor.api.headers import header_slo, header_traceparent
 from conductor.api.options import (
     MAX_LOGIT_BIASES,
     MAX_MESSAGES,
@@ -85,25 +86,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._rng = rng
 
     def service(self) -> Service:
-        return Service(NAME, lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(self, server))
+        return Service(
+            NAME,
+            lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(self, server),
+            takes_bytes=True,
+        )
 
-    async def Generate(  # noqa: N802
+    async def Generate(  # type: ignore[override]  # noqa: N802
         self,
-        request: inference_pb2.GenerateRequest,
+        data: bytes,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         client = self._access.client(metadata(context))
         with self._completions.call(client.tenant) as call:
-            num_bytes = request.ByteSize()
-            call.take_bytes(num_bytes)
-            if num_bytes > FREE_BYTES:
-                _check_lists(request)
-            spelling = {
-                **_FIELD_OF,
-                "prompt": _PROMPT_FIELD_OF.get(request.WhichOneof("input") or "", "input"),
-            }
-            with params_spelled(spelling):
-                asked, request_id = await self._asked(request, call.arrived_at_s, client, context)
+            call.take_bytes(len(data))
+            asked, request_id = await self._asked(data, call.arrived_at_s, client, context)
             num_tokens = 0
             async with aclosing(self._completions.generate(asked)) as pieces:
                 async for piece in pieces:
@@ -116,50 +113,102 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                         response.usage.cached_tokens = piece.num_cached_tokens
                     yield response
 
-    async def ListModels(  # noqa: N802
+    async def ListModels(  # type: ignore[override]  # noqa: N802
         self,
-        request: inference_pb2.ListModelsRequest,
+        data: bytes,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> inference_pb2.ListModelsResponse:
+        await on_body(data, _check_empty)
         model = inference_pb2.Model(id=self._model.name, max_model_len=self._model.max_model_len)
         return inference_pb2.ListModelsResponse(models=[model])
 
     async def _asked(
         self,
-        message: inference_pb2.GenerateRequest,
+        data: bytes,
         arrived_at_s: float,
         client: Client,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> tuple[TextRequest, str]:
-        check_request_id(message.request_id)
-        require_model(self._model, message.model or None)
-        said = metadata(context)
-        slo = _slo(message.slo, header_slo(said, self._default_slo), context.time_remaining())
-        caller = Caller(arrived_at_s, slo, client.tenant, header_traceparent(said), client.may_be_critical)
-        options = _options(message, caller, context.time_remaining())
-        check_options(options, self._model)
-        token_ids = await self._token_ids(message)
-        request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"
-        unique = unique_id(request_id, self._rng)
-        asked = make_request(unique, token_ids, options, self._model, self._rng, arrived_at_s)
+        with params_spelled(_FIELD_OF):
+            said = await on_body(data, _said)
+        with params_spelled({**_FIELD_OF, "prompt": _PROMPT_FIELD_OF.get(said.input, "input")}):
+            check_request_id(said.request_id)
+            require_model(self._model, said.model or None)
+            headers, deadline_s = metadata(context), context.time_remaining()
+            options = said.options._replace(
+                tenant=client.tenant,
+                may_be_critical=client.may_be_critical,
+                slo=_slo(said, header_slo(headers, self._default_slo), deadline_s),
+                deadline_s=deadline_s,
+                traceparent=header_traceparent(headers),
+            )
+            check_options(options, self._model)
+            token_ids = await self._token_ids(said)
+            request_id = said.request_id or f"{self._rng.getrandbits(64):016x}"
+            unique = unique_id(request_id, self._rng)
+            asked = make_request(unique, token_ids, options, self._model, self._rng, arrived_at_s)
         return asked, request_id
 
-    async def _token_ids(self, message: inference_pb2.GenerateRequest) -> tuple[int, ...]:
-        match message.WhichOneof("input"):
+    async def _token_ids(self, said: _Said) -> tuple[int, ...]:
+        match said.input:
             case "text":
-                return await text_token_ids(self._model, message.text)
+                return await text_token_ids(self._model, said.text)
             case "token_ids":
-                num_tokens = len(message.token_ids.ids)
+                num_tokens = len(said.token_ids)
                 if num_tokens >= self._model.max_model_len:
                     raise prompt_too_long(num_tokens, self._model.max_model_len)
-                return tuple(message.token_ids.ids)
+                return said.token_ids
             case "chat":
-                messages = [_chat_message(turn) for turn in message.chat.messages]
                 return await chat_token_ids(
-                    self._model, messages, parse_special_tokens=message.parse_special_tokens
+                    self._model, said.messages, parse_special_tokens=said.parse_special_tokens
                 )
             case _:
                 raise InvalidRequestError("one of text, token_ids and chat is wanted", "input")
+
+
+class _Said(NamedTuple):
+    """What a message of `Generate` says, in values of ours."""
+
+    request_id: str
+    model: str
+    input: str
+    """Which of the three next was given; empty: none."""
+    text: str
+    token_ids: tuple[int, ...]
+    messages: Sequence[ChatMessage]
+    parse_special_tokens: bool
+    options: Options
+    """Without what is known of the caller."""
+    ttft_s: float | None
+    tbt_s: float | None
+
+
+def _said(data: bytes) -> _Said:
+    """Read a message; raises InvalidRequestError and DecodeError.
+
+    To make a text or a tuple of a field is as much work as to parse it, so all of it is done here, once, and
+    of a long message off the event loop.
+    """
+    message = parsed(data, inference_pb2.GenerateRequest)
+    if len(data) > FREE_BYTES:
+        _check_lists(message)
+    slo = message.slo
+    return _Said(
+        request_id=message.request_id,
+        model=message.model,
+        input=message.WhichOneof("input") or "",
+        text=message.text,
+        token_ids=tuple(message.token_ids.ids),
+        messages=[_chat_message(turn) for turn in message.chat.messages],
+        parse_special_tokens=message.parse_special_tokens,
+        options=_options(message),
+        ttft_s=slo.ttft_s if slo.HasField("ttft_s") else None,
+        tbt_s=slo.tbt_s if slo.HasField("tbt_s") else None,
+    )
+
+
+def _check_empty(data: bytes) -> None:
+    parsed(data, inference_pb2.ListModelsRequest)
 
 
 def _check_lists(message: inference_pb2.GenerateRequest) -> None:
@@ -172,13 +221,14 @@ def _check_lists(message: inference_pb2.GenerateRequest) -> None:
 
 
 def _chat_message(turn: inference_pb2.ChatMessage) -> ChatMessage:
+    name = turn.role
     for role in get_args(ChatRole):
-        if turn.role == role:
+        if name == role:
             return ChatMessage(role, turn.content)
     raise InvalidRequestError(f"role: one of {', '.join(get_args(ChatRole))} is wanted", "messages")
 
 
-def _options(message: inference_pb2.GenerateRequest, caller: Caller, deadline_s: float | None) -> Options:
+def _options(message: inference_pb2.GenerateRequest) -> Options:
     sampling, stop = message.sampling, message.stop
     given = {name: getattr(sampling, name) for name in (*_SAMPLING, "seed") if sampling.HasField(name)}
     return Options(
@@ -192,19 +242,14 @@ def _options(message: inference_pb2.GenerateRequest, caller: Caller, deadline_s:
         logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
         priority=message.priority,
         cache_salt=message.cache_salt,
-        tenant=caller.tenant,
-        may_be_critical=caller.may_be_critical,
-        slo=caller.slo,
-        deadline_s=deadline_s,
-        traceparent=caller.traceparent,
     )
 
 
-def _slo(asked: inference_pb2.Slo, default: Slo, deadline_s: float | None) -> Slo:
+def _slo(said: _Said, default: Slo, deadline_s: float | None) -> Slo:
     """Return the message's bounds, else the metadata's or the server's; a deadline bounds TTFT too."""
     slo = Slo(
-        asked.ttft_s if asked.HasField("ttft_s") else default.ttft_slo_s,
-        asked.tbt_s if asked.HasField("tbt_s") else default.tbt_slo_s,
+        default.ttft_slo_s if said.ttft_s is None else said.ttft_s,
+        default.tbt_slo_s if said.tbt_s is None else said.tbt_s,
     )
     if not slo.ttft_slo_s > 0:
         raise InvalidRequestError("slo.ttft_s: seconds above 0 are wanted", "slo.ttft_s")

@@ -1,7 +1,9 @@
 """A body of too many parts is refused by counts of its bytes, before anything is made of it."""
 
 import json
+import threading
 import tracemalloc
+from contextlib import suppress
 
 import grpc
 import httpx
@@ -9,8 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from base import rpc
 from base.errors import InvalidRequestError
 from base.message_bounds import MAX_FIELDS
+from base.off_loop import INLINE_BYTES
+from conductor.api import service
 from conductor.api.body_bounds import (
     MAX_BARE_BYTES,
     MAX_CONTAINERS,
@@ -25,6 +30,7 @@ from conductor.api.service import MAX_ELEMENTS
 from conductor.api.text_stream import TextStream
 from conductor.api.tokenizer import Detokenizer, Tokenizer
 from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc as pb_grpc
 from protos.inference_pb2_grpc import InferenceStub
 from tests.base.test_message_bounds import HOSTILE
 from tests.conductor.fakes import MAX_MODEL_LEN, byte_level_tokenizer, serving, spoken
@@ -155,6 +161,61 @@ async def test_a_client_is_refused_before_its_message_is_parsed(model, name):
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert f"more than {MAX_FIELDS} fields" in await call.details()
         assert not api.dispatcher.requests
+
+
+MESSAGES = {
+    "text": lambda text: pb.GenerateRequest(text=text),
+    "role": lambda text: pb.GenerateRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage(role=text)])),
+    "model": lambda text: pb.GenerateRequest(text="a", model=text),
+    "cache_salt": lambda text: pb.GenerateRequest(text="a", cache_salt=text),
+}
+
+
+@pytest.mark.parametrize("num_chars", [10, INLINE_BYTES])
+@pytest.mark.parametrize("name", MESSAGES)
+async def test_a_long_message_is_parsed_and_its_texts_are_made_off_the_event_loop(
+    model, monkeypatch, name, num_chars
+):
+    """Nothing of the message itself leaves the thread that parses it: all that is read there are values."""
+    read, threads = service._said, []
+
+    def said(data):
+        threads.append(threading.get_ident())
+        found = read(data)
+        assert not any(isinstance(value, pb.GenerateRequest | pb.ChatMessages | pb.Slo) for value in found)
+        return found
+
+    monkeypatch.setattr(service, "_said", said)
+    async with (
+        serving(model, lambda request: spoken(model, "no")) as api,
+        grpc.aio.insecure_channel(api.grpc_address) as channel,
+    ):
+        with suppress(grpc.aio.AioRpcError):
+            async for _ in InferenceStub(channel).Generate(MESSAGES[name]("a" * num_chars), timeout=60):
+                pass
+    (thread,) = threads
+    assert (thread == threading.get_ident()) == (num_chars < INLINE_BYTES)
+
+
+async def test_a_long_message_of_another_service_is_parsed_off_the_event_loop(monkeypatch):
+    parse, threads = rpc.parsed, []
+
+    def parsed(data, kind):
+        threads.append(threading.get_ident())
+        return parse(data, kind)
+
+    monkeypatch.setattr(rpc, "parsed", parsed)
+    servicer = pb_grpc.InferenceServicer()
+    plain = rpc.Service(
+        service.NAME, lambda server: pb_grpc.add_InferenceServicer_to_server(servicer, server)
+    )
+    server, port, _ = await rpc.start_server([plain], lambda: True, rpc.Port("127.0.0.1:0"), 2 * MIB)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for num_chars in (10, INLINE_BYTES):
+            call = InferenceStub(channel).Generate(pb.GenerateRequest(text="a" * num_chars), timeout=60)
+            assert await call.code() is not grpc.StatusCode.OK
+    await server.stop(None)
+    assert [thread == threading.get_ident() for thread in threads] == [True, False]
 
 
 LONG = {
