@@ -3,7 +3,9 @@
     length (4 bytes, little-endian)   message   length   message   ...
 
 What arrives is handed over in the turn of the event loop that read it, and what is sent is written in the
-turn that sends it: no task, no thread and no queue is between the socket and either end.
+turn that sends it: no task, no thread and no queue is between the socket and either end. Of what is long, all
+links of a listener hand over so much in a turn, and the rest in the next: a socket that was not read for a
+while gives a dozen messages at once.
 
 Weighed and left: a stream of gRPC's, which carried the same messages. Each costs it some 0.1 ms and wakes a
 thread that waits for the interpreter, on both sides (bench/results/conductor_live.md).
@@ -20,11 +22,16 @@ from typing import Protocol, cast
 
 from base.arrivals import HANDSHAKE_TIMEOUT_S, Arrivals, TlsListener, num_allowed
 from base.errors import ForeignPeerError, ProtocolError, ServeError
+from base.turns import Turns
 
 LENGTH_BYTES = 4
 MAX_FIRST_BYTES = 64 << 10
 """Of the first message, before anything is known of who sends it."""
 MAX_MESSAGE_BYTES = 64 << 20
+FREE_BYTES = 4 << 10
+"""What is read at once and no longer is handed over in the same turn, and counts nowhere."""
+TURN_BYTES = 16 << 10
+"""The tokens of 50 sequences with 20 likely ones beside each; a longer message has a turn of its own."""
 SHARE_OF_DESCRIPTORS = 0.25
 """For a listener of nodes."""
 EARLY_S = 0.002
@@ -80,9 +87,12 @@ class End(Protocol):
 class TcpLink(asyncio.Protocol):
     """A `Link` over TCP, with or without TLS."""
 
-    def __init__(self, end: End, arrivals: Arrivals | None = None) -> None:
-        """Begin. `arrivals`: of the listener that took it; None: it was dialled."""
+    def __init__(self, end: End, arrivals: Arrivals | None = None, turns: Turns | None = None) -> None:
+        """Begin. `arrivals` and `turns`: of the listener that took it; None: it was dialled."""
         self._end = end
+        self._turns = turns or Turns(TURN_BYTES)
+        self._is_waiting = False
+        """For a turn: `_partial` has messages, and nothing is read."""
         self._arrivals = arrivals
         self._transport: asyncio.Transport | None = None
         self._partial = bytearray()
@@ -124,11 +134,17 @@ class TcpLink(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._partial:
             self._partial += data
-            if len(self._partial) < self._wanted_bytes:
+            if self._is_waiting or len(self._partial) < self._wanted_bytes:
                 return
             data = bytes(self._partial)
             self._partial.clear()
+        self._take_in(data, 0)
+
+    def _take_in(self, data: bytes, free_bytes: int) -> None:
+        """Hand over the messages in `data`; `free_bytes` of them have their turn."""
         at, self._wanted_bytes = 0, LENGTH_BYTES
+        if len(data) <= FREE_BYTES:
+            free_bytes = FREE_BYTES
         while len(data) - at >= LENGTH_BYTES and not self._is_over:
             begin = at + LENGTH_BYTES
             end = begin + int.from_bytes(data[at:begin], "little")
@@ -138,9 +154,30 @@ class TcpLink(asyncio.Protocol):
             if end > len(data):
                 self._wanted_bytes = end - at
                 break
+            if end > free_bytes and not self._turns.take(end - at):
+                self._wait(end - at)
+                break
             self._deliver(data[begin:end])
             at = end
         self._partial += data[at:]
+
+    def _wait(self, num_bytes: int) -> None:
+        """Read nothing until a turn has room for the next message."""
+        assert self._transport is not None
+        self._is_waiting = True
+        if not self._transport.is_closing():
+            self._transport.pause_reading()
+        self._turns.later(num_bytes).add_done_callback(lambda _: self._go_on(num_bytes))
+
+    def _go_on(self, num_bytes: int) -> None:
+        if self._is_over or self._transport is None:
+            return
+        self._is_waiting = False
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+        data = bytes(self._partial)
+        self._partial.clear()
+        self._take_in(data, num_bytes)
 
     def pause_writing(self) -> None:
         self._is_choked = True
@@ -196,10 +233,10 @@ async def listen(
     make_end: Callable[[], End], listener: socket.socket, secured: ssl.SSLContext | None
 ) -> asyncio.Server | TlsListener:
     """Take connections; each has an end of its own. Who has sent no message makes room for others."""
-    arrivals = Arrivals(num_allowed(SHARE_OF_DESCRIPTORS))
+    arrivals, turns = Arrivals(num_allowed(SHARE_OF_DESCRIPTORS)), Turns(TURN_BYTES)
 
     def make() -> asyncio.Protocol:
-        return TcpLink(make_end(), arrivals)
+        return TcpLink(make_end(), arrivals, turns)
 
     if secured is not None:
         return TlsListener(make, listener, secured, arrivals)

@@ -25,12 +25,12 @@ from base.errors import (
 )
 from base.metrics import ConductorMetrics
 from base.request import FinishReason, SampledToken, Slo
+from base.turns import Turns
 from conductor.api.options import TextRequest
 from conductor.api.served_model import ServedModel
 from conductor.api.shares import Shares
 from conductor.api.text_stream import TextStream
 from conductor.api.tokenizer import Detokenizer
-from conductor.api.turns import Turns
 from conductor.serving.generated import Dispatcher, Generated
 
 MAX_BODIES = 32

@@ -1,13 +1,17 @@
 """Messages over a real socket, whole and in order however they arrive, and what ends a link."""
 
 import asyncio
+import ssl
+from collections import Counter
 from contextlib import asynccontextmanager
 
 import pytest
 
 from base.errors import ForeignPeerError, ProtocolError
-from base.link import LENGTH_BYTES, MAX_FIRST_BYTES, MAX_MESSAGE_BYTES, dial, listen
+from base.link import FREE_BYTES, LENGTH_BYTES, MAX_FIRST_BYTES, MAX_MESSAGE_BYTES, TURN_BYTES, dial, listen
+from base.tls import Certificates
 from conductor.api.server import tcp_listener
+from tests.certificates import Authority
 
 
 class End:
@@ -45,11 +49,11 @@ async def until(condition):
 
 
 @asynccontextmanager
-async def listening(*ends):
+async def listening(*ends, secured=None):
     """A listener whose connections have `ends`, one after the other; gives its port."""
     left = list(ends)
     with tcp_listener("127.0.0.1", 0, "port") as listener:
-        server = await listen(lambda: left.pop(0), listener, None)
+        server = await listen(lambda: left.pop(0), listener, secured)
         yield listener.getsockname()[1]
         server.close()
 
@@ -70,6 +74,58 @@ async def test_messages_arrive_whole_and_in_order_in_both_directions():
         here.link.close()
         await until(lambda: there.closings)
     assert here.closings == there.closings == [None]
+
+
+@pytest.mark.parametrize("secured", [False, True])
+async def test_of_what_came_together_so_much_is_handed_over_in_a_turn_whoever_sent_it(tmp_path, secured):
+    turns, handed_over = [0], Counter()
+
+    class Counting(End):
+        def received(self, message):
+            super().received(message)
+            handed_over[turns[0]] += len(message)
+
+    async def count() -> None:
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    authority = Authority(tmp_path)
+    certificates = Certificates(authority.issue("server", ca=False), "tls") if secured else None
+    client = ssl.create_default_context(cadata=authority.pem.decode()) if secured else None
+    ends = [Counting() for _ in range(3)]
+    sent = [bytes([number]) * (1_000 if number % 5 else 12_000) for number in range(60)]
+    async with listening(*ends, secured=certificates and certificates.context()) as port:
+        writers, counting = [], asyncio.create_task(count())
+        for _ in ends:
+            _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client)
+            writers.append(writer)
+            writer.write(b"".join(map(framed, sent)))
+        await until(lambda: all(len(end.messages) == len(sent) for end in ends))
+        counting.cancel()
+        for writer in writers:
+            writer.write(framed(b"more"))
+        await until(lambda: all(end.messages[-1] == b"more" for end in ends))
+        for writer in writers:
+            writer.close()
+    assert all(end.messages[:-1] == sent for end in ends)
+    # What waited, and what came in the turn after it was let go on.
+    assert max(handed_over.values()) <= 2 * TURN_BYTES + len(ends) * FREE_BYTES
+
+
+async def test_a_message_longer_than_a_turn_has_one_of_its_own():
+    here, there = End(), End()
+    sent = [b"a" * (2 * TURN_BYTES), b"b" * 100, b"c" * (3 * TURN_BYTES), b"d" * TURN_BYTES]
+    async with listening(there) as port:
+        await dial(here, f"127.0.0.1:{port}")
+        await until(lambda: there.link)
+        there.link.send(b"hello")
+        await until(lambda: here.messages)
+        for message in sent:
+            there.link.send(message)
+        await until(lambda: len(here.messages) == 1 + len(sent))
+        here.link.close()
+    assert here.messages[1:] == sent
 
 
 @pytest.mark.parametrize("step", [1, 3, 5, 100])

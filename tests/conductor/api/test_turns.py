@@ -7,9 +7,9 @@ import httpx
 import pytest
 
 from base.request import FinishReason, SampledToken, TokenLogprobs
+from base.turns import TURN_UNITS, Turns
 from conductor.api.completion import PART_UNITS, Piece
 from conductor.api.openai_format import CHAT, COMPLETION, Answer, Choice, Shown
-from conductor.api.turns import TURN_UNITS, Turns
 from conductor.serving.generated import Generated
 from tests.conductor.fakes import MAX_MODEL_LEN, serving, spoken
 
@@ -60,8 +60,7 @@ async def test_more_than_a_turn_has_is_done_in_a_turn_of_its_own():
 async def test_who_is_cancelled_while_it_waits_takes_no_turn():
     turns = Turns(10)
     assert turns.take(10)
-    gone, stays = asyncio.create_task(turns.later(10)), asyncio.create_task(turns.later(10))
-    await asyncio.sleep(0)
+    gone, stays = turns.later(10), turns.later(10)
     gone.cancel()
     await stays
     assert gone.cancelled()

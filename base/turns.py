@@ -32,12 +32,12 @@ class Turns:
         self._end_turn()
         return True
 
-    async def later(self, units: int) -> None:
-        """Return in the turn in which `units` may be worked."""
+    def later(self, units: int) -> asyncio.Future[None]:
+        """Return what is done in the turn in which `units` may be worked."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((units, turn))
         self._end_turn()
-        await turn
+        return turn
 
     def _end_turn(self) -> None:
         """Let the next turn begin after what the loop has to do in this one."""
