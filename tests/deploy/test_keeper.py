@@ -198,6 +198,7 @@ def test_what_was_not_there_when_ray_ended_ends_the_rest(kept):
     driver = driver_of(process, environment)
     os.kill(driver, signal.SIGSTOP)  # nobody starts the next one again
     os.kill(pids[1], signal.SIGKILL)
+    assert wait_gone(pids[1], GONE_S)
     os.kill(driver, signal.SIGKILL)
     assert "Ray has ended, and prefill-0 before it" in process.stderr.readline()
     assert process.wait(GONE_S) == 1

@@ -42,6 +42,8 @@ def _batched_copy() -> Callable[[int, int, int, int, int], int] | None:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
+    if driver.cuInit(0):  # a driver whose GPUs are hidden from this process
+        return None
     # From 13.0 on it does not say which copy failed, and has another name.
     is_newer = hasattr(driver, "cuMemcpyBatchAsync_v2")
     if not is_newer and not hasattr(driver, "cuMemcpyBatchAsync"):
