@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from base.errors import ConfigError
 from base.spans import TracingConfig
-
-# pydantic reads this from a dataclass; without it unknown keys would pass in silence.
-STRICT = {"extra": "forbid"}
+from base.tables import TableError, from_table
 
 GIB = 1 << 30
 """Bytes; cluster.yaml speaks of GiB."""
@@ -37,8 +33,6 @@ def _require(condition: bool, key: str, mend: str) -> None:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How a node runs the model."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
 
     device: str = "auto"
     """auto: cuda where there is one, else cpu."""
@@ -102,8 +96,6 @@ class EngineConfig:
 class PoolConfig:
     """One pool of nodes of the same role."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
-
     nodes: int = 1
     gpus_per_node: int = 0
     cpus_per_node: float = 1.0
@@ -128,8 +120,6 @@ class PoolConfig:
 class TlsConfig:
     """PEM files of one end of TLS connections; read by `base/tls.py`."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
-
     cert: str = ""
     """The chain, own certificate first. Empty: no TLS."""
     key: str = ""
@@ -148,8 +138,6 @@ class TlsConfig:
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """What the conductor listens on and refuses."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
 
     host: str = "127.0.0.1"
     conductors: int = 1
@@ -204,8 +192,6 @@ class ServerConfig:
 class NodesConfig:
     """How nodes reach the conductor, by a listener of their own; and their metrics' port."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
-
     attach_port: int = 0
     """0: a free one. Counts up as `server.http_port`."""
     metrics_port: int = 0
@@ -222,8 +208,6 @@ class NodesConfig:
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
     """How KV bytes move."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
 
     host: str = "127.0.0.1"
     """The address that this node's peers reach it by."""
@@ -252,8 +236,6 @@ EVICTION_POLICIES = ("lru", "lfu", "length_aware", "admission")
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
     """Each node's share of the block cache: KV beyond what its engine has room for."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
 
     dram_gib: float = 0.0
     """Of each node's host; 0: none."""
@@ -291,8 +273,6 @@ class StoreConfig:
 class SloConfig:
     """Bounds of requests that name none; 0: unbounded."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
-
     ttft_s: float = 0.0
     tbt_s: float = 0.0
 
@@ -300,8 +280,6 @@ class SloConfig:
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """How the conductor decides, and what it keeps of its decisions."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
 
     reject: str = "predict"
     """When decode load is tested against a TBT bound: none, late, early or predict."""
@@ -341,8 +319,6 @@ class SchedulerConfig:
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
     """`cluster.yaml`."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = STRICT
 
     name: str = ""  # What commands call the cluster. Empty: its HTTP port.
     model: str = "smollm2"
@@ -455,41 +431,6 @@ def read_process_config(path: Path, into: type[T]) -> T:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
     try:
-        return from_table(into, table, "")
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def from_table(into: type[T], table: Any, where: str) -> T:
-    """Return a dataclass from a table of JSON's kinds of values, as `read_process_config` does.
-
-    Raises:
-        TypeError, ValueError: the message begins with `where` and names the key.
-    """
-    if not isinstance(table, dict):
-        raise TypeError(f"{where or 'the file'}: a table is wanted, not {type(table).__name__}")
-    hints = typing.get_type_hints(into)
-    fields = {item.name: item for item in dataclasses.fields(into)}  # type: ignore[arg-type]
-    if unknown := sorted(table.keys() - fields.keys()):
-        raise ValueError(f"{where}{unknown[0]}: unknown key; known: {', '.join(sorted(fields))}")
-    values = {key: _value(hints[key], value, f"{where}{key}") for key, value in table.items()}
-    try:
-        return into(**values)
-    except TypeError as error:
-        raise ValueError(f"{where or 'the file'}: {error}") from error
-
-
-def _value(kind: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(kind):
-        return from_table(typing.cast(type, kind), value, f"{where}.")
-    if typing.get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            raise TypeError(f"{where}: a list is wanted")
-        return tuple(_value(typing.get_args(kind)[0], item, where) for item in value)
-    if isinstance(kind, types.UnionType):
-        return value
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not kind:
-        raise TypeError(f"{where}: {kind.__name__} is wanted, not {type(value).__name__}")
-    return value
+        return from_table(into, table)
+    except TableError as error:
+        raise ConfigError("\n".join(f"{path}: {problem}" for problem in error.problems)) from error

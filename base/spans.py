@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, cast
+from typing import Protocol, cast
 
 from base.errors import ConfigError
 
@@ -20,8 +20,6 @@ Told = str | int | float | bool
 @dataclass(frozen=True, slots=True)
 class TracingConfig:
     """Where spans of requests are sent, by OTLP over gRPC."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     endpoint: str = ""
     """http://host:4317, or https://. Empty: nothing is traced."""

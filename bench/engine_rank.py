@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from base.clock import SystemClock
-from base.config import EngineConfig, from_table
+from base.config import EngineConfig
+from base.tables import from_table
 from bench.engine_shapes import SHAPES, build_model
 from engine.arrivals import ArrivingBlocks
 from engine.build import assemble_engine
@@ -24,7 +25,7 @@ def build_rank(shape: str, group: TensorGroup | None) -> PagedModel:
 def main() -> None:
     clock = SystemClock()
     spec, group, pipe = join_ranks()
-    config = from_table(EngineConfig, spec["engine"], "engine.")
+    config = from_table(EngineConfig, spec["engine"], ("engine",))
     model = build_rank(spec["shape"], group.tensor)
     runner = assemble_engine(config, model, "bfloat16", clock, group=group).runner
     assert isinstance(runner, Follower)

@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import TextIO
 
 from base.clock import wall_clock_s
-from base.config import ClusterConfig, from_table
+from base.config import ClusterConfig
 from base.errors import ConfigError
 from base.private import private_file
+from base.tables import from_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +204,6 @@ def _forget(folder: Path, name: str) -> None:
 
 def _read(path: Path) -> Running | None:
     try:
-        return from_table(Running, json.loads(path.read_text()), "")
-    except (OSError, ValueError, TypeError):
+        return from_table(Running, json.loads(path.read_text()))
+    except (OSError, ValueError):
         return None

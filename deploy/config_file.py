@@ -1,46 +1,27 @@
-"""Reading `cluster.yaml` into a `ClusterConfig`. The one door to pydantic and YAML here.
+"""Reading `cluster.yaml` into a `ClusterConfig`. The one door to YAML here.
 
-The dataclasses of `base/config.py` are the schema: pydantic takes fields, types and
-defaults from them. What this file adds is the message. A person who mistypes a key is
-told file, line and path of it and the nearest key there is; everything wrong with the
-file is told at once.
+`base/tables.py` reads the values. What this file adds is YAML, and the line of each key: everything
+wrong with the file is said at once, with file, line and path.
 
-Values are checked strictly, as JSON would be: the string "8000" is no port number. YAML
-itself is read with the safe loader, and a key written twice is refused, because YAML's
-own rule (the last one wins) hides an edit made in the wrong place.
+YAML is read with the safe loader, and a key written twice is refused, because YAML's own rule (the
+last one wins) hides an edit made in the wrong place.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import functools
 import json
-import typing
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
 
 from base.config import ClusterConfig
 from base.errors import ConfigError
+from base.tables import KeyPath, Problem, TableError, from_table
 
-KeyPath = tuple[str | int, ...]
 MAX_DEPTH = 20
 MAX_VALUES = 10_000
 """In a file, with its aliases spelled out: ten lines of them can stand for billions."""
-
-# pydantic speaks of Python; a person editing YAML thinks of these.
-KIND_NAMES = {
-    "bool_type": "true or false",
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "string_type": "text",
-    "tuple_type": "a list",
-    "dataclass_type": "a table of keys",
-}
 
 
 class _Loader(yaml.SafeLoader):
@@ -89,18 +70,12 @@ def read_cluster_config(path: Path) -> ClusterConfig:
         raise ConfigError(f"{path}: a table or list is within itself") from error
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    document = json.dumps({} if table is None else table, default=str)
+    # as JSON would be: a date is its text
+    document = json.loads(json.dumps({} if table is None else table, default=str))
     try:
-        return _schema().validate_json(document, strict=True)
-    except ValidationError as error:
-        told = [_sentence(path, lines, item) for item in error.errors()]
-        raise ConfigError("\n".join(told)) from error
-
-
-@functools.cache
-def _schema() -> TypeAdapter[ClusterConfig]:
-    """Built once: it takes as long as reading ten files."""
-    return TypeAdapter(ClusterConfig)
+        return from_table(ClusterConfig, document)
+    except TableError as error:
+        raise ConfigError("\n".join(_sentence(path, lines, item) for item in error.problems)) from error
 
 
 def _require_shallow(text: str) -> None:
@@ -143,40 +118,8 @@ def _lines_of_keys(root: yaml.Node | None) -> dict[KeyPath, int]:
     return lines
 
 
-def _sentence(path: Path, lines: dict[KeyPath, int], item: Any) -> str:
-    """Return `file:line: key: what is wanted` for one of pydantic's errors."""
-    where: KeyPath = item["loc"]
-    if item["type"] == "value_error":
-        # A dataclass's own check; its message opens with the key it is about.
-        key, _, wanted = str(item["ctx"]["error"]).partition(": ")
-        where = (*where, *key.split("."))
-        problem = f"{wanted}; it is {_value_at(item['input'], key)}"
-    elif item["type"] == "unexpected_keyword_argument":
-        problem = f"unknown key{_nearest(where)}"
-    elif item["type"] in KIND_NAMES:
-        problem = f"{KIND_NAMES[item['type']]} is wanted, not {json.dumps(item['input'])}"
-    else:
-        problem = item["msg"]
+def _sentence(path: Path, lines: dict[KeyPath, int], problem: Problem) -> str:
+    """Return `file:line: key: what is wanted`."""
+    where = problem.where
     line = next((lines[where[:n]] for n in range(len(where), -1, -1) if where[:n] in lines), 1)
-    name = ".".join(str(part) for part in where) or "the file"
-    return f"{path}:{line}: {name}: {problem}"
-
-
-def _value_at(table: Any, key: str) -> str:
-    for part in key.split("."):
-        table = table.get(part) if isinstance(table, dict) else None
-    return "the default" if table is None else json.dumps(table)
-
-
-def _nearest(where: KeyPath) -> str:
-    known = known_keys(where[:-1])
-    close = difflib.get_close_matches(str(where[-1]), known, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(known)}"
-
-
-def known_keys(where: KeyPath = ()) -> list[str]:
-    """Return the keys that may stand in the table at `where` of `cluster.yaml`."""
-    kind: Any = ClusterConfig
-    for part in where:
-        kind = typing.get_type_hints(kind)[str(part)]
-    return [item.name for item in dataclasses.fields(kind)]
+    return f"{path}:{line}: {problem}"

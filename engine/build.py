@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from base.clock import Clock
-from base.config import GIB, EngineConfig, from_table
+from base.config import GIB, EngineConfig
 from base.errors import ConfigError
 from base.kv_layout import KvLayout, KvPart, whole_layout
+from base.tables import from_table
 from engine.block_pool import BlockPool
 from engine.loop import EngineLoop, LaunchingRunner
 from engine.model import PagedModel
@@ -119,7 +120,7 @@ def build_rank(
         spec: From `join_ranks`.
     """
     torch.set_num_threads(spec["threads"])
-    config = from_table(EngineConfig, spec["engine"], "engine.")
+    config = from_table(EngineConfig, spec["engine"], ("engine",))
     model, dtype = load_rank(config, spec["model_path"], group.tensor)
     return assemble_engine(config, model, dtype, clock, allocate, group)
 

@@ -14,9 +14,10 @@ from functools import partial
 from typing import Any
 
 from base.clock import SystemClock
-from base.config import NodeProcess, from_table
+from base.config import NodeProcess
 from base.errors import ConfigError
 from base.logs import configure
+from base.tables import from_table
 from engine.arrivals import ArrivingBlocks, prefix_parts
 from engine.block_sums import CachePlace, block_sums
 from engine.build import build_rank
@@ -31,7 +32,7 @@ from transfer.shard import LocalShard
 
 async def serve(spec: dict[str, Any], group: RankGroup, pipe: Pipe) -> None:
     """Run the rank until rank 0 ends it, which ends the process. Raises ConfigError."""
-    config = from_table(NodeProcess, spec["node"], "")
+    config = from_table(NodeProcess, spec["node"])
     rank = group.world.rank
     clock = SystemClock()
     agent = TransferAgent(

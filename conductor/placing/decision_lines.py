@@ -14,8 +14,8 @@ import math
 from typing import Any
 
 from base.block_hash import BlockHash
-from base.config import from_table
 from base.request import NodeId, RequestId, Slo
+from base.tables import from_table
 from conductor.placing.decisions import Actual, Decision, NodeSeen, ViewSeen
 from conductor.placing.placement import Placement, PlacementRequest, Rejection, RejectReason
 from conductor.placing.profile import Profile
@@ -49,7 +49,7 @@ def shared_from(told: dict[str, Any]) -> Shared:
     if told["format"] != FORMAT:
         raise ValueError(f"format {told['format']}, this release reads {FORMAT}")
     settings = told["settings"] | {"reject": RejectPolicy(told["settings"]["reject"])}
-    profile = from_table(Profile, told["profile"], "profile.")
+    profile = from_table(Profile, told["profile"], ("profile",))
     return Shared(profile, SchedulerSettings(**settings), told["model_id"])
 
 

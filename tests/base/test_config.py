@@ -42,12 +42,12 @@ def test_a_process_reads_what_it_was_given(tmp_path, config):
     ("change", "complaint"),
     [
         ({"epoch": 1}, "epoch: unknown key"),
-        ({"engine": {"chunks": 1}}, "engine.chunks: unknown key"),
+        ({"engine": {"chunks": 1}}, "engine.chunks: unknown key; did you mean chunk_tokens"),
         ({"engine": {"chunk_tokens": 1}}, "chunk_tokens: at least 16"),
         ({"engine": {"pipeline_parallel": 2, "stage_layers": [30]}}, "stage_layers: empty, or one number"),
         ({"engine": {"chunk_attention": -2.0}}, "chunk_attention: not negative, or -1"),
-        ({"engine": {"chunk_tokens": "many"}}, "engine.chunk_tokens: int is wanted, not str"),
-        ({"engine": []}, "engine.: a table is wanted"),
+        ({"engine": {"chunk_tokens": "many"}}, 'engine.chunk_tokens: a whole number is wanted, not "many"'),
+        ({"engine": []}, "engine: a table of keys is wanted"),
         ({"roles": "prefill"}, "roles: a list is wanted"),
         ({"transfer": {"transports": ["pigeon"]}}, "'pigeon' is not one of shm"),
     ],
@@ -60,10 +60,18 @@ def test_a_wrong_value_is_refused_by_file_and_key(tmp_path, change, complaint):
     assert str(file) in str(caught.value)
 
 
-def test_a_missing_key_is_named(tmp_path):
+def test_every_missing_key_is_named(tmp_path):
     file = tmp_path / "node.json"
     file.write_text("{}")
-    with pytest.raises(ConfigError, match="node_id"):
+    with pytest.raises(ConfigError, match="node_id: missing") as caught:
+        read_process_config(file, NodeProcess)
+    assert len(str(caught.value).splitlines()) == 7
+
+
+def test_a_number_too_large_for_a_float_is_refused(tmp_path):
+    file = tmp_path / "node.json"
+    file.write_text(json.dumps(json.loads(process_config_json(NODE)) | {"engine": {"swap_gib": 10**400}}))
+    with pytest.raises(ConfigError, match=r"engine\.swap_gib"):
         read_process_config(file, NodeProcess)
 
 
