@@ -26,9 +26,9 @@ from base.messages import FromNode, Reserve, Start, Work
 from base.request import RequestId
 from base.request_tasks import RequestTasks
 from decode_node.reservation import Reservation, intact_in_order, require_intact, reserved
-from engine.answer import Answer
 from engine.loop import EngineLoop
 from engine.sequence import Sequence
+from engine.token_stream import TokenStream
 from kvstore.engine_store import EngineStore
 from transfer.shard import NodeKv
 
@@ -114,7 +114,7 @@ class DecodeRole:
         )
 
     async def _generate(self, sequence: Sequence, reservation: Reservation, start: Start) -> None:
-        answer = Answer(sequence.request_id, self._send)
+        answer = TokenStream(sequence.request_id, self._send)
         with self._held(reservation.block_ids):
             proof = intact_in_order(self._kv, reservation, start)
             if proof is None:

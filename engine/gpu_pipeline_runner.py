@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.arrivals import Arrivals, prefix_parts
+from engine.arrivals import PrefixArrivals, prefix_parts
 from engine.gpu_attention import HEADER_NUMBERS, step_header
 from engine.gpu_model import GpuModel
 from engine.layer_hooks import Mark, mark_on_stream
@@ -131,7 +131,7 @@ class GpuPipelineRunner:
         sampled = tuple(next(tokens) if entry.samples else None for entry in step.plan.entries)
         return StepResult(sampled, busy_s)
 
-    def follow(self, numbers: torch.Tensor, arrivals: list[Arrivals]) -> Callable[[], None]:
+    def follow(self, numbers: torch.Tensor, arrivals: list[PrefixArrivals]) -> Callable[[], None]:
         """Queue this rank's share of a step of the first rank's."""
         with self._model.hooks.waiting_for(arrivals):
             self._compute(numbers)

@@ -18,7 +18,7 @@ import torch
 from base.clock import Clock
 from base.config import EngineConfig
 from base.request import TokenLogprobs
-from engine.arrivals import Arrivals, prefix_parts
+from engine.arrivals import PrefixArrivals, prefix_parts
 from engine.cuda_graph import GRAPH_CHUNKS, MIXED_TOKENS, StepGraphs
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
@@ -150,7 +150,7 @@ class GpuRunner:
             logprobs |= {index: found[row] for row, index in enumerate(launched.special)}
         return sampled_tokens(launched.plan, tokens.tolist(), logprobs)
 
-    def follow(self, numbers: torch.Tensor, arrivals: list[Arrivals]) -> None:
+    def follow(self, numbers: torch.Tensor, arrivals: list[PrefixArrivals]) -> None:
         """Run this rank's share of a step that the first rank launches, which has waited for prefixes."""
         captured, header = bool(numbers[0]), numbers[1:]
         self._compute(StepShape(*header[:4].tolist()), header, captured)

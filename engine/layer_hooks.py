@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.arrivals import Arrivals
+from engine.arrivals import PrefixArrivals
 from engine.step import LayerGroup
 
 Mark = Callable[[], Callable[[], None]]
@@ -45,12 +45,12 @@ class LayerHooks:
         num_groups = min(num_groups, self.num_layers)
         self._ends = {self.num_layers * (group + 1) // num_groups for group in range(num_groups)}
         self._mark = mark
-        self._arrivals: list[Arrivals] = []
+        self._arrivals: list[PrefixArrivals] = []
         self._groups: list[LayerGroup] | None = None
         for index, layer in enumerate(layers):
             layers[index] = _Watched(layer, partial(self._before, index), partial(self._after, index))
 
-    def begin(self, arrivals: list[Arrivals] | None = None) -> None:
+    def begin(self, arrivals: list[PrefixArrivals] | None = None) -> None:
         """Mark the groups of the step that is queued from here on.
 
         Args:
@@ -66,7 +66,7 @@ class LayerHooks:
         return tuple(groups)
 
     @contextmanager
-    def waiting_for(self, arrivals: list[Arrivals]) -> Iterator[None]:
+    def waiting_for(self, arrivals: list[PrefixArrivals]) -> Iterator[None]:
         """Wait before each layer of what the body computes or queues, and tell of no groups."""
         self._arrivals = arrivals
         try:

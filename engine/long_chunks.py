@@ -53,7 +53,7 @@ class LongChunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ChunkSegment:
     """Consecutive rows of a chunk."""
 
     row: int
@@ -86,10 +86,10 @@ def can_attend(query: torch.Tensor) -> bool:
     return not query.is_cuda or (is_short and query.shape[2] <= MAX_HEAD_DIM and query.shape[2] % 8 == 0)
 
 
-def segments_of(chunk: LongChunk, row: int, most: int) -> list[Segment]:
+def segments_of(chunk: LongChunk, row: int, most: int) -> list[ChunkSegment]:
     """Cut a chunk that begins at `row` into segments of at most `most` rows."""
     return [
-        Segment(row + at, min(most, chunk.num_tokens - at), chunk.prefix + at)
+        ChunkSegment(row + at, min(most, chunk.num_tokens - at), chunk.prefix + at)
         for at in range(0, chunk.num_tokens, most)
     ]
 
@@ -128,7 +128,7 @@ def make_plans(like: torch.Tensor, kv_layer: torch.Tensor, chunk_tokens: int, ma
         # The merge is compiled twice: for sums that begin at a multiple of 16 bytes, and for others.
         for before in (KEYS_STEP, KEYS_STEP + 1):
             own = keys[0, : before + 1]
-            _attend_segment(query[0, :1], own, own, Segment(0, 1, before), 1.0)
+            _attend_segment(query[0, :1], own, own, ChunkSegment(0, 1, before), 1.0)
 
 
 def attend_long(
@@ -169,7 +169,7 @@ def attend_long(
 
 
 def _attend_segment(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segment: Segment, scale: float
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segment: ChunkSegment, scale: float
 ) -> torch.Tensor:
     """Return the attention of a segment's rows to its sequence's keys, [tokens, num_kv_heads, head_dim]."""
     num_rows, skipped = segment.num_rows, segment.num_left_over

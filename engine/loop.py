@@ -60,7 +60,7 @@ class StepRunner(Protocol):
         ...
 
 
-class Launched(Protocol):
+class StepHandle(Protocol):
     """A step that is queued on the device."""
 
     @property
@@ -73,7 +73,7 @@ class Launched(Protocol):
 class LaunchingRunner(Protocol):
     """A runner whose steps can be queued on the device before earlier ones have ended."""
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> StepHandle:
         """Queue a step and return what `resolve` takes; may raise anything."""
         ...
 
@@ -98,7 +98,7 @@ class _Flight:
 
     plan: StepPlan
     sequences: frozenset[Sequence]
-    launched: Future[Launched] | None
+    launched: Future[StepHandle] | None
     """None: the runner launches and waits in one."""
     launched_at_s: float
     landing: asyncio.Future[StepResult] | None = None
@@ -250,7 +250,7 @@ class EngineLoop:
         flight = _Flight(plan, frozenset(entry.sequence for entry in plan.entries), launched, now_s)
         self._flights.append(flight)
 
-    def _listen(self, plan: StepPlan, launched: Future[Launched]) -> None:
+    def _listen(self, plan: StepPlan, launched: Future[StepHandle]) -> None:
         """Have the plan's launch listeners called, on the event loop, once it is launched."""
         if not any(entry.sequence in self._launch_listeners for entry in plan.entries):
             return
@@ -261,7 +261,7 @@ class EngineLoop:
                 if listener := self._launch_listeners.get(entry.sequence):
                     listener(LaunchedChunk(entry, launched.result().layer_groups))
 
-        def on_done(done: Future[Launched]) -> None:
+        def on_done(done: Future[StepHandle]) -> None:
             if not done.cancelled() and done.exception() is None:
                 loop.call_soon_threadsafe(tell)
 

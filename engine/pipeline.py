@@ -47,7 +47,7 @@ def split_layers(num_layers: int, num_stages: int, wanted: tuple[int, ...] = ())
     return wanted
 
 
-class Link:
+class StageLink:
     """Owns one direction between two ranks. Both use it in the same order.
 
     Args:
@@ -83,7 +83,9 @@ class Stage:
         before, after: To the ranks of the neighbouring stages; None at the ends.
     """
 
-    def __init__(self, index: int, num_stages: int, before: Link | None, after: Link | None) -> None:
+    def __init__(
+        self, index: int, num_stages: int, before: StageLink | None, after: StageLink | None
+    ) -> None:
         self.index = index
         self.num_stages = num_stages
         self._before = before

@@ -20,7 +20,7 @@ import torch
 
 from base.clock import Clock
 from base.errors import LostError
-from engine.arrivals import Arrivals, prefix_parts
+from engine.arrivals import PrefixArrivals, prefix_parts
 from engine.batch import Batch, batch_from_numbers, batch_numbers, build_batch
 from engine.layer_hooks import LayerHooks
 from engine.model import PagedModel
@@ -105,7 +105,7 @@ class PipelineRunner:
         finally:
             step.has_run.set()
 
-    def follow(self, numbers: torch.Tensor, arrivals: list[Arrivals]) -> Callable[[], None]:
+    def follow(self, numbers: torch.Tensor, arrivals: list[PrefixArrivals]) -> Callable[[], None]:
         """Run this rank's share of a step of the first rank's."""
         with self._hooks.waiting_for(arrivals):
             self._model.forward(batch_from_numbers(numbers, self._model.device), self._cache)

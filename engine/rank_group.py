@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine.pipeline import Link, Stage
+from engine.pipeline import Stage, StageLink
 from engine.tensor_parallel import TensorGroup
 
 TIMEOUT_S = 300.0
@@ -114,9 +114,9 @@ def _stage(rank: int, shape: GroupShape, device: torch.device) -> Stage:
             pair = shape.rank(stage, place), shape.rank(stage + 1, place)
             group = dist.new_group(list(pair))
             if place == own_place and stage == own_stage:
-                after = Link(group, pair[1], device)
+                after = StageLink(group, pair[1], device)
             if place == own_place and stage + 1 == own_stage:
-                before = Link(group, pair[0], device)
+                before = StageLink(group, pair[0], device)
     made = Stage(own_stage, shape.stages, before, after)
     made.try_links()
     return made

@@ -43,7 +43,7 @@ NUMBER_BYTES = 8
 OnMessage = Callable[[bytes], None]
 
 
-class Kind(Enum):
+class PipeFrame(Enum):
     """What a frame is."""
 
     STEP = b"s"
@@ -61,20 +61,20 @@ class Pipe:
         self._sink = sink
         self._sending = threading.Lock()
 
-    def send(self, kind: Kind, payload: bytes = b"") -> None:
+    def send(self, kind: PipeFrame, payload: bytes = b"") -> None:
         """Raises OSError, or ValueError once it is closed: nobody is there any more."""
         with self._sending:
             self._sink.write(kind.value + len(payload).to_bytes(NUMBER_BYTES, "little") + payload)
             self._sink.flush()
 
-    def receive(self) -> tuple[Kind, bytes] | None:
+    def receive(self) -> tuple[PipeFrame, bytes] | None:
         """Return the next frame; None: the other end is closed."""
         head = self._source.read(1 + NUMBER_BYTES)
         if len(head) < 1 + NUMBER_BYTES:
             return None
         size = int.from_bytes(head[1:], "little")
         payload = self._source.read(size)
-        return (Kind(head[:1]), payload) if len(payload) == size else None
+        return (PipeFrame(head[:1]), payload) if len(payload) == size else None
 
     def close(self) -> None:
         # What was not flushed to a rank that has ended is nobody's loss.
@@ -129,7 +129,7 @@ class Ranks:
         self.num_told += 1
         self._on_step(0, self.num_told)
         for pipe in self._pipes:
-            pipe.send(Kind.STEP, row)
+            pipe.send(PipeFrame.STEP, row)
 
     def wait_ran(self, ranks: list[int], step: int) -> None:
         """Block until those of `ranks` that are not rank 0 have run step number `step`.
@@ -148,7 +148,7 @@ class Ranks:
     def send(self, rank: int, message: bytes) -> None:
         """Send to one rank's `on_message`; raises LostError if it has ended."""
         try:
-            self._pipes[rank - 1].send(Kind.MESSAGE, message)
+            self._pipes[rank - 1].send(PipeFrame.MESSAGE, message)
         except (OSError, ValueError) as error:
             raise LostError(f"rank {rank} of the engine has ended") from error
 
@@ -188,7 +188,7 @@ class Ranks:
     def _listen(self, rank: int, pipe: Pipe) -> None:
         while (frame := pipe.receive()) is not None:
             kind, payload = frame
-            if kind is Kind.MESSAGE:
+            if kind is PipeFrame.MESSAGE:
                 self._on_message[rank](payload)
             else:
                 with self._changed:
@@ -280,7 +280,7 @@ def follow_steps(
 
     def report(wait: Callable[[], None]) -> None:
         wait()
-        pipe.send(Kind.RAN)
+        pipe.send(PipeFrame.RAN)
 
     def run(payload: bytes) -> None:
         row = torch.frombuffer(bytearray(payload), dtype=torch.int64)
@@ -293,7 +293,7 @@ def follow_steps(
         _or_end(running.submit(runner.begin))
     while (frame := pipe.receive()) is not None:
         kind, payload = frame
-        if kind is Kind.STEP:
+        if kind is PipeFrame.STEP:
             _or_end(running.submit(run, payload))
         else:
             on_message(payload)

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from engine.arrivals import Arrivals
+from engine.arrivals import PrefixArrivals
 from engine.batch import Batch, batch_from_numbers, batch_numbers, build_batch
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
@@ -25,7 +25,7 @@ Tell = Callable[[torch.Tensor], None]
 Wait = Callable[[], None]
 """Blocks until a step has run, on any thread."""
 
-Follow = Callable[[torch.Tensor, list[Arrivals]], Wait | None]
+Follow = Callable[[torch.Tensor, list[PrefixArrivals]], Wait | None]
 
 
 @runtime_checkable
@@ -41,7 +41,7 @@ class ThreadBound(Protocol):
 class Follower(Protocol):
     """What a rank that is not the first runs."""
 
-    def follow(self, numbers: torch.Tensor, arrivals: list[Arrivals]) -> Wait | None:
+    def follow(self, numbers: torch.Tensor, arrivals: list[PrefixArrivals]) -> Wait | None:
         """Run or queue this rank's share of a step of which the first rank told; may raise anything.
 
         Args:
@@ -85,7 +85,7 @@ class Runner:
             self._tell(batch_numbers(batch))
         return run_batch(self._model, self._cache, batch, plan)
 
-    def follow(self, numbers: torch.Tensor, arrivals: list[Arrivals]) -> None:
+    def follow(self, numbers: torch.Tensor, arrivals: list[PrefixArrivals]) -> None:
         """Run this rank's share of a step of the first rank's, who samples, and has waited for prefixes."""
         self._model.forward(batch_from_numbers(numbers, self._model.device), self._cache)
 

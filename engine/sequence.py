@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from base.block_hash import BlockHash, hash_chain
 from base.request import FinishReason, RequestId, SamplingParams, StopParams
-from engine.arrivals import Arrivals
+from engine.arrivals import PrefixArrivals
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Sequence:
     """When the first step with this sequence began; None before."""
     busy_s: float = 0.0
     """Of a pipeline: how long its last stage was at steps with this sequence."""
-    arrivals: Arrivals | None = None
+    arrivals: PrefixArrivals | None = None
     """Of KV that is still coming into the blocks; None: what counts as computed is there."""
     is_proven: bool = True
     """Whether the KV that it came with is known to be intact; until then none of it is published."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from base.request import FinishReason, SampledToken, TokenLogprobs
-from engine.arrivals import Arrivals
+from engine.arrivals import PrefixArrivals
 from engine.sequence import Sequence
 from engine.swap_space import Swap
 
@@ -53,7 +53,7 @@ class StepPlan:
         return sum(entry.num_tokens for entry in self.entries)
 
 
-def arrivals_of(plan: StepPlan) -> list[Arrivals]:
+def arrivals_of(plan: StepPlan) -> list[PrefixArrivals]:
     """Return what a step has to wait for."""
     return [entry.sequence.arrivals for entry in plan.entries if entry.sequence.arrivals is not None]
 

@@ -22,7 +22,7 @@ from engine.arrivals import ArrivingBlocks, prefix_parts
 from engine.block_sums import CachePlace, block_sums
 from engine.build import build_rank
 from engine.rank_group import RankGroup
-from engine.ranks import Kind, Pipe, follow_steps, join_ranks
+from engine.ranks import Pipe, PipeFrame, follow_steps, join_ranks
 from engine.runner import Follower
 from node.kv import node_segment, transfer_config
 from node.remote_shard import ShardServer
@@ -49,7 +49,7 @@ async def serve(spec: dict[str, Any], group: RankGroup, pipe: Pipe) -> None:
         # On a GPU the first sum compiles its kernel: seconds that no request shall wait.
         await block_sums(engine.cache, [0])
         arriving = ArrivingBlocks(parts, clock)
-        server = ShardServer(shard, partial(pipe.send, Kind.MESSAGE), arriving)
+        server = ShardServer(shard, partial(pipe.send, PipeFrame.MESSAGE), arriving)
         loop = asyncio.get_running_loop()
         runner = engine.runner
         assert isinstance(runner, Follower)

@@ -32,7 +32,7 @@ from base.logs import event
 from base.messages import Work
 from base.request import RequestId
 from base.uninterrupted import uninterrupted
-from engine.arrivals import Arrivals
+from engine.arrivals import PrefixArrivals
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence
 from kvstore.client import Stripes
@@ -73,7 +73,7 @@ class Prefix:
         self._request_id = request_id
         self.block_ids: list[int] = []
         """Held. The leading ones are published."""
-        self.arrivals: Arrivals | None = None
+        self.arrivals: PrefixArrivals | None = None
         """Of the last ones, which are still being loaded; None: none are."""
         self._loading: asyncio.Task[int] | None = None
         self._chain: Items[BlockHash] = ()
@@ -93,7 +93,7 @@ class Prefix:
             return
         block_ids = self._pool.allocate_spare(end - first)
         self.block_ids += block_ids
-        arrivals = self.arrivals = Arrivals(parts, clock, block_ids[0])
+        arrivals = self.arrivals = PrefixArrivals(parts, clock, block_ids[0])
         has_begun = asyncio.Event()
 
         def on_arrived(count: int) -> None:

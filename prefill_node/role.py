@@ -21,10 +21,10 @@ from base.errors import DeadlineError, LostError
 from base.messages import FromNode, Prefill, Prefilled, PrefillTimes, Source, Work
 from base.request import FinishReason, RequestId, StopParams
 from base.request_tasks import RequestTasks
-from engine.answer import Answer
 from engine.loop import EngineLoop
 from engine.sequence import Sequence
 from engine.step import LaunchedChunk, SequenceOutput
+from engine.token_stream import TokenStream
 from kvstore.engine_store import EngineStore
 from prefill_node.prefix_loader import Prefix, PrefixSource, loaded_prefix
 from prefill_node.sender import KvSender
@@ -38,7 +38,7 @@ class _Computed:
     sequence: Sequence
     sender: KvSender | None
     first: SequenceOutput
-    answer: Answer
+    answer: TokenStream
     """After the first token; of a sequence that stays."""
     times: PrefillTimes
 
@@ -136,7 +136,7 @@ class PrefillRole:
         A sequence that stays is the caller's to release, if it is returned.
         """
         news: asyncio.Queue[SequenceOutput | LaunchedChunk] = asyncio.Queue()
-        answer = Answer(message.work.request_id, self._send)
+        answer = TokenStream(message.work.request_id, self._send)
         if message.stays:
             sequence, sender = sequence_of(message.work, arrived_at_s, message.work.stop), None
         else:

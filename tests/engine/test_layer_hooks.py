@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from base.clock import SystemClock
-from engine.arrivals import Arrivals, prefix_parts
+from engine.arrivals import PrefixArrivals, prefix_parts
 from engine.layer_hooks import LayerHooks
 
 
@@ -66,7 +66,7 @@ def test_a_layer_waits_for_its_part_of_a_prefix_and_for_no_more() -> None:
         layer.register_forward_hook(lambda *_, index=index: computed.append(index))
     layers[1].register_forward_hook(lambda *_: second.set())
     hooks = LayerHooks(layers, 1, lambda: lambda: None)
-    arrivals = Arrivals((2, 2), SystemClock(), 0)
+    arrivals = PrefixArrivals((2, 2), SystemClock(), 0)
     arrivals.arrived(1)
     hooks.begin([arrivals])
     running = threading.Thread(target=run, args=(layers,))

@@ -10,8 +10,8 @@ from engine.kernels.merge_part import merge_part, merge_part_definition
 from engine.kernels.paged_prefill import paged_prefill_definition
 from engine.long_chunks import (
     KEYS_STEP,
+    ChunkSegment,
     LongChunk,
-    Segment,
     attend_long,
     attend_part,
     long_chunks,
@@ -74,9 +74,9 @@ def test_rectangles_have_all_keys_but_what_is_left_over() -> None:
 
 def test_segments_follow_each_other() -> None:
     assert segments_of(LongChunk(2500, 100), 7, 1024) == [
-        Segment(7, 1024, 100),
-        Segment(1031, 1024, 1124),
-        Segment(2055, 452, 2148),
+        ChunkSegment(7, 1024, 100),
+        ChunkSegment(1031, 1024, 1124),
+        ChunkSegment(2055, 452, 2148),
     ]
 
 

@@ -15,7 +15,7 @@ from base.clock import SystemClock
 from base.config import EngineConfig
 from base.errors import ConfigError, LostError
 from base.request import FinishReason, SamplingParams
-from engine.arrivals import Arrivals
+from engine.arrivals import PrefixArrivals
 from engine.build import build_engine
 from engine.model import PagedModel
 from engine.pipeline import cut_to_stage, layers_of, split_layers
@@ -156,7 +156,7 @@ async def test_a_stage_computes_when_its_own_layers_of_a_prefix_are_there(family
         sequence.block_table += block_ids
         sequence.num_computed_tokens = sequence.num_matched_tokens = 48
         sequence.num_published_blocks = 3
-        sequence.arrivals = Arrivals((1, 1), SystemClock(), block_ids[0])
+        sequence.arrivals = PrefixArrivals((1, 1), SystemClock(), block_ids[0])
         elsewhere = stages.ranks.arriving[1]
         elsewhere.begin(block_ids[0])
         was_there = watch_layers(stages, block_ids)
