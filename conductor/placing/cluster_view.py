@@ -242,6 +242,13 @@ class ClusterView:
         node.info = replace(node.info, roles=roles)
         self._refresh_roles(node, now_s)
 
+    @property
+    def missing_role(self) -> str | None:
+        """The name of a role that no node serves in; None: both are there."""
+        if not self.prefill_mask:
+            return Role.PREFILL.value
+        return None if self.decode_mask else Role.DECODE.value
+
     def node(self, node_id: NodeId) -> NodeState:
         """Return a member; raises KeyError for any other."""
         return self._nodes[node_id]

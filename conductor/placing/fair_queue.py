@@ -16,7 +16,7 @@ virtual time, so that nobody saves up. When too many wait, one of the tenant wit
 goes, in whatever classes they are: of its lowest, the request that is due last. By class first was
 weighed: then whoever floods a class takes the places of all in the lower ones.
 
-Pure state: no I/O, no clock. `serving/waiting_room.py` asks it.
+Pure state: no I/O, no clock. `placement_queue.py` asks it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ from base.request import RequestId
 MAX_REMEMBERED = 4_096
 """Tenants that wait for nothing and have had more than the present virtual time; more of them are forgotten,
 and begin at the present: where there are no keys, clients name as many tenants as they like."""
+
+
+PATIENCE_S = 30.0
+"""A request without a TTFT bound is ordered as if it had this one: it is not passed by for ever."""
 
 
 class Criticality(IntEnum):
@@ -59,6 +63,20 @@ class Waiting(NamedTuple):
     """What its tenant's requests are ordered by: when its first token is wanted."""
     cost_s: float
     """Predicted seconds of prefill."""
+
+
+def waiting(
+    request_id: RequestId,
+    priority: int,
+    tenant: str,
+    arrived_at_s: float,
+    ttft_slo_s: float,
+    cost_s: float,
+    is_retry: bool = False,
+) -> Waiting:
+    """Return a request as one that waits; a retry, which has lost its node, goes first."""
+    level = Criticality.BEGUN if is_retry else criticality(priority)
+    return Waiting(request_id, level, tenant, arrived_at_s + min(ttft_slo_s, PATIENCE_S), cost_s)
 
 
 class FairQueue:

@@ -32,14 +32,17 @@ and replay call this very function.
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
+from math import inf
 from operator import attrgetter
 
+from base.request import Slo
 from conductor.placing.admission import RETRY_AFTER_S, refusal
 from conductor.placing.cluster_view import ClusterView, NodeState
 from conductor.placing.cost_model import CostModel
 from conductor.placing.inline_prefill import inline_placement
 from conductor.placing.load_order import bits_of
-from conductor.placing.placement import Placement, PlacementRequest, Rejection, RejectReason
+from conductor.placing.placement import UNBOUNDED, Placement, PlacementRequest, Rejection, RejectReason
 from conductor.placing.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
 from kvstore.index import Group
 
@@ -148,6 +151,35 @@ def must_wait(view: ClusterView, settings: SchedulerSettings, now_s: float) -> b
     if slot is None:
         return True
     return view.node_at(slot).num_queued > 0 and view.prefill_order.value(slot) - now_s > settings.ahead_s
+
+
+class Turn(Enum):
+    """Whether a request may be placed now."""
+
+    NOW = "now"
+    LATER = "later"
+    """It waits, whatever placement says."""
+    LATER_IF_PROMISING = "later if promising"
+    """It waits, unless it has to be refused or a decode node computes it."""
+
+
+def turn_of(slo: Slo, ahead_s: float, view: ClusterView, settings: SchedulerSettings, now_s: float) -> Turn:
+    """Return whether it is the turn of a request with these bounds; others before it take `ahead_s`."""
+    if view.missing_role is not None:
+        return Turn.LATER
+    if not ahead_s and (settings.ahead_s == inf or not must_wait(view, settings, now_s)):
+        return Turn.NOW
+    return Turn.LATER if slo == UNBOUNDED and not settings.inline_tokens else Turn.LATER_IF_PROMISING
+
+
+def is_final(result: Placement | Rejection, turn: Turn, has_begun: bool) -> bool:
+    """Return whether what `place` says is done; else the request waits on.
+
+    A request that has begun is not rejected: it waits, before all others, for what may come.
+    """
+    if isinstance(result, Rejection):
+        return not has_begun
+    return turn is Turn.NOW or result.is_inline
 
 
 def least_ttft(

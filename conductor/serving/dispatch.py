@@ -48,13 +48,13 @@ from base.messages import (
     Tokens,
     Work,
 )
-from base.request import Request, RequestId, Role
+from base.request import Request, RequestId
 from conductor.placing.admission import admit_to_decode, joined_tbt_s
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decisions import Actual, Decision, decision
-from conductor.placing.placement import UNBOUNDED, Placement, PlacementRequest, Rejection, RejectReason
-from conductor.placing.scheduler import must_wait, place, until_a_finish_s
+from conductor.placing.placement import Placement, PlacementRequest, Rejection, RejectReason
+from conductor.placing.scheduler import Turn, is_final, place, turn_of, until_a_finish_s
 from conductor.placing.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
 from conductor.serving.attempt import Attempt, Placed
 from conductor.serving.generated import Generated
@@ -70,11 +70,6 @@ PIECE_S = 1e-4
 """Of the event loop's time, that a piece of a stream takes: measured, bench/results/conductor_live.md."""
 STREAMING_SHARE = 0.25
 """Of the event loop's time, at most, for pieces: where more would come, tokens go out together."""
-
-DOUBT_AFTER_S = 1.0
-"""Without anything learned of nodes' speed while requests are refused: what is known may be wrong."""
-DOUBT_HALF_LIFE_S = 0.7
-"""Of it, from then on."""
 
 LEND_TIMEOUT_S = 1.0
 """For a node to lend blocks. One that needs longer would not have saved any time."""
@@ -140,11 +135,10 @@ class Dispatcher:
         self._settings = settings
         self._num_running = 0
         self._num_streaming = 0
-        self._learned_at_s = self._doubted_at_s = clock.now_s()
         self._room = WaitingRoom(
             limits.max_waiting,
             limits.role_wait_s,
-            lambda: self.missing_role,
+            lambda: view.missing_role,
             lambda: view.prefill_mask.bit_count(),
             clock,
         )
@@ -159,14 +153,7 @@ class Dispatcher:
     @property
     def is_ready(self) -> bool:
         """Whether a node of each role is attached."""
-        return self.missing_role is None
-
-    @property
-    def missing_role(self) -> str | None:
-        """Return the name of a role that no node has."""
-        if not self._view.prefill_mask:
-            return Role.PREFILL.value
-        return Role.DECODE.value if not self._view.decode_mask else None
+        return self._view.missing_role is None
 
     @property
     def num_waiting(self) -> int:
@@ -258,11 +245,9 @@ class Dispatcher:
         Raises:
             RejectedError: waiting would not help.
         """
-        if self.missing_role is not None:
-            return None
         now_s = self._clock.now_s()
-        waits = ahead_s > 0 or must_wait(self._view, self._settings, now_s)
-        if waits and run.slo == UNBOUNDED and not self._settings.inline_tokens:
+        turn = turn_of(run.slo, ahead_s, self._view, self._settings, now_s)
+        if turn is Turn.LATER:
             return None
         root = self._membership.chain_root(run.request)
         asked = PlacementRequest(
@@ -274,32 +259,18 @@ class Dispatcher:
             priority=run.request.priority,
             waited_s=now_s - run.arrived_at_s + ahead_s,
             is_promised=run.is_promised,
-            avoid=tuple(run.avoid),
+            avoid=run.retries.avoid,
         )
         result = place(asked, self._view, self._cost, now_s, self._settings)
-        if isinstance(result, Rejection) and run.generated:
-            # What was begun is not rejected; it waits, before all others, only for what may come.
-            if not self._view.can_hold(asked.num_tokens):
+        if not is_final(result, turn, has_begun=bool(run.generated)):
+            if isinstance(result, Rejection) and not self._view.can_hold(asked.num_tokens):
                 raise LostError("no decode node is large enough to go on with it")
-            return None
-        if waits and isinstance(result, Placement) and not result.is_inline:
-            run.is_promised = True
+            run.is_promised = isinstance(result, Placement)
             return None
         self._observer.decided(decision(asked, self._view, result, run.arrived_at_s, now_s))
         if isinstance(result, Rejection):
-            self._doubt(now_s)
             raise refusal(result, asked.waited_s)
         return Placed(asked, result, root)
-
-    def _doubt(self, now_s: float) -> None:
-        """Believe what was learned less, where requests are refused, a node is idle and nothing is learned:
-        after a stall of the machine every prediction may be past every bound, and who is never placed
-        teaches nothing."""
-        since_s = max(self._doubted_at_s, self._learned_at_s + DOUBT_AFTER_S)
-        slot = self._view.prefill_order.least(self._view.prefill_mask)
-        if now_s > since_s and slot is not None and not self._view.node_at(slot).num_queued:
-            self._view.corrections.relax(0.5 ** ((now_s - since_s) / DOUBT_HALF_LIFE_S))
-            self._doubted_at_s = now_s
 
     def _was_prefilled(
         self, run: Run, asked: PlacementRequest, placement: Placement, prefilled: Prefilled
@@ -317,7 +288,6 @@ class Dispatcher:
                 tbt_s,
             )
         self._view.prefill_done(run.attempt_id, self._clock.now_s())
-        self._learned_at_s = self._clock.now_s()
         self._observer.first_token(run.prefilled(prefilled), prefilled.times, asked, placement)
         self._room.pump()
 
@@ -391,7 +361,7 @@ class Dispatcher:
             return await self._prefilled(run)
         except CapacityError as error:
             # Another conductor was there first: the blocks are the node's to give.
-            if attempt.is_reserved or not run.may_try_again:
+            if attempt.is_reserved or not run.retries.may_try_again:
                 raise
             self._view.refused(decode.info.node_id, self._clock.now_s())
             raise StaleError(f"node {decode.info.node_id} has no room any more") from error
@@ -431,7 +401,7 @@ def _may_try_again(run: Run, error: LostError | RejectedError) -> bool:
         tokens=len(run.generated),
         reason=error,
     )
-    return run.may_try_again
+    return run.retries.may_try_again
 
 
 def refusal(rejection: Rejection, waited_s: float) -> ServeError:

@@ -8,22 +8,13 @@ from base.block_hash import BlockHash, hash_chain
 from base.clock import Clock
 from base.errors import DeadlineError, ServeError, TransferFailedError
 from base.messages import Failed, Prefilled, Work
-from base.request import FinishReason, NodeId, Request, RequestId, SampledToken, Slo
+from base.request import FinishReason, Request, RequestId, SampledToken, Slo
 from conductor.placing.decisions import Actual
-from conductor.placing.fair_queue import Criticality, Waiting, criticality
+from conductor.placing.fair_queue import Waiting, waiting
 from conductor.placing.placement import Placement
+from conductor.placing.retries import Retries
 from conductor.serving.generated import Generated
 from conductor.serving.nodes import Mailbox
-
-# One, and three more when nodes are lost. A request that takes down every node it meets
-# must not meet them all.
-MAX_ATTEMPTS = 4
-MAX_UNHEARD = 4
-"""Attempts beside those, each of which ended before a node said anything: more often than not it was gone
-before the request came."""
-
-# What has no TTFT bound is ordered as if it had this one: it is not passed by for ever.
-PATIENCE_S = 30.0
 
 
 class Run:
@@ -32,9 +23,7 @@ class Run:
     def __init__(self, request: Request, timeout_s: float, clock: Clock) -> None:
         self.request = request
         self.generated: list[int] = []
-        self.num_attempts = 0
-        self.num_unheard = 0
-        """Of those, the ones that ended before a node said anything, and were placed."""
+        self.retries = Retries()
         self.attempt_id = request.request_id
         """The request's name on the nodes; each attempt has its own."""
         self.is_complete = False
@@ -54,39 +43,30 @@ class Run:
         self._prefilled: Prefilled | None = None
         self._ttft_s: float | None = None
         self._first_at_s = self._last_at_s = 0.0
-        self.avoid: list[NodeId] = []
-        """Nodes that attempts failed at."""
 
     def begin_attempt(self) -> None:
         """Start afresh: a late message of the attempt before must not be taken for ours."""
-        self.num_attempts += 1
-        self.attempt_id = RequestId(f"{self.request.request_id}.{self.num_attempts}")
+        self.retries.num_attempts += 1
+        self.attempt_id = RequestId(f"{self.request.request_id}.{self.retries.num_attempts}")
         self.is_promised = False
         self.mailbox = Mailbox()
         self._num_tokens_before = len(self.generated)
         self._prefilled = self._ttft_s = None
-
-    @property
-    def may_try_again(self) -> bool:
-        """Whether an attempt that is lost is followed by another."""
-        num_spared = min(self.num_unheard, MAX_UNHEARD)
-        return self.num_attempts - num_spared < MAX_ATTEMPTS
 
     def failed_at(self, placement: Placement, error: ServeError) -> None:
         """Note which node failed the attempt, so that the next one is placed elsewhere if it can be.
 
         What a node says of a transfer is said of its peer, unless that was to be avoided already.
         """
-        self.num_unheard += not self.mailbox.has_heard
+        retries = self.retries
+        retries.num_unheard += not self.mailbox.has_heard
         failed, decode, prefill = self.mailbox.failed, placement.decode_node, placement.prefill_node
         if failed is None:
             return
         is_prefill = failed.request_id == self.prefill_id
-        if is_prefill and isinstance(error, TransferFailedError) and decode not in self.avoid:
+        if is_prefill and isinstance(error, TransferFailedError) and decode not in retries.avoid:
             is_prefill = False
-        node_id = prefill if is_prefill else decode
-        if node_id not in self.avoid:
-            self.avoid.append(node_id)
+        retries.failed_at(prefill if is_prefill else decode)
 
     def prefilled(self, prefilled: Prefilled) -> float | None:
         """Note the attempt's first token; return the request's TTFT if it is its first too."""
@@ -172,13 +152,15 @@ class Run:
 
     def waiting(self, cost_s: float) -> Waiting:
         """Return the attempt as one that waits to be placed. What lost its node goes first."""
-        request, is_retry = self.request, self.num_attempts > 1
-        return Waiting(
+        request, is_retry = self.request, self.retries.num_attempts > 1
+        return waiting(
             self.attempt_id,
-            Criticality.BEGUN if is_retry else criticality(request.priority),
+            request.priority,
             request.tenant,
-            self.arrived_at_s + min(request.slo.ttft_slo_s, PATIENCE_S),
+            self.arrived_at_s,
+            request.slo.ttft_slo_s,
             cost_s,
+            is_retry,
         )
 
     def deadline(self) -> asyncio.TimerHandle:

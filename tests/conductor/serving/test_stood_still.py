@@ -10,7 +10,7 @@ from base.messages import Prefill, Tokens
 from base.request import FinishReason
 from base.wire_membership import register
 from conductor.placing.fair_queue import Criticality, Waiting
-from conductor.serving.run import MAX_ATTEMPTS, MAX_UNHEARD
+from conductor.placing.retries import MAX_ATTEMPTS, MAX_UNHEARD
 from conductor.serving.waiting_room import WaitingRoom
 from protos import nodes_pb2 as pb
 from tests.conductor.dispatching import answer, conductor, request, until

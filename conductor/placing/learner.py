@@ -1,0 +1,98 @@
+"""What requests teach of their nodes, as they run: corrections of the cost model.
+
+    placed -> first_token -> ended      for each attempt; `refused` where there was none
+
+The live observer and replay report here alike. Nothing is kept of a node that has left: whoever lost it
+may end after it.
+"""
+
+from __future__ import annotations
+
+from base.messages import PrefillTimes
+from base.request import NodeId, RequestId
+from conductor.placing.cluster_view import ClusterView
+from conductor.placing.cost_model import CostModel
+from conductor.placing.placement import Placement, PlacementRequest
+from conductor.placing.prefill_pace import PrefillPace
+
+DOUBT_AFTER_S = 1.0
+"""Without anything learned while requests are refused: what is known may be wrong from then on."""
+DOUBT_HALF_LIFE_S = 0.7
+"""After `DOUBT_AFTER_S`, what was learned is halved this often."""
+
+
+class _Running:
+    __slots__ = ("is_prefilled", "placement", "profile_step_s")
+
+    def __init__(self, placement: Placement, profile_step_s: float) -> None:
+        self.placement = placement
+        self.profile_step_s = profile_step_s
+        self.is_prefilled = False
+
+
+class Learner:
+    """Teaches a view's `Corrections` by every attempt that is placed."""
+
+    def __init__(self, view: ClusterView, cost: CostModel, now_s: float) -> None:
+        self._view = view
+        self._cost = cost
+        self._pace = PrefillPace()
+        self._running: dict[RequestId, _Running] = {}
+        self._learned_at_s = self._doubted_at_s = now_s
+
+    def placed(self, placement: Placement, now_s: float) -> None:
+        """Take in an attempt that begins."""
+        ratio = self._view.corrections.ratio(placement.decode_node, "decode")
+        self._running[placement.request_id] = _Running(placement, placement.predicted_tbt_s / ratio)
+        self._pace.placed(placement.prefill_node, now_s)
+
+    def refused(self, now_s: float) -> None:
+        """Believe what was learned less, where a node is idle and nothing is learned.
+
+        After a stall of the machine every prediction may be past every bound, and a request that is never
+        placed teaches nothing.
+        """
+        view = self._view
+        since_s = max(self._doubted_at_s, self._learned_at_s + DOUBT_AFTER_S)
+        slot = view.prefill_order.least(view.prefill_mask)
+        if now_s > since_s and slot is not None and not view.node_at(slot).num_queued:
+            view.corrections.relax(0.5 ** ((now_s - since_s) / DOUBT_HALF_LIFE_S))
+            self._doubted_at_s = now_s
+
+    def first_token(
+        self,
+        ttft_s: float | None,
+        times: PrefillTimes,
+        asked: PlacementRequest,
+        placement: Placement,
+        now_s: float,
+    ) -> None:
+        """Take in an attempt's first token; `ttft_s` is None where the request had one before."""
+        self._learned_at_s = now_s
+        node_id, new_tokens = placement.prefill_node, asked.num_tokens - placement.matched_tokens
+        profile_s = self._cost.prefill_s(new_tokens, placement.matched_tokens)
+        self._running[asked.request_id].is_prefilled = True
+        paced = self._pace.done(node_id, now_s, profile_s, times.compute_s)
+        if paced is not None:
+            self._learn(node_id, "prefill", *paced)
+        if placement.handoff_s:
+            tokens = asked.num_tokens - placement.decode_matched_blocks * self._view.block_size
+            profile_s = self._cost.handoff_s(tokens, placement.prefill_s)
+            self._learn(node_id, "handoff", profile_s, times.exposed_transfer_s)
+        if ttft_s is not None and self._view.is_member(node_id):
+            known_s = asked.waited_s + times.queue_s + times.compute_s + times.exposed_transfer_s
+            self._view.corrections.observe_added(node_id, max(0.0, ttft_s - known_s))
+
+    def ended(self, request_id: RequestId, mean_tbt_s: float | None, now_s: float) -> Placement:
+        """Take in that an attempt is over, and how long a token took; return where it was placed."""
+        running = self._running.pop(request_id)
+        placement = running.placement
+        if not running.is_prefilled:
+            self._pace.lost(placement.prefill_node, now_s)
+        if mean_tbt_s:
+            self._learn(placement.decode_node, "decode", running.profile_step_s, mean_tbt_s)
+        return placement
+
+    def _learn(self, node_id: NodeId, term: str, profile_s: float, measured_s: float, count: int = 1) -> None:
+        if self._view.is_member(node_id):
+            self._view.corrections.observe(node_id, term, profile_s, measured_s, count)

@@ -1,0 +1,105 @@
+"""The queue before placement: who is tried, in which order, and when waiting ends."""
+
+from math import inf
+
+import pytest
+
+from base.errors import DeadlineError, RejectedError, SloUnreachableError, UnavailableError
+from base.request import RequestId
+from conductor.placing.fair_queue import waiting
+from conductor.placing.placement_queue import SHORTEST_LOOK_S, PlacementQueue
+
+
+class Asking:
+    """A request of somebody who writes down what becomes of it."""
+
+    def __init__(self, name, log, places):
+        self.name, self.log, self.places = name, log, places
+
+    def try_to_place(self, ahead_s):
+        if ahead_s > 0 or not self.places:
+            return False
+        if self.places.pop() == "refuse":
+            raise SloUnreachableError("predicted 2 s", 1.0)
+        self.log.append(self.name)
+        return True
+
+    def ended(self, error):
+        self.log.append((self.name, type(error).__name__))
+
+
+class Line:
+    """A queue, and the places that are free: each a word."""
+
+    def __init__(self, max_waiting=8, role_wait_s=10.0):
+        self.log, self.places, self.missing = [], [], None
+        self.queue = PlacementQueue(max_waiting, role_wait_s, lambda: self.missing, lambda: 2, 0.0)
+
+    def join(self, name, now_s=0.0, by_s=inf, priority=0, is_retry=False, end_s=600.0):
+        item = waiting(RequestId(name), priority, "", now_s, by_s, 1.0, is_retry)
+        return self.queue.join(item, Asking(name, self.log, self.places), now_s, by_s, end_s)
+
+
+def test_who_comes_while_nobody_waits_is_placed_at_once_and_later_ones_in_order():
+    line = Line()
+    line.places.append("free")
+    assert not line.join("a")
+    assert line.join("b", 1.0)
+    assert line.join("c", 2.0, priority=1)
+    assert line.join("d", 3.0, is_retry=True)
+    assert len(line.queue) == 3
+    assert line.queue.waiting_s == 3.0
+    line.places += ["free"] * 2
+    line.queue.pump(4.0)
+    assert line.log == ["a", "d", ("d", "NoneType"), "c", ("c", "NoneType")]
+    assert "b" in line.queue
+
+
+def test_who_is_refused_while_waiting_is_told_why_and_the_next_one_is_tried():
+    line = Line()
+    for name in "ab":
+        assert line.join(name)
+    line.places += ["free", "refuse"]
+    line.queue.pump(1.0)
+    assert line.log == [("a", "SloUnreachableError"), "b", ("b", "NoneType")]
+    assert not len(line.queue)
+
+
+def test_who_is_refused_at_once_never_waits():
+    line = Line()
+    line.places.append("refuse")
+    with pytest.raises(SloUnreachableError):
+        line.join("a")
+    assert not len(line.queue)
+
+
+def test_one_too_many_is_let_go():
+    line = Line(max_waiting=1)
+    assert line.join("a", 0.0)
+    assert not line.join("b", 1.0)
+    assert line.log == [("b", RejectedError.__name__)]
+    line.queue.leave(RequestId("b"))
+    assert "a" in line.queue
+
+
+@pytest.mark.parametrize(
+    ("by_s", "end_s", "missing", "at_s", "error"),
+    [
+        (3.0, 600.0, None, 3.0, SloUnreachableError),
+        (inf, 4.0, None, 4.0, DeadlineError),
+        (inf, 600.0, "decode", 10.0, UnavailableError),
+    ],
+)
+def test_waiting_ends_when_the_first_of_its_bounds_has_come(by_s, end_s, missing, at_s, error):
+    line = Line()
+    line.missing = missing
+    assert line.join("a", by_s=by_s, end_s=end_s)
+    assert line.queue.look_at_s(RequestId("a"), 0.0) == at_s
+    assert line.queue.overdue(RequestId("a"), at_s - 0.1) is None
+    assert isinstance(line.queue.overdue(RequestId("a"), at_s), error)
+
+
+def test_a_wait_of_no_seconds_for_a_role_is_not_looked_at_without_end():
+    line = Line(role_wait_s=0.0)
+    assert line.join("a")
+    assert line.queue.look_at_s(RequestId("a"), 5.0) == 5.0 + SHORTEST_LOOK_S
