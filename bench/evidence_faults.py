@@ -1,7 +1,7 @@
 """One line of the fault table from what `bench.faults` wrote of a kind of fault, whatever its shape.
 
-A kind has one result, a list of `runs`, or several parts (`of_node`, `stopped_30_s`). Their counts are added up
-and their longest times compared, so that a kind that is new needs nothing here.
+A kind has one result, a list of `runs`, or several parts (`of_node`, `stopped_30_s`). Their counts are added
+up and their longest times compared, so that a kind that is new needs nothing here.
 """
 
 from __future__ import annotations
