@@ -142,7 +142,7 @@ class Port:
 
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Admit: TypeAlias = Callable[[str, Context], AbstractContextManager[None]]
+Admit: TypeAlias = Callable[[str, Context], AbstractContextManager[object]]
 """Entered with a method's full name for the length of each call; raises a ServeError to refuse it."""
 
 

@@ -41,7 +41,7 @@ from base.config import ServerConfig, SloConfig, TlsConfig
 from base.metrics import ConductorMetrics, process_registry
 from base.request import FinishReason, Request, SampledToken
 from conductor.api.completion import Completions, Piece
-from conductor.api.openai_format import CHAT, Answer, Choice, Shown
+from conductor.api.openai_format import CHAT, Choice, Envelope, Shown
 from conductor.api.served_model import ServedModel, load_served_model
 from conductor.api.server import listening, tcp_listener
 from conductor.serving.generated import Generated
@@ -217,7 +217,7 @@ def compare(folder: str, names: Sequence[str], streams_of: Sequence[int]) -> lis
 def format_us() -> dict[str, float]:
     """Return microseconds for the text of one event, by way of making it."""
     model = served_model()
-    choice = Choice(Answer(CHAT, "0123456789abcdef", 1795000000, model.name, model.tokenizer), 0, Shown())
+    choice = Choice(Envelope(CHAT, "0123456789abcdef", 1795000000, model.name, model.tokenizer), 0, Shown())
     piece = Piece(" word", (SampledToken(5),), None, 0)
     choice.events(piece)
     chunk = json.loads(EVENT.removeprefix(b"data: "))

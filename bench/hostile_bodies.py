@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from conductor.api.body_bounds import MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES
-from conductor.api.openapi import ROUTES
+from conductor.api.routes import ROUTES
 
 HOLE = "\N{OBJECT REPLACEMENT CHARACTER}hole"
 SPARE_PARTS = 40

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from conductor.api.openai_fields import IGNORED, REFUSED
-from conductor.api.openapi import ROUTES, openapi
+from conductor.api.routes import ROUTES, openapi
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ("inference", "nodes", "transfer", "kvstore")
@@ -26,7 +26,7 @@ def reference() -> str:
         "# API reference\n\nMade by `python -m deploy.reference`; docs/api.md says what the fields do.\n\n"
     ]
     parts.append("## HTTP\n\n| | |\n|---|---|\n")
-    parts += [f"| `{route.method.upper()} {route.path}` | {route.what} |\n" for route in ROUTES]
+    parts += [f"| `{route.method} {route.path}` | {route.what} |\n" for route in ROUTES if route.what]
     described = openapi()["components"]["schemas"]
     for name, schema in described.items():
         if "properties" in schema:

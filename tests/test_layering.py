@@ -55,7 +55,7 @@ EXCEPTIONS: dict[str, set[str]] = {
 # library -> files (or folders, with a slash at the end) that may import it
 DOORS: dict[str, tuple[str, ...]] = {
     "accelerate": (),
-    "fastapi": ("conductor/api/",),
+    "fastapi": (),
     "gguf": ("engine/weights.py",),
     "grafana_foundation_sdk": ("deploy/dashboards.py",),
     "jinja2": ("conductor/api/chat_template.py",),
@@ -67,6 +67,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "redis": ("kvstore/directory.py",),
     "rich": ("deploy/", "bench/"),
     "safetensors": ("engine/weights.py",),
+    "starlette": ("conductor/api/",),
     "tokenizers": ("conductor/api/tokenizer.py",),
     "torch": ("engine/", "transfer/gpu/transport.py", "bench/"),
     "transformers": (

@@ -9,14 +9,18 @@ that a request rejected after it was queued still is a 429.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from starlette.responses import Response
 from starlette.types import Receive, Send
 
 from base.alarm import Alarm
 from conductor.api.openai_errors import HttpError
 
+# ASCII alone: some clients split events at Unicode's line separators.
+to_json = json.JSONEncoder(separators=(",", ":")).encode
 BODY_TIMEOUT_S = 30.0
 """From the call's first byte to its body's last. Calls in progress are bounded, so a body
 that trickles in takes a place from others."""
@@ -27,6 +31,11 @@ JOINED_BYTES = 1 << 15
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 WATCH_AFTER_S = 0.05
 """Of work, before its client is watched: to watch costs as much as writing a short answer does."""
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """Return an answer that was not streamed and has no request's id."""
+    return Response(to_json(value), status_code=status, media_type="application/json")
 
 
 class ClientGoneError(Exception):

@@ -15,17 +15,15 @@ OpenAI sends them, but in one write.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from base.request import FinishReason, SampledToken
 from conductor.api.completion import Piece
+from conductor.api.http_reply import to_json
 from conductor.api.tokenizer import Tokenizer
 
-# ASCII alone: some clients split events at Unicode's line separators.
-to_json = json.JSONEncoder(separators=(",", ":")).encode
 DONE = "data: [DONE]\n\n"
 NO_DETAILS = '"logprobs":null'
 """JSON of what is told of tokens besides their text, where nothing is."""
@@ -56,7 +54,7 @@ class Shape:
     """JSON before and after the text of an answer that does not stream."""
 
 
-class Answer(NamedTuple):
+class Envelope(NamedTuple):
     """What all choices of one call share."""
 
     shape: Shape
@@ -133,21 +131,21 @@ class _Grown:
 class Choice:
     """One of the answer's choices: its events while it streams, and its whole."""
 
-    def __init__(self, answer: Answer, index: int, prompt: Shown) -> None:
+    def __init__(self, envelope: Envelope, index: int, prompt: Shown) -> None:
         """Begin an empty choice.
 
         Args:
-            answer: What it is part of.
+            envelope: Shared by all choices of the call.
             index: Its number in it.
             prompt: What is shown of its prompt.
         """
         self.num_tokens = 0
         self.num_cached_tokens = 0
-        self._answer = answer
+        self._envelope = envelope
         self._index = index
         self._prompt = prompt
         self._before = self._after = self._text_before = self._text_after = ""
-        self._is_plain = not (answer.with_logprobs or answer.with_token_ids)
+        self._is_plain = not (envelope.with_logprobs or envelope.with_token_ids)
         self._is_opened = False
         self._offset = 0
         self._texts: list[str] = []
@@ -178,7 +176,7 @@ class Choice:
 
     def whole(self) -> list[bytes | bytearray]:
         """Return the choice of a call that does not stream, in parts."""
-        answer, shape = self._answer, self._answer.shape
+        envelope, shape = self._envelope, self._envelope.shape
         assert self._finish_reason is not None
         before, after = shape.whole
         text = to_json("".join(self._texts))[1:-1]
@@ -186,7 +184,7 @@ class Choice:
         if self._prompt.has_echo:
             parts.append(self._prompt.echo)
         parts.append(f"{text}{after},".encode())
-        if answer.with_logprobs:
+        if envelope.with_logprobs:
             opening = '"logprobs":{'
             for name in shape.logprob_lists:
                 parts += [f'{opening}"{name}":['.encode(), *self._kept_parts(name)]
@@ -194,7 +192,7 @@ class Choice:
             parts.append(shape.logprobs_end)
         else:
             parts.append(NO_DETAILS.encode())
-        if answer.with_token_ids:
+        if envelope.with_token_ids:
             parts += [b',"token_ids":[', *self._kept_parts("token_ids"), b'],"prompt_token_ids":']
             parts.append(self._prompt.token_ids)
         parts.append(f',"finish_reason":"{self._finish_reason.value}"}}'.encode())
@@ -211,31 +209,31 @@ class Choice:
         if self._is_opened:
             return ""
         self._is_opened = True
-        shape = self._answer.shape
+        shape = self._envelope.shape
         # Not before: who is rejected needs none of it.
-        self._before, self._after = self._answer.chunk_ends(self._index)
+        self._before, self._after = self._envelope.chunk_ends(self._index)
         text_before, text_after = shape.text.split("%s")
         self._text_before = self._before + text_before
         self._text_after = f'{text_after},{NO_DETAILS},"finish_reason":null{self._after}'
         prompt = self._prompt
         opening = shape.opening or (shape.text % f'"{prompt.echo.decode()}"' if prompt.has_echo else "")
-        if self._answer.with_token_ids:
+        if self._envelope.with_token_ids:
             opening = f'{opening or shape.no_text},"prompt_token_ids":{prompt.token_ids.decode()}'
         return self._chunk(opening, NO_DETAILS, None) if opening else ""
 
     def _content(self, piece: Piece) -> str:
         if not piece.text and (self._is_plain or not piece.tokens):
             return ""
-        content = self._answer.shape.text % to_json(piece.text)
+        content = self._envelope.shape.text % to_json(piece.text)
         details = NO_DETAILS
-        if self._answer.with_logprobs:
+        if self._envelope.with_logprobs:
             details = to_json(self._details(piece.tokens))[1:-1]
-        elif self._answer.with_token_ids:
+        elif self._envelope.with_token_ids:
             details += f',"token_ids":[{",".join(str(token.token_id) for token in piece.tokens)}]'
         return self._chunk(content, details, None)
 
     def _finish(self, reason: FinishReason | None) -> str:
-        return "" if reason is None else self._chunk(self._answer.shape.no_text, NO_DETAILS, reason)
+        return "" if reason is None else self._chunk(self._envelope.shape.no_text, NO_DETAILS, reason)
 
     def _chunk(self, content: str, details: str, reason: FinishReason | None) -> str:
         finish = f'"{reason.value}"' if reason else "null"
@@ -244,10 +242,12 @@ class Choice:
     def _details(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         """Return what is told of tokens besides their text."""
         details: dict[str, Any] = {"logprobs": None}
-        if self._answer.with_logprobs:
-            details["logprobs"] = self._answer.shape.logprobs(tokens, self._answer.tokenizer, self._offset)
-            self._offset += sum(len(token_text(token.token_id, self._answer.tokenizer)) for token in tokens)
-        if self._answer.with_token_ids:
+        if self._envelope.with_logprobs:
+            details["logprobs"] = self._envelope.shape.logprobs(
+                tokens, self._envelope.tokenizer, self._offset
+            )
+            self._offset += sum(len(token_text(token.token_id, self._envelope.tokenizer)) for token in tokens)
+        if self._envelope.with_token_ids:
             details["token_ids"] = [token.token_id for token in tokens]
         return details
 

@@ -33,12 +33,12 @@ from base.logs import event
 from base.request import Slo
 from base.rpc import Health, Port, start_server
 from base.tls import Certificates
-from conductor.api.access import Access
+from conductor.api.access import Authorizer
 from conductor.api.completion import Completions
+from conductor.api.http_api import HttpApi
 from conductor.api.http_connection import SHARE_OF_DESCRIPTORS, BoundedConnection
 from conductor.api.http_reply import first_failure
 from conductor.api.keys import KeyRing
-from conductor.api.openai import openai_app
 from conductor.api.service import InferenceService
 
 log = logging.getLogger(__name__)
@@ -82,9 +82,7 @@ async def listening(
         slo: Bounds of requests that name none.
         rng: Draws request ids and seeds.
         attach: Returns the end of one more node's connection.
-        reports: More for the HTTP listener: GET paths and what answers them, with JSON or an
-            awaitable of it. A path may end with `{name}`, which is handed over; None is
-            answered as 404.
+        reports: The handlers of `routes.ROUTES` that lie outside of this room, by path.
         drain_s: Calls in progress after so long are cancelled.
         nodes: Their listener.
 
@@ -94,17 +92,16 @@ async def listening(
     default_slo = Slo(slo.ttft_s or float("inf"), slo.tbt_s or float("inf"))
     max_bytes = int(config.max_body_mib * (1 << 20))
     nodes = nodes or NodesConfig()
-    access = _access(config, completions.clock)
-    inference = InferenceService(completions, default_slo, rng, access)
+    authorizer = _authorizer(config, completions.clock)
+    inference = InferenceService(completions, default_slo, rng, authorizer)
     with ExitStack() as listeners:
         http_socket = listeners.enter_context(tcp_listener(config.host, config.http_port, "server.http_port"))
         attach_port = await _listen_for_nodes(attach, config, nodes, listeners) if attach else 0
         grpc_server, grpc_port, health = await start_server(
-            [inference.service()], lambda: completions.is_ready, _grpc_port(config), max_bytes, access.rpc
+            [inference.service()], lambda: completions.is_ready, _grpc_port(config), max_bytes, authorizer.rpc
         )
-        app = openai_app(completions, default_slo, max_bytes, rng, reports)
-        gated = _shared_with(config.cors_origins, access.http(app))
-        http_server = _HttpServer(gated, config.tls)
+        app = HttpApi(completions, default_slo, max_bytes, rng, reports, authorizer)
+        http_server = _HttpServer(_shared_with(config.cors_origins, app), config.tls)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(http_server.serve(sockets=[http_socket]))
@@ -206,9 +203,9 @@ def _grpc_port(config: ServerConfig) -> Port:
     return Port(address, Certificates(config.tls, "server.tls").for_grpc() if config.tls.is_set else None)
 
 
-def _access(config: ServerConfig, clock: Clock) -> Access:
+def _authorizer(config: ServerConfig, clock: Clock) -> Authorizer:
     keys = KeyRing(Path(config.keys_file).expanduser(), clock) if config.keys_file else None
-    return Access(keys, config.open_metrics, config.critical_tenants)
+    return Authorizer(keys, config.open_metrics, config.critical_tenants)
 
 
 def _http_config(app: object, arrivals: Arrivals) -> uvicorn.Config:

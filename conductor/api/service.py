@@ -20,7 +20,7 @@ from base.message_bounds import FREE_BYTES, MAX_NUMBERS, parsed
 from base.off_loop import on_body
 from base.request import SampledToken, Slo
 from base.rpc import Service
-from conductor.api.access import Access, Client, metadata
+from conductor.api.access import Authorizer, Client, metadata
 from conductor.api.chat_template import ChatMessage, ChatRole
 from conductor.api.completion import Completions, Piece
 from conductor.api.headers import header_slo, header_traceparent
@@ -77,9 +77,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     """Answers clients. Owned by the event loop."""
 
     def __init__(
-        self, completions: Completions, default_slo: Slo, rng: random.Random, access: Access
+        self, completions: Completions, default_slo: Slo, rng: random.Random, authorizer: Authorizer
     ) -> None:
-        self._access = access
+        self._authorizer = authorizer
         self._completions = completions
         self._model = completions.model
         self._default_slo = default_slo
@@ -97,7 +97,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         data: bytes,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        client = self._access.client(metadata(context))
+        client = self._authorizer.client(metadata(context))
         with self._completions.call(client.tenant) as call:
             call.take_bytes(len(data))
             asked, request_id = await self._asked(data, call.arrived_at_s, client, context)

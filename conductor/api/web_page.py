@@ -8,20 +8,15 @@ markup, and its Content-Security-Policy lets no other script run if it ever did.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
-from fastapi import FastAPI
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
+
+from conductor.api.backend import Backend
 
 FOLDER = Path(__file__).parent / "web"
-
-READ = ["GET", "HEAD"]
-FILES = {
-    "/ui": ("index.html", "text/html"),
-    "/ui/page.js": ("page.js", "text/javascript"),
-    "/ui/style.css": ("style.css", "text/css"),
-}
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -32,19 +27,11 @@ HEADERS = {
 }
 
 
-def add_web_page(app: FastAPI) -> None:
-    """Add the routes of the page."""
-    for path, (file, media_type) in FILES.items():
-        content = (FOLDER / file).read_bytes()
-        app.add_api_route(path, _route(content, media_type), methods=READ, name=path)
+def page(file: str, media_type: str) -> Callable[[Backend], Response]:
+    """Return the handler that shows a file of `web/`."""
 
-    @app.api_route("/", methods=READ)
-    async def lead() -> Response:
-        return RedirectResponse("/ui")
+    @functools.cache
+    def content() -> bytes:
+        return (FOLDER / file).read_bytes()
 
-
-def _route(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
-    async def answer() -> Response:
-        return Response(content, media_type=media_type, headers=HEADERS)
-
-    return answer
+    return lambda backend: Response(content(), media_type=media_type, headers=HEADERS)

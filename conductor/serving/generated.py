@@ -1,6 +1,6 @@
 """What the rest of the conductor asks of a dispatcher, and what it gets.
 
-The APIs for clients (`api/openai.py`, `api/service.py`) and the life of a request on the nodes
+The APIs for clients (`api/openai_generation.py`, `api/service.py`) and the life of a request on the nodes
 (`dispatch.py`) meet here and nowhere else.
 """
 

@@ -18,7 +18,7 @@ from bench.hostile_bodies import FILLINGS, filled, fillings_of, http_sites, repe
 from bench.hostile_messages import MESSAGE_FILLINGS, grpc_sites, message
 from conductor.api.body_bounds import MAX_TEXTS, MAX_VALUES, excess
 from conductor.api.openai_schema import read_body
-from conductor.api.openapi import ROUTES
+from conductor.api.routes import ROUTES
 from conductor.api.service import MAX_ELEMENTS
 from tests.conductor.fakes import serving, spoken
 from tests.effort import counting

@@ -3,25 +3,32 @@
 import random
 from types import SimpleNamespace
 
+import httpx
+import pytest
+
+from base.metrics import process_registry
 from base.request import Slo
-from conductor.api.openai import openai_app
+from conductor.api.http_api import HttpApi
 from conductor.api.served_model import SamplingDefaults
 from deploy.reference import ROUTES, openapi, reference
 
-REPORTED = ("/status", "/v1/explain", "/v1/explain/{name}", "/v1/links/{name}", "/v1/panels")
-REPORTS = {path: dict for path in (*REPORTED, "/v1/panels/{name}")}
 
-
-def test_every_route_of_the_server_is_in_it():
+async def test_every_path_of_it_is_answered():
     model = SimpleNamespace(name="m", max_model_len=8, sampling=SamplingDefaults())
-    app = openai_app(SimpleNamespace(model=model), Slo(), 1, random.Random(0), REPORTS)
-    served = {
-        (method.lower(), route.path.replace(":path", ""))
-        for route in app.routes
-        for method in route.methods - {"HEAD"}
-        if not route.path.startswith("/ui/")  # what the page is made of
-    }
-    assert {(route.method, route.path) for route in ROUTES} == served
+    registry = process_registry()
+    completions = SimpleNamespace(model=model, is_ready=True, metrics=SimpleNamespace(registry=registry))
+    reports = {route.path: lambda *name: {"of": name} for route in ROUTES if route.handler is None}
+    app = HttpApi(completions, Slo(), 1, random.Random(0), reports)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://conductor") as client:
+        for path, methods in openapi()["paths"].items():
+            for method in methods.keys() - {"post"}:
+                answer = await client.request(method.upper(), path.replace("{name}", "m"))
+                assert answer.status_code in (200, 307), path
+
+
+def test_a_report_that_no_path_waits_for_is_refused():
+    with pytest.raises(KeyError):
+        HttpApi(SimpleNamespace(model=None), Slo(), 1, random.Random(0), {"/nowhere": dict})
 
 
 def test_every_reference_of_the_openapi_leads_somewhere():

@@ -51,8 +51,8 @@ from base.wire_membership import (
     register_from,
 )
 from conductor.api.completion import Completions
+from conductor.api.http_api import HttpApi
 from conductor.api.keys import read_keys
-from conductor.api.openai import openai_app
 from conductor.replay.trace_formats import read_trace
 from deploy.config_file import read_cluster_config
 from kvstore.record import HEADER_BYTES, RecordHeader, encode_header, header_or_none
@@ -161,7 +161,7 @@ class _Api:
             model, dispatcher, ConductorMetrics(process_registry(), MODEL), SystemClock(), max_calls=9
         )
         self._loop = asyncio.Runner()
-        app = openai_app(completions, Slo(), 1 << 20, random.Random(1))
+        app = HttpApi(completions, Slo(), 1 << 20, random.Random(1))
         self._client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://conductor")
 
     def post(self, path: str, body: bytes) -> None:

@@ -315,6 +315,14 @@ async def test_unknown_paths_and_methods_are_error_objects_too(model):
     assert all(answer.json()["error"]["message"] for answer in answers)
 
 
+async def test_a_slash_too_many_leads_to_the_path_without_it(model):
+    async with serving(model, lambda request: []) as api, httpx.AsyncClient(base_url=api.url) as client:
+        answer = await client.post(f"{CHAT}/?a=b", content=chat())
+        unknown = await client.get(f"{api.url}//health/")
+    assert (answer.status_code, answer.headers["location"]) == (307, f"{CHAT}?a=b")
+    assert unknown.status_code == 404
+
+
 @pytest.mark.parametrize("is_declared", [True, False])
 async def test_long_body_is_refused_unread(model, is_declared):
     body = b"x" * (1 << 20)

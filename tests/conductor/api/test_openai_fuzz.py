@@ -13,7 +13,7 @@ from base.clock import SystemClock
 from base.metrics import ConductorMetrics, process_registry
 from base.request import Slo
 from conductor.api.completion import Completions
-from conductor.api.openai import openai_app
+from conductor.api.http_api import HttpApi
 from conductor.api.openai_schema import ChatBody, CompletionBody
 from tests.conductor.fakes import MODEL, ScriptedDispatcher, spoken
 
@@ -52,7 +52,7 @@ def client(model):
             dispatcher = ScriptedDispatcher(lambda request: spoken(model, "hi"))
             metrics = ConductorMetrics(process_registry(), MODEL)
             completions = Completions(model, dispatcher, metrics, SystemClock(), max_calls=9)
-            app = openai_app(completions, Slo(), 1 << 20, random.Random(1))
+            app = HttpApi(completions, Slo(), 1 << 20, random.Random(1))
             return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://conductor")
 
         session = runner.run(start())

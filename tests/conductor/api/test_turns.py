@@ -9,7 +9,7 @@ import pytest
 from base.request import FinishReason, SampledToken, TokenLogprobs
 from base.turns import TURN_UNITS, Turns
 from conductor.api.completion import PART_UNITS, Piece
-from conductor.api.openai_format import CHAT, COMPLETION, Answer, Choice, Shown
+from conductor.api.openai_format import CHAT, COMPLETION, Choice, Envelope, Shown
 from conductor.serving.generated import Generated
 from tests.conductor.fakes import MAX_MODEL_LEN, serving, spoken
 
@@ -106,7 +106,7 @@ async def test_many_tokens_at_once_are_told_of_in_pieces(model):
 
 @pytest.mark.parametrize("shape", [CHAT, COMPLETION], ids=["chat", "completion"])
 async def test_a_prompt_is_shown_by_all_choices_from_one_text(model, shape):
-    answer = Answer(shape, "a", 1, "tiny", model.tokenizer, with_token_ids=True)
+    answer = Envelope(shape, "a", 1, "tiny", model.tokenizer, with_token_ids=True)
     prompt = Shown(list(range(50_000)), "echo" * 10_000)
     parts = []
     for index in range(128):

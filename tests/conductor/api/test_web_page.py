@@ -11,7 +11,7 @@ import pytest
 
 from conductor.api.panel_values import PanelValues
 from conductor.api.panels import DASHBOARDS
-from conductor.api.web_page import FILES, FOLDER
+from conductor.api.web_page import FOLDER
 from conductor.placing.decisions import Actual
 from conductor.placing.explain import MAX_LISTED, Decisions
 from conductor.placing.placement import Placement
@@ -20,6 +20,11 @@ from tests.conductor.api.browser import chromium
 from tests.conductor.fakes import serving, spoken
 from tests.conductor.placing.test_decisions import COST, history
 
+FILES = {
+    "/ui": ("index.html", "text/html"),
+    "/ui/page.js": ("page.js", "text/javascript"),
+    "/ui/style.css": ("style.css", "text/css"),
+}
 LATE = "SLO missed, by cause"
 HOSTILE = "<img src=x onerror=\"document.title='hacked'\">"
 NODE = {

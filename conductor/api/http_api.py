@@ -1,0 +1,180 @@
+"""The HTTP listener as an ASGI application: it admits each call and answers it by its line in `routes.py`.
+
+A route that reads a body counts as a call in progress from its first byte to its last: it is given up when
+its client leaves, and everything that goes wrong in it becomes OpenAI's error object here. Its handler writes
+the answer. Other routes return theirs.
+
+The look-up is ours, and the gate and the answer are of the one route that it finds: a router in the middle of
+a call costs more than all else that the HTTP side does for a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Mapping
+from functools import partial
+from inspect import isawaitable
+
+from starlette.responses import RedirectResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from base.clock import wall_clock_s
+from base.errors import ServeError, UnauthenticatedError
+from base.logs import event
+from base.request import Slo
+from conductor.api.access import Authorizer, Client, Who
+from conductor.api.backend import Backend
+from conductor.api.body_bounds import check_structure
+from conductor.api.completion import Completions
+from conductor.api.headers import Caller, header_slo, header_traceparent, require_own_page
+from conductor.api.http_reply import (
+    BodyError,
+    ClientGoneError,
+    Reply,
+    json_response,
+    read_body,
+    while_connected,
+)
+from conductor.api.openai_errors import HttpError, http_error, internal_error
+from conductor.api.openai_schema import read_long_body
+from conductor.api.options import check_request_id
+from conductor.api.routes import ROUTES, HttpRoute, routes_at
+
+log = logging.getLogger(__name__)
+
+
+class HttpApi:
+    """An ASGI application. Owned by the event loop."""
+
+    def __init__(
+        self,
+        completions: Completions,
+        default_slo: Slo,
+        max_body_bytes: int,
+        rng: random.Random,
+        reports: Mapping[str, Callable[..., object]] | None = None,
+        authorizer: Authorizer | None = None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            completions: Runs what clients ask.
+            default_slo: Of requests whose headers name none.
+            max_body_bytes: Longer bodies are refused.
+            rng: Draws request ids and seeds.
+            reports: The handlers of routes that have none of their own, by path.
+            authorizer: Says who is admitted; None: everybody.
+
+        Raises:
+            KeyError: a report has no route that waits for it.
+        """
+        self._backend = Backend(completions, rng, int(wall_clock_s()))
+        self._default_slo = default_slo
+        self._max_body_bytes = max_body_bytes
+        self._authorizer = authorizer or Authorizer()
+        waiting = {route.path: route for route in ROUTES if route.handler is None}
+        self._reports = {waiting[path]: report for path, report in (reports or {}).items()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        at_path, name = routes_at(scope["path"])
+        route = at_path.get("GET" if scope["method"] == "HEAD" else scope["method"])
+        gated = route or next(iter(at_path.values()), None)
+        # Not Starlette's, which looks through all of them for each.
+        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+        try:
+            with self._authorizer.call(gated.who if gated else Who.OPERATORS, headers) as client:
+                if route is None:
+                    response = _not_served(scope, at_path)
+                elif route.body is None:
+                    response = await self._read(route, name, scope)
+                else:
+                    await self._answer(route, headers, client, receive, send)
+                    return
+        except ServeError as error:
+            # The gate's: what a route raises is answered where it is called.
+            response = _refusal(error)
+        await response(scope, receive, send)
+
+    async def _read(self, route: HttpRoute, name: str, scope: Scope) -> Response:
+        """Return the answer of a route that reads no body."""
+        handler = partial(route.handler, self._backend) if route.handler else self._reports.get(route)
+        if handler is None:
+            return _not_served(scope, {})
+        try:
+            found = handler(name) if route.has_name else handler()
+            found = await found if isawaitable(found) else found
+        except ServeError as error:
+            return _error(http_error(error))
+        if found is None:
+            return _error(HttpError(404, "invalid_request_error", None, f"{name!r} is not known"))
+        return found if isinstance(found, Response) else json_response(found)
+
+    async def _answer(
+        self, route: HttpRoute, headers: Mapping[str, str], client: Client, receive: Receive, send: Send
+    ) -> None:
+        """Read a call's body and have its handler write the answer."""
+        reply = Reply(send, f"{self._backend.rng.getrandbits(64):016x}")
+        try:
+            require_own_page(headers)
+            with self._backend.completions.call(client.tenant) as call:
+                if given := headers.get("x-request-id"):
+                    check_request_id(given)
+                    reply.request_id = given
+
+                def charge(count: int) -> None:
+                    call.take_places(count)
+                    client.charge(count)
+
+                caller = Caller(
+                    call.arrived_at_s,
+                    header_slo(headers, self._default_slo),
+                    client.tenant,
+                    header_traceparent(headers),
+                    client.may_be_critical,
+                    charge,
+                )
+                declared = int(headers.get("content-length", "0"))
+                raw = await read_body(receive, declared, self._max_body_bytes, call.take_bytes)
+                await check_structure(raw)
+                await while_connected(receive, self._handled(route, raw, caller, reply))
+        except ClientGoneError:
+            event(log, "client left", level=logging.DEBUG, request_id=reply.request_id)
+        except BodyError as error:
+            await reply.fail(HttpError(error.status, "invalid_request_error", None, str(error)))
+        except ServeError as error:
+            await reply.fail(http_error(error))
+        except Exception:
+            # The border: nobody above could answer the client.
+            log.exception("call failed request_id=%s", reply.request_id)
+            await reply.fail(internal_error())
+
+    async def _handled(self, route: HttpRoute, raw: bytes, caller: Caller, reply: Reply) -> None:
+        assert route.handler is not None
+        await route.handler(self._backend, await read_long_body(raw, route.body), caller, reply)
+
+
+def _not_served(scope: Scope, at_path: Mapping[str, HttpRoute]) -> Response:
+    """Return the answer for an unknown path, or for a method that a path has not."""
+    path = scope["path"]
+    if at_path:
+        allowed = ", ".join("GET, HEAD" if method == "GET" else method for method in at_path)
+        return _error(_unknown(scope, 405, "Method Not Allowed"), allow=allowed)
+    if path.endswith("/") and routes_at(path.rstrip("/"))[0]:
+        query = scope["query_string"].decode("latin-1")
+        return RedirectResponse(path.rstrip("/") + (f"?{query}" if query else ""))
+    return _error(_unknown(scope, 404, "Not Found"))
+
+
+def _unknown(scope: Scope, status: int, reason: str) -> HttpError:
+    return HttpError(status, "invalid_request_error", None, f"{scope['method']} {scope['path']}: {reason}")
+
+
+def _error(error: HttpError, **headers: str) -> Response:
+    return Response(error.body, status_code=error.status, headers={**error.headers, **headers})
+
+
+def _refusal(error: ServeError) -> Response:
+    # The body was not read, so nothing can follow it on this connection.
+    challenge = {"www-authenticate": "Bearer"} if isinstance(error, UnauthenticatedError) else {}
+    return _error(http_error(error), connection="close", **challenge)

@@ -1,0 +1,161 @@
+"""The table of the HTTP listener: each path, its method, who may call it, its handler, body and description.
+
+All that depends on a path is read from here: who is admitted (`access.py`), what answers (`http_api.py`),
+/openapi.json, and the reference in docs/ (`deploy/reference.py`). A new client API is a file with its
+handlers, and a line for each here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from starlette.responses import RedirectResponse, Response
+
+from conductor.api import about
+from conductor.api.access import Who
+from conductor.api.backend import Backend
+from conductor.api.http_reply import to_json
+from conductor.api.openai_generation import chat, completion
+from conductor.api.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from conductor.api.texts import detokenize, tokenize
+from conductor.api.web_page import page
+
+SCHEMAS = "#/components/schemas/"
+NAME = "{name}"
+
+
+class HttpRoute(NamedTuple):
+    """One path of the HTTP listener, and what it answers to one method."""
+
+    method: str
+    """A GET route answers HEAD too."""
+    path: str
+    """A path may end with `{name}`, which stands for any text and is handed to the handler."""
+    who: Who
+    handler: Callable[..., Any] | None
+    """Where there is a body: an async function of the backend, the body, the caller and the reply, which it
+    writes. Elsewhere: a function of the backend (and the name) that returns JSON, a Response, an awaitable of
+    either, or None for an unknown name. None: `__main__` hands one in, which takes no backend."""
+    body: Any
+    """The schema that a body is read by; None: no body is read."""
+    what: str
+    """One line for the API reference; empty: the path is not described."""
+
+    @property
+    def has_name(self) -> bool:
+        return self.path.endswith(NAME)
+
+
+def _described(backend: Backend) -> Response:
+    return Response(_openapi_json(), media_type="application/json")
+
+
+def _to_page(backend: Backend) -> Response:
+    return RedirectResponse("/ui")
+
+
+def _get(path: str, who: Who, handler: Callable[..., Any] | None, what: str) -> HttpRoute:
+    return HttpRoute("GET", path, who, handler, None, what)
+
+
+def _post(path: str, who: Who, handler: Callable[..., Any], body: Any, what: str) -> HttpRoute:
+    return HttpRoute("POST", path, who, handler, body, what)
+
+
+EVERYBODY, CLIENTS, OPERATORS, SCRAPERS = Who
+
+ROUTES = (
+    _post(
+        "/v1/chat/completions", CLIENTS, chat, ChatBody, "The next turn of a chat; with `stream`, as events."
+    ),
+    _post(
+        "/v1/completions",
+        CLIENTS,
+        completion,
+        CompletionBody,
+        "What follows each prompt; with `stream`, as events.",
+    ),
+    _get("/v1/models", CLIENTS, about.models, "The one model that is served."),
+    _get("/v1/models/{name}", CLIENTS, about.one_model, "The same, by its name."),
+    _post("/tokenize", CLIENTS, tokenize, TokenizeBody, "The token ids of a text or a chat."),
+    _post("/detokenize", CLIENTS, detokenize, DetokenizeBody, "The text of token ids."),
+    _get("/health", EVERYBODY, about.health, "200 if a request that came now would be served, else 503."),
+    _get("/metrics", SCRAPERS, about.metrics, "Prometheus text."),
+    _get("/version", CLIENTS, about.show_version, "Of the server."),
+    _get("/status", OPERATORS, None, "Nodes, blocks, queues."),
+    _get("/v1/explain", OPERATORS, None, "The last hundred attempts to place a request, newest first."),
+    _get("/v1/explain/{name}", OPERATORS, None, "Why a request went where it went, and how it went."),
+    _get(
+        "/v1/links/{name}",
+        OPERATORS,
+        None,
+        "Sends KV from PREFILL_NODE to DECODE_NODE, NAME being both with a comma.",
+    ),
+    _get("/v1/panels", OPERATORS, None, "The dashboards' panels and their queries."),
+    _get(
+        "/v1/panels/{name}", OPERATORS, None, "What a panel shows of the last hour, by `server.prometheus`."
+    ),
+    _get("/openapi.json", EVERYBODY, _described, "This description."),
+    _get("/ui", EVERYBODY, page("index.html", "text/html"), "The same for people, as a page."),
+    _get("/ui/page.js", EVERYBODY, page("page.js", "text/javascript"), ""),
+    _get("/ui/style.css", EVERYBODY, page("style.css", "text/css"), ""),
+    _get("/", EVERYBODY, _to_page, "Leads to the page."),
+)
+
+
+def _by_path(routes: Iterable[HttpRoute]) -> dict[str, dict[str, HttpRoute]]:
+    table: dict[str, dict[str, HttpRoute]] = {}
+    for route in routes:
+        table.setdefault(route.path.removesuffix(NAME), {})[route.method] = route
+    return table
+
+
+_PLAIN = _by_path(route for route in ROUTES if not route.has_name)
+_NAMED = _by_path(route for route in ROUTES if route.has_name)
+
+
+def routes_at(path: str) -> tuple[Mapping[str, HttpRoute], str]:
+    """Return the routes at `path` by method, none for an unknown one, and the name that ends it."""
+    if found := _PLAIN.get(path):
+        return found, ""
+    for folder, found in _NAMED.items():
+        if path.startswith(folder) and path != folder:
+            return found, path[len(folder) :]
+    return {}, ""
+
+
+@functools.cache
+def openapi() -> dict[str, Any]:
+    """Return the HTTP API as OpenAPI 3.1."""
+    schemas: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+    for route in ROUTES:
+        if not route.what:
+            continue
+        operation: dict[str, Any] = {
+            "summary": route.what,
+            "responses": {"200": {"description": "OK"}, "default": {"description": "OpenAI's error object"}},
+        }
+        if route.has_name:
+            name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+            operation["parameters"] = [name]
+        if route.body is not None:
+            schema = route.body.model_json_schema(ref_template=f"{SCHEMAS}{{model}}")
+            schemas |= schema.pop("$defs", {})
+            schemas[route.body.__name__] = schema
+            content = {"application/json": {"schema": {"$ref": f"{SCHEMAS}{route.body.__name__}"}}}
+            operation["requestBody"] = {"required": True, "content": content}
+        paths.setdefault(route.path, {})[route.method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Conductor", "version": "1"},
+        "paths": paths,
+        "components": {"schemas": dict(sorted(schemas.items()))},
+    }
+
+
+@functools.cache
+def _openapi_json() -> str:
+    return to_json(openapi())

@@ -1,0 +1,36 @@
+"""The calls that only turn text to token ids and back: /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from base.errors import InvalidRequestError
+from conductor.api.backend import Backend
+from conductor.api.headers import Caller
+from conductor.api.http_reply import Reply, to_json
+from conductor.api.openai_schema import DetokenizeBody, TokenizeBody, chat_messages
+from conductor.api.options import require_model
+from conductor.api.prompt import chat_token_ids, text_token_ids, token_ids_text
+
+
+async def tokenize(backend: Backend, body: TokenizeBody, caller: Caller, reply: Reply) -> None:
+    model = backend.model
+    require_model(model, body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("prompt, or messages: one of them is wanted", "prompt")
+    if body.messages is not None:
+        token_ids = await chat_token_ids(
+            model,
+            chat_messages(body.messages),
+            body.add_generation_prompt is not False,
+            body.chat_template_kwargs,
+            bool(body.parse_special_tokens),
+        )
+    else:
+        token_ids = await text_token_ids(model, body.prompt or "", body.add_special_tokens is not False)
+    answer = {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": token_ids}
+    await reply.whole(200, to_json(answer).encode())
+
+
+async def detokenize(backend: Backend, body: DetokenizeBody, caller: Caller, reply: Reply) -> None:
+    require_model(backend.model, body.model)
+    text = await token_ids_text(backend.model, body.tokens, "tokens", skip_special_tokens=False)
+    await reply.whole(200, to_json({"prompt": text}).encode())
