@@ -7,7 +7,7 @@ token, and a frozen dataclass takes five times as long to make.
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple, NewType
+from typing import Annotated, NamedTuple, NewType, get_args, get_type_hints
 
 RequestId = NewType("RequestId", str)
 NodeId = NewType("NodeId", str)
@@ -32,24 +32,49 @@ class Role(Enum):
     DECODE = "decode"
 
 
+SEED_RANGE = 1 << 64
+"""Seeds are taken modulo this: a client's may be negative."""
+
+
+class SamplingField(NamedTuple):
+    """What clients and models may say of one of the fields below."""
+
+    low: float
+    high: float
+    has_models_default: bool = False
+    """Whether a model may recommend a value, in generation_config.json."""
+
+
 class SamplingParams(NamedTuple):
-    """How the next token is chosen.
+    """How the next token is chosen: the one schema of these fields.
+
+    Bodies of OpenAI's API, `Sampling` of inference.proto and `SamplingParams` of nodes.proto have fields of
+    these names, whose bounds and defaults are these.
 
     `temperature` 0 is greedy: the token of the highest logit, the lowest id among
     equals. The random number of a position is a function of (`seed`, position), so a
     sequence continued on another node draws the same tokens.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    """0: all tokens."""
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0
+    temperature: Annotated[float, SamplingField(0.0, 2.0, True)] = 1.0
+    top_k: Annotated[int, SamplingField(-1, 1 << 31, True)] = 0
+    """0: all tokens. A client's -1 is 0."""
+    # Zero would leave no token to choose.
+    top_p: Annotated[float, SamplingField(1e-9, 1.0, True)] = 1.0
+    min_p: Annotated[float, SamplingField(0.0, 1.0, True)] = 0.0
+    repetition_penalty: Annotated[float, SamplingField(0.01, 100.0, True)] = 1.0
+    presence_penalty: Annotated[float, SamplingField(-2.0, 2.0)] = 0.0
+    frequency_penalty: Annotated[float, SamplingField(-2.0, 2.0)] = 0.0
+    seed: Annotated[int, SamplingField(-(1 << 63), SEED_RANGE - 1)] = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+SAMPLING_FIELDS: dict[str, SamplingField] = {
+    name: get_args(hint)[1]
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
+    if name != "logit_bias"
+}
+"""The numbers among them, in their order."""
 
 
 class StopParams(NamedTuple):

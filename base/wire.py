@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import TypeVar
 
 from base.block_hash import HASH_BYTES, BlockHash
@@ -34,6 +35,7 @@ from base.messages import (
     Work,
 )
 from base.request import (
+    SAMPLING_FIELDS,
     FinishReason,
     RequestId,
     Role,
@@ -48,6 +50,8 @@ from protos import transfer_pb2 as transfer_pb
 T = TypeVar("T")
 
 TOKEN_ID_BYTES = 4
+
+_sampling_numbers = attrgetter(*SAMPLING_FIELDS)
 
 _OPERATIONS = {
     Operation.READ: transfer_pb.OPERATION_READ,
@@ -168,23 +172,17 @@ def hashes_from(hashes: Iterable[bytes], field: str) -> tuple[BlockHash, ...]:
 
 
 def _work_to(work: Work) -> pb.Work:
-    sampling = work.sampling
+    # The message spells the fields as the value does.
+    sampling = work.sampling._asdict()
+    sampling["logit_bias"] = [
+        pb.LogitBias(token_id=token, bias=bias) for token, bias in work.sampling.logit_bias
+    ]
     return pb.Work(
         request_id=work.request_id,
         token_ids=array("I", work.token_ids).tobytes(),
         num_prompt_tokens=work.num_prompt_tokens,
         chain_root=work.chain_root,
-        sampling=pb.SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            seed=sampling.seed,
-            logit_bias=[pb.LogitBias(token_id=token, bias=bias) for token, bias in sampling.logit_bias],
-        ),
+        sampling=pb.SamplingParams(**sampling),
         stop=pb.StopParams(
             max_tokens=work.stop.max_tokens,
             min_tokens=work.stop.min_tokens,
@@ -213,16 +211,8 @@ def _work_from(message: pb.Work) -> Work:
         token_ids=token_ids,
         num_prompt_tokens=message.num_prompt_tokens,
         chain_root=BlockHash(message.chain_root),
-        sampling=SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            seed=sampling.seed,
-            logit_bias=tuple((item.token_id, item.bias) for item in sampling.logit_bias),
+        sampling=SamplingParams._make(
+            (*_sampling_numbers(sampling), tuple((item.token_id, item.bias) for item in sampling.logit_bias))
         ),
         stop=StopParams(
             max_tokens=message.stop.max_tokens,

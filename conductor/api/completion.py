@@ -191,18 +191,18 @@ class Completions:
         Raises:
             ServeError: any of its kinds, before the first piece or between two.
         """
-        request = asked.request
+        request, options = asked.request, asked.options
         num_biases = len(request.sampling.logit_bias)
         await self.turn(
             PROMPT_UNITS + len(request.token_ids) // TOKENS_OF_A_UNIT + num_biases // BIASES_OF_A_UNIT
         )
         book = _Book(asked, self.metrics, self.clock)
-        detokenizer = Detokenizer(self.model.tokenizer, asked.skip_special_tokens)
-        token_units = 1 + (asked.request.num_logprobs or 0)
+        detokenizer = Detokenizer(self.model.tokenizer, options.skip_special_tokens)
+        token_units = 1 + (request.num_logprobs or 0)
         most = PART_UNITS // token_units
-        stream = TextStream(detokenizer, asked.stop, asked.include_stop, asked.request.stop.min_tokens)
+        stream = TextStream(detokenizer, options.stop, options.include_stop, request.stop.min_tokens)
         try:
-            async with aclosing(self._dispatcher.generate(asked.request)) as generated:
+            async with aclosing(self._dispatcher.generate(request)) as generated:
                 async for whole in generated:
                     for part in _parts(whole, most):
                         await self.turn(PIECE_UNITS + len(part.tokens) * token_units)
@@ -240,11 +240,11 @@ def _to_text(part: Generated, asked: TextRequest, stream: TextStream) -> Piece:
     """Return the text of `part`, cut where a stop string is complete."""
     if part.finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR):
         raise LostError(f"the sequence ended with {part.finish_reason.value}")
-    text = ""
+    text, include_stop = "", asked.options.include_stop
     for count, token in enumerate(part.tokens, start=1):
         is_end = count == len(part.tokens) and part.finish_reason is FinishReason.STOP
         # The token that stops the sequence is no part of its text.
-        if asked.include_stop or not (is_end and token.token_id in asked.request.stop.stop_token_ids):
+        if include_stop or not (is_end and token.token_id in asked.request.stop.stop_token_ids):
             text += stream.push(token.token_id)
         if stream.is_stopped:
             return Piece(text, part.tokens[:count], FinishReason.STOP, part.num_cached_tokens)

@@ -23,17 +23,19 @@ TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Caller(NamedTuple):
-    """What is known of who calls, and what it wants of any request."""
+    """The client of one call, and what it wants of each request in it."""
 
     arrived_at_s: float
-    """On the conductor's clock."""
+    """The call's first moment, on the conductor's clock."""
     slo: Slo
     tenant: str = ""
     traceparent: str = ""
     may_be_critical: bool = False
-    """Whether its requests may be of the critical class."""
+    """Whether requests may be of the critical class."""
     charge: Callable[[int], None] = lambda count: None
-    """Counts sequences beside the call's first; raises RejectedError where there is no room."""
+    """Counts sequences beside the call's first; raises RejectedError if they are too many."""
+    deadline_s: float | None = None
+    """Seconds from arrival to the last token at most; None: the server's limit."""
 
 
 def header_slo(headers: Mapping[str, str], default: Slo) -> Slo:

@@ -59,8 +59,8 @@ async def chat(backend: Backend, body: ChatBody, caller: Caller, reply: Reply) -
     with params_spelled({"prompt": "messages", "max_tokens": max_tokens_name}):
         _check(body, model, reply)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        options = to_options(body, max_tokens, num_chat_logprobs(body), caller)
-        check_options(options, model)
+        options = to_options(body, max_tokens, num_chat_logprobs(body))
+        check_options(options, caller, model)
         caller.charge((body.n or 1) - 1)
         token_ids = await chat_token_ids(
             model,
@@ -80,8 +80,8 @@ async def completion(backend: Backend, body: CompletionBody, caller: Caller, rep
     _check(body, model, reply)
     if body.echo and body.logprobs is not None:
         raise InvalidRequestError("echo: logprobs of the prompt are not computed", "echo")
-    options = to_options(body, body.max_tokens, body.logprobs, caller)
-    check_options(options, model)
+    options = to_options(body, body.max_tokens, body.logprobs)
+    check_options(options, caller, model)
     if len(body.prompt) * (body.n or 1) > MAX_CHOICES:
         raise InvalidRequestError(f"n: at most {MAX_CHOICES} choices of all prompts together", "n")
     caller.charge(len(body.prompt) * (body.n or 1) - 1)
@@ -123,9 +123,9 @@ def _requests(
             RequestId(f"{unique}-p{index}" if len(prompts) > 1 else unique),
             prompt.token_ids,
             options,
+            caller,
             backend.model,
             backend.rng,
-            caller.arrived_at_s,
             default_max_tokens,
         )
         for index, prompt in enumerate(prompts)

@@ -23,15 +23,16 @@ from pydantic import (
     PlainValidator,
     Tag,
     ValidationError,
+    WithJsonSchema,
+    create_model,
 )
 from pydantic_core import PydanticCustomError
 
 from base.errors import InvalidRequestError
 from base.off_loop import on_body
-from base.request import MAX_TOP_LOGPROBS
+from base.request import MAX_TOP_LOGPROBS, SAMPLING_FIELDS, SamplingField, SamplingParams
 from conductor.api.body_bounds import MAX_VALUES
 from conductor.api.chat_template import ChatMessage, ChatRole
-from conductor.api.headers import Caller
 from conductor.api.openai_fields import refused_or_none
 from conductor.api.options import (
     MAX_LOGIT_BIASES,
@@ -77,7 +78,20 @@ class _StreamOptions(_Body):
     continuous_usage_stats: Literal[False] | None = None
 
 
-class _Generation(_Body):
+def _sampling_field(name: str, field: SamplingField) -> tuple[Any, None]:
+    """Return a number of `SamplingParams` as a field of a body; `options.py` checks the bounds it shows."""
+    kind = type(getattr(SamplingParams(), name))
+    described = {"type": "integer" if kind is int else "number", "minimum": field.low, "maximum": field.high}
+    return Annotated[kind, WithJsonSchema(described)] | None, None
+
+
+_sampling_fields: dict[str, Any] = {
+    name: _sampling_field(name, field) for name, field in SAMPLING_FIELDS.items()
+}
+_Sampling = create_model("_Sampling", __base__=_Body, **_sampling_fields)
+
+
+class _Generation(_Sampling):  # type: ignore[valid-type, misc]
     """What chats and completions have in common."""
 
     model: str | None = None
@@ -85,11 +99,6 @@ class _Generation(_Body):
     stream_options: _StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
     stop: Annotated[
         list[str],
         Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
@@ -100,9 +109,6 @@ class _Generation(_Body):
         Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES), BeforeValidator(_few_biases)] | None
     ) = None
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
@@ -276,39 +282,26 @@ def _chat_message(message: Message, param: str) -> ChatMessage:
     return ChatMessage(message.role, "\n".join(lines), message.name)
 
 
-def to_options(
-    body: ChatBody | CompletionBody, max_tokens: int | None, num_logprobs: int | None, caller: Caller
-) -> Options:
+def to_options(body: ChatBody | CompletionBody, max_tokens: int | None, num_logprobs: int | None) -> Options:
     """Return the body's choices by their common names.
 
     Raises:
         InvalidRequestError: a key of logit_bias is no token id.
     """
     return Options(
-        temperature=body.temperature,
-        top_k=body.top_k,
-        top_p=body.top_p,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        seed=body.seed,
+        sampling={name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None},
         logit_bias=_logit_bias(body.logit_bias or {}),
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
         stop=tuple(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
-        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         logprobs=num_logprobs,
         # vLLM's is the other way round: lower goes first.
         priority=-(body.priority or 0),
         cache_salt=body.cache_salt or "",
-        tenant=caller.tenant,
-        may_be_critical=caller.may_be_critical,
-        slo=caller.slo,
-        traceparent=caller.traceparent,
     )
 
 

@@ -11,13 +11,20 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from base.errors import ForbiddenError, InvalidRequestError, UnknownModelError
-from base.request import MAX_TOP_LOGPROBS, Request, RequestId, SamplingParams, Slo, StopParams
+from base.request import (
+    MAX_TOP_LOGPROBS,
+    SAMPLING_FIELDS,
+    SEED_RANGE,
+    Request,
+    RequestId,
+    SamplingParams,
+    StopParams,
+)
+from conductor.api.headers import Caller
 from conductor.api.served_model import ServedModel
-
-Number = TypeVar("Number", int, float)
 
 MAX_MESSAGES = 2_048
 MAX_STOP_STRINGS = 16
@@ -27,49 +34,34 @@ MAX_LOGIT_BIASES = 1024
 MAX_REQUEST_ID_CHARS = 128
 MAX_SHOWN_CHARS = 100
 """Of a client's own words in an error."""
-SEED_RANGE = 1 << 64
-"""Seeds are taken modulo this: a client's may be negative."""
 
 
 class Options(NamedTuple):
-    """None, or empty: the client did not say."""
+    """A request's choices. None, or empty: the client did not say."""
 
-    temperature: float | None = None
-    top_k: int | None = None
-    """0 or -1: all tokens."""
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
+    sampling: Mapping[str, Any] = MappingProxyType({})
+    """The numbers of `SamplingParams` that the client named, by name."""
     logit_bias: Mapping[int, float] = MappingProxyType({})
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
+    include_stop: bool = False
+    """Whether the stop string itself is part of the text."""
     skip_special_tokens: bool = True
     logprobs: int | None = None
     priority: int = 0
     cache_salt: str = ""
-    tenant: str = ""
-    may_be_critical: bool = False
-    slo: Slo = Slo()
-    deadline_s: float | None = None
-    traceparent: str = ""
 
 
 class TextRequest(NamedTuple):
     """A request, and how its tokens become text."""
 
     request: Request
-    stop: tuple[str, ...]
-    include_stop: bool
-    skip_special_tokens: bool
+    options: Options
     arrived_at_s: float
-    """On the conductor's clock."""
+    """The call's first moment, on the conductor's clock."""
 
     def choice(self, index: int) -> TextRequest:
         """Return the request for another answer to the same prompt: the next seed."""
@@ -94,32 +86,26 @@ def params_spelled(spelling: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def check_options(options: Options, model: ServedModel) -> None:
+def check_options(options: Options, caller: Caller, model: ServedModel) -> None:
     """Raise InvalidRequestError, naming the field, for the first value out of bounds.
 
     NaN is within no bounds, so it is refused too. Raises ForbiddenError for the critical class where the
     client may not ask for it.
     """
-    _require_between("temperature", options.temperature, 0.0, 2.0)
-    _require_between("top_k", options.top_k, -1, 1 << 31)
-    # Zero would leave no token to choose.
-    _require_between("top_p", options.top_p, 1e-9, 1.0)
-    _require_between("min_p", options.min_p, 0.0, 1.0)
-    _require_between("repetition_penalty", options.repetition_penalty, 0.01, 100.0)
-    _require_between("presence_penalty", options.presence_penalty, -2.0, 2.0)
-    _require_between("frequency_penalty", options.frequency_penalty, -2.0, 2.0)
-    _require_between("seed", options.seed, -(1 << 63), SEED_RANGE - 1)
+    for name, value in options.sampling.items():
+        field = SAMPLING_FIELDS[name]
+        _require_between(name, value, field.low, field.high)
     _require_between("max_tokens", options.max_tokens, 1, 1 << 31)
     _require_between("min_tokens", options.min_tokens, 0, options.max_tokens or model.max_model_len)
     _require_between("logprobs", options.logprobs, 0, MAX_TOP_LOGPROBS)
     _require_between("priority", options.priority, -(1 << 31), (1 << 31) - 1)
-    if options.priority > 0 and not options.may_be_critical:
+    if options.priority > 0 and not caller.may_be_critical:
         raise ForbiddenError(
             "priority: the critical class (above 0 in gRPC, below 0 in HTTP) is for keys made with "
             "`conductor keys add NAME --critical`, and without keys for server.critical_tenants"
         )
     _require_at_most("cache_salt", len(options.cache_salt), MAX_STOP_CHARS, "characters")
-    _require_at_most("x-tenant-id", len(options.tenant), MAX_STOP_CHARS, "characters")
+    _require_at_most("x-tenant-id", len(caller.tenant), MAX_STOP_CHARS, "characters")
     _check_stop(options.stop)
     _require_at_most("stop_token_ids", len(options.stop_token_ids), MAX_STOP_TOKEN_IDS, "token ids")
     check_token_ids(options.stop_token_ids, model, "stop_token_ids")
@@ -161,9 +147,9 @@ def make_request(
     request_id: RequestId,
     token_ids: tuple[int, ...],
     options: Options,
+    caller: Caller,
     model: ServedModel,
     rng: random.Random,
-    arrived_at_s: float,
     default_max_tokens: int | None = None,
 ) -> TextRequest:
     """Return the request for one prompt.
@@ -172,9 +158,9 @@ def make_request(
         request_id: Unique in the cluster.
         token_ids: The prompt.
         options: Passed `check_options`.
+        caller: The client.
         model: Fills in what the client did not say.
         rng: Draws the seed where there is none.
-        arrived_at_s: When the client asked, on the conductor's clock.
         default_max_tokens: Where the client did not say; None: to the end of the window.
 
     Raises:
@@ -193,17 +179,15 @@ def make_request(
             sampling=_sampling_params(options, model, rng),
             stop=StopParams(max_tokens, min(options.min_tokens, max_tokens), tuple(sorted(stop_token_ids))),
             num_logprobs=options.logprobs,
-            slo=options.slo,
+            slo=caller.slo,
             priority=options.priority,
-            tenant=options.tenant,
+            tenant=caller.tenant,
             cache_salt=options.cache_salt,
-            deadline_s=options.deadline_s,
-            traceparent=options.traceparent,
+            deadline_s=caller.deadline_s,
+            traceparent=caller.traceparent,
         ),
-        stop=options.stop,
-        include_stop=options.include_stop_str_in_output,
-        skip_special_tokens=options.skip_special_tokens,
-        arrived_at_s=arrived_at_s,
+        options=options,
+        arrived_at_s=caller.arrived_at_s,
     )
 
 
@@ -238,23 +222,12 @@ def _max_tokens(num_prompt_tokens: int, asked: int | None, default: int | None, 
 
 
 def _sampling_params(options: Options, model: ServedModel, rng: random.Random) -> SamplingParams:
-    defaults = model.sampling
-    top_k = _or(options.top_k, defaults.top_k)
-    return SamplingParams(
-        temperature=_or(options.temperature, defaults.temperature),
-        top_k=max(top_k, 0),
-        top_p=_or(options.top_p, defaults.top_p),
-        min_p=_or(options.min_p, defaults.min_p),
-        repetition_penalty=_or(options.repetition_penalty, defaults.repetition_penalty),
-        presence_penalty=_or(options.presence_penalty, 0.0),
-        frequency_penalty=_or(options.frequency_penalty, 0.0),
-        seed=rng.getrandbits(64) if options.seed is None else options.seed % SEED_RANGE,
+    sampling = model.sampling._replace(**options.sampling)
+    return sampling._replace(
+        top_k=max(sampling.top_k, 0),
+        seed=sampling.seed % SEED_RANGE if "seed" in options.sampling else rng.getrandbits(64),
         logit_bias=tuple(sorted(options.logit_bias.items())),
     )
-
-
-def _or(given: Number | None, default: Number) -> Number:
-    return default if given is None else given
 
 
 def _require_between(param: str, value: float | None, low: float, high: float) -> None:

@@ -19,19 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from base.errors import ConfigError
+from base.request import SAMPLING_FIELDS, SamplingParams
 from conductor.api.chat_template import ChatTemplate
 from conductor.api.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """How this model is sampled when the client does not say."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +37,8 @@ class ServedModel:
     vocab_size: int
     """Token ids are below it."""
     eos_token_ids: tuple[int, ...]
-    sampling: SamplingDefaults
+    sampling: SamplingParams
+    """How the model is sampled where the client does not say; the seed is drawn."""
 
 
 def load_served_model(folder: Path, name: str, max_model_len: int = 0) -> ServedModel:
@@ -80,7 +71,7 @@ def load_served_model(folder: Path, name: str, max_model_len: int = 0) -> Served
         max_model_len=min(filter(None, (max_model_len, trained_len))),
         vocab_size=text_config.get("vocab_size", tokenizer.vocab_size),
         eos_token_ids=_eos_token_ids(tokenizer, special_tokens, generation, text_config),
-        sampling=_sampling_defaults(generation),
+        sampling=SamplingParams()._replace(**_recommended(generation)),
     )
 
 
@@ -141,20 +132,19 @@ def _eos_token_ids(
     return tuple(sorted({token_id for token_id in (*token_ids, own) if token_id is not None}))
 
 
-def named_sampling(sampling: SamplingDefaults) -> dict[str, float]:
+def named_sampling(sampling: SamplingParams) -> dict[str, float]:
     """Return what a model itself recommends: its defaults that are not OpenAI's."""
-    openais = SamplingDefaults()
     return {
-        key: getattr(sampling, key)
-        for key in SamplingDefaults.__dataclass_fields__
-        if getattr(sampling, key) != getattr(openais, key)
+        name: value
+        for name, value in _recommended(sampling._asdict()).items()
+        if value != getattr(SamplingParams(), name)
     }
 
 
-def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
-    known = {
-        key: generation[key]
-        for key in SamplingDefaults.__dataclass_fields__
-        if generation.get(key) is not None
+def _recommended(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a table that a model may recommend."""
+    return {
+        name: table[name]
+        for name, field in SAMPLING_FIELDS.items()
+        if field.has_models_default and table.get(name) is not None
     }
-    return SamplingDefaults(**known)

@@ -18,12 +18,12 @@ import grpc
 from base.errors import InvalidRequestError
 from base.message_bounds import FREE_BYTES, MAX_NUMBERS, parsed
 from base.off_loop import on_body
-from base.request import SampledToken, Slo
+from base.request import SAMPLING_FIELDS, SampledToken, SamplingParams, Slo
 from base.rpc import Service
 from conductor.api.access import Authorizer, Client, metadata
 from conductor.api.chat_template import ChatMessage, ChatRole
 from conductor.api.completion import Completions, Piece
-from conductor.api.headers import header_slo, header_traceparent
+from conductor.api.headers import Caller, header_slo, header_traceparent
 from conductor.api.options import (
     MAX_LOGIT_BIASES,
     MAX_MESSAGES,
@@ -44,17 +44,8 @@ from protos import inference_pb2, inference_pb2_grpc
 
 NAME = "conductor.v1.Inference"
 
-_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 _FIELD_OF = {
-    **{name: f"sampling.{name}" for name in (*_SAMPLING, "seed", "logit_bias")},
+    **{name: f"sampling.{name}" for name in SamplingParams._fields},
     "max_tokens": "stop.max_tokens",
     "min_tokens": "stop.min_tokens",
     "stop": "stop.strings",
@@ -135,18 +126,19 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             check_request_id(said.request_id)
             require_model(self._model, said.model or None)
             headers, deadline_s = metadata(context), context.time_remaining()
-            options = said.options._replace(
-                tenant=client.tenant,
-                may_be_critical=client.may_be_critical,
-                slo=_slo(said, header_slo(headers, self._default_slo), deadline_s),
+            caller = Caller(
+                arrived_at_s,
+                _slo(said, header_slo(headers, self._default_slo), deadline_s),
+                client.tenant,
+                header_traceparent(headers),
+                client.may_be_critical,
                 deadline_s=deadline_s,
-                traceparent=header_traceparent(headers),
             )
-            check_options(options, self._model)
+            check_options(said.options, caller, self._model)
             token_ids = await self._token_ids(said)
             request_id = said.request_id or f"{self._rng.getrandbits(64):016x}"
             unique = unique_id(request_id, self._rng)
-            asked = make_request(unique, token_ids, options, self._model, self._rng, arrived_at_s)
+            asked = make_request(unique, token_ids, said.options, caller, self._model, self._rng)
         return asked, request_id
 
     async def _token_ids(self, said: _Said) -> tuple[int, ...]:
@@ -178,7 +170,6 @@ class _Said(NamedTuple):
     messages: Sequence[ChatMessage]
     parse_special_tokens: bool
     options: Options
-    """Without what is known of the caller."""
     ttft_s: float | None
     tbt_s: float | None
 
@@ -230,9 +221,8 @@ def _chat_message(turn: inference_pb2.ChatMessage) -> ChatMessage:
 
 def _options(message: inference_pb2.GenerateRequest) -> Options:
     sampling, stop = message.sampling, message.stop
-    given = {name: getattr(sampling, name) for name in (*_SAMPLING, "seed") if sampling.HasField(name)}
     return Options(
-        **given,
+        sampling={name: getattr(sampling, name) for name in SAMPLING_FIELDS if sampling.HasField(name)},
         logit_bias=dict(sampling.logit_bias),
         max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
         min_tokens=stop.min_tokens,

@@ -7,14 +7,13 @@ import httpx
 import pytest
 
 from base.metrics import process_registry
-from base.request import Slo
+from base.request import SamplingParams, Slo
 from conductor.api.http_api import HttpApi
-from conductor.api.served_model import SamplingDefaults
 from deploy.reference import ROUTES, openapi, reference
 
 
 async def test_every_path_of_it_is_answered():
-    model = SimpleNamespace(name="m", max_model_len=8, sampling=SamplingDefaults())
+    model = SimpleNamespace(name="m", max_model_len=8, sampling=SamplingParams())
     registry = process_registry()
     completions = SimpleNamespace(model=model, is_ready=True, metrics=SimpleNamespace(registry=registry))
     reports = {route.path: lambda *name: {"of": name} for route in ROUTES if route.handler is None}

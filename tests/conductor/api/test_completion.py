@@ -12,6 +12,7 @@ from base.messages import PrefillTimes
 from base.metrics import ConductorMetrics, exposition, process_registry
 from base.request import FinishReason, RequestId, Slo
 from conductor.api.completion import Completions
+from conductor.api.headers import Caller
 from conductor.api.options import Options, make_request
 from tests.conductor.fakes import MODEL, spoken
 
@@ -48,7 +49,7 @@ async def run(model, slo=UNBOUNDED, gap_s=0.25, failure=None, limit=None):
     with completions.call() as call:
         clock.advance(0.0625)
         request = make_request(
-            RequestId("r"), (5, 6, 7), Options(slo=slo), model, random.Random(1), call.arrived_at_s
+            RequestId("r"), (5, 6, 7), Options(), Caller(call.arrived_at_s, slo), model, random.Random(1)
         )
         with pytest.raises(type(failure)) if failure else nullcontext():
             async with aclosing(completions.generate(request)) as pieces:

@@ -6,8 +6,12 @@ import httpx
 import pytest
 
 from base.errors import InvalidRequestError
+from base.request import SAMPLING_FIELDS, SamplingParams, Slo
+from conductor.api.headers import Caller
 from conductor.api.openai_fields import IGNORED, REFUSED
 from conductor.api.openai_schema import ChatBody, CompletionBody, read_body
+from conductor.api.options import Options, check_options
+from protos import inference_pb2, nodes_pb2
 from tests.conductor.fakes import MAX_MODEL_LEN, serving, spoken
 
 OPENAI_BOTH = """frequency_penalty logit_bias logprobs max_tokens model n presence_penalty seed stop stream
@@ -32,6 +36,27 @@ FIELDS = {
     CompletionBody: f"{OPENAI_BOTH} {OPENAI_COMPLETION} {VLLM_BOTH} {VLLM_COMPLETION}".split(),
 }
 LEAST = {ChatBody: '"messages":[{"role":"user","content":"a"}]', CompletionBody: '"prompt":"a"'}
+
+
+def test_every_api_spells_how_tokens_are_sampled_alike():
+    names = set(SamplingParams._fields)
+    assert set(inference_pb2.Sampling.DESCRIPTOR.fields_by_name) == names
+    assert set(nodes_pb2.SamplingParams.DESCRIPTOR.fields_by_name) == names
+    assert all(names <= body.model_fields.keys() for body in (ChatBody, CompletionBody))
+    assert {*SAMPLING_FIELDS, "logit_bias"} == names
+
+
+@pytest.mark.parametrize("name", SAMPLING_FIELDS)
+def test_bounds_are_those_that_the_description_shows(model, name):
+    field, caller = SAMPLING_FIELDS[name], Caller(0.0, Slo())
+    shown = ChatBody.model_json_schema()["properties"][name]["anyOf"][0]
+    assert (shown["minimum"], shown["maximum"]) == (field.low, field.high)
+    for value in (field.low, field.high):
+        check_options(Options(sampling={name: value}), caller, model)
+    for value in (field.low - 1, field.high * 2, float("nan")):
+        with pytest.raises(InvalidRequestError) as refused:
+            check_options(Options(sampling={name: value}), caller, model)
+        assert refused.value.param == name
 
 
 @pytest.mark.parametrize("body", FIELDS)

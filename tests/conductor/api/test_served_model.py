@@ -3,8 +3,9 @@ import json
 import pytest
 
 from base.errors import ConfigError
+from base.request import SamplingParams
 from conductor.api.chat_template import ChatMessage
-from conductor.api.served_model import SamplingDefaults, load_served_model
+from conductor.api.served_model import load_served_model
 from tests.conductor.fakes import MAX_MODEL_LEN, write_model_folder
 
 
@@ -20,7 +21,7 @@ def folder(tmp_path):
 def test_model_is_read_from_its_folder(folder):
     model = load_served_model(folder, "m")
     assert (model.max_model_len, model.vocab_size) == (MAX_MODEL_LEN, 263)
-    assert model.sampling == SamplingDefaults(temperature=0.5, top_k=7)
+    assert model.sampling == SamplingParams(temperature=0.5, top_k=7)
 
 
 def test_sequences_end_with_the_configured_token_and_the_tokenizers_own(folder):
