@@ -48,7 +48,7 @@ from conductor.serving.traced import RequestSpans, TracedDispatcher, TracedObser
 
 
 async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime) -> None:
-    """Run the conductor until it is told to stop. The wiring diagram of the process."""
+    """Run the conductor until it is asked to stop. The wiring diagram of the process."""
     clock = SystemClock()
     rng = random.Random(secrets.randbits(64))
     cost = CostModel(load_profile(config.profile))

@@ -1,1 +1,1 @@
-"""What clients speak to: HTTP, gRPC, keys, text and the web page."""
+"""The APIs for clients: HTTP, gRPC, keys, text and the web page."""

@@ -1,4 +1,4 @@
-"""The gate before every call, over gRPC and HTTP alike: whose it is, and whether it may be made.
+"""The gate before every call, over gRPC and HTTP alike: who calls, and whether the call may be made.
 
     Who.EVERYBODY    health and the page's files, which hold nothing
     Who.CLIENTS      inference, models, texts: where there are keys, who shows one
@@ -86,8 +86,8 @@ class Authorizer:
         key = self._keys.find(_bearer(said))
         if who is not Who.CLIENTS and not key.operator:
             raise ForbiddenError("this is for operators: conductor keys add NAME --operator")
-        with self._keys.request(key) as request:
-            yield Client(key.tenant, key.critical, request.charge)
+        with self._keys.request(key) as charge:
+            yield Client(key.tenant, key.critical, charge)
 
     def client(self, said: Mapping[str, str]) -> Client:
         """Return whose call it is, by its headers or metadata; raises UnauthenticatedError."""

@@ -24,7 +24,7 @@ MAX_CONTAINERS = 16_384
 """Lists and objects. A parser takes some 350 bytes for the emptiest."""
 MAX_TEXTS = 2 * MAX_MEMBERS + MAX_CONTAINERS
 MAX_BARE_BYTES = 2 << 20
-"""Of all but the texts: as many token ids as there may be values."""
+"""Bytes of all but the texts: room for as many token ids as there may be values."""
 
 
 class Structure(NamedTuple):

@@ -30,7 +30,7 @@ from base.errors import ConfigError, InvalidRequestError
 
 ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
 MAX_OUTPUT_CHARS = 64 << 20
-"""Above any request body; a template that multiplies its input stops here."""
+"""More than any request body; a template that multiplies its input stops here."""
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 # What a template raises on messages it was not written for, next to its own errors.
@@ -52,7 +52,7 @@ class ChatMessage:
     role: ChatRole
     content: str
     name: str | None = None
-    """Tells speakers of one role apart, where the template has a place for it."""
+    """The speaker among those of one role, where the template has a place for it."""
 
 
 class ChatTemplate:
@@ -64,15 +64,12 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         now: Callable[[], datetime] = lambda: datetime.fromtimestamp(wall_clock_s()),
     ) -> None:
-        """Compile `source`.
+        """Compile `source`; raises ConfigError if it does not parse.
 
         Args:
             source: Jinja.
             special_tokens: Variables for the template, such as `bos_token`.
             now: Local time, for templates that state the date.
-
-        Raises:
-            ConfigError: it does not parse.
         """
         try:
             self._template = _environment(now).from_string(source)
@@ -124,10 +121,10 @@ class ChatTemplate:
 
     def _bounded(self, given: Mapping[str, Any]) -> str:
         pieces = []
-        room = MAX_OUTPUT_CHARS
+        num_left = MAX_OUTPUT_CHARS
         for piece in self._template.generate(given):
-            room -= len(piece)
-            if room < 0:
+            num_left -= len(piece)
+            if num_left < 0:
                 raise ValueError(f"more than {MAX_OUTPUT_CHARS} characters")
             pieces.append(piece)
         return "".join(pieces)
@@ -186,7 +183,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models saw it in training; jinja2's own filter escapes for HTML."""
+    """Return JSON as models saw it in training; jinja2's own filter escapes for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

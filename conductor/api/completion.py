@@ -1,8 +1,7 @@
-"""From a request's tokens to the pieces of text that clients are sent.
+"""Text requests at work: from the tokens of the nodes to the pieces of text that clients are sent.
 
-Every API for clients uses one `Completions`. It knows how many calls it is in the middle
-of, which is what a drain waits for, and it keeps the books that a client would keep:
-arrival to first token, to last token, how it ended.
+Every API for clients uses one `Completions`. It knows the calls in progress, which a drain waits for, and
+keeps the books that a client would keep: arrival to first token, to last token, how it ended.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from base.errors import (
     UnavailableError,
 )
 from base.metrics import ConductorMetrics
-from base.request import FinishReason, SampledToken, Slo
+from base.request import FinishReason, SampledToken
 from base.turns import Turns
 from conductor.api.options import TextRequest
 from conductor.api.served_model import ServedModel
@@ -36,24 +35,24 @@ from conductor.serving.generated import Dispatcher, Generated
 MAX_BODIES = 32
 """Bodies of the greatest length whose bytes may be held at once; shorter ones may be more."""
 
+# A unit of work is one sampled token, or a likely one beside it: some 7 us of the event loop.
 PROMPT_UNITS = 10
 TOKENS_OF_A_UNIT = 200
-"""Of a prompt: what its hashes take."""
+"""Tokens of a prompt whose hashes take one unit."""
 BIASES_OF_A_UNIT = 4
-"""What it takes to tell two nodes of them."""
+"""Logit biases that take one unit to send to two nodes."""
 PIECE_UNITS = 4
 PART_UNITS = 500
-"""A unit is a token that is told of, or a likely one beside it: some 7 us of the event loop. Of one sequence,
-more are told of in several pieces."""
+"""Tokens of one sequence that take more units become several pieces."""
 
 
 class Piece(NamedTuple):
-    """What one event adds to an answer."""
+    """A part of one answer, sent as one event."""
 
     text: str
-    """May be empty: held back, or no text."""
+    """Empty where the text is held back, or there is none."""
     tokens: tuple[SampledToken, ...]
-    """Those that end the answer included, whose text is left out."""
+    """The piece's tokens, with those that end the answer, whose text is left out."""
     finish_reason: FinishReason | None
     """STOP or LENGTH in the last piece, and only there."""
     num_cached_tokens: int
@@ -62,36 +61,36 @@ class Piece(NamedTuple):
 class InProgress:
     """A client's call, for the length of a `with`: its places, one for each choice, and its body's bytes.
 
-    Raises:
-        UnavailableError: the conductor is draining.
-        RejectedError: too much is in progress, or too much of this tenant's.
+    Raises RejectedError where too much is in progress, or too much of this tenant's.
     """
 
     def __init__(self, completions: Completions, tenant: str) -> None:
         self._completions = completions
         self._tenant = tenant
         self._num_places = self._num_bytes = 0
-        self.arrived_at_s = 0.0
+        self.arrived_at_s = completions.clock.now_s()
+        self._alarm = Alarm(_cut_off)
+        self._is_cut_off = False
 
     def __enter__(self) -> InProgress:
-        self.arrived_at_s = self._completions.begin()
-        try:
-            self.take_places(1)
-        except RejectedError:
-            self._completions.end()
-            raise
-        self.alarm = Alarm(_cut_off).__enter__()
-        self._completions.calls.add(self)
+        self.take_places(1)
+        self._alarm.__enter__()
+        self._completions.began(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._completions.calls.discard(self)
         self._completions.places.give_back(self._tenant, self._num_places)
         self._completions.bodies.give_back(self._tenant, self._num_bytes)
-        self._completions.end()
-        self.alarm.__exit__(kind, error, trace)
+        self._completions.ended(self)
+        self._alarm.__exit__(kind, error, trace)
+
+    def cut_off(self) -> None:
+        """End the call with UnavailableError."""
+        if not self._is_cut_off:
+            self._is_cut_off = True
+            self._alarm.ring()
 
     def take_places(self, count: int) -> None:
         """Count `count` more sequences; raises RejectedError."""
@@ -143,10 +142,8 @@ class Completions:
         self.places = Shares(max_calls, has_tenants)
         self.bodies = Shares(MAX_BODIES * max_body_bytes, has_tenants)
         self._turns = Turns()
-        self._num_calls = 0
         self._is_draining = False
-        self.calls: set[InProgress] = set()
-        """The calls in progress that were not cut off."""
+        self._calls: set[InProgress] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -156,20 +153,18 @@ class Completions:
         return self._dispatcher.is_ready and not self._is_draining
 
     def call(self, tenant: str = "") -> InProgress:
-        """Return what it is to be in the middle of a client's call."""
-        return InProgress(self, tenant)
-
-    def begin(self) -> float:
-        """Count a call, and return the moment; raises UnavailableError when draining."""
+        """Return a client's call, to be entered; raises UnavailableError when draining."""
         if self._is_draining:
             raise UnavailableError("the conductor is shutting down")
-        self._num_calls += 1
-        self._idle.clear()
-        return self.clock.now_s()
+        return InProgress(self, tenant)
 
-    def end(self) -> None:
-        self._num_calls -= 1
-        if not self._num_calls:
+    def began(self, call: InProgress) -> None:
+        self._calls.add(call)
+        self._idle.clear()
+
+    def ended(self, call: InProgress) -> None:
+        self._calls.discard(call)
+        if not self._calls:
             self._idle.set()
 
     def drain(self) -> None:
@@ -178,8 +173,8 @@ class Completions:
 
     def cut_off(self) -> None:
         """End the calls in progress, with UnavailableError: no time is left for them."""
-        while self.calls:
-            self.calls.pop().alarm.ring()
+        for call in self._calls:
+            call.cut_off()
 
     async def wait_idle(self) -> None:
         """Return when no call is in progress."""
@@ -248,37 +243,37 @@ def _to_text(part: Generated, asked: TextRequest, stream: TextStream) -> Piece:
             text += stream.push(token.token_id)
         if stream.is_stopped:
             return Piece(text, part.tokens[:count], FinishReason.STOP, part.num_cached_tokens)
-    if part.finish_reason is not None:
+    reason = part.finish_reason
+    if reason is not None:
         text += stream.finish()
-        reason = FinishReason.STOP if stream.is_stopped else part.finish_reason
-        return Piece(text, part.tokens, reason, part.num_cached_tokens)
-    return Piece(text, part.tokens, None, part.num_cached_tokens)
+        reason = FinishReason.STOP if stream.is_stopped else reason
+    return Piece(text, part.tokens, reason, part.num_cached_tokens)
 
 
 class _Book:
     """The account of one sequence in the metrics."""
 
     def __init__(self, asked: TextRequest, metrics: ConductorMetrics, clock: Clock) -> None:
+        self._asked = asked
         self._metrics = metrics
         self._clock = clock
-        self._arrived_at_s = asked.arrived_at_s
         self._first_at_s = 0.0
-        self._slo: Slo = asked.request.slo
         self._num_tokens = 0
         self._outcome = "cancelled"
-        self._num_prompt_tokens = len(asked.request.token_ids)
         metrics.running.inc()
         metrics.ttft_part["frontend"].observe(clock.now_s() - asked.arrived_at_s)
 
     def add(self, piece: Piece) -> None:
-        if not self._num_tokens and piece.tokens:
+        metrics, num_tokens = self._metrics, len(piece.tokens)
+        if not self._num_tokens and num_tokens:
             self._first_at_s = self._clock.now_s()
-            self._metrics.ttft.observe(self._first_at_s - self._arrived_at_s)
-            self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
-            self._metrics.request_prompt_tokens.observe(self._num_prompt_tokens)
-            self._metrics.cached_tokens.inc(piece.num_cached_tokens)
-        self._num_tokens += len(piece.tokens)
-        self._metrics.generation_tokens.inc(len(piece.tokens))
+            num_prompt_tokens = len(self._asked.request.token_ids)
+            metrics.ttft.observe(self._first_at_s - self._asked.arrived_at_s)
+            metrics.prompt_tokens.inc(num_prompt_tokens)
+            metrics.request_prompt_tokens.observe(num_prompt_tokens)
+            metrics.cached_tokens.inc(piece.num_cached_tokens)
+        self._num_tokens += num_tokens
+        metrics.generation_tokens.inc(num_tokens)
         if piece.finish_reason is not None:
             self._outcome = piece.finish_reason.value
             self._finish()
@@ -288,17 +283,17 @@ class _Book:
         if isinstance(error, RejectedError):
             reason = "slo" if isinstance(error, SloUnreachableError) else "capacity"
             self._metrics.rejections.labels(reason).inc()
-            self._metrics.rejection_seconds.observe(self._clock.now_s() - self._arrived_at_s)
+            self._metrics.rejection_seconds.observe(self._clock.now_s() - self._asked.arrived_at_s)
 
     def close(self) -> None:
         self._metrics.running.dec()
         self._metrics.sequences.labels(self._outcome).inc()
 
     def _finish(self) -> None:
-        now_s = self._clock.now_s()
-        self._metrics.request_seconds.observe(now_s - self._arrived_at_s)
+        now_s, arrived_at_s, slo = self._clock.now_s(), self._asked.arrived_at_s, self._asked.request.slo
+        self._metrics.request_seconds.observe(now_s - arrived_at_s)
         self._metrics.request_generation_tokens.observe(self._num_tokens)
-        if self._first_at_s - self._arrived_at_s > self._slo.ttft_slo_s:
+        if self._first_at_s - arrived_at_s > slo.ttft_slo_s:
             self._metrics.slo_misses.labels("ttft").inc()
-        if now_s - self._first_at_s > self._slo.tbt_slo_s * max(1, self._num_tokens - 1):
+        if now_s - self._first_at_s > slo.tbt_slo_s * max(1, self._num_tokens - 1):
             self._metrics.slo_misses.labels("tbt").inc()

@@ -1,4 +1,4 @@
-"""What a client may say of a request beside its body: in HTTP headers, or gRPC metadata alike.
+"""HTTP headers, or gRPC metadata alike: the wishes of a client beside the body of a request.
 
 x-slo-ttft-ms, x-slo-tpot-ms    bounds; the names are llm-d's
 x-tenant-id                     whose request it is: tenants share the cluster evenly, and

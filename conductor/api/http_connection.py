@@ -26,18 +26,17 @@ log = logging.getLogger(__name__)
 HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 32 << 10
 HEADER_OVERHEAD_BYTES = 32
-"""What one more header counts as, as in HTTP/2: each is some objects here."""
+"""The bytes that one more header counts as, as in HTTP/2: each is some objects here."""
 MAX_CORKED_BYTES = 32 << 10
 READ_TIMEOUT_S = 60.0
 SHARE_OF_DESCRIPTORS = 0.5
-"""For this listener. gRPC, nodes, and what the process opens itself have the rest."""
+"""The listener's share; gRPC, nodes, and what the process opens itself have the rest."""
 
 
-class Corked(asyncio.Transport):
+class Corked:
     """A transport that passes on what was written in a turn of the event loop at its end."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__()
         self._transport = transport
         self._loop = loop
         self._written: list[bytes | bytearray | memoryview] = []
@@ -60,20 +59,8 @@ class Corked(asyncio.Transport):
         self._written.clear()
         self._transport.abort()
 
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def pause_reading(self) -> None:
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._transport.resume_reading()
-
-    def get_write_buffer_size(self) -> int:
-        return self._transport.get_write_buffer_size()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._transport.get_extra_info(name, default)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
     def _flush(self) -> None:
         if self._written and not self._transport.is_closing():
@@ -95,7 +82,7 @@ class BoundedConnection(HttpToolsProtocol):
     _arrived_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(Corked(transport, self.loop))
+        super().connection_made(Corked(transport, self.loop))  # type: ignore[arg-type]
         self._expect_head()
         self._arrivals.came(self.transport)
 

@@ -1,9 +1,8 @@
 """The two ends of one HTTP call: its body coming in, its answer going out.
 
-While a call is worked on, somebody reads its connection but at its very beginning, because ASGI tells
-of a client's leaving only to those who ask: `while_connected`. An answer is sent as soon as
-there is something to say, one write per event, and its status line waits until then, so
-that a request rejected after it was queued still is a 429.
+ASGI reports that a client left only to those who read its connection, so `while_connected` reads it while the
+call is worked on. An answer is sent as soon as there is something to say, one write per event, and its status
+line waits until then, so that a request rejected after it was queued still is a 429.
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ from conductor.api.openai_errors import HttpError
 # ASCII alone: some clients split events at Unicode's line separators.
 to_json = json.JSONEncoder(separators=(",", ":")).encode
 BODY_TIMEOUT_S = 30.0
-"""From the call's first byte to its body's last. Calls in progress are bounded, so a body
-that trickles in takes a place from others."""
-
-
+"""The time from a call's first byte to its body's last. Calls in progress are bounded, so a body that
+trickles in takes a place from others."""
 JOINED_BYTES = 1 << 15
 """A shorter answer is written at once."""
+JSON_HEADERS = {"content-type": "application/json"}
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 WATCH_AFTER_S = 0.05
-"""Of work, before its client is watched: to watch costs as much as writing a short answer does."""
+"""Work that lasts less goes unwatched: to watch a client costs as much as writing a short answer does."""
 
 
 def json_response(value: object, status: int = 200) -> Response:
@@ -43,7 +41,7 @@ class ClientGoneError(Exception):
 
 
 class Reply:
-    """What one client is sent. Owned by the event loop."""
+    """The answer to one call. Owned by the event loop."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self.request_id = request_id
@@ -54,18 +52,16 @@ class Reply:
         # not be overtaken.
         self._turn = asyncio.Lock()
 
-    async def whole(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-        """Send an answer that does not stream."""
-        headers = {"content-type": "application/json", **(headers or {}), "content-length": str(len(body))}
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        await self._start(status, raw)
-        await self._send({"type": "http.response.body", "body": body})
-
-    async def in_parts(self, status: int, parts: Sequence[bytes | bytearray]) -> None:
-        """Send an answer that does not stream, without ever holding the whole of it as one."""
+    async def whole(
+        self,
+        parts: Sequence[bytes | bytearray],
+        status: int = 200,
+        headers: Mapping[str, str] = JSON_HEADERS,
+    ) -> None:
+        """Send an answer that does not stream, without ever holding a long one as one."""
         num_bytes = sum(map(len, parts))
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(num_bytes).encode())]
-        await self._start(status, headers)
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._start(status, [*raw, (b"content-length", str(num_bytes).encode())])
         if num_bytes > JOINED_BYTES:
             for part in parts[:-1]:
                 await self._send({"type": "http.response.body", "body": bytes(part), "more_body": True})
@@ -94,7 +90,7 @@ class Reply:
             async with self._turn:
                 await self.end(f"data: {error.body.decode()}\n\n")
         else:
-            await self.whole(error.status, error.body, error.headers)
+            await self.whole([error.body], error.status, error.headers)
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._is_started = True
@@ -109,12 +105,12 @@ async def read_body(
 
     Args:
         receive: The call's.
-        declared_bytes: Its content-length; 0 where it has none.
+        declared_bytes: The content-length; 0 where the call has none.
         max_bytes: More is refused, without reading it.
         arrived: Called with the number of bytes of each part; may raise ServeError.
 
     Raises:
-        BodyError: it is too long or comes too slowly.
+        BodyError: the body is too long or comes too slowly.
         ClientGoneError: the client left while sending it.
     """
     too_long = BodyError(413, f"the body is longer than {max_bytes} bytes")
@@ -156,11 +152,7 @@ def _too_slow() -> BodyError:
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Do `work` until it is done or the client leaves, which is noticed after `WATCH_AFTER_S`.
 
-    Call when the body was read.
-
-    Raises:
-        ClientGoneError: the client left; `work` was cancelled.
-        Exception: what `work` raised.
+    Call when the body was read. Raises what `work` raises, or ClientGoneError when it was cancelled.
     """
     watching: list[asyncio.Task[None]] = []
 
@@ -178,9 +170,3 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
             later.cancel()
             for task in watching:
                 task.cancel()
-
-
-def first_failure(failed: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the exception that brought a task group down."""
-    first = failed.exceptions[0]
-    return first_failure(first) if isinstance(first, BaseExceptionGroup) else first

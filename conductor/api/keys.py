@@ -1,4 +1,4 @@
-"""API keys: whose calls they are, and how many a tenant may make.
+"""API keys: whose calls they are, and how many calls a tenant may make.
 
     {"tenants": {"acme": {"requests_per_s": 5, "burst": 20, "concurrent": 8}},
      "keys": [{"id": "1f0c9a2b", "name": "web", "tenant": "acme", "sha256": "..."}]}
@@ -8,7 +8,7 @@ hash would protect nothing that this one does not. The ID finds the record, and 
 are compared in constant time; for an unknown ID too one comparison is made.
 
 The file is read again when it changes, so keys come and go without a restart. One that is
-broken is told in the log, and the keys of before stay.
+broken is an error in the log, and the keys stay as they were.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import json
 import logging
 import os
 import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,9 +46,9 @@ class Key:
     tenant: str
     sha256: str
     operator: bool = False
-    """It opens what is about the cluster too, not one tenant's calls alone."""
+    """Whether the key opens what is about the cluster too, not one tenant's calls alone."""
     critical: bool = False
-    """Its requests may be of the critical class, which goes before all others."""
+    """Whether requests may be of the critical class, which goes before all others."""
 
     def __post_init__(self) -> None:
         texts = (self.id, self.name, self.tenant)
@@ -61,7 +63,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one tenant may do with all its keys together; 0: without bound. Each choice of a call counts."""
+    """The limits of one tenant with all its keys together; 0: none. Each choice of a call counts."""
 
     requests_per_s: float = 0.0
     burst: int = 1
@@ -76,7 +78,7 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    """All that the file says."""
+    """The contents of the file."""
 
     tenants: dict[str, Quota]
     keys: tuple[Key, ...]
@@ -110,7 +112,7 @@ def read_keys(path: Path) -> KeyFile:
 def write_keys(path: Path, file: KeyFile) -> None:
     """Replace the file, for its owner's eyes only; raises OSError."""
     draft = path.with_name(path.name + ".draft")
-    # Exclusive, so that of two who write at once one is told.
+    # Exclusive, so that of two who write at once one fails.
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
         json.dump(dataclasses.asdict(file), out, indent=1)
     draft.replace(path)
@@ -150,6 +152,8 @@ class TokenBucket:
         Their rate is a debt: the requests that follow wait until it is paid.
         """
         quota = self._quota
+        if not count:
+            return
         if quota.concurrent and self.num_running + count > quota.concurrent:
             raise RejectedError(
                 f"tenant {tenant} has {self.num_running} requests in progress, and may have "
@@ -162,28 +166,6 @@ class TokenBucket:
 
     def give_back(self, count: int) -> None:
         self.num_running -= count
-
-
-class ClientRequest:
-    """One request of a tenant in its quota, for the length of a `with`."""
-
-    def __init__(self, key: Key, bucket: TokenBucket) -> None:
-        self.key = key
-        self._bucket = bucket
-        self._count = 0
-
-    def __enter__(self) -> ClientRequest:
-        self._bucket.take(self.key.tenant)
-        self._count = 1
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bucket.give_back(self._count)
-
-    def charge(self, count: int) -> None:
-        """Count `count` more sequences, such as choices; raises RejectedError."""
-        self._bucket.take_more(self.key.tenant, count)
-        self._count += count
 
 
 class KeyRing:
@@ -209,9 +191,25 @@ class KeyRing:
             raise UnauthenticatedError("a valid API key is wanted: Authorization: Bearer ck-...")
         return found
 
-    def request(self, key: Key) -> ClientRequest:
-        """Return one request with `key`; entering it raises RejectedError where the quota is used up."""
-        return ClientRequest(key, self._buckets[key.tenant])
+    @contextmanager
+    def request(self, key: Key) -> Iterator[Callable[[int], None]]:
+        """Count a request with `key` in its tenant's quota; raises RejectedError where that is used up.
+
+        Yields what counts more sequences of the request, such as choices, and raises RejectedError too.
+        """
+        bucket = self._buckets[key.tenant]
+        bucket.take(key.tenant)
+        num_taken = 1
+
+        def charge(count: int) -> None:
+            nonlocal num_taken
+            bucket.take_more(key.tenant, count)
+            num_taken += count
+
+        try:
+            yield charge
+        finally:
+            bucket.give_back(num_taken)
 
     def _look_again(self) -> None:
         now_s = self._clock.now_s()

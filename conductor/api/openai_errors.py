@@ -31,7 +31,7 @@ from conductor.api.options import ContextLengthError
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """What goes to the client."""
+    """An error as clients get it."""
 
     status: int
     kind: str
@@ -74,13 +74,12 @@ _STATUS: tuple[tuple[type[ServeError], int, str, str | None], ...] = (
 
 
 def http_error(error: ServeError) -> HttpError:
-    """Return what a client is told of `error`."""
+    """Return `error` as the client gets it."""
     for kind, status, type_name, code in _STATUS:
         if isinstance(error, kind):
             param = error.param if isinstance(error, InvalidRequestError) else None
-            return HttpError(
-                status, type_name, code, str(error), param, retry_after_s(error), _predicted(error)
-            )
+            predicted = _predicted(error)
+            return HttpError(status, type_name, code, str(error), param, retry_after_s(error), predicted)
     return internal_error()
 
 
@@ -91,5 +90,5 @@ def _predicted(error: ServeError) -> Mapping[str, float]:
 
 
 def internal_error() -> HttpError:
-    """Return what a client is told of a bug: nothing that would help an attacker."""
+    """Return the error that stands for a bug: nothing in it would help an attacker."""
     return HttpError(500, "server_error", "internal_error", "the server failed; its log says how")

@@ -13,50 +13,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+_REFUSED_BUT_FOR: tuple[tuple[tuple[Any, ...], str], ...] = (
+    (
+        (None,),
+        "audio chat_template guided_choice guided_grammar guided_json guided_regex "
+        "kv_transfer_params prompt_embeds reasoning_effort repetition_detection structural_tag "
+        "structured_outputs thinking_token_budget truncate_prompt_tokens truncation_side "
+        "web_search_options",
+    ),
+    (
+        (None, False),
+        "add_special_tokens continue_final_message echo return_token_strs "
+        "return_tokens_as_token_ids use_beam_search",
+    ),
+    ((None, []), "allowed_token_ids bad_words documents functions logits_processors tools"),
+    ((None, {}), "media_io_kwargs mm_processor_kwargs vllm_xargs"),
+)
 REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "add_special_tokens": (None, False),
-    "allowed_token_ids": (None, []),
-    "audio": (None,),
-    "bad_words": (None, []),
+    **{name: values for values, names in _REFUSED_BUT_FOR for name in names.split()},
     "best_of": (None, 1),
-    "chat_template": (None,),
-    "continue_final_message": (None, False),
-    "documents": (None, []),
-    "echo": (None, False),
     "function_call": (None, "none", "auto"),
-    "functions": (None, []),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "kv_transfer_params": (None,),
     "length_penalty": (None, 1, 1.0),
-    "logits_processors": (None, []),
-    "media_io_kwargs": (None, {}),
-    "mm_processor_kwargs": (None, {}),
     "modalities": (None, ["text"]),
-    "prompt_embeds": (None,),
     "prompt_logprobs": (None, 0),
-    "reasoning_effort": (None,),
-    "repetition_detection": (None,),
     "response_format": (None, {"type": "text"}),
-    "return_token_strs": (None, False),
-    "return_tokens_as_token_ids": (None, False),
     "spaces_between_special_tokens": (None, True),
-    "structural_tag": (None,),
-    "structured_outputs": (None,),
     "suffix": (None, ""),
-    "thinking_token_budget": (None,),
     "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
-    "truncate_prompt_tokens": (None,),
-    "truncation_side": (None,),
-    "use_beam_search": (None, False),
     "verbosity": (None, "medium"),
-    "vllm_xargs": (None, {}),
-    "web_search_options": (None,),
 }
-"""The values that change nothing, and so are taken, of each."""
+"""The refused fields, each with the values that change nothing, and so are taken."""
 
 IGNORED: Mapping[str, str] = {
     "guided_decoding_backend": "says how a guided answer is made; those are refused",
@@ -74,7 +60,7 @@ IGNORED: Mapping[str, str] = {
     "store": "keeps an answer to be asked for later; none is kept",
     "user": "names an end user to the provider",
 }
-"""Why each changes no answer."""
+"""The ignored fields, each with why it changes no answer."""
 
 
 def refused_or_none(extra: Mapping[str, Any]) -> str | None:

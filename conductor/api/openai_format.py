@@ -26,16 +26,16 @@ from conductor.api.tokenizer import Tokenizer
 
 DONE = "data: [DONE]\n\n"
 NO_DETAILS = '"logprobs":null'
-"""JSON of what is told of tokens besides their text, where nothing is."""
+"""JSON of the details of tokens, where none are sent."""
 PART_BYTES = 1 << 16
-"""Of an answer, that is sent at once."""
+"""Bytes after which the next part of an answer begins."""
 MIN_LOGPROB = -9999.0
 """OpenAI's word for "next to impossible"; JSON has no infinity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """In what chats and completions differ."""
+    """The differences between chats and completions."""
 
     id_prefix: str
     object_name: str
@@ -55,7 +55,7 @@ class Shape:
 
 
 class Envelope(NamedTuple):
-    """What all choices of one call share."""
+    """The JSON around the choices of one call."""
 
     shape: Shape
     answer_id: str
@@ -95,7 +95,7 @@ class Envelope(NamedTuple):
 
 
 class Shown:
-    """What the choices of a prompt show of it, as JSON that is made once for all of them."""
+    """The prompt as its choices show it: JSON that is made once for all of them."""
 
     def __init__(self, token_ids: Sequence[int] = (), echo: str = "") -> None:
         """Begin. `echo`: text that stands before the generated text."""
@@ -105,7 +105,7 @@ class Shown:
 
     @functools.cached_property
     def echo(self) -> bytes:
-        """Without its quotes."""
+        """The JSON of the echo, without its quotes."""
         return to_json(self._given_echo)[1:-1].encode()
 
     @functools.cached_property
@@ -132,13 +132,7 @@ class Choice:
     """One of the answer's choices: its events while it streams, and its whole."""
 
     def __init__(self, envelope: Envelope, index: int, prompt: Shown) -> None:
-        """Begin an empty choice.
-
-        Args:
-            envelope: Shared by all choices of the call.
-            index: Its number in it.
-            prompt: What is shown of its prompt.
-        """
+        """Begin an empty choice, number `index` of the call."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self._envelope = envelope
@@ -150,11 +144,11 @@ class Choice:
         self._offset = 0
         self._texts: list[str] = []
         self._kept: dict[str, _Grown] = {}
-        """What is told of tokens besides their text, by name."""
+        """The details of tokens, by name."""
         self._finish_reason: FinishReason | None = None
 
     def keep(self, piece: Piece) -> None:
-        """Take a piece for `whole`: as the bytes that will be sent: at the end there is no work left."""
+        """Take a piece for `whole`, as the bytes that will be sent: at the end there is no work left."""
         self._count(piece)
         self._texts.append(piece.text)
         if not self._is_plain:
@@ -168,7 +162,7 @@ class Choice:
         self._finish_reason = piece.finish_reason
 
     def events(self, piece: Piece) -> str:
-        """Return the events that tell a streaming client of a piece; may be empty."""
+        """Return the events that bring a streaming client a piece; may be empty."""
         self._count(piece)
         if self._is_opened and self._is_plain and piece.finish_reason is None:
             return self._text_before + to_json(piece.text) + self._text_after if piece.text else ""
@@ -240,7 +234,7 @@ class Choice:
         return f'{self._before}{content},{details},"finish_reason":{finish}{self._after}'
 
     def _details(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
-        """Return what is told of tokens besides their text."""
+        """Return what is sent of tokens besides their text."""
         details: dict[str, Any] = {"logprobs": None}
         if self._envelope.with_logprobs:
             details["logprobs"] = self._envelope.shape.logprobs(

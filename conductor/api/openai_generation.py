@@ -181,7 +181,7 @@ class _Generation:
             event = self._envelope.usage_event(self._usage()) if self._envelope.with_usage else ""
             await self._stream.end(last + event + DONE)
         else:
-            await self._reply.in_parts(200, await self._whole())
+            await self._reply.whole(await self._whole())
 
     async def _whole(self) -> list[bytes | bytearray]:
         before, after = self._envelope.ends(self._usage())

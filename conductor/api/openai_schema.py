@@ -1,8 +1,7 @@
 """The bodies that OpenAI's API and vLLM's extras to it may send: names and types.
 
-Types alone. Bounds are in `options.py`, because gRPC has the same ones. JSON is read
-strictly (a number in quotes is no number). Fields that have no place here are refused or ignored by the table
-of `openai_fields.py`.
+Bounds are in `options.py`, because gRPC has the same ones. JSON is read strictly (a number in quotes is no
+number). Fields that have no place here are refused or ignored by the table of `openai_fields.py`.
 
 pydantic parses the bytes itself, after `body_bounds.py` has bounded what they are made of; its lists stop at
 the first fault, because a validator's report of each of a million costs more than all the rest.
@@ -46,7 +45,7 @@ from conductor.api.options import (
 MAX_CHOICES = 128
 """OpenAI's limit on `n`; here on all choices of a call together."""
 MAX_PARTS = 8_192
-"""Of a message's content. All of a body are bounded with its other lists and objects."""
+"""The parts of one message's content. All of a body are bounded with its other lists and objects."""
 MAX_TOOL_CALLS = 128
 MAX_TEMPLATE_VARIABLES = 64
 DEFAULT_COMPLETION_TOKENS = 16
@@ -54,11 +53,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _empty_if_null(value: Any) -> Any:
-    return [] if value is None else value
+    """Return the list that a text, or null, stands for."""
+    return [value] if isinstance(value, str) else [] if value is None else value
 
 
 def _few_biases(value: Any) -> Any:
@@ -91,8 +87,8 @@ _sampling_fields: dict[str, Any] = {
 _Sampling = create_model("_Sampling", __base__=_Body, **_sampling_fields)
 
 
-class _Generation(_Sampling):  # type: ignore[valid-type, misc]
-    """What chats and completions have in common."""
+class _GenerationBody(_Sampling):  # type: ignore[valid-type, misc]
+    """The fields that chats and completions have in common."""
 
     model: str | None = None
     stream: bool | None = None
@@ -102,7 +98,6 @@ class _Generation(_Sampling):  # type: ignore[valid-type, misc]
     stop: Annotated[
         list[str],
         Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
-        BeforeValidator(_empty_if_null),
         BeforeValidator(_listed),
     ] = Field(default_factory=list)  # a list itself would be copied deeply for each body
     logit_bias: (
@@ -133,7 +128,7 @@ class _ContentPart(_Body):
 
 
 def _content_kind(value: Any) -> str:
-    """Return the tag of a form. Tags have spaces, and so are told from fields in errors."""
+    """Return the tag of a form. Tags have spaces, by which `_refusal` knows them from fields."""
     return "a list of parts" if isinstance(value, list) else "a string"
 
 
@@ -155,7 +150,7 @@ class Message(_Body):
     audio: None = None
 
 
-class ChatBody(_Generation):
+class ChatBody(_GenerationBody):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -168,8 +163,7 @@ class ChatBody(_Generation):
 def _prompt_list(value: Any) -> list[str | list[int]]:
     """Return the prompts of a completion: texts and lists of token ids.
 
-    By hand, because pydantic would try one form after the other and report each of a
-    million elements that do not fit it.
+    pydantic would try one form after the other and report each of a million elements that do not fit it.
     """
     if _is_token_ids(value):
         return [value]
@@ -194,7 +188,7 @@ _PromptForms = (
 )
 
 
-class CompletionBody(_Generation):
+class CompletionBody(_GenerationBody):
     prompt: Annotated[
         list[str | list[int]], PlainValidator(_prompt_list, json_schema_input_type=_PromptForms)
     ]
@@ -259,8 +253,7 @@ def _refusal(error: ValidationError) -> InvalidRequestError:
 def chat_messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
     """Return a conversation with plain contents; parts of a list are lines.
 
-    Raises:
-        InvalidRequestError: a message has tool calls, a part that is no text, or nothing.
+    Raises InvalidRequestError for a message that has tool calls, a part that is no text, or nothing.
     """
     return tuple(_chat_message(message, f"messages[{index}]") for index, message in enumerate(messages))
 
@@ -283,11 +276,7 @@ def _chat_message(message: Message, param: str) -> ChatMessage:
 
 
 def to_options(body: ChatBody | CompletionBody, max_tokens: int | None, num_logprobs: int | None) -> Options:
-    """Return the body's choices by their common names.
-
-    Raises:
-        InvalidRequestError: a key of logit_bias is no token id.
-    """
+    """Return the body's choices by their common names; raises InvalidRequestError for a bias of no token."""
     return Options(
         sampling={name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None},
         logit_bias=_logit_bias(body.logit_bias or {}),
@@ -315,8 +304,7 @@ def _logit_bias(table: Mapping[str, float]) -> dict[int, float]:
 def num_chat_logprobs(body: ChatBody) -> int | None:
     """Return how many alternatives a chat asks for with each token; None: no logprobs.
 
-    Raises:
-        InvalidRequestError: alternatives without logprobs, or more than 20.
+    Raises InvalidRequestError for alternatives without logprobs, or more than `MAX_TOP_LOGPROBS`.
     """
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs: needs logprobs: true", "top_logprobs")

@@ -1,4 +1,4 @@
-"""What a client may choose for a request, and how that becomes a `Request`.
+"""The choices that a client may make for a request, their bounds, and the `Request` that becomes of them.
 
 HTTP and gRPC both come through here, so a value is in bounds or refused in one place and
 with one message. Names are the OpenAI API's and vLLM's; an error's `param` is the name of
@@ -33,7 +33,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_REQUEST_ID_CHARS = 128
 MAX_SHOWN_CHARS = 100
-"""Of a client's own words in an error."""
+"""The most of a client's own words in an error."""
 
 
 class Options(NamedTuple):
@@ -164,9 +164,8 @@ def make_request(
         default_max_tokens: Where the client did not say; None: to the end of the window.
 
     Raises:
-        InvalidRequestError: the prompt is empty or of another vocabulary (`param` is
-            "prompt"), or it does not fit the context window with the answer ("prompt"
-            where it would not without, else "max_tokens").
+        InvalidRequestError: the prompt is empty, of another vocabulary or too long for the context window
+            (`param` is "prompt"), or too long with the answer ("max_tokens").
     """
     # The length first: each of a few is looked at, not each of millions.
     max_tokens = _max_tokens(len(token_ids), options.max_tokens, default_max_tokens, model.max_model_len)
@@ -206,12 +205,12 @@ def prompt_too_long(num_tokens: int, max_model_len: int) -> ContextLengthError:
 def _max_tokens(num_prompt_tokens: int, asked: int | None, default: int | None, max_model_len: int) -> int:
     if not num_prompt_tokens:
         raise InvalidRequestError("the prompt is empty", "prompt")
-    room = max_model_len - num_prompt_tokens
-    if room < 1:
+    num_left = max_model_len - num_prompt_tokens
+    if num_left < 1:
         raise prompt_too_long(num_prompt_tokens, max_model_len)
     if asked is None:
-        return room if default is None else min(default, room)
-    if asked > room:
+        return num_left if default is None else min(default, num_left)
+    if asked > num_left:
         raise ContextLengthError(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "
             f"{num_prompt_tokens + asked} tokens ({num_prompt_tokens} in the prompt, {asked} in the "

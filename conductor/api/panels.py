@@ -1,4 +1,4 @@
-"""What is worth looking at: dashboards as a table of panels, each a title, a unit and PromQL.
+"""The dashboards: a table of panels, each a title, a unit and PromQL.
 
 Who shows them: the page at /ui (`panel_values.py` asks Prometheus), and Grafana (`deploy/dashboards.py`
 writes its files from this table). A test parses every query and looks each metric up in `base/metrics.py`;
@@ -7,6 +7,7 @@ another has a real Prometheus that scrapes a cluster at work answer them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -29,14 +30,13 @@ class Dashboard:
     title: str
     panels: tuple[Panel, ...]
 
+    def named_panels(self) -> Iterator[tuple[str, Panel]]:
+        """Yield each panel after its name among all panels."""
+        return ((f"{self.uid}.{number}", panel) for number, panel in enumerate(self.panels))
+
 
 def quantiles(buckets: str, by: str = "") -> tuple[tuple[str, str], ...]:
-    """Return the queries of a histogram's median, 90 % and 99 %.
-
-    Args:
-        buckets: Selects the series of its buckets.
-        by: A label to keep apart.
-    """
+    """Return the queries of a histogram's median, 90 % and 99 %, apart for each value of the label `by`."""
     labels, legend = (f"le, {by}", f" {{{{{by}}}}}") if by else ("le", "")
     return tuple(
         (

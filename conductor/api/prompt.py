@@ -21,7 +21,7 @@ from conductor.api.served_model import ServedModel
 INLINE_CHARS = 2_000
 """Longer texts leave the event loop: about 2 ms of it."""
 MANY_CHARS_A_TOKEN = 4
-"""Of a conversation that fits the context window; a longer one is counted before it is rendered."""
+"""The most of a conversation that fits the context window; a longer one is counted before it is rendered."""
 INLINE_TOKENS = 2_000
 """More token ids leave the event loop to become text."""
 
@@ -31,8 +31,7 @@ async def text_token_ids(
 ) -> tuple[int, ...]:
     """Return the token ids of a text that is to be continued; `cut` is that of `Tokenizer.encode`.
 
-    Raises:
-        InvalidRequestError: it cannot fit the context window.
+    Raises InvalidRequestError for a text that cannot fit the context window.
     """
     at_least = model.tokenizer.min_tokens(text)
     if at_least >= model.max_model_len:

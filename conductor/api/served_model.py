@@ -1,4 +1,4 @@
-"""What the conductor knows of the model it serves: its words, its limits, its habits.
+"""The model that is served, as the conductor knows it: words, limits, habits.
 
 All of it is read once from the small files of the model's folder (config.json,
 generation_config.json, tokenizer_config.json, tokenizer.json, chat_template.jinja); the

@@ -37,7 +37,6 @@ from conductor.api.access import Authorizer
 from conductor.api.completion import Completions
 from conductor.api.http_api import HttpApi
 from conductor.api.http_connection import SHARE_OF_DESCRIPTORS, BoundedConnection
-from conductor.api.http_reply import first_failure
 from conductor.api.keys import KeyRing
 from conductor.api.service import InferenceService
 
@@ -45,7 +44,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
 STOP_S = 1.0
-"""For connections to close after the last call was answered or given up."""
+"""The time for connections to close after the last call was answered or given up."""
 BACKLOG = 1024
 KEEP_ALIVE_S = 65
 """Longer than clients keep idle connections, so that it is they who close them."""
@@ -60,7 +59,7 @@ class Listening:
     attach_port: int
     """0: no nodes are listened for."""
     health: Health
-    """To be refreshed when `Dispatcher.is_ready` changes."""
+    """The gRPC health, to be refreshed when `Dispatcher.is_ready` changes."""
 
 
 @asynccontextmanager
@@ -111,9 +110,14 @@ async def listening(
                     await _drain(completions, health, drain_s)
                     http_server.stop()
         except BaseExceptionGroup as failed:
-            raise first_failure(failed) from None
+            raise _first_failure(failed) from None
         finally:
             await grpc_server.stop(STOP_S)
+
+
+def _first_failure(failed: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = failed.exceptions[0]
+    return _first_failure(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 async def _drain(completions: Completions, health: Health, drain_s: float) -> None:

@@ -2,15 +2,16 @@
 
 A message becomes a request by the same rules as an HTTP body (`options.py`, `prompt.py`);
 here are only the names. The call's deadline becomes the request's, and its cancellation
-closes the generator, which cancels the request on the nodes. Errors are raised:
-`base/rpc.py` tells the client.
+closes the generator, which cancels the request on the nodes. Errors are raised, and
+`base/rpc.py` sends them.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any, NamedTuple, get_args
 
 import grpc
@@ -60,8 +61,8 @@ MAX_ELEMENTS = {
     "stop.strings": MAX_STOP_STRINGS,
     "stop.token_ids": MAX_STOP_TOKEN_IDS,
 }
-"""Of each list and map of a request. Token ids have the context window for a bound as well."""
-_PROMPT_FIELD_OF = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
+"""The bound of each list and map of a request. Token ids have the context window for a bound as well."""
+_PROMPT_FIELD_OF = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages", None: "input"}
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -77,11 +78,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._rng = rng
 
     def service(self) -> Service:
-        return Service(
-            NAME,
-            lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(self, server),
-            takes_bytes=True,
-        )
+        add = partial(inference_pb2_grpc.add_InferenceServicer_to_server, self)
+        return Service(NAME, add, takes_bytes=True)
 
     async def Generate(  # type: ignore[override]  # noqa: N802
         self,
@@ -122,13 +120,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> tuple[TextRequest, str]:
         with params_spelled(_FIELD_OF):
             said = await on_body(data, _said)
-        with params_spelled({**_FIELD_OF, "prompt": _PROMPT_FIELD_OF.get(said.input, "input")}):
-            check_request_id(said.request_id)
-            require_model(self._model, said.model or None)
+        message = said.message
+        prompt_field = _PROMPT_FIELD_OF[message.WhichOneof("input")]
+        with params_spelled({**_FIELD_OF, "prompt": prompt_field}):
+            check_request_id(message.request_id)
+            require_model(self._model, message.model or None)
             headers, deadline_s = metadata(context), context.time_remaining()
             caller = Caller(
                 arrived_at_s,
-                _slo(said, header_slo(headers, self._default_slo), deadline_s),
+                _slo(message.slo, header_slo(headers, self._default_slo), deadline_s),
                 client.tenant,
                 header_traceparent(headers),
                 client.may_be_critical,
@@ -136,42 +136,32 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             )
             check_options(said.options, caller, self._model)
             token_ids = await self._token_ids(said)
-            request_id = said.request_id or f"{self._rng.getrandbits(64):016x}"
+            request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"
             unique = unique_id(request_id, self._rng)
             asked = make_request(unique, token_ids, said.options, caller, self._model, self._rng)
         return asked, request_id
 
     async def _token_ids(self, said: _Said) -> tuple[int, ...]:
-        match said.input:
-            case "text":
-                return await text_token_ids(self._model, said.text)
-            case "token_ids":
-                num_tokens = len(said.token_ids)
-                if num_tokens >= self._model.max_model_len:
-                    raise prompt_too_long(num_tokens, self._model.max_model_len)
-                return said.token_ids
-            case "chat":
-                return await chat_token_ids(
-                    self._model, said.messages, parse_special_tokens=said.parse_special_tokens
-                )
+        match said.prompt:
+            case str(text):
+                return await text_token_ids(self._model, text)
+            case tuple(token_ids):
+                if len(token_ids) >= self._model.max_model_len:
+                    raise prompt_too_long(len(token_ids), self._model.max_model_len)
+                return token_ids
+            case list(messages):
+                parses = said.message.parse_special_tokens
+                return await chat_token_ids(self._model, messages, parse_special_tokens=parses)
             case _:
                 raise InvalidRequestError("one of text, token_ids and chat is wanted", "input")
 
 
 class _Said(NamedTuple):
-    """What a message of `Generate` says, in values of ours."""
+    """A message of `Generate`, with what takes long to make of it."""
 
-    request_id: str
-    model: str
-    input: str
-    """Which of the three next was given; empty: none."""
-    text: str
-    token_ids: tuple[int, ...]
-    messages: Sequence[ChatMessage]
-    parse_special_tokens: bool
+    message: inference_pb2.GenerateRequest
+    prompt: str | tuple[int, ...] | list[ChatMessage] | None
     options: Options
-    ttft_s: float | None
-    tbt_s: float | None
 
 
 def _said(data: bytes) -> _Said:
@@ -183,19 +173,15 @@ def _said(data: bytes) -> _Said:
     message = parsed(data, inference_pb2.GenerateRequest)
     if len(data) > FREE_BYTES:
         _check_lists(message)
-    slo = message.slo
-    return _Said(
-        request_id=message.request_id,
-        model=message.model,
-        input=message.WhichOneof("input") or "",
-        text=message.text,
-        token_ids=tuple(message.token_ids.ids),
-        messages=[_chat_message(turn) for turn in message.chat.messages],
-        parse_special_tokens=message.parse_special_tokens,
-        options=_options(message),
-        ttft_s=slo.ttft_s if slo.HasField("ttft_s") else None,
-        tbt_s=slo.tbt_s if slo.HasField("tbt_s") else None,
-    )
+    prompt: str | tuple[int, ...] | list[ChatMessage] | None = None
+    match message.WhichOneof("input"):
+        case "text":
+            prompt = message.text
+        case "token_ids":
+            prompt = tuple(message.token_ids.ids)
+        case "chat":
+            prompt = [_chat_message(turn) for turn in message.chat.messages]
+    return _Said(message, prompt, _options(message))
 
 
 def _check_empty(data: bytes) -> None:
@@ -212,9 +198,8 @@ def _check_lists(message: inference_pb2.GenerateRequest) -> None:
 
 
 def _chat_message(turn: inference_pb2.ChatMessage) -> ChatMessage:
-    name = turn.role
     for role in get_args(ChatRole):
-        if name == role:
+        if turn.role == role:
             return ChatMessage(role, turn.content)
     raise InvalidRequestError(f"role: one of {', '.join(get_args(ChatRole))} is wanted", "messages")
 
@@ -235,19 +220,14 @@ def _options(message: inference_pb2.GenerateRequest) -> Options:
     )
 
 
-def _slo(said: _Said, default: Slo, deadline_s: float | None) -> Slo:
+def _slo(given: inference_pb2.Slo, default: Slo, deadline_s: float | None) -> Slo:
     """Return the message's bounds, else the metadata's or the server's; a deadline bounds TTFT too."""
-    slo = Slo(
-        default.ttft_slo_s if said.ttft_s is None else said.ttft_s,
-        default.tbt_slo_s if said.tbt_s is None else said.tbt_s,
-    )
-    if not slo.ttft_slo_s > 0:
-        raise InvalidRequestError("slo.ttft_s: seconds above 0 are wanted", "slo.ttft_s")
-    if not slo.tbt_slo_s > 0:
-        raise InvalidRequestError("slo.tbt_s: seconds above 0 are wanted", "slo.tbt_s")
-    if deadline_s is not None and deadline_s < slo.ttft_slo_s:
-        return Slo(max(deadline_s, 0.0), slo.tbt_slo_s)
-    return slo
+    ttft_s = given.ttft_s if given.HasField("ttft_s") else default.ttft_slo_s
+    tbt_s = given.tbt_s if given.HasField("tbt_s") else default.tbt_slo_s
+    for name, bound_s in (("slo.ttft_s", ttft_s), ("slo.tbt_s", tbt_s)):
+        if not bound_s > 0:
+            raise InvalidRequestError(f"{name}: seconds above 0 are wanted", name)
+    return Slo(ttft_s if deadline_s is None else min(ttft_s, max(deadline_s, 0.0)), tbt_s)
 
 
 def _response(request_id: str, piece: Piece) -> inference_pb2.GenerateResponse:

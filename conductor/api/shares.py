@@ -2,8 +2,8 @@
 
 A tenant is given more while it has less than what is free. So one alone may take half, two a third each, and
 whoever comes next always finds something free, whatever the others do; no share has to be configured. (These
-are the dynamic thresholds of Choudhury and Hahne, 1998, with a factor of one.) Where tenants cannot be told
-apart, they count as one, which may take all.
+are the dynamic thresholds of Choudhury and Hahne, 1998, with a factor of one.) Where tenants are not known,
+they count as one, which may take all.
 """
 
 from __future__ import annotations
@@ -12,15 +12,10 @@ from collections import Counter
 
 
 class Shares:
-    """What is taken of one amount, and by whom. Owned by the event loop."""
+    """One amount, and what each tenant has taken of it. Owned by the event loop."""
 
     def __init__(self, total: int, is_shared: bool) -> None:
-        """Begin with nothing taken.
-
-        Args:
-            total: The amount.
-            is_shared: Whether tenants are told apart, and none may take all.
-        """
+        """Begin with nothing taken. `is_shared`: tenants are known, and none may take all."""
         self.total = total
         self._is_shared = is_shared
         self._taken: Counter[str] = Counter()

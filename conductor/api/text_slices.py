@@ -20,9 +20,9 @@ from base.errors import InvalidRequestError
 
 SLICE_CHARS = 16_384
 MAX_PIECE_CHARS = 65_536
-"""Of a text without a place to cut it: no words, nor anything else that has a meaning."""
+"""The most of a text without a place to cut it: no words, nor anything else that has a meaning."""
 MIN_CHARS = 256
-"""Of what is cut into pieces."""
+"""The least that is cut into pieces."""
 
 Pieces = Callable[[str], Sequence[tuple[str, tuple[int, int]]]]
 """Returns a text's pieces, each with where it begins and ends."""
@@ -36,7 +36,7 @@ def slices(
     Args:
         text: Any.
         names: Finds the tokens that are found before the text is cut into pieces.
-        max_name_chars: Of the longest.
+        max_name_chars: The length of the longest of these.
         pieces: The pre-tokenizer.
         slice_chars: A shorter text is one slice.
 

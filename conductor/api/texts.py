@@ -27,10 +27,10 @@ async def tokenize(backend: Backend, body: TokenizeBody, caller: Caller, reply: 
     else:
         token_ids = await text_token_ids(model, body.prompt or "", body.add_special_tokens is not False)
     answer = {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": token_ids}
-    await reply.whole(200, to_json(answer).encode())
+    await reply.whole([to_json(answer).encode()])
 
 
 async def detokenize(backend: Backend, body: DetokenizeBody, caller: Caller, reply: Reply) -> None:
     require_model(backend.model, body.model)
     text = await token_ids_text(backend.model, body.tokens, "tokens", skip_special_tokens=False)
-    await reply.whole(200, to_json({"prompt": text}).encode())
+    await reply.whole([to_json({"prompt": text}).encode()])

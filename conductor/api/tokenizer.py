@@ -30,7 +30,7 @@ from base.errors import ConfigError, InvalidRequestError
 from conductor.api.text_slices import SLICE_CHARS, slices
 
 PART_CHARS = 64
-"""What a part that is encoded apart costs, however short it is, in characters of a long one."""
+"""The cost of a part that is encoded apart, however short it is, in characters of a long one."""
 SAMPLE = "Don't  stop 1234 at 3.14!?\n\n\tdef f(x):\n        return 'é' * x  # 日本語 😀😀 \r\n" * 5
 SAMPLE_SLICE_CHARS = 300
 SENTENCEPIECE_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
