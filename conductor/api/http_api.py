@@ -56,18 +56,9 @@ class HttpApi:
         reports: Mapping[str, Callable[..., object]] | None = None,
         authorizer: Authorizer | None = None,
     ) -> None:
-        """Begin.
+        """Begin. `listening` (`server.py`) describes the arguments; without `authorizer` all are admitted.
 
-        Args:
-            completions: Runs what clients ask.
-            default_slo: Of requests whose headers name none.
-            max_body_bytes: Longer bodies are refused.
-            rng: Draws request ids and seeds.
-            reports: The handlers of routes that have none of their own, by path.
-            authorizer: Says who is admitted; None: everybody.
-
-        Raises:
-            KeyError: a report has no route that waits for it.
+        Raises KeyError for a report that no route waits for.
         """
         self._backend = Backend(completions, rng, int(wall_clock_s()))
         self._default_slo = default_slo

@@ -15,6 +15,7 @@ OpenAI sends them, but in one write.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -69,29 +70,23 @@ class Envelope(NamedTuple):
 
     def usage_event(self, usage: Mapping[str, Any]) -> str:
         head = self._head(self.shape.chunk_object_name)
-        return f"data: {to_json({**head, 'choices': [], 'usage': usage})}\n\n"
+        return f'data: {head},"choices":[],"usage":{to_json(usage)}}}\n\n'
 
     def chunk_ends(self, index: int) -> tuple[str, str]:
         """Return what stands before and after the content of choice `index` in each chunk."""
-        # By hand: to_json makes an encoder for each object, which takes longer than all else here.
-        answer_id, model = to_json(self.shape.id_prefix + self.answer_id), to_json(self.model_name)
-        name, created_s = self.shape.chunk_object_name, self.created_s
-        head = f'{{"id":{answer_id},"object":"{name}","created":{created_s},"model":{model}'
+        head = self._head(self.shape.chunk_object_name)
         usage = ',"usage":null' if self.with_usage else ""
         return f'data: {head},"choices":[{{"index":{index},', f"}}]{usage}}}\n\n"
 
     def ends(self, usage: Mapping[str, Any]) -> tuple[bytes, bytes]:
         """Return what stands before and after the choices of a call that does not stream."""
-        head = to_json(self._head(self.shape.object_name))
-        return f'{head[:-1]},"choices":['.encode(), f'],"usage":{to_json(usage)}}}'.encode()
+        head = self._head(self.shape.object_name)
+        return f'{head},"choices":['.encode(), f'],"usage":{to_json(usage)}}}'.encode()
 
-    def _head(self, object_name: str) -> dict[str, Any]:
-        return {
-            "id": f"{self.shape.id_prefix}{self.answer_id}",
-            "object": object_name,
-            "created": self.created_s,
-            "model": self.model_name,
-        }
+    def _head(self, object_name: str) -> str:
+        # By hand: to_json makes an encoder for each object, which takes longer than all else here.
+        answer_id, model = to_json(self.shape.id_prefix + self.answer_id), to_json(self.model_name)
+        return f'{{"id":{answer_id},"object":"{object_name}","created":{self.created_s},"model":{model}'
 
 
 class Shown:
@@ -143,7 +138,7 @@ class Choice:
         self._is_opened = False
         self._offset = 0
         self._texts: list[str] = []
-        self._kept: dict[str, _Grown] = {}
+        self._kept: defaultdict[str, _Grown] = defaultdict(_Grown)
         """The details of tokens, by name."""
         self._finish_reason: FinishReason | None = None
 
@@ -158,7 +153,7 @@ class Choice:
                 "token_ids": details.get("token_ids"),
             }.items():
                 if elements is not None:
-                    self._kept.setdefault(name, _Grown()).add(elements)
+                    self._kept[name].add(elements)
         self._finish_reason = piece.finish_reason
 
     def events(self, piece: Piece) -> str:
@@ -181,19 +176,16 @@ class Choice:
         if envelope.with_logprobs:
             opening = '"logprobs":{'
             for name in shape.logprob_lists:
-                parts += [f'{opening}"{name}":['.encode(), *self._kept_parts(name)]
+                parts += [f'{opening}"{name}":['.encode(), *self._kept[name].parts]
                 opening = "],"
             parts.append(shape.logprobs_end)
         else:
             parts.append(NO_DETAILS.encode())
         if envelope.with_token_ids:
-            parts += [b',"token_ids":[', *self._kept_parts("token_ids"), b'],"prompt_token_ids":']
+            parts += [b',"token_ids":[', *self._kept["token_ids"].parts, b'],"prompt_token_ids":']
             parts.append(self._prompt.token_ids)
         parts.append(f',"finish_reason":"{self._finish_reason.value}"}}'.encode())
         return parts
-
-    def _kept_parts(self, name: str) -> Sequence[bytes | bytearray]:
-        return self._kept[name].parts if name in self._kept else ()
 
     def _count(self, piece: Piece) -> None:
         self.num_tokens += len(piece.tokens)

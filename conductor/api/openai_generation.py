@@ -28,7 +28,6 @@ from conductor.api.openai_schema import (
     MAX_CHOICES,
     ChatBody,
     CompletionBody,
-    chat_messages,
     num_chat_logprobs,
     to_options,
 )
@@ -42,8 +41,9 @@ from conductor.api.options import (
     require_model,
     unique_id,
 )
-from conductor.api.prompt import chat_token_ids, text_token_ids, token_ids_text
+from conductor.api.prompt import text_token_ids, token_ids_text
 from conductor.api.served_model import ServedModel
+from conductor.api.texts import rendered_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,7 @@ async def chat(backend: Backend, body: ChatBody, caller: Caller, reply: Reply) -
         options = to_options(body, max_tokens, num_chat_logprobs(body))
         check_options(options, caller, model)
         caller.charge((body.n or 1) - 1)
-        token_ids = await chat_token_ids(
-            model,
-            chat_messages(body.messages),
-            body.add_generation_prompt is not False,
-            body.chat_template_kwargs,
-            bool(body.parse_special_tokens),
-        )
-        prompts = [_Prompt(token_ids)]
+        prompts = [_Prompt(await rendered_token_ids(model, body, body.messages))]
         requests = _requests(backend, prompts, options, caller, reply, None)
     await _Generation(CHAT, backend, body, prompts, requests, reply).answer()
 

@@ -119,9 +119,6 @@ class _GenerationBody(_Sampling):  # type: ignore[valid-type, misc]
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-TemplateVariables = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)]
-
-
 class _ContentPart(_Body):
     type: Annotated[str, Field(max_length=MAX_SHOWN_CHARS)]
     text: str | None = None
@@ -150,14 +147,19 @@ class Message(_Body):
     audio: None = None
 
 
-class ChatBody(_GenerationBody):
+class _Rendered(_Body):
+    """The fields of a conversation that the chat template renders."""
+
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None
+    parse_special_tokens: bool | None = None
+
+
+class ChatBody(_GenerationBody, _Rendered):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    parse_special_tokens: bool | None = None
 
 
 def _prompt_list(value: Any) -> list[str | list[int]]:
@@ -197,14 +199,11 @@ class CompletionBody(_GenerationBody):
     add_special_tokens: bool | None = None
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(_Rendered):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    parse_special_tokens: bool | None = None
 
 
 class DetokenizeBody(_Body):

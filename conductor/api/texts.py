@@ -6,9 +6,23 @@ from base.errors import InvalidRequestError
 from conductor.api.backend import Backend
 from conductor.api.headers import Caller
 from conductor.api.http_reply import Reply, to_json
-from conductor.api.openai_schema import DetokenizeBody, TokenizeBody, chat_messages
+from conductor.api.openai_schema import ChatBody, DetokenizeBody, Message, TokenizeBody, chat_messages
 from conductor.api.options import require_model
 from conductor.api.prompt import chat_token_ids, text_token_ids, token_ids_text
+from conductor.api.served_model import ServedModel
+
+
+async def rendered_token_ids(
+    model: ServedModel, body: ChatBody | TokenizeBody, messages: list[Message]
+) -> tuple[int, ...]:
+    """Return the token ids of a body's conversation; raises InvalidRequestError."""
+    return await chat_token_ids(
+        model,
+        chat_messages(messages),
+        body.add_generation_prompt is not False,
+        body.chat_template_kwargs,
+        bool(body.parse_special_tokens),
+    )
 
 
 async def tokenize(backend: Backend, body: TokenizeBody, caller: Caller, reply: Reply) -> None:
@@ -17,13 +31,7 @@ async def tokenize(backend: Backend, body: TokenizeBody, caller: Caller, reply: 
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("prompt, or messages: one of them is wanted", "prompt")
     if body.messages is not None:
-        token_ids = await chat_token_ids(
-            model,
-            chat_messages(body.messages),
-            body.add_generation_prompt is not False,
-            body.chat_template_kwargs,
-            bool(body.parse_special_tokens),
-        )
+        token_ids = await rendered_token_ids(model, body, body.messages)
     else:
         token_ids = await text_token_ids(model, body.prompt or "", body.add_special_tokens is not False)
     answer = {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": token_ids}
