@@ -61,7 +61,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "jinja2": ("conductor/api/chat_template.py",),
     "opentelemetry": ("base/tracing.py",),
     "prometheus_client": ("base/metrics.py",),
-    "pydantic": ("conductor/api/openai_schema.py",),
+    "pydantic": ("conductor/api/",),
     "pyverbs": ("transfer/rdma/verbs.py",),
     "ray": ("deploy/launch.py", "deploy/ray_resources.py", "deploy/serve_app.py"),
     "redis": ("kvstore/directory.py",),

@@ -64,12 +64,14 @@ def _few_biases(value: Any) -> Any:
     return value
 
 
-class _Body(BaseModel):
+class StrictBody(BaseModel):
+    """The body of a call, or a part of one."""
+
     # Fields we do not know are kept for one look at whether we refuse them.
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 
 
-class _StreamOptions(_Body):
+class _StreamOptions(StrictBody):
     include_usage: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
 
@@ -84,7 +86,7 @@ def _sampling_field(name: str, field: SamplingField) -> tuple[Any, None]:
 _sampling_fields: dict[str, Any] = {
     name: _sampling_field(name, field) for name, field in SAMPLING_FIELDS.items()
 }
-_Sampling = create_model("_Sampling", __base__=_Body, **_sampling_fields)
+_Sampling = create_model("_Sampling", __base__=StrictBody, **_sampling_fields)
 
 
 class _GenerationBody(_Sampling):  # type: ignore[valid-type, misc]
@@ -119,7 +121,7 @@ class _GenerationBody(_Sampling):  # type: ignore[valid-type, misc]
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class _ContentPart(_Body):
+class _ContentPart(StrictBody):
     type: Annotated[str, Field(max_length=MAX_SHOWN_CHARS)]
     text: str | None = None
 
@@ -129,7 +131,7 @@ def _content_kind(value: Any) -> str:
     return "a list of parts" if isinstance(value, list) else "a string"
 
 
-class Message(_Body):
+class Message(StrictBody):
     role: ChatRole
     content: (
         Annotated[
@@ -147,7 +149,7 @@ class Message(_Body):
     audio: None = None
 
 
-class _Rendered(_Body):
+class _Rendered(StrictBody):
     """The fields of a conversation that the chat template renders."""
 
     add_generation_prompt: bool | None = None
@@ -206,12 +208,12 @@ class TokenizeBody(_Rendered):
     add_special_tokens: bool | None = None
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(StrictBody):
     model: str | None = None
     tokens: Annotated[list[int], Field(max_length=MAX_VALUES, fail_fast=True)]
 
 
-Body = TypeVar("Body", bound=_Body)
+Body = TypeVar("Body", bound=StrictBody)
 
 
 async def read_long_body(raw: bytes, into: type[Body]) -> Body:

@@ -47,10 +47,15 @@ def quantiles(buckets: str, by: str = "") -> tuple[tuple[str, str], ...]:
     )
 
 
+def line(query: str, legend: str) -> tuple[tuple[str, str], ...]:
+    """Return the one query of a panel."""
+    return ((query, legend),)
+
+
 def rate(metric: str, by: str = "") -> tuple[tuple[str, str], ...]:
     """Return the query of a counter's increase a second."""
     grouped = f" by ({by})" if by else ""
-    return ((f"sum{grouped} (rate({metric}_total[$__rate_interval]))", f"{{{{{by}}}}}" if by else "all"),)
+    return line(f"sum{grouped} (rate({metric}_total[$__rate_interval]))", f"{{{{{by}}}}}" if by else "all")
 
 
 TTFT_PARTS = (
@@ -81,8 +86,8 @@ DASHBOARDS = (
                     ("sum(rate(conductor_generation_tokens_total[$__rate_interval]))", "generated"),
                 ),
             ),
-            Panel("KV blocks held", "percentunit", (("conductor_kv_usage_ratio", "held"),)),
-            Panel("Processes up", "short", (('sum by (job) (up{job=~"conductor.*"})', "{{job}}"),)),
+            Panel("KV blocks held", "percentunit", line("conductor_kv_usage_ratio", "held")),
+            Panel("Processes up", "short", line('sum by (job) (up{job=~"conductor.*"})', "{{job}}")),
         ),
     ),
     Dashboard(
@@ -92,7 +97,7 @@ DASHBOARDS = (
             Panel("Time to first token", "s", quantiles("conductor_ttft_seconds_bucket")),
             Panel("Time between tokens", "s", quantiles("conductor_tbt_seconds_bucket")),
             Panel("Whole request", "s", quantiles("conductor_request_seconds_bucket")),
-            Panel("Where the time to first token goes (mean)", "s", ((TTFT_PARTS, "{{part}}"),)),
+            Panel("Where the time to first token goes (mean)", "s", line(TTFT_PARTS, "{{part}}")),
             Panel("SLO missed, by cause", "reqps", rate("conductor_slo_misses", "cause")),
             Panel(
                 "Share of requests that missed",
@@ -126,36 +131,26 @@ DASHBOARDS = (
         "conductor-kv",
         "Conductor: KV cache and balancing",
         (
-            Panel("Prompt tokens that were matched", "percentunit", (("conductor:hit:ratio10m", "matched"),)),
-            Panel("Blocks", "short", (("sum by (place) (kvstore_blocks)", "{{place}}"),)),
             Panel(
-                "Free blocks of each node",
-                "short",
-                (('kvstore_blocks{place="free"}', "{{instance}}"),),
+                "Prompt tokens that were matched", "percentunit", line("conductor:hit:ratio10m", "matched")
             ),
+            Panel("Blocks", "short", line("sum by (place) (kvstore_blocks)", "{{place}}")),
+            Panel("Free blocks of each node", "short", line('kvstore_blocks{place="free"}', "{{instance}}")),
             Panel(
                 "Prompt tokens that each node computes",
                 "short",
-                (
-                    (
-                        'sum by (instance) (rate(prefill_tokens_total{source="computed"}[$__rate_interval]))',
-                        "{{instance}}",
-                    ),
+                line(
+                    'sum by (instance) (rate(prefill_tokens_total{source="computed"}[$__rate_interval]))',
+                    "{{instance}}",
                 ),
             ),
-            Panel(
-                "Held blocks of each node",
-                "short",
-                (('kvstore_blocks{place="held"}', "{{instance}}"),),
-            ),
+            Panel("Held blocks of each node", "short", line('kvstore_blocks{place="held"}', "{{instance}}")),
             Panel(
                 "Held blocks while nothing runs: leaked",
                 "short",
-                (
-                    (
-                        'sum(kvstore_blocks{place="held"}) and on () sum(conductor_running_sequences) == 0',
-                        "held",
-                    ),
+                line(
+                    'sum(kvstore_blocks{place="held"}) and on () sum(conductor_running_sequences) == 0',
+                    "held",
                 ),
             ),
         ),
@@ -167,7 +162,7 @@ DASHBOARDS = (
             Panel("KV moved", "Bps", rate("transfer_bytes", "transport")),
             Panel("One batch", "s", quantiles("transfer_seconds_bucket", "transport")),
             Panel("Failed batches", "short", rate("transfer_failures", "transport")),
-            Panel("Share that goes by TCP", "percentunit", (("conductor:tcp:ratio5m", "tcp"),)),
+            Panel("Share that goes by TCP", "percentunit", line("conductor:tcp:ratio5m", "tcp")),
         ),
     ),
 )
