@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+import signal
 import sys
 import threading
 from collections import Counter
@@ -13,6 +14,12 @@ from hypothesis import HealthCheck, settings
 
 # Helpers beside the tests are imported as tests.*, from wherever pytest is started.
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+# `nohup` and a shell's `&` leave signals ignored, and thus every program that a test starts and ends by one.
+# A handler that does nothing ignores them as well, but no program inherits it.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 # Hypothesis's clocks measure other work of the machine too: pytest-timeout bounds what takes long.
 # The same examples each time, so that a run says something of what was changed since the last one;
