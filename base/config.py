@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from base.errors import ConfigError
 from base.spans import TracingConfig
 from base.tables import TableError, from_table
+from base.transports import TRANSPORTS
 
 GIB = 1 << 30
 """Bytes; cluster.yaml speaks of GiB."""
@@ -221,10 +222,10 @@ class TransferConfig:
     """Of tcp to each peer. Each has a thread of its own where there are four processors for one."""
 
     def __post_init__(self) -> None:
-        known = ("shm", "tcp", "cuda_ipc", "rdma")
-        _require(bool(self.transports), "transports", f"at least one of {', '.join(known)}")
+        known = ", ".join(TRANSPORTS)
+        _require(bool(self.transports), "transports", f"at least one of {known}")
         for transport in self.transports:
-            _require(transport in known, "transports", f"{transport!r} is not one of {', '.join(known)}")
+            _require(transport in TRANSPORTS, "transports", f"{transport!r} is not one of {known}")
         _require(self.timeout_s > 0, "timeout_s", "more than 0")
         _require(1 <= self.connections <= 64, "connections", "between 1 and 64")
 

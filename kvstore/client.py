@@ -35,7 +35,7 @@ from base.uninterrupted import uninterrupted
 from kvstore.access import Access, LocalAccess, RemoteAccess
 from kvstore.directory import Directory, Replicas
 from kvstore.member import Member
-from kvstore.resting import Resting
+from kvstore.resting import note_failure, resting_peers
 from kvstore.store import Leased, Reserved, Store
 from transfer.agent import TransferAgent
 from transfer.batch import Priority, pieces_of
@@ -109,7 +109,7 @@ class BlockCache:
         self._accesses: dict[str, Access] = {}
         if own is not None:
             self._accesses[own[0].address] = LocalAccess(own[1])
-        self._resting = Resting(clock)
+        self._resting = resting_peers(clock)
         self.num_damaged = 0
         """Blocks that arrived with other bytes than were stored."""
 
@@ -201,7 +201,7 @@ class BlockCache:
         except CapacityError:
             return 0
         except ServeError as error:
-            self._resting.failed(member.epoch, error)
+            note_failure(self._resting, member.epoch, error)
             return 0
         if reserved.grant is None or not reserved.missing:
             return 0
@@ -213,7 +213,7 @@ class BlockCache:
             sums = [checksums[index - first] for index in reserved.missing]
             return await access.commit(reserved.ticket, sums)
         except ServeError as error:
-            self._resting.failed(member.epoch, error)
+            note_failure(self._resting, member.epoch, error)
             await self._quietly(access.abort(reserved.ticket))
             return 0
         except asyncio.CancelledError:
@@ -242,7 +242,7 @@ class BlockCache:
             try:
                 gone += await self._access(member).delete(chain)
             except ServeError as error:
-                self._resting.failed(member.epoch, error)
+                note_failure(self._resting, member.epoch, error)
         return gone
 
     async def close(self) -> None:
@@ -311,15 +311,15 @@ class BlockCache:
             access = self._access(member)
             leased = await access.lease(chain, first)
         except ServeError as error:
-            self._resting.failed(member.epoch, error)
+            note_failure(self._resting, member.epoch, error)
             return 0
         if leased.grant is None:
             return 0
         try:
             num_right = await self._read(member, leased, landing, offsets)
-            self._resting.answered(member.epoch)
+            self._resting.succeeded(member.epoch)
         except ServeError as error:
-            self._resting.failed(member.epoch, error)
+            note_failure(self._resting, member.epoch, error)
             return 0
         finally:
             await uninterrupted(self._quietly(access.release(leased.ticket)))

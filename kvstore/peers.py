@@ -17,7 +17,7 @@ from base.errors import ServeError
 from kvstore.access import RemoteAccess
 from kvstore.directory import Replicas
 from kvstore.member import Member
-from kvstore.resting import Resting
+from kvstore.resting import note_failure, resting_peers
 from kvstore.store import Store
 
 
@@ -35,7 +35,7 @@ class PeerDirectory:
         self._own = own
         mine = None if own is None else own[0].address
         self._accesses = {address: reach(address) for address in addresses if address != mine}
-        self._resting = Resting(clock)
+        self._resting = resting_peers(clock)
         self._answered: list[Member] = []
 
     def publish(self, hashes: Iterable[BlockHash]) -> None:
@@ -89,7 +89,7 @@ class PeerDirectory:
         try:
             answer = await access.match_as(chain)
         except ServeError as error:
-            self._resting.failed(address, error)
+            note_failure(self._resting, address, error)
             return None
-        self._resting.answered(address)
+        self._resting.succeeded(address)
         return answer

@@ -8,8 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# What rooms of transfer share: a batch, its end, its turn, and what a transport is.
-BATCHES = {"transfer/batch", "transfer/completion", "transfer/transport", "transfer/turns"}
+# What rooms of transfer share: a batch, its end, its permit, and what a transport is.
+BATCHES = {"transfer/batch", "transfer/completion", "transfer/transport", "transfer/semaphore"}
 
 # package, or room of one (a folder with a line of its own) -> what its files may import: a package with its
 # rooms, a room, or a file

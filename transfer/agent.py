@@ -13,46 +13,38 @@ import functools
 import importlib
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from base.clock import Clock
 from base.config import TransferConfig
 from base.errors import ProtocolError, TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from base.logs import event
+from base.transports import TRANSPORTS
 from transfer.batch import Pieces, Priority, require_allowed, sums_of
-from transfer.completion import Latch, begin, finish_within, on_loop
+from transfer.completion import Latch, begin, post
 from transfer.gpu.staged import StagedTransport
 from transfer.gpu.staging import PinnedStaging
 from transfer.owned.board import Board
 from transfer.owned.holdings import Holdings
 from transfer.owned.ranges import ranges_of, with_table
 from transfer.owned.segment import DeviceMemory, Segment
-from transfer.rdma.dma_buf import CudaDriver
-from transfer.rdma.registrations import Registrations, device_refusal_or_none, memory_place
-from transfer.rdma.transport import RdmaTarget, RdmaTransport
-from transfer.rdma.verbs import open_rails
 from transfer.router import Router
-from transfer.shm.transport import ShmTransport
+from transfer.semaphore import PrioritySemaphore
 from transfer.tcp.frame import MAX_FRAME_BYTES
 from transfer.tcp.greeting import SECRET_BYTES, PeerKey
-from transfer.tcp.reactor import Reactor, num_reactors
+from transfer.tcp.host import TransferHost
 from transfer.tcp.server import TcpServer
-from transfer.tcp.transport import TcpTransport
-from transfer.transport import Carriage, Route, Totals, TransferObserver, Transport
-from transfer.turns import Turns
+from transfer.transport import AbsentError, Carriage, OfferedTransport, Route, TransferObserver, Transport
 
 MAX_BATCHES = 256
-"""Under way at once; more wait their turn, within their deadlines."""
-
+"""Batches under way at once; more wait, within their deadlines."""
 MAX_KEPT_S = 0.001
-"""Batches that need not wait for anything follow each other for so long; then others have the loop."""
-
+"""Time for which batches that wait for nothing follow each other before other tasks have the loop."""
 KNOWN_GRANTS = 128
-"""Whose ranges are remembered, at most 1 MiB each."""
+"""Grants whose ranges are remembered, at most 1 MiB each."""
 CUT_AFTER_S = 1.0
 """A peer that reaches into a grant this long after its end is disconnected."""
 
@@ -62,7 +54,7 @@ log = logging.getLogger(__name__)
 class TransferAgent:
     """Owns this process's segments, grants and links. One event loop calls it.
 
-    `wrap` is put around each transport: `transfer/faults.py`. `carriage` makes what carries bytes
+    `wrap` is put around each transport: `bench/faults/transport.py`. `carriage` makes what carries bytes
     instead of the configured transports, and `random_bits` draws the names of segments and grants
     and the secret that peers prove to know: a simulation hands both in. `observers` are notified
     of each batch.
@@ -86,22 +78,23 @@ class TransferAgent:
         self._secret = random_bits(8 * SECRET_BYTES).to_bytes(SECRET_BYTES, "little")
         self._config = config
         self._clock = clock
-        on_host = {"shm", "cuda_ipc"} & set(config.transports)
-        self._board = Board(epoch) if on_host else None
-        stage = functools.partial(PinnedStaging, room_bytes=MAX_FRAME_BYTES)
-        self._holdings = Holdings(clock, self._board, random_bits, stage)
+        self._names = [name for name in TRANSPORTS if name in config.transports]
+        on_host = [name for name in self._names if TRANSPORTS[name].is_on_host]
+        board = Board(epoch) if on_host else None
+        stage = functools.partial(PinnedStaging, buffer_bytes=MAX_FRAME_BYTES)
+        self._holdings = Holdings(clock, board, random_bits, stage)
+        self._host = TransferHost(config, clock, self._holdings, PeerKey(self._secret, epoch))
         self._carriage = None if carriage is None else carriage(self._holdings)
-        self._reactors: list[Reactor] = []
-        self._registrations: Registrations | None = None
-        self._one_sided: RdmaTarget | None = None
-        self._server: TcpServer | None = None
-        self._router: Router | None = None
+        self._endpoints = [] if self._carriage is None else list(self._carriage.endpoints)
+        self._endpoints += [] if board is None else [Endpoint(name, board.address) for name in on_host]
+        self._offers: list[OfferedTransport] = []
         self._wires: list[Transport] = []
+        self._router: Router | None = None
         # Batches of one grant follow each other, and a grant may have thousands of ranges.
         self._ranges_of = functools.lru_cache(KNOWN_GRANTS)(
             lambda grant: with_table(ranges_of(grant.offsets, grant.length))
         )
-        self._turns = Turns(MAX_BATCHES)
+        self._permits = PrioritySemaphore(MAX_BATCHES)
         self._turn_begun_s: float | None = None
         self._draining: dict[int, asyncio.Future[None]] = {}
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -109,51 +102,28 @@ class TransferAgent:
 
     async def start(self) -> None:
         """Listen, and be ready to reach peers. Raises OSError if the port is taken."""
+        absent: dict[str, str] = {}
         if self._carriage is not None:
-            self._router = self._routing(self._carriage.transports, {})
-            return
-        names, absent = self._config.transports, {}
-        self._reactors = [
-            Reactor(f"transfer-{number}") for number in range(num_reactors(self._config.connections))
+            self._offers = [OfferedTransport(transport) for transport in self._carriage.transports]
+        else:
+            self._offers = [made for name in self._names if (made := self._made(name, absent)) is not None]
+        self._endpoints += [
+            Endpoint(made.transport.name, made.address) for made in self._offers if made.address
         ]
-        transports: list[Transport] = []
-        if "shm" in names:
-            transports.append(ShmTransport())
-        if "cuda_ipc" in names:
-            # By name, because it imports torch: seconds that a process without a GPU
-            # need not spend.
-            try:
-                transports.append(importlib.import_module("transfer.gpu.transport").CudaTransport())
-            except ImportError as error:
-                absent["cuda_ipc"] = f"not installed: {error}"
-        if "rdma" in names:
-            driver = CudaDriver()
-            rails, absent["rdma"] = open_rails(driver)
-            if rails:
-                # What is said of the others is of no use while some rails work.
-                del absent["rdma"]
-                self._registrations = Registrations(
-                    rails,
-                    functools.partial(memory_place, driver),
-                    functools.partial(device_refusal_or_none, driver),
-                )
-                self._one_sided = RdmaTarget(self._registrations, self._holdings)
-        if "tcp" in names or self._one_sided is not None:
-            host, port = self._config.host, self._config.port
-            key = PeerKey(self._secret, self._epoch)
-            self._server = TcpServer(host, port, key, self._holdings, self._reactors, self._one_sided)
-        # Behind all that may fail: it watches descriptors of the rails, and nobody would close it.
-        if self._registrations is not None:
-            transports.append(RdmaTransport(self._registrations, self._clock))
-        if "tcp" in names:
-            transports.append(TcpTransport(self._reactors, self._config.connections))
-        self._wires = [transport for transport in transports if transport.name in ("rdma", "tcp")]
-        for name, reason in absent.items():
-            event(log, "transport absent", level=logging.WARNING, transport=name, reason=reason)
-        self._router = self._routing(transports, absent)
+        self._wires = [made.transport for made in self._offers if made.is_wire]
+        transports = [self._wrap(made.transport) for made in self._offers]
+        self._router = Router(transports, self._clock, absent, self._observers)
 
-    def _routing(self, transports: Sequence[Transport], absent: dict[str, str]) -> Router:
-        return Router(list(map(self._wrap, transports)), self._clock, absent, self._observers)
+    def _made(self, name: str, absent: dict[str, str]) -> OfferedTransport | None:
+        """Return the transport of that name; None: it cannot work here, and `absent` has the reason."""
+        try:
+            # By name, because some import torch: seconds that a process without a GPU need not spend.
+            made: OfferedTransport = importlib.import_module(TRANSPORTS[name].module).offer(self._host)
+        except (AbsentError, ImportError) as error:
+            absent[name] = f"not installed: {error}" if isinstance(error, ImportError) else str(error)
+            event(log, "transport absent", level=logging.WARNING, transport=name, reason=absent[name])
+            return None
+        return made
 
     async def close(self) -> None:
         """End every batch and grant, and release every segment."""
@@ -161,12 +131,7 @@ class TransferAgent:
             self._sweep_timer.cancel()
         if self._router is not None:
             await self._router.close()
-        if self._server is not None:
-            self._server.close()
-        for reactor in self._reactors:
-            await asyncio.to_thread(reactor.stop)
-        if self._registrations is not None:
-            self._registrations.close()
+        await self._host.close()
         self._holdings.close()
 
     async def __aenter__(self) -> Self:
@@ -185,15 +150,7 @@ class TransferAgent:
     @property
     def descriptor(self) -> PeerDescriptor:
         """How peers reach this process."""
-        endpoints = [] if self._carriage is None else list(self._carriage.endpoints)
-        if self._board is not None:
-            on_host = [name for name in ("shm", "cuda_ipc") if name in self._config.transports]
-            endpoints += [Endpoint(name, self._board.address) for name in on_host]
-        if self._server is not None and self._one_sided is not None:
-            endpoints.append(Endpoint("rdma", self._server.address))
-        if self._server is not None and "tcp" in self._config.transports:
-            endpoints.append(Endpoint("tcp", self._server.address))
-        return PeerDescriptor(self._node_id, self._epoch, tuple(endpoints), self._secret)
+        return PeerDescriptor(self._node_id, self._epoch, tuple(self._endpoints), self._secret)
 
     @property
     def num_grants(self) -> int:
@@ -226,7 +183,7 @@ class TransferAgent:
         Raises:
             ValueError: the configuration allows no transport that reaches it.
         """
-        segment = self._holdings.register_device(memory, is_served=self._server is not None)
+        segment = self._holdings.register_device(memory, is_served=self._host.server is not None)
         while self._wires:
             staged = StagedTransport(self._wires.pop(), self._holdings.register)
             self._started().add(self._wrap(staged))
@@ -266,7 +223,7 @@ class TransferAgent:
         """Put pieces of our segment into the peer's, all of them, within `deadline_s` seconds.
 
         When it returns, the bytes are in the peer's memory. When it raises, any part of
-        them may be. Either way our memory is no longer read. `deadline_s`: from now;
+        them may be. Either way our memory is not read any more. `deadline_s`: from now;
         None is the configuration's `timeout_s`, which is also the most.
 
         Raises:
@@ -287,7 +244,7 @@ class TransferAgent:
     ) -> None:
         """Fetch pieces of the peer's segment into ours; otherwise as `write`.
 
-        When it has returned or raised, our memory is no longer written.
+        When it has returned or raised, our memory is not written any more.
         """
         await self._move(Operation.READ, peer, grant, pieces, deadline_s, priority)
 
@@ -313,14 +270,7 @@ class TransferAgent:
         Raises:
             TransferFailedError: nothing reaches it.
         """
-        route = self._started().choose(peer, grant.segment_id, device)
-        if route.transport == RdmaTransport.name and self._registrations is not None:
-            return replace(route, by=self._registrations.told(device))
-        return route
-
-    def totals(self) -> tuple[Totals, ...]:
-        """Return what each transport has carried since the start, for metrics."""
-        return self._started().totals()
+        return self._started().choose(peer, grant.segment_id, device)
 
     async def _move(
         self,
@@ -337,19 +287,22 @@ class TransferAgent:
             return
         require_allowed(self._ranges_of(grant), pieces)
         timeout_s = self._config.timeout_s if deadline_s is None else min(deadline_s, self._config.timeout_s)
-        has_turn = self._turns.take()
-        try:
-            work = self._started().move(peer, grant, pieces, priority)
-            rest = begin(work if has_turn else self._in_turn(work, priority))
-            if rest is not None:
-                await finish_within(timeout_s, rest)
-        except TimeoutError as error:
-            raise TransferFailedError(f"no end within {timeout_s:.3g} s") from error
-        finally:
-            if has_turn:
-                self._turns.give_back()
-        if rest is None and self._is_late():
+        rest = begin(self._carry(peer, grant, pieces, priority))
+        if rest is not None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await rest
+            except TimeoutError as error:
+                raise TransferFailedError(f"no end within {timeout_s:.3g} s") from error
+        elif self._is_late():
             await asyncio.sleep(0)
+
+    async def _carry(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
+        await self._permits.acquire(priority)
+        try:
+            await self._started().move(peer, grant, pieces, priority)
+        finally:
+            self._permits.release()
 
     def _is_late(self) -> bool:
         """Return whether this turn of the loop has had batches for so long that it is others'."""
@@ -362,23 +315,12 @@ class TransferAgent:
     def _end_turn(self) -> None:
         self._turn_begun_s = None
 
-    async def _in_turn(self, work: Coroutine[Any, Any, None], priority: Priority) -> None:
-        try:
-            await self._turns.wait(priority)
-        except BaseException:
-            work.close()
-            raise
-        try:
-            await work
-        finally:
-            self._turns.give_back()
-
     def _pinned(self, segment: Segment) -> Segment:
-        if self._registrations is not None:
+        for pin in (made.pin for made in self._offers if made.pin is not None):
             try:
-                self._registrations.local(segment)
+                pin(segment)
             except TransferFailedError as error:
-                # Batches that would need it are told so again, and go by another transport.
+                # Batches that would need it are refused likewise, and go by another transport.
                 event(log, "not registered", level=logging.WARNING, reason=error)
         return segment
 
@@ -391,8 +333,9 @@ class TransferAgent:
         """Return what is done once nothing in flight can touch an ended grant's memory."""
         draining = self._draining.get(generation)
         if draining is None:
-            draining = self._draining[generation] = asyncio.get_running_loop().create_future()
-            latch = Latch(2, on_loop(lambda: self._drained(generation)))
+            loop = asyncio.get_running_loop()
+            draining = self._draining[generation] = loop.create_future()
+            latch = Latch(2, lambda: post(loop, lambda: self._drained(generation)))
             self._detach(generation, latch.count_down)
             self._holdings.drain_board(generation, latch.count_down)
         return draining
@@ -401,16 +344,17 @@ class TransferAgent:
         if self._carriage is not None:
             self._carriage.detach(generation, done)
             return
-        if self._server is None:
+        server = self._host.server
+        if server is None:
             done()
             return
-        self._server.detach(generation, done)
-        if self._one_sided is not None:
-            asyncio.get_running_loop().call_later(CUT_AFTER_S, self._cut, generation)
+        server.detach(generation, done)
+        if server.is_one_sided:
+            asyncio.get_running_loop().call_later(CUT_AFTER_S, self._cut, server, generation)
 
-    def _cut(self, generation: int) -> None:
-        if generation in self._draining and self._server is not None:
-            self._server.cut(generation)
+    def _cut(self, server: TcpServer, generation: int) -> None:
+        if generation in self._draining:
+            server.cut(generation)
 
     def _drained(self, generation: int) -> None:
         self._holdings.grants.retire(generation)

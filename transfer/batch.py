@@ -20,16 +20,12 @@ from transfer.owned.segment import Segment
 
 
 class Priority(Enum):
-    """Who goes first where two batches wait for one link."""
+    """Order of two batches that wait for one link."""
 
     FOREGROUND = 0
     """A request waits for it."""
     BACKGROUND = 1
-    """What is saved and prefetched."""
-
-
-_OUTSIDE_OURS = "a request's range is not in our segment"
-_OUTSIDE_GRANT = "a request's range is not in the grant"
+    """Nobody waits for it: bytes are saved or prefetched."""
 
 
 Row = tuple[int, int, int]
@@ -37,7 +33,7 @@ Row = tuple[int, int, int]
 
 
 class Pieces:
-    """Runs of bytes, each contiguous on both sides. What a transport gets, `require_allowed` has checked."""
+    """Runs of bytes, each contiguous on both sides; a transport gets those that `require_allowed` checked."""
 
     def __init__(self, segment: Segment, numbers: Offsets, length: int | None = None) -> None:
         """Nobody changes `numbers`.
@@ -74,7 +70,7 @@ class Pieces:
 
     @property
     def offsets(self) -> Offsets:
-        """Where they begin in our segment."""
+        """Offsets of their beginnings in our segment."""
         return self._row(0)
 
     @property
@@ -83,7 +79,7 @@ class Pieces:
 
     @property
     def peer_offsets(self) -> Offsets:
-        """Where they begin in the peer's segment."""
+        """Offsets of their beginnings in the peer's segment."""
         return self._row(2)
 
     @property
@@ -225,9 +221,9 @@ def require_allowed(allowed: Ranges, pieces: Pieces) -> None:
         is_inside = is_inside and not np.count_nonzero(lengths > num_bytes - ours)
         is_allowed = allowed.covers(theirs, lengths)
     if not is_inside:
-        raise ProtocolError(_OUTSIDE_OURS)
+        raise ProtocolError("a request's range is not in our segment")
     if not is_allowed:
-        raise ProtocolError(_OUTSIDE_GRANT)
+        raise ProtocolError("a request's range is not in the grant")
     pieces.peer_bound = allowed.end
 
 

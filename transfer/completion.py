@@ -21,14 +21,8 @@ def begin(work: Coroutine[Any, Any, None]) -> Begun | None:
         return None
 
 
-async def finish_within(timeout_s: float, work: Begun) -> None:
-    """Run the rest of some work, at most `timeout_s` seconds. Raises TimeoutError."""
-    async with asyncio.timeout(timeout_s):
-        await work
-
-
 class Begun:
-    """What is left of a coroutine that was begun by hand, to be awaited by the same task."""
+    """The rest of a coroutine that was begun by hand, to be awaited by the same task."""
 
     def __init__(self, work: Coroutine[Any, Any, None], waits_for: object) -> None:
         self._work = work
@@ -47,15 +41,10 @@ class Begun:
                 return
 
 
-def on_loop(call: Callable[[], None]) -> Callable[[], None]:
-    """Return what any thread may call to have `call` run on this event loop, unless it was closed."""
-    loop = asyncio.get_running_loop()
-
-    def post() -> None:
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(call)
-
-    return post
+def post(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Run `call` on an event loop soon, from any thread. A loop that was closed has nobody who waits."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)
 
 
 class Latch:
@@ -90,7 +79,7 @@ class Completion:
         self._error: BaseException | None = None
 
     def end(self, error: BaseException | None) -> None:
-        """The work has ended: it touches no memory any more."""
+        """Note that the work has ended: it touches no memory any more."""
         self._error = error
         self.on_loop(self._end)
 
@@ -98,10 +87,8 @@ class Completion:
         """Run `call` on the event loop: now, if that is the thread we are on."""
         if threading.get_ident() == self._loop_thread:
             call()
-            return
-        # A loop that was closed without closing us has nobody who waits.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(call)
+        else:
+            post(self._loop, call)
 
     async def wait(self, cancel: Callable[[], None]) -> None:
         """Return or raise as the work did, and never before it has ended.

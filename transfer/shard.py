@@ -35,9 +35,9 @@ class BlockMove:
     offsets: tuple[int, ...]
     """Where each block begins in the peer's segment."""
     peer_part: KvPart
-    """What the peer's segment has of a block."""
+    """The part of a block that the peer's segment has."""
     part: KvPart
-    """What is moved: both have it."""
+    """The part that is moved: both have it."""
     deadline_s: float
     priority: Priority = Priority.FOREGROUND
 
@@ -50,7 +50,7 @@ class KvShard(Protocol):
 
     @property
     def part(self) -> KvPart:
-        """What it has of each block."""
+        """The part of each block that it has."""
         ...
 
     async def write(self, move: BlockMove) -> None:
@@ -62,9 +62,9 @@ class KvShard(Protocol):
         """Copy a part of blocks from the peer; otherwise as `write`.
 
         Args:
-            on_arrived: For blocks that steps read while they come, layers after layers, in parts: told
-                how many of the leading parts are there. Of a shard in another process nobody here is
-                told: steps there know. Such a read has begun there before what rank 0 tells it next.
+            on_arrived: Called, for blocks that steps read while they come, with how many of the leading
+                parts (layers after layers) are there. A shard in another process calls nobody here: steps
+                there know. Such a read has begun there before the next message of rank 0 is handled.
         """
         ...
 
@@ -94,7 +94,7 @@ class NodeKv:
     """The KV of one engine, whatever ranks it is with."""
 
     layout: KvLayout
-    """Of all shards together."""
+    """Layout of all shards together."""
     shards: tuple[KvShard, ...]
 
     @property
@@ -110,7 +110,7 @@ class LocalShard:
     """The shard of this process.
 
     Args:
-        layout: Of its own blocks, which begin at the start of `segment`.
+        layout: Layout of its own blocks, which begin at the start of `segment`.
         sums, sums_in_order: The checksums of a part of blocks, counted from the shard's first layer
             and head.
         layer_parts: How many layers each part has in which blocks come that steps read meanwhile.

@@ -1,4 +1,4 @@
-"""What every transport offers, and which one carries a batch.
+"""Contract of every transport, and the values that pass between transports, router and observers.
 
 A transport moves the pieces of one batch under one grant. Its contract, which
 `tests/contract/test_transport.py` holds every one of them to:
@@ -17,22 +17,16 @@ from typing import Protocol
 
 from base.grants import Endpoint, Grant, PeerDescriptor
 from transfer.batch import Pieces, Priority
+from transfer.owned.segment import Segment
 
 MEASURED_FROM_BYTES = 1 << 20
 """A smaller batch measures latency and not bandwidth."""
-
-
-@dataclass(slots=True)
-class Tally:
-    """What one transport has carried."""
-
-    batches: int = 0
-    num_bytes: int = 0
-    failures: int = 0
+STAGED = "staged_"
+"""Prefix of the name of a transport that carries a GPU's memory by way of host memory."""
 
 
 class Transport(Protocol):
-    """One way to reach a peer's memory. The event loop calls it."""
+    """How to reach a peer's memory. The event loop calls it."""
 
     @property
     def name(self) -> str:
@@ -76,7 +70,7 @@ class TransferFacts:
 
 class TransferObserver:
     """Is notified of batches where they happen, in the event loop; raises nothing. A batch that one transport
-    fails and the next takes is two of them."""
+    fails and the next takes counts as two."""
 
     def begun(self, batch: TransferFacts) -> None:
         """Note that a transport has been given the batch."""
@@ -85,8 +79,28 @@ class TransferObserver:
         """Note that the transport has done with it. `error`: what it raised, a cancellation too."""
 
 
+class AbsentError(Exception):
+    """A configured transport cannot work here: the reason, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTransport:
+    """A transport that works here, as the function `offer` of its module makes it from a `TransferHost`.
+
+    Raises AbsentError or ImportError where it cannot work, OSError where its port is taken.
+    """
+
+    transport: Transport
+    address: str = ""
+    """Where peers reach us by it; empty for those of this host, who read the board."""
+    is_wire: bool = False
+    """Whether it carries host memory to other hosts, so that a GPU's memory is staged for it."""
+    pin: Callable[[Segment], object] | None = None
+    """Makes a new segment ready; raises TransferFailedError where the transport cannot reach it."""
+
+
 class Carriage(Protocol):
-    """Both sides of a way between processes that is handed in whole: a simulated network."""
+    """Both sides of a network that is handed in whole, for a simulation."""
 
     @property
     def transports(self) -> Sequence[Transport]: ...
@@ -103,7 +117,7 @@ class Carriage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Which transport a batch takes, and why: for metrics and the doctor."""
+    """The transport that a batch takes, and why."""
 
     transport: str
     reason: str
@@ -111,15 +125,3 @@ class Route:
     """Measured to this peer by this transport; its prior before the first batch."""
     refused: tuple[tuple[str, str], ...]
     """(transport, why not) for each that was not taken."""
-    by: str = ""
-    """What of this host the bytes go by, and why, where there is a choice."""
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """What one transport has carried since the start, as the asking side."""
-
-    transport: str
-    batches: int
-    num_bytes: int
-    failures: int

@@ -1,4 +1,4 @@
-"""Transfers between two agents of this process, most of them hurt on the way by `transfer/faults.py`.
+"""Transfers between two agents of this process, most of them hurt on the way by `bench/faults/transport.py`.
 
 What the owner of the memory accepts, by the checksums that its writer made, is compared with what
 was sent: a row of the fault matrix, and the subject of tests/transfer/test_faults.py.
@@ -20,9 +20,9 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.errors import ServeError, StaleError, TransferFailedError
 from base.grants import Operation
+from bench.faults.transport import Fault, FaultyTransport
 from transfer.agent import TransferAgent
 from transfer.batch import pieces_of
-from transfer.faults import Fault, FaultyTransport
 from transfer.owned.grant import NUM_SLOTS
 from transfer.transport import Transport
 

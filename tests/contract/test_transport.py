@@ -41,7 +41,7 @@ def peer(transport: str) -> Iterator[RemotePeer]:
 
 @pytest.fixture
 async def agent(transport: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TransferAgent]:
-    monkeypatch.setattr("transfer.agent.num_reactors", lambda connections: NUM_REACTORS.get(transport, 1))
+    monkeypatch.setattr("transfer.tcp.host.num_reactors", lambda connections: NUM_REACTORS.get(transport, 1))
     async with TransferAgent("us", 1, config_of(transport), SystemClock()) as started:
         yield started
 

@@ -60,7 +60,7 @@ from kvstore.wire import chain_from, member_from_bytes
 from protos import nodes_pb2
 from tests.conductor.fakes import MODEL, ScriptedDispatcher, spoken, tiny_model
 from tests.conductor.scripted_node import GRANT, TIMES, node_info
-from transfer.tcp.frame import Header, Kind, pack, unpack_header, unpack_ranges
+from transfer.tcp.frame import FrameKind, Header, pack, unpack_header, unpack_ranges
 
 Refusal = type[Exception]
 
@@ -148,7 +148,7 @@ def _frame(data: bytes) -> None:
             unpack_ranges(header, table[: header.table_bytes])
 
 
-FRAME = pack(Header(Kind.WRITE, 1, 64, 2, 3, 4))
+FRAME = pack(Header(FrameKind.WRITE, 1, 64, 2, 3, 4))
 
 
 class _Api:
@@ -238,7 +238,7 @@ TARGETS: dict[str, Target] = {
         header_or_none, [encode_header(RecordHeader(HASH, 4096, 1, 99, 7))[:128], b"\0" * HEADER_BYTES]
     ),
     "frame": Target(
-        _frame, [FRAME, pack(Header(Kind.READ, 1, 64, 2, 3, 4, 2), b"\1" * 32)], (ProtocolError,)
+        _frame, [FRAME, pack(Header(FrameKind.READ, 1, 64, 2, 3, 4, 2), b"\1" * 32)], (ProtocolError,)
     ),
     "trace": Target(_by_file("t.jsonl", read_trace), [ROWS], (ConfigError,), JSON_WORDS),
     "trace-table": Target(

@@ -6,10 +6,10 @@ import random
 import pytest
 
 from base.errors import UnavailableError
+from bench.faults.transport import Fault, FaultyTransport
 from kvstore.access import RemoteAccess
 from tests.kvstore.cancelled import CancelledAt
 from tests.kvstore.cluster import BLOCK_BYTES, bytes_of, chain_of, load, running_cluster, save
-from transfer.faults import Fault, FaultyTransport
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from base.errors import CapacityError, LeaseExpiredError, ServeError, Unavailabl
 from base.kv_layout import KvPart
 from base.messages import NodeInfo
 from base.request import NodeId, Role
+from bench.faults.transport import Fault, FaultyTransport
 from decode_node.role import DecodeRole
 from engine.block_sums import block_sums
 from engine.build import Engine
@@ -48,7 +49,6 @@ from tests.simulation.device import LAYOUT, VOCAB, LaunchingDevice, SimDevice
 from tests.simulation.disk import SimDisk
 from tests.simulation.loop import InlineExecutor, Process
 from tests.simulation.watch import WatchedAgent, WatchedHostPool, WatchedPool
-from transfer.faults import Fault, FaultyTransport
 
 MODEL_ID = "model"
 WHOLE = KvPart(0, LAYOUT.num_layers, 0, LAYOUT.num_kv_heads)

@@ -6,12 +6,12 @@ import random
 from dataclasses import dataclass
 
 from base.request import Request, RequestId, Role, SamplingParams, StopParams
+from bench.faults.transport import Fault
 from conductor.placing.scheduler_settings import SchedulerSettings
 from kvstore.eviction import BY_NAME
 from tests.simulation.device import VOCAB
 from tests.simulation.disk import DiskFaults
 from tests.simulation.node import NodePlan
-from transfer.faults import Fault
 
 FAULTS_END_S = 6.0
 """From then on nothing goes wrong, and everything must come to an end."""

@@ -15,9 +15,9 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.grants import Operation
 from tests.transfer.gpu.fake_device import device_memory
-from transfer import agent as agents
 from transfer.agent import TransferAgent
 from transfer.owned.segment import Segment
+from transfer.tcp import host
 
 
 class Peer:
@@ -78,7 +78,7 @@ def allocated(agent: TransferAgent, num_bytes: int, is_gpus: bool) -> tuple[Segm
 
 
 async def serve(transports: tuple[str, ...], epoch: int, node_id: str, has_gpu: bool, reactors: int) -> None:
-    agents.num_reactors = lambda connections: reactors
+    host.num_reactors = lambda connections: reactors
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

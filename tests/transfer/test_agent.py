@@ -32,7 +32,7 @@ async def test_a_port_that_is_taken_is_an_error_at_start() -> None:
 async def test_a_start_that_fails_leaves_nothing_watched_of_the_rails(monkeypatch) -> None:
     """Their descriptors' numbers are somebody else's afterwards."""
     rail = FakeRail("rail")
-    monkeypatch.setattr("transfer.agent.open_rails", lambda driver: ([rail], ""))
+    monkeypatch.setattr("transfer.rdma.transport.open_rails", lambda driver: ([rail], ""))
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
         async with agent(port=taken.getsockname()[1], transports=("rdma",)):
             pass

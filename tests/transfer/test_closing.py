@@ -26,7 +26,7 @@ def agents(kind: str, monkeypatch) -> tuple[TransferAgent, TransferAgent]:
         rail.is_prompt = True
         return [rail], ""
 
-    monkeypatch.setattr("transfer.agent.open_rails", rails)
+    monkeypatch.setattr("transfer.rdma.transport.open_rails", rails)
     config = TransferConfig(transports=("tcp" if kind == "gpu" else kind,))
     return TransferAgent("us", 1, config, SystemClock()), TransferAgent("owner", 2, config, SystemClock())
 

@@ -4,13 +4,14 @@ import asyncio
 
 import pytest
 
-from transfer.completion import Completion, begin, finish_within
+from transfer.completion import Completion, begin
 
 
 async def run_within(timeout_s, work):
     rest = begin(work)
     if rest is not None:
-        await finish_within(timeout_s, rest)
+        async with asyncio.timeout(timeout_s):
+            await rest
 
 
 async def test_work_that_never_waits_ends_whatever_its_time() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from base.errors import StaleError
 from bench.faults.transfers import HARMLESS, RAISING, SILENT, CorruptError, Pair, soak
-from transfer.faults import Fault
+from bench.faults.transport import Fault
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])

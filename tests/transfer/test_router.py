@@ -169,10 +169,3 @@ async def test_an_observer_is_notified_of_each_transport_that_a_batch_was_given_
         ("peer", "tcp", MEASURED_FROM_BYTES, 0.25, "CancelledError"),
         ("peer", "tcp", MEASURED_FROM_BYTES, 0.25, "NoneType"),
     ]
-
-
-async def test_totals_count_what_was_carried_and_what_failed(router: Router, shm: Stub) -> None:
-    shm.error = TransferFailedError("broken")
-    await send(router)
-    totals = {each.transport: (each.batches, each.num_bytes, each.failures) for each in router.totals()}
-    assert totals == {"tcp": (1, MEASURED_FROM_BYTES, 0), "shm": (0, 0, 1)}

@@ -8,7 +8,6 @@ once for all the copies that have ended by then. What knows the device is handed
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -19,24 +18,22 @@ import numpy as np
 from base.errors import ProtocolError
 from base.grants import Operation
 from transfer.batch import Pieces, Priority
-from transfer.completion import Completion
+from transfer.completion import Completion, post
 from transfer.gpu import copy_engine
 from transfer.owned.device_access import CopyStream
-from transfer.turns import Turns
+from transfer.semaphore import PrioritySemaphore
 
 MAX_LAUNCHES = 8
-"""Under way on one GPU. While one batch is copied the next are planned, and several keep the
+"""Launches under way on one GPU. While one batch is copied the next are planned, and several keep the
 link full where one ends and the next begins."""
 ALIGNMENT = 16
 """Addresses and lengths: the kernel moves 16 bytes a thread at a time."""
 ROW_BYTES = 1 << 20
 """Longest range of one row: a longer one is cut, or its tiles outnumber everything else's."""
 SHORT_ROW_BYTES = 16 << 10
-"""Rows that are shorter on average are made one with their neighbours; longer ones gain nothing by it."""
+"""Rows that are shorter on average are merged with their neighbours; longer ones gain nothing by it."""
 NUM_ROWS = 4096
-"""There is room for at first."""
-
-_WRITE = Operation.WRITE
+"""Rows that a table has at first."""
 
 
 class Slot:
@@ -56,7 +53,7 @@ class Slot:
             self._cells = self._stream.make_cells(6 * num_rows)
         cells = self._cells[: 3 * num_rows]
         base, numbers = pieces.segment.address, pieces.numbers
-        if operation is _WRITE:
+        if operation is Operation.WRITE:
             self._bases[0, 0], self._bases[2, 0] = base, peer_base
         else:
             self._bases[0, 0], self._bases[2, 0], numbers = peer_base, base, numbers[::-1]
@@ -85,11 +82,11 @@ class Launcher:
     def __init__(self, make_stream: Callable[[], CopyStream], loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._free = [Slot(make_stream()) for _ in range(MAX_LAUNCHES)]
-        self._turns = Turns(MAX_LAUNCHES)
+        self._permits = PrioritySemaphore(MAX_LAUNCHES)
         # An executor and its futures cost 20 us a batch, a tenth of 64 MiB over NVLink.
         self._launched: SimpleQueue[tuple[Slot, Completion] | None] = SimpleQueue()
         self._ended: deque[tuple[Completion, BaseException | None]] = deque()
-        self._is_told = False
+        self._is_posted = False
         self._is_closed = False
         self._waiter = threading.Thread(target=self._wait, name="cuda-wait", daemon=True)
         self._waiter.start()
@@ -107,8 +104,7 @@ class Launcher:
             ProtocolError: something is not aligned.
             RuntimeError: CUDA failed, or nobody waits for copies any more.
         """
-        if not self._turns.take():
-            await self._turns.wait(priority)
+        await self._permits.acquire(priority)
         slot = self._free.pop()
         try:
             if self._is_closed:
@@ -119,7 +115,7 @@ class Launcher:
             await completion.wait(cannot_be_cancelled)
         finally:
             self._free.append(slot)
-            self._turns.give_back()
+            self._permits.release()
 
     def close(self) -> None:
         """End the thread, after what is under way."""
@@ -137,15 +133,13 @@ class Launcher:
                 # Whatever it is: without this thread no copy would end.
                 failure = error
             self._ended.append((completion, failure))
-            if not self._is_told:
-                self._is_told = True
-                # A loop that was closed without closing us has nobody who waits.
-                with contextlib.suppress(RuntimeError):
-                    self._loop.call_soon_threadsafe(self._tell)
+            if not self._is_posted:
+                self._is_posted = True
+                post(self._loop, self._end_launches)
 
-    def _tell(self) -> None:
+    def _end_launches(self) -> None:
         # First: what ends from here on wakes the loop again.
-        self._is_told = False
+        self._is_posted = False
         while self._ended:
             completion, failure = self._ended.popleft()
             completion.end(failure)

@@ -23,31 +23,31 @@ from transfer.owned.segment import Segment
 class PinnedStaging:
     """The `Staging` of one segment. Made anywhere, in seconds at worst; then for the threads of a wire."""
 
-    def __init__(self, segment: Segment, access: DeviceAccess, room_bytes: int) -> None:
+    def __init__(self, segment: Segment, access: DeviceAccess, buffer_bytes: int) -> None:
         self._segment = segment
         self._access = access
-        self._room_bytes = room_bytes
+        self._buffer_bytes = buffer_bytes
         self._slot = Slot(access.make_stream())
         # One copy at a time: the GPU is several times as fast as all wires together.
         self._lock = threading.Lock()
-        self._answers = self.room()
+        self._answers = self.buffer()
 
-    def room(self) -> Segment:
+    def buffer(self) -> Segment:
         """Return pinned memory for the payload of one frame; raises TransferFailedError if none is left."""
         try:
-            return segments.over(0, self._access.pinned(self._room_bytes))
+            return segments.over(0, self._access.pinned(self._buffer_bytes))
         except RuntimeError as error:
             raise TransferFailedError(f"no pinned host memory: {error}") from error
 
-    def put(self, room: Segment, offsets: Offsets, lengths: Offsets) -> None:
-        """Copy what lies in `room`, range after range, to where it belongs.
+    def put(self, buffer: Segment, offsets: Offsets, lengths: Offsets) -> None:
+        """Copy what lies in `buffer`, range after range, to where it belongs.
 
         Raises:
             ProtocolError: the ranges are not aligned as the device wants them.
             TransferFailedError: the device refuses.
         """
         with self._lock:
-            self._copy(Operation.READ, room, offsets, lengths)
+            self._copy(Operation.READ, buffer, offsets, lengths)
 
     def fetched(self, offsets: Offsets, lengths: Offsets) -> memoryview:
         """Return a copy of some ranges, one after the other; raises as `put`."""
@@ -56,10 +56,10 @@ class PinnedStaging:
             # The pinned memory is wanted for the next answer while this one waits for its turn on the wire.
             return memoryview(bytes(self._answers.memory[: int(lengths.sum())]))
 
-    def _copy(self, operation: Operation, room: Segment, offsets: Offsets, lengths: Offsets) -> None:
+    def _copy(self, operation: Operation, buffer: Segment, offsets: Offsets, lengths: Offsets) -> None:
         pieces = Pieces(self._segment, np.stack((offsets, lengths, lengths.cumsum() - lengths)))
         try:
-            self._slot.launch(operation, pieces, room.address, by_engine=True)
+            self._slot.launch(operation, pieces, buffer.address, by_engine=True)
             self._slot.wait()
         except RuntimeError as error:
             raise TransferFailedError(f"the GPU gave up: {error}") from error

@@ -43,7 +43,7 @@ from transfer.owned.device_access import CopyStream
 from transfer.owned.ranges import Offsets
 from transfer.owned.segment import DeviceMemory, Segment
 from transfer.shm.mapped import MappedPeer, MappedPeers
-from transfer.transport import Transport
+from transfer.transport import OfferedTransport, Transport
 
 _CUDA_HOST_REGISTER_MAPPED = 2
 _ALREADY_REGISTERED = 712
@@ -62,11 +62,16 @@ def described(tensor: torch.Tensor) -> DeviceMemory:
     coded = [
         {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part for part in parts
     ]
-    told = {"parts": coded, "skipped_bytes": skipped_bytes, "address": tensor.data_ptr()}
-    handle = json.dumps(told).encode()
+    encoded = {"parts": coded, "skipped_bytes": skipped_bytes, "address": tensor.data_ptr()}
+    handle = json.dumps(encoded).encode()
     num_bytes = tensor.numel() * tensor.element_size()
     device: int = tensor.device.index
     return DeviceMemory(tensor.data_ptr(), num_bytes, device, handle, CudaAccess(device))
+
+
+def offer(host: object) -> OfferedTransport:
+    """Return the transport."""
+    return OfferedTransport(CudaTransport())
 
 
 class CudaTransport(Transport):
@@ -214,7 +219,7 @@ class CudaAccess:
 
 
 class _Reach:
-    """What of the peers' memory and of our own this process's GPUs can address.
+    """Memory of peers and of our own that this process's GPUs can address.
 
     One thread changes it; the event loop looks into it.
     """

@@ -1,1 +1,1 @@
-"""What this process owns and lends: segments of memory, grants on them, the board that shows both."""
+"""Memory that this process owns and lends: segments, grants on them, the board that shows both."""

@@ -14,10 +14,6 @@ that died, so that the dead delay nobody. A counter in shared memory was weighed
 needs atomic instructions, and a writer that dies holding it blocks the owner until the
 lease ends. A lock and its release cost 1.7 us together (2.5 GHz Xeon, 2026-11-21).
 
-The event loop of a writer keeps what it held until its next turn, a millisecond at most while
-small batches follow each other, so that these lock once and not each; the generation is looked
-at for each all the same. An owner that revokes in that moment waits for that turn.
-
 A writer that is frozen in the middle of a copy keeps `drain` waiting for as long as it
 may still wake up and go on: that memory cannot be given to anybody else.
 
@@ -37,9 +33,9 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from base.checksum import checksum
 from base.errors import LeaseExpiredError, ProtocolError, StaleError, TransferFailedError
@@ -59,6 +55,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 """struct flock of 64-bit Linux; l_pid must be 0 for locks of this sort."""
 
 
+@functools.lru_cache(256)
 def digest_of(grant: Grant) -> int:
     """Return a checksum over all that a grant allows: a peer cannot widen it by mistake."""
     words = [grant.segment_id, grant.operation.value, grant.length, *grant.offsets]
@@ -144,23 +141,6 @@ class Board:
         return True
 
 
-class Held:
-    """One hold on a grant's ranges, for a `with`. A generator would cost each small copy a microsecond."""
-
-    def __init__(self, board: PeerBoard, grant: Grant) -> None:
-        self._board = board
-        self._grant = grant
-
-    def __enter__(self) -> None:
-        """Raises as `PeerBoard.hold`."""
-        self._board.hold(self._grant)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._board.let_go(self._grant)
-
-
 class PeerBoard:
     """A peer's board and its segments, mapped. Any thread may call anything but `close`."""
 
@@ -184,10 +164,8 @@ class PeerBoard:
             os.close(self._fd)
             raise
         self._segments: dict[int, memoryview] = {}
-        self._spans: dict[int, tuple[int, int]] = {}
         self._map_lock = threading.Lock()
         self._rows: dict[int, int] = {}
-        self._digest_of = functools.lru_cache(256)(digest_of)
         self._holds: dict[int, int] = {}
         self._holds_lock = threading.Lock()
 
@@ -215,13 +193,9 @@ class PeerBoard:
                     memory = self._segments[segment_id] = self._map(self._row(segment_id))
         return memory
 
-    def host_memory_of(self, segment_id: int) -> tuple[int, int]:
-        """Return address and bytes of what `memory_of` maps; raises as it does."""
-        span = self._spans.get(segment_id)
-        if span is None:
-            memory = self.memory_of(segment_id)
-            span = self._spans[segment_id] = address_of(memory), memory.nbytes
-        return span
+    def address_of(self, segment_id: int) -> int:
+        """Return where `memory_of` maps a segment in this process; raises as it does."""
+        return address_of(self.memory_of(segment_id))
 
     def handle_of(self, segment_id: int) -> bytes:
         """Return what a GPU's memory is imported by; raises StaleError."""
@@ -231,21 +205,30 @@ class PeerBoard:
         finally:
             os.close(fd)
 
-    def held(self, grant: Grant) -> Held:
-        """Return what keeps the ranges of a live grant from being reused for the length of a `with`."""
-        return Held(self, grant)
-
     def require_live(self, grant: Grant) -> None:
-        """Raise as `hold` does if a grant that is held has ended meanwhile."""
+        """Raise as `hold` does if a grant has ended, or says something else."""
         at = _SLOTS_AT + 4 * (grant.generation & _SLOT_MASK)
-        if self._words[at] != grant.generation:
-            self._require_posted(grant, at)
+        if self._words[at] == grant.generation:
+            if self._words[at + 1] != digest_of(grant):
+                raise ProtocolError(f"grant {grant.generation:#x} says something else")
+            return
+        if self._words[at + 2] == grant.generation and self._words[at + 3] == GrantState.EXPIRED.value:
+            raise LeaseExpiredError(f"the lease of grant {grant.generation:#x} ran out")
+        raise StaleError(f"grant {grant.generation:#x} is not live")
 
     def close(self) -> None:
         """Unmap everything. Nothing may be held."""
-        self._spans.clear()
         self._segments.clear()
         os.close(self._fd)
+
+    @contextmanager
+    def held(self, grant: Grant) -> Iterator[None]:
+        """Hold a grant for the length of a `with`; raises as `hold`."""
+        self.hold(grant)
+        try:
+            yield
+        finally:
+            self.let_go(grant)
 
     def hold(self, grant: Grant) -> None:
         """Keep the ranges of a live grant from being reused until `let_go`.
@@ -267,7 +250,7 @@ class PeerBoard:
                     raise StaleError(f"grant {grant.generation:#x} is being revoked") from error
             self._holds[slot] = holds + 1
         try:
-            self._require_posted(grant, _SLOTS_AT + 4 * slot)
+            self.require_live(grant)
         except BaseException:
             self.let_go(grant)
             raise
@@ -281,15 +264,6 @@ class PeerBoard:
                 self._holds[slot] = left
             else:
                 _lock(self._fd, slot, fcntl.F_UNLCK, wait=False)
-
-    def _require_posted(self, grant: Grant, at: int) -> None:
-        if self._words[at] == grant.generation:
-            if self._words[at + 1] != self._digest_of(grant):
-                raise ProtocolError(f"grant {grant.generation:#x} says something else")
-            return
-        if self._words[at + 2] == grant.generation and self._words[at + 3] == GrantState.EXPIRED.value:
-            raise LeaseExpiredError(f"the lease of grant {grant.generation:#x} ran out")
-        raise StaleError(f"grant {grant.generation:#x} is not live")
 
     def _row_or_none(self, segment_id: int) -> int | None:
         row = self._rows.get(segment_id)

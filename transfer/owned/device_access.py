@@ -1,4 +1,4 @@
-"""What the transfer layer needs of a GPU, handed in with its memory: nothing else here knows the device."""
+"""The interface of a GPU that the transfer layer needs. It is handed in with the GPU's memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class CopyStream(Protocol):
         """Begin to copy what the first 3 * `num_rows` cells say, [3, num_rows]: source, bytes, target.
 
         Args:
-            max_bytes: Of the longest row.
-            by_engine: By the copy engines, not the kernel.
+            max_bytes: Bytes of the longest row.
+            by_engine: Whether the copy engines copy, and not the kernel.
 
         Raises:
             RuntimeError: the device refuses.

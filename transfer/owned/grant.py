@@ -6,7 +6,7 @@ Each grant lives in a numbered slot:
 
 and keeps the slot while ended, because copies that were under way may still touch its
 ranges; `retire` is called when they cannot. A retired slot remembers how its last grant
-ended until it is used again, so that a late peer is told "expired" or "stale".
+ended until it is used again, so that a late peer learns that it expired or was revoked.
 
 A generation is 48 random bits over 16 bits of slot: the slot finds the grant without a
 search, also in memory shared with a peer; the random part cannot be guessed, and a
@@ -126,13 +126,6 @@ class GrantTable:
             ProtocolError: it is live and allows something else.
         """
         if not self._allowed(segment_id, generation, operation).covers(offsets, lengths):
-            raise ProtocolError("a range lies outside the grant")
-
-    def check_one(
-        self, segment_id: int, generation: int, operation: Operation, offset: int, length: int
-    ) -> None:
-        """Do as `check` for one range, without arrays, which somebody waits for."""
-        if not self._allowed(segment_id, generation, operation).covers_one(offset, length):
             raise ProtocolError("a range lies outside the grant")
 
     def require_live(self, generation: int) -> None:

@@ -1,4 +1,4 @@
-"""What this process holds: its segments, the grants on them, and the board that shows both.
+"""The segments of this process, the grants on them, and the board that shows both.
 
 The event loop changes it; transports look into it from their threads through `views`,
 which is the one gate that bytes from a wire pass.
@@ -6,7 +6,6 @@ which is the one gate that bytes from a wire pass.
 
 from __future__ import annotations
 
-import functools
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -25,14 +24,14 @@ from transfer.owned.segment import DeviceMemory, Segment
 
 
 class Staging(Protocol):
-    """How a wire reaches one segment that is a GPU's memory: payloads lie in host memory in between."""
+    """Copies between the wire and one segment that is a GPU's memory, by way of host memory."""
 
-    def room(self) -> Segment:
+    def buffer(self) -> Segment:
         """Return host memory for the payload of one frame; raises TransferFailedError if none is left."""
         ...
 
-    def put(self, room: Segment, offsets: Offsets, lengths: Offsets) -> None:
-        """Copy what lies in `room`, range after range, to where it belongs; raises ServeError or its like."""
+    def put(self, buffer: Segment, offsets: Offsets, lengths: Offsets) -> None:
+        """Copy what lies in `buffer`, range after range, to where it belongs; raises ServeError."""
         ...
 
     def fetched(self, offsets: Offsets, lengths: Offsets) -> memoryview:
@@ -43,7 +42,7 @@ class Staging(Protocol):
 class Holdings:
     """Owns segments and grants. With `board`, shared ones are open to peers of this host.
 
-    `stage` makes what a wire reaches a GPU's memory by.
+    `stage` makes the `Staging` of a GPU's memory.
     """
 
     def __init__(
@@ -59,8 +58,7 @@ class Holdings:
         self._stage = stage
         self._segments: dict[int, Segment] = {}
         self.staging: dict[int, Staging] = {}
-        """How a wire reaches the segments that are a GPU's memory."""
-        self._digest_of = functools.lru_cache(256)(digest_of)
+        """Staging of each segment that is a GPU's memory, by its id."""
 
     def allocate(self, num_bytes: int) -> Segment:
         """Return a new zeroed shared segment; raises ValueError or OSError."""
@@ -144,13 +142,6 @@ class Holdings:
         ranges = zip(offsets.tolist(), lengths.tolist(), strict=True)
         return [memory[offset : offset + length] for offset, length in ranges]
 
-    def view(
-        self, segment_id: int, generation: int, operation: Operation, offset: int, length: int
-    ) -> memoryview:
-        """Return the memory of one range, as `views` does of several."""
-        self.grants.check_one(segment_id, generation, operation, offset, length)
-        return self._host_memory(segment_id)[offset : offset + length]
-
     def admitted(self, generation: int, digest: int) -> tuple[Segment, float]:
         """Return the segment of a live grant, and the seconds that its lease still runs.
 
@@ -158,7 +149,7 @@ class Holdings:
         `GrantTable.check` does.
         """
         grant, left_s = self.grants.live(generation)
-        if self._digest_of(grant) != digest:
+        if digest_of(grant) != digest:
             raise ProtocolError(f"grant {generation:#x} says something else")
         return self.segment(grant.segment_id), left_s
 

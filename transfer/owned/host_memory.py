@@ -28,7 +28,7 @@ from pathlib import Path
 
 NODES = Path("/sys/devices/system/node")
 HUGE_BYTES = 2 << 20
-"""Of one huge page, on the architectures that GPUs and NICs are plugged into."""
+"""Size of a huge page, on the architectures that GPUs and NICs are plugged into."""
 _MPOL_PREFERRED = 1
 _MPOL_INTERLEAVE = 3
 _MBIND = {"x86_64": 237, "aarch64": 235}
@@ -37,12 +37,12 @@ _MAX_NODES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Which memory nodes a segment's pages come from."""
+class MemoryPolicy:
+    """The memory nodes that a segment's pages come from."""
 
     nodes: tuple[int, ...]
     is_spread: bool
-    """From all of them in turn; else from the one, while it has some."""
+    """Whether pages come from all nodes in turn; else from the one, while it has some."""
 
 
 def memory_nodes(folder: Path = NODES) -> dict[int, frozenset[int]]:
@@ -65,30 +65,30 @@ def cpu_list(text: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def placement_or_none(nodes: Mapping[int, Collection[int]], processors: Collection[int]) -> Placement | None:
+def policy_or_none(nodes: Mapping[int, Collection[int]], processors: Collection[int]) -> MemoryPolicy | None:
     """Return where memory for a process on `processors` should lie; None: there is no choice."""
     ours = tuple(sorted(node for node, its in nodes.items() if not set(its).isdisjoint(processors)))
     if len(nodes) < 2 or not ours:
         return None
-    return Placement(ours, is_spread=len(ours) > 1)
+    return MemoryPolicy(ours, is_spread=len(ours) > 1)
 
 
 def place(address: int, num_bytes: int) -> None:
     """Advise the kernel about untouched memory at a page boundary, as this file says."""
-    placement = placement_or_none(memory_nodes(), os.sched_getaffinity(0))
-    if placement is not None:
-        bind(address, num_bytes, placement)
+    policy = policy_or_none(memory_nodes(), os.sched_getaffinity(0))
+    if policy is not None:
+        bind(address, num_bytes, policy)
 
 
-def bind(address: int, num_bytes: int, placement: Placement) -> bool:
-    """Ask that untouched pages come from the placement's nodes; return whether the kernel agreed."""
+def bind(address: int, num_bytes: int, policy: MemoryPolicy) -> bool:
+    """Ask that untouched pages come from the policy's nodes; return whether the kernel agreed."""
     number = _MBIND.get(platform.machine())
-    if number is None or max(placement.nodes) >= _MAX_NODES:
+    if number is None or max(policy.nodes) >= _MAX_NODES:
         return False
     mask = (ctypes.c_ulong * (_MAX_NODES // 64))()
-    for node in placement.nodes:
+    for node in policy.nodes:
         mask[node // 64] |= 1 << node % 64
-    mode = _MPOL_INTERLEAVE if placement.is_spread else _MPOL_PREFERRED
+    mode = _MPOL_INTERLEAVE if policy.is_spread else _MPOL_PREFERRED
     # One more than the bits there are: the kernel takes the count for exclusive.
     length, num_bits = ctypes.c_ulong(num_bytes), ctypes.c_ulong(_MAX_NODES + 1)
     call = ctypes.CDLL(None).syscall

@@ -33,21 +33,21 @@ class Ranges:
     ends: Offsets
     shift: int = 0
     """2**shift divides each offset that was granted, and the length."""
-    room: Offsets | None = None
-    """For each 2**shift bytes: how many are granted from their first on without a gap."""
+    table: Offsets | None = None
+    """Bytes that are granted without a gap from each multiple of 2**shift on."""
     _lists: tuple[list[int], list[int]] | None = None
-    """Starts and ends, once somebody asked for one request: an array's elements cost ten times as much."""
+    """Starts and ends, once one request was asked for: an array's elements cost ten times as much."""
 
     @property
     def end(self) -> int:
-        """The first byte that no range reaches up to, nor anything beyond."""
+        """End of the last range."""
         return self.ends.item(-1)
 
     def covers(self, offsets: Offsets, lengths: Offsets | int) -> bool:
         """Return whether each request has at least one byte and lies inside one range.
 
         Args:
-            lengths: Of each request, or of all of them.
+            lengths: Bytes of each request, or of all of them.
         """
         first = self.starts[0]
         # As unsigned numbers, negative ones are too large as well. Counted, because `min` and `all` of a
@@ -55,8 +55,8 @@ class Ranges:
         beyond = (offsets - first).view(np.uint64) >= np.uint64(self.ends[-1] - first)
         if np.count_nonzero(beyond) or np.count_nonzero(np.less_equal(lengths, 0)):
             return False
-        if self.room is not None:
-            room = self.room.take(offsets >> self.shift) - (offsets & (1 << self.shift) - 1)
+        if self.table is not None:
+            room = self.table.take(offsets >> self.shift) - (offsets & (1 << self.shift) - 1)
         else:
             # Not offsets + lengths, which a hostile length makes wrap around.
             room = self.ends[self.starts.searchsorted(offsets, "right") - 1] - offsets
@@ -68,10 +68,10 @@ class Ranges:
         Args:
             bits: Every bit that is set in any offset. One sign bit makes it negative.
         """
-        if self.room is None or bits < 0:
+        if self.table is None or bits < 0:
             return bits >= 0 and self.covers(offsets, length)
         try:
-            room = self.room.take(offsets >> self.shift)
+            room = self.table.take(offsets >> self.shift)
         except IndexError:
             return False
         if skipped := bits & (1 << self.shift) - 1:

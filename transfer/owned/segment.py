@@ -25,7 +25,7 @@ class Segment:
     memory: memoryview
     """Writable, contiguous, format B."""
     address: int
-    """Of the first byte, in this process."""
+    """Address of the first byte in this process."""
     shared_fd: int | None
     """The memfd behind it; None: private memory, which only copies over a wire reach."""
     num_bytes: int
@@ -44,7 +44,7 @@ class DeviceMemory:
     num_bytes: int
     device: int
     handle: bytes
-    """What a process of the same host imports it by."""
+    """Description by which a process of the same host imports it."""
     access: DeviceAccess
 
 

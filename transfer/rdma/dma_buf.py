@@ -36,9 +36,9 @@ class Export:
     """A range of a GPU's memory, with pages to either side of it."""
 
     fd: int
-    """Whoever asked closes it."""
+    """Descriptor, which the caller closes."""
     offset: int
-    """Of the first byte that was asked for."""
+    """Offset of the first byte that was asked for."""
 
 
 def offset_of(address: int) -> int:
@@ -47,7 +47,7 @@ def offset_of(address: int) -> int:
 
 
 class CudaDriver:
-    """What is asked of the driver. Any thread."""
+    """Calls of the CUDA driver. Any thread."""
 
     def __init__(self, load: Callable[[], Any] = lambda: ctypes.CDLL("libcuda.so.1")) -> None:
         """`load`: returns the driver's library, or raises OSError. Called when a GPU is first asked about."""

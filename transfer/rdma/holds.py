@@ -19,7 +19,6 @@ finds nothing to wait for. The event loop owns everything.
 from __future__ import annotations
 
 import asyncio
-import functools
 import struct
 
 from base.clock import Clock
@@ -27,15 +26,13 @@ from base.grants import Grant
 from transfer.owned.board import digest_of
 from transfer.rdma.registrations import Reach, unpack_reach
 from transfer.tcp.express import Call, ExpressLink
-from transfer.tcp.frame import Kind
+from transfer.tcp.frame import FrameKind
 
 SWEEP_S = 0.001
-"""Batches of one request follow each other within this. A revocation waits for an idle hold no longer than
-the recall's way there and back: the loop need only turn."""
+"""Batches of one request follow each other within this. A revocation waits for an idle hold at most as long
+as the recall is under way: the loop need only turn."""
 _LEASE = struct.Struct("<d")
 ADMISSION_BYTES = _LEASE.size + Reach.PACKED_BYTES
-
-_digest_of = functools.lru_cache(256)(digest_of)
 
 
 def pack_admission(left_s: float, reach: Reach) -> bytes:
@@ -44,18 +41,18 @@ def pack_admission(left_s: float, reach: Reach) -> bytes:
 
 
 class Hold:
-    """What the owner gave for one grant."""
+    """The owner's leave to touch what one grant allows."""
 
     def __init__(self, grant: Grant, asked_at_s: float) -> None:
         self.grant = grant
-        self.call = Call(Kind.HOLD, ADMISSION_BYTES)
+        self.call = Call(FrameKind.HOLD, ADMISSION_BYTES)
         self.call.frame.generation = grant.generation
-        self.call.frame.offset = _digest_of(grant)
+        self.call.frame.offset = digest_of(grant)
         self.expires_at_s = asked_at_s
         self.reach: Reach
         self.num_users = 1
         self.was_used = True
-        """Since the last sweep."""
+        """Whether a batch used it since the last sweep."""
         self.is_recalled = False
 
     def admit(self, answer: bytes) -> None:
@@ -74,7 +71,7 @@ class Holds:
         self._loop = asyncio.get_running_loop()
         self._all: set[Hold] = set()
         self._kept: dict[int, Hold] = {}
-        """Of each generation the one that the next batch takes."""
+        """For each generation, the hold that the next batch takes."""
         self._timer: asyncio.TimerHandle | None = None
 
     def take(self, grant: Grant) -> Hold | None:

@@ -18,10 +18,10 @@ from itertools import count
 
 from base.clock import Clock
 from base.errors import ProtocolError, ServeError, TransferFailedError
-from transfer.batch import Pieces, Priority
+from base.resting import Resting
+from transfer.batch import Pieces, Priority, Row
 from transfer.completion import Completion
 from transfer.rdma.holds import Holds
-from transfer.rdma.rails import RailHealth
 from transfer.rdma.registrations import Reach
 from transfer.rdma.topology import Tiers, tiers
 from transfer.rdma.verbs import (
@@ -34,7 +34,7 @@ from transfer.rdma.verbs import (
     unpack_ends,
 )
 from transfer.tcp.express import Call, ExpressLink
-from transfer.tcp.frame import Kind
+from transfer.tcp.frame import FrameKind
 from transfer.tcp.greeting import PeerKey
 
 WORK_BYTES = 1 << 20
@@ -42,14 +42,18 @@ WORK_BYTES = 1 << 20
 STUCK_AFTER_S = 1.0
 """A lane that does not end cancelled work for this long is destroyed."""
 BURST = 16
-"""Posted on one lane before the next has its turn."""
+"""Work requests that are posted on one lane before the next has its turn."""
+MAX_FAILURES = 3
+"""Errors within 10 s that make a rail rest: for REST_S first, and for five minutes at most."""
+REST_S = 30.0
 
 
-Row = tuple[int, int, int]
-"""One work request: offset in our segment, offset in the peer's, bytes."""
+def resting_rails(clock: Clock) -> Resting:
+    """Return a memory of the rails (NICs) that failed, by their names."""
+    return Resting(clock, REST_S, 300.0, MAX_FAILURES, window_s=10.0)
 
 
-class Batch:
+class WorkBatch:
     """Counts down the work requests of one batch."""
 
     def __init__(self, is_write: bool, ours: Reach, theirs: Reach) -> None:
@@ -64,7 +68,7 @@ class Batch:
         self._completion: Completion | None = None
 
     def work_ended(self, error: ServeError | None = None) -> None:
-        """One work request is over: nothing touches its bytes any more."""
+        """Note that one work request is over: nothing touches its bytes any more."""
         self.error = self.error or error
         self.left -= 1
         if self.left == 0:
@@ -81,7 +85,7 @@ class Batch:
         await self._completion.wait(cancel)
 
 
-Work = tuple[Batch, Row]
+Work = tuple[WorkBatch, Row]
 
 
 class Lane:
@@ -93,12 +97,12 @@ class Lane:
         self.pair = pair
         self.is_open = False
         self.is_lost = False
-        self.under_way: deque[tuple[int, Batch, Row]] = deque()
+        self.under_way: deque[tuple[int, WorkBatch, Row]] = deque()
         self._ids = count(1)
 
     @property
     def key(self) -> tuple[str, int]:
-        """Its name among all lanes: every rail numbers its queue pairs by itself."""
+        """The rail's name and the queue pair's number: every rail numbers its own."""
         return self.pair.rail.name, self.pair.end.number
 
     def post(self, work: Sequence[Work]) -> None:
@@ -132,7 +136,7 @@ class _Line:
         self.urgent: deque[Work] = deque()
         self.background: deque[Work] = deque()
         self.lanes: frozenset[int] = frozenset()
-        """Numbers of those that carry it: the nearest that are open."""
+        """Numbers of the lanes that carry it: the nearest that are open."""
 
 
 class Pairing:
@@ -143,12 +147,12 @@ class Pairing:
         address: str,
         key: PeerKey,
         rails: Sequence[Rail],
-        health: RailHealth,
+        resting_rails: Resting,
         lanes: dict[tuple[str, int], Lane],
         clock: Clock,
     ) -> None:
         self.epoch = key.epoch
-        self._health = health
+        self._resting_rails = resting_rails
         self._all_lanes = lanes
         self._lanes = [Lane(self, index, rail.queue_pair()) for index, rail in enumerate(rails)]
         self._lines: dict[Tiers, _Line] = {}
@@ -168,7 +172,7 @@ class Pairing:
 
     @property
     def has_queued(self) -> bool:
-        """Whether work waits for room on a lane."""
+        """Whether work waits for a lane."""
         return any(line.urgent or line.background for line in self._lines.values())
 
     async def ready(self) -> None:
@@ -184,10 +188,12 @@ class Pairing:
         """Return whether another pairing would reach the peer better than this one."""
         if self.link.is_closed:
             return True
-        is_revived = any(lane.is_lost and self._health.is_usable(lane.pair.rail.name) for lane in self._lanes)
+        is_revived = any(
+            lane.is_lost and lane.pair.rail.name not in self._resting_rails for lane in self._lanes
+        )
         return is_revived and not any(lane.under_way for lane in self._lanes)
 
-    def add(self, batch: Batch, pieces: Pieces, priority: Priority) -> None:
+    def add(self, batch: WorkBatch, pieces: Pieces, priority: Priority) -> None:
         """Take over the work of one batch."""
         line = self._line_of(batch)
         if (
@@ -205,7 +211,7 @@ class Pairing:
         else:
             _fail(line, TransferFailedError("no rail that is open reaches both memories"))
 
-    def drop(self, batch: Batch) -> None:
+    def drop(self, batch: WorkBatch) -> None:
         """End the batch's work: what is not posted at once, what is posted within a second."""
         line = self._line_of(batch)
         for queue in (line.urgent, line.background):
@@ -219,15 +225,15 @@ class Pairing:
             asyncio.get_running_loop().call_later(STUCK_AFTER_S, self._give_up, batch)
 
     def pump(self) -> None:
-        """Post what there is room for, a burst to each lane in turn."""
+        """Post as much as lanes take, a burst to each in turn."""
         is_moving = True
         while is_moving:
             is_moving = False
             for lane in self._lanes:
-                room = min(BURST, MAX_OUTSTANDING - len(lane.under_way))
-                queue = self._next_or_none(lane) if lane.is_open and room > 0 else None
+                capacity = min(BURST, MAX_OUTSTANDING - len(lane.under_way))
+                queue = self._next_or_none(lane) if lane.is_open and capacity > 0 else None
                 if queue:
-                    self._post_burst(lane, queue, room)
+                    self._post_burst(lane, queue, capacity)
                     is_moving = True
 
     def on_ended(self, lane: Lane, ended: Ended) -> None:
@@ -236,7 +242,7 @@ class Pairing:
             lane.under_way.popleft()[1].work_ended()
         if not ended.error:
             lane.under_way.popleft()[1].work_ended()
-            self._health.succeeded(lane.pair.rail.name)
+            self._resting_rails.succeeded(lane.pair.rail.name)
         elif lane.is_open:
             if ended.is_refused:
                 lane.under_way.popleft()[1].work_ended(ProtocolError("the peer's NIC refused the access"))
@@ -248,7 +254,7 @@ class Pairing:
 
     async def _pair(self) -> None:
         offer = b"".join(lane.pair.end.pack() for lane in self._lanes)
-        call = Call(Kind.PAIR, len(offer))
+        call = Call(FrameKind.PAIR, len(offer))
         call.frame.num_bytes = len(offer)
         call.frame.outgoing = [memoryview(offer)]
         ends = unpack_ends(await call.answered(self.link))
@@ -265,16 +271,16 @@ class Pairing:
 
     def _connected(self, lane: Lane, end: QueuePairEnd) -> bool:
         rail = lane.pair.rail.name
-        if not self._health.is_usable(rail):
+        if rail in self._resting_rails:
             return False
         try:
             lane.pair.connect(end)
         except TransferFailedError:
-            self._health.failed(rail)
+            self._resting_rails.failed(rail)
             return False
         return True
 
-    def _line_of(self, batch: Batch) -> _Line:
+    def _line_of(self, batch: WorkBatch) -> _Line:
         line = self._lines.get(batch.tiers)
         if line is None:
             # There are few; what a peer says of its rails must not make them many.
@@ -307,7 +313,7 @@ class Pairing:
             self._lines[line.tiers] = self._lines.pop(line.tiers)
         return queue
 
-    def _began(self, line: _Line, batch: Batch, row: Row) -> bool:
+    def _began(self, line: _Line, batch: WorkBatch, row: Row) -> bool:
         """Post the only work of a batch, if nobody is before it: no queue, and no turns. False: not done."""
         if self.has_queued:
             return False
@@ -326,10 +332,10 @@ class Pairing:
             self.pump()
         return True
 
-    def _post_burst(self, lane: Lane, queue: deque[Work], room: int) -> None:
+    def _post_burst(self, lane: Lane, queue: deque[Work], capacity: int) -> None:
         is_write = queue[0][0].is_write
         burst: list[Work] = []
-        while queue and len(burst) < room and queue[0][0].is_write is is_write:
+        while queue and len(burst) < capacity and queue[0][0].is_write is is_write:
             burst.append(queue.popleft())
         try:
             lane.post(burst)
@@ -339,7 +345,7 @@ class Pairing:
     def _lost(self, lane: Lane, reason: str) -> None:
         """Give the work of a broken lane to the others, or end it if there is none."""
         lane.is_lost = self._has_lost = True
-        self._health.failed(lane.pair.rail.name)
+        self._resting_rails.failed(lane.pair.rail.name)
         self._all_lanes.pop(lane.key, None)
         for work in reversed(lane.take_back()):
             self._line_of(work[0]).urgent.appendleft(work)
@@ -349,7 +355,7 @@ class Pairing:
             if not line.lanes:
                 _fail(line, error)
 
-    def _give_up(self, batch: Batch) -> None:
+    def _give_up(self, batch: WorkBatch) -> None:
         for lane in self._lanes:
             if any(each is batch for _, each, _ in lane.under_way):
                 self._lost(lane, "it did not end cancelled work")

@@ -1,4 +1,4 @@
-"""Which rails reach which of our segments: registered where, by which keys, and how near.
+"""Registrations of our segments with our rails: by which keys, and how near each rail is.
 
 Owned by the agent, used by both sides of the rdma transport on their threads: what is found
 twice at once is the same. A rail that refuses a segment is left out of it; only a segment that
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from base.errors import TransferFailedError
 from transfer.owned.segment import Segment
 from transfer.rdma.dma_buf import CudaDriver
-from transfer.rdma.topology import UNREACHED, Distance, Place, distance, gpu_place, host_place, told
+from transfer.rdma.topology import UNREACHED, Distance, Place, distance, gpu_place, host_place
 from transfer.rdma.verbs import MAX_RAILS, NO_DMA_BUF, Rail, address_of
 
 _REACH = struct.Struct(f"<Q{MAX_RAILS}I{MAX_RAILS}B")
@@ -29,11 +29,11 @@ class Reach:
     PACKED_BYTES = _REACH.size
 
     address: int
-    """Of its first byte, in work requests."""
+    """Address of its first byte in work requests."""
     keys: tuple[int, ...]
-    """One for each rail, of its own side or for the peer's."""
+    """Key for each rail: our own, or the one that the peer uses."""
     distances: tuple[int, ...]
-    """Of each rail: a `Distance`, or UNREACHED."""
+    """Distance of each rail: a `Distance`, or UNREACHED."""
 
     def pack(self) -> bytes:
         """Return its wire form: rails that there are not are not reached."""
@@ -94,10 +94,6 @@ class Registrations:
     def remote(self, segment: Segment) -> Reach:
         """Return how peers' NICs address a segment of ours; raises as `local`."""
         return self._reach(segment)[1]
-
-    def told(self, device: int | None) -> str:
-        """Return which rails are near our memory on `device` and which stand by, in one line."""
-        return told([rail.name for rail in self.rails], self._distances_to(device))
 
     def close(self) -> None:
         """Give the rails back."""

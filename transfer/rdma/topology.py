@@ -1,4 +1,4 @@
-"""Which NICs are near which memory, by what Linux tells in sysfs.
+"""Distances between NICs and memory, from what Linux shows in sysfs.
 
 Where a device is plugged in is its path below `/sys/devices`: the root complex, its root port, the
 bridges of switches, the device. Distances are the classes that `nvidia-smi topo` shows too:
@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from transfer.owned.host_memory import memory_nodes, placement_or_none
+from transfer.owned.host_memory import memory_nodes, policy_or_none
 
 SYSFS = Path("/sys")
 UNREACHED = 255
@@ -44,7 +44,7 @@ Tiers = tuple[tuple[int, ...], ...]
 
 
 class Distance(enum.IntEnum):
-    """Between a NIC and memory. They add up: two ends at the same switch beat anything else."""
+    """Distance between a NIC and memory. Distances add up: two ends at the same switch beat anything else."""
 
     SWITCH = 0
     SWITCHES = 1
@@ -53,7 +53,7 @@ class Distance(enum.IntEnum):
     ANY = 4
 
 
-_TOLD = {
+_REASONS = {
     Distance.SWITCH: "same PCIe switch",
     Distance.SWITCHES: "same PCIe root port",
     Distance.ROOT: "same PCIe root",
@@ -69,7 +69,7 @@ class Place:
     nodes: frozenset[int] = frozenset()
     """Memory nodes; empty: not known."""
     path: tuple[str, ...] = ()
-    """From the root complex down to the device; empty: not on PCI, or not known."""
+    """PCI devices from the root complex down; empty: not on PCI, or not known."""
 
 
 def distance(nic: Place, memory: Place) -> Distance:
@@ -99,13 +99,13 @@ def tiers(ours: Sequence[int], theirs: Sequence[int]) -> Tiers:
     return tuple(tuple(sums[total]) for total in sorted(sums))
 
 
-def told(names: Sequence[str], distances: Sequence[int]) -> str:
+def described_choice(names: Sequence[str], distances: Sequence[int]) -> str:
     """Return in one line which of the named rails are nearest, why, and which stand by."""
     ranked = tiers(tuple(distances), (0,) * len(names))
     if not ranked:
         return "no rail"
     nearest, *others = (", ".join(names[rail] for rail in tier) for tier in ranked)
-    why = _TOLD[Distance(distances[ranked[0][0]])]
+    why = _REASONS[Distance(distances[ranked[0][0]])]
     return f"{nearest} ({why})" + (f"; {', '.join(others)} stand by" if others else "")
 
 
@@ -122,8 +122,8 @@ def gpu_place(bus_id: str, root: Path = SYSFS) -> Place:
 def host_place(root: Path = SYSFS) -> Place:
     """Return where host memory of this process lies, as `owned/host_memory.py` places it."""
     nodes = memory_nodes(root / "devices/system/node")
-    placement = placement_or_none(nodes, os.sched_getaffinity(0))
-    return Place() if placement is None else Place(frozenset(placement.nodes))
+    policy = policy_or_none(nodes, os.sched_getaffinity(0))
+    return Place() if policy is None else Place(frozenset(policy.nodes))
 
 
 def active_nics(root: Path = SYSFS) -> dict[str, Place]:
@@ -153,7 +153,7 @@ def overview(root: Path = SYSFS) -> Iterable[str]:
         f"GPU {name}": place for name, place in gpus(root).items()
     }
     for name, place in memories.items():
-        yield f"{name}: {told(tuple(nics), [distance(nic, place) for nic in nics.values()])}"
+        yield f"{name}: {described_choice(tuple(nics), [distance(nic, place) for nic in nics.values()])}"
 
 
 def _place(device: Path) -> Place:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from base.clock import Clock
 from base.errors import TransferFailedError
@@ -30,24 +31,24 @@ from base.grants import Grant, Operation, PeerDescriptor
 from base.logs import event
 from transfer.batch import Pieces, Priority
 from transfer.owned.holdings import Holdings
+from transfer.rdma.dma_buf import CudaDriver
 from transfer.rdma.holds import Hold, pack_admission
-from transfer.rdma.pairing import Batch, Lane, Pairing
-from transfer.rdma.rails import RailHealth
-from transfer.rdma.registrations import Registrations
-from transfer.rdma.topology import Tiers, told
-from transfer.rdma.verbs import Ended, QueuePair, Rail, unpack_ends
+from transfer.rdma.pairing import Lane, Pairing, WorkBatch, resting_rails
+from transfer.rdma.registrations import Registrations, device_refusal_or_none, memory_place
+from transfer.rdma.topology import Tiers, described_choice
+from transfer.rdma.verbs import Ended, QueuePair, Rail, open_rails, unpack_ends
 from transfer.tcp.greeting import key_of
-from transfer.transport import Transport
+from transfer.tcp.host import TransferHost
+from transfer.transport import AbsentError, OfferedTransport, Transport
 
-_WRITE = Operation.WRITE
-MAX_TOLD = 4096
+MAX_REMEMBERED = 4096
 """Choices of rails that are remembered as logged, and segments that a peer has not registered."""
 
 log = logging.getLogger(__name__)
 
 
 class RdmaTarget:
-    """The asked side: connects peers' queue pairs and tells the keys of segments.
+    """The asked side: connects peers' queue pairs and sends them the keys of segments.
 
     Called on the thread of the tcp server alone.
     """
@@ -76,6 +77,27 @@ class RdmaTarget:
             pair.close()
 
 
+def offer(host: TransferHost) -> OfferedTransport:
+    """Return the transport over the NICs of this host; our side of it listens.
+
+    Raises:
+        AbsentError: there is none that can be used.
+        OSError: the port is taken.
+    """
+    driver = CudaDriver()
+    rails, problem = open_rails(driver)
+    if not rails:
+        raise AbsentError(problem)
+    registrations = Registrations(
+        rails, partial(memory_place, driver), partial(device_refusal_or_none, driver)
+    )
+    host.at_end.append(registrations.close)
+    # First what may fail: the transport watches descriptors of the rails, and nobody would close it.
+    server = host.listen(RdmaTarget(registrations, host.holdings))
+    transport = RdmaTransport(registrations, host.clock)
+    return OfferedTransport(transport, server.address, is_wire=True, pin=registrations.local)
+
+
 class RdmaTransport(Transport):
     """The asking side. Owns the pairings with peers; the event loop's."""
 
@@ -84,15 +106,15 @@ class RdmaTransport(Transport):
     def __init__(self, registrations: Registrations, clock: Clock) -> None:
         self._registrations = registrations
         self._rails = registrations.rails
-        self._told: set[tuple[str, Tiers]] = set()
+        self._logged: set[tuple[str, Tiers]] = set()
         self._refused: dict[tuple[str, int, int], str] = {}
         """Why a segment of a peer's epoch is not registered there. It is not asked for again."""
         self._clock = clock
-        self._health = RailHealth(clock)
+        self._resting_rails = resting_rails(clock)
         self._pairings: dict[str, Pairing] = {}
         self._is_closed = False
         self._lanes: dict[tuple[str, int], Lane] = {}
-        self._waiting: set[Batch] = set()
+        self._waiting: set[WorkBatch] = set()
         self._loop = asyncio.get_running_loop()
         for rail in self._rails:
             self._loop.add_reader(rail.channel_fd, self._on_completions, rail)
@@ -104,7 +126,7 @@ class RdmaTransport(Transport):
             return f"the peer's memory: {theirs}"
         if peer.address_or_none(self.name) is None:
             return "the peer does not offer it"
-        if not any(self._health.is_usable(rail.name) for rail in self._rails):
+        if all(rail.name in self._resting_rails for rail in self._rails):
             return "every rail failed lately"
         return None
 
@@ -114,8 +136,8 @@ class RdmaTransport(Transport):
         ours = self._registrations.local(pieces.segment)
         pairing, hold = self._kept(peer, grant) or await self._asked(peer, grant)
         try:
-            batch = Batch(grant.operation is _WRITE, ours, hold.reach)
-            self._tell(peer.node_id, batch)
+            batch = WorkBatch(grant.operation is Operation.WRITE, ours, hold.reach)
+            self._log_choice(peer.node_id, batch)
             pairing.add(batch, pieces.merged(), priority)
             if not batch.is_over:
                 await self._woken(pairing, batch)
@@ -150,7 +172,7 @@ class RdmaTransport(Transport):
             address = peer.address_or_none(self.name)
             if address is None:
                 raise TransferFailedError(f"{peer.node_id} has no rdma endpoint")
-            known = Pairing(address, key_of(peer), self._rails, self._health, self._lanes, self._clock)
+            known = Pairing(address, key_of(peer), self._rails, self._resting_rails, self._lanes, self._clock)
             self._pairings[peer.node_id] = known
         await known.ready()
         return known
@@ -162,26 +184,28 @@ class RdmaTransport(Transport):
         except TransferFailedError as error:
             if not pairing.link.is_closed:
                 # The peer's own word, which is all that it fails a hold with: no NIC of its registers this.
-                if len(self._refused) >= MAX_TOLD:
+                if len(self._refused) >= MAX_REMEMBERED:
                     self._refused.clear()
                 self._refused[peer.node_id, peer.epoch, grant.segment_id] = str(error)
             raise
 
-    def _tell(self, node_id: str, batch: Batch) -> None:
+    def _log_choice(self, node_id: str, batch: WorkBatch) -> None:
         """Log which rails a batch goes by, once for each choice."""
         choice = (node_id, batch.tiers)
-        if choice not in self._told:
-            if len(self._told) >= MAX_TOLD:
-                self._told.clear()
-            self._told.add(choice)
+        if choice not in self._logged:
+            if len(self._logged) >= MAX_REMEMBERED:
+                self._logged.clear()
+            self._logged.add(choice)
             names = [rail.name for rail in self._rails]
-            near_us, near_peer = (told(names, side.distances) for side in (batch.ours, batch.theirs))
+            near_us, near_peer = (
+                described_choice(names, side.distances) for side in (batch.ours, batch.theirs)
+            )
             by = [",".join(names[rail] for rail in tier) for tier in batch.tiers]
             event(
                 log, "rails chosen", peer=node_id, by=" then ".join(by), near_us=near_us, near_peer=near_peer
             )
 
-    async def _woken(self, pairing: Pairing, batch: Batch) -> None:
+    async def _woken(self, pairing: Pairing, batch: WorkBatch) -> None:
         """Sleep until the batch has ended; raises as it does."""
         self._waiting.add(batch)
         try:
@@ -192,7 +216,7 @@ class RdmaTransport(Transport):
             self._waiting.remove(batch)
 
     def _arm(self, rail: Rail) -> None:
-        # What ended just before is told to nobody.
+        # No event comes for what ended just before.
         if rail.arm():
             self._take(rail, rail.drain())
 

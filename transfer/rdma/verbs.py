@@ -6,7 +6,7 @@ the program changes. What the bindings demand of their user:
 
 * They never let go of the interpreter, so nothing here waits: completions come through
   the channel's descriptor, watched by the event loop.
-* Version 44 does not tell that descriptor; it is the one that appears in /proc/self/fd.
+* Version 44 does not give that descriptor; it is the one that appears in /proc/self/fd.
 * retry_cnt 7 means "for ever" to the software NIC: 6 is the most that ends.
 * A memory region keeps no reference to its memory; the segment does.
 * A region of a DMA-BUF (a GPU's memory, `dma_buf.py`) is addressed by offsets in the DMA-BUF: the
@@ -55,7 +55,7 @@ except ImportError as error:
 MAX_OUTSTANDING = 128
 """Work requests on one queue pair."""
 SIGNAL_EVERY = 8
-"""One completion for so many; they end in order."""
+"""Work requests for which there is one completion; they end in order."""
 MAX_RAILS = 8
 _PORT = 1
 _CQ_ENTRIES = 4096
@@ -71,7 +71,7 @@ END_BYTES = _END.size
 
 @dataclass(frozen=True, slots=True)
 class QueuePairEnd:
-    """What the other side needs to connect to a queue pair."""
+    """Description of a queue pair that the other side needs to connect to it."""
 
     number: int
     psn: int
@@ -203,9 +203,9 @@ class Rail:
             raise TransferFailedError(f"{self.name}: no queue pair: {error}") from error
 
     def arm(self) -> bool:
-        """Have the descriptor tell of the next end, once; return whether that was new. Then `drain`.
+        """Make the descriptor readable at the next end, once; return whether that is new. Then `drain`.
 
-        What has ended before is not told of. Nobody who looks needs it, and each event costs a call
+        What has ended before causes no event. Nobody who looks needs one, and each costs a call
         of the kernel and a turn of the loop.
         """
         is_new = not self._is_armed
@@ -215,7 +215,7 @@ class Rail:
         return is_new
 
     def poll(self) -> list[Ended]:
-        """Take what the descriptor told of: `drain`. It tells of nothing more until `arm`."""
+        """Take the event of the descriptor, and `drain`. No other event comes until `arm`."""
         try:
             self._channel.get_cq_event(self._queue)
             self._queue.ack_events(1)

@@ -26,30 +26,33 @@ from transfer.batch import Pieces, Priority, Row
 from transfer.completion import Completion
 from transfer.shm.mapped import MappedPeer
 
-_READ = Operation.READ
 KEPT_BYTES = 4 << 20
-"""So much at most is copied without letting others have the interpreter: 0.3 to 0.5 ms."""
+"""Bytes that are copied at most without letting others have the interpreter: 0.3 to 0.5 ms."""
 STEP_BYTES = 256 << 20
-"""Copied between two looks at the grant: 25 to 60 ms. The C library stores past the caches only what is
+"""Bytes copied between two looks at the grant: 25 to 60 ms. The C library stores past the caches only what is
 large beside the last of them (from 251 MiB on where it was asked), which is 1.3 to 2 times as fast as
 steps of 16 MiB (AMD EPYC, 2026-11-22)."""
 BACKGROUND_STEP_BYTES = 16 << 20
-"""The same of what nobody waits for: what is urgent waits 2 ms for it at most."""
+"""Bytes copied so for a batch that nobody waits for: one that is urgent waits 2 ms for it at most."""
 SUMMED_STEP_BYTES = 1 << 20
-"""Copied before it is summed, and the largest batch of which the loop does both: what a core's second
-cache holds. In quarters of it the interpreter would be asked for four times as often, for 2 %."""
+"""Bytes copied before they are summed, and the largest batch of which the loop does both: a core's second
+cache holds them. In quarters of it the interpreter would be asked for four times as often, for 2 %."""
 
 
-def copy_here(peer: MappedPeer, grant: Grant, ours: memoryview, rows: Iterable[Row]) -> None:
+def copy_here(peer: MappedPeer, grant: Grant, pieces: Pieces) -> None:
     """Copy a small batch on the event loop, or raise; see `Transport.move`."""
     theirs = peer.board.memory_of(grant.segment_id)
-    with peer.board.held(grant):
-        _assign(theirs, ours, rows, grant.operation is _READ)
+    # No `with`: a generator would take a microsecond of each.
+    peer.board.hold(grant)
+    try:
+        _assign(theirs, pieces.segment.memory, pieces.rows(), grant.operation is Operation.READ)
+    finally:
+        peer.board.let_go(grant)
     require_alive(peer)
 
 
 class Copy:
-    """One batch. `run` on the copying thread, `cancel` from the event loop."""
+    """One batch, copied by `run` on a thread, or by `copy` on any."""
 
     def __init__(
         self,
@@ -65,11 +68,26 @@ class Copy:
         self._step_bytes = step_bytes
         self._between_steps = between_steps
         self._is_cancelled = False
+        self._completion = Completion()
 
     def cancel(self) -> None:
+        """Have the copy fail at its next step."""
         self._is_cancelled = True
 
+    async def ended(self) -> None:
+        """Return or raise as the copy did; cancelled, it is taken back first."""
+        await self._completion.wait(self.cancel)
+
     def run(self) -> None:
+        """Copy everything, and let `ended` know."""
+        try:
+            self.copy()
+        except BaseException as error:
+            self._completion.end(error)
+        else:
+            self._completion.end(None)
+
+    def copy(self) -> None:
         """Copy everything, or raise; see `Transport.move`."""
         pieces, board = self._pieces, self._peer.board
         theirs = board.memory_of(self._grant.segment_id)
@@ -80,7 +98,7 @@ class Copy:
             if pieces.wants_sums:
                 sums = [self._read_and_sum(theirs, *row) for row in pieces.rows()]
             else:
-                self._copy(theirs)
+                self._copy_in_steps(theirs)
         require_alive(self._peer)
         pieces.sums = sums
 
@@ -95,12 +113,9 @@ class Copy:
             running.add(ours[offset + at : offset + at + length])
         return running.value()
 
-    def _copy(self, theirs: memoryview) -> None:
+    def _copy_in_steps(self, theirs: memoryview) -> None:
         ours, is_read = self._pieces.segment.memory, self._grant.operation is Operation.READ
-        address, (base, _) = (
-            self._pieces.segment.address,
-            self._peer.board.host_memory_of(self._grant.segment_id),
-        )
+        address, base = self._pieces.segment.address, self._peer.board.address_of(self._grant.segment_id)
         self._require_wanted()
         kept_bytes = 0
         for row in self._pieces.cut(self._step_bytes).rows():
@@ -123,54 +138,33 @@ class Copy:
         self._peer.board.require_live(self._grant)
 
 
-class Copying:
-    """A copy that a thread was given."""
-
-    def __init__(self, copy: Copy) -> None:
-        self.copy = copy
-        self._completion = Completion()
-
-    def run(self) -> None:
-        """On the thread."""
-        try:
-            self.copy.run()
-        except BaseException as error:
-            self._completion.end(error)
-        else:
-            self._completion.end(None)
-
-    async def ended(self) -> None:
-        """Return or raise as the copy did; cancelled, it is taken back first."""
-        await self._completion.wait(self.copy.cancel)
-
-
 class Copiers:
     """Threads that copy: first what a request waits for, and between the steps of anything else too."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-        self._urgent: deque[Copying] = deque()
-        self._background: deque[Copying] = deque()
+        self._urgent: deque[Copy] = deque()
+        self._background: deque[Copy] = deque()
 
-    def begin(self, peer: MappedPeer, grant: Grant, pieces: Pieces, priority: Priority) -> Copying:
+    def begin(self, peer: MappedPeer, grant: Grant, pieces: Pieces, priority: Priority) -> Copy:
         """Have a batch copied. Whoever asks waits for its end.
 
         Raises:
             TransferFailedError: there is no thread. Nothing is copied.
         """
         if priority is Priority.FOREGROUND:
-            copying = Copying(Copy(peer, grant, pieces))
-            self._urgent.append(copying)
+            copy = Copy(peer, grant, pieces)
+            self._urgent.append(copy)
         else:
-            copying = Copying(Copy(peer, grant, pieces, BACKGROUND_STEP_BYTES, self._run_urgent))
-            self._background.append(copying)
+            copy = Copy(peer, grant, pieces, BACKGROUND_STEP_BYTES, self._run_urgent)
+            self._background.append(copy)
         try:
             self._threads.submit(self._run_next)
         except RuntimeError as error:
             # It may stand in line for a thread that somebody else's batch gets.
-            copying.copy.cancel()
+            copy.cancel()
             raise TransferFailedError(f"no thread copies: {error}") from error
-        return copying
+        return copy
 
     async def close(self) -> None:
         """End when everything has been copied or taken back."""
@@ -184,13 +178,13 @@ class Copiers:
         while self._run_one(self._urgent):
             pass
 
-    def _run_one(self, queue: deque[Copying]) -> bool:
+    def _run_one(self, queue: deque[Copy]) -> bool:
         try:
-            copying = queue.popleft()
+            copy = queue.popleft()
         except IndexError:
             # Another thread was quicker.
             return False
-        copying.run()
+        copy.run()
         return True
 
 
@@ -207,6 +201,7 @@ def _assign(theirs: memoryview, ours: memoryview, rows: Iterable[Row], is_read: 
 
 
 def require_alive(peer: MappedPeer) -> None:
+    """Raise TransferFailedError if the peer has ended."""
     # Bytes put into the memory of a dead process arrived nowhere.
     if peer.is_dead():
         raise TransferFailedError("the peer's process ended during the copy")

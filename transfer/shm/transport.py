@@ -11,23 +11,25 @@ from __future__ import annotations
 
 import asyncio
 
-from base.clock import SystemClock
 from base.errors import TransferFailedError
 from base.grants import Grant, PeerDescriptor
 from transfer.batch import Pieces, Priority
 from transfer.shm.copies import KEPT_BYTES, SUMMED_STEP_BYTES, Copiers, Copy, copy_here
 from transfer.shm.mapped import MappedPeers
-from transfer.transport import Transport
+from transfer.transport import OfferedTransport, Transport
 
 INLINE_BYTES = KEPT_BYTES
 """A batch up to this size is copied on the event loop at once."""
 TURN_BYTES = 8 << 20
-"""Copied between two turns of the loop of what it copies in several: 0.6 to 1 ms on slow memory. A turn takes
-50 us, because the copy has emptied the caches that it runs from."""
+"""Bytes copied between two turns of the loop: 0.6 to 1 ms on slow memory. A turn takes 50 us, because the
+copy has emptied the caches that it runs from."""
 IN_TURNS_BYTES = 16 << 20
-"""An urgent batch up to this size is copied so; in one turn where, at the last copy's pace, KEPT_S does."""
-KEPT_S = 1e-3
-_now_s = SystemClock().now_s
+"""Largest urgent batch that the loop copies so."""
+
+
+def offer(host: object) -> OfferedTransport:
+    """Return the transport."""
+    return OfferedTransport(ShmTransport())
 
 
 class ShmTransport(Transport):
@@ -39,7 +41,6 @@ class ShmTransport(Transport):
         self._peers = MappedPeers()
         self._copiers = Copiers(1, "shm-copy")
         self._summers = Copiers(2, "shm-sum")
-        self._turn_bytes = TURN_BYTES
 
     def refusal_or_none(self, peer: PeerDescriptor, segment_id: int, device: int | None) -> str | None:
         if device is not None:
@@ -56,21 +57,17 @@ class ShmTransport(Transport):
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         pieces = pieces.merged()
         if pieces.num_bytes <= INLINE_BYTES and not pieces.wants_sums:
-            copy_here(self._peers.latest(peer), grant, pieces.segment.memory, pieces.rows())
+            copy_here(self._peers.latest(peer), grant, pieces)
             return
         if pieces.num_bytes <= SUMMED_STEP_BYTES:
-            Copy(self._peers.latest(peer), grant, pieces).run()
+            Copy(self._peers.latest(peer), grant, pieces).copy()
             return
         if pieces.num_bytes <= IN_TURNS_BYTES and priority is Priority.FOREGROUND and not pieces.wants_sums:
-            ours = pieces.segment.memory
-            *groups, last = pieces.grouped(self._turn_bytes, pieces.num_bytes)
+            *groups, last = pieces.grouped(TURN_BYTES, pieces.num_bytes)
             for group in groups:
-                copy_here(self._peers.latest(peer), grant, ours, group.rows())
+                copy_here(self._peers.latest(peer), grant, group)
                 await asyncio.sleep(0)
-            begun_s = _now_s()
-            copy_here(self._peers.latest(peer), grant, ours, last.rows())
-            is_fast = IN_TURNS_BYTES * (_now_s() - begun_s) < KEPT_S * last.num_bytes
-            self._turn_bytes = IN_TURNS_BYTES if is_fast else TURN_BYTES
+            copy_here(self._peers.latest(peer), grant, last)
             return
         copiers = self._summers if pieces.wants_sums else self._copiers
         with self._peers.copying(peer) as mapped:

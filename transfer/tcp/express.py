@@ -7,39 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from base.errors import ServeError
 from transfer.completion import Completion
-from transfer.tcp.frame import Kind
+from transfer.tcp.frame import FrameKind
 from transfer.tcp.greeting import PeerKey
-from transfer.tcp.link import Frame, LinkState, TcpLink
+from transfer.tcp.link import ClientLink, Frame, LinkState
 from transfer.tcp.reactor import LoopPoller
 
 MAX_CAUGHT_UP = 256
-"""Frames at once, each of some 10 us. By the clock a slow machine would not get to the end of two."""
-
-
-class Single:
-    """The owner of one frame on such a link."""
-
-    def __init__(self) -> None:
-        self.completion = Completion()
-
-    def frame_ended(self, error: ServeError | None) -> None:
-        self.completion.end(error)
+"""Frames taken in at once, each of some 10 us; by the clock a slow machine would not get beyond two."""
 
 
 class Call:
     """A frame on such a link, and the wait for its answer."""
 
-    def __init__(self, kind: Kind, answer_bytes: int) -> None:
-        self._single = Single()
-        self.answer = bytearray(answer_bytes)
-        self.frame = Frame(self._single, kind, incoming=[memoryview(self.answer)])
+    def __init__(self, kind: FrameKind, answer_bytes: int) -> None:
+        self._completion = Completion()
+        self._answer = bytearray(answer_bytes)
+        self.frame = Frame(self._completion, kind, incoming=[memoryview(self._answer)])
 
     async def answered(self, link: ExpressLink) -> bytes:
         """Send it and return the answer; raises what the peer refused it with."""
-        await link.carry(self._single, self.frame)
-        return bytes(self.answer)
+        await link.carry(self._completion, self.frame)
+        return bytes(self._answer)
 
 
 class ExpressLink:
@@ -53,7 +42,7 @@ class ExpressLink:
         on_recalled: Callable[[int], None] = lambda generation: None,
     ) -> None:
         self._poller = LoopPoller()
-        self._link = TcpLink(address, key, self._poller, on_closed, on_recalled)
+        self._link = ClientLink(address, key, self._poller, on_closed, on_recalled)
 
     def connect(self) -> None:
         """Begin to connect. Where that is out of the question, `on_closed` is called within this call."""
@@ -63,10 +52,10 @@ class ExpressLink:
     def is_closed(self) -> bool:
         return self._link.state is LinkState.CLOSED
 
-    async def carry(self, single: Single, frame: Frame) -> None:
-        """Send the frame that `single` owns, and return or raise as it ends."""
+    async def carry(self, completion: Completion, frame: Frame) -> None:
+        """Send the frame that `completion` owns, and return or raise as it ends."""
         self._link.submit((frame,))
-        await single.completion.wait(lambda: self._link.detach(single))
+        await completion.wait(lambda: self._link.detach(completion))
 
     def catch_up(self) -> None:
         """Take in what came while the loop had no turn, the end of the connection too."""
@@ -76,7 +65,7 @@ class ExpressLink:
             self._poller.turn()
 
     def let_go(self, hold: Frame) -> None:
-        """Tell the peer that what was held is touched no more."""
+        """Notify the peer that what was held is not touched any more."""
         self._link.let_go(hold)
 
     def close(self) -> None:

@@ -39,9 +39,9 @@ from transfer.owned.ranges import Offsets
 MAX_FRAME_BYTES = 4 << 20
 """Payload of one frame: 1 to 2 ms on a fast loopback, the longest anything urgent waits."""
 SMALL_BYTES = 1 << 20
-"""Up to here a batch is somebody's to wait for: 0.2 ms at most. Its way there and back counts."""
+"""Largest batch that the event loop sends by itself: it takes 0.2 ms, and a change of threads counts."""
 MAX_RANGES = 1024
-_MAX_REASON_BYTES = 512
+_MAX_SHORT_BYTES = 512
 _MAGIC = 0x4D534721
 _VERSION = 4
 _HEADER = struct.Struct("<IHBBIIQQQQQ")
@@ -49,8 +49,8 @@ HEADER_BYTES = _HEADER.size
 RANGE_BYTES = 16
 
 
-class Kind(IntEnum):
-    """What a frame is."""
+class FrameKind(IntEnum):
+    """Kind of a frame; the head of the file says which answers which."""
 
     HELLO = 1
     WELCOME = 2
@@ -67,7 +67,8 @@ class Kind(IntEnum):
     PROOF = 13
 
 
-WITH_PAYLOAD = frozenset({Kind.WRITE, Kind.DATA, Kind.REFUSED, Kind.PAIR})
+_WITH_PAYLOAD = frozenset({FrameKind.WRITE, FrameKind.DATA, FrameKind.REFUSED, FrameKind.PAIR})
+_SHORT = frozenset({FrameKind.REFUSED, FrameKind.PAIR})
 
 _REFUSALS: tuple[type[ServeError], ...] = (
     ServeError,
@@ -82,10 +83,10 @@ _REFUSALS: tuple[type[ServeError], ...] = (
 class Header(NamedTuple):
     """The fixed part of a frame. A tuple: a frozen dataclass takes 2 us more to make."""
 
-    kind: Kind
+    kind: FrameKind
     frame_id: int = 0
     num_bytes: int = 0
-    """Of payload; of a READ, how many are asked for."""
+    """Size of the payload; for a READ, of the payload that is asked for."""
     segment_id: int = 0
     generation: int = 0
     offset: int = 0
@@ -98,38 +99,18 @@ class Header(NamedTuple):
 
     @property
     def payload_bytes(self) -> int:
-        return self.num_bytes if self.kind in WITH_PAYLOAD else 0
+        return self.num_bytes if self.kind in _WITH_PAYLOAD else 0
 
 
 def pack(header: Header, table: bytes = b"") -> bytes:
     """Return a frame without its payload. `table`: what `table_of` returned for its ranges."""
-    kind, frame_id, num_bytes, segment_id, generation, offset, _, refusal = header
+    kind, *numbers, _, refusal = header
     num_ranges = len(table) // RANGE_BYTES or 1
-    return (
-        _HEADER.pack(
-            _MAGIC,
-            _VERSION,
-            kind,
-            refusal,
-            num_ranges,
-            0,
-            frame_id,
-            num_bytes,
-            segment_id,
-            generation,
-            offset,
-        )
-        + table
-    )
-
-
-def pack_ack(frame_id: int) -> bytes:
-    """Return the acknowledgement of a WRITE."""
-    return _HEADER.pack(_MAGIC, _VERSION, _ACK, 0, 1, 0, frame_id, 0, 0, 0, 0)
+    return _HEADER.pack(_MAGIC, _VERSION, kind, refusal, num_ranges, 0, *numbers) + table
 
 
 def table_of(offsets: Offsets, lengths: Offsets) -> bytes:
-    """Return the table of a frame's ranges; a single one is told by the header alone."""
+    """Return the table of a frame's ranges; empty for a single one, which the header has."""
     if len(offsets) == 1:
         return b""
     return np.stack((offsets, lengths), 1).astype("<i8", copy=False).tobytes()
@@ -142,9 +123,11 @@ def unpack_header(data: bytes | bytearray | memoryview) -> Header:
     )
     if magic != _MAGIC or version != _VERSION:
         raise ProtocolError(f"not our protocol: magic {magic:#x}, version {version}")
-    kind, limit = _KINDS.get(number, _NO_KIND)
-    if kind is None:
-        raise ProtocolError(f"no frame is of kind {number}")
+    try:
+        kind = FrameKind(number)
+    except ValueError:
+        raise ProtocolError(f"no frame is of kind {number}") from None
+    limit = _MAX_SHORT_BYTES if kind in _SHORT else MAX_FRAME_BYTES
     if num_bytes > limit or not 1 <= num_ranges <= MAX_RANGES:
         raise ProtocolError(f"a frame of {num_bytes} bytes in {num_ranges} ranges")
     return Header(kind, frame_id, num_bytes, segment, generation, offset, num_ranges, refusal)
@@ -170,28 +153,15 @@ def unpack_ranges(header: Header, table: bytes | bytearray | memoryview) -> tupl
 
 def pack_refusal(frame_id: int, error: ServeError) -> bytes:
     """Return a REFUSED frame, reason included."""
-    reason = str(error).encode()[:_MAX_REASON_BYTES]
+    reason = str(error).encode()[:_MAX_SHORT_BYTES]
     number = next(
         (place for place in range(1, len(_REFUSALS)) if isinstance(error, _REFUSALS[place])),
         _REFUSALS.index(TransferFailedError) if isinstance(error, LostError) else 0,
     )
-    return pack(Header(Kind.REFUSED, frame_id, len(reason), refusal=number)) + reason
+    return pack(Header(FrameKind.REFUSED, frame_id, len(reason), refusal=number)) + reason
 
 
 def refusal_error(header: Header, reason: bytes) -> ServeError:
     """Return the error that a REFUSED frame carries."""
     kind = _REFUSALS[header.refusal] if header.refusal < len(_REFUSALS) else ProtocolError
     return kind(reason.decode(errors="replace"))
-
-
-_ACK = int(Kind.ACK)
-_SHORT = frozenset({Kind.REFUSED, Kind.PAIR})
-_KINDS = {
-    kind.value: (
-        kind,
-        _MAX_REASON_BYTES if kind in _SHORT else MAX_FRAME_BYTES,
-    )
-    for kind in Kind
-}
-"""Each kind by its number, with the most bytes that its header may speak of."""
-_NO_KIND: tuple[Kind | None, int] = (None, 0)

@@ -17,22 +17,22 @@ import secrets
 from typing import NamedTuple
 
 from base.grants import PeerDescriptor
-from transfer.tcp.frame import Header, Kind
+from transfer.tcp.frame import FrameKind, Header
 
 SECRET_BYTES = 32
 PROOF_BYTES = 24
-"""Of an HMAC-SHA256, as three fields of a header."""
+"""Bytes of an HMAC-SHA256 that are sent, as three fields of a header."""
 
 
 class PeerKey(NamedTuple):
-    """What of a descriptor opens a connection to its process."""
+    """Part of a peer descriptor that opens a connection to its process."""
 
     secret: bytes
     epoch: int
 
 
 class Nonces(NamedTuple):
-    """What both ends drew for one connection: 128 bits each."""
+    """Random numbers that both ends drew for one connection: 128 bits each."""
 
     asker: tuple[int, int]
     owner: tuple[int, int]
@@ -46,7 +46,7 @@ def nonce() -> tuple[int, int]:
     return secrets.randbits(64), secrets.randbits(64)
 
 
-def proof(kind: Kind, secret: bytes, epoch: int, nonces: Nonces) -> Header:
+def proof(kind: FrameKind, secret: bytes, epoch: int, nonces: Nonces) -> Header:
     """Return the PROOF or WELCOME of who knows `secret`."""
     words = (int(kind), epoch, *nonces.asker, *nonces.owner)
     digest = hmac.digest(secret, b"".join(word.to_bytes(8, "little") for word in words), "sha256")

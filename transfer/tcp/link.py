@@ -21,25 +21,19 @@ from typing import Protocol
 from base.errors import ProtocolError, ServeError, StaleError, TransferFailedError
 from base.grants import Grant, Operation
 from transfer.batch import Pieces, Priority
-from transfer.tcp.frame import Header, Kind, pack, refusal_error, table_of
+from transfer.tcp.frame import FrameKind, Header, pack, refusal_error, table_of
 from transfer.tcp.greeting import Nonces, PeerKey, nonce, proof, proves
 from transfer.tcp.reactor import WRITABLE, Poller
 from transfer.tcp.sockets import limit_on_host, tune
 from transfer.tcp.stream import FrameStream, Incoming
 
 MAX_IN_FLIGHT = 4
-"""Frames sent and not answered: 16 MiB, what a 100 Gb/s link holds in 1.3 ms. What is urgent
-waits behind them."""
+"""Frames sent and not answered: 16 MiB, which a 100 Gb/s link carries in 1.3 ms. Urgent frames wait
+behind them."""
 
 
-# A member looked up by its class takes 0.1 us (Python 3.11), and a frame needs ten of them.
-_WRITE = Operation.WRITE
-_WRITE_FRAME = Kind.WRITE
-_READ_FRAME = Kind.READ
-_FOREGROUND = Priority.FOREGROUND
-_ANSWERS = (Kind.ACK, Kind.DATA, Kind.REFUSED)
-_GREETING = (Kind.CHALLENGE, Kind.WELCOME)
-_DONE = (Kind.ACK,)
+_ANSWERS = (FrameKind.ACK, FrameKind.DATA, FrameKind.REFUSED)
+_GREETING = (FrameKind.CHALLENGE, FrameKind.WELCOME)
 
 
 class LinkState(Enum):
@@ -54,19 +48,21 @@ class LinkState(Enum):
 class FrameOwner(Protocol):
     """The batch that a frame is part of. Any thread."""
 
-    def frame_ended(self, error: ServeError | None) -> None: ...
+    def end(self, error: ServeError | None) -> None:
+        """Note that the frame is over: nothing touches its memory any more."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
 class Frame:
-    """What is sent as one frame, and where the answer's payload goes."""
+    """A request that is sent as one frame, and the memory for its answer's payload."""
 
     owner: FrameOwner
-    kind: Kind
+    kind: FrameKind
     segment_id: int = 0
     generation: int = 0
     offset: int = 0
-    """At the peer, of the first range."""
+    """Where the first range begins in the peer's segment."""
     table: bytes = b""
     """The ranges, if there are several."""
     num_bytes: int = 0
@@ -86,16 +82,15 @@ class Frame:
 def frame_of(owner: FrameOwner, grant: Grant, pieces: Pieces, priority: Priority) -> Frame:
     """Return the frame that moves these pieces."""
     if pieces.only is not None:
-        # The most frequent case by far, and somebody waits for it.
         offset, peer_offset, length = pieces.only
         views, table = [pieces.segment.memory[offset : offset + length]], b""
     else:
         views, peer_offset = pieces.views(), int(pieces.peer_offsets[0])
         table = table_of(pieces.peer_offsets, pieces.lengths)
-    is_write = grant.operation is _WRITE
+    is_write = grant.operation is Operation.WRITE
     return Frame(
         owner,
-        _WRITE_FRAME if is_write else _READ_FRAME,
+        FrameKind.WRITE if is_write else FrameKind.READ,
         grant.segment_id,
         grant.generation,
         peer_offset,
@@ -103,11 +98,11 @@ def frame_of(owner: FrameOwner, grant: Grant, pieces: Pieces, priority: Priority
         pieces.num_bytes,
         views if is_write else (),
         () if is_write else views,
-        priority is _FOREGROUND,
+        priority is Priority.FOREGROUND,
     )
 
 
-class TcpLink:
+class ClientLink:
     """Owns one outgoing connection. Everything but `state` is the poller's thread's."""
 
     def __init__(
@@ -119,7 +114,6 @@ class TcpLink:
         on_recalled: Callable[[int], None] = lambda generation: None,
     ) -> None:
         self.state = LinkState.CONNECTING
-        self._is_open = False
         self._when_closed = on_closed
         self._on_recalled = on_recalled
         self._address = address
@@ -154,7 +148,7 @@ class TcpLink:
         """Take frames over. Each ends through its owner."""
         for frame in frames:
             (self._urgent if frame.is_urgent else self._background).append(frame)
-        if self._is_open:
+        if self.state is LinkState.OPEN:
             self._fill()
         elif self.state is LinkState.CLOSED:
             self._fail(self._error)
@@ -171,14 +165,14 @@ class TcpLink:
             queue.clear()
             queue.extend(kept)
         for _ in mine:
-            owner.frame_ended(TransferFailedError("cancelled"))
-        if self._is_open:
+            owner.end(TransferFailedError("cancelled"))
+        if self.state is LinkState.OPEN:
             self._fill()
 
     def let_go(self, hold: Frame) -> None:
-        """Tell the peer that what was held is touched no more."""
+        """Notify the peer that what was held is not touched any more."""
         if self._stream is not None and hold.frame_id:
-            self._stream.send(pack(Header(Kind.LET_GO, offset=hold.frame_id)))
+            self._stream.send(pack(Header(FrameKind.LET_GO, offset=hold.frame_id)))
 
     def close(self) -> None:
         """End the connection and every frame."""
@@ -189,32 +183,31 @@ class TcpLink:
         if stream is not None and header.kind in _ANSWERS and stream.is_sending(header.frame_id):
             # Its batch would end while the memory is read.
             raise ProtocolError("an answer to what has not been said yet")
-        if header.kind is Kind.REFUSED:
+        if header.kind is FrameKind.REFUSED:
             return Incoming([memoryview(bytearray(header.num_bytes))] if header.num_bytes else ())
-        if header.kind is Kind.DATA:
+        if header.kind is FrameKind.DATA:
             frame = self._in_flight.get(header.frame_id)
             if frame is None:
                 # The answer to a read that was cancelled.
                 return Incoming(detached=True)
             return Incoming(frame.incoming, frame.owner)
-        if header.kind is Kind.RECALL:
+        if header.kind is FrameKind.RECALL:
             return Incoming()
-        if header.kind in (_GREETING if self.state is LinkState.GREETING else _DONE):
+        if header.kind in (_GREETING if self.state is LinkState.GREETING else (FrameKind.ACK,)):
             return Incoming()
         raise ProtocolError(f"{header.kind.name} does not follow")
 
     def on_frame(self, header: Header, incoming: Incoming) -> None:
-        if header.kind is Kind.REFUSED:
+        if header.kind is FrameKind.REFUSED:
             self._refused(header, b"".join(incoming.views))
-        elif header.kind is Kind.CHALLENGE:
+        elif header.kind is FrameKind.CHALLENGE:
             self._prove(header)
-        elif header.kind is Kind.WELCOME:
+        elif header.kind is FrameKind.WELCOME:
             if not proves(header, *self._key, self._nonces):
                 raise ProtocolError("who listens there does not know the secret of the peer's descriptor")
             self.state = LinkState.OPEN
-            self._is_open = True
             self._fill()
-        elif header.kind is Kind.RECALL:
+        elif header.kind is FrameKind.RECALL:
             self._on_recalled(header.generation)
         else:
             self._answered(header.frame_id, None)
@@ -235,12 +228,12 @@ class TcpLink:
         self.state = LinkState.GREETING
         self._stream = FrameStream(sock, self._poller, self)
         generation, offset = self._nonces.asker
-        self._stream.send(pack(Header(Kind.HELLO, generation=generation, offset=offset)))
+        self._stream.send(pack(Header(FrameKind.HELLO, generation=generation, offset=offset)))
 
     def _prove(self, header: Header) -> None:
         if self._stream is not None:
             self._nonces = Nonces(self._nonces.asker, (header.generation, header.offset))
-            self._stream.send(pack(proof(Kind.PROOF, *self._key, self._nonces)))
+            self._stream.send(pack(proof(FrameKind.PROOF, *self._key, self._nonces)))
 
     def _refused(self, header: Header, reason: bytes) -> None:
         error = refusal_error(header, reason)
@@ -252,7 +245,7 @@ class TcpLink:
     def _answered(self, frame_id: int, error: ServeError | None) -> None:
         frame = self._in_flight.pop(frame_id, None)
         if frame is not None:
-            frame.owner.frame_ended(error)
+            frame.owner.end(error)
         self._fill()
 
     def _fill(self) -> None:
@@ -271,7 +264,6 @@ class TcpLink:
         is_first = self.state is not LinkState.CLOSED
         if is_first:
             self.state = LinkState.CLOSED
-            self._is_open = False
             self._error = error
         stream, self._stream = self._stream, None
         sock, self._sock = self._sock, None
@@ -284,6 +276,6 @@ class TcpLink:
             self._poller.forget(sock.fileno())
             sock.close()
         for frame in frames:
-            frame.owner.frame_ended(self._error)
+            frame.owner.end(self._error)
         if is_first:
             self._when_closed()

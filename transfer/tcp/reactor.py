@@ -22,16 +22,8 @@ log = logging.getLogger(__name__)
 
 READABLE = select.EPOLLIN
 WRITABLE = select.EPOLLOUT
-
-
-LOOKS = 100
-"""For what is about to come, before sleeping for it: 50 us. An answer takes 10, the next batch 25; who looks
-in vain on the processor that the peer would need costs it all of that. To yield it after each look
-gives up the interpreter as well, and where others want both a write took 0.6 to 2 ms then instead of 0.3."""
 MAX_EVENTS = 64
-"""Taken in one call, for which memory is set aside each time."""
-MAX_SKIPS = 63
-"""Occasions that are slept through after it was looked in vain again and again."""
+"""Events taken in one call, for which memory is set aside each time."""
 PROCESSORS_EACH = 4
 """A reactor copies for as long as bytes come: so many processors of a node are for one."""
 
@@ -41,42 +33,15 @@ def num_reactors(connections: int) -> int:
     return max(1, min(connections, len(os.sched_getaffinity(0)) // PROCESSORS_EACH))
 
 
-class Patience:
-    """Whether to look for something for a moment before sleeping for it: only where that has paid lately.
-
-    To be woken costs both sides of a small batch more than the batch. But where the processors
-    are busy, who looks keeps what it looks for from running.
-    """
-
-    def __init__(self) -> None:
-        self._skips = 0
-        self._last_skips = 0
-
-    def looks(self) -> int:
-        """Return how often to look, this time."""
-        if self._skips:
-            self._skips -= 1
-            return 0
-        return LOOKS
-
-    def paid(self) -> None:
-        """It came while it was looked for."""
-        self._last_skips = 0
-
-    def was_in_vain(self) -> None:
-        """It did not come in time."""
-        self._skips = self._last_skips = min(MAX_SKIPS, 2 * self._last_skips + 1)
-
-
 class Poller(Protocol):
-    """What a socket needs of the thread that owns it: a reactor, or the event loop."""
+    """Interface of the thread that owns sockets: a reactor, or the event loop."""
 
     def watch(self, fd: int, events: int, on_ready: Callable[[int], None]) -> None:
         """Call `on_ready(events)` whenever `fd` is ready, instead of what was called before."""
         ...
 
     def forget(self, fd: int) -> None:
-        """Watch `fd` no longer. Call before it is closed."""
+        """Stop watching `fd`. Call before it is closed."""
         ...
 
     def post(self, call: Callable[[], None]) -> None:
@@ -139,14 +104,8 @@ class Reactor:
         self._stopping = False
         self._is_over = False
         self._ending = threading.RLock()
-        self._looks = 0
-        self._patience = Patience()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-
-    def stay_awake(self) -> None:
-        """Look for what comes next for a moment, instead of sleeping until it is there. On its thread."""
-        self._looks = self._patience.looks()
 
     def post(self, call: Callable[[], None]) -> None:
         """Run `call` on the reactor's thread, soon; at once where that has ended."""
@@ -184,10 +143,7 @@ class Reactor:
 
     def _run(self) -> None:
         while not self._stopping:
-            ready = self._epoll.poll(0 if self._looks else -1, MAX_EVENTS)
-            if self._looks:
-                self._look_counted(bool(ready))
-            for fd, events in ready:
+            for fd, events in self._epoll.poll(maxevents=MAX_EVENTS):
                 if fd == self._wake_fd:
                     os.eventfd_read(self._wake_fd)
                     self._run_posted()
@@ -197,14 +153,6 @@ class Reactor:
                         self._watched[fd](events)
                     except BaseException:
                         log.exception("a socket's call broke")
-
-    def _look_counted(self, found: bool) -> None:
-        if found:
-            self._patience.paid()
-        else:
-            self._looks -= 1
-            if not self._looks:
-                self._patience.was_in_vain()
 
     def _run_posted(self) -> None:
         while self._posted:

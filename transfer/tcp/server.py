@@ -2,7 +2,7 @@
 
 Every range of a frame is checked against the grants before the first byte of its
 payload is received; a payload that was refused, or whose grant ends while it comes in,
-goes to a sink, and the peer is told why.
+goes to a sink, and the peer is sent the reason.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from transfer.completion import Latch
 from transfer.owned.grant import NUM_SLOTS
 from transfer.owned.holdings import Holdings, Staging
 from transfer.owned.segment import Segment
-from transfer.tcp.frame import SMALL_BYTES, Header, Kind, pack, pack_ack, pack_refusal, unpack_ranges
+from transfer.tcp.frame import FrameKind, Header, pack, pack_refusal, unpack_ranges
 from transfer.tcp.greeting import Nonces, PeerKey, nonce, proof, proves
 from transfer.tcp.reactor import READABLE, Reactor
 from transfer.tcp.sockets import limit_on_host, tune
 from transfer.tcp.stream import FrameStream, Incoming
 
 MAX_CONNECTIONS = 1024
-"""Of all peers, the same part of them on each reactor; more are closed at once, but first those that have
-said nothing yet."""
+"""Connections of all peers, in equal shares on each reactor. Beyond that the oldest that did not greet is
+closed, or else the new one."""
 MAX_ANSWERS = 64
-"""Waiting on one connection for its peer to read them; our clients keep to fewer."""
+"""Answers that wait on one connection for its peer to read them; our clients keep to fewer."""
 MAX_HOLDS = 2 * NUM_SLOTS
-"""Of one connection's peer; our clients keep one on each grant, and ask for a few at a time."""
+"""Holds of one connection's peer; our clients keep one on each grant, and ask for a few at a time."""
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class TcpServer:
         one_sided: OneSided | None = None,
     ) -> None:
         """Listen. `key`: of our own descriptor, which a peer has to know."""
+        self.is_one_sided = one_sided is not None
         self._desks = [_Desk(key, holdings, reactor, one_sided, len(reactors)) for reactor in reactors]
         self._next = cycle(self._desks)
         self._reactor = reactors[0]
@@ -158,7 +159,7 @@ class _Desk:
         if self._is_closed:
             sock.close()
             return
-        if len(self._links) >= MAX_CONNECTIONS // self._num_desks and not self._made_room():
+        if len(self._links) >= MAX_CONNECTIONS // self._num_desks and not self._closed_a_silent_one():
             event(log, "tcp connection refused", level=logging.WARNING, limit=MAX_CONNECTIONS)
             sock.close()
             return
@@ -192,14 +193,14 @@ class _Desk:
             link.close("this process is stopping")
 
     def forget(self, link: _ServerLink) -> None:
-        """The connection is gone, and with it what its peer held."""
+        """Drop a connection that is gone, and with it what its peer held."""
         if self.one_sided is not None:
             self.one_sided.cut(link)
         self._links.pop(link, None)
         for generation in list(self._waiting):
             self.let_go(generation)
 
-    def _made_room(self) -> bool:
+    def _closed_a_silent_one(self) -> bool:
         """Disconnect whoever has not greeted for longest: anybody can fill the port with those."""
         silent = next((link for link in self._links if not link.is_greeted), None)
         if silent is not None:
@@ -213,15 +214,14 @@ class _ServerLink:
     def __init__(self, sock: socket.socket, desk: _Desk) -> None:
         self._desk = desk
         self._key = desk.key
-        self._awaited: Kind | None = _HELLO
-        """What alone may come before it is greeted; None: nothing more, its proof was wrong."""
+        self._awaited: FrameKind | None = FrameKind.HELLO
+        """The only frame that may come before it is greeted; None: none, because its proof was wrong."""
         self._nonces = Nonces((0, 0), nonce())
         self._holdings = desk.holdings
         self._one_sided = desk.one_sided
         self.is_greeted = False
-        self._reactor = desk.reactor
         self._held: dict[int, int] = {}
-        self._rooms: dict[int, Segment] = {}
+        self._buffers: dict[int, Segment] = {}
         self._stream = FrameStream(sock, desk.reactor, self)
 
     def holds(self, generation: int) -> bool:
@@ -239,9 +239,9 @@ class _ServerLink:
         operation = _OPERATIONS.get(kind)
         if operation is not None:
             return self._checked(header, table, operation)
-        if kind is Kind.PAIR:
+        if kind is FrameKind.PAIR:
             return Incoming([memoryview(bytearray(header.num_bytes))] if header.num_bytes else [])
-        if kind in (_HOLD, Kind.LET_GO):
+        if kind in (FrameKind.HOLD, FrameKind.LET_GO):
             return Incoming()
         raise ProtocolError(f"a connection does not go on with {kind.name}")
 
@@ -249,16 +249,14 @@ class _ServerLink:
         if incoming.detached:
             error = incoming.error or self._why_ended(header)
             self._stream.send(pack_refusal(header.frame_id, error))
-        elif header.kind is _WRITE:
-            self._stream.send(
-                pack_ack(header.frame_id) if incoming.arrived is None else _landed(header, incoming.arrived)
-            )
-        elif header.kind is _HELLO:
+        elif header.kind is FrameKind.WRITE:
+            self._stream.send(_landed(header, incoming.arrived))
+        elif header.kind is FrameKind.HELLO:
             self._greet(header)
-        elif header.kind is Kind.PROOF:
+        elif header.kind is FrameKind.PROOF:
             self._welcome(header)
-        elif header.kind is Kind.READ:
-            head = pack(Header(Kind.DATA, header.frame_id, header.num_bytes))
+        elif header.kind is FrameKind.READ:
+            head = pack(Header(FrameKind.DATA, header.frame_id, header.num_bytes))
             self._stream.send(head, incoming.answer, header.generation, header.frame_id)
         else:
             self._serve_one_sided(header, b"".join(incoming.views))
@@ -272,84 +270,76 @@ class _ServerLink:
             self._stream.send(pack_refusal(frame_id, StaleError("the grant was revoked")))
 
     def recall(self, generation: int) -> None:
-        """Tell the peer to let go of a grant that ended."""
-        self._stream.send(pack(Header(Kind.RECALL, generation=generation)))
+        """Ask the peer to let go of a grant that ended."""
+        self._stream.send(pack(Header(FrameKind.RECALL, generation=generation)))
 
     def close(self, reason: str) -> None:
         self._stream.close(reason)
 
     def _greet(self, header: Header) -> None:
-        self._awaited = Kind.PROOF
+        self._awaited = FrameKind.PROOF
         self._nonces = self._nonces._replace(asker=(header.generation, header.offset))
         generation, offset = self._nonces.owner
-        self._stream.send(pack(Header(Kind.CHALLENGE, generation=generation, offset=offset)))
+        self._stream.send(pack(Header(FrameKind.CHALLENGE, generation=generation, offset=offset)))
 
     def _welcome(self, header: Header) -> None:
         if not proves(header, *self._key, self._nonces):
-            # Of an epoch that was right, and of one that was not, an outsider is told the same.
+            # The answer does not show an outsider whether the epoch was right.
             self._awaited = None
             self._stream.send(pack_refusal(0, StaleError("this is not the process of that descriptor")))
             return
         self.is_greeted = True
-        self._stream.send(pack(proof(Kind.WELCOME, *self._key, self._nonces)))
+        self._stream.send(pack(proof(FrameKind.WELCOME, *self._key, self._nonces)))
 
     def _checked(self, header: Header, table: memoryview, operation: Operation) -> Incoming:
-        kind, _, num_bytes, segment_id, generation, offset, num_ranges, _ = header
+        kind, segment_id, generation = header.kind, header.segment_id, header.generation
         staging = self._holdings.staging.get(segment_id)
         if staging is not None:
             return self._staged(header, table, operation, staging)
-        # A single range, the most frequent case by far, is spared the arrays.
-        ranges = None if num_ranges == 1 and num_bytes else unpack_ranges(header, table)
-        views: Sequence[memoryview]
+        ranges = unpack_ranges(header, table)
         try:
-            if ranges is None:
-                views = (self._holdings.view(segment_id, generation, operation, offset, num_bytes),)
-            else:
-                views = self._holdings.views(segment_id, generation, operation, *ranges)
+            views = self._holdings.views(segment_id, generation, operation, *ranges)
         except ServeError as error:
             return Incoming(detached=True, error=error)
-        if num_bytes <= SMALL_BYTES:
-            self._reactor.stay_awake()
-        return Incoming(views, generation) if kind is _WRITE else Incoming(answer=views)
+        return Incoming(views, generation) if kind is FrameKind.WRITE else Incoming(answer=views)
 
     def _staged(self, header: Header, table: memoryview, operation: Operation, staging: Staging) -> Incoming:
         """Do as `_checked` for memory of a GPU."""
         offsets, lengths = unpack_ranges(header, table)
         try:
             self._holdings.grants.check(header.segment_id, header.generation, operation, offsets, lengths)
-            if header.kind is Kind.READ:
+            if header.kind is FrameKind.READ:
                 return Incoming(answer=(staging.fetched(offsets, lengths),))
             # A connection has one frame coming in at a time.
-            room = self._rooms.get(header.segment_id)
-            if room is None:
-                room = self._rooms[header.segment_id] = staging.room()
+            buffer = self._buffers.get(header.segment_id)
+            if buffer is None:
+                buffer = self._buffers[header.segment_id] = staging.buffer()
         except ServeError as error:
             return Incoming(detached=True, error=error)
-        arrived = partial(staging.put, room, offsets, lengths)
-        return Incoming((room.memory[: header.num_bytes],), header.generation, arrived=arrived)
+        arrived = partial(staging.put, buffer, offsets, lengths)
+        return Incoming((buffer.memory[: header.num_bytes],), header.generation, arrived=arrived)
 
     def _serve_one_sided(self, header: Header, offer: bytes) -> None:
         if self._one_sided is None:
             raise ProtocolError("nothing but tcp is offered here")
-        if header.kind is Kind.LET_GO:
+        if header.kind is FrameKind.LET_GO:
             generation = self._held.pop(header.offset, None)
             if generation is not None:
                 self._desk.let_go(generation)
             return
-        if header.kind is _HOLD and (header.frame_id in self._held or len(self._held) == MAX_HOLDS):
+        if header.kind is FrameKind.HOLD and (header.frame_id in self._held or len(self._held) == MAX_HOLDS):
             # Taken for another, the earlier one would be let go of by nobody.
             raise ProtocolError("this is held already, or there are too many")
         try:
-            if header.kind is Kind.PAIR:
+            if header.kind is FrameKind.PAIR:
                 answer = self._one_sided.pair(self, offer)
             else:
                 answer = self._one_sided.admit(header.generation, header.offset)
                 self._held[header.frame_id] = header.generation
-                self._reactor.stay_awake()
         except ServeError as error:
             self._stream.send(pack_refusal(header.frame_id, error))
         else:
-            head = pack(Header(Kind.DATA, header.frame_id, len(answer)))
+            head = pack(Header(FrameKind.DATA, header.frame_id, len(answer)))
             self._stream.send(head, [memoryview(answer)])
 
     def _why_ended(self, header: Header) -> ServeError:
@@ -360,17 +350,14 @@ class _ServerLink:
         return StaleError("the grant was revoked")
 
 
-def _landed(header: Header, arrived: Callable[[], None]) -> bytes:
-    """Do with a payload what is to be done; return what the peer is told."""
+def _landed(header: Header, arrived: Callable[[], None] | None) -> bytes:
+    """Do with a payload what is to be done; return the frame that answers it."""
     try:
-        arrived()
+        if arrived is not None:
+            arrived()
     except ServeError as error:
         return pack_refusal(header.frame_id, error)
-    return pack_ack(header.frame_id)
+    return pack(Header(FrameKind.ACK, header.frame_id))
 
 
-# Looked up by its class, a member takes 0.1 us (Python 3.11) of a frame's 5.
-_HELLO = Kind.HELLO
-_WRITE = Kind.WRITE
-_HOLD = Kind.HOLD
-_OPERATIONS = {Kind.WRITE: Operation.WRITE, Kind.READ: Operation.READ}
+_OPERATIONS = {FrameKind.WRITE: Operation.WRITE, FrameKind.READ: Operation.READ}

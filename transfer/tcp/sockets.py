@@ -6,14 +6,14 @@ import socket
 from contextlib import suppress
 
 HEARTBEAT_S = 2
-"""Between two keep-alive probes of a silent connection."""
+"""Time between two keep-alive probes of a silent connection."""
 DEAD_AFTER_MS = 8_000
 """Bytes that nobody acknowledges for this long: three heartbeats and one of grace."""
 
 ON_HOST_BYTES = 512 << 10
-"""Under way on a connection that does not leave the host; the kernel allows twice that, with what it adds.
-More is in no cache any more when the peer copies it out. 16 MiB took 9 to 11 ms with the kernel's own limit
-and 3.4 to 7.6 with this, 1 MiB 0.58 to 0.75 and 0.32 to 0.4 (Xeon, 2 MiB of second cache)."""
+"""Bytes under way on a connection that does not leave the host; the kernel allows twice that, with its own.
+More would be in no cache any more when the peer copies it out. 16 MiB took 9 to 11 ms with the kernel's own
+limit and 3.4 to 7.6 with this, 1 MiB 0.58 to 0.75 and 0.32 to 0.4 (Xeon, 2 MiB of second cache)."""
 
 
 def tune(sock: socket.socket) -> None:
@@ -31,7 +31,7 @@ def tune(sock: socket.socket) -> None:
 
 def limit_on_host(sock: socket.socket) -> None:
     """Keep what is under way small where both ends are on this host. A network's delay may need more."""
-    # Whoever is gone meanwhile is told by the next call.
+    # Where the peer is gone meanwhile, the next call fails.
     with suppress(OSError):
         if sock.getsockname()[0] == sock.getpeername()[0]:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ON_HOST_BYTES)

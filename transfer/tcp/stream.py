@@ -30,18 +30,18 @@ MAX_VECTORS = min(512, os.sysconf("SC_IOV_MAX"))
 
 
 class StreamOwner(Protocol):
-    """Whoever gives the frames of one stream their meaning."""
+    """The object that gives the frames of one stream their meaning."""
 
     def on_header(self, header: Header, table: memoryview) -> Incoming:
-        """Say where the payload goes. Raises ProtocolError to end the connection."""
+        """Return where the payload goes. Raises ProtocolError to end the connection."""
         ...
 
     def on_frame(self, header: Header, incoming: Incoming) -> None:
-        """The payload is there (or went to the sink, if `incoming.detached`)."""
+        """Take over a frame whose payload is there (or went to the sink, if `incoming.detached`)."""
         ...
 
     def on_closed(self, reason: str) -> None:
-        """The connection is gone. Called once."""
+        """Note that the connection is gone. Called once."""
         ...
 
 
@@ -55,9 +55,9 @@ class Incoming:
     error: ServeError | None = None
     """Why it was refused from the start."""
     answer: Sequence[memoryview] = ()
-    """What a READ that is allowed will be answered with."""
+    """Memory that a READ is answered with, if it is allowed."""
     arrived: Callable[[], None] | None = None
-    """What is to be done with a payload that is whole. Raises ServeError."""
+    """Takes over a payload that is whole. Raises ServeError."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,18 +109,8 @@ class FrameStream:
         """Queue a frame. The memory is read until the frame is out or `owner` is detached."""
         if not self._is_open:
             return
-        parts: list[bytes | memoryview] = [head, *views]
-        if self._outgoing or len(parts) > MAX_VECTORS:
-            sent = 0
-        else:
-            # Most frames go out whole, and need no place in a queue.
-            sent = self._send_at_once(parts)
-            num_bytes = len(head) + len(views[0]) if len(parts) == 2 else sum([len(part) for part in parts])
-            if sent == num_bytes or not self._is_open:
-                return
-        rest = deque([memoryview(part) for part in parts])
-        _advance_views(rest, sent)
-        self._outgoing.append(_Outgoing(frame_id, rest, owner, begun=sent > 0))
+        parts = deque([memoryview(head), *views])
+        self._outgoing.append(_Outgoing(frame_id, parts, owner))
         if not self._wants_write:
             self._send_some()
 
@@ -156,17 +146,6 @@ class FrameStream:
         if events & ~WRITABLE and self._is_open:
             self._receive_frame()
 
-    def _send_at_once(self, parts: list[bytes | memoryview]) -> int:
-        """Return how many bytes the socket took; it may have been closed."""
-        try:
-            # In one call: a peer that sleeps would be woken twice.
-            return self._sock.sendmsg(parts) if len(parts) > 1 else self._sock.send(parts[0])
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            self.close(f"sending failed: {error}")
-        return 0
-
     def _send_some(self) -> None:
         try:
             while self._outgoing:
@@ -181,9 +160,9 @@ class FrameStream:
     def _send_once(self) -> None:
         outgoing = self._outgoing[0]
         outgoing.begun = True
-        views = outgoing.views
-        _advance_views(views, self._sock.sendmsg(list(islice(views, MAX_VECTORS))))
-        if not views:
+        # Header and payload in one call: a peer that sleeps would be woken twice.
+        _advance_views(outgoing.views, self._sock.sendmsg(list(islice(outgoing.views, MAX_VECTORS))))
+        if not outgoing.views:
             self._outgoing.popleft()
 
     def _want_write(self, wants: bool) -> None:
@@ -214,24 +193,16 @@ class FrameStream:
             raise
 
     def _receive_once(self) -> int:
-        missing = self._missing
         if self._sink_left:
-            sink = self._sink_memory()[: self._sink_left]
-            count = self._sock.recv_into(sink)
+            count = self._sock.recv_into(self._sink_memory()[: self._sink_left])
             self._sink_left -= count
-        elif len(missing) == 1:
-            count = self._sock.recv_into(missing[0])
-            if count == len(missing[0]):
-                missing.clear()
-            else:
-                missing[0] = missing[0][count:]
         else:
-            count = self._sock.recvmsg_into(list(islice(missing, MAX_VECTORS)))[0]
-            _advance_views(missing, count)
+            count = self._sock.recvmsg_into(list(islice(self._missing, MAX_VECTORS)))[0]
+            _advance_views(self._missing, count)
         return count
 
     def _ends_frame(self) -> bool:
-        """What was awaited is there: go on to the table or the payload; return whether that was all."""
+        """Go on to the table or the payload once what was awaited is there; return whether that was all."""
         header = self._header
         if header is None:
             header = self._header = unpack_header(self._head)
@@ -253,8 +224,7 @@ class FrameStream:
     def _begin_payload(self, header: Header) -> Incoming:
         incoming = self._owner.on_header(header, self._table)
         num_bytes, views = header.payload_bytes, incoming.views
-        expected = len(views[0]) if len(views) == 1 else sum([len(view) for view in views])
-        if expected == num_bytes:
+        if sum(view.nbytes for view in views) == num_bytes:
             self._missing.extend(views)
         elif incoming.detached:
             self._sink_left = num_bytes

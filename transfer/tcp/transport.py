@@ -14,12 +14,21 @@ from base.errors import ServeError, TransferFailedError
 from base.grants import Grant, PeerDescriptor
 from transfer.batch import Pieces, Priority
 from transfer.completion import Completion
-from transfer.tcp.express import ExpressLink, Single
+from transfer.tcp.express import ExpressLink
 from transfer.tcp.frame import MAX_FRAME_BYTES, MAX_RANGES, SMALL_BYTES
 from transfer.tcp.greeting import PeerKey, key_of
-from transfer.tcp.link import Frame, LinkState, TcpLink, frame_of
+from transfer.tcp.host import TransferHost
+from transfer.tcp.link import ClientLink, Frame, LinkState, frame_of
 from transfer.tcp.reactor import Poller, Reactor
-from transfer.transport import Transport
+from transfer.transport import OfferedTransport, Transport
+
+
+def offer(host: TransferHost) -> OfferedTransport:
+    """Return the transport; our side of it listens."""
+    server = host.listen()
+    return OfferedTransport(
+        TcpTransport(host.reactors, host.config.connections), server.address, is_wire=True
+    )
 
 
 class TcpTransport(Transport):
@@ -41,8 +50,8 @@ class TcpTransport(Transport):
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         connected, pieces = self._connected(peer), pieces.merged()
         if pieces.num_bytes <= SMALL_BYTES and len(pieces) <= MAX_RANGES:
-            single = Single()
-            await connected.express().carry(single, frame_of(single, grant, pieces, priority))
+            completion = Completion()
+            await connected.express().carry(completion, frame_of(completion, grant, pieces, priority))
             return
         groups = pieces.grouped(MAX_FRAME_BYTES, MAX_RANGES)
         batch = _Batch(len(groups))
@@ -118,9 +127,9 @@ class _RemoteLink:
 
     def __init__(self, address: str, key: PeerKey, poller: Poller) -> None:
         self.num_batches = 0
-        """Under way on it."""
+        """Batches under way on it."""
         self._poller = poller
-        self._link = TcpLink(address, key, poller)
+        self._link = ClientLink(address, key, poller)
         poller.post(self._link.connect)
 
     @property
@@ -147,7 +156,7 @@ class _Batch:
         self._left = num_frames
         self._error: ServeError | None = None
 
-    def frame_ended(self, error: ServeError | None) -> None:
+    def end(self, error: ServeError | None) -> None:
         with self._lock:
             self._left -= 1
             is_first = error is not None and self._error is None

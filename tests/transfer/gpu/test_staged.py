@@ -11,11 +11,12 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.errors import ProtocolError, TransferFailedError
 from base.grants import Operation
+from tests.transfer.carried import Carried
 from tests.transfer.descriptors import descriptors
 from tests.transfer.gpu.fake_device import HostAccess, device_memory
 from transfer.agent import TransferAgent
 from transfer.batch import pieces_of
-from transfer.gpu.staged import NUM_ROOMS, PART_BYTES, PARTS_AT_ONCE
+from transfer.gpu.staged import NUM_BUFFERS, PART_BYTES, PARTS_AT_ONCE
 from transfer.owned.board import MAX_SEGMENTS
 
 BLOCK = 192 << 10
@@ -38,10 +39,10 @@ class Gpu:
 
 
 @asynccontextmanager
-async def two_gpus():
+async def two_gpus(observers=()):
     """Return the asking agent, its GPU, the owner and its GPU."""
     async with (
-        TransferAgent("us", 1, CONFIG, SystemClock()) as us,
+        TransferAgent("us", 1, CONFIG, SystemClock(), observers=observers) as us,
         TransferAgent("owner", 2, CONFIG, SystemClock()) as owner,
     ):
         yield us, Gpu(us, 1), owner, Gpu(owner, 2)
@@ -90,21 +91,21 @@ async def test_host_memory_and_a_gpus_reach_each_other():
         assert theirs.block(2) == ours.memory
 
 
-async def test_more_batches_than_rooms_all_end():
-    async with two_gpus() as (us, ours, owner, theirs):
+async def test_more_batches_than_buffers_all_end():
+    carried = Carried()
+    async with two_gpus([carried]) as (us, ours, owner, theirs):
         grant = granted(owner, theirs, Operation.WRITE)
         async with asyncio.TaskGroup() as group:
-            for number in range(3 * NUM_ROOMS):
+            for number in range(3 * NUM_BUFFERS):
                 at = [number * BLOCK]
                 group.create_task(us.write(owner.descriptor, grant, pieces_of(ours.segment, at, at, BLOCK)))
-        assert all(ours.block(number) == theirs.block(number) for number in range(3 * NUM_ROOMS))
-        (carried,) = [each for each in us.totals() if each.batches]
-        assert (carried.transport, carried.batches) == ("staged_tcp", 3 * NUM_ROOMS)
+        assert all(ours.block(number) == theirs.block(number) for number in range(3 * NUM_BUFFERS))
+        assert carried.batches == {"staged_tcp": 3 * NUM_BUFFERS}
 
 
 @pytest.mark.parametrize("side", ["ours", "theirs"])
 @pytest.mark.parametrize("operation", Operation)
-async def test_a_gpu_that_fails_fails_the_batch_and_takes_no_room_with_it(side, operation):
+async def test_a_gpu_that_fails_fails_the_batch_and_takes_no_buffer_with_it(side, operation):
     async with two_gpus() as (us, ours, owner, theirs):
         grant = granted(owner, theirs, operation)
         move = us.write if operation is Operation.WRITE else us.read
@@ -113,7 +114,7 @@ async def test_a_gpu_that_fails_fails_the_batch_and_takes_no_room_with_it(side, 
         failing = ours if side == "ours" else theirs
         for stream in failing.access.streams:
             stream.failure = RuntimeError("an illegal memory access")
-        for _ in range(NUM_ROOMS + 1):
+        for _ in range(NUM_BUFFERS + 1):
             with pytest.raises(TransferFailedError, match="an illegal memory access"):
                 await move(owner.descriptor, grant, batch)
         for stream in failing.access.streams:

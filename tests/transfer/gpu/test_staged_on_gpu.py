@@ -5,6 +5,7 @@ import pytest
 from base.clock import SystemClock
 from base.config import TransferConfig
 from base.grants import Operation
+from tests.transfer.carried import Carried
 from transfer.agent import TransferAgent
 from transfer.batch import pieces_of
 
@@ -21,8 +22,9 @@ NUM_BYTES = 64 << 20
 @pytest.mark.parametrize("block", [16 << 10, 256 << 10, 1 << 20])
 async def test_scattered_blocks_travel_between_gpus_over_tcp(block):
     config, generator = TransferConfig(transports=("tcp",)), torch.Generator().manual_seed(block)
+    carried = Carried()
     async with (
-        TransferAgent("us", 1, config, SystemClock()) as us,
+        TransferAgent("us", 1, config, SystemClock(), observers=[carried]) as us,
         TransferAgent("owner", 2, config, SystemClock()) as owner,
     ):
         last = torch.cuda.device_count() - 1
@@ -45,12 +47,11 @@ async def test_scattered_blocks_travel_between_gpus_over_tcp(block):
         grant = owner.grant(there, offsets, block, Operation.READ, 30.0)
         await us.read(owner.descriptor, grant, pieces_of(here, offsets, targets, block))
         assert torch.equal(ours.cpu(), sent)
-        (carried,) = [each for each in us.totals() if each.batches]
-        assert carried.transport == "staged_tcp"
+        assert set(carried.batches) == {"staged_tcp"}
 
 
 async def test_each_thread_that_serves_the_wire_reaches_the_gpu_whatever_it_is_asked_first(monkeypatch):
-    monkeypatch.setattr("transfer.agent.num_reactors", lambda connections: 3)
+    monkeypatch.setattr("transfer.tcp.host.num_reactors", lambda connections: 3)
     config, block = TransferConfig(transports=("tcp",), connections=3), 1 << 20
     async with (
         TransferAgent("us", 1, config, SystemClock()) as us,

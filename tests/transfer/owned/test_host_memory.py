@@ -8,7 +8,7 @@ import pytest
 
 from transfer.owned import segment as segments
 from transfer.owned.board import Board, PeerBoard
-from transfer.owned.host_memory import HUGE_BYTES, Placement, bind, cpu_list, memory_nodes, placement_or_none
+from transfer.owned.host_memory import HUGE_BYTES, MemoryPolicy, bind, cpu_list, memory_nodes, policy_or_none
 
 FREE_HUGE_PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
 TWO = {0: frozenset({0, 1, 2, 3}), 1: frozenset({4, 5, 6, 7})}
@@ -42,16 +42,16 @@ def test_where_nothing_is_listed_there_are_no_nodes(tmp_path):
 @pytest.mark.parametrize(
     ("nodes", "processors", "placement"),
     [
-        (TWO, {0, 1}, Placement((0,), is_spread=False)),
-        (TWO, {5}, Placement((1,), is_spread=False)),
-        (TWO, {3, 4}, Placement((0, 1), is_spread=True)),
+        (TWO, {0, 1}, MemoryPolicy((0,), is_spread=False)),
+        (TWO, {5}, MemoryPolicy((1,), is_spread=False)),
+        (TWO, {3, 4}, MemoryPolicy((0, 1), is_spread=True)),
         (TWO, {99}, None),
         ({0: TWO[0]}, {0}, None),
         ({}, {0}, None),
     ],
 )
 def test_memory_lies_where_the_processors_are(nodes, processors, placement):
-    assert placement_or_none(nodes, processors) == placement
+    assert policy_or_none(nodes, processors) == placement
 
 
 @pytest.mark.parametrize("is_spread", [False, True])
@@ -59,9 +59,9 @@ def test_the_kernel_takes_a_placement_on_a_node_it_has_and_refuses_one_it_has_no
     segment = segments.allocate_shared(1, HUGE_BYTES)
     try:
         for node in memory_nodes():
-            if not bind(segment.address, segment.num_bytes, Placement((node,), is_spread)):
+            if not bind(segment.address, segment.num_bytes, MemoryPolicy((node,), is_spread)):
                 pytest.skip("this kernel or container takes no advice on memory nodes")
-        assert not bind(segment.address, segment.num_bytes, Placement((1_000,), is_spread))
+        assert not bind(segment.address, segment.num_bytes, MemoryPolicy((1_000,), is_spread))
         segment.memory[:] = bytes(range(256)) * (HUGE_BYTES // 256)
     finally:
         segments.release(segment)

@@ -15,10 +15,14 @@ def covers(ranges: Ranges, *requests: tuple[int, int]) -> bool:
     each = []
     for offset, length in requests:
         alone = np.array([offset, offset], np.int64)
-        each += [ranges.covers_equal(alone, length, offset), ranges.covers(alone, length)]
+        each += [
+            ranges.covers_one(offset, length),
+            ranges.covers_equal(alone, length, offset),
+            ranges.covers(alone, length),
+        ]
     is_covered = ranges.covers(offsets, lengths)
     assert all(each) == is_covered
-    assert each[::2] == each[1::2]
+    assert each[::3] == each[1::3] == each[2::3]
     return is_covered
 
 

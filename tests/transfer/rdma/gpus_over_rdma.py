@@ -11,11 +11,12 @@ import os
 from base.clock import SystemClock
 from base.config import TransferConfig
 from base.grants import Operation
+from tests.transfer.carried import Carried
 from tests.transfer.gpu.fake_device import HostAccess
-from transfer import agent as agents
 from transfer.agent import TransferAgent
 from transfer.batch import pieces_of
 from transfer.owned.segment import DeviceMemory, address_of
+from transfer.rdma import transport
 from transfer.rdma.dma_buf import PAGE_BYTES, Export
 
 NUM_BYTES = 1 << 20
@@ -50,9 +51,10 @@ class MemfdDriver:
 
 async def main() -> None:
     driver = MemfdDriver()
-    agents.CudaDriver = lambda: driver
+    transport.CudaDriver = lambda: driver
+    carried = Carried()
     async with (
-        TransferAgent("us", 1, CONFIG, SystemClock()) as us,
+        TransferAgent("us", 1, CONFIG, SystemClock(), observers=[carried]) as us,
         TransferAgent("owner", 2, CONFIG, SystemClock()) as owner,
     ):
         (ours, our_memory), (theirs, their_memory) = driver.memory(), driver.memory()
@@ -72,7 +74,7 @@ async def main() -> None:
         for segment, memory in ((here, ours), (host, host.memory)):
             await us.read(owner.descriptor, grant, pieces_of(segment, targets, OFFSETS, BLOCK))
             assert memory == sent
-        print(json.dumps({each.transport: each.batches for each in us.totals() if each.batches}))
+        print(json.dumps(carried.batches))
 
 
 if __name__ == "__main__":

@@ -311,7 +311,7 @@ class Owner:
 
     def __init__(self, reactor: Reactor, clock: ManualClock) -> None:
         self.rail = DeviceRail("theirs", refuses=True)
-        stage = partial(PinnedStaging, room_bytes=MAX_FRAME_BYTES)
+        stage = partial(PinnedStaging, buffer_bytes=MAX_FRAME_BYTES)
         self.holdings = Holdings(clock, None, stage=stage)
         self.registrations = Registrations([self.rail], lambda device: NOWHERE)
         target = RdmaTarget(self.registrations, self.holdings)
@@ -408,8 +408,8 @@ async def test_an_agent_registers_a_gpus_memory_when_it_is_told_of_it(
 ) -> None:
     rail = DeviceRail("ours", refuses=False)
     rail.close = lambda: os.close(rail.channel_fd)
-    monkeypatch.setattr("transfer.agent.open_rails", lambda driver: ([rail], ""))
-    monkeypatch.setattr("transfer.agent.device_refusal_or_none", lambda driver, device: None)
+    monkeypatch.setattr("transfer.rdma.transport.open_rails", lambda driver: ([rail], ""))
+    monkeypatch.setattr("transfer.rdma.transport.device_refusal_or_none", lambda driver, device: None)
     config = TransferConfig(transports=("rdma", "tcp"))
     memory = bytearray(64)
     async with TransferAgent("us", 1, config, ManualClock()) as agent:

@@ -175,7 +175,7 @@ class Pair:
         self.near, self.far = FakeRail("near"), FakeRail("far")
         self.near.copies = self.near.is_prompt = True
         opened = [self.far, self.near]
-        monkeypatch.setattr("transfer.agent.open_rails", lambda driver: ([opened.pop(0)], ""))
+        monkeypatch.setattr("transfer.rdma.transport.open_rails", lambda driver: ([opened.pop(0)], ""))
         admitted = Holdings.admitted
 
         def counted(holdings: Holdings, generation: int, digest: int) -> tuple[Segment, float]:
@@ -297,9 +297,9 @@ async def test_an_asker_whose_loop_was_busy_while_it_was_cut_off_reaches_the_own
     await pair.write()
     was_cut = threading.Event()
     # A revocation and its cut, without a turn of this loop, which is the asker's too.
-    pair.owner._server.detach(pair.grant.generation, lambda: None)
-    pair.owner._server.cut(pair.grant.generation)
-    pair.owner._reactors[0].post(was_cut.set)
+    pair.owner._host.server.detach(pair.grant.generation, lambda: None)
+    pair.owner._host.server.cut(pair.grant.generation)
+    pair.owner._host.reactors[0].post(was_cut.set)
     was_cut.wait(60)
     assert pair.far.pairs[0].is_closed
     later = pair.owner.grant(pair.target, OFFSETS, BLOCK, Operation.WRITE, LEASE_S)

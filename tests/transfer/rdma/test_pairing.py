@@ -17,8 +17,7 @@ from transfer.owned import segment as segments
 from transfer.owned.holdings import Holdings
 from transfer.rdma import pairing as rdma_pairing
 from transfer.rdma.holds import pack_admission
-from transfer.rdma.pairing import WORK_BYTES, Batch, Pairing
-from transfer.rdma.rails import MAX_ERRORS, REST_S, RailHealth
+from transfer.rdma.pairing import MAX_FAILURES, REST_S, WORK_BYTES, Pairing, WorkBatch, resting_rails
 from transfer.rdma.registrations import Reach, Registrations
 from transfer.rdma.topology import UNREACHED
 from transfer.rdma.transport import RdmaTransport
@@ -37,7 +36,7 @@ class Bed:
 
     def __init__(self, reactor: Reactor) -> None:
         self.clock = ManualClock()
-        self.health = RailHealth(self.clock)
+        self.resting_rails = resting_rails(self.clock)
         self.rails = [FakeRail("a"), FakeRail("b")]
         self.pairings: list[Pairing] = []
         agrees = SimpleNamespace(
@@ -48,7 +47,7 @@ class Bed:
 
     async def paired(self, num_rails: int = 2) -> Pairing:
         rails = self.rails[:num_rails]
-        pairing = Pairing(self.server.address, PeerKey(b"", EPOCH), rails, self.health, {}, self.clock)
+        pairing = Pairing(self.server.address, PeerKey(b"", EPOCH), rails, self.resting_rails, {}, self.clock)
         self.pairings.append(pairing)
         await pairing.ready()
         return pairing
@@ -74,8 +73,10 @@ def submit(
     num_works: int,
     priority: Priority = Priority.FOREGROUND,
     distances: tuple[int, int] = (4, 4),
-) -> Batch:
-    batch = Batch(True, Reach(0, (0, 0), distances[: len(pairing._lanes)]), Reach(0, (name, name), (4, 4)))
+) -> WorkBatch:
+    batch = WorkBatch(
+        True, Reach(0, (0, 0), distances[: len(pairing._lanes)]), Reach(0, (name, name), (4, 4))
+    )
     places = np.arange(num_works, dtype=np.int64) * WORK_BYTES
     pieces = Pieces(SEGMENT, np.stack((places, np.full(num_works, WORK_BYTES), places)))
     pairing.add(batch, pieces, priority)
@@ -142,7 +143,7 @@ async def test_when_the_last_rail_fails_the_batch_does_and_says_which(bed: Bed) 
 
 async def test_a_rail_that_failed_again_and_again_rests_and_is_taken_again_afterwards(bed: Bed) -> None:
     bed.rails[0].is_down = True
-    for _ in range(MAX_ERRORS):
+    for _ in range(MAX_FAILURES):
         pairing = await bed.paired()
         submit(pairing, 1, 4)
         assert [len(rail.pairs[-1].posted) for rail in bed.rails] == [0, 4]
@@ -155,8 +156,8 @@ async def test_a_rail_that_failed_again_and_again_rests_and_is_taken_again_after
 
 async def test_a_pairing_made_while_a_rail_rests_is_replaced_when_it_has_rested(bed: Bed) -> None:
     """Where it is the only rail, the peer would not be reached until the connection ends."""
-    for _ in range(MAX_ERRORS):
-        bed.health.failed("a")
+    for _ in range(MAX_FAILURES):
+        bed.resting_rails.failed("a")
     pairing = await bed.paired()
     assert not pairing.is_spent()
     bed.clock.advance(REST_S)

@@ -77,7 +77,3 @@ def test_a_peer_reads_what_was_packed_and_that_there_are_no_more_rails(registrat
 def test_a_distance_that_nobody_knows_is_far() -> None:
     told = Reach(0, (0,) * MAX_RAILS, (77,) * MAX_RAILS)
     assert unpack_reach(told.pack()).distances == (Distance.ANY,) * MAX_RAILS
-
-
-def test_the_choice_for_a_memory_is_told_in_a_line(registrations: Registrations) -> None:
-    assert registrations.told(None) == "b (same NUMA node); a stand by"

@@ -11,6 +11,7 @@ from transfer.rdma.topology import (
     Distance,
     Place,
     active_nics,
+    described_choice,
     distance,
     gpu_place,
     gpus,
@@ -18,7 +19,6 @@ from transfer.rdma.topology import (
     nic_place,
     overview,
     tiers,
-    told,
 )
 
 SWITCH = "pci0000:17/0000:17:01.0/0000:18:00.0"
@@ -138,10 +138,10 @@ def test_rails_are_ranked_by_what_both_ends_add_up_to(ours, theirs, expected) ->
 
 def test_the_choice_is_told_in_a_line() -> None:
     names = ("a", "b", "c")
-    assert told(names, (3, 3, 4)) == "a, b (same NUMA node); c stand by"
-    assert told(names, (4, 4, 4)) == "a, b, c (no nearer is known)"
-    assert told(names, (UNREACHED,) * 3) == "no rail"
-    assert told(names[:2], (4, 3, 0)) == "b (same NUMA node); a stand by"
+    assert described_choice(names, (3, 3, 4)) == "a, b (same NUMA node); c stand by"
+    assert described_choice(names, (4, 4, 4)) == "a, b, c (no nearer is known)"
+    assert described_choice(names, (UNREACHED,) * 3) == "no rail"
+    assert described_choice(names[:2], (4, 3, 0)) == "b (same NUMA node); a stand by"
 
 
 def test_a_host_is_told_of_by_its_memories(sysfs: Sysfs, on_node_0: None) -> None:

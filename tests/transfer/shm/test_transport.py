@@ -5,7 +5,6 @@ import ctypes
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,6 @@ from base.grants import Grant, Operation
 from transfer.agent import TransferAgent
 from transfer.batch import Priority, pieces_of
 from transfer.owned.segment import Segment
-from transfer.shm import transport as shm
 from transfer.shm.copies import BACKGROUND_STEP_BYTES
 from transfer.shm.transport import IN_TURNS_BYTES, INLINE_BYTES, TURN_BYTES
 
@@ -164,43 +162,6 @@ async def test_small_requests_leave_the_loop_to_others_after_a_millisecond() -> 
             await asker.write(owner.descriptor, grant, batch)
             num_batches += 1
         assert num_batches < 1000
-
-
-@pytest.mark.parametrize(("took_s", "turns"), [(0.4e-3, 0), (0.6e-3, 1)])
-async def test_where_memory_is_fast_enough_no_turn_is_made_amid_sixteen_mib(
-    monkeypatch: pytest.MonkeyPatch, took_s: float, turns: int
-) -> None:
-    """`took_s`: for the last 8 MiB; twice that is less than a millisecond, or more."""
-    clock = ManualClock()
-    monkeypatch.setattr("transfer.shm.transport._now_s", clock.now_s)
-    made = 0
-
-    async def count() -> None:
-        nonlocal made
-        while True:
-            await asyncio.sleep(0)
-            made += 1
-
-    async with pair() as (owner, asker):
-        source, target = asker.allocate(IN_TURNS_BYTES), owner.allocate(IN_TURNS_BYTES)
-        grant = owner.grant(target, [0], IN_TURNS_BYTES, Operation.WRITE, 10.0)
-        whole = pieces_of(source, [0], [0], IN_TURNS_BYTES)
-        copies = shm.copy_here
-
-        def timed(*call: Any) -> None:
-            copies(*call)
-            clock.advance(took_s)
-
-        monkeypatch.setattr(shm, "copy_here", timed)
-        await asker.write(owner.descriptor, grant, whole)
-        counting = asyncio.create_task(count())
-        await asyncio.sleep(0)
-        made = 0
-        source.memory[:] = b"\7" * IN_TURNS_BYTES
-        await asker.write(owner.descriptor, grant, whole)
-        counting.cancel()
-        assert made == turns
-        assert target.memory == source.memory
 
 
 async def test_a_large_batch_for_which_no_thread_could_be_had_is_not_copied_later(

@@ -12,8 +12,8 @@ from transfer.tcp.frame import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     MAX_RANGES,
+    FrameKind,
     Header,
-    Kind,
     pack,
     pack_refusal,
     refusal_error,
@@ -42,9 +42,9 @@ def test_what_is_packed_is_unpacked(
     ranges: list[tuple[int, int]], frame_id: int, segment_id: int, generation: int
 ) -> None:
     num_bytes = sum(length for _, length in ranges)
-    data = framed(Header(Kind.WRITE, frame_id, num_bytes, segment_id, generation), ranges)
+    data = framed(Header(FrameKind.WRITE, frame_id, num_bytes, segment_id, generation), ranges)
     header = unpack_header(data[:HEADER_BYTES])
-    assert (header.kind, header.frame_id, header.segment_id) == (Kind.WRITE, frame_id, segment_id)
+    assert (header.kind, header.frame_id, header.segment_id) == (FrameKind.WRITE, frame_id, segment_id)
     assert header.generation == generation
     assert len(data) == HEADER_BYTES + header.table_bytes
     offsets, lengths = unpack_ranges(header, data[HEADER_BYTES:])
@@ -61,7 +61,7 @@ def test_noise_is_a_protocol_error(data: bytes) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_a_header_with_bytes_changed_is_refused_or_within_bounds(seed: int) -> None:
     rng = random.Random(seed)
-    data = bytearray(framed(Header(Kind.WRITE, 1, 8192, 5, 6), [(0, 4096), (4096, 4096)]))
+    data = bytearray(framed(Header(FrameKind.WRITE, 1, 8192, 5, 6), [(0, 4096), (4096, 4096)]))
     for _ in range(rng.randint(1, 4)):
         data[rng.randrange(len(data))] = rng.randrange(256)
     try:
@@ -77,7 +77,7 @@ def test_a_header_with_bytes_changed_is_refused_or_within_bounds(seed: int) -> N
 @pytest.mark.parametrize("num_bytes", [MAX_FRAME_BYTES + 1, (1 << 64) - 1])
 def test_a_payload_too_long_is_refused_before_memory_is_set_aside(num_bytes: int) -> None:
     with pytest.raises(ProtocolError):
-        unpack_header(pack(Header(Kind.WRITE, 1, num_bytes)))
+        unpack_header(pack(Header(FrameKind.WRITE, 1, num_bytes)))
 
 
 @pytest.mark.parametrize(
@@ -92,5 +92,5 @@ def test_a_refusal_keeps_its_kind_and_reason(error: Exception) -> None:
 
 
 def test_an_unknown_refusal_is_a_protocol_error() -> None:
-    header = unpack_header(pack(Header(Kind.REFUSED, 1, 0, refusal=200)))
+    header = unpack_header(pack(Header(FrameKind.REFUSED, 1, 0, refusal=200)))
     assert isinstance(refusal_error(header, b"\xff"), ProtocolError)

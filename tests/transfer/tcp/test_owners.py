@@ -15,7 +15,7 @@ from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from transfer.agent import TransferAgent
 from transfer.batch import pieces_of
 from transfer.owned.segment import Segment
-from transfer.tcp.frame import HEADER_BYTES, SMALL_BYTES, Header, Kind, pack, unpack_header
+from transfer.tcp.frame import HEADER_BYTES, SMALL_BYTES, FrameKind, Header, pack, unpack_header
 from transfer.tcp.greeting import Nonces, proof
 
 CONFIG = TransferConfig(transports=("tcp",), connections=1)
@@ -57,9 +57,9 @@ class BareOwner:
         self.sock, _ = await asyncio.to_thread(self._listener.accept)
         self.sock.settimeout(60)
         hello = await self.heard()
-        assert hello.kind is Kind.HELLO
+        assert hello.kind is FrameKind.HELLO
         nonces = Nonces((hello.generation, hello.offset), (0, 0))
-        self.say(proof(Kind.WELCOME, self.peer.secret, self.peer.epoch, nonces))
+        self.say(proof(FrameKind.WELCOME, self.peer.secret, self.peer.epoch, nonces))
 
     async def heard(self) -> Header:
         return unpack_header(await self.read(HEADER_BYTES))
@@ -88,9 +88,9 @@ def owner() -> Iterator[BareOwner]:
     started.close()
 
 
-@pytest.mark.parametrize("kind", [Kind.ACK, Kind.DATA, Kind.REFUSED])
+@pytest.mark.parametrize("kind", [FrameKind.ACK, FrameKind.DATA, FrameKind.REFUSED])
 async def test_memory_is_not_read_after_an_answer_that_came_before_the_bytes_did(
-    agent: TransferAgent, segment: Segment, owner: BareOwner, kind: Kind
+    agent: TransferAgent, segment: Segment, owner: BareOwner, kind: FrameKind
 ) -> None:
     segment.memory[:LARGE] = b"\1" * LARGE
     writing = asyncio.ensure_future(agent.write(owner.peer, granted(), pieces_of(segment, [0], [0], LARGE)))
@@ -110,7 +110,7 @@ async def test_an_owner_that_floods_or_trickles_instead_of_answering_does_not_ke
     is_over = threading.Event()
 
     def flood() -> None:
-        recalls = pack(Header(Kind.RECALL)) * 1000
+        recalls = pack(Header(FrameKind.RECALL)) * 1000
         with suppress(OSError):
             while not is_over.is_set():
                 owner.sock.sendall(recalls)

@@ -11,7 +11,7 @@ from base.config import TransferConfig
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
 from transfer.agent import TransferAgent
 from transfer.batch import Priority, pieces_of
-from transfer.tcp.frame import HEADER_BYTES, MAX_FRAME_BYTES, Header, Kind, pack, unpack_header
+from transfer.tcp.frame import HEADER_BYTES, MAX_FRAME_BYTES, FrameKind, Header, pack, unpack_header
 from transfer.tcp.greeting import Nonces, proof
 from transfer.tcp.link import MAX_IN_FLIGHT
 
@@ -29,13 +29,13 @@ class RecordingPeer:
         while head := await reader.read(HEADER_BYTES):
             head += await reader.readexactly(HEADER_BYTES - len(head))
             header = unpack_header(head)
-            if header.kind is Kind.HELLO:
+            if header.kind is FrameKind.HELLO:
                 nonces = Nonces((header.generation, header.offset), (0, 0))
-                writer.write(pack(proof(Kind.WELCOME, b"", EPOCH, nonces)))
+                writer.write(pack(proof(FrameKind.WELCOME, b"", EPOCH, nonces)))
             else:
                 await reader.readexactly(header.table_bytes + header.num_bytes)
                 self.generations.append(header.generation)
-                writer.write(pack(Header(Kind.ACK, header.frame_id)))
+                writer.write(pack(Header(FrameKind.ACK, header.frame_id)))
         writer.close()
 
 

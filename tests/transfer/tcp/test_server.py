@@ -25,14 +25,14 @@ from transfer.rdma.holds import ADMISSION_BYTES, pack_admission
 from transfer.rdma.registrations import Reach
 from transfer.rdma.topology import Distance
 from transfer.rdma.verbs import QueuePairEnd
-from transfer.tcp.frame import HEADER_BYTES, Header, Kind, pack, refusal_error, table_of, unpack_header
+from transfer.tcp.frame import HEADER_BYTES, FrameKind, Header, pack, refusal_error, table_of, unpack_header
 from transfer.tcp.greeting import SECRET_BYTES, Nonces, PeerKey, proof, proves
 from transfer.tcp.reactor import Reactor, num_reactors
 from transfer.tcp.server import TcpServer
 
 EPOCH = 77
 SECRET = bytes(range(SECRET_BYTES))
-HELLO = pack(Header(Kind.HELLO, generation=1, offset=2))
+HELLO = pack(Header(FrameKind.HELLO, generation=1, offset=2))
 TABLE = table_of(np.array([0, 8]), np.array([4, 4]))
 BLOCK = 1 << 20
 
@@ -46,7 +46,7 @@ def clock() -> ManualClock:
 async def agent(
     clock: ManualClock, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[TransferAgent]:
-    monkeypatch.setattr("transfer.agent.num_reactors", lambda connections: request.param)
+    monkeypatch.setattr("transfer.tcp.host.num_reactors", lambda connections: request.param)
     async with owner(clock) as started:
         yield started
 
@@ -96,22 +96,22 @@ def owner(clock: ManualClock, transport: str = "tcp") -> TransferAgent:
 async def challenged(sock: socket.socket) -> Nonces:
     sock.sendall(HELLO)
     header = unpack_header(await received(sock, HEADER_BYTES))
-    assert header.kind is Kind.CHALLENGE
+    assert header.kind is FrameKind.CHALLENGE
     return Nonces((1, 2), (header.generation, header.offset))
 
 
 async def greeted(sock: socket.socket) -> socket.socket:
     nonces = await challenged(sock)
-    sock.sendall(pack(proof(Kind.PROOF, SECRET, EPOCH, nonces)))
+    sock.sendall(pack(proof(FrameKind.PROOF, SECRET, EPOCH, nonces)))
     welcome = unpack_header(await received(sock, HEADER_BYTES))
-    assert welcome.kind is Kind.WELCOME
+    assert welcome.kind is FrameKind.WELCOME
     assert proves(welcome, SECRET, EPOCH, nonces)
     return sock
 
 
 async def refusal(sock: socket.socket) -> ServeError:
     header = unpack_header(await received(sock, HEADER_BYTES))
-    assert header.kind is Kind.REFUSED
+    assert header.kind is FrameKind.REFUSED
     return refusal_error(header, await received(sock, header.num_bytes))
 
 
@@ -123,7 +123,9 @@ def broken(fault: type[Exception]) -> Callable[..., object]:
 
 
 def write_head(grant: Grant, num_bytes: int = BLOCK) -> bytes:
-    return pack(Header(Kind.WRITE, 5, num_bytes, grant.segment_id, grant.generation, offset=grant.offsets[0]))
+    return pack(
+        Header(FrameKind.WRITE, 5, num_bytes, grant.segment_id, grant.generation, offset=grant.offsets[0])
+    )
 
 
 async def test_a_revocation_does_not_wait_for_a_peer_that_stalls_in_a_write(agent, segment, dial) -> None:
@@ -157,9 +159,9 @@ async def test_a_read_that_was_revoked_is_whole_or_refused(agent, segment, dial)
     segment.memory[:] = b"\5" * (4 * BLOCK)
     sock = await greeted(dial())
     for frame_id in range(8):
-        head = Header(Kind.READ, frame_id, 4 * BLOCK, grant.segment_id, grant.generation)
+        head = Header(FrameKind.READ, frame_id, 4 * BLOCK, grant.segment_id, grant.generation)
         sock.sendall(pack(head))
-    assert unpack_header(await received(sock, HEADER_BYTES)).kind is Kind.DATA
+    assert unpack_header(await received(sock, HEADER_BYTES)).kind is FrameKind.DATA
     async with asyncio.timeout(60):
         await agent.revoke(grant)
     segment.memory[:] = b"\6" * (4 * BLOCK)
@@ -169,18 +171,18 @@ async def test_a_read_that_was_revoked_is_whole_or_refused(agent, segment, dial)
         header = unpack_header(await received(sock, HEADER_BYTES))
         kinds.add(header.kind)
         payload = await received(sock, header.num_bytes)
-        assert header.kind is Kind.REFUSED or payload == b"\5" * (4 * BLOCK)
-    assert Kind.REFUSED in kinds
+        assert header.kind is FrameKind.REFUSED or payload == b"\5" * (4 * BLOCK)
+    assert FrameKind.REFUSED in kinds
 
 
 async def test_a_range_outside_the_grant_is_refused_and_the_connection_goes_on(agent, segment, dial) -> None:
     grant = agent.grant(segment, (0,), BLOCK, Operation.WRITE, 60.0)
     sock = await greeted(dial())
-    head = Header(Kind.WRITE, 5, 10, grant.segment_id, grant.generation, offset=BLOCK - 5)
+    head = Header(FrameKind.WRITE, 5, 10, grant.segment_id, grant.generation, offset=BLOCK - 5)
     sock.sendall(pack(head) + b"\1" * 10)
     assert isinstance(await refusal(sock), ProtocolError)
     sock.sendall(write_head(grant, 10) + b"\4" * 10)
-    assert unpack_header(await received(sock, HEADER_BYTES)).kind is Kind.ACK
+    assert unpack_header(await received(sock, HEADER_BYTES)).kind is FrameKind.ACK
     assert segment.memory[: BLOCK + 1] == b"\4" * 10 + bytes(BLOCK - 9)
 
 
@@ -188,12 +190,12 @@ async def test_a_range_outside_the_grant_is_refused_and_the_connection_goes_on(a
     "said",
     [
         b"GET / HTTP/1.1\r\n\r\n" * 10,
-        pack(Header(Kind.READ, 1, 8, 1, 1)),
-        pack(Header(Kind.ACK, 1)),
+        pack(Header(FrameKind.READ, 1, 8, 1, 1)),
+        pack(Header(FrameKind.ACK, 1)),
         HELLO * 2,
-        HELLO + pack(Header(Kind.DATA, 1, 0)),
-        HELLO + pack(Header(Kind.PAIR, 1, 1)) + b"x",
-        HELLO + pack(Header(Kind.WRITE, 1, 9, 1, 1), TABLE),
+        HELLO + pack(Header(FrameKind.DATA, 1, 0)),
+        HELLO + pack(Header(FrameKind.PAIR, 1, 1)) + b"x",
+        HELLO + pack(Header(FrameKind.WRITE, 1, 9, 1, 1), TABLE),
     ],
 )
 async def test_whoever_breaks_the_protocol_is_disconnected_and_others_are_served(
@@ -205,7 +207,7 @@ async def test_whoever_breaks_the_protocol_is_disconnected_and_others_are_served
     assert len(rest) <= 2 * HEADER_BYTES
     grant = agent.grant(segment, (0,), 10, Operation.WRITE, 60.0)
     other.sendall(write_head(grant, 10) + b"\4" * 10)
-    assert unpack_header(await received(other, HEADER_BYTES)).kind is Kind.ACK
+    assert unpack_header(await received(other, HEADER_BYTES)).kind is FrameKind.ACK
 
 
 @pytest.mark.parametrize("fault", [MemoryError, RuntimeError, OSError, ValueError])
@@ -215,11 +217,11 @@ async def test_a_fault_that_nobody_foresaw_ends_its_connection_and_no_other(
     unlucky, other = await greeted(dial()), await greeted(dial())
     grant = agent.grant(segment, (0,), 10, Operation.WRITE, 60.0)
     with monkeypatch.context() as patched:
-        patched.setattr(Holdings, "view", broken(fault))
+        patched.setattr(Holdings, "views", broken(fault))
         unlucky.sendall(write_head(grant, 10) + b"\4" * 10)
         assert await received(unlucky, 1) == b""
     other.sendall(write_head(grant, 10) + b"\4" * 10)
-    assert unpack_header(await received(other, HEADER_BYTES)).kind is Kind.ACK
+    assert unpack_header(await received(other, HEADER_BYTES)).kind is FrameKind.ACK
     async with asyncio.timeout(60):
         await agent.revoke(grant)
 
@@ -229,7 +231,7 @@ async def test_who_comes_when_descriptors_run_out_is_turned_away_and_nobody_else
 ) -> None:
     """Somebody else takes the one that was given up for it."""
     await greeted(dial())
-    server, spare = agent._server, agent._server._spare_fd
+    server, spare = agent._host.server, agent._host.server._spare_fd
     listener = server._listener
     for _ in range(2):
         with monkeypatch.context() as patched:
@@ -249,7 +251,7 @@ async def test_who_comes_when_descriptors_run_out_is_turned_away_and_nobody_else
 
 async def test_connections_that_say_nothing_keep_no_peer_out(agent, segment, dial, monkeypatch) -> None:
     # Two of four places on each thread.
-    some = 2 * len(agent._server._desks)
+    some = 2 * len(agent._host.server._desks)
     monkeypatch.setattr("transfer.tcp.server.MAX_CONNECTIONS", 2 * some)
     served = [await greeted(dial()) for _ in range(some)]
     silent = [dial() for _ in range(some)]
@@ -260,7 +262,7 @@ async def test_connections_that_say_nothing_keep_no_peer_out(agent, segment, dia
     grant = agent.grant(segment, (0,), 10, Operation.WRITE, 60.0)
     for sock in served:
         sock.sendall(write_head(grant, 10) + b"\4" * 10)
-        assert unpack_header(await received(sock, HEADER_BYTES)).kind is Kind.ACK
+        assert unpack_header(await received(sock, HEADER_BYTES)).kind is FrameKind.ACK
 
 
 class ListenerWithout:
@@ -288,16 +290,16 @@ async def test_who_does_not_know_the_descriptor_is_not_served_whatever_is_wrong(
     agent, segment, dial, how
 ) -> None:
     grant = agent.grant(segment, (0,), BLOCK, Operation.WRITE, 60.0)
-    heard = proof(Kind.PROOF, SECRET, EPOCH, await challenged(dial()))
+    heard = proof(FrameKind.PROOF, SECRET, EPOCH, await challenged(dial()))
     sock = dial()
     nonces = await challenged(sock)
     words = {
-        "no proof": Header(Kind.PROOF),
-        "another secret": proof(Kind.PROOF, bytes(SECRET_BYTES), EPOCH, nonces),
-        "no secret": proof(Kind.PROOF, b"", EPOCH, nonces),
-        "another epoch": proof(Kind.PROOF, SECRET, EPOCH + 1, nonces),
+        "no proof": Header(FrameKind.PROOF),
+        "another secret": proof(FrameKind.PROOF, bytes(SECRET_BYTES), EPOCH, nonces),
+        "no secret": proof(FrameKind.PROOF, b"", EPOCH, nonces),
+        "another epoch": proof(FrameKind.PROOF, SECRET, EPOCH + 1, nonces),
         "a proof heard before": heard,
-        "a WELCOME": proof(Kind.WELCOME, SECRET, EPOCH, nonces)._replace(kind=Kind.PROOF),
+        "a WELCOME": proof(FrameKind.WELCOME, SECRET, EPOCH, nonces)._replace(kind=FrameKind.PROOF),
     }
     sock.sendall(pack(words[how]))
     error = await refusal(sock)
@@ -319,8 +321,8 @@ async def test_an_owner_that_proves_nothing_is_sent_nothing(secret: bytes) -> No
             sock, _ = await asyncio.to_thread(listener.accept)
             with sock:
                 sock.settimeout(60)
-                assert unpack_header(await received(sock, HEADER_BYTES)).kind is Kind.HELLO
-                sock.sendall(pack(Header(Kind.WELCOME)))
+                assert unpack_header(await received(sock, HEADER_BYTES)).kind is FrameKind.HELLO
+                sock.sendall(pack(Header(FrameKind.WELCOME)))
                 assert await received(sock, 1) == b""
             with pytest.raises(TransferFailedError):
                 await writing
@@ -340,7 +342,7 @@ async def test_a_peer_that_leaves_in_the_middle_of_a_write_holds_nothing(agent, 
 async def holder(clock, monkeypatch):
     """Return an owner with a NIC, a grant, a connection that is paired and holds the grant, and the NIC."""
     rail = FakeRail("one", key=9)
-    monkeypatch.setattr("transfer.agent.open_rails", lambda driver: ([rail], ""))
+    monkeypatch.setattr("transfer.rdma.transport.open_rails", lambda driver: ([rail], ""))
     monkeypatch.setattr("transfer.agent.CUT_AFTER_S", 0.05)
     async with owner(clock, "rdma") as agent:
         segment = agent.allocate(BLOCK)
@@ -349,7 +351,7 @@ async def holder(clock, monkeypatch):
         with socket.create_connection((host, int(port)), timeout=60) as sock:
             await greeted(sock)
             offer = QueuePairEnd(1, 2, 0, 3, bytes(16)).pack()
-            sock.sendall(pack(Header(Kind.PAIR, 1, len(offer))) + offer)
+            sock.sendall(pack(Header(FrameKind.PAIR, 1, len(offer))) + offer)
             await received(sock, HEADER_BYTES + len(offer))
             sock.sendall(hold_of(2, grant))
             admission = (await received(sock, HEADER_BYTES + ADMISSION_BYTES))[HEADER_BYTES:]
@@ -358,17 +360,17 @@ async def holder(clock, monkeypatch):
 
 
 def hold_of(frame_id: int, grant: Grant) -> bytes:
-    return pack(Header(Kind.HOLD, frame_id, generation=grant.generation, offset=digest_of(grant)))
+    return pack(Header(FrameKind.HOLD, frame_id, generation=grant.generation, offset=digest_of(grant)))
 
 
 async def test_a_peer_that_keeps_what_was_recalled_loses_its_queue_pairs(clock, monkeypatch) -> None:
     async with holder(clock, monkeypatch) as (agent, _, grant, sock, rail):
-        sock.sendall(pack(Header(Kind.HOLD, 3, generation=grant.generation, offset=1)))
+        sock.sendall(pack(Header(FrameKind.HOLD, 3, generation=grant.generation, offset=1)))
         assert isinstance(await refusal(sock), ProtocolError)
         async with asyncio.timeout(60):
             await agent.revoke(grant)
         recall = unpack_header(await received(sock, HEADER_BYTES))
-        assert (recall.kind, recall.generation) == (Kind.RECALL, grant.generation)
+        assert (recall.kind, recall.generation) == (FrameKind.RECALL, grant.generation)
         assert await received(sock, 1) == b""
         assert rail.pairs[0].is_closed
 
@@ -386,11 +388,11 @@ def test_each_connection_has_a_thread_where_there_are_processors_for_it(
 async def test_connections_are_dealt_out_and_a_revocation_waits_for_those_of_every_thread(
     clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transfer.agent.num_reactors", lambda connections: 2)
+    monkeypatch.setattr("transfer.tcp.host.num_reactors", lambda connections: 2)
     async with owner(clock) as agent:
         segment = agent.allocate(BLOCK)
         grant = agent.grant(segment, [0], BLOCK, Operation.WRITE, 10.0)
-        header = Header(Kind.WRITE, 1, BLOCK, grant.segment_id, grant.generation, 0)
+        header = Header(FrameKind.WRITE, 1, BLOCK, grant.segment_id, grant.generation, 0)
         host, _, port = agent.descriptor.endpoints[0].address.rpartition(":")
         peers = []
         for _ in range(2):
@@ -398,7 +400,7 @@ async def test_connections_are_dealt_out_and_a_revocation_waits_for_those_of_eve
             peers[-1].sendall(pack(header) + b"\1" * 100)
         while segment.memory[99] == 0:
             await asyncio.sleep(0)
-        assert [len(desk._links) for desk in agent._server._desks] == [1, 1]
+        assert [len(desk._links) for desk in agent._host.server._desks] == [1, 1]
         await agent.revoke(grant)
         segment.memory[:] = bytes(BLOCK)
         for peer in peers:
@@ -423,7 +425,7 @@ async def test_a_peer_that_gives_a_hold_the_name_of_another_is_disconnected(cloc
     async with holder(clock, monkeypatch) as (agent, segment, grant, sock, rail):
         later = agent.grant(segment, (0,), BLOCK, Operation.READ, 60.0)
         revoking = asyncio.ensure_future(agent.revoke(grant))
-        assert unpack_header(await received(sock, HEADER_BYTES)).kind is Kind.RECALL
+        assert unpack_header(await received(sock, HEADER_BYTES)).kind is FrameKind.RECALL
         sock.sendall(hold_of(2, later))
         await asyncio.wait_for(revoking, 60)
         assert await received(sock, 1) == b""
@@ -440,6 +442,6 @@ async def test_a_peer_that_holds_without_end_is_disconnected(clock, monkeypatch)
 async def test_a_peer_that_asks_and_never_reads_is_disconnected(dial) -> None:
     """Its answers would fill our memory."""
     sock = await greeted(dial())
-    asked = pack(Header(Kind.READ, 1, 8, segment_id=1)) * 1_000_000
+    asked = pack(Header(FrameKind.READ, 1, 8, segment_id=1)) * 1_000_000
     with pytest.raises((ConnectionResetError, BrokenPipeError)):
         await asyncio.to_thread(sock.sendall, asked)

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from transfer.tcp.frame import Header, Kind, pack, pack_ack, unpack_header
+from transfer.tcp.frame import FrameKind, Header, pack, unpack_header
 from transfer.tcp.reactor import READABLE
 from transfer.tcp.stream import FrameStream, Incoming
 
-ACK = pack_ack(7)
+ACK = pack(Header(FrameKind.ACK, 7))
 PAYLOAD_BYTES = 4 << 20
 
 
@@ -34,7 +34,7 @@ class Told:
     """What a stream told its owner."""
 
     def __init__(self) -> None:
-        self.frames: list[tuple[Kind, int, bytes]] = []
+        self.frames: list[tuple[FrameKind, int, bytes]] = []
         self.closed: list[str] = []
 
     def on_header(self, header: Header, table: memoryview) -> Incoming:
@@ -79,14 +79,14 @@ def theirs(ends: tuple[socket.socket, socket.socket]) -> socket.socket:
 def test_frames_that_come_in_parts_or_together_are_each_reported_once(
     stream: FrameStream, theirs: socket.socket, poller: IdlePoller, told: Told
 ) -> None:
-    refusal = pack(Header(Kind.REFUSED, 7, 3)) + b"why"
+    refusal = pack(Header(FrameKind.REFUSED, 7, 3)) + b"why"
     theirs.sendall(ACK[:20])
     poller.on_ready(READABLE)
     assert told.frames == []
     theirs.sendall(ACK[20:] + refusal)
     poller.on_ready(READABLE)
     poller.on_ready(READABLE)
-    assert told.frames == [(Kind.ACK, 7, b""), (Kind.REFUSED, 7, b"why")]
+    assert told.frames == [(FrameKind.ACK, 7, b""), (FrameKind.REFUSED, 7, b"why")]
 
 
 def test_a_peer_that_left_closes_the_stream(
@@ -101,14 +101,14 @@ def test_what_the_socket_does_not_take_at_once_follows_when_it_can(
     stream: FrameStream, theirs: socket.socket, poller: IdlePoller
 ) -> None:
     payload = bytes(range(256)) * (PAYLOAD_BYTES // 256)
-    stream.send(pack(Header(Kind.WRITE, 1, PAYLOAD_BYTES)), [memoryview(payload)], owner=3, frame_id=1)
+    stream.send(pack(Header(FrameKind.WRITE, 1, PAYLOAD_BYTES)), [memoryview(payload)], owner=3, frame_id=1)
     stream.send(ACK)
     assert stream.num_outgoing == 2
     got = bytearray()
     while len(got) < len(payload) + 2 * len(ACK):
         got += theirs.recv(1 << 20)
         poller.on_ready(poller.events)
-    assert unpack_header(got[: len(ACK)]).kind is Kind.WRITE
+    assert unpack_header(got[: len(ACK)]).kind is FrameKind.WRITE
     assert got[len(ACK) :] == payload + ACK
     assert stream.num_outgoing == 0
 
@@ -117,7 +117,7 @@ def test_the_rest_of_a_frame_that_has_begun_is_sent_from_a_copy_once_its_owner_i
     stream: FrameStream, theirs: socket.socket, poller: IdlePoller
 ) -> None:
     payload = bytearray(b"\1" * PAYLOAD_BYTES)
-    stream.send(pack(Header(Kind.WRITE, 1, PAYLOAD_BYTES)), [memoryview(payload)], owner=3, frame_id=1)
+    stream.send(pack(Header(FrameKind.WRITE, 1, PAYLOAD_BYTES)), [memoryview(payload)], owner=3, frame_id=1)
     assert stream.detach(3) == []
     payload[:] = b"\2" * PAYLOAD_BYTES
     got = bytearray()
@@ -133,6 +133,6 @@ def test_a_head_and_its_payload_go_out_in_one_call_and_wake_a_sleeping_peer_once
     # Between these, each call is a message of its own.
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        head = pack(Header(Kind.WRITE, 1, 5))
+        head = pack(Header(FrameKind.WRITE, 1, 5))
         FrameStream(ours, poller, told).send(head, [memoryview(b"bytes")], owner=3, frame_id=1)
         assert theirs.recv(1000) == head + b"bytes"
