@@ -43,14 +43,20 @@ def hold(path: Path, kind: bytes) -> socket.socket | None:
 
     Args:
         kind: `SUPERVISES` or `KEEPS`.
+
+    Raises:
+        OSError: nobody can know whether there is one: no descriptor is free, or the file is another user's.
     """
     lifeline = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _at(path, lifeline.connect)
         lifeline.sendall(kind)
-    except OSError:  # no file, or a file of a process that has ended
+    except (FileNotFoundError, ConnectionError):  # no file, or a file of a process that has ended
         lifeline.close()
         return None
+    except OSError:
+        lifeline.close()
+        raise
     return lifeline
 
 

@@ -41,16 +41,22 @@ class HeldProcess:
 
     @classmethod
     def at(cls, path: Path, kind: bytes) -> HeldProcess | None:
-        """Return the process whose lifeline is at `path`, held by us; None: there is none."""
+        """Return the process whose lifeline is at `path`, held by us; None: there is none.
+
+        Raises:
+            OSError: nobody can know whether there is one: no descriptor is free.
+        """
         lifeline = hold(path, kind)
         if lifeline is None:
             return None
         credentials = lifeline.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
         try:
             held = cls(PEER_CREDENTIALS.unpack(credentials)[0], None, lifeline)
-        except ProcessLookupError:
+        except OSError as error:
             lifeline.close()
-            return None
+            if isinstance(error, ProcessLookupError):
+                return None
+            raise
         if _is_closed(lifeline):  # it ended, and the handle may name whoever has its number now
             held.close()
             return None

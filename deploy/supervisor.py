@@ -19,9 +19,13 @@ finds SOCKET answering and adopts the process: no request notices. What a proces
 were free) is written into FILE, under the same keys: one that has to be started again is where clients and
 nodes found it.
 
-The supervisor asks the process's event loop four times in `hang_s` whether it goes round, and kills a
-process that has left four questions without an answer: one that hangs serves nobody and holds its ports. A
-process that is stopped for less is not harmed.
+Ray may start a supervisor in the place of one that lives. The newest has the process: it writes its name into
+NAME.owner, whose lock a supervisor holds while it finds or starts the process, until that is ready. An older
+one reads there that it starts nothing any more.
+
+The supervisor asks the process's event loop every second whether it goes round, and kills a process that has
+answered nothing for `HANG_S`: one that hangs serves nobody and holds its ports. A process that is stopped for
+less is not harmed.
 
 Where the spec asks for one, a spare stands by: the same command with `--spare`, which has imported
 and read what it can and waits for one byte on its standard input. When the process ends it takes its
@@ -31,15 +35,17 @@ is only slower. Weighed and left: a parent that imports and forks, whose own end
 child's. A spare that ends is noticed, and another is started, each time later.
 
 A process that was never ready is not restarted: what is wrong then is its configuration
-or the machine, and the last lines of its log say what. One that was ready is always restarted, also when that
-fails for want of memory, descriptors or room on the disk. One that was drained leaves no socket.
-This file knows nothing of Ray:
-`launch.py` wraps the class into an actor. Hence threads and blocking calls: an actor's
-calls each have a thread.
+or the machine, and the last lines of its log say what. One that was ready, which NAME.ready remembers, is
+always restarted, also when that fails for want of memory, descriptors or space on the disk. One that was
+drained leaves no socket.
+
+This file knows nothing of Ray: `launch.py` wraps the class into an actor. Hence threads and blocking calls:
+an actor's calls each have a thread.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -47,13 +53,15 @@ import signal
 import subprocess
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
 from base.clock import Clock
 from base.lifeline import SUPERVISES
-from base.private import make_private, private_file
+from base.private import FILE_MODE, make_private, private_file
 from deploy.held import HeldProcess
 
 FIRST_BACKOFF_S = 0.5
@@ -68,9 +76,10 @@ LONGEST_SPARE_AFTER_S = 600.0
 """Between two spares that end by themselves: their wait is doubled each time."""
 
 HANG_S = 120.0
-"""Without an answer of the event loop. The longest that a debugger or a stopped process is waited for."""
+"""The longest that a process which answers nothing is waited for: one that is stopped, or in a debugger."""
+ASK_EVERY_S = 1.0
 QUESTIONS = 4
-"""That a process leaves unanswered in that time, one after the other, before it is killed."""
+"""Fewest questions left unanswered by a process that hangs: after a pause of the whole machine it answers."""
 
 KILL_GRACE_S = 3.0
 """From SIGTERM's deadline on: what SIGKILL and the kernel may take."""
@@ -99,7 +108,10 @@ class ProcessSpec:
     ready_timeout_s: float = 300.0
     spare_after_s: float | None = None
     """After it is ready, until a spare is started; None: there is none."""
-    hang_s: float = HANG_S
+
+
+class _SupersededError(Exception):
+    """A newer supervisor has the process."""
 
 
 class Supervisor:
@@ -120,26 +132,18 @@ class Supervisor:
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._num_events = 0
         self._life = secrets.token_hex(8)
+        self._is_owner = False
+        self._config_path, self._lifeline_path, self.log_path, self._owner_path, self._ready_path = (
+            self._folder / f"{spec.name}.{kind}" for kind in ("json", "sock", "log", "owner", "ready")
+        )
         make_private(self._folder)
-        # A file that is there already was written by this process's supervisor before
-        # Ray restarted it: its process was ready once.
-        self._was_ready = self._config_path.exists()
-        if not self._was_ready:
-            self._write_config(spec.config)
         self._thread = threading.Thread(target=self._supervise, name=spec.name, daemon=True)
         self._thread.start()
 
     @property
-    def _config_path(self) -> Path:
-        return self._folder / f"{self._spec.name}.json"
-
-    @property
-    def _lifeline_path(self) -> Path:
-        return self._folder / f"{self._spec.name}.sock"
-
-    @property
-    def log_path(self) -> Path:
-        return self._folder / f"{self._spec.name}.log"
+    def _was_ready(self) -> bool:
+        """Whether the process was ever ready, under an earlier supervisor perhaps."""
+        return self._ready_path.exists()
 
     def wait_ready(self) -> dict[str, Any]:
         """Block until the process is ready; return what it said.
@@ -191,20 +195,17 @@ class Supervisor:
         with self._changed:
             self._stopping.set()
             self._changed.notify_all()
-            spare = self._spare
-        if spare is not None:
-            with spare:
-                spare.kill()
+        self._end_spare()
         self._signal(signal.SIGTERM)
         self._thread.join(grace_s)
         self._signal(signal.SIGKILL)
         self._thread.join(KILL_GRACE_S)
 
-    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+    def log_tail(self) -> str:
         """Return the last lines that the process logged."""
         try:
             with self.log_path.open(errors="replace") as log:
-                return "".join(deque(log, maxlen=lines)).rstrip()
+                return "".join(deque(log, maxlen=LOG_TAIL_LINES)).rstrip()
         except FileNotFoundError:
             return ""
 
@@ -215,39 +216,59 @@ class Supervisor:
 
     def _supervise(self) -> None:
         backoff_s = FIRST_BACKOFF_S
-        found = HeldProcess.at(self._lifeline_path, SUPERVISES) if self._was_ready else None
         while True:
             started_at_s = self._clock.now_s()
             try:
-                status = self._run_once(found)
+                status = self._run_once()
                 problem = {}
+            except _SupersededError:
+                self._end_spare()
+                self._fail("another supervisor has its process")
+                return
             except OSError as error:  # there is no such program, or no memory for it
                 if not self._was_ready:
                     self._fail(str(error))
                     return
                 status, problem = None, {"problem": str(error)}
-            found = None
             if self._stopping.is_set():
                 self._lifeline_path.unlink(missing_ok=True)
-                self._tell("stopped", status=status)
+                self._report("stopped", status=status)
                 return
             if not self._was_ready:
                 self._fail(f"it ended with status {status} before it was ready")
                 return
             if self._clock.now_s() - started_at_s >= STEADY_S:
                 backoff_s = 0.0
-            self._tell("exited", status=status, restart_in_s=backoff_s, **problem)
+            self._report("exited", status=status, restart_in_s=backoff_s, **problem)
             self._stopping.wait(backoff_s)
             backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S) or FIRST_BACKOFF_S
 
     def _fail(self, problem: str) -> None:
         with self._changed:
             self._failed = problem
-        self._tell("failed", problem=problem)
+        self._report("failed", problem=problem)
 
-    def _run_once(self, found: HeldProcess | None) -> int | None:
-        """Start the process, unless it was found, and watch it to its end; return its exit status."""
-        with private_file(self.log_path, "a") as log:
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Hold the right to find or to start the process, which one supervisor has at a time.
+
+        Raises:
+            _SupersededError: a newer one has had it.
+        """
+        with private_file(self._owner_path, "a") as owner:
+            fcntl.flock(owner, fcntl.LOCK_EX)
+            if not self._is_owner:
+                self._owner_path.write_text(self._life)
+                self._is_owner = True
+            if self._owner_path.read_text() != self._life:
+                raise _SupersededError
+            yield
+
+    def _run_once(self) -> int | None:
+        """Find or start the process, and watch it to its end; return its exit status."""
+        with private_file(self.log_path, "a") as log, ExitStack() as turn:
+            turn.enter_context(self._turn())
+            found = HeldProcess.at(self._lifeline_path, SUPERVISES)
             with self._changed:
                 if self._stopping.is_set() and found is None:
                     return 0
@@ -255,8 +276,14 @@ class Supervisor:
                 if self._stopping.is_set():
                     process.signal(signal.SIGTERM)  # the drain came before it was found
             try:
-                self._attend(process, log)
-            except OSError:  # no room for its configuration or its log
+                if process.child is None:
+                    self._adopt(process)
+                else:
+                    self._read(process, process.child, log)
+                if process.has_lifeline:
+                    turn.close()
+                    self._watch(process)
+            except OSError:  # no space for its configuration or its log
                 process.signal(signal.SIGKILL)
                 raise
             finally:
@@ -267,34 +294,22 @@ class Supervisor:
                     process.close()
         return status
 
-    def _attend(self, process: HeldProcess, log: TextIO) -> None:
-        """Wait until a process is ready, then for its end, unless it has no lifeline."""
-        if process.child is None:
-            self._adopt(process)
-        else:
-            self._read(process, process.child, log)
-        if process.has_lifeline:
-            self._watch(process)
-
     def _begun(self, log: int) -> HeldProcess:
+        if not self._was_ready:
+            self._write_config(self._spec.config)
         child = self._spare_begun() or self._start(log)
         return HeldProcess(child.pid, child, None)
 
     def _adopt(self, process: HeldProcess) -> None:
         """Wait for what a process that was found is reached by; kill it if it says nothing."""
-        for _ in range(QUESTIONS):
-            line = process.answer(self._spec.hang_s / QUESTIONS)
-            if line or not process.is_hearing:
-                break
-        if not line:
+        silence = _Silence(self._clock)
+        while process.is_hearing:
+            if line := process.answer(ASK_EVERY_S):
+                self._take_ready(json.loads(line))
+                self._report("adopted", pid=process.pid)
+                return
             if process.is_hearing:
-                self._tell("hung", pid=process.pid)
-                process.signal(signal.SIGKILL)
-            return
-        with self._changed:
-            self._ready = json.loads(line)
-        self._start_spare_later()
-        self._tell("adopted", pid=process.pid)
+                self._judge(process, silence, line)
 
     def _read(self, process: HeldProcess, child: subprocess.Popen[str], log: TextIO) -> None:
         """Pass on what a child says, until it is ready and held by its lifeline, or has ended."""
@@ -311,6 +326,7 @@ class Supervisor:
             deadline.cancel()
             is_held = process.hold_by(self._lifeline_path, SUPERVISES)
             self._take_ready(said)
+            self._report("ready", **{key: value for key, value in said.items() if key != "event"})
             if is_held:
                 break
         deadline.cancel()
@@ -326,14 +342,17 @@ class Supervisor:
 
         One that has closed its lifeline is ending: it hangs if that takes as long.
         """
-        num_unanswered = 0
+        silence = _Silence(self._clock)
         process.ask()
-        while not process.has_ended(self._spec.hang_s / QUESTIONS):
-            num_unanswered = 0 if process.answer(0.0) else num_unanswered + 1
-            if num_unanswered == QUESTIONS:
-                self._tell("hung", pid=process.pid)
-                process.signal(signal.SIGKILL)
+        while not process.has_ended(ASK_EVERY_S):
+            self._judge(process, silence, process.answer(0.0))
             process.ask()
+
+    def _judge(self, process: HeldProcess, silence: _Silence, answer: bytes) -> None:
+        if silence.is_hang_after(answer):
+            self._report("hung", pid=process.pid)
+            process.signal(signal.SIGKILL)
+            process.has_ended(None)
 
     def _spare_begun(self) -> subprocess.Popen[str] | None:
         """Let the spare be the process; None if there is none."""
@@ -349,6 +368,13 @@ class Supervisor:
             with spare:
                 return None
         return spare
+
+    def _end_spare(self) -> None:
+        with self._changed:
+            spare = self._spare
+        if spare is not None:
+            with spare:
+                spare.kill()
 
     def _start_spare_later(self) -> None:
         if self._spare_after_s is not None:
@@ -379,7 +405,7 @@ class Supervisor:
             pipe.close()
         assert self._spare_after_s is not None
         self._spare_after_s = min(2 * self._spare_after_s, LONGEST_SPARE_AFTER_S)
-        self._tell("spare exited", status=status, restart_in_s=self._spare_after_s)
+        self._report("spare exited", status=status, restart_in_s=self._spare_after_s)
         self._start_spare_later()
 
     def _start(self, log: int, *flags: str) -> subprocess.Popen[str]:
@@ -398,12 +424,11 @@ class Supervisor:
 
     def _take_ready(self, said: dict[str, Any]) -> None:
         self._write_config(_pinned(self._spec.config, said))
-        self._was_ready = True
+        self._ready_path.touch(FILE_MODE)
         with self._changed:
             self._ready = said
             self._spare_after_s = self._spec.spare_after_s
         self._start_spare_later()
-        self._tell("ready", **{key: value for key, value in said.items() if key != "event"})
 
     def _write_config(self, config: dict[str, Any]) -> None:
         # Renamed into place: a supervisor killed half-way leaves the file whole.
@@ -415,11 +440,28 @@ class Supervisor:
             file.write(text)
         draft.replace(self._config_path)
 
-    def _tell(self, what: str, **details: Any) -> None:
+    def _report(self, what: str, **details: Any) -> None:
         with self._changed:
             self._events.append({"event": what, "name": self._spec.name, **details})
             self._num_events += 1
             self._changed.notify_all()
+
+
+class _Silence:
+    """How long a process has left questions unanswered."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._since_s = clock.now_s()
+        self._num_unanswered = 0
+
+    def is_hang_after(self, answer: bytes) -> bool:
+        """Count an answer, or a question without one (empty); return whether the process hangs."""
+        if answer:
+            self._since_s, self._num_unanswered = self._clock.now_s(), 0
+            return False
+        self._num_unanswered += 1
+        return self._num_unanswered >= QUESTIONS and self._clock.now_s() - self._since_s >= HANG_S
 
 
 def _ready_line(line: str) -> dict[str, Any] | None:

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
+import resource
 import signal
+import socket
 import stat
 import sys
 
@@ -145,3 +147,17 @@ async def test_nobody_else_opens_the_socket_and_its_path_may_be_long(begin, tmp_
 
 def test_a_socket_that_nobody_listens_at_is_no_process(tmp_path):
     assert hold(tmp_path / "none.sock", KEEPS) is None
+    with socket.socket(socket.AF_UNIX) as ended:
+        ended.bind(str(tmp_path / "ended.sock"))
+    assert hold(tmp_path / "ended.sock", KEEPS) is None
+
+
+async def test_who_has_no_descriptor_left_does_not_take_a_process_for_none(begin, tmp_path):
+    await begin()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            hold(tmp_path / "p.sock", KEEPS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

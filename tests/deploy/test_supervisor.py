@@ -11,7 +11,7 @@ import pytest
 
 from base.clock import ManualClock
 from deploy.held import HeldProcess, end_at
-from deploy.supervisor import NOTHING_SEEN, STEADY_S, ProcessSpec, Supervisor
+from deploy.supervisor import HANG_S, NOTHING_SEEN, STEADY_S, ProcessSpec, Supervisor
 from tests.deploy.processes import wait_gone
 
 STUB = (sys.executable, str(Path(__file__).parent / "stub_process.py"))
@@ -21,6 +21,17 @@ CONDUCTOR_CONFIG = {"model_path": "m", "server": {"http_port": 0, "grpc_port": 0
 def spec_of(folder, role="conductor", **more):
     config = CONDUCTOR_CONFIG if role == "conductor" else {"node_id": "n", "metrics_port": 0}
     return ProcessSpec(role, (*STUB, role), config, more.pop("environment", {}), str(folder), **more)
+
+
+class HurryingClock(ManualClock):
+    """A clock that stands until it is let run, and then moves by `HANG_S` whenever somebody looks at it."""
+
+    is_running = False
+
+    def now_s(self):
+        if self.is_running:
+            self.advance(HANG_S)
+        return super().now_s()
 
 
 @pytest.fixture
@@ -141,6 +152,56 @@ def test_a_process_that_never_was_ready_is_not_restarted_and_its_log_is_told(sup
     assert supervisor.wait_event(NOTHING_SEEN)[1]["event"] == "failed"
 
 
+def test_a_supervisor_that_was_killed_before_its_process_was_ready_leaves_no_ready_process(
+    supervise, tmp_path
+):
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+    child = os.fork()
+    if child == 0:
+        Supervisor(
+            replace(spec_of(tmp_path, "node"), command=("sh", "-c", f"echo > {begun}; read go")),
+            ManualClock(),
+        )
+        begun.read_text()
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(RuntimeError, match="status 1 before it was ready"):
+        supervise(spec_of(tmp_path, "node", environment={"FAULT": "node"})).wait_ready()
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """Return a command of a stub that waits at its start, and what lets it go on."""
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    command = ("sh", "-c", f'read go < {path}; exec {" ".join(STUB)} "$@"', "sh", "node")
+    return command, lambda: path.write_text("go\n")
+
+
+def test_a_newer_supervisor_adopts_a_process_of_one_that_lives_and_alone_starts_it_again(supervise, tmp_path):
+    older = supervise(spec_of(tmp_path))
+    ready = older.wait_ready()
+    newer = supervise(spec_of(tmp_path))
+    seen, event = next_event(newer, "adopted")
+    assert event["pid"] == older.pid()
+    os.kill(newer.pid(), signal.SIGKILL)
+    assert next_event(older, "failed")[1]["problem"] == "another supervisor has its process"
+    next_event(newer, "ready", seen)
+    assert newer.wait_ready() == ready
+    assert older.pid() is None
+
+
+def test_a_supervisor_that_comes_while_another_starts_the_process_adopts_it(supervise, gate, tmp_path):
+    command, let_go = gate
+    spec = replace(spec_of(tmp_path / "run", "node"), command=command)
+    both = supervise(spec), supervise(spec)
+    let_go()
+    first_events = [supervisor.wait_event(NOTHING_SEEN)[1]["event"] for supervisor in both]
+    assert sorted(first_events) == ["adopted", "ready"]
+    assert both[0].pid() == both[1].pid()
+
+
 def test_a_program_that_is_not_there_is_told(supervise, tmp_path):
     spec = ProcessSpec("node", ("/no/such/program",), {}, {}, str(tmp_path))
     with pytest.raises(RuntimeError, match="No such file"):
@@ -244,18 +305,24 @@ def test_a_process_that_nobody_adopts_ends(orphan):
 def test_a_process_that_was_found_and_says_nothing_is_killed_and_started_again(orphan, supervise, tmp_path):
     pid, ready = orphan()
     os.kill(pid, signal.SIGSTOP)
-    supervisor = supervise(spec_of(tmp_path, hang_s=0.2))
+    clock = HurryingClock()
+    clock.is_running = True
+    supervisor = supervise(spec_of(tmp_path), clock)
     seen, event = next_event(supervisor, "hung")
+    clock.is_running = False
     assert event["pid"] == pid
     next_event(supervisor, "ready", seen)
     assert supervisor.wait_ready() == ready
 
 
 def test_a_process_that_hangs_is_killed_and_started_again(supervise, tmp_path):
-    supervisor = supervise(spec_of(tmp_path, hang_s=4.0))
+    clock = HurryingClock()
+    supervisor = supervise(spec_of(tmp_path), clock)
     before, pid = supervisor.wait_ready(), supervisor.pid()
     os.kill(pid, signal.SIGSTOP)
+    clock.is_running = True
     seen, event = next_event(supervisor, "hung")
+    clock.is_running = False
     assert event["pid"] == pid
     seen, event = next_event(supervisor, "exited", seen)
     assert event["status"] == -signal.SIGKILL
@@ -274,11 +341,14 @@ def test_spares_that_end_by_themselves_come_ever_later(supervise, tmp_path):
 
 
 def test_a_process_that_does_not_end_after_its_loop_is_killed(supervise, tmp_path):
-    supervisor = supervise(spec_of(tmp_path, "node", environment={"FAULT": "lingering"}, hang_s=0.4))
+    clock = HurryingClock()
+    supervisor = supervise(spec_of(tmp_path, "node", environment={"FAULT": "lingering"}), clock)
     supervisor.wait_ready()
     pid = supervisor.pid()
     os.kill(pid, signal.SIGTERM)
+    clock.is_running = True
     seen, event = next_event(supervisor, "hung")
+    clock.is_running = False
     assert event["pid"] == pid
     seen, _ = next_event(supervisor, "exited", seen)
     next_event(supervisor, "ready", seen)
