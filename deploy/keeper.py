@@ -15,8 +15,10 @@ other hosts too, which nobody could hold: there the driver reports none, and all
 Whatever is left below the keeper when all that has drained is killed: of a Ray that lost its GCS, agents
 live on for longer than the command.
 
-The driver has a process group of its own, in the background of a terminal, so that Ctrl-C comes once. A
-terminal that hangs up drains the cluster, and standard error that nobody reads disturbs neither process.
+The driver has a process group of its own, in the background of a terminal, so that Ctrl-C comes once, and no
+standard input, which a terminal's foreground alone may read. A terminal that hangs up drains the cluster, and
+standard error that nobody reads disturbs neither process. A driver that has not ended `DRAIN_S` after the
+second signal hangs in Ray, and is killed.
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ def keep(drive: Callable[[Callable[[], None]], int], folder: Path, clock: Clock)
     if driver == 0:
         os.close(reports)
         os.close(keeper)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         _leave_terminal()
         threading.Thread(target=_end_with, args=(keeper_lives,), name="keeper", daemon=True).start()
         _drive(drive, report)
@@ -177,6 +180,8 @@ class _Kept:
         self._clock = clock
         self._processes: dict[str, HeldProcess] = {}
         self._num_signals = 0
+        self._kill_at_s: float | None = None
+        """When the driver is killed if it has not ended."""
         self._events = selectors.DefaultSelector()
         self._events.register(reports, selectors.EVENT_READ, self._on_report)
         self._events.register(numbers, selectors.EVENT_READ, self._on_signal)
@@ -202,7 +207,10 @@ class _Kept:
         """Keep until the driver has ended, or what it leaves behind; return the command's exit status."""
         self._on_children()
         while self._status is None:
-            self._turn(None)
+            self._turn(self._left_s())
+            if self._status is None and self._left_s() == 0:
+                os.kill(self._driver, signal.SIGKILL)
+                self._kill_at_s = None
         self._hold_all()
         if self._has_launched and not self._is_in_order and not self._num_signals:
             return self._serve_on()
@@ -233,6 +241,10 @@ class _Kept:
             _say(f"{', '.join(self._ended)} has ended")
         self._end_all()
         return 0 if self._num_signals else 1
+
+    def _left_s(self) -> float | None:
+        """Return how long a driver that two signals told to end may take yet; None: as long as it likes."""
+        return None if self._kill_at_s is None else max(self._kill_at_s - self._clock.now_s(), 0)
 
     def _turn(self, timeout_s: float | None) -> None:
         for key, _ in self._events.select(timeout_s):
@@ -272,7 +284,12 @@ class _Kept:
                 if not held.has_ended(0.0):
                     continue
                 self._on_end(name, held)
-            if (process := HeldProcess.at(path, KEEPS)) is not None:
+            try:
+                process = HeldProcess.at(path, KEEPS)
+            except OSError as error:
+                _say(f"{name} is not kept if Ray ends: {error}")
+                continue
+            if process is not None:
                 self._processes[name] = process
                 self._events.register(process, selectors.EVENT_READ, partial(self._on_end, name, process))
 
@@ -290,6 +307,8 @@ class _Kept:
                 self._on_children()
             elif number != signal.SIGHUP or not self._num_signals:
                 self._num_signals += 1
+                if self._num_signals == 2:
+                    self._kill_at_s = self._clock.now_s() + DRAIN_S
                 if self._status is None:
                     os.kill(self._driver, signal.SIGTERM if number == signal.SIGHUP else number)
 
@@ -302,10 +321,11 @@ class _Kept:
         return {name for name in self._processes if name.startswith("conductor")}
 
     def _end(self, names: set[str]) -> None:
-        for number, grace_s in ((signal.SIGTERM, DRAIN_S), (signal.SIGKILL, DRAIN_S)):
+        numbers = (signal.SIGTERM, signal.SIGKILL) if self._num_signals < 2 else (signal.SIGKILL,)
+        for number in numbers:
             for name in names & self._processes.keys():
                 self._processes[name].signal(number)
-            deadline_s, num_signals = self._clock.now_s() + grace_s, self._num_signals
+            deadline_s, num_signals = self._clock.now_s() + DRAIN_S, self._num_signals
             while names & self._processes.keys() and self._num_signals == num_signals:
                 if (left_s := deadline_s - self._clock.now_s()) <= 0:
                     break

@@ -37,6 +37,9 @@ from deploy.progress import Progress
 ANSWER_TOKENS = 256
 """Of the answer to `--prompt` at most."""
 
+UNREAD = 128 + signal.SIGPIPE
+"""Exit status of a command whose standard output nobody reads any more, as of one that the signal ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
@@ -143,6 +146,8 @@ class _Up:
             for error in _leaves(group):
                 print(error, file=sys.stderr)
             status = 1
+        except* BrokenPipeError:
+            status = UNREAD
         finally:
             await self._stop(cluster)
         # A signal is the ordinary end of serving, but not of anything that was asked for.

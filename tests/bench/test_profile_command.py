@@ -7,8 +7,10 @@ import pytest
 
 from base.clock import SystemClock
 from base.config import EngineConfig
-from bench.profile_command import Grid, make_parser, make_profile, measure, print_profile
+from bench import engine_shapes
+from bench.profile_command import SHAPES, make_parser, print_profile
 from bench.profile_fit import MeasuredStep, with_steps
+from bench.profile_run import Grid, make_profile, measure
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import profile_json
 from conductor.profile_file import load_profile
@@ -83,3 +85,7 @@ def test_what_steps_take_beside_prefill_and_decode_is_found() -> None:
     found = with_steps(replace(known, **kernels), steps)
     assert {name: getattr(found, name) for name in costs} == pytest.approx(costs, rel=1e-4)
     assert found.evidence.steps_left_out_error < 1e-4
+
+
+def test_the_shapes_that_can_be_asked_for_are_those_that_there_are():
+    assert sorted(engine_shapes.SHAPES) == list(SHAPES)

@@ -134,6 +134,15 @@ def test_a_signal_is_the_drivers_while_it_lives(kept):
     assert wait_all_gone(environment, GONE_S) == {}
 
 
+def test_a_driver_that_hangs_is_killed_after_the_second_signal_and_leaves_nothing(begin):
+    process, environment = begin("stuck")
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(GONE_S) == 0
+    assert wait_all_gone(environment, GONE_S) == {}
+
+
 def test_a_keeper_that_is_killed_leaves_nothing(kept):
     process, _, environment = kept
     process.kill()

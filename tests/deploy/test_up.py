@@ -85,6 +85,17 @@ def test_an_answer_goes_to_stdout_and_nothing_is_left(start):
     assert wait_all_gone(environment, STOP_S) == {}
 
 
+@pytest.mark.full
+def test_an_answer_that_nobody_reads_ends_the_cluster_without_a_word(start):
+    process, environment = start("--prompt", "hello there")
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(100) == 128 + signal.SIGPIPE
+    assert "Traceback" not in err
+    assert "nothing is left running" in err
+    assert wait_all_gone(environment, STOP_S) == {}
+
+
 def test_what_dies_is_restarted_and_ctrl_c_leaves_nothing(start):
     process, environment = start("--json")
     ready = json.loads(process.stdout.readline())
