@@ -1,4 +1,4 @@
-"""What every process of the cluster must agree on to the byte."""
+"""Values and rules that every process of the cluster must agree on to the byte."""
 
 import os
 

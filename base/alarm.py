@@ -3,7 +3,7 @@
     with Alarm(GoneError) as alarm:     raises GoneError in the turn after `alarm.ring()`
         await work
 
-Cancellation is how a task is interrupted, and its count is how two who interrupt it at once are told apart:
+Cancellation is how a task is interrupted, and its count is how two who interrupt it at once are kept apart:
 each takes back its own, and whoever finds none left may turn it into an error. `asyncio.timeout` and
 `asyncio.TaskGroup` do so too, so the three may lie in one another. A cancellation from outside wins.
 

@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 8192
-"""Of one listener, where the process may have so many descriptors."""
+"""Connections of one listener at most, where the process may have so many descriptors."""
 ACCEPT_PAUSE_S = 0.1
-"""After none could be accepted: descriptors ran out."""
+"""Pause after descriptors ran out and no connection could be accepted."""
 
 
 def num_allowed(share: float) -> int:
@@ -38,7 +38,7 @@ def num_allowed(share: float) -> int:
 
 
 class Connection(Protocol):
-    """What can be ended: a transport, or a handshake."""
+    """A connection that can be ended: a transport, or a handshake under way."""
 
     def abort(self) -> None: ...
 
@@ -54,7 +54,7 @@ class _Handshake:
             self.socket.shutdown(socket.SHUT_RDWR)
 
 
-class Arrivals:
+class OpenConnections:
     """The connections of one listener. Belongs to the event loop."""
 
     def __init__(self, limit: int, clock: Clock | None = None) -> None:
@@ -105,7 +105,7 @@ class TlsListener:
         make: Callable[[], asyncio.Protocol],
         listener: socket.socket,
         secured: ssl.SSLContext,
-        arrivals: Arrivals,
+        arrivals: OpenConnections,
     ) -> None:
         """Begin to accept. `close` it; the event loop is the one that runs."""
         self._make = make

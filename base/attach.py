@@ -18,17 +18,16 @@ from typing import Protocol
 from google.protobuf.message import DecodeError
 
 from base.errors import ForeignPeerError, ProtocolError, ServeError
-from base.link import EARLY_S, End, Link, dial
+from base.link import EARLY_S, End, MessageStream, dial
 from base.logs import event
-from base.messages import FromNode, Heartbeat, KvEvents, Lease, NodeInfo, ToNode
-from base.wire import from_node, to_node_from
-from base.wire_membership import add_state, lease_from, register
+from base.messages import FromNode, Heartbeat, KvEvents, NodeInfo, Registered, ToNode
+from base.wire import add_state, from_node, lease_from, register, to_node_from
 from protos import nodes_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
-"""To open the stream and be registered. Loopback and a datacentre need milliseconds."""
+"""Limit for opening the stream and being registered. Loopback and a datacentre need milliseconds."""
 
 # A conductor that restarts is back in a tenth of a second, or three without a spare, so the wait
 # between two dials stays short; it is jittered so that a thousand nodes do not dial at once.
@@ -38,15 +37,15 @@ FOREIGN_BACKOFF_S = 30.0
 """The wait before an address is dialled again where something else than a conductor listens for nodes."""
 
 STATE_GAP_S = 0.01
-"""Between two messages that tell the node's state: more than most of what goes with it costs."""
+"""Least time between two messages with the node's state, which costs more than most that goes with it."""
 STATE_DELAY_S = 0.02
-"""From a message without it to one of its own, where no other comes."""
+"""Time from a message without the state to one for the state alone, where no other message comes."""
 WAKE_DELAY_S = 0.002
-"""From a change of a node's state to the message that tells of it."""
+"""Time from a change of a node's state to the message that reports it."""
 
 
 class NodeWork(Protocol):
-    """What a node does with its conductor's messages, and what it has to say."""
+    """A node's work for one conductor: messages come in, and its state goes out."""
 
     def attached(self, conductor_epoch: int) -> None:
         """The stream is open. What follows is of that conductor, until `lost`."""
@@ -100,7 +99,7 @@ class AttachClient:
         Not at once: what changes the state mostly has something to say as well.
         """
         if self._stream is not None:
-            self._stream.tell_state(WAKE_DELAY_S)
+            self._stream.send_state_in(WAKE_DELAY_S)
 
     async def run(self, work: NodeWork) -> None:
         """Serve until cancelled."""
@@ -153,16 +152,16 @@ class _Stream:
         self._work = work
         self._attached = attached
         self._loop = asyncio.get_running_loop()
-        self._link: Link | None = None
-        self._lease: Lease | None = None
+        self._link: MessageStream | None = None
+        self._lease: Registered | None = None
         self._outbox: list[FromNode] = []
         self._is_flushing = False
-        self._heard_at_s = self._told_at_s = 0.0
+        self._heard_at_s = self._sent_at_s = 0.0
         self._owes_snapshot = False
         self._silence: asyncio.TimerHandle | None = None
         self._beat: asyncio.TimerHandle | None = None
         self._beat_due_s = 0.0
-        """When the state is told next, whatever else is said."""
+        """When the state is came next, whatever else is said."""
         self._ended: asyncio.Future[Exception] = self._loop.create_future()
         self.answered = asyncio.Event()
         """The conductor took the node in, or the stream is over."""
@@ -186,7 +185,7 @@ class _Stream:
             self._is_flushing = True
             self._loop.call_soon(self._flush)
 
-    def tell_state(self, delay_s: float) -> None:
+    def send_state_in(self, delay_s: float) -> None:
         """Tell the state once so much time has passed, if no message does before."""
         if self._lease is not None:
             due_s = self._loop.time() + delay_s
@@ -195,23 +194,23 @@ class _Stream:
 
     # End
 
-    def opened(self, link: Link) -> None:
+    def opened(self, link: MessageStream) -> None:
         self._link = link
         link.send(register(self._info).SerializeToString())
 
     def received(self, message: bytes) -> None:
         try:
-            told = pb.ConductorMessage.FromString(message)
+            came = pb.ConductorMessage.FromString(message)
         except DecodeError as error:
             raise ProtocolError(f"no message of a conductor: {error}") from error
         self._heard_at_s = self._loop.time()
         if self._lease is None:
-            self._registered(told)
+            self._registered(came)
         else:
-            self._work.receive(to_node_from(told))
-            if told.tell_blocks:
+            self._work.receive(to_node_from(came))
+            if came.tell_blocks:
                 self._owes_snapshot = True
-                self.tell_state(WAKE_DELAY_S)
+                self.send_state_in(WAKE_DELAY_S)
 
     def writable(self) -> None:
         self._flush()
@@ -226,12 +225,12 @@ class _Stream:
             self._ended.set_result(error or ProtocolError("the conductor closed the stream"))
         self.answered.set()
 
-    def _registered(self, told: pb.ConductorMessage) -> None:
-        self._lease = lease = lease_from(told)
+    def _registered(self, came: pb.ConductorMessage) -> None:
+        self._lease = lease = lease_from(came)
         self._attached(self, lease.conductor_epoch)
         self._work.attached(lease.conductor_epoch)
         self._owes_snapshot = True
-        self._tell(self._kv_news())
+        self._send_all(self._kv_news())
         self._silence = self._loop.call_later(lease.lease_s, self._hear)
         self.answered.set()
 
@@ -249,18 +248,18 @@ class _Stream:
         self._is_flushing = False
         if self._link is None or self._lease is None or self._link.is_choked or not self._outbox:
             return
-        if self._loop.time() >= self._told_at_s + STATE_GAP_S:
-            self._tell(self._kv_news())
+        if self._loop.time() >= self._sent_at_s + STATE_GAP_S:
+            self._send_all(self._kv_news())
         else:
             self._write(from_node(self._take_outbox()))
-            self.tell_state(STATE_DELAY_S)
+            self.send_state_in(STATE_DELAY_S)
 
-    def _tell_now(self) -> None:
+    def _send_state(self) -> None:
         assert self._link is not None
         if self._link.is_choked:
             self._beat_at(self._loop.time() + STATE_DELAY_S)
         else:
-            self._tell(self._kv_news())
+            self._send_all(self._kv_news())
 
     def _kv_news(self) -> KvEvents | None:
         if not self._owes_snapshot:
@@ -268,14 +267,14 @@ class _Stream:
         self._owes_snapshot = False
         return self._work.kv_snapshot()
 
-    def _tell(self, kv_events: KvEvents | None) -> None:
+    def _send_all(self, kv_events: KvEvents | None) -> None:
         """Send what waits, and the state with it."""
         assert self._lease is not None
         message = from_node(self._take_outbox())
         add_state(message, self._work.heartbeat(), kv_events)
         self._write(message)
-        self._told_at_s = self._loop.time()
-        self._beat_at(self._told_at_s + self._lease.heartbeat_s)
+        self._sent_at_s = self._loop.time()
+        self._beat_at(self._sent_at_s + self._lease.heartbeat_s)
 
     def _write(self, message: pb.NodeMessage) -> None:
         assert self._link is not None
@@ -289,4 +288,4 @@ class _Stream:
         if self._beat is not None:
             self._beat.cancel()
         self._beat_due_s = due_s
-        self._beat = self._loop.call_at(due_s, self._tell_now)
+        self._beat = self._loop.call_at(due_s, self._send_state)

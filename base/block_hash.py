@@ -47,11 +47,6 @@ def chain_root(model_id: str, layout_id: str, tenant_salt: str = "", cache_salt:
     return BlockHash(digest.digest()[:HASH_BYTES])
 
 
-def next_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """Return the hash of the full block `token_ids` that follows `parent`."""
-    return BlockHash(hashlib.sha256(parent + array("I", token_ids).tobytes()).digest()[:HASH_BYTES])
-
-
 def hash_chain(token_ids: Sequence[int], block_size: int, root: BlockHash) -> list[BlockHash]:
     """Return the hash of every full block of `token_ids`, first to last.
 

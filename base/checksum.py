@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 CHECKSUM_KIND = "xxh3"
-"""Its name in a node's layout id: what is stored under one kind is not compared under another."""
+"""The name of xxh3 sums in a node's layout id: blocks of one kind are not compared under another."""
 DEVICE_CHECKSUM_KIND = "sum-words"
 """The name of the other, which a GPU makes. Its sums of the parts of a block add up to the block's."""
 

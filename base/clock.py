@@ -26,7 +26,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves when told to: tests, replay and fault simulation."""
+    """A clock that moves by `advance` alone: tests and simulation."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

@@ -26,7 +26,8 @@ GIB = 1 << 30
 T = TypeVar("T")
 
 
-def _require(condition: bool, key: str, mend: str) -> None:
+def require(condition: bool, key: str, mend: str) -> None:
+    """Refuse a value of the key; a reader of configurations adds the path of the table."""
     if not condition:
         raise ValueError(f"{key}: {mend}")
 
@@ -49,7 +50,7 @@ class EngineConfig:
     chunk_tokens: int = 512
     """Prompt tokens computed in one step at most."""
     chunk_attention: float = -1.0
-    """Shortens the later chunks of a prompt, so that each takes as long as the first: seconds of
+    """Shortens the later chunks of a prompt, so that each takes as long as the first. Seconds of
     attention for each token squared over those of the linear layers for each token. 0: chunks are
     equally long; -1: in a pipeline what the profile says, elsewhere 0."""
     max_batch: int = 64
@@ -59,7 +60,7 @@ class EngineConfig:
     max_model_len: int = 0
     """0: what the model says."""
     layer_groups: int = 8
-    """On a GPU: a long chunk's KV is sent in so many parts, each when its layers are computed.
+    """Parts in which a GPU's long chunk sends its KV, each when its layers are computed.
     In 8, 0.06 % of the prefill of 16,384 tokens is exposed over NVLink; in 1, 0.6 %."""
     random_weights: bool = False
     """Draw the weights and read none: for measuring a model's shape without its files."""
@@ -70,27 +71,27 @@ class EngineConfig:
     """Stages, each of `tensor_parallel` ranks with a range of the layers: chunks of a prompt follow
     each other through them. For nodes that prefill: others gain nothing by it."""
     stage_layers: tuple[int, ...] = ()
-    """Of each stage; empty: as equal as can be."""
+    """Layers of each stage; empty: as equal as can be."""
 
     def __post_init__(self) -> None:
-        _require(self.device in ("auto", "cpu", "cuda"), "device", "one of auto, cpu, cuda")
+        require(self.device in ("auto", "cpu", "cuda"), "device", "one of auto, cpu, cuda")
         dtypes = ("auto", "float32", "float16", "bfloat16")
-        _require(self.dtype in dtypes, "dtype", f"one of {', '.join(dtypes)}")
-        _require(self.block_size >= 16 and self.block_size % 16 == 0, "block_size", "a multiple of 16")
-        _require(self.kv_cache_gib >= 0, "kv_cache_gib", "not negative")
-        _require(self.chunk_tokens >= 16, "chunk_tokens", "at least 16")
+        require(self.dtype in dtypes, "dtype", f"one of {', '.join(dtypes)}")
+        require(self.block_size >= 16 and self.block_size % 16 == 0, "block_size", "a multiple of 16")
+        require(self.kv_cache_gib >= 0, "kv_cache_gib", "not negative")
+        require(self.chunk_tokens >= 16, "chunk_tokens", "at least 16")
         for key in ("chunk_attention", "swap_gib"):
-            _require(getattr(self, key) >= 0 or getattr(self, key) == -1, key, "not negative, or -1")
+            require(getattr(self, key) >= 0 or getattr(self, key) == -1, key, "not negative, or -1")
         for key in ("max_batch", "layer_groups", "tensor_parallel", "pipeline_parallel"):
-            _require(getattr(self, key) >= 1, key, "at least 1")
-        _require(
+            require(getattr(self, key) >= 1, key, "at least 1")
+        require(
             not self.stage_layers
             or (len(self.stage_layers) == self.pipeline_parallel and min(self.stage_layers) >= 1),
             "stage_layers",
             "empty, or one number of layers for each stage",
         )
-        _require(self.threads >= 0, "threads", "not negative")
-        _require(self.max_model_len >= 0, "max_model_len", "not negative")
+        require(self.threads >= 0, "threads", "not negative")
+        require(self.max_model_len >= 0, "max_model_len", "not negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +107,15 @@ class PoolConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        _require(self.nodes >= 0, "nodes", "not negative")
-        _require(self.gpus_per_node >= 0, "gpus_per_node", "not negative")
+        require(self.nodes >= 0, "nodes", "not negative")
+        require(self.gpus_per_node >= 0, "gpus_per_node", "not negative")
         ranks = self.engine.tensor_parallel * self.engine.pipeline_parallel
-        _require(
+        require(
             self.gpus_per_node == 0 or self.gpus_per_node >= ranks,
             "gpus_per_node",
             "0, or one at least for each rank of engine.tensor_parallel and engine.pipeline_parallel",
         )
-        _require(self.cpus_per_node > 0, "cpus_per_node", "more than 0")
+        require(self.cpus_per_node > 0, "cpus_per_node", "more than 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +129,8 @@ class TlsConfig:
     """Signed the other end's certificate."""
 
     def __post_init__(self) -> None:
-        _require(bool(self.cert) == bool(self.key), "key", "set where cert is, and only there")
-        _require(bool(self.cert) or not self.ca, "ca", "only with cert and key")
+        require(bool(self.cert) == bool(self.key), "key", "set where cert is, and only there")
+        require(bool(self.cert) or not self.ca, "ca", "only with cert and key")
 
     @property
     def is_set(self) -> bool:
@@ -138,7 +139,7 @@ class TlsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """What the conductor listens on and refuses."""
+    """Where the conductor listens, and the bounds of what it accepts."""
 
     host: str = "127.0.0.1"
     conductors: int = 1
@@ -148,7 +149,7 @@ class ServerConfig:
     grpc_port: int = 50051
     """0: a free one. Counts up as `http_port`."""
     tls: TlsConfig = field(default_factory=TlsConfig)
-    """Of HTTP and gRPC. With a `ca`, clients must show a certificate that it signed."""
+    """Certificates of HTTP and gRPC. With a `ca`, clients must show a certificate that it signed."""
     keys_file: str = ""
     """API keys, by `conductor keys`. Empty: clients need none."""
     critical_tenants: tuple[str, ...] = ()  # Where there are no keys. "*": all.
@@ -164,25 +165,25 @@ class ServerConfig:
     max_waiting: int = 1024  # Requests admitted and not finished; more are rejected at once.
     request_timeout_s: float = 600.0
     stream_interval_ms: float = 0.0
-    """Between two pieces of one answer at least, each of which costs 0.1 ms; 0: as they come."""
+    """Least time between two pieces of one answer, each of which costs 0.1 ms; 0: as they come."""
     lease_s: float = 10.0
     """A node or conductor that stays silent this long has lost what it held."""
     heartbeat_s: float = 2.0
 
     def __post_init__(self) -> None:
         for key in ("http_port", "grpc_port"):
-            _require(0 <= getattr(self, key) <= 65536 - self.conductors, key, "between 0 and 65535")
-        _require(1 <= self.conductors <= 100, "conductors", "between 1 and 100")
-        _require(self.max_body_mib > 0, "max_body_mib", "more than 0")
-        _require(self.max_waiting >= 1, "max_waiting", "at least 1")
-        _require(self.request_timeout_s > 0, "request_timeout_s", "more than 0")
-        _require(self.stream_interval_ms >= 0, "stream_interval_ms", "not negative")
-        _require(self.heartbeat_s > 0, "heartbeat_s", "more than 0")
-        _require(self.lease_s >= 3 * self.heartbeat_s, "lease_s", "at least three heartbeats")
+            require(0 <= getattr(self, key) <= 65536 - self.conductors, key, "between 0 and 65535")
+        require(1 <= self.conductors <= 100, "conductors", "between 1 and 100")
+        require(self.max_body_mib > 0, "max_body_mib", "more than 0")
+        require(self.max_waiting >= 1, "max_waiting", "at least 1")
+        require(self.request_timeout_s > 0, "request_timeout_s", "more than 0")
+        require(self.stream_interval_ms >= 0, "stream_interval_ms", "not negative")
+        require(self.heartbeat_s > 0, "heartbeat_s", "more than 0")
+        require(self.lease_s >= 3 * self.heartbeat_s, "lease_s", "at least three heartbeats")
         is_url = self.prometheus.startswith(("http://", "https://"))
-        _require(is_url or not self.prometheus, "prometheus", "http://host:port, or https")
+        require(is_url or not self.prometheus, "prometheus", "http://host:port, or https")
         loopback = self.host in ("127.0.0.1", "::1", "localhost")
-        _require(
+        require(
             loopback or self.insecure or (self.tls.is_set and bool(self.keys_file)),
             "host",
             "loopback, or set tls and keys_file, or insecure: true on a trusted network",
@@ -196,14 +197,14 @@ class NodesConfig:
     attach_port: int = 0
     """0: a free one. Counts up as `server.http_port`."""
     metrics_port: int = 0
-    """Of each node on its host; 0: a free one."""
+    """Port of each node on its host; 0: a free one."""
     tls: TlsConfig = field(default_factory=TlsConfig)
     """A node's; the conductor checks nodes by the same `ca`."""
 
     def __post_init__(self) -> None:
         for key in ("attach_port", "metrics_port"):
-            _require(0 <= getattr(self, key) <= 65535, key, "between 0 and 65535")
-        _require(bool(self.tls.ca) == self.tls.is_set, "tls.ca", "set where tls.cert is: both are checked")
+            require(0 <= getattr(self, key) <= 65535, key, "between 0 and 65535")
+        require(bool(self.tls.ca) == self.tls.is_set, "tls.ca", "set where tls.cert is: both are checked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,15 +220,15 @@ class TransferConfig:
     timeout_s: float = 20.0
     """One transfer batch at most. Shorter than every lease that covers one."""
     connections: int = 2
-    """Of tcp to each peer. Each has a thread of its own where there are four processors for one."""
+    """Connections of tcp to each peer, each with a thread where there are four processors for one."""
 
     def __post_init__(self) -> None:
         known = ", ".join(TRANSPORTS)
-        _require(bool(self.transports), "transports", f"at least one of {known}")
+        require(bool(self.transports), "transports", f"at least one of {known}")
         for transport in self.transports:
-            _require(transport in TRANSPORTS, "transports", f"{transport!r} is not one of {known}")
-        _require(self.timeout_s > 0, "timeout_s", "more than 0")
-        _require(1 <= self.connections <= 64, "connections", "between 1 and 64")
+            require(transport in TRANSPORTS, "transports", f"{transport!r} is not one of {known}")
+        require(self.timeout_s > 0, "timeout_s", "more than 0")
+        require(1 <= self.connections <= 64, "connections", "between 1 and 64")
 
 
 EVICTION_POLICIES = ("lru", "lfu", "length_aware", "admission")
@@ -239,31 +240,31 @@ class StoreConfig:
     """Each node's share of the block cache: KV beyond what its engine has room for."""
 
     dram_gib: float = 0.0
-    """Of each node's host; 0: none."""
+    """Memory of each node's host; 0: none."""
     disk_path: str = ""
     """A folder on each node's host, which must be a local disk; empty: none."""
     disk_gib: float = 8.0
-    """Of each node."""
+    """Disk space of each node."""
     policy: str = "admission"
-    """Which blocks go first."""
+    """The order in which blocks are evicted."""
     tenant_quota: float = 1.0
-    """Of a node's memory, for each tenant."""
+    """Share of a node's memory that each tenant may fill."""
     redis_url: str = ""
     """Where other programs share the cache; empty: the conductor's index knows where blocks are."""
     peers: tuple[str, ...] = ()
     """host:port of storage processes, where there is no Redis."""
     save_mib_per_s: float = 512.0
-    """Of each node, from its engine's cache, at most."""
+    """Bandwidth of saving from each node's engine, at most."""
     insecure: bool = False
     """Let nodes' stores listen beyond loopback without `nodes.tls`: who reaches one has all blocks."""
 
     def __post_init__(self) -> None:
-        _require(self.dram_gib >= 0, "dram_gib", "not negative")
-        _require(self.policy in EVICTION_POLICIES, "policy", f"one of {', '.join(EVICTION_POLICIES)}")
-        _require(self.disk_gib > 0, "disk_gib", "more than 0")
-        _require(not self.disk_path or self.dram_gib > 0, "disk_path", "only with dram_gib above 0")
-        _require(0 < self.tenant_quota <= 1, "tenant_quota", "above 0 and at most 1")
-        _require(self.save_mib_per_s > 0, "save_mib_per_s", "more than 0")
+        require(self.dram_gib >= 0, "dram_gib", "not negative")
+        require(self.policy in EVICTION_POLICIES, "policy", f"one of {', '.join(EVICTION_POLICIES)}")
+        require(self.disk_gib > 0, "disk_gib", "more than 0")
+        require(not self.disk_path or self.dram_gib > 0, "disk_path", "only with dram_gib above 0")
+        require(0 < self.tenant_quota <= 1, "tenant_quota", "above 0 and at most 1")
+        require(self.save_mib_per_s > 0, "save_mib_per_s", "more than 0")
 
     @property
     def is_used(self) -> bool:
@@ -289,7 +290,7 @@ class SchedulerConfig:
     kvcache_balancing_threshold: float = 0.0
     """Load where best match / own match is at least this; 0: the cost model decides."""
     inline_tokens: int = 0
-    """Of a prompt that a decode node may compute itself, if that is predicted to be sooner and to
+    """Tokens of a prompt that a decode node may compute itself, if that is predicted to be sooner and to
     break nobody's TBT. 0: prompts are computed by prefill nodes."""
     ttft_headroom: float = 0.85
     """A prediction within so much of a TTFT bound is taken to keep it."""
@@ -303,18 +304,18 @@ class SchedulerConfig:
     decision_log: str = ""
     """A file for every decision, as JSON lines. Empty: none."""
     decision_log_mib: float = 64.0
-    """Of the file, and again of the one before it."""
+    """Size of the file, and again of the one before it."""
 
     def __post_init__(self) -> None:
         known = ("none", "late", "early", "predict")
-        _require(self.reject in known, "reject", f"one of {', '.join(known)}")
-        _require(self.kvcache_balancing_threshold >= 0, "kvcache_balancing_threshold", "not negative")
-        _require(self.inline_tokens >= 0, "inline_tokens", "not negative")
-        _require(0 < self.ttft_headroom <= 1, "ttft_headroom", "above 0, at most 1")
-        _require(self.ahead_s >= 0, "ahead_s", "not negative")
-        _require(self.max_waiting >= 1, "max_waiting", "at least 1")
-        _require(self.role_wait_s >= 0, "role_wait_s", "not negative")
-        _require(self.decision_log_mib > 0, "decision_log_mib", "more than 0")
+        require(self.reject in known, "reject", f"one of {', '.join(known)}")
+        require(self.kvcache_balancing_threshold >= 0, "kvcache_balancing_threshold", "not negative")
+        require(self.inline_tokens >= 0, "inline_tokens", "not negative")
+        require(0 < self.ttft_headroom <= 1, "ttft_headroom", "above 0, at most 1")
+        require(self.ahead_s >= 0, "ahead_s", "not negative")
+        require(self.max_waiting >= 1, "max_waiting", "at least 1")
+        require(self.role_wait_s >= 0, "role_wait_s", "not negative")
+        require(self.decision_log_mib > 0, "decision_log_mib", "more than 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +333,7 @@ class ClusterConfig:
     profile: str = "cpu-smollm2"
     """Costs that placement starts from: a preset, or a JSON file of the same form."""
     hosts: str = "any"
-    """Of prefill and decode nodes: any, apart (no host has both) or together (in pairs)."""
+    """Hosts of prefill and decode nodes: any, apart (no host has both) or together (in pairs)."""
     server: ServerConfig = field(default_factory=ServerConfig)
     nodes: NodesConfig = field(default_factory=NodesConfig)
     prefill: PoolConfig = field(default_factory=PoolConfig)
@@ -345,32 +346,32 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         is_name = self.name.isascii() and self.name.replace("-", "_").isidentifier() and len(self.name) <= 40
-        _require(is_name or not self.name, "name", "a letter, then letters, digits, - and _, 40 at most")
-        _require(bool(self.model), "model", "a folder, a .gguf file, a hub name or smollm2")
+        require(is_name or not self.name, "name", "a letter, then letters, digits, - and _, 40 at most")
+        require(bool(self.model), "model", "a folder, a .gguf file, a hub name or smollm2")
         self._require_hosts()
         bounded = self.slo.ttft_s > 0 and self.slo.tbt_s > 0
-        _require(
+        require(
             bounded or not self.scheduler.change_roles,
             "scheduler.change_roles",
             "false, or slo.ttft_s and slo.tbt_s set, by which load is measured",
         )
-        _require(
+        require(
             self.nodes.tls.is_set == self.server.tls.is_set,
             "nodes.tls.cert",
             "set where server.tls.cert is, and only there",
         )
         sizes = {self.prefill.engine.block_size, self.decode.engine.block_size}
-        _require(len(sizes) == 1, "decode.engine.block_size", "equal to prefill.engine.block_size")
+        require(len(sizes) == 1, "decode.engine.block_size", "equal to prefill.engine.block_size")
 
     def _require_hosts(self) -> None:
-        _require(self.hosts in ("any", "apart", "together"), "hosts", "one of any, apart, together")
+        require(self.hosts in ("any", "apart", "together"), "hosts", "one of any, apart, together")
         marks = self.prefill.resource, self.decode.resource
-        _require(
+        require(
             self.hosts != "apart" or (all(marks) and marks[0] != marks[1]),
             "hosts",
             "apart wants prefill.resource and decode.resource, each a mark of its own hosts",
         )
-        _require(
+        require(
             self.hosts != "together" or self.prefill.nodes == self.decode.nodes,
             "hosts",
             "together wants as many decode.nodes as prefill.nodes: they are pairs",
@@ -379,7 +380,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class ConductorProcess:
-    """What a conductor process is started with."""
+    """The configuration of a conductor process."""
 
     model_path: str
     model_id: str
@@ -395,7 +396,7 @@ class ConductorProcess:
 
 @dataclass(frozen=True, slots=True)
 class NodeProcess:
-    """What a node process is started with."""
+    """The configuration of a node process."""
 
     node_id: str
     roles: tuple[str, ...]
@@ -406,7 +407,7 @@ class NodeProcess:
     transfer: TransferConfig
     store: StoreConfig = field(default_factory=StoreConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
-    """To the conductor."""
+    """Certificates for the connection to the conductor."""
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
     """0: a free one."""

@@ -122,7 +122,7 @@ class ConfigError(Exception):
 
 
 LOST_RETRY_S = 2.0
-"""About what a lost node takes to be back; nothing better is known."""
+"""The time that a lost node takes to be back, roughly; nothing better is known."""
 
 
 def retry_after_s(error: ServeError) -> float | None:

@@ -1,4 +1,4 @@
-"""What one process tells another about memory: where it is reached, and what is allowed.
+"""Values by which one process lets another use its memory: addresses and permissions.
 
 Values only. They stand in `base` because they travel in the messages of every layer;
 what they mean is enforced in `transfer`. Durations travel, moments do not: a grant says
@@ -14,7 +14,7 @@ from base.kv_layout import KvPart
 
 
 class Operation(Enum):
-    """What a grant allows; the values are those of `protos/transfer.proto`."""
+    """The kind of access that a grant allows; the values are those of `protos/transfer.proto`."""
 
     READ = 1
     WRITE = 2
@@ -32,7 +32,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class PeerDescriptor:
-    """Who a peer is and how it is reached. A restarted peer has another epoch."""
+    """A peer's name, epoch and addresses. A restarted peer has another epoch."""
 
     node_id: str
     epoch: int
@@ -77,5 +77,5 @@ class RankGrant:
     peer: PeerDescriptor
     """The rank."""
     part: KvPart
-    """What its segment has of each block."""
+    """The part of each block that the rank's segment has."""
     grant: Grant

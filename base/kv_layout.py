@@ -73,7 +73,7 @@ class KvLayout:
 
 @dataclass(frozen=True, slots=True)
 class KvPart:
-    """Which layers and KV heads of a block one rank's cache has."""
+    """The layers and KV heads of a block that one rank's cache has."""
 
     first_layer: int
     num_layers: int
@@ -145,7 +145,7 @@ class PartRuns:
 
     source_offsets: tuple[int, ...]
     target_offsets: tuple[int, ...]
-    """From the start of the block, as many as in the source, in the same order."""
+    """Offsets from the start of the block, as many as in the source, in the same order."""
     length: int
     """Bytes at each."""
 

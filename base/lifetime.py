@@ -32,10 +32,10 @@ from base.lifeline import ANSWERS, ASKS, SUPERVISES, listen_at
 
 NOBODY_HOLDS = "nobody holds the process"
 ADOPTION_S = 30.0
-"""From the last holder's end until the process drains. Ray starts a supervisor again within some seconds."""
+"""Time from the last holder's end until a process drains. Ray starts a supervisor again within seconds."""
 
 NEW_OBJECTS = 10_000
-"""That the garbage collector lets come before it looks at them."""
+"""Objects made before the garbage collector looks at them."""
 
 
 class Lifetime:

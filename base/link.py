@@ -20,22 +20,22 @@ import ssl
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from base.arrivals import HANDSHAKE_TIMEOUT_S, Arrivals, TlsListener, num_allowed
+from base.arrivals import HANDSHAKE_TIMEOUT_S, OpenConnections, TlsListener, num_allowed
 from base.errors import ForeignPeerError, ProtocolError, ServeError
-from base.turns import Turns
+from base.turns import TurnBudget
 
 LENGTH_BYTES = 4
 MAX_FIRST_BYTES = 64 << 10
-"""Of the first message, before anything is known of who sends it."""
+"""Size limit of the first message, before anything is known of who sends it."""
 MAX_MESSAGE_BYTES = 64 << 20
 FREE_BYTES = 4 << 10
-"""What is read at once and no longer is handed over in the same turn, and counts nowhere."""
+"""Data of at most this size, read at once, are handed over in the same turn and not counted."""
 TURN_BYTES = 16 << 10
 """The tokens of 50 sequences with 20 likely ones beside each; a longer message has a turn of its own."""
 SHARE_OF_DESCRIPTORS = 0.25
-"""For a listener of nodes."""
+"""Share of the process's descriptors for a listener of nodes."""
 EARLY_S = 0.002
-"""That a timer of an event loop may come before its time, for who looks at the clock then."""
+"""How early a timer of an event loop may fire, by the clock that its callback reads."""
 
 _FOREIGN = (
     (re.compile(rb"\x00..\x04.\x00\x00\x00\x00", re.DOTALL), "HTTP/2, as a gRPC port does"),
@@ -46,7 +46,7 @@ _FOREIGN = (
 """First bytes of other protocols: each is an impossible length here."""
 
 
-class Link(Protocol):
+class MessageStream(Protocol):
     """A connection that is open, as the end that uses it sees it."""
 
     @property
@@ -64,14 +64,14 @@ class Link(Protocol):
         ...
 
     def close(self, error: Exception | None = None) -> None:
-        """Close when what was sent is written. `End.closed` is told `error`, if it was told nothing yet."""
+        """Close when what was sent is written. `End.closed` gets `error`, unless it was called before."""
         ...
 
 
 class End(Protocol):
-    """What one side does with its link. Called by the event loop."""
+    """One side's use of its link. Called by the event loop."""
 
-    def opened(self, link: Link) -> None: ...
+    def opened(self, link: MessageStream) -> None: ...
 
     def received(self, message: bytes) -> None:
         """Take a message in; a ServeError, or a bug, ends the link."""
@@ -80,17 +80,19 @@ class End(Protocol):
     def writable(self) -> None: ...
 
     def closed(self, error: Exception | None) -> None:
-        """The link is over, which is told once. None: one of the sides closed it."""
+        """Take note, once, that the link is over. None: one of the sides closed it."""
         ...
 
 
-class TcpLink(asyncio.Protocol):
-    """A `Link` over TCP, with or without TLS."""
+class TcpMessageStream(asyncio.Protocol):
+    """A `MessageStream` over TCP, with or without TLS."""
 
-    def __init__(self, end: End, arrivals: Arrivals | None = None, turns: Turns | None = None) -> None:
+    def __init__(
+        self, end: End, arrivals: OpenConnections | None = None, turns: TurnBudget | None = None
+    ) -> None:
         """Begin. `arrivals` and `turns`: of the listener that took it; None: it was dialled."""
         self._end = end
-        self._turns = turns or Turns(TURN_BYTES)
+        self._turns = turns or TurnBudget(TURN_BYTES)
         self._is_waiting = False
         """For a turn: `_partial` has messages, and nothing is read."""
         self._arrivals = arrivals
@@ -220,7 +222,7 @@ async def dial(end: End, address: str, secured: ssl.SSLContext | None = None) ->
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     await asyncio.get_running_loop().create_connection(
-        lambda: TcpLink(end),
+        lambda: TcpMessageStream(end),
         host,
         int(port),
         ssl=secured,
@@ -233,10 +235,10 @@ async def listen(
     make_end: Callable[[], End], listener: socket.socket, secured: ssl.SSLContext | None
 ) -> asyncio.Server | TlsListener:
     """Take connections; each has an end of its own. Who has sent no message makes room for others."""
-    arrivals, turns = Arrivals(num_allowed(SHARE_OF_DESCRIPTORS)), Turns(TURN_BYTES)
+    arrivals, turns = OpenConnections(num_allowed(SHARE_OF_DESCRIPTORS)), TurnBudget(TURN_BYTES)
 
     def make() -> asyncio.Protocol:
-        return TcpLink(make_end(), arrivals, turns)
+        return TcpMessageStream(make_end(), arrivals, turns)
 
     if secured is not None:
         return TlsListener(make, listener, secured, arrivals)

@@ -21,7 +21,7 @@ Parsed = TypeVar("Parsed", bound=Message)
 
 MAX_FIELDS = 12_288
 MAX_NUMBERS = 262_144
-"""In all packed lists together: a prompt's token ids, above the context windows that are served."""
+"""Numbers in all packed lists together: a prompt's token ids, above the context windows that are served."""
 FREE_BYTES = 4_096
 """A message that is so short is not walked: it cannot have more than half as many fields."""
 
@@ -41,12 +41,12 @@ _FIXED_BYTES = {
 
 
 class Parts(NamedTuple):
-    """What a message is made of; of what there is too much, no more is counted."""
+    """The numbers of a message's parts, each counted until there are too many."""
 
     num_fields: int
-    """Those of messages in it too."""
+    """Fields, with those of messages within the message."""
     num_numbers: int
-    """In packed lists."""
+    """Numbers in packed lists."""
 
 
 def parsed(data: bytes, kind: type[Parsed]) -> Parsed:

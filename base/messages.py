@@ -1,4 +1,4 @@
-"""What the conductor and its nodes tell each other, as values.
+"""The messages between the conductor and its nodes, as values.
 
 `protos/nodes.proto` is the same on the wire and says what follows what;
 `base/wire.py` converts. What there is of every request is a named tuple, as `base/request.py` says.
@@ -15,7 +15,7 @@ from base.kv_layout import KvPart
 from base.request import FinishReason, NodeId, RequestId, Role, SampledToken, SamplingParams, StopParams
 
 PROTOCOL_VERSION = 6
-"""Of protos/nodes.proto. A node of another version is refused, with both named."""
+"""Version of protos/nodes.proto. A node of another version is refused, with both named."""
 
 
 class Work(NamedTuple):
@@ -48,7 +48,7 @@ class Lend:
 
     request_id: RequestId
     chain: tuple[BlockHash, ...]
-    """From the first block of the prompt, because stores keep whole chains."""
+    """Hashes from the first block of the prompt on, because stores keep whole chains."""
     lease_s: float
     first_block: int = 0
     """The blocks before it are not wanted."""
@@ -73,7 +73,7 @@ class Prefill(NamedTuple):
     first_block: int
     source: Source | None = None
     ranks: tuple[RankGrant, ...] = ()
-    """In place of `target` and `grant`, where several ranks of the decode node have its KV."""
+    """Grants in place of `target` and `grant`, where several ranks of the decode node have its KV."""
     stays: bool = False
     """The sequence goes on on this node: nothing is written, and `Tokens` follow `Prefilled`."""
 
@@ -83,7 +83,7 @@ class Start(NamedTuple):
     first_token_id: int
     checksums: tuple[int, ...]
     parts: tuple[KvPart, ...] = ()
-    """As in `Prefilled`."""
+    """Parts that the checksums are of, as in `Prefilled`."""
 
 
 class Release(NamedTuple):
@@ -97,12 +97,12 @@ class Serve:
     roles: frozenset[Role]
     is_draining: bool
     fence: int
-    """The one that the node told; another is void."""
+    """The fence of the node's last heartbeat; an order under another one is void."""
 
 
 @dataclass(frozen=True, slots=True)
 class TellBlocks:
-    """The node is to tell all its blocks: events were lost. Answered by a snapshot, in the stream itself."""
+    """Asks a node for all its blocks: events were lost. Answered by a snapshot, in the stream itself."""
 
 
 ToNode = Reserve | Lend | Prefill | Start | Release | Serve | TellBlocks
@@ -115,7 +115,7 @@ class Reserved(NamedTuple):
     grant: Grant | None
     """One offset for each block after those; None: there is none to write."""
     ranks: tuple[RankGrant, ...] = ()
-    """In place of `grant`, where several ranks have the node's KV."""
+    """Grants in place of `grant`, where several ranks have the node's KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +134,9 @@ class PrefillTimes(NamedTuple):
     compute_s: float
     exposed_transfer_s: float
     exposed_load_s: float = 0.0
-    """Of `queue_s`: a prefix was loaded and nothing of the request computed."""
+    """Part of `queue_s` in which a prefix was loaded and nothing of the request computed."""
     bubble_s: float = 0.0
-    """Of `compute_s`: the last stage of a pipeline was not at this request."""
+    """Part of `compute_s` in which the last stage of a pipeline was not at this request."""
 
 
 class Prefilled(NamedTuple):
@@ -154,7 +154,7 @@ class Prefilled(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What one step made of one sequence; the last one has a finish reason."""
+    """Tokens that one step made of one sequence; the last message has a finish reason."""
 
     request_id: RequestId
     tokens: tuple[SampledToken, ...]
@@ -177,7 +177,7 @@ FromNode = Reserved | Lent | Prefilled | Tokens | Failed
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What a node says of itself when it attaches. None of it changes in its epoch.
+    """A node's description of itself when it attaches. None of it changes in its epoch.
 
     A node without roles has blocks of any model, and lends them: model and layout are in
     their hashes, so it says nothing of either.
@@ -209,14 +209,14 @@ class Heartbeat:
     num_queued_tokens: int
     """Prompt tokens not yet computed."""
     num_context_tokens: int
-    """Of running sequences."""
+    """Tokens in the context of running sequences."""
     is_draining: bool = False
     roles: frozenset[Role] = frozenset()
-    """As the node serves now; empty: those it registered with."""
+    """Roles in which the node serves now; empty: those it registered with."""
     fence: int = 0
-    """Above 0: of the conductors, the one that is told this is in control."""
+    """The node's fence, sent above 0 to the one conductor that is in control."""
     next_kv_event: int = 0
-    """Number of the first KV event that was not told yet; 0: not said."""
+    """Number of the first KV event that is in no message yet; 0: not said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +237,8 @@ class KvEvents:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
-    """What the conductor grants an attached node. Durations, never moments."""
+class Registered:
+    """The lease and the pace that the conductor gives an attached node. Durations, never moments."""
 
     lease_s: float
     heartbeat_s: float

@@ -23,6 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 
@@ -71,7 +72,7 @@ PACKAGES = {
     "transformers": "transformers",
     "grpc": "grpcio",
 }
-"""What processes of one cluster must agree on, or had better."""
+"""Packages whose versions the processes of one cluster must agree on, or had better."""
 
 TTFT_PARTS = ("frontend", "queue", "prefill", "exposed_transfer", "dispatch")
 
@@ -80,9 +81,9 @@ def process_registry() -> CollectorRegistry:
     """Return a registry that holds this process's memory, CPU time, open files, versions and clock."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    told = {name: _version(package) for name, package in PACKAGES.items()}
-    build = Gauge("conductor_build_info", "1; what this process runs", [*told], registry=registry)
-    build.labels(**told).set(1)
+    help_text = {name: _version(package) for name, package in PACKAGES.items()}
+    build = Gauge("conductor_build_info", "1; what this process runs", [*help_text], registry=registry)
+    build.labels(**help_text).set(1)
     clock = Gauge("conductor_wall_clock_seconds", "Since 1970, on this host", registry=registry)
     clock.set_function(wall_clock_s)
     return registry
@@ -90,8 +91,8 @@ def process_registry() -> CollectorRegistry:
 
 def export_supervised(registry: CollectorRegistry, lifetime: Lifetime) -> None:
     """Let it be read whether somebody starts this process again when it has ended."""
-    told = "1: a supervisor starts this process again when it has ended; 0: Ray is gone, or its actor"
-    supervised = Gauge("conductor_process_supervised", told, registry=registry)
+    help_text = "1: a supervisor starts this process again when it has ended; 0: Ray is gone, or its actor"
+    supervised = Gauge("conductor_process_supervised", help_text, registry=registry)
     supervised.set_function(lambda: lifetime.is_supervised)
 
 
@@ -118,9 +119,9 @@ class FastCounter(Collector):
     """A counter for what happens with each request or token. One thread may increase it: it takes no lock,
     and a tenth of the library's 0.4 us."""
 
-    def __init__(self, name: str, told: str, registry: CollectorRegistry) -> None:
+    def __init__(self, name: str, help_text: str, registry: CollectorRegistry) -> None:
         self._name = name
-        self._told = told
+        self._help_text = help_text
         self._total = 0
         registry.register(self)
 
@@ -128,7 +129,7 @@ class FastCounter(Collector):
         self._total += amount
 
     def collect(self) -> Iterable[Metric]:
-        yield CounterMetricFamily(self._name, self._told, value=self._total)
+        yield CounterMetricFamily(self._name, self._help_text, value=self._total)
 
 
 class Observations:
@@ -152,14 +153,18 @@ class Observations:
 class FastHistogram(Observations, Collector):
     """A histogram for what happens with each request or token."""
 
-    def __init__(self, name: str, told: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+    def __init__(
+        self, name: str, help_text: str, buckets: Sequence[float], registry: CollectorRegistry
+    ) -> None:
         super().__init__(buckets)
         self._name = name
-        self._told = told
+        self._help_text = help_text
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        yield HistogramMetricFamily(self._name, self._told, buckets=self.cumulative(), sum_value=self.sum)
+        yield HistogramMetricFamily(
+            self._name, self._help_text, buckets=self.cumulative(), sum_value=self.sum
+        )
 
 
 class FastHistograms(Collector):
@@ -168,7 +173,7 @@ class FastHistograms(Collector):
     def __init__(
         self,
         name: str,
-        told: str,
+        help_text: str,
         label: str,
         values: Sequence[str],
         buckets: Sequence[float],
@@ -176,71 +181,71 @@ class FastHistograms(Collector):
     ) -> None:
         self.by_value = {value: Observations(buckets) for value in values}
         self._name = name
-        self._told = told
+        self._help_text = help_text
         self._label = label
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(self._name, self._told, labels=[self._label])
+        family = HistogramMetricFamily(self._name, self._help_text, labels=[self._label])
         for value, observed in self.by_value.items():
             family.add_metric([value], observed.cumulative(), observed.sum)
         yield family
 
 
 class ConductorMetrics:
-    """What the conductor counts. Owned by its event loop."""
+    """The metrics of a conductor. Owned by its event loop."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self.registry = registry
-        self.ttft = FastHistogram("conductor_ttft_seconds", "Arrival to first token", TTFT_BUCKETS, registry)
-        told = "Where the seconds to the first token went"
-        part = FastHistograms("conductor_ttft_part_seconds", told, "part", TTFT_PARTS, TTFT_BUCKETS, registry)
+        fast_histogram = partial(FastHistogram, registry=registry)
+        fast_counter = partial(FastCounter, registry=registry)
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        self.ttft = fast_histogram("conductor_ttft_seconds", "Arrival to first token", TTFT_BUCKETS)
+        help_text = "Where the seconds to the first token went"
+        part = FastHistograms(
+            "conductor_ttft_part_seconds", help_text, "part", TTFT_PARTS, TTFT_BUCKETS, registry
+        )
         self.ttft_part = part.by_value
-        self.tbt = FastHistogram("conductor_tbt_seconds", "Between two tokens", TBT_BUCKETS, registry)
-        self.request_seconds = FastHistogram(
-            "conductor_request_seconds", "Arrival to last token", REQUEST_BUCKETS, registry
+        self.tbt = fast_histogram("conductor_tbt_seconds", "Between two tokens", TBT_BUCKETS)
+        self.request_seconds = fast_histogram(
+            "conductor_request_seconds", "Arrival to last token", REQUEST_BUCKETS
         )
-        self.request_prompt_tokens = FastHistogram(
-            "conductor_request_prompt_tokens", "Of one sequence", TOKEN_BUCKETS, registry
+        self.request_prompt_tokens = fast_histogram(
+            "conductor_request_prompt_tokens", "Of one sequence", TOKEN_BUCKETS
         )
-        self.request_generation_tokens = FastHistogram(
-            "conductor_request_generation_tokens", "Of one sequence", TOKEN_BUCKETS, registry
+        self.request_generation_tokens = fast_histogram(
+            "conductor_request_generation_tokens", "Of one sequence", TOKEN_BUCKETS
         )
-        self.prompt_tokens = FastCounter("conductor_prompt_tokens", "Of sequences that got a token", registry)
-        self.cached_tokens = FastCounter(
-            "conductor_cached_tokens", "Prompt tokens matched, not computed", registry
-        )
-        self.generation_tokens = FastCounter("conductor_generation_tokens", "Sent to clients", registry)
-        self.sequences = Counter(
+        self.prompt_tokens = fast_counter("conductor_prompt_tokens", "Of sequences that got a token")
+        self.cached_tokens = fast_counter("conductor_cached_tokens", "Prompt tokens matched, not computed")
+        self.generation_tokens = fast_counter("conductor_generation_tokens", "Sent to clients")
+        self.sequences = counter(
             "conductor_sequences",
             "Ended, by outcome: stop, length, cancelled or an error's name",
             ["outcome"],
-            registry=registry,
         )
-        self.rejections = Counter(
-            "conductor_rejections", "Sequences not taken, by reason", ["reason"], registry=registry
+        self.rejections = counter("conductor_rejections", "Sequences not taken, by reason", ["reason"])
+        self.rejection_seconds = fast_histogram(
+            "conductor_rejection_seconds", "Arrival to the rejection", REJECTION_BUCKETS
         )
-        self.rejection_seconds = FastHistogram(
-            "conductor_rejection_seconds", "Arrival to the rejection", REJECTION_BUCKETS, registry
-        )
-        self.slo_misses = Counter(
+        self.slo_misses = counter(
             "conductor_slo_misses",
             "Sequences served past their bound on ttft, or on tbt in the mean",
             ["cause"],
-            registry=registry,
         )
-        self.running = Gauge("conductor_running_sequences", "Begun and not ended", registry=registry)
-        self.waiting = Gauge("conductor_waiting_sequences", "Waiting on a node", registry=registry)
-        self.kv_usage = Gauge("conductor_kv_usage_ratio", "Held share of all KV blocks", registry=registry)
-        told = "Since the attached node longest silent was heard"
-        self.view_age = Gauge("conductor_view_age_seconds", told, registry=registry)
+        self.running = gauge("conductor_running_sequences", "Begun and not ended")
+        self.waiting = gauge("conductor_waiting_sequences", "Waiting on a node")
+        self.kv_usage = gauge("conductor_kv_usage_ratio", "Held share of all KV blocks")
+        help_text = "Since the attached node longest silent was heard"
+        self.view_age = gauge("conductor_view_age_seconds", help_text)
         self._predictions(registry)
         registry.register(_VllmNames(self._own_metrics(part), model_name))
 
     def _predictions(self, registry: CollectorRegistry) -> None:
-        told = "Of placements: |predicted / actual - 1|, by term"
+        help_text = "Of placements: |predicted / actual - 1|, by term"
         error = FastHistograms(
-            "conductor_prediction_error_ratio", told, "term", PREDICTED_TERMS, ERROR_BUCKETS, registry
+            "conductor_prediction_error_ratio", help_text, "term", PREDICTED_TERMS, ERROR_BUCKETS, registry
         )
         self.prediction_error = error.by_value
         self.corrections = FunctionGauge(
@@ -292,87 +297,70 @@ class ConductorMetrics:
 
 
 class NodeMetrics:
-    """What a node counts. Owned by its event loop."""
+    """The metrics of a node. Owned by its event loop."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self.prefill_tokens = Counter(
-            "prefill_tokens", "Prompt tokens by where their KV came from", ["source"], registry=registry
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self.prefill_tokens = counter(
+            "prefill_tokens", "Prompt tokens by where their KV came from", ["source"]
         )
-        self.prefill_step = Histogram(
-            "prefill_step_seconds", "One step with a chunk in it", buckets=TBT_BUCKETS, registry=registry
+        self.prefill_step = histogram(
+            "prefill_step_seconds", "One step with a chunk in it", buckets=TBT_BUCKETS
         )
-        self.prefill_exposed = Histogram(
+        self.prefill_exposed = histogram(
             "prefill_exposed_seconds",
             "Of a request, hidden by nothing: load (prefix), transfer (KV), bubble (last stage idle)",
             ["what"],
             buckets=TTFT_BUCKETS,
-            registry=registry,
         )
-        self.decode_step = Histogram(
-            "decode_step_seconds", "One step of decode alone", buckets=TBT_BUCKETS, registry=registry
+        self.decode_step = histogram("decode_step_seconds", "One step of decode alone", buckets=TBT_BUCKETS)
+        self.decode_tokens = counter("decode_tokens", "Sampled")
+        self.decode_preemptions = counter("decode_preemptions", "Sequences that lost their blocks to others")
+        self.decode_swapped_sequences = counter(
+            "decode_swapped_sequences", "Of these, whose KV moved to host memory and was not recomputed"
         )
-        self.decode_tokens = Counter("decode_tokens", "Sampled", registry=registry)
-        self.decode_preemptions = Counter(
-            "decode_preemptions", "Sequences that lost their blocks to others", registry=registry
+        self.transfer_bytes = counter("transfer_bytes", "Written to peers", ["transport"])
+        self.transfer_seconds = histogram(
+            "transfer_seconds", "One transfer batch", ["transport"], buckets=TTFT_BUCKETS
         )
-        self.decode_swapped_sequences = Counter(
-            "decode_swapped_sequences",
-            "Of these, whose KV moved to host memory and was not recomputed",
-            registry=registry,
-        )
-        self.transfer_bytes = Counter("transfer_bytes", "Written to peers", ["transport"], registry=registry)
-        self.transfer_seconds = Histogram(
-            "transfer_seconds", "One transfer batch", ["transport"], buckets=TTFT_BUCKETS, registry=registry
-        )
-        self.transfer_failures = Counter(
-            "transfer_failures", "Transfer batches that failed", ["transport"], registry=registry
-        )
-        self.transfer_link = Gauge(
+        self.transfer_failures = counter("transfer_failures", "Transfer batches that failed", ["transport"])
+        self.transfer_link = gauge(
             "transfer_link_bytes_per_second",
             "Of the last batch of a MiB or more, by the peer it went to or came from",
             ["peer", "transport"],
-            registry=registry,
         )
-        self.kvstore_blocks = Gauge(
-            "kvstore_blocks", "KV blocks by place: free, cached, held", ["place"], registry=registry
-        )
+        self.kvstore_blocks = gauge("kvstore_blocks", "KV blocks by place: free, cached, held", ["place"])
 
 
 class StoreMetrics:
-    """What a store of the block cache counts. Owned by its event loop."""
+    """The metrics of a store of the block cache. Owned by its event loop."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self.blocks = Gauge(
+        gauge = partial(Gauge, registry=registry)
+        self.blocks = gauge(
             "kvstore_tier_blocks",
             "Blocks by tier (host, disk) and place: free, in_transfer, cached, held, bad",
             ["tier", "place"],
-            registry=registry,
         )
-        self.unaccounted = Gauge(
-            "kvstore_unaccounted_blocks",
-            "Total less all places; anything but 0 is a bug",
-            ["tier"],
-            registry=registry,
+        self.unaccounted = gauge(
+            "kvstore_unaccounted_blocks", "Total less all places; anything but 0 is a bug", ["tier"]
         )
-        self.engine_blocks = Gauge(
+        self.engine_blocks = gauge(
             "kvstore_engine_blocks",
             "Since the start: saved from the engine's cache, loaded into it, dropped unsaved",
             ["what"],
-            registry=registry,
         )
-        self.disk_growth = Gauge(
+        self.disk_growth = gauge(
             "kvstore_disk_growth",
             "1 at the state of the disk tier's file: growing, resting (the disk is full), probing it again",
             ["state"],
-            registry=registry,
         )
-        self.damaged = Gauge(
-            "kvstore_damaged_blocks",
-            "Blocks found to be other bytes than were stored",
-            ["tier"],
-            registry=registry,
+        self.damaged = gauge(
+            "kvstore_damaged_blocks", "Blocks found to be other bytes than were stored", ["tier"]
         )
 
 
@@ -411,14 +399,14 @@ class _Alias:
 class FunctionGauge(Collector):
     """A gauge that is read where its values are kept: what is gone there is not shown."""
 
-    def __init__(self, name: str, told: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
-        self._name, self._told, self._labels = name, told, labels
+    def __init__(self, name: str, help_text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
+        self._name, self._help_text, self._labels = name, help_text, labels
         self.values: Callable[[], Mapping[tuple[str, ...], float]] = dict
         """By the labels' values; set by who keeps them."""
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        family = GaugeMetricFamily(self._name, self._told, labels=self._labels)
+        family = GaugeMetricFamily(self._name, self._help_text, labels=self._labels)
         for labels, value in self.values().items():
             family.add_metric(labels, value)
         yield family

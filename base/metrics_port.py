@@ -19,7 +19,7 @@ from base.metrics import CONTENT_TYPE
 MAX_CONNECTIONS = 32
 """A scrape takes some 10 ms, and few look at once."""
 TIMEOUT_S = 10.0
-"""For each read and each write of a connection."""
+"""Limit of each read and each write of a connection."""
 
 
 class MetricsServer(ThreadingMixIn, TCPServer):

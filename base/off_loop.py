@@ -1,5 +1,6 @@
-"""Work on a long body, off the event loop: on two threads, so that many such bodies wait for each other and
-not all others for them. A short body is not worth the way to a thread and back.
+"""Work on a long body, off the event loop: on two threads, so that long bodies wait for each other alone.
+
+A short body is not worth the trip to a thread and back.
 
 The interpreter runs one thread at a time, but it changes between two calls into a library: what stands
 meanwhile stands for one pass over the body, not for all of them.

@@ -4,7 +4,7 @@ Every one is `python -m PACKAGE --config FILE`: a JSON file that whoever starts 
 out of `cluster.yaml`. Its exit status is 2 where the configuration is wrong, and a
 supervisor that sees it does not start the process again.
 
-With `--spare` it stands by: it imports and prepares, and runs when it is told to by a byte on its
+With `--spare` it stands by: it imports and prepares, and runs when a byte comes on its
 standard input, because the process that it is a spare of has ended.
 """
 

@@ -26,7 +26,7 @@ class FinishReason(Enum):
 
 
 class Role(Enum):
-    """What a node does for requests placed on it."""
+    """The part that a node takes in requests placed on it."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -37,7 +37,7 @@ SEED_RANGE = 1 << 64
 
 
 class SamplingField(NamedTuple):
-    """What clients and models may say of one of the fields below."""
+    """The bounds of one of the fields below, and who may give it a value."""
 
     low: float
     high: float
@@ -96,7 +96,7 @@ class Slo(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a client asked, tokenised. One sequence: `n` choices are n requests."""
+    """A client's request, tokenised. One sequence: `n` choices are n requests."""
 
     request_id: RequestId
     token_ids: tuple[int, ...]
@@ -119,7 +119,7 @@ class TokenLogprobs(NamedTuple):
     """Log probabilities at one position, before temperature and penalties."""
 
     logprob: float
-    """Of the token that was sampled."""
+    """Log probability of the token that was sampled."""
     top: tuple[tuple[int, float], ...] = ()
     """(token id, logprob), highest first."""
 

@@ -1,4 +1,4 @@
-"""Which peers, transports or NICs rest because they failed: each rest is twice as long as the last.
+"""Peers, transports or NICs that rest because they failed: each rest is twice as long as the last.
 
     usable   --failed, as often as is allowed-->  resting
     resting  --failed, succeeded-->               resting   (calls that were under way before say nothing new)

@@ -3,11 +3,11 @@
 Handlers raise the errors of `base/errors.py`; what stands around every handler turns
 them into a status with google.rpc details, by the table there. It is the only place that
 does, and the only one that catches everything: what is no ServeError is a bug, which is
-logged here and told to nobody. It also writes a handler's stream out by itself, because
+logged here and sent to nobody. It also writes a handler's stream out by itself, because
 grpc leaves a generator half run when a client goes while it is written to.
 
-Health answers from a function, so it is right at the moment it is asked; who watches is
-told when `Health.refresh` is called.
+Health answers from a function, so it is right at the moment it is asked; who watches
+is notified by `Health.refresh`.
 
 Pings: a peer may send one every 10 s with no call in progress. With grpc's defaults a long
 decode ends in GOAWAY "too_many_pings".
@@ -50,19 +50,19 @@ ERROR_DOMAIN = "conductor"
 MAX_MESSAGE_CHARS = 1_000
 """Statuses travel in headers, which peers bound at 8 KiB."""
 MAX_NOT_TAKEN_UP = 8192
-"""Calls, of all connections, that wait for the event loop. Each is told what the handler says, be it only
-when to come again; grpc itself can but cancel those beyond, and would some from its own 1,000 on."""
+"""Calls, of all connections, that wait for the event loop. Each is answered by its handler, be it only
+with when to come again; grpc itself can but cancel those beyond, and would some from its own 1,000 on."""
 LOOKAHEAD_BYTES = 1 << 20
-"""Of a message that a client may send before the server has read what came before."""
+"""Bytes of a message that a client may send before the server has read what came before."""
 WRITE_TIMEOUT_S = 60.0
-"""For a client to take what is written to it: what its call holds would be held until it does."""
+"""Limit for a client to take what is written to it, while its call holds all that it holds."""
 MAX_WATCHES = 256
 """Calls of health's Watch in progress, of all clients: each takes 25 kB."""
 SHARE_OF_DESCRIPTORS = 0.2
-"""Of the process's, for connections to this server; other listeners have the rest."""
+"""Share of the process's descriptors for connections to this server; other listeners have the rest."""
 HANDSHAKE_TIMEOUT_S = 10.0
 IDLE_S = 65.0
-"""Without a call, after which a connection ends; a client's library connects again at its next call."""
+"""Time without a call after which a connection ends; a client's library dials again at its next call."""
 HEAR_S = 1.0
 """A call that is refused waits so long for the first message of its stream."""
 
@@ -72,10 +72,10 @@ class Service:
     """A servicer to be served."""
 
     full_name: str
-    """As in the proto file: conductor.v1.Inference."""
+    """Name in the proto file, as conductor.v1.Inference."""
     add: Callable[[grpc.aio.Server], None]
     takes_bytes: bool = False
-    """Its handlers are given each message as it came, and parse it themselves."""
+    """Whether handlers are given each message as it came, and parse it themselves."""
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -94,7 +94,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._num_watches = 0
 
     def refresh(self) -> None:
-        """Tell who watches: `is_serving` may have changed."""
+        """Notify who watches: `is_serving` may have changed."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -138,7 +138,7 @@ class Port:
     address: str
     """host:port; port 0 is a free one."""
     credentials: grpc.ServerCredentials | None = None
-    """From `base/tls.py`; None: without TLS."""
+    """Credentials from `base/tls.py`; None: without TLS."""
 
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -227,7 +227,7 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
 
 
 def error_details(error: ServeError) -> list[Message]:
-    """Return what a program is told of `error`, as google.rpc messages."""
+    """Return `error` for programs, as google.rpc messages."""
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=ERROR_DOMAIN)
     if isinstance(error, SloUnreachableError):
         info.metadata["predicted_ttft_s"] = f"{error.predicted_ttft_s:.6g}"
@@ -245,8 +245,8 @@ def error_details(error: ServeError) -> list[Message]:
     return details
 
 
-def _told(error: ServeError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes]]]:
-    """Return the status, the message and the trailers that tell a client of `error`."""
+def _status(error: ServeError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes]]]:
+    """Return the status, the message and the trailers that `error` becomes."""
     code = status_of(error)
     message = str(error)[:MAX_MESSAGE_CHARS]
     status = status_pb2.Status(code=code.value[0], message=message)
@@ -261,10 +261,10 @@ async def _end_call(context: Context, error: ServeError, is_streaming: bool) -> 
     """End a call with `error`'s status.
 
     What `abort` raises is kept by the call and keeps the call, and with it all that a rejected request
-    held, until the garbage collector comes by. So a stream is told its status and ends; a call with one
+    held, until the garbage collector comes by. So a stream gets its status and ends; a call with one
     answer, which would be sent one, is aborted.
     """
-    code, message, trailers = _told(error)
+    code, message, trailers = _status(error)
     if not is_streaming:
         await context.abort(code, message, trailers)
     context.set_code(code)
@@ -325,8 +325,10 @@ class _Border(grpc.GenericRpcHandler):
 
 
 async def _hear(context: Context) -> None:
-    """Let a client write what it began with: one whose write meets the call's end is told INTERNAL by its
-    own library, in place of the status."""
+    """Let a client write what it began with.
+
+    Where its write meets the call's end, its own library reports INTERNAL in place of the status.
+    """
     with suppress(TimeoutError, DecodeError, InvalidRequestError):
         async with asyncio.timeout(HEAR_S):
             await context.read()

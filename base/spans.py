@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 from base.errors import ConfigError
 
-Told = str | int | float | bool
+Attribute = str | int | float | bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +38,22 @@ class Span(Protocol):
 
     @property
     def traceparent(self) -> str:
-        """By which spans below this one are begun, here or elsewhere."""
+        """The line of text by which spans below this one are begun, here or elsewhere."""
         ...
 
-    def event(self, name: str, **told: Told) -> None:
+    def event(self, name: str, **attributes: Attribute) -> None:
         """Note a moment in it."""
         ...
 
-    def end(self, error: str = "", **told: Told) -> None:
-        """It is over; again: no effect. `error`: why it failed."""
+    def end(self, error: str = "", **attributes: Attribute) -> None:
+        """End the span; again: no effect. `error`: why it failed."""
         ...
 
 
 class Tracer(Protocol):
     """Where one process begins its spans."""
 
-    def begin(self, name: str, parent: str, **told: Told) -> Span:
+    def begin(self, name: str, parent: str, **attributes: Attribute) -> Span:
         """Begin a span below `parent`; an empty one begins a trace."""
         ...
 

@@ -2,9 +2,9 @@
 
 Whoever listens reads its files again when they change, so a renewed certificate needs no
 restart: gRPC asks at each handshake, and so does OpenSSL, through its callback for server
-names. A file that was renewed and is wrong is told in the log, and the last good one stays.
+names. A file that was renewed and is wrong is logged, and the last good one stays.
 
-A peer is told nothing of why a handshake failed but what TLS itself says; the log of `base/arrivals.py` has
+A peer learns nothing of why a handshake failed but what TLS itself says; the log of `base/arrivals.py` has
 the reason. gRPC would write a line for each to standard error: `base/__init__.py` has it write errors alone.
 """
 
@@ -24,7 +24,7 @@ from base.logs import event
 log = logging.getLogger(__name__)
 
 NODE_NAME = "urn:conductor:node"
-"""Among the names of a certificate (a URI): it may attach as a node."""
+"""The URI among a certificate's names that lets its owner attach as a node."""
 
 
 class Certificates:

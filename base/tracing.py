@@ -17,7 +17,7 @@ from opentelemetry.trace import Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from base.clock import wall_clock_s
-from base.spans import Told, TracingConfig
+from base.spans import Attribute, TracingConfig
 
 MAX_WAITING = 4096
 SEND_TIMEOUT_S = 2.0
@@ -33,12 +33,12 @@ class OtlpSpan:
         _W3C.inject(carrier, trace.set_span_in_context(span))
         self.traceparent = carrier.get("traceparent", "")
 
-    def event(self, name: str, **told: Told) -> None:
-        self._span.add_event(name, told)
+    def event(self, name: str, **attributes: Attribute) -> None:
+        self._span.add_event(name, attributes)
 
-    def end(self, error: str = "", **told: Told) -> None:
+    def end(self, error: str = "", **attributes: Attribute) -> None:
         if self._span.is_recording():
-            self._span.set_attributes(told)
+            self._span.set_attributes(attributes)
             if error:
                 self._span.set_status(Status(StatusCode.ERROR, error))
             self._span.end()
@@ -55,9 +55,9 @@ class OtlpTracer:
         self._provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=MAX_WAITING))
         self._tracer = self._provider.get_tracer("conductor")
 
-    def begin(self, name: str, parent: str, **told: Told) -> OtlpSpan:
+    def begin(self, name: str, parent: str, **attributes: Attribute) -> OtlpSpan:
         context = _W3C.extract({"traceparent": parent}) if parent else None
-        return OtlpSpan(self._tracer.start_span(name, context, attributes=told))
+        return OtlpSpan(self._tracer.start_span(name, context, attributes=attributes))
 
     def past(self, name: str, parent: str, began_ago_s: float, ended_ago_s: float) -> None:
         now_ns = int(wall_clock_s() * 1e9)

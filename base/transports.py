@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What is known of a transport before it is made."""
+    """A transport as it is known before it is made."""
 
     module: str
     """Module whose `offer` makes it, as `transfer/transport.py : OfferedTransport` says."""

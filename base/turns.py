@@ -1,6 +1,6 @@
 """Turns of the event loop, shared out: of work that clients ask for, only so much in each.
 
-A node tells of all its sequences' tokens in one message, and a call of 128 choices begins them all when its
+A node sends all its sequences' tokens in one message, and a call of 128 choices begins them all when its
 prompt is computed: every task of theirs wakes in the same turn of the loop, and what else the process serves
 waits for all of them. So who is about to work says how much it is, and where the turn has had enough, waits
 for a later one, in the order of asking. Nobody waits who asks for little while little is done.
@@ -15,8 +15,8 @@ TURN_UNITS = 1_500
 """Some 10 ms."""
 
 
-class Turns:
-    """What is left of the present turn. Owned by the event loop."""
+class TurnBudget:
+    """The units that are left of the present turn. Owned by the event loop."""
 
     def __init__(self, turn_units: int = TURN_UNITS) -> None:
         self._turn_units = turn_units

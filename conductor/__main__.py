@@ -21,7 +21,7 @@ import uvloop
 from base.clock import SystemClock, wall_clock_s
 from base.config import ConductorProcess
 from base.lifetime import Lifetime
-from base.messages import Lease
+from base.messages import Registered
 from base.metrics import ConductorMetrics, export_supervised, process_registry
 from base.process import run_process
 from base.spans import tracer_or_none
@@ -70,7 +70,7 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
     clients = TracedDispatcher(dispatcher, spans) if spans is not None else dispatcher
     bounds = (server.max_waiting, int(server.max_body_mib * (1 << 20)), bool(server.keys_file))
     completions = Completions(model, clients, metrics, clock, *bounds)
-    lease = Lease(server.lease_s, server.heartbeat_s, rng.getrandbits(63))
+    lease = Registered(server.lease_s, server.heartbeat_s, rng.getrandbits(63))
     nodes = AttachService(membership, lease, clock, server.tls.is_set)
     panels = PanelValues(server.prometheus, wall_clock_s)
     reports: dict[str, Callable[..., object]] = {

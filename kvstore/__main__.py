@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 async def serve(config: StoreProcess, lifetime: Lifetime) -> None:
-    """Run until told to stop."""
+    """Run until the lifetime ends."""
     clock = SystemClock()
     registry = process_registry()
     async with (

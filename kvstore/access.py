@@ -12,20 +12,21 @@ from typing import Protocol, TypeVar
 import grpc
 
 from base.block_hash import BlockHash
+from base.codec import TUPLE, message_of, optional
 from base.errors import CapacityError, UnavailableError
-from base.wire import grant_from
+from base.wire import GRANT
 from kvstore.member import Member
-from kvstore.store import Found, Leased, Reserved, Store
-from kvstore.wire import chain_to, member_from
+from kvstore.store import Found, Leased, OpenPut, Store
+from kvstore.wire import MEMBER, chain_to
 from protos import kvstore_pb2 as pb
 from protos.kvstore_pb2_grpc import KvStoreStub
 
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 2.0
-"""Of a call that decides; loopback and a datacentre need milliseconds."""
+"""Limit of a call that decides; loopback and a datacentre need milliseconds."""
 LEASE_TIMEOUT_S = 10.0
-"""Of one that may wait for the disk."""
+"""Limit of a call that may wait for the disk."""
 
 CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
@@ -35,13 +36,16 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 
+OPEN_PUT = message_of(OpenPut, missing=TUPLE, grant=optional(GRANT))
+LEASED = message_of(Leased, grant=optional(GRANT), checksums=TUPLE)
 
-class Access(Protocol):
-    """What a client asks of one member."""
+
+class StoreAccess(Protocol):
+    """The calls by which a client uses one member's store."""
 
     async def match(self, chain: Sequence[BlockHash]) -> Found: ...
 
-    async def reserve(self, chain: Sequence[BlockHash], tenant: str) -> Reserved: ...
+    async def reserve(self, chain: Sequence[BlockHash], tenant: str) -> OpenPut: ...
 
     async def commit(self, ticket: int, checksums: Sequence[int]) -> int: ...
 
@@ -74,7 +78,7 @@ class LocalAccess:
     async def match(self, chain: Sequence[BlockHash]) -> Found:
         return self._store.match(chain)
 
-    async def reserve(self, chain: Sequence[BlockHash], tenant: str) -> Reserved:
+    async def reserve(self, chain: Sequence[BlockHash], tenant: str) -> OpenPut:
         return self._store.reserve(chain, tenant)
 
     async def delete(self, chain: Sequence[BlockHash]) -> int:
@@ -106,16 +110,14 @@ class RemoteAccess:
     async def match_as(self, chain: Sequence[BlockHash]) -> tuple[Member, int]:
         """Return who answers, and how many leading blocks it holds."""
         answer = await self._match(chain)
-        return member_from(answer.member), answer.num_blocks
+        return MEMBER.unpack(answer.member), answer.num_blocks
 
     async def _match(self, chain: Sequence[BlockHash]) -> pb.MatchResponse:
         return await _answer(self._stub.Match(pb.Chain(hashes=chain_to(chain)), timeout=CALL_TIMEOUT_S))
 
-    async def reserve(self, chain: Sequence[BlockHash], tenant: str) -> Reserved:
+    async def reserve(self, chain: Sequence[BlockHash], tenant: str) -> OpenPut:
         request = pb.ReserveRequest(hashes=chain_to(chain), tenant=tenant)
-        answer = await _answer(self._stub.Reserve(request, timeout=CALL_TIMEOUT_S))
-        grant = grant_from(answer.grant) if answer.HasField("grant") else None
-        return Reserved(answer.ticket, tuple(answer.missing), grant)
+        return OPEN_PUT.unpack(await _answer(self._stub.Reserve(request, timeout=CALL_TIMEOUT_S)))
 
     async def commit(self, ticket: int, checksums: Sequence[int]) -> int:
         request = pb.CommitRequest(ticket=ticket, checksums=checksums)
@@ -126,9 +128,7 @@ class RemoteAccess:
 
     async def lease(self, chain: Sequence[BlockHash], first: int) -> Leased:
         request = pb.LeaseRequest(hashes=chain_to(chain), first=first)
-        answer = await _answer(self._stub.Lease(request, timeout=LEASE_TIMEOUT_S))
-        grant = grant_from(answer.grant) if answer.HasField("grant") else None
-        return Leased(answer.ticket, answer.num_blocks, grant, tuple(answer.checksums))
+        return LEASED.unpack(await _answer(self._stub.Lease(request, timeout=LEASE_TIMEOUT_S)))
 
     async def release(self, ticket: int) -> None:
         await _answer(self._stub.Release(pb.Ticket(ticket=ticket), timeout=CALL_TIMEOUT_S))

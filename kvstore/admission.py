@@ -44,11 +44,11 @@ NUM_BUCKETS = 128
 HORIZON = NUM_BUCKETS * BUCKET_REQUESTS
 """Requests back; what returns later counts as not returning."""
 MAX_CREDITS = 2
-"""What was used often long ago is not kept for ever."""
+"""Uses that count at most: a block used often long ago is not kept for ever."""
 LEARN_EVERY = 128
 """Requests."""
 FADE = 0.9
-"""Of the counts at each learning: half is forgotten in some 900 requests."""
+"""Share of the counts that each learning keeps: half is forgotten in some 900 requests."""
 ENOUGH = 200
 """Blocks whose fate is known before a share is believed."""
 

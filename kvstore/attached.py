@@ -1,4 +1,4 @@
-"""A storage process as a node of a cluster: it tells the conductor what it holds, and lends it.
+"""A storage process as a node of a cluster: it reports to the conductor what it holds, and lends it.
 
 The conductor's index is the directory of a live cluster. A storage process that attaches is
 in it like any node, with no role: nothing is computed there, and its blocks can be read.

@@ -16,7 +16,7 @@ from transfer.owned.segment import Segment
 
 
 class BlockMover(Protocol):
-    """Whoever calls holds the engine's blocks meanwhile."""
+    """Moves blocks between an engine's cache and the block cache. The caller holds the engine's blocks."""
 
     async def match(self, chain: Sequence[BlockHash]) -> int:
         """Return how many leading blocks of `chain` can be had."""
@@ -46,7 +46,7 @@ class BlockMover(Protocol):
 
 
 class SegmentMover:
-    """Of a cache that is one segment of equal blocks.
+    """`BlockMover` of a cache that is one segment of equal blocks.
 
     Args:
         sums: The engine's checksums of its blocks: it may be on a GPU, and alone able to take them.

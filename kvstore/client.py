@@ -32,11 +32,11 @@ from base.errors import CapacityError, ProtocolError, ServeError
 from base.grants import Grant
 from base.together import together
 from base.uninterrupted import uninterrupted
-from kvstore.access import Access, LocalAccess, RemoteAccess
+from kvstore.access import LocalAccess, RemoteAccess, StoreAccess
 from kvstore.directory import Directory, Replicas
 from kvstore.member import Member
 from kvstore.resting import note_failure, resting_peers
-from kvstore.store import Leased, Reserved, Store
+from kvstore.store import Leased, OpenPut, Store
 from transfer.agent import TransferAgent
 from transfer.batch import Priority, pieces_of
 from transfer.owned.segment import Segment
@@ -46,29 +46,29 @@ GROUP_BYTES = 32 << 20
 DEVICE_GROUP_BYTES = 128 << 20
 """The same where a device takes the sums: 40 GB/s, and 34 in groups of 32 MiB (one H200, 2026-11-21)."""
 GROUPS_UNDER_WAY = 3
-"""One alone leaves the link idle while it is planned and told of: 21 GB/s of 55 (one H200, 2026-11-21)."""
+"""One alone leaves the link idle while it is planned and reported: 21 GB/s of 55 (one H200, 2026-11-21)."""
 Sums = Callable[[Sequence[int]], Awaitable[Sequence[int]]]
 """Returns the checksums of the blocks that lie at these offsets."""
 
 STRIPES_UNDER_WAY = 2
-"""They are waited for in their order."""
+"""Stripes that are read at once; they are waited for in their order."""
 
 MAX_TRIES = 2
-"""Of one member within one load: bytes may be damaged on their way."""
+"""Tries of one member within one load: bytes may be damaged on their way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stripes:
     """Loading of parts of all blocks, one part of each after the other: a block's layers in turn.
 
-    What is told of is there, and may be read; whether it is right is known at the end.
+    A stripe that was reported is there, and may be read; whether it is right is known at the end.
     """
 
     shares: tuple[int, ...]
-    """Of a block, in proportion. If their sum does not divide its bytes, whole blocks are loaded,
-    and nobody is told."""
+    """Sizes of a block's parts, in proportion. If their sum does not divide its bytes, whole blocks are
+    loaded, and `on_arrived` is not called."""
     on_arrived: Callable[[int], None]
-    """Told how many leading stripes are there; not called where blocks come from several places."""
+    """Called with the number of leading stripes that are there, unless blocks come from several places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class BlockCache:
         directory: Directory,
         clock: Clock,
         own: tuple[Member, Store] | None = None,
-        reach: Callable[[str], Access] = RemoteAccess,
+        reach: Callable[[str], StoreAccess] = RemoteAccess,
     ) -> None:
         """Begin. `own` is this process's store, where it saves and looks first; None: it has none.
 
@@ -106,7 +106,7 @@ class BlockCache:
         self._directory = directory
         self._own = None if own is None else own[0]
         self._reach = reach
-        self._accesses: dict[str, Access] = {}
+        self._accesses: dict[str, StoreAccess] = {}
         if own is not None:
             self._accesses[own[0].address] = LocalAccess(own[1])
         self._resting = resting_peers(clock)
@@ -285,14 +285,14 @@ class BlockCache:
             default=None,
         )
 
-    def _access(self, member: Member) -> Access:
+    def _access(self, member: Member) -> StoreAccess:
         # By address: a member that restarts where it was needs no second connection.
         if member.address not in self._accesses:
             self._accesses[member.address] = self._reach(member.address)
         return self._accesses[member.address]
 
     async def _quietly(self, call: Awaitable[None]) -> None:
-        """What cannot be given back ends by its lease."""
+        """Give something back; where that fails, it ends by its lease."""
         with suppress(ServeError):
             await call
 
@@ -367,25 +367,25 @@ class BlockCache:
         room = asyncio.Semaphore(STRIPES_UNDER_WAY)
 
         begins = list(accumulate(stripes.shares, initial=0))
-        has_arrived, num_told = [False] * len(stripes.shares), 0
+        has_arrived, num_reported = [False] * len(stripes.shares), 0
 
         async def read(number: int) -> None:
-            nonlocal num_told
+            nonlocal num_reported
             at, size = unit * begins[number], unit * stripes.shares[number]
             async with room:
                 pieces = pieces_of(landing.into, targets + at, sources + at, size)
                 await self._agent.read(member.peer, grant, pieces, priority=landing.priority)
             has_arrived[number] = True
-            while num_told < len(has_arrived) and has_arrived[num_told]:
-                num_told += 1
-                stripes.on_arrived(num_told)
+            while num_reported < len(has_arrived) and has_arrived[num_reported]:
+                num_reported += 1
+                stripes.on_arrived(num_reported)
 
         await together(read(number) for number in range(len(stripes.shares)))
 
     async def _write(
         self,
         member: Member,
-        reserved: Reserved,
+        reserved: OpenPut,
         source: Segment,
         offsets: Sequence[int],
         first: int,

@@ -1,6 +1,6 @@
-"""Which members hold which block: in memory, or shared through Redis.
+"""The directory of members and the blocks that they hold, shared through Redis.
 
-Both pass `tests/contract/test_directory.py`. A directory is a hint, never the truth: a
+Every directory passes `tests/contract/test_directory.py`. A directory is a hint, never the truth: a
 member that is asked for a block it has evicted says so, and the asker goes on.
 
 **Publishing never waits and never fails.** It changes this process's own view and an
@@ -40,7 +40,8 @@ from base.clock import Clock
 from base.errors import ProtocolError
 from base.logs import event
 from kvstore.member import Member
-from kvstore.wire import member_from_bytes, member_to
+from kvstore.wire import MEMBER, member_from_bytes
+from protos import kvstore_pb2 as pb
 
 T = TypeVar("T")
 
@@ -72,14 +73,14 @@ Replicas = tuple[Member, ...]
 
 
 class Directory(Protocol):
-    """What a store and its clients ask and tell."""
+    """Holders of blocks, as a store publishes them and its clients look them up."""
 
     def publish(self, hashes: Iterable[BlockHash]) -> None:
-        """This process's member holds these blocks."""
+        """Take note that this process's member holds these blocks."""
         ...
 
     def withdraw(self, hashes: Iterable[BlockHash]) -> None:
-        """It holds them no more."""
+        """Take note that this process's member holds these blocks no more."""
         ...
 
     async def lookup(self, chain: Sequence[BlockHash]) -> list[Replicas]:
@@ -91,66 +92,12 @@ class Directory(Protocol):
         ...
 
     async def flush(self) -> None:
-        """Return when what was told before is known to all, or cannot be for now."""
+        """Return when what was published before is known to all, or cannot be for now."""
         ...
 
     async def leave(self) -> None:
         """End this process's membership: its replicas are nobody's."""
         ...
-
-
-class MemoryBoard:
-    """What the directories of one process share."""
-
-    def __init__(self) -> None:
-        self.members: dict[int, Member] = {}
-        self.holders: dict[BlockHash, dict[int, None]] = {}
-
-
-class MemoryDirectory:
-    """The embedded directory: no server, for stores of one process and for tests."""
-
-    def __init__(self, board: MemoryBoard, member: Member | None = None) -> None:
-        """Join `board` as `member`; None only looks up."""
-        self._board = board
-        self._member = member
-        if member is not None:
-            for epoch, other in list(board.members.items()):
-                if other.node_id == member.node_id:
-                    del board.members[epoch]
-            board.members[member.epoch] = member
-
-    def publish(self, hashes: Iterable[BlockHash]) -> None:
-        if self._member is not None:
-            for block_hash in hashes:
-                self._board.holders.setdefault(block_hash, {})[self._member.epoch] = None
-
-    def withdraw(self, hashes: Iterable[BlockHash]) -> None:
-        for block_hash in hashes:
-            holders = self._board.holders.get(block_hash, {})
-            if self._member is not None:
-                holders.pop(self._member.epoch, None)
-            if not holders:
-                self._board.holders.pop(block_hash, None)
-
-    async def lookup(self, chain: Sequence[BlockHash]) -> list[Replicas]:
-        found: list[Replicas] = []
-        for block_hash in chain:
-            replicas = _living(self._board.holders.get(block_hash, ()), self._board.members)
-            if not replicas:
-                break
-            found.append(replicas)
-        return found
-
-    async def members(self) -> list[Member]:
-        return sorted(self._board.members.values(), key=lambda member: member.node_id)
-
-    async def flush(self) -> None:
-        """Nothing waits."""
-
-    async def leave(self) -> None:
-        if self._member is not None:
-            self._board.members.pop(self._member.epoch, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +158,10 @@ class RedisDirectory:
         return RedisHealth(self._is_readable, self._is_writable, len(self._outbox))
 
     def publish(self, hashes: Iterable[BlockHash]) -> None:
-        self._tell(hashes, is_held=True)
+        self._note(hashes, is_held=True)
 
     def withdraw(self, hashes: Iterable[BlockHash]) -> None:
-        self._tell(hashes, is_held=False)
+        self._note(hashes, is_held=False)
 
     async def lookup(self, chain: Sequence[BlockHash]) -> list[Replicas]:
         if not chain:
@@ -243,7 +190,7 @@ class RedisDirectory:
         await _answer(self._reader.ping())
 
     async def flush(self) -> None:
-        wanted = self._num_begun + 1  # a round under way may be past what was told last
+        wanted = self._num_begun + 1  # a round under way may be past what was published last
         while self._num_settled < wanted:
             self._settled.clear()
             self._has_news.set()
@@ -260,7 +207,7 @@ class RedisDirectory:
         await self._writer.aclose()
 
     async def run(self) -> None:
-        """Keep Redis told, until cancelled."""
+        """Keep Redis up to date, until cancelled."""
         while True:
             self._num_begun += 1
             try:
@@ -280,7 +227,7 @@ class RedisDirectory:
 
     # --- the view -----------------------------------------------------------------------
 
-    def _tell(self, hashes: Iterable[BlockHash], is_held: bool) -> None:
+    def _note(self, hashes: Iterable[BlockHash], is_held: bool) -> None:
         if self._member is None:
             return
         for block_hash in hashes:
@@ -366,7 +313,7 @@ class RedisDirectory:
     async def _join(self, member: Member, key: bytes) -> None:
         self._is_joined = False
         epoch = _EPOCH.pack(member.epoch)
-        description = member_to(member).SerializeToString()
+        description = pb.StoreMember(**MEMBER.pack(member)).SerializeToString()
         await _answer(
             self._scripts["join"](
                 keys=[self._prefix + b"members", self._prefix + b"nodes", key],
@@ -443,8 +390,10 @@ def _union(packed: bytes, more: bytes) -> bytes:
 
 
 async def _answer(call: Awaitable[T]) -> T:
-    """Await a call of the client, which at some moments loses a cancellation: it takes it
-    for a lost connection, and then asks again or raises something else."""
+    """Await a call of the client, which at some moments loses a cancellation.
+
+    It takes it for a lost connection, and then asks again or raises something else.
+    """
     try:
         return await call
     finally:

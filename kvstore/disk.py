@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 FILE_NAME = "blocks.slots"
 NUM_THREADS = 16
-"""As many requests as a disk likes to have queued."""
+"""Requests that a disk has queued: as many as it likes to have."""
 MAX_PENDING_WRITES = 64
 """More would let memory wait for the disk; a block beyond it is dropped instead."""
 PAGE_BYTES = 4096

@@ -26,7 +26,7 @@ class Growth(Enum):
 
 
 class Happened(Enum):
-    """What moves it on."""
+    """An event that changes the state."""
 
     STORED = 1
     FAILED = 2
@@ -39,7 +39,8 @@ _AFTER = {
     (Growth.PROBING, Happened.STORED): Growth.GROWING,
     (Growth.PROBING, Happened.FAILED): Growth.RESTING,
 }
-"""What is not here changes nothing: writes that were under way when the first one failed."""
+"""The state after each event. A pair that is not here changes nothing: a write that was under way when the
+first one failed."""
 
 
 class DiskGrowth:

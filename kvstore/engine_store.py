@@ -69,7 +69,7 @@ class EngineStore:
         """Begin. `own` is this process's store; None: blocks are saved to others.
 
         `pause` waits so many seconds, which is what keeps saving within `bytes_per_s`. With
-        quotas a tenant pays for its blocks; without, nobody is told apart, and eviction
+        quotas a tenant pays for its blocks; without, tenants are not kept apart, and eviction
         learns from all of them together.
         """
         self._engine = engine

@@ -1,4 +1,4 @@
-"""Which cached block is forgotten when room is needed. Pure: no I/O, no clock, no chance.
+"""The order in which cached blocks are forgotten when room is needed. Pure: no I/O, no clock, no chance.
 
 Owns one tree of blocks: each block's parent is the block before it in a prompt. A block
 without its parent can never be matched, so only leaves are evicted, and a held block
@@ -34,11 +34,11 @@ BRANCHES_OF_A_SHARED_HEAD = 3
 is another conversation. Fewer are one conversation's edits."""
 
 Block = TypeVar("Block", bound=Hashable)
-"""What names a block: a `BlockHash` in a store, an integer in a trace."""
+"""The name of a block: a `BlockHash` in a store, an integer in a trace."""
 
 
 class Entry(Generic[Block]):
-    """What a rank is computed from."""
+    """A block's place in the tree and its uses, from which its rank is computed."""
 
     __slots__ = (
         "block",
@@ -90,7 +90,7 @@ def lfu(entry: Entry[Block]) -> tuple[float, ...]:
 
 
 def length_aware(entry: Entry[Block]) -> tuple[float, ...]:
-    """As LFU, but among equals the block that stands later in its request goes first.
+    """Least often used first; among equals, the block that stands later in its request.
 
     The Mooncake report says no more than that; which way its tie-break goes is our reading.
     """
@@ -263,8 +263,11 @@ class Eviction(Generic[Block]):
             entry.is_sampled = True
 
     def _branch(self, above: Entry[Block], entry: Entry[Block]) -> None:
-        """Where a chain takes another way than one that ended here, the end of that one is done with:
-        the part of a prompt that the next turn's tokens changed. It goes before all others."""
+        """Count a block that follows another one.
+
+        Where it is the second, the end of the first chain is done with: the part of a prompt that the next
+        turn's tokens changed. It goes before all others.
+        """
         above.branches += 1
         first, above.first_child = above.first_child, None
         if above.branches == 1:

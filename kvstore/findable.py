@@ -1,4 +1,4 @@
-"""What a node can give, from whatever tier, as the conductor is told of it.
+"""Blocks that a node can give, from whatever tier, as it reports them to the conductor.
 
 A block is findable on a node while it is in the engine's cache, in the node's part of the
 block cache, or on its disk. The conductor knows one list for each node, because for
@@ -45,7 +45,7 @@ class Findable:
         gone = [name for name in removed if name not in changed and not in_store(name)]
         for name in changed:
             if in_engine(name):
-                continue  # told when it came there
+                continue  # reported when it came there
             if in_store(name):
                 found.append(name)
             else:

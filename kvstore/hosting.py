@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 
 TICK_S = 1.0
 DRAIN_S = 10.0
-"""For calls under way when the store is told to end."""
+"""Time for calls under way when the store is to end."""
 PERSIST_S = 5.0
-"""To write memory to disk then; what does not make it is computed again."""
+"""Time to write memory to disk then; what does not make it is computed again."""
 MAX_MESSAGE_BYTES = 16 << 20
 """A chain of a million tokens is 256 KiB."""
 

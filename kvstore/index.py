@@ -70,7 +70,7 @@ class PrefixIndex:
         mine.update(keys)
 
     def remove(self, node: int, keys: Collection[Key]) -> None:
-        """Note that `node` no longer holds `keys`; unknown ones are passed over."""
+        """Note that `node` forgot `keys`; unknown ones are passed over."""
         mine = self._blocks.get(node)
         if mine is None:
             return
@@ -157,7 +157,7 @@ class NodeEvents:
         return self._waits_for_snapshot
 
     def reached(self, next_number: int) -> None:
-        """Take in the number of the event that the node tells next: those before it should be known."""
+        """Take in the number of the event that the node sends next: those before it should be known."""
         if next_number > self._next_number:
             self._lose()
 

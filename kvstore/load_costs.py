@@ -10,9 +10,9 @@ that a disk that was busy once is not avoided for ever. Pure.
 from __future__ import annotations
 
 GAIN = 0.2
-"""Of the newest measurement."""
+"""Weight of the newest measurement."""
 FADE = 0.98
-"""Of a cost each time it decided against loading: after 35 times half of it is left."""
+"""Share of a cost that is left each time it decided against loading: half after 35 times."""
 
 
 class LoadCosts:

@@ -10,7 +10,7 @@ from base.request import NodeId
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Who holds blocks, and how it is reached."""
+    """A holder of blocks, and its addresses."""
 
     node_id: NodeId
     epoch: int
@@ -20,5 +20,5 @@ class Member:
     host: str
     """The machine; replicas go to different ones."""
     peer: PeerDescriptor
-    """Its transfer agent."""
+    """The member's transfer agent."""
     block_bytes: int

@@ -15,23 +15,23 @@ from base.clock import Clock
 from base.errors import CapacityError
 
 MAX_TICKETS = 1024
-"""Of one peer. A node has some for each request; the store as a whole has 4,096 grants."""
+"""Tickets of one peer. A node has some for each request; the store as a whole has 4,096 grants."""
 SHARE = 0.5
-"""Of the pool's blocks, for what one peer has reserved and pinned."""
+"""Share of the pool's blocks that one peer may have reserved and pinned."""
 MIN_BLOCKS = 64
-"""That one peer may have in the smallest pool: a chain of a short prompt."""
+"""Blocks that one peer may have in the smallest pool: a chain of a short prompt."""
 
 
-class Held(Enum):
-    """What a ticket is of; numbers of a put and of a read may be the same."""
+class TicketKind(Enum):
+    """The kind of a ticket: one of them does not end the other."""
 
     PUT = auto()
     READ = auto()
 
 
-class _Ticket(NamedTuple):
+class _PeerTicket(NamedTuple):
     num_blocks: int
-    """That nobody else can have; 0 of a lease."""
+    """Blocks that nobody else can have; 0 of a lease."""
     ends_at_s: float
 
 
@@ -41,7 +41,7 @@ class PeerHolds:
     def __init__(self, clock: Clock, num_blocks: int) -> None:
         self._clock = clock
         self._max_blocks = max(MIN_BLOCKS, int(num_blocks * SHARE))
-        self._tickets: defaultdict[str, dict[tuple[Held, int], _Ticket]] = defaultdict(dict)
+        self._tickets: defaultdict[str, dict[tuple[TicketKind, int], _PeerTicket]] = defaultdict(dict)
 
     def room(self, peer: str) -> int:
         """Return how many more blocks `peer` may have; raises CapacityError if it may have no ticket more."""
@@ -51,11 +51,11 @@ class PeerHolds:
             raise CapacityError(f"this host holds {MAX_TICKETS} reservations, leases and pins: end some")
         return self._max_blocks - sum(ticket.num_blocks for ticket in tickets.values())
 
-    def add(self, peer: str, name: tuple[Held, int], num_blocks: int, seconds: float) -> None:
+    def add(self, peer: str, name: tuple[TicketKind, int], num_blocks: int, seconds: float) -> None:
         """Count what `peer` was given for so long, under the kind and the number of its ticket."""
-        self._tickets[peer][name] = _Ticket(num_blocks, self._clock.now_s() + seconds)
+        self._tickets[peer][name] = _PeerTicket(num_blocks, self._clock.now_s() + seconds)
 
-    def remove(self, peer: str, name: tuple[Held, int]) -> bool:
+    def remove(self, peer: str, name: tuple[TicketKind, int]) -> bool:
         """Forget a ticket; return whether it was this peer's."""
         return self._tickets.get(peer, {}).pop(name, None) is not None
 

@@ -58,7 +58,7 @@ class PeerDirectory:
         """Nothing waits."""
 
     async def leave(self) -> None:
-        """Nobody was told."""
+        """Nothing was published."""
 
     async def close(self) -> None:
         """Close the connections."""

@@ -37,10 +37,10 @@ class PoolLimits:
     """When a pool makes room, and for whom."""
 
     high_watermark: float = 0.95
-    """Of blocks in use; above it, `leave` makes room before a put has to."""
+    """Share of blocks in use; above it, `leave` makes room before a put has to."""
     low_watermark: float = 0.90
     tenant_quota: float = 1.0
-    """Of all blocks, for each tenant."""
+    """Share of all blocks that each tenant may fill."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.low_watermark <= self.high_watermark <= 1.0:
@@ -110,7 +110,7 @@ class _Tenant:
 
 @dataclass(slots=True)
 class _Books:
-    """What is lent out, by id."""
+    """Puts and leases that are under way, and blocks that come and go with them."""
 
     puts: dict[int, Put] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)
@@ -317,7 +317,7 @@ class HostPool:
         return self._num_in_use > self._limits.high_watermark * self.num_blocks
 
     def leave(self, most: int) -> list[Record]:
-        """Above the high watermark, take up to `most` blocks out until the low one.
+        """Take up to `most` blocks out, if the pool is above its high watermark, until the low one.
 
         They are found no more; their bytes stay until `left`, so that they can be written
         to disk first.

@@ -28,7 +28,7 @@ _CRC = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """What a record says of itself."""
+    """A record's description of itself."""
 
     block_hash: BlockHash
     length: int
@@ -36,7 +36,7 @@ class RecordHeader:
     sequence: int
     """Grows with each record written; of two with one hash the higher is the newer."""
     checksum: int
-    """Of the block, as it was stored with."""
+    """Checksum of the block, as it was stored with."""
     payload_xxh3: int
 
 

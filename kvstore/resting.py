@@ -1,4 +1,4 @@
-"""How long a member rests that does not answer, and the log line of each rest."""
+"""Rests of members that do not answer, and the log line of each rest."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from base.clock import Clock
 from base.errors import CapacityError, ForbiddenError, InvalidRequestError, LeaseExpiredError
 from base.rpc import Service
 from base.tls import NODE_NAME
-from base.wire import grant_to
+from kvstore.access import LEASED, OPEN_PUT
 from kvstore.member import Member
-from kvstore.peer_holds import Held, PeerHolds
+from kvstore.peer_holds import PeerHolds, TicketKind
 from kvstore.store import LEASE_S, PUT_S, Store
-from kvstore.wire import chain_from, member_to
+from kvstore.wire import MEMBER, chain_from
 from protos import kvstore_pb2 as pb
 from protos.kvstore_pb2_grpc import KvStoreServicer, add_KvStoreServicer_to_server
 
@@ -45,7 +45,7 @@ class StoreService(KvStoreServicer):
         return pb.MatchResponse(
             num_blocks=found.num_blocks,
             num_in_memory=found.num_in_memory,
-            member=member_to(self._describe()),
+            member=MEMBER.pack(self._describe()),
         )
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
@@ -54,20 +54,16 @@ class StoreService(KvStoreServicer):
         chain = chain[: known + _some(self._holds.room(peer))]
         reserved = self._store.reserve(chain, request.tenant)
         if reserved.grant is not None:
-            self._holds.add(peer, (Held.PUT, reserved.ticket), len(reserved.missing), PUT_S)
-        return pb.ReserveResponse(
-            ticket=reserved.ticket,
-            missing=reserved.missing,
-            grant=None if reserved.grant is None else grant_to(reserved.grant),
-        )
+            self._holds.add(peer, (TicketKind.PUT, reserved.ticket), len(reserved.missing), PUT_S)
+        return pb.ReserveResponse(**OPEN_PUT.pack(reserved))
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:  # noqa: N802
-        if not self._holds.remove(_peer(context), (Held.PUT, request.ticket)):
+        if not self._holds.remove(_peer(context), (TicketKind.PUT, request.ticket)):
             raise LeaseExpiredError(f"put {request.ticket} has ended")
         return pb.CommitResponse(num_stored=await self._store.commit(request.ticket, request.checksums))
 
     async def Abort(self, request: pb.Ticket, context: Context) -> pb.Empty:  # noqa: N802
-        if self._holds.remove(_peer(context), (Held.PUT, request.ticket)):
+        if self._holds.remove(_peer(context), (TicketKind.PUT, request.ticket)):
             await self._store.abort(request.ticket)
         return pb.Empty()
 
@@ -76,16 +72,11 @@ class StoreService(KvStoreServicer):
         self._holds.room(peer)
         leased = await self._store.lease(chain_from(request.hashes), request.first)
         if leased.grant is not None:
-            self._holds.add(peer, (Held.READ, leased.ticket), 0, LEASE_S)
-        return pb.LeaseResponse(
-            ticket=leased.ticket,
-            num_blocks=leased.num_blocks,
-            grant=None if leased.grant is None else grant_to(leased.grant),
-            checksums=leased.checksums,
-        )
+            self._holds.add(peer, (TicketKind.READ, leased.ticket), 0, LEASE_S)
+        return pb.LeaseResponse(**LEASED.pack(leased))
 
     async def Release(self, request: pb.Ticket, context: Context) -> pb.Empty:  # noqa: N802
-        if self._holds.remove(_peer(context), (Held.READ, request.ticket)):
+        if self._holds.remove(_peer(context), (TicketKind.READ, request.ticket)):
             await self._store.release(request.ticket)
         return pb.Empty()
 
@@ -95,7 +86,7 @@ class StoreService(KvStoreServicer):
         peer, seconds = _peer(context), request.seconds or MAX_SOFT_PIN_S
         chain = chain_from(request.hashes)[: _some(self._holds.room(peer))]
         pinned = await self._store.pin(chain, seconds)
-        self._holds.add(peer, (Held.READ, pinned.ticket), pinned.num_blocks, seconds)
+        self._holds.add(peer, (TicketKind.READ, pinned.ticket), pinned.num_blocks, seconds)
         return pb.PinResponse(ticket=pinned.ticket, num_blocks=pinned.num_blocks)
 
     async def Delete(self, request: pb.Chain, context: Context) -> pb.DeleteResponse:  # noqa: N802

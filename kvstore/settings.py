@@ -1,11 +1,11 @@
-"""What a storage process is started with; read by `base.config.read_process_config`."""
+"""The configuration of a storage process, read by `base.config.read_process_config`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from base.config import GIB, NodeProcess, TlsConfig, TransferConfig
+from base.config import GIB, NodeProcess, TlsConfig, TransferConfig, require
 from base.errors import ConfigError
 from kvstore.eviction import BY_NAME
 from kvstore.record import HEADER_BYTES
@@ -37,13 +37,13 @@ class StoreProcess:
     high_watermark: float = 0.95
     low_watermark: float = 0.90
     tenant_quota: float = 1.0
-    """Of the pool, for each tenant."""
+    """Share of the pool that each tenant may fill."""
     disk: DiskSettings = field(default_factory=DiskSettings)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     listens: bool = True
-    """For other stores and programs; nothing listens either where only conductors know of the store."""
+    """Whether other stores and programs may connect; where only conductors know of it, nothing listens."""
     host: str = "127.0.0.1"
-    """Beyond loopback it takes `tls`, or `insecure`."""
+    """The address to listen on; beyond loopback it takes `tls`, or `insecure`."""
     port: int = 0
     """0: a free one, printed at start."""
     redis_url: str = ""
@@ -55,30 +55,28 @@ class StoreProcess:
     tls: TlsConfig = field(default_factory=TlsConfig)
     """A node's certificate, for the conductor and for other stores, of which each asks for the other's."""
     insecure: bool = False
-    """Without `tls` beyond loopback: who reaches the port reads and writes all blocks."""
+    """Allows to listen beyond loopback without `tls`: who reaches the port reads and writes all blocks."""
     metrics_port: int = 0
-    """On loopback. 0: a free one, printed at start."""
+    """A port on loopback; 0: a free one, printed at start."""
 
     def __post_init__(self) -> None:
-        _require(bool(self.node_id), "node_id", "a name")
-        _require(self.block_bytes > 0, "block_bytes", "more than 0")
-        _require(self.num_blocks >= 1, "pool_gib", f"room for one block of {self.block_bytes} bytes")
-        _require(self.policy in BY_NAME, "policy", f"one of {', '.join(BY_NAME)}")
-        _require(
-            0 < self.low_watermark <= self.high_watermark <= 1, "low_watermark", "at most high_watermark"
-        )
-        _require(0 < self.tenant_quota <= 1, "tenant_quota", "above 0 and at most 1")
-        _require(
+        require(bool(self.node_id), "node_id", "a name")
+        require(self.block_bytes > 0, "block_bytes", "more than 0")
+        require(self.num_blocks >= 1, "pool_gib", f"room for one block of {self.block_bytes} bytes")
+        require(self.policy in BY_NAME, "policy", f"one of {', '.join(BY_NAME)}")
+        require(0 < self.low_watermark <= self.high_watermark <= 1, "low_watermark", "at most high_watermark")
+        require(0 < self.tenant_quota <= 1, "tenant_quota", "above 0 and at most 1")
+        require(
             not self.tls.is_set or bool(self.tls.ca), "tls.ca", "the authority of the nodes' certificates"
         )
         is_open = self.is_listening and self.host not in LOOPBACK and not self.tls.is_set
-        _require(
+        require(
             not is_open or self.insecure,
             "host",
             "beyond loopback it takes tls (cert, key and ca), or insecure: true",
         )
         for key in ("port", "metrics_port"):
-            _require(0 <= getattr(self, key) <= 65535, key, "between 0 and 65535")
+            require(0 <= getattr(self, key) <= 65535, key, "between 0 and 65535")
 
     @property
     def is_listening(self) -> bool:
@@ -98,9 +96,9 @@ class StoreProcess:
 
 
 def of_node(config: NodeProcess, block_bytes: int) -> StoreProcess:
-    """Return what a node's part of the block cache is started with; its disk has a folder of its own.
+    """Return the configuration of a node's part of the block cache; its disk has a folder of its own.
 
-    It listens where a directory tells others of it: conductors have its blocks read without.
+    It listens where others find it in a directory: conductors have its blocks read without.
 
     Raises:
         ConfigError: the memory has no room for a block.
@@ -126,8 +124,3 @@ def of_node(config: NodeProcess, block_bytes: int) -> StoreProcess:
         )
     except ValueError as error:
         raise ConfigError(f"store.{error}") from error
-
-
-def _require(condition: bool, key: str, mend: str) -> None:
-    if not condition:
-        raise ValueError(f"{key}: {mend}")

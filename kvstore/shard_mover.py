@@ -59,7 +59,7 @@ def _num_equal(found: Sequence[object], expected: Sequence[object]) -> int:
 
 
 def _arrived_elsewhere(num_parts: int) -> None:
-    """Steps of another rank are told in its own process."""
+    """Do nothing: steps of another rank wait in its own process."""
 
 
 class ShardMover:
@@ -136,7 +136,7 @@ class ShardMover:
         """Copy leased blocks to `block_ids`; return how many leading ones are right.
 
         With `stripes`, each rank's layers come in parts of its own, and its steps may wait for them;
-        whoever gave the stripes is told of rank 0's, when the others have begun.
+        whoever gave the stripes is notified of rank 0's, when the others have begun.
         """
         block_ids = block_ids[: len(grant.offsets)]
 
@@ -163,7 +163,7 @@ class ShardMover:
 
     async def _by_each(self, work: Callable[[KvShard], Coroutine[None, None, list[int]]]) -> list[list[int]]:
         """Return what `work` does for each shard; when it fails for one, the others have ended."""
-        # Rank 0's last: what it tells of what has arrived is told when all have begun.
+        # Rank 0's last: what it reports as arrived is reported when all have begun.
         done = await together(work(shard) for shard in reversed(self._kv.shards))
         return done[::-1]
 

@@ -2,7 +2,7 @@
 
 Owns the pool's segment, the disk tier and every grant on them. The pool decides; this file
 does what it decided: grants before bytes move, revokes before bytes are reused, reads and
-writes the disk, and tells the directory.
+writes the disk, and publishes the changes.
 
 A read of blocks that are on disk brings them up into memory first, one lift at a time:
 two readers of one chain read it from disk once. Above the pool's high watermark blocks
@@ -37,15 +37,15 @@ from transfer.owned.segment import Segment
 log = logging.getLogger(__name__)
 
 PUT_S = 30.0
-"""From reserve to commit. Longer than a transfer may take (20 s)."""
+"""Time from reserve to commit. Longer than a transfer may take (20 s)."""
 LEASE_S = 30.0
-"""Of a read; the same reason. Mooncake's 10 s fail slow reads."""
+"""Time for a read, as long for the same reason. Mooncake's 10 s fail slow reads."""
 LEAVE_BLOCKS = 64
 """Written to disk in one tick step at most, so that one step is short."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reserved:
+class OpenPut:
     """Where the missing blocks of a chain may be written; `grant` has an offset for each."""
 
     ticket: int
@@ -99,12 +99,11 @@ class Store:
         self._leaving: set[BlockHash] = set()
         self.crowded = asyncio.Event()
         """Set when memory is so full that blocks should go to disk before the next second."""
-        """Of the blocks that were leased here."""
         self.num_damaged = 0
         """Blocks in memory that were found not to be what was stored."""
 
     def join(self, directory: Directory) -> None:
-        """Tell `directory` from here on what is held, and what is held already."""
+        """Publish in `directory` what is held, now and from here on."""
         self._directory = directory
         directory.publish(self.hashes)
 
@@ -148,17 +147,17 @@ class Store:
 
     # --- writing ------------------------------------------------------------------------
 
-    def reserve(self, chain: Sequence[BlockHash], tenant: str) -> Reserved:
+    def reserve(self, chain: Sequence[BlockHash], tenant: str) -> OpenPut:
         """Set aside what is missing of `chain`, as far as there is room, for PUT_S.
 
         Raises:
             CapacityError: too many grants are live. Nothing was taken.
         """
         put = self._pool.reserve(chain, tenant, PUT_S)
-        self._tell_evicted()
+        self._publish_evicted()
         if not put.missing:
             self._pool.abort(put.put_id)
-            return Reserved(put.put_id, (), None)
+            return OpenPut(put.put_id, (), None)
         try:
             offsets = [block_id * self.block_bytes for block_id in put.block_ids]
             grant = self._agent.grant(self._segment, offsets, self.block_bytes, Operation.WRITE, PUT_S)
@@ -166,7 +165,7 @@ class Store:
             self._pool.abort(put.put_id)
             raise
         self._put_grants[put.put_id] = grant
-        return Reserved(put.put_id, put.missing, grant)
+        return OpenPut(put.put_id, put.missing, grant)
 
     async def commit(self, ticket: int, checksums: Sequence[int | None]) -> int:
         """End a put whose bytes have arrived, but of blocks without a checksum; return how many are stored.
@@ -232,7 +231,7 @@ class Store:
                 if block_hash in self._disk and self._disk.forget(block_hash):
                     gone.append(block_hash)
         self._withdraw(gone)
-        self._tell_evicted()
+        self._publish_evicted()
         return len(set(gone))
 
     async def report(self, block_hash: BlockHash) -> bool:
@@ -265,7 +264,7 @@ class Store:
                 self._leaving.update(record.block_hash for record in records)
                 async with self._lowering:
                     await uninterrupted(self._write_down(self._disk, records))
-        self._tell_evicted()
+        self._publish_evicted()
         self._pool.forget_idle_tenants()
         self._balance("host", asdict(self._pool.accounts()), self.num_damaged)
         if self._disk is not None:
@@ -327,7 +326,7 @@ class Store:
             raise
         if self._directory is not None:
             self._directory.publish(stored)
-        self._tell(stored)
+        self._notify(stored)
         if self._disk is not None and self._pool.is_crowded:
             self.crowded.set()
         return len(stored)
@@ -358,7 +357,7 @@ class Store:
             self._pool.abort(put.put_id)
             raise
         self._pool.commit(put.put_id, sums)
-        self._tell_evicted()
+        self._publish_evicted()
 
     async def _read_all(
         self, disk: DiskTier, chain: Sequence[BlockHash], indexes: Sequence[int], block_ids: Sequence[int]
@@ -379,7 +378,7 @@ class Store:
             self._pool.left(record)
         self._withdraw(record.block_hash for record in records)
 
-    def _tell_evicted(self) -> None:
+    def _publish_evicted(self) -> None:
         gone = self._pool.evicted
         self._pool.evicted = []
         if self._disk is not None:
@@ -391,9 +390,9 @@ class Store:
         gone = [block_hash for block_hash in hashes if block_hash not in self]
         if self._directory is not None:
             self._directory.withdraw(gone)
-        self._tell(gone)
+        self._notify(gone)
 
-    def _tell(self, hashes: Sequence[BlockHash]) -> None:
+    def _notify(self, hashes: Sequence[BlockHash]) -> None:
         if hashes:
             for listener in self._listeners:
                 listener(hashes)

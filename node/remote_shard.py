@@ -19,16 +19,7 @@ from base.errors import LostError, ServeError
 from base.grants import Grant, RankGrant
 from base.kv_layout import KvPart
 from base.uninterrupted import uninterrupted
-from base.wire import (
-    grant_from,
-    grant_to,
-    part_from,
-    part_to,
-    peer_from,
-    peer_to,
-    rank_grant_from,
-    rank_grant_to,
-)
+from base.wire import GRANT, PART, PEER, RANK_GRANT
 from engine.arrivals import ArrivingBlocks
 from engine.ranks import Ranks
 from protos import ranks_pb2 as pb
@@ -67,7 +58,7 @@ class RemoteShard:
         await self._call(pb.RankCall(read=message))
 
     async def sums(self, block_ids: Sequence[int], part: KvPart) -> list[int]:
-        call = pb.RankCall(sum=pb.SumBlocks(block_ids=block_ids, part=part_to(part)))
+        call = pb.RankCall(sum=pb.SumBlocks(block_ids=block_ids, part=PART.pack(part)))
         return list((await self._call(call)).sums)
 
     def sums_in_order(self, block_ids: Sequence[int], part: KvPart) -> Awaitable[list[int]] | None:
@@ -75,10 +66,10 @@ class RemoteShard:
 
     async def grant(self, block_ids: Sequence[int], lease_s: float) -> RankGrant:
         call = pb.RankCall(grant=pb.GrantBlocks(block_ids=block_ids, lease_s=lease_s))
-        return rank_grant_from((await self._call(call)).granted)
+        return RANK_GRANT.unpack((await self._call(call)).granted)
 
     async def revoke(self, grant: Grant) -> None:
-        await self._call(pb.RankCall(revoke=grant_to(grant)))
+        await self._call(pb.RankCall(revoke=GRANT.pack(grant)))
 
     async def _call(self, call: pb.RankCall) -> pb.RankAnswer:
         self._num_calls += 1
@@ -158,12 +149,12 @@ class ShardServer:
             case "read":
                 await self._read(call.read)
             case "sum":
-                answer.sums.extend(await self._shard.sums(call.sum.block_ids, part_from(call.sum.part)))
+                answer.sums.extend(await self._shard.sums(call.sum.block_ids, PART.unpack(call.sum.part)))
             case "grant":
                 granted = await self._shard.grant(call.grant.block_ids, call.grant.lease_s)
-                answer.granted.CopyFrom(rank_grant_to(granted))
+                return pb.RankAnswer(granted=RANK_GRANT.pack(granted))
             case "revoke":
-                await self._shard.revoke(grant_from(call.revoke))
+                await self._shard.revoke(GRANT.unpack(call.revoke))
         return answer
 
     async def _read(self, message: pb.MoveBlocks) -> None:
@@ -187,12 +178,12 @@ def _answer_of(task: Call) -> pb.RankAnswer:
 
 def _move_to(move: BlockMove) -> pb.MoveBlocks:
     return pb.MoveBlocks(
-        peer=peer_to(move.peer),
-        grant=grant_to(move.grant),
+        peer=PEER.pack(move.peer),
+        grant=GRANT.pack(move.grant),
         block_ids=move.block_ids,
         offsets=move.offsets,
-        peer_part=part_to(move.peer_part),
-        part=part_to(move.part),
+        peer_part=PART.pack(move.peer_part),
+        part=PART.pack(move.part),
         deadline_s=move.deadline_s,
         is_background=move.priority is Priority.BACKGROUND,
     )
@@ -200,12 +191,12 @@ def _move_to(move: BlockMove) -> pb.MoveBlocks:
 
 def _move_from(message: pb.MoveBlocks) -> BlockMove:
     return BlockMove(
-        peer=peer_from(message.peer),
-        grant=grant_from(message.grant),
+        peer=PEER.unpack(message.peer),
+        grant=GRANT.unpack(message.grant),
         block_ids=tuple(message.block_ids),
         offsets=tuple(message.offsets),
-        peer_part=part_from(message.peer_part),
-        part=part_from(message.part),
+        peer_part=PART.unpack(message.peer_part),
+        part=PART.unpack(message.part),
         deadline_s=message.deadline_s,
         priority=Priority.BACKGROUND if message.is_background else Priority.FOREGROUND,
     )

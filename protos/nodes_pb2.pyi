@@ -88,7 +88,7 @@ class Registered(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., conductor_epoch: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("sequence", "num_free_blocks", "num_held_blocks", "num_waiting", "num_running", "num_queued_tokens", "num_context_tokens", "draining", "roles", "fence", "next_kv_event")
+    __slots__ = ("sequence", "num_free_blocks", "num_held_blocks", "num_waiting", "num_running", "num_queued_tokens", "num_context_tokens", "is_draining", "roles", "fence", "next_kv_event")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -96,7 +96,7 @@ class Heartbeat(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     NEXT_KV_EVENT_FIELD_NUMBER: _ClassVar[int]
@@ -107,23 +107,23 @@ class Heartbeat(_message.Message):
     num_running: int
     num_queued_tokens: int
     num_context_tokens: int
-    draining: bool
+    is_draining: bool
     roles: _containers.RepeatedScalarFieldContainer[str]
     fence: int
     next_kv_event: int
-    def __init__(self, sequence: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_context_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., roles: _Optional[_Iterable[str]] = ..., fence: _Optional[int] = ..., next_kv_event: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_context_tokens: _Optional[int] = ..., is_draining: _Optional[bool] = ..., roles: _Optional[_Iterable[str]] = ..., fence: _Optional[int] = ..., next_kv_event: _Optional[int] = ...) -> None: ...
 
 class KvEvents(_message.Message):
-    __slots__ = ("first_number", "snapshot", "stored", "removed")
+    __slots__ = ("first_number", "is_snapshot", "stored", "removed")
     FIRST_NUMBER_FIELD_NUMBER: _ClassVar[int]
-    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    IS_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     first_number: int
-    snapshot: bool
+    is_snapshot: bool
     stored: _containers.RepeatedScalarFieldContainer[bytes]
     removed: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, first_number: _Optional[int] = ..., snapshot: _Optional[bool] = ..., stored: _Optional[_Iterable[bytes]] = ..., removed: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(self, first_number: _Optional[int] = ..., is_snapshot: _Optional[bool] = ..., stored: _Optional[_Iterable[bytes]] = ..., removed: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logit_bias")
@@ -242,14 +242,14 @@ class Source(_message.Message):
     def __init__(self, peer: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., checksums: _Optional[_Iterable[int]] = ..., first_block: _Optional[int] = ...) -> None: ...
 
 class Serve(_message.Message):
-    __slots__ = ("roles", "draining", "fence")
+    __slots__ = ("roles", "is_draining", "fence")
     ROLES_FIELD_NUMBER: _ClassVar[int]
-    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     roles: _containers.RepeatedScalarFieldContainer[str]
-    draining: bool
+    is_draining: bool
     fence: int
-    def __init__(self, roles: _Optional[_Iterable[str]] = ..., draining: _Optional[bool] = ..., fence: _Optional[int] = ...) -> None: ...
+    def __init__(self, roles: _Optional[_Iterable[str]] = ..., is_draining: _Optional[bool] = ..., fence: _Optional[int] = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("work", "target", "grant", "first_block", "source", "ranks", "stays")

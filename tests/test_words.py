@@ -27,12 +27,10 @@ PACKAGES = (
     "transfer",
 )
 NOT_YET: tuple[str, ...] = (
-    "base",
     "conductor",
     "decode_node",
     "deploy",
     "engine",
-    "kvstore",
     "node",
     "prefill_node",
     "transfer",

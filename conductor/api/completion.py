@@ -24,7 +24,7 @@ from base.errors import (
 )
 from base.metrics import ConductorMetrics
 from base.request import FinishReason, SampledToken
-from base.turns import Turns
+from base.turns import TurnBudget
 from conductor.api.options import TextRequest
 from conductor.api.served_model import ServedModel
 from conductor.api.shares import Shares
@@ -141,7 +141,7 @@ class Completions:
         self._dispatcher = dispatcher
         self.places = Shares(max_calls, has_tenants)
         self.bodies = Shares(MAX_BODIES * max_body_bytes, has_tenants)
-        self._turns = Turns()
+        self._turns = TurnBudget()
         self._is_draining = False
         self._calls: set[InProgress] = set()
         self._idle = asyncio.Event()

@@ -18,7 +18,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from base.arrivals import Arrivals, num_allowed
+from base.arrivals import OpenConnections, num_allowed
 from base.logs import event
 
 log = logging.getLogger(__name__)
@@ -72,9 +72,9 @@ class Corked:
 class BoundedConnection(HttpToolsProtocol):
     """uvicorn's connection; the parser calls `on_message_begin` to `on_headers_complete`."""
 
-    def __init__(self, *args: Any, arrivals: Arrivals | None = None, **options: Any) -> None:
+    def __init__(self, *args: Any, arrivals: OpenConnections | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._arrivals = arrivals or Arrivals(num_allowed(SHARE_OF_DESCRIPTORS))
+        self._arrivals = arrivals or OpenConnections(num_allowed(SHARE_OF_DESCRIPTORS))
 
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None

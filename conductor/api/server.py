@@ -24,7 +24,7 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from base.arrivals import Arrivals, TlsListener, num_allowed
+from base.arrivals import OpenConnections, TlsListener, num_allowed
 from base.clock import Clock
 from base.config import NodesConfig, ServerConfig, SloConfig, TlsConfig
 from base.errors import ConfigError
@@ -151,7 +151,7 @@ class _HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: when to stop is for `__main__` to say. TLS: `base/arrivals.py`."""
 
     def __init__(self, app: object, tls: TlsConfig) -> None:
-        self._arrivals = Arrivals(num_allowed(SHARE_OF_DESCRIPTORS))
+        self._arrivals = OpenConnections(num_allowed(SHARE_OF_DESCRIPTORS))
         self._secured = Certificates(tls, "server.tls").context() if tls.is_set else None
         self._stopping = asyncio.Event()
         super().__init__(_http_config(app, self._arrivals))
@@ -212,7 +212,7 @@ def _authorizer(config: ServerConfig, clock: Clock) -> Authorizer:
     return Authorizer(keys, config.open_metrics, config.critical_tenants)
 
 
-def _http_config(app: object, arrivals: Arrivals) -> uvicorn.Config:
+def _http_config(app: object, arrivals: OpenConnections) -> uvicorn.Config:
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
         lifespan="off",

@@ -28,13 +28,20 @@ from google.protobuf.message import DecodeError
 
 from base.clock import Clock
 from base.errors import ForbiddenError, ProtocolError, ServeError
-from base.link import EARLY_S, Link
+from base.link import EARLY_S, MessageStream
 from base.logs import event
-from base.messages import Heartbeat, KvEvents, Lease
+from base.messages import Heartbeat, KvEvents, Registered
 from base.seldom import Seldom
 from base.tls import NODE_NAME
-from base.wire import from_node_from, to_node
-from base.wire_membership import heartbeat_from, kv_events_from, lease_to, refused, register_from
+from base.wire import (
+    from_node_from,
+    heartbeat_from,
+    kv_events_from,
+    lease_to,
+    refused,
+    register_from,
+    to_node,
+)
 from conductor.serving.membership import Membership
 from conductor.serving.nodes import NodeSession
 from protos import nodes_pb2 as pb
@@ -52,7 +59,7 @@ class AttachService:
     """Takes nodes in, each by a stream."""
 
     def __init__(
-        self, membership: Membership, lease: Lease, clock: Clock, nodes_have_certificates: bool = False
+        self, membership: Membership, lease: Registered, clock: Clock, nodes_have_certificates: bool = False
     ) -> None:
         self.membership = membership
         self.lease = lease
@@ -90,7 +97,7 @@ class AttachService:
     def closed(self, stream: NodeStream) -> None:
         self._streams.discard(stream)
 
-    def require_node(self, link: Link) -> None:
+    def require_node(self, link: MessageStream) -> None:
         """Raises ForbiddenError if the other side proved to be something else."""
         if self._nodes_have_certificates and NODE_NAME not in link.peer_uris:
             raise ForbiddenError(f"only a node may attach: its certificate must name {NODE_NAME}")
@@ -128,7 +135,7 @@ class NodeStream:
 
     # base.link.End
 
-    def opened(self, link: Link) -> None:
+    def opened(self, link: MessageStream) -> None:
         self._link = link
         self._service.opened(self)
         self._heard_at_s = self._loop.time()

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from base.arrivals import MAX_CONNECTIONS, Arrivals, num_allowed
+from base.arrivals import MAX_CONNECTIONS, OpenConnections, num_allowed
 
 
 class Connection:
@@ -22,14 +22,14 @@ def arrived(arrivals, count):
 
 
 def test_the_oldest_that_asks_nothing_makes_room():
-    arrivals = Arrivals(3)
+    arrivals = OpenConnections(3)
     connections = arrived(arrivals, 5)
     assert [connection.is_aborted for connection in connections] == [True, True, False, False, False]
     assert len(arrivals) == 3
 
 
 def test_who_is_at_work_keeps_its_place_and_gives_it_up_when_answered():
-    arrivals = Arrivals(2)
+    arrivals = OpenConnections(2)
     first, second = arrived(arrivals, 2)
     arrivals.begun(first)
     (third,) = arrived(arrivals, 1)
@@ -44,7 +44,7 @@ def test_who_is_at_work_keeps_its_place_and_gives_it_up_when_answered():
 
 
 def test_who_is_gone_counts_no_more():
-    arrivals = Arrivals(2)
+    arrivals = OpenConnections(2)
     first, second = arrived(arrivals, 2)
     arrivals.begun(second)
     arrivals.gone(first)

@@ -7,14 +7,14 @@ import pytest
 
 from base.attach import CONNECT_TIMEOUT_S, FOREIGN_BACKOFF_S, AttachClient
 from base.errors import ForeignPeerError, ProtocolError
-from base.messages import Failed, Lease
+from base.messages import Failed, Registered
 from base.request import RequestId
-from base.wire_membership import lease_to, refused
+from base.wire import lease_to, refused
 from protos import nodes_pb2 as pb
 from tests.conductor.scripted_node import ScriptedWork, node_info
 from tests.simulation.loop import SimLoop
 
-LEASE = Lease(lease_s=10.0, heartbeat_s=2.0, conductor_epoch=1)
+LEASE = Registered(lease_s=10.0, heartbeat_s=2.0, conductor_epoch=1)
 
 
 class Link:
@@ -160,5 +160,5 @@ def test_a_node_that_is_asked_for_its_blocks_tells_them_all_once():
         link.say(pb.ConductorMessage(tell_blocks=True))
 
     links, _ = attached_for(3.0, begin)
-    told = [(round(at_s, 3), message.kv_events.snapshot) for at_s, message in links[0].sent[1:]]
+    told = [(round(at_s, 3), message.kv_events.is_snapshot) for at_s, message in links[0].sent[1:]]
     assert told == [(0.0, True), (0.502, True), (2.502, False)]

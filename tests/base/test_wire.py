@@ -12,13 +12,13 @@ from base.messages import (
     Failed,
     Heartbeat,
     KvEvents,
-    Lease,
     Lend,
     Lent,
     NodeInfo,
     Prefill,
     Prefilled,
     PrefillTimes,
+    Registered,
     Release,
     Reserve,
     Reserved,
@@ -29,15 +29,18 @@ from base.messages import (
     Work,
 )
 from base.request import FinishReason, Role, SampledToken, SamplingParams, StopParams, TokenLogprobs
-from base.wire import from_node, from_node_from, to_node, to_node_from
-from base.wire_membership import (
+from base.wire import (
     add_state,
+    from_node,
+    from_node_from,
     heartbeat_from,
     kv_events_from,
     lease_from,
     lease_to,
     register,
     register_from,
+    to_node,
+    to_node_from,
 )
 from protos import nodes_pb2 as pb
 
@@ -136,7 +139,7 @@ def test_a_registration_arrives_as_it_was_sent(peer, roles):
 
 
 def test_a_lease_arrives_as_it_was_sent():
-    assert lease_from(lease_to(Lease(10.0, 2.0, 3))) == Lease(10.0, 2.0, 3)
+    assert lease_from(lease_to(Registered(10.0, 2.0, 3))) == Registered(10.0, 2.0, 3)
 
 
 def test_failures_come_after_the_tokens_of_the_same_message():

@@ -7,7 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 from base.attach import AttachClient
 from base.clock import SystemClock
 from base.link import listen
-from base.messages import Lease, Prefill, Reserve, Start, Tokens
+from base.messages import Prefill, Registered, Reserve, Start, Tokens
 from base.request import Request, Role, SamplingParams, StopParams
 from conductor.api.server import tcp_listener
 from conductor.placing.cluster_view import ClusterView
@@ -19,7 +19,7 @@ from conductor.serving.dispatch import Dispatcher, Limits
 from conductor.serving.membership import Membership
 from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, ScriptedWork, node_info
 
-LEASE = Lease(lease_s=1.0, heartbeat_s=0.2, conductor_epoch=1)
+LEASE = Registered(lease_s=1.0, heartbeat_s=0.2, conductor_epoch=1)
 
 
 class Watched:

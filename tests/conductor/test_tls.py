@@ -21,9 +21,9 @@ from base.clock import SystemClock
 from base.config import NodesConfig, TlsConfig
 from base.errors import ConfigError
 from base.link import LENGTH_BYTES
-from base.messages import Lease
+from base.messages import Registered
 from base.tls import NODE_NAME, Certificates, dialling_context
-from base.wire_membership import register
+from base.wire import register
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.profile_file import load_profile
@@ -50,7 +50,9 @@ class Secure:
         clock = SystemClock()
         view = ClusterView(CostModel(load_profile("cpu-smollm2")), BLOCK_SIZE)
         self.membership = Membership(MODEL_ID, view, clock)
-        self.attach = AttachService(self.membership, Lease(10.0, 2.0, 1), clock, nodes_have_certificates=True)
+        self.attach = AttachService(
+            self.membership, Registered(10.0, 2.0, 1), clock, nodes_have_certificates=True
+        )
         tls = dataclasses.replace(authority.issue("server"), ca=client_ca)
         self.listening = serving(
             model,

@@ -14,8 +14,9 @@ from base.clock import SystemClock
 from base.grants import Endpoint, PeerDescriptor
 from base.request import NodeId
 from kvstore import directory as under_test
-from kvstore.directory import MemoryBoard, MemoryDirectory, RedisDirectory
+from kvstore.directory import RedisDirectory
 from kvstore.member import Member
+from tests.kvstore.memory_directory import MemoryBoard, MemoryDirectory
 from tests.kvstore.redis_server import running_server, server_binary
 
 needs_server = pytest.mark.skipif(

@@ -28,9 +28,9 @@ from base.errors import ConfigError, ProtocolError
 from base.messages import (
     Heartbeat,
     KvEvents,
-    Lease,
     Lend,
     Prefilled,
+    Registered,
     Release,
     Reserve,
     Reserved,
@@ -40,15 +40,18 @@ from base.messages import (
 )
 from base.metrics import ConductorMetrics, process_registry
 from base.request import RequestId, SampledToken, SamplingParams, Slo, StopParams
-from base.wire import from_node, from_node_from, to_node, to_node_from
-from base.wire_membership import (
+from base.wire import (
     add_state,
+    from_node,
+    from_node_from,
     heartbeat_from,
     kv_events_from,
     lease_from,
     lease_to,
     register,
     register_from,
+    to_node,
+    to_node_from,
 )
 from conductor.api.completion import Completions
 from conductor.api.http_api import HttpApi
@@ -136,7 +139,7 @@ def _conductor_messages() -> list[bytes]:
         Release(RequestId("r")),
         Lend(RequestId("r"), (HASH,), 5.0, 0),
     ]
-    messages = (to_node(told, heartbeat=True), lease_to(Lease(10.0, 2.0, 7)))
+    messages = (to_node(told, heartbeat=True), lease_to(Registered(10.0, 2.0, 7)))
     return [message.SerializeToString() for message in messages]
 
 

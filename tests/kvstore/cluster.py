@@ -12,13 +12,13 @@ from base.request import NodeId
 from base.rpc import Port, start_server
 from kvstore.client import BlockCache
 from kvstore.context import private_segment
-from kvstore.directory import MemoryBoard, MemoryDirectory
 from kvstore.disk import opened
 from kvstore.eviction import BY_NAME
 from kvstore.member import Member
 from kvstore.pool import HostPool, PoolLimits
 from kvstore.service import store_service
 from kvstore.store import Store
+from tests.kvstore.memory_directory import MemoryBoard, MemoryDirectory
 from transfer.agent import TransferAgent
 
 BLOCK_BYTES = 64 << 10

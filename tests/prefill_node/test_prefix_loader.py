@@ -16,7 +16,6 @@ from engine.block_sums import block_sums
 from engine.step import arrivals_of
 from kvstore.block_mover import SegmentMover
 from kvstore.client import BlockCache
-from kvstore.directory import MemoryBoard, MemoryDirectory
 from kvstore.engine_store import EngineStore
 from kvstore.eviction import BY_NAME
 from kvstore.member import Member
@@ -26,6 +25,7 @@ from node.lender import Lender
 from node.own_cache import SegmentCache
 from node.store import PagedBlocks
 from prefill_node.role import PrefillRole
+from tests.kvstore.memory_directory import MemoryBoard, MemoryDirectory
 from tests.node_parts import LAYOUT, ROOT, CountingRunner, parts, work
 
 CHAIN = hash_chain(range(100, 180), 16, ROOT)

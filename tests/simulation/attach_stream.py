@@ -1,4 +1,4 @@
-"""The link between a node and a conductor over a simulated network: `base.link.Link` at both ends.
+"""The link between a node and a conductor over a simulated network: `base.link.MessageStream` at both ends.
 
 Messages are bytes, as they would be. Either side may learn of an end late or never.
 """

@@ -10,7 +10,7 @@ import functools
 from contextlib import aclosing
 
 from base.errors import ProtocolError, RejectedError, ServeError
-from base.messages import Lease
+from base.messages import Registered
 from base.metrics import ConductorMetrics, process_registry
 from base.request import FinishReason
 from bench.overload import stub_profile
@@ -58,7 +58,7 @@ class SimConductor:
         settings = world.plan.scheduler
         observer = Observer(_metrics(), self.view, _cost(), Decisions(_cost(), settings), clock)
         self.dispatcher = Dispatcher(self.membership, self.view, _cost(), observer, clock, settings, LIMITS)
-        lease = Lease(LEASE_S, HEARTBEAT_S, world.rng.getrandbits(63))
+        lease = Registered(LEASE_S, HEARTBEAT_S, world.rng.getrandbits(63))
         self.service = self.process.context.run(AttachService, self.membership, lease, clock)
 
     def kill(self):

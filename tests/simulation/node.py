@@ -29,7 +29,6 @@ from engine.scheduler import Scheduler
 from kvstore.access import LocalAccess
 from kvstore.block_mover import SegmentMover
 from kvstore.client import BlockCache
-from kvstore.directory import MemoryDirectory
 from kvstore.disk import DiskTier
 from kvstore.engine_store import EngineStore
 from kvstore.eviction import BY_NAME
@@ -45,6 +44,7 @@ from node.store import PagedBlocks
 from node.work import ConductorWork
 from prefill_node.role import PrefillRole
 from protos import nodes_pb2 as pb
+from tests.kvstore.memory_directory import MemoryDirectory
 from tests.simulation.device import LAYOUT, VOCAB, LaunchingDevice, SimDevice
 from tests.simulation.disk import SimDisk
 from tests.simulation.loop import InlineExecutor, Process

@@ -21,7 +21,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 
 from base.errors import CapacityError, DeadlineError, LostError, RejectedError, UnavailableError
-from kvstore.directory import MemoryBoard
+from tests.kvstore.memory_directory import MemoryBoard
 from tests.simulation.carriage import Wires
 from tests.simulation.conductor import Client, SimConductor
 from tests.simulation.faults import carry_out

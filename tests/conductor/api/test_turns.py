@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from base.request import FinishReason, SampledToken, TokenLogprobs
-from base.turns import TURN_UNITS, Turns
+from base.turns import TURN_UNITS, TurnBudget
 from conductor.api.completion import PART_UNITS, Piece
 from conductor.api.openai_format import CHAT, COMPLETION, Choice, Envelope, Shown
 from conductor.serving.generated import Generated
@@ -35,7 +35,7 @@ class Counting:
 
 
 async def test_no_turn_has_more_than_its_share_and_all_come_in_order():
-    turns, counting, order = Turns(10), Counting(), []
+    turns, counting, order = TurnBudget(10), Counting(), []
 
     async def work(number: int, units: int) -> None:
         if not turns.take(units):
@@ -50,7 +50,7 @@ async def test_no_turn_has_more_than_its_share_and_all_come_in_order():
 
 
 async def test_more_than_a_turn_has_is_done_in_a_turn_of_its_own():
-    turns = Turns(10)
+    turns = TurnBudget(10)
     assert turns.take(50)
     assert not turns.take(1)
     await turns.later(1)
@@ -58,7 +58,7 @@ async def test_more_than_a_turn_has_is_done_in_a_turn_of_its_own():
 
 
 async def test_who_is_cancelled_while_it_waits_takes_no_turn():
-    turns = Turns(10)
+    turns = TurnBudget(10)
     assert turns.take(10)
     gone, stays = turns.later(10), turns.later(10)
     gone.cancel()

@@ -7,10 +7,9 @@ import asyncio
 from functools import partial
 
 from base.clock import ManualClock
-from base.messages import Lease, Release, Start
+from base.messages import Registered, Release, Start
 from base.request import RequestId
-from base.wire import to_node_from
-from base.wire_membership import register
+from base.wire import register, to_node_from
 from conductor.serving.attach import MOST_TOGETHER, RELEASE_S, AttachService
 from conductor.serving.membership import Membership
 from protos import nodes_pb2 as pb
@@ -43,7 +42,7 @@ class Attached:
     def __init__(self):
         clock = ManualClock()
         membership = Membership(MODEL_ID, make_view(0, 0), clock)
-        self.link = Link(AttachService(membership, Lease(10.0, 2.0, 1), clock).stream())
+        self.link = Link(AttachService(membership, Registered(10.0, 2.0, 1), clock).stream())
         info = node_info(block_size=BLOCK_SIZE)
         for message in (register(info), pb.NodeMessage()):
             self.link.end.received(message.SerializeToString())

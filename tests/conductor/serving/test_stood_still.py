@@ -8,7 +8,7 @@ import pytest
 from base.errors import LostError, UnavailableError
 from base.messages import Prefill, Tokens
 from base.request import FinishReason
-from base.wire_membership import register
+from base.wire import register
 from conductor.placing.fair_queue import Criticality, Waiting
 from conductor.placing.retries import MAX_ATTEMPTS, MAX_UNHEARD
 from conductor.serving.waiting_room import WaitingRoom
