@@ -71,14 +71,9 @@ class Authorizer:
 
     @contextmanager
     def call(self, who: Who, said: Mapping[str, str]) -> Iterator[Client]:
-        """Be in the middle of a call, counted in its tenant's quota.
+        """Count a call of a route or service for `who` in its tenant's quota; `said`: headers or metadata.
 
-        Args:
-            who: Whom the route or service is for.
-            said: The call's headers or metadata.
-
-        Raises:
-            ServeError: it may not be made.
+        Raises ServeError for a call that may not be made.
         """
         if self._keys is None or who in self._open:
             yield self._unknown(said)

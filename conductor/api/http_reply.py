@@ -104,7 +104,6 @@ async def read_body(
     """Return the body of a call.
 
     Args:
-        receive: The call's.
         declared_bytes: The content-length; 0 where the call has none.
         max_bytes: More is refused, without reading it.
         arrived: Called with the number of bytes of each part; may raise ServeError.

@@ -157,11 +157,8 @@ def make_request(
     Args:
         request_id: Unique in the cluster.
         token_ids: The prompt.
-        options: Passed `check_options`.
-        caller: The client.
-        model: Fills in what the client did not say.
-        rng: Draws the seed where there is none.
-        default_max_tokens: Where the client did not say; None: to the end of the window.
+        options: Passed `check_options`; what the client left open comes from `model` and `rng`.
+        default_max_tokens: Used where the client did not say; None: to the end of the window.
 
     Raises:
         InvalidRequestError: the prompt is empty, of another vocabulary or too long for the context window

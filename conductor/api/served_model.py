@@ -41,16 +41,10 @@ class ServedModel:
     """How the model is sampled where the client does not say; the seed is drawn."""
 
 
-def load_served_model(folder: Path, name: str, max_model_len: int = 0) -> ServedModel:
-    """Read what `ServedModel` holds from a model's folder.
+def load_served_model(folder: Path, name: str) -> ServedModel:
+    """Read a model's folder: config.json, tokenizer.json and, if they are there, the other files.
 
-    Args:
-        folder: Holds config.json and tokenizer.json; the other files are optional.
-        name: What clients call the model.
-        max_model_len: 0: what the model was trained for.
-
-    Raises:
-        ConfigError: a file is missing or says what we cannot serve.
+    Raises ConfigError if a file is missing or says what we cannot serve. Clients call the model `name`.
     """
     config = _read_json(folder / "config.json")
     # A multimodal model keeps its language model's configuration one level down.
@@ -61,14 +55,14 @@ def load_served_model(folder: Path, name: str, max_model_len: int = 0) -> Served
     special_tokens = _special_tokens(
         {**_read_json_or_empty(folder / "special_tokens_map.json"), **tokenizer_config}
     )
-    trained_len = _trained_len(text_config, tokenizer_config)
-    if not trained_len and not max_model_len:
-        raise ConfigError(f"{folder / 'config.json'}: no max_position_embeddings; set max_model_len")
+    max_model_len = _trained_len(text_config, tokenizer_config)
+    if not max_model_len:
+        raise ConfigError(f"{folder / 'config.json'}: no max_position_embeddings to take max_model_len from")
     return ServedModel(
         name=name,
         tokenizer=tokenizer,
         chat_template=_chat_template(folder, tokenizer_config, special_tokens),
-        max_model_len=min(filter(None, (max_model_len, trained_len))),
+        max_model_len=max_model_len,
         vocab_size=text_config.get("vocab_size", tokenizer.vocab_size),
         eos_token_ids=_eos_token_ids(tokenizer, special_tokens, generation, text_config),
         sampling=SamplingParams()._replace(**_recommended(generation)),

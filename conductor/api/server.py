@@ -76,17 +76,14 @@ async def listening(
     """Serve clients for the length of the body, then drain and stop.
 
     Args:
-        completions: Runs what clients ask.
         config: Addresses and limits; port 0 is a free one.
         slo: Bounds of requests that name none.
         rng: Draws request ids and seeds.
         attach: Returns the end of one more node's connection.
-        reports: The handlers of `routes.ROUTES` that lie outside of this room, by path.
+        reports: The handlers of `routes.ROUTES` that lie outside of this folder, by path.
         drain_s: Calls in progress after so long are cancelled.
-        nodes: Their listener.
 
-    Raises:
-        ConfigError: an address cannot be bound, or certificate or keys not be read.
+    Raises ConfigError if an address cannot be bound, or certificate or keys not be read.
     """
     default_slo = Slo(slo.ttft_s or float("inf"), slo.tbt_s or float("inf"))
     max_bytes = int(config.max_body_mib * (1 << 20))

@@ -34,14 +34,12 @@ def slices(
     """Yield `text` in parts of about `slice_chars`.
 
     Args:
-        text: Any.
         names: Finds the tokens that are found before the text is cut into pieces.
         max_name_chars: The length of the longest of these.
         pieces: The pre-tokenizer.
         slice_chars: A shorter text is one slice.
 
-    Raises:
-        InvalidRequestError: a part of more than `MAX_PIECE_CHARS` has no place to cut it.
+    Raises InvalidRequestError for a part of more than `MAX_PIECE_CHARS` without a place to cut it.
     """
     at, size = 0, slice_chars
     while len(text) - at > size:

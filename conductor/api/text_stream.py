@@ -30,7 +30,6 @@ class TextStream:
         """Begin an empty text.
 
         Args:
-            detokenizer: A fresh one.
             stop: Strings that end the text; none is empty.
             include_stop: Whether the stop string itself is shown.
             min_tokens: The text of so many tokens is not searched for stop strings.

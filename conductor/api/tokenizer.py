@@ -42,21 +42,19 @@ class Tokenizer:
     """A model's tokenizer.json. Reading only; any thread may use it."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        """Take over `tokenizer`.
-
-        Raises:
-            ConfigError: its decoder belongs to none of the known families.
-        """
+        """Take over `tokenizer`; raises ConfigError if its decoder belongs to none of the known families."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._is_byte_level = _is_byte_level(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._special = _any_of([token.content for token in added.values() if token.special])
-        names = sorted((token.content for token in added.values()), key=len, reverse=True)
-        self._names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
-        self._max_name_chars = len(names[0]) if names else 0
+        # A name of one character cannot be cut.
+        self._special = _any_of(
+            token.content for token in added.values() if token.special and len(token.content) > 1
+        )
+        self._names = _any_of(token.content for token in added.values())
+        self._max_name_chars = max((len(token.content) for token in added.values()), default=0)
         self._bytes_of: dict[int, bytes] = {}
         self._max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
         self._is_sliced = self._is_sliceable()
@@ -91,8 +89,7 @@ class Tokenizer:
             cut: The mark of `with_specials_cut`; the parts between marks are encoded apart.
             max_tokens: A text is not encoded much further.
 
-        Raises:
-            InvalidRequestError: it has one word that is longer than a slice may be.
+        Raises InvalidRequestError for a word that is longer than a slice may be.
         """
         if not self._is_sliced or len(text) <= SLICE_CHARS:
             return tuple(self._encoded(text.split(cut) if cut else [text], add_special_tokens))
@@ -218,10 +215,9 @@ class Detokenizer:
         return self._decoder.decode(b"", final=True)
 
 
-def _any_of(names: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern that finds each of `names`; of one character none, which cannot be cut."""
-    longest_first = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that finds each of `names`, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
 
 
 def _is_byte_level(tokenizer: tokenizers.Tokenizer) -> bool:

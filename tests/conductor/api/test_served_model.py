@@ -39,11 +39,6 @@ def test_special_token_may_be_an_object(folder):
     assert load_served_model(folder, "m").eos_token_ids == (0, 1)
 
 
-def test_window_can_be_made_shorter_and_not_longer(folder):
-    assert load_served_model(folder, "m", 100).max_model_len == 100
-    assert load_served_model(folder, "m", 100_000).max_model_len == MAX_MODEL_LEN
-
-
 def test_language_model_of_a_multimodal_one_is_one_level_down(folder):
     (folder / "config.json").write_text(
         json.dumps({"text_config": {"max_position_embeddings": 99, "vocab_size": 5}})
