@@ -1,9 +1,9 @@
-"""Who reads what in a step of decoding: sequences' contexts cut into parts of about equal length.
+"""Parts of a step of decoding: the contexts of its sequences, cut into parts of about equal length.
 
-`paged_decode` gives each part to a program of its own. How many parts a sequence has follows from all
-lengths together, and is found on the device, once for all layers of a step: a CUDA graph has a fixed
-number of programs, and a long context among short ones, or among rows of padding, would be left to one of
-them (12,000 tokens take a program 0.5 ms a layer).
+`paged_decode` gives each part to a program of its own. How many parts a sequence has follows from all lengths
+together, and is found on the device, once for all layers of a step: a CUDA graph has a fixed number of
+programs, and a long context among short ones would be left to one of them (12,000 tokens take a program 0.5
+ms a layer).
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ import triton
 import triton.language as tl
 
 MAX_SPLITS = tl.constexpr(32)
-"""Parts of a sequence. At batch 1, 8 KV heads and 1,088 tokens 32 take 8.0 us, 64 8.4 (H200, 2026-11-21)."""
+"""Most parts of a sequence. At batch 1, 8 KV heads and 1,088 tokens 32 take 8.0 us, 64 8.4 (H200,
+2026-11-21)."""
 
 PROGRAMS_WANTED = 512
-"""With work, among which all contexts are divided. On the same H200, of equal lengths: best at batch 8 are 8
-parts (16.4 us), at 64 one (69.2 against 76.1 for two)."""
+"""Number of programs with work, among which all contexts are divided.
+
+On the same H200, of equal lengths, best at batch 8 are 8 parts (16.4 us), at 64 one (69.2 us, two 76.1)."""
 
 LEAST_TOKENS = 64
-"""Of a part."""
+"""Least length of a part."""
 
 
 def num_items(num_seqs: int, num_kv_heads: int, programs: int = PROGRAMS_WANTED) -> int:
-    """Return for how many parts there is room: no lengths make more."""
+    """Return the largest number of parts that any lengths make."""
     return num_seqs + -(-programs // num_kv_heads)
 
 
@@ -51,8 +53,8 @@ def decode_parts(
         num_kv_heads: Each has a program for each part.
 
     Returns:
-        [num_items + 2 * num_seqs] int32: of each part its sequence times `MAX_SPLITS` and which one it is
-        of that sequence's, -1 where there is none; then of each sequence how many it has, and its first.
+        [num_items + 2 * num_seqs] int32: for each part its sequence times `MAX_SPLITS` plus its index in that
+        sequence, -1 where there is none; then for each sequence its number of parts, and its first.
     """
     num_seqs = context_lens.shape[0]
     room = num_items(num_seqs, num_kv_heads, programs)

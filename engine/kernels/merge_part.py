@@ -1,8 +1,7 @@
 """Two attentions of the same queries over different keys become one: definition, launcher, kernel.
 
-A softmax over two sets of keys is the two softmaxes, each weighted by its share of the sum of
-exponentials. So whoever attends in parts keeps, beside each part's result, the logarithm of that
-sum (lse), and nothing else of the scores.
+A softmax over two sets of keys is the two softmaxes, each weighted by its share of the sum of exponentials.
+So whoever attends in parts keeps, beside each part's result, only the logarithm of that sum (lse).
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ def merge_part(output: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part
         output, part: [num_rows, num_heads, head_dim], head_dim contiguous.
         lse, part_lse: [num_heads, num_rows] float32, natural; any strides.
 
-    Raises:
-        ValueError: they do not fit each other.
-    """
+    Raises ValueError if they do not fit each other."""
     num_rows, num_heads, head_dim = output.shape
     if part.shape != output.shape or lse.shape != part_lse.shape or lse.shape != (num_heads, num_rows):
         raise ValueError(

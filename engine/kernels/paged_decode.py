@@ -1,16 +1,15 @@
 """Attention of one new token per sequence over its paged KV: definition, launcher, kernel.
 
-A program owns one KV head of one part of a sequence's context (`decode_parts.py`), so that a single
-long sequence still fills the device; a second kernel joins the parts of those that have several.
-The query heads that share the KV head are the rows of one matrix product, padded to the 16 rows
-that a tensor core takes: K and V are read once for all of them, and reading is all that costs.
+A program owns one KV head of one part of a sequence's context (`decode_parts.py`), so that a single long
+sequence still fills the device; a second kernel joins the parts of those that have several. The query heads
+that share the KV head are the rows of one matrix product, padded to the 16 rows that a tensor core takes: K
+and V are read once for all of them, and reading is all that costs.
 
-The new token's K and V may be handed in instead of lying in the cache: the program that
-owns the last part writes them there and takes them from its registers, which saves a
-launch for each layer.
+The new token's K and V may be handed in instead of lying in the cache: the program that owns the last part
+writes them there and takes them from its registers, which saves a launch for each layer.
 
-The launch follows from shapes alone, never from the lengths, and is the same at each replay of a CUDA
-graph; a program without a part returns at once.
+The launch follows from shapes alone, never from the lengths, and is the same at each replay of a CUDA graph;
+a program without a part returns at once.
 """
 
 from __future__ import annotations
@@ -79,23 +78,17 @@ def paged_decode(
 ) -> torch.Tensor:
     """Return the attention of one new token per sequence over its paged KV.
 
+    Arguments and result are those of `attention.py : paged_decode_attention`, with head_dim contiguous; block
+    table entries past a sequence's last block are not read, and a context of 0 is padding, whose output is
+    zeros.
+
     Args:
-        query: [num_seqs, num_heads, head_dim], head_dim contiguous.
-        kv_cache: One layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], any block stride.
-        block_tables: [num_seqs, max_blocks] int32; entries past a sequence's last block are not read.
-        context_lens: [num_seqs] int32; tokens the query sees, itself too. 0: padding, whose output is zeros.
-        sinks: [num_heads] or None.
         output: Written; None allocates.
-        added: K and V of the new tokens, each [num_seqs, num_kv_heads, head_dim]; they are written
-            to the cache. None: they are there already.
+        added: K and V of the new tokens, each [num_seqs, num_kv_heads, head_dim]; they are written to the
+            cache. None: they are there already.
         parts: `decode_parts` of `context_lens` and the layer's KV heads, which layers share; None: made here.
 
-    Returns:
-        [num_seqs, num_heads, head_dim], dtype of `query`, contiguous.
-
-    Raises:
-        ValueError: a shape, stride or dtype that the kernel does not take.
-    """
+    Raises ValueError for a shape, stride or dtype that the kernel does not take."""
     require_paged_layer(kv_cache, query, block_tables, context_lens)
     num_seqs, num_heads, head_dim = query.shape
     if block_tables.shape[0] != num_seqs:
@@ -129,7 +122,7 @@ def paged_decode(
 
 @triton.jit
 def _part_span(length, count, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """First position that any of `count` parts reads, and the tokens of each (a multiple of TILE)."""
+    """Return where the reading begins, and the length of each of `count` parts; TILE divides both."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // TILE * TILE
@@ -200,7 +193,7 @@ def _decode_part(
     mixed = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     table = block_tables + seq * table_stride
     if ADDED:  # noqa: SIM102 one of the two is known to the compiler
-        # a new token is taken first, from where it is, and the loop ends before it
+        # A new token is taken first, from where it is, and the loop ends before it.
         if is_last:
             new = (length - 1).to(tl.int64)
             block = tl.load(table + new // BLOCK_SIZE).to(tl.int64)

@@ -1,4 +1,4 @@
-"""What the attention kernels have in common: checks of their arguments and their constants."""
+"""The common part of the attention kernels: checks of their arguments, and their constants."""
 
 from __future__ import annotations
 
@@ -38,11 +38,7 @@ def require_paged_layer(
 
 
 def require_new_rows(kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Raise ValueError unless K and V of new tokens fit a layer of the cache.
-
-    Args:
-        key, value: [num_tokens, num_kv_heads, head_dim], head_dim contiguous.
-    """
+    """Raise ValueError unless K and V of new tokens, [num_tokens, num_kv_heads, head_dim], fit a layer."""
     if key.shape != value.shape or key.shape[1:] != kv_cache.shape[3:]:
         raise ValueError(
             f"key {tuple(key.shape)}, value {tuple(value.shape)}, cache {tuple(kv_cache.shape)} do not fit"

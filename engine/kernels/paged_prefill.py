@@ -1,15 +1,13 @@
 """Attention of the chunks of several sequences over their paged KV: definition, launcher, kernel.
 
-The chunks lie packed one after the other, of any lengths, each after a cached prefix of
-any length (none too): one launch takes them all, and a sequence of one new token is a
-chunk like any other. The chunk's own K and V are already in the cache, so prefix and
-chunk are read alike.
+The chunks lie packed one after the other, of any lengths, each after a cached prefix of any length (none
+too): one launch takes them all, and a sequence of one new token is a chunk like any other. The chunk's own K
+and V are already in the cache, so prefix and chunk are read alike.
 
-A program owns one KV head and a tile of consecutive tokens of one chunk; the query heads
-that share the KV head are further rows of the tile, so that K and V are read once for
-all of them. Tiles are numbered without knowing the lengths: chunk i begins at tile
-`query_starts[i] // TOKENS + i`, which leaves room for the rounding of every chunk before
-it, and a program finds its chunk by binary search. The launch thus depends on the shapes
+A program owns one KV head and a tile of consecutive tokens of one chunk; the query heads that share the KV
+head are further rows of the tile, so that K and V are read once for all of them. Tiles are numbered without
+knowing the lengths: chunk i begins at tile `query_starts[i] // TOKENS + i`, which allows for the rounding of
+every chunk before it, and a program finds its chunk by binary search. The launch thus depends on the shapes
 alone.
 """
 
@@ -82,25 +80,15 @@ def paged_prefill(
 ) -> torch.Tensor:
     """Return the causal attention of packed chunks over their paged KV.
 
+    Arguments and result are those of `attention.py : paged_prefill_attention`, with head_dim contiguous;
+    block table entries past a sequence's last block are not read.
+
     Args:
-        query: [num_tokens, num_heads, head_dim], chunk after chunk, head_dim contiguous.
-        kv_cache: One layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], in which the
-            chunks' own K and V are written already; any block stride.
-        block_tables: [num_seqs, max_blocks] int32; entries past a sequence's last block are
-            not read.
-        query_starts: [num_seqs + 1] int32, ascending; chunk i is tokens query_starts[i] to
-            query_starts[i + 1], none where both are equal.
-        context_lens: [num_seqs] int32; tokens of the sequence up to the chunk's end.
-        sinks: [num_heads] or None.
-        output: Written in the tokens of chunks alone; None allocates.
+        query_starts: [num_seqs + 1] int32, ascending; chunk i is tokens query_starts[i] to query_starts[i +
+            1], none where both are equal.
+        output: Written in the tokens of chunks alone; None allocates, with the other tokens undefined.
 
-    Returns:
-        [num_tokens, num_heads, head_dim], dtype of `query`, contiguous; undefined for tokens
-        of no chunk where `output` was allocated.
-
-    Raises:
-        ValueError: a shape, stride or dtype that the kernel does not take.
-    """
+    Raises ValueError for a shape, stride or dtype that the kernel does not take."""
     require_paged_layer(kv_cache, query, block_tables, context_lens)
     num_seqs = block_tables.shape[0]
     if query_starts.shape != (num_seqs + 1,) or query_starts.dtype != torch.int32:
@@ -121,7 +109,7 @@ def paged_prefill(
 
 @triton.jit
 def _chunk_of_tile(query_starts, num_seqs, tile, TOKENS: tl.constexpr):
-    """The last chunk that begins at or before `tile`."""
+    """Return the last chunk that begins at or before `tile`."""
     low = 0
     high = num_seqs
     while high - low > 1:

@@ -2,16 +2,13 @@
 
     sum over the words i of a range, modulo 2^64:  (low_i + key_i) * (high_i + other_key_i) + word_i
 
-Every word is multiplied with a key of its place, so words that changed places change the
-sum; the word itself is added, so that a factor of zero hides nothing. The sum of a block is
-that of its parts in any order: programs add theirs with an atomic, and a block that is
-sent layer by layer is summed layer by layer.
+Every word is multiplied with a key of its place, so words that changed places change the sum; the word itself
+is added, so that a factor of zero hides nothing. The sum of a block is that of its parts in any order:
+programs add theirs with an atomic. A rank that has some of the layers and heads of a block sums its words by
+the keys of their places in the whole block (`Spread`), so the sums of all ranks add up to the whole's.
 
-Host code sums with xxh3 (`base/checksum.py`), which no GPU computes at the rate of its
-memory: it goes through its input in one order.
-
-A rank that has some of the layers and heads of a block sums its words by the keys of their places in the
-whole block (`Spread`), so the sums of all ranks add up to the whole's.
+Host code sums with xxh3 (`base/checksum.py`), which goes through its input in one order, so no GPU computes
+it at the rate of its memory.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from base.kv_layout import Spread
 
 WORD_BYTES = 8
 TILE_WORDS = 4096
-"""32 KiB for each program: 32 words a thread."""
+"""Words of each program: 32 KiB, 32 words a thread."""
 
 KEY_STEP = 0x9E3779B1
 OTHER_KEY = 0x85EBCA77
@@ -61,11 +58,9 @@ def sum_words(
     Args:
         words: [num_blocks, block_words] int64, contiguous; fewer than 2^31 words a block.
         block_ids: [num_ids] int32 on the same device; within `words`, which is not checked.
-        places: Of these words in the whole block, in words; None: they are where they lie in `words`.
+        places: Places of these words in the whole block, in words; None: they are where they lie in `words`.
 
-    Raises:
-        ValueError: a shape or dtype that the kernel does not take.
-    """
+    Raises ValueError for a shape or dtype that the kernel does not take."""
     if words.dtype != torch.int64 or words.dim() != 2 or not words.is_contiguous():
         raise ValueError("words must be contiguous [num_blocks, block_words] int64")
     if block_ids.dtype != torch.int32 or block_ids.dim() != 1:
@@ -77,21 +72,10 @@ def sum_words(
     if len(block_ids):
         grid = (len(block_ids), triton.cdiv(num_words, TILE_WORDS))
         _sum_tile[grid](
-            words,
-            block_ids,
-            sums,
-            words.shape[1],
-            first_word,
-            num_words,
-            places.first,
-            places.run,
-            places.stride,
-            SPREAD=places.run < num_words,
-            STEP=KEY_STEP,
-            OTHER=OTHER_KEY,
-            TILE=TILE_WORDS,
-            num_warps=4,
-        )
+            words, block_ids, sums, words.shape[1], first_word, num_words,
+            places.first, places.run, places.stride, SPREAD=places.run < num_words,
+            STEP=KEY_STEP, OTHER=OTHER_KEY, TILE=TILE_WORDS, num_warps=4,
+        )  # fmt: skip
     return sums
 
 

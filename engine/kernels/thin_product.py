@@ -1,12 +1,11 @@
 """Matrix product of a few rows by a large weight: definition, launcher, two kernels.
 
-With so few rows the product is a reading of the weight, and cuBLAS does not read it as
-fast as the memory goes: 13.3 us for 4096 x 4096 and one row, where one program for eight
-columns takes 10.9 and the bytes alone 8.0; 12.8 us for 1024 x 2048, here 4.4; 283 us for
-8 rows by a head of 128,256 x 4096, here 242 (H200, bfloat16, 2026-11-21).
+With so few rows the product is a reading of the weight, and cuBLAS does not read it as fast as the memory
+goes: 13.3 us for 4096 x 4096 and one row, where one program for eight columns takes 10.9 and the bytes alone
+8.0; 12.8 us for 1024 x 2048, here 4.4; 283 us for 8 rows by a head of 128,256 x 4096, here 242 (H200,
+bfloat16, 2026-11-21).
 
-One row is multiplied and summed on the ordinary units; up to `MAX_ROWS` are padded to a
-tile of the tensor cores.
+One row is summed on the ordinary units; up to `MAX_ROWS` are padded to a tile of the tensor cores.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import triton
 import triton.language as tl
 
 MAX_ROWS = 32
-"""Beyond, cuBLAS is as fast."""
+"""Number of rows up to which this is faster than cuBLAS."""
 
 
 def thin_product_definition(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -25,18 +24,13 @@ def thin_product_definition(rows: torch.Tensor, weight: torch.Tensor) -> torch.T
 
 
 def thin_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return rows @ weight.T, summed in float32.
+    """Return rows @ weight.T, [num_rows, out_features], summed in float32.
 
     Args:
         rows: [num_rows, in_features], num_rows <= MAX_ROWS, contiguous.
         weight: [out_features, in_features], contiguous, of the same dtype.
 
-    Returns:
-        [num_rows, out_features]
-
-    Raises:
-        ValueError: a shape, stride or dtype that the kernels do not take.
-    """
+    Raises ValueError for a shape, stride or dtype that the kernels do not take."""
     num_rows, in_features = rows.shape
     if num_rows > MAX_ROWS or weight.shape[1] != in_features:
         raise ValueError(f"rows {tuple(rows.shape)} and weight {tuple(weight.shape)} do not fit")

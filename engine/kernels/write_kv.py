@@ -1,7 +1,7 @@
 """Write the K and V of new tokens into the paged cache: definition, launcher, kernel.
 
-One program writes one token, K and V of all heads: a layer slice keeps both within one
-block, so the token's rows are two runs of contiguous bytes.
+One program writes one token, K and V of all heads: a layer slice keeps both within one block, so the token's
+rows are two runs of contiguous bytes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
 
     Args:
         key, value: [num_tokens, num_kv_heads, head_dim], head_dim contiguous.
-        kv_cache: One layer, [num_blocks, 2, block_size, num_kv_heads, head_dim]; heads and
-            head_dim contiguous, any block stride. Written in place.
-        slots: [num_tokens] int32 or int64, block_id * block_size + offset; negative: a token of
-            padding, which is not written. No two are equal.
+        kv_cache: One layer, [num_blocks, 2, block_size, num_kv_heads, head_dim]; heads and head_dim
+            contiguous, any block stride. Written in place.
+        slots: [num_tokens] int32 or int64, block_id * block_size + offset; negative: a token of padding,
+            which is not written. No two are equal.
 
-    Raises:
-        ValueError: a shape, stride or dtype that the kernel does not take.
-    """
+    Raises ValueError for a shape, stride or dtype that the kernel does not take."""
     num_tokens, num_kv_heads, head_dim = key.shape
     require_new_rows(kv_cache, key, value)
     if kv_cache.stride(3) != head_dim:
@@ -47,24 +45,11 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
     if num_tokens == 0:
         return
     _write_token[(num_tokens,)](
-        key,
-        value,
-        kv_cache,
-        slots,
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        kv_cache.stride(0),
-        kv_cache.stride(1),
-        kv_cache.stride(2),
+        key, value, kv_cache, slots, *key.stride()[:2], *value.stride()[:2], *kv_cache.stride()[:3],
         BLOCK_SIZE=kv_cache.shape[2],
-        HEADS=num_kv_heads,
-        HEADS_PAD=triton.next_power_of_2(num_kv_heads),
-        DIM=head_dim,
-        DIM_PAD=triton.next_power_of_2(head_dim),
-        num_warps=4,
-    )
+        HEADS=num_kv_heads, HEADS_PAD=triton.next_power_of_2(num_kv_heads),
+        DIM=head_dim, DIM_PAD=triton.next_power_of_2(head_dim), num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit
