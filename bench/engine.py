@@ -154,13 +154,13 @@ def _seconds(run: Callable[[], object], times: int) -> float:
 def build_bench_engine(shape: str, config: EngineConfig) -> Engine:
     """Return an engine of as many ranks as the configuration says."""
     if config.tensor_parallel == 1:
-        return assemble_engine(config, build_rank(shape, None), config.dtype, SystemClock())
+        return assemble_engine(config, build_rank(shape, None), SystemClock())
     spec = {"engine": asdict(config), "shape": shape}
     ranks, group = start_ranks(
         "bench.engine_rank", spec, GroupShape(tensor=config.tensor_parallel), is_gpu=True
     )
     model = build_rank(shape, group.tensor)
-    engine = assemble_engine(config, model, config.dtype, SystemClock(), group=group, ranks=ranks)
+    engine = assemble_engine(config, model, SystemClock(), group=group, ranks=ranks)
     ranks.is_starting = False
     return engine
 

@@ -77,7 +77,7 @@ def main() -> None:
     options = parser.parse_args()
     halves = build_model(SHAPES["0.6b"])
     reference = copy.deepcopy(halves).float()
-    engine = assemble_engine(CONFIG, PagedModel(copy.deepcopy(halves)), "bfloat16", SystemClock())
+    engine = assemble_engine(CONFIG, PagedModel(copy.deepcopy(halves)), SystemClock())
     source = Prompts(engine.vocab_size, 1)
     prompts = [source.sequence(PROMPT_TOKENS, 1).token_ids for _ in range(NUM_PROMPTS)]
     generated = asyncio.run(generate(engine, prompts))

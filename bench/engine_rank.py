@@ -27,7 +27,7 @@ def main() -> None:
     spec, group, pipe = join_ranks()
     config = from_table(EngineConfig, spec["engine"], ("engine",))
     model = build_rank(spec["shape"], group.tensor)
-    runner = assemble_engine(config, model, "bfloat16", clock, group=group).runner
+    runner = assemble_engine(config, model, clock, group=group).runner
     assert isinstance(runner, Follower)
     follow_steps(pipe, group.device, runner, lambda message: None, ArrivingBlocks((), clock))
 

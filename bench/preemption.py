@@ -88,7 +88,7 @@ def main() -> None:
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * width
     needed_gib = options.requests * (options.prompt + options.answer) * token_bytes / 2**30
     config = replace(config, kv_cache_gib=options.share * needed_gib)
-    engine = assemble_engine(config, model, options.dtype, SystemClock())
+    engine = assemble_engine(config, model, SystemClock())
     block_s = HostBlocks(engine.cache, 16).measure(SystemClock())
     print(
         f"a block of {engine.layout.block_bytes / 2**20:.2f} MiB moves in {1e3 * block_s:.3f} ms", flush=True

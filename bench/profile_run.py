@@ -108,9 +108,7 @@ def measured_profile(options: argparse.Namespace) -> Profile:
 
 def _engine(options: argparse.Namespace, config: EngineConfig) -> Engine:
     if options.shape:
-        return assemble_engine(
-            config, PagedModel(build_model(SHAPES[options.shape])), config.dtype, SystemClock()
-        )
+        return assemble_engine(config, PagedModel(build_model(SHAPES[options.shape])), SystemClock())
     prepared = prepare(options.model, options.cache_dir, lambda line: print(line, flush=True))
     return build_engine(config, prepared.path, SystemClock())
 
@@ -221,7 +219,9 @@ def make_profile(options: argparse.Namespace, engine: Engine, points: Points) ->
 
 def _origin(options: argparse.Namespace, engine: Engine) -> Evidence:
     is_gpu = engine.cache.tensor.is_cuda
-    device = torch.cuda.get_device_name() if is_gpu else f"{processor_name()}, {engine.num_threads} threads"
+    device = (
+        torch.cuda.get_device_name() if is_gpu else f"{processor_name()}, {torch.get_num_threads()} threads"
+    )
     layout = engine.layout
     return Evidence(
         device=device,

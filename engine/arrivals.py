@@ -1,8 +1,8 @@
 """A prefix whose layers are still coming while the step that reads them runs.
 
 The event loop moves KV into the cache layer by layer and reports it here; the device thread waits, before it
-launches a layer, for that layer's part alone. So loading takes no longer than what computing leaves
-uncovered. A step that cannot wait inside waits for all layers before it begins.
+launches a layer, for that layer's part alone, so that loading goes on beside computing. A step that cannot
+wait inside waits for all layers before it begins.
 
 A part for each layer would keep the interpreter busier than launching the layers does, so a part has several.
 Parts are small at the start, because nothing computes before the first is there, and small at the end,
@@ -37,12 +37,7 @@ class PrefixArrivals:
     """How far the load of one prefix has come. The event loop reports; the device thread waits."""
 
     def __init__(self, parts: Sequence[int], clock: Clock, first_block: int) -> None:
-        """Begin with nothing there.
-
-        Args:
-            parts: Number of layers of each part.
-            first_block: First block that is loaded; the name of the load.
-        """
+        """Begin a load, named by its first block, in `parts` of so many layers; nothing is there."""
         self.first_block = first_block
         self._ends = tuple(accumulate(parts))
         self._num_layers_there = 0
@@ -75,13 +70,10 @@ class PrefixArrivals:
 
 
 class ArrivingBlocks:
-    """The loads into the cache of a rank that is not the first. Any thread.
-
-    Args:
-        parts: Number of this rank's layers in each part of a load.
-    """
+    """The loads into the cache of a rank that is not the first. Any thread."""
 
     def __init__(self, parts: Sequence[int], clock: Clock) -> None:
+        """Begin without loads; each comes in `parts`, of so many of this rank's layers."""
         self._parts = tuple(parts)
         self._clock = clock
         self._loads: dict[int, PrefixArrivals] = {}

@@ -1,12 +1,9 @@
 """Attention over the paged cache, behind two functions: one token each, and chunks.
 
-What they compute is defined by `engine/attention_rule.py : attend`, one sequence
-at a time; the tests hold this file to it. Here is the way that is fast on a CPU: gather
-the blocks, then torch's fused attention on what was gathered. It runs on any device.
-
-Gathering copies the KV of a step once a layer: 0.37 ms of 0.8 at 8 sequences of 320
-tokens (SmolLM2, one thread of a 2.5 GHz Xeon, 2026-11-21). What it buys is that a block
-may lie anywhere.
+They compute what `engine/attention_rule.py : attend` defines for one sequence; the tests hold this file to
+it. What is fast on a CPU is to gather the blocks, then torch's fused attention on what was gathered.
+Gathering copies the KV of a step once a layer: 0.37 ms of 0.8 at 8 sequences of 320 tokens (SmolLM2, one
+thread of a 2.5 GHz Xeon, 2026-11-21). It runs on any device.
 """
 
 from __future__ import annotations
@@ -21,8 +18,8 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
     """Write each token's K and V to its slot of one layer.
 
     Args:
-        key, value: [num_tokens, num_kv_heads, head_dim]; where the cache's head_dim is
-            larger, the rest of a slot is left as it is.
+        key, value: [num_tokens, num_kv_heads, head_dim]; where the cache's head_dim is larger, the rest of a
+            slot is left as it is.
         kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_dim], any block stride.
         slots: [num_tokens] int64, block_id * block_size + offset.
     """
@@ -44,10 +41,9 @@ def paged_decode_attention(
 
     Args:
         query: [num_seqs, num_heads, head_dim]
-        kv_cache: One layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], the new
-            tokens' K and V written already; any block stride.
-        block_tables: [num_seqs, max_blocks] int32; entries past a sequence's last block are
-            any valid block.
+        kv_cache: One layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], the new tokens' K and V
+            written already; any block stride.
+        block_tables: [num_seqs, max_blocks] int32; entries past a sequence's last block are any valid block.
         context_lens: [num_seqs] int32, >= 1; tokens the query sees, itself included.
         rule: Scale, sliding window and soft cap.
         sinks: [num_heads] or None.
@@ -90,7 +86,7 @@ def paged_prefill_attention(
     """
     block_size = kv_cache.shape[2]
     output = torch.empty_like(query)
-    # Lengths are read on the host: free on a CPU, and this is the CPU's way.
+    # The host reads the lengths, which is free on a CPU.
     starts = query_starts.tolist()
     sinks_of_heads = None if sinks is None else sinks[:, None, None]
     for seq, context_len in enumerate(context_lens.tolist()):
@@ -109,8 +105,7 @@ def _gather(kv_cache: torch.Tensor, block_tables: torch.Tensor) -> tuple[torch.T
     """Return K and V of whole blocks, each [num_seqs, num_kv_heads, keys, head_dim]."""
     num_blocks, _, block_size, num_kv_heads, head_dim = kv_cache.shape
     num_seqs, width = block_tables.shape
-    # As two dimensions it is one copy of a run of bytes a block, three times faster than
-    # indexing five.
+    # As two dimensions it is one copy of a run of bytes a block, three times faster than indexing five.
     flat = kv_cache.view(num_blocks, 2, -1)
     blocks = block_tables.reshape(-1)
     key, value = (
@@ -123,8 +118,8 @@ def _gather(kv_cache: torch.Tensor, block_tables: torch.Tensor) -> tuple[torch.T
 def _clear_unseen(key: torch.Tensor, value: torch.Tensor, context_lens: torch.Tensor) -> None:
     """Set to 0 what was gathered past the end of each sequence.
 
-    A weight of 0 hides any number but NaN, and such a slot may hold what an earlier
-    sequence left there, or another one is writing.
+    A weight of 0 hides any number but NaN, and such a slot may hold what an earlier sequence left there, or
+    another one is writing.
     """
     num_seqs, num_kv_heads, num_keys, head_dim = key.shape
     key_at = torch.arange(num_keys, device=key.device)

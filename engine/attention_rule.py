@@ -1,7 +1,7 @@
-"""What attention computes, once: how scores are made, and the plain definition.
+"""The rule of attention: how scores are made, and the plain definition.
 
-Written to be read, in float32 and one sequence at a time. Every faster way, on a CPU or
-in a kernel, is held to it by a test.
+Written to be read, in float32 and one sequence at a time. Tests hold the fast code, on a CPU or in a kernel,
+to it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 class AttentionRule:
     """How the scores of one layer are made.
 
-    Source of the soft cap: Gemma 2 (arXiv 2408.00118, section 2); of sinks: gpt-oss, a
-    learned logit for each head that takes part in the softmax and has no value.
+    The soft cap is Gemma 2's (arXiv 2408.00118, section 2). Sinks are gpt-oss's: a learned logit for each
+    head that takes part in the softmax and has no value.
     """
 
     scale: float

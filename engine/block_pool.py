@@ -6,10 +6,9 @@ Every block is in exactly one of three places:
     cached    content named by a hash, not held -> allocate() evicts these, oldest first
     held      ref_count >= 1                    -> never touched
 
-`check()` asserts this partition. Two blocks may hold equal content (two sequences that
-computed the same prefix at the same time). They are not merged: block tables stay
-append-only, and the second copy takes over the name when the first is evicted, so that
-the children of a chain never outlive every copy of their parent.
+`check()` asserts this partition. Two blocks may hold equal content (two sequences that computed the same
+prefix at the same time). They are not merged: block tables stay append-only, and the second copy takes over
+the name when the first is evicted, so that the children of a chain never outlive every copy of their parent.
 
 What a peer may write into a block of ours is fenced by its grant (`transfer/owned/grant.py`), not here.
 
@@ -31,8 +30,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free: list[int] = list(range(num_blocks))[::-1]
         self._ref_counts: dict[int, int] = {}
-        # Insertion order is eviction order: a dict is a queue whose middle entries can be
-        # removed in O(1) when a prefix match revives them.
+        # Insertion order is eviction order; a match removes entries from the middle in O(1).
         self._evictable: dict[int, None] = {}
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
@@ -42,7 +40,7 @@ class BlockPool:
         self._removed: dict[BlockHash, None] = {}
         self._listeners: list[Callable[[], None]] = []
         self.num_promised = 0
-        """Blocks that come free first for whoever allocates, and not for `allocate_spare`."""
+        """Number of available blocks that `allocate` gives and `allocate_spare` leaves."""
 
     def __contains__(self, block_hash: BlockHash) -> bool:
         """Whether `match` finds a block, given those before it."""
@@ -65,9 +63,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks without content, evicting cached ones if needed. All or nothing.
 
-        Raises:
-            CapacityError: fewer than `count` are free or cached. The pool is unchanged.
-        """
+        Raises CapacityError if fewer than `count` are free or cached. The pool is unchanged."""
         if count > self.num_available:
             raise CapacityError(f"{count} blocks wanted, {self.num_available} of {self.num_blocks} available")
         block_ids = []
@@ -80,12 +76,10 @@ class BlockPool:
     def allocate_spare(self, count: int) -> list[int]:
         """Take `count` blocks of those that are not promised; otherwise as `allocate`.
 
-        For blocks that are set aside for other nodes: one after the other could take what
-        comes free, and a sequence that was here before them would wait for ever.
+        Blocks are so set aside for other nodes, which could otherwise, one after the other, take all that
+        comes free, while a sequence that was here before them waits for ever.
 
-        Raises:
-            CapacityError: fewer than `count` are free or cached and not promised.
-        """
+        Raises CapacityError if fewer than `count` are free or cached and not promised."""
         if count > self.num_available - self.num_promised:
             raise CapacityError(
                 f"{count} blocks wanted, {self.num_available} of {self.num_blocks} available, "
@@ -115,11 +109,10 @@ class BlockPool:
     def release(self, block_ids: Sequence[int]) -> None:
         """Give back one hold on each block of a chain, in the order of the chain.
 
-        A block that nobody holds any longer stays cached if it has a name; otherwise its
-        content is given up.
+        A block that nobody holds then stays cached if it has a name; otherwise its content is given up.
         """
-        # Deepest first: a child without its parent can never be matched, so the tail of a
-        # chain has to be evicted before its head.
+        # Deepest first: a child without its parent can never be matched, so the tail of a chain has to be
+        # evicted before its head.
         for block_id in reversed(block_ids):
             held = self._ref_counts.get(block_id, 0)
             assert held, f"block {block_id} is released and not held"
@@ -137,8 +130,8 @@ class BlockPool:
     def publish(self, block_id: int, block_hash: BlockHash) -> None:
         """Name the content of a held, full block, so that `match` finds it.
 
-        Naming it again by the same hash changes nothing; another hash is a bug, because a
-        block's content never changes while it is held.
+        Naming it again by the same hash changes nothing; another hash is a bug, because a block's content
+        never changes while it is held.
         """
         assert block_id in self._ref_counts, f"block {block_id} is published and not held"
         known = self._hash_of.get(block_id)
@@ -156,7 +149,7 @@ class BlockPool:
             self._stored[block_hash] = None
 
     def on_release(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each release: whoever waits for blocks should look again."""
+        """Call `listener` after each release, so that whoever waits for blocks can look again."""
         self._listeners.append(listener)
 
     def take_events(self) -> tuple[list[BlockHash], list[BlockHash]]:
@@ -192,25 +185,19 @@ class BlockPool:
 
     def _evict_oldest(self) -> int:
         block_id = next(iter(self._evictable))
-        self._give_up(block_id)
-        return block_id
-
-    def _give_up(self, block_id: int) -> None:
         del self._evictable[block_id]
-        self._forget(self._hash_of.pop(block_id), block_id)
-
-    def _forget(self, block_hash: BlockHash, block_id: int) -> None:
-        copies = self._copies.get(block_hash)
-        if copies is None:
-            del self._block_of[block_hash]
-            if block_hash in self._stored:
-                del self._stored[block_hash]
+        block_hash = self._hash_of.pop(block_id)
+        if copies := self._copies.get(block_hash):
+            if self._block_of[block_hash] == block_id:
+                self._block_of[block_hash] = copies.pop()
             else:
-                self._removed[block_hash] = None
-            return
-        if self._block_of[block_hash] == block_id:
-            self._block_of[block_hash] = copies.pop()
+                copies.remove(block_id)
+            if not copies:
+                del self._copies[block_hash]
+            return block_id
+        del self._block_of[block_hash]
+        if block_hash in self._stored:
+            del self._stored[block_hash]
         else:
-            copies.remove(block_id)
-        if not copies:
-            del self._copies[block_hash]
+            self._removed[block_hash] = None
+        return block_id

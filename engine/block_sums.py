@@ -1,11 +1,11 @@
 """Checksums of whole blocks, computed beside the event loop.
 
-A long prompt is hundreds of megabytes, and the event loop has tokens to send. On a CPU a
-block's sum is xxh3 of its bytes, on a GPU a kernel's (`kernels/sum_words.py`): the two differ,
-so nodes of both sorts do not serve together, and their `sum_kind` says so to the conductor.
+A long prompt is hundreds of megabytes, and the event loop has tokens to send. On a CPU a block's sum is xxh3
+of its bytes, on a GPU a kernel's (`kernels/sum_words.py`). The two differ, so nodes of both sorts do not
+serve together, and their `sum_kind` says so to the conductor.
 
-A GPU's kernel is launched by the event loop itself, in a fifth of a millisecond; a thread that
-launched it would take as long and have the interpreter meanwhile. A thread waits for its end.
+A GPU's kernel is launched by the event loop itself, in a fifth of a millisecond; a thread that launched it
+would take as long and have the interpreter meanwhile. A thread waits for its end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.paged_cache import PagedCache
 UNSIGNED = (1 << 64) - 1
 
 COPIED_BLOCKS = 64
-"""At once, where a part of them is summed: 512 MiB of blocks of 8 MiB."""
+"""Number of blocks copied at once where a part of each is summed: 512 MiB of blocks of 8 MiB."""
 
 
 def sum_kind(cache: PagedCache) -> str:
@@ -48,13 +48,13 @@ class CachePlace:
 async def block_sums(
     cache: PagedCache, block_ids: Sequence[int], part: KvPart | None = None, place: CachePlace | None = None
 ) -> list[int]:
-    """Return the 64-bit checksum of each block. The caller holds them meanwhile, and has
-    seen to it that what was written to them is there: steps that wrote have ended.
+    """Return the 64-bit checksum of each block. The caller holds them meanwhile, and steps that wrote to them
+    have ended.
 
     Args:
-        part: Of these layers and heads of the cache, counted from its first, alone. On a CPU it is the sum
+        part: Layers and heads of the cache, counted from its first, to sum alone. On a CPU it is the sum
             of a block of a cache that has no others, on a GPU what they add to the whole block's.
-        place: Of a cache that has not the whole blocks.
+        place: Where the blocks are in whole blocks, if the cache has only a part of each.
     """
     part, place = part or _all_of(cache), place or CachePlace(_all_of(cache), cache.layout)
     if not _is_summed_in_place(cache, part):
@@ -68,8 +68,9 @@ async def block_sums(
 def block_sums_in_order(
     cache: PagedCache, block_ids: Sequence[int], part: KvPart, place: CachePlace
 ) -> Awaitable[list[int]] | None:
-    """Return the same to be waited for, of what the blocks are now: steps that are launched after this
-    call write to them later. None: that cannot be had, on a CPU or of a part of blocks."""
+    """Return the sums of what the blocks hold now, to be waited for; steps launched later write later.
+
+    None: they cannot be had, on a CPU or of a part of blocks."""
     if not _is_summed_in_place(cache, part):
         return None
     wait = _launched(cache.tensor, block_ids, place.of(part))
@@ -109,13 +110,13 @@ def _launched(blocks: torch.Tensor, block_ids: Sequence[int], places: Spread) ->
     with torch.cuda.device(words.device):  # a thread's own matter
         ids = torch.tensor(block_ids, dtype=torch.int32, pin_memory=True).to(words.device, non_blocking=True)
         sums = sum_words(words, ids, 0, words.shape[1], places)
-        told = torch.empty(len(sums), dtype=torch.int64, pin_memory=True)
-        told.copy_(sums, non_blocking=True)
+        copied = torch.empty(len(sums), dtype=torch.int64, pin_memory=True)
+        copied.copy_(sums, non_blocking=True)
         ended = torch.Event("cuda")
         ended.record()
 
     def wait() -> list[int]:
         ended.synchronize()
-        return [value & UNSIGNED for value in told.tolist()]
+        return [value & UNSIGNED for value in copied.tolist()]
 
     return wait

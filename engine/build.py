@@ -1,7 +1,7 @@
 """Build an engine from its configuration: every `auto` is decided here, once.
 
-What is decided (device, dtype, threads, blocks that fit) is in the returned value; the
-configuration is not written to.
+What is decided (device, dtype, threads, blocks that fit) is in the returned value; the configuration is not
+written to.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.pipeline import Stage, split_layers
 from engine.pipeline_runner import PipelineRunner
 from engine.rank_group import GroupShape, RankGroup
 from engine.ranks import Ranks, start_ranks
-from engine.runner import Runner, Tell
+from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.self_check import eager_logits, require_faithful
 from engine.swap_space import HostBlocks, SwapSpace
@@ -39,10 +39,10 @@ from engine.weights import load_model, random_model
 Allocate = Callable[[int], memoryview]
 
 CPU_CACHE_GIB = 1.0
-"""On a CPU, where the configuration does not say."""
+"""Size of a CPU's cache where the configuration does not say."""
 
 GPU_SWAP_GIB = 4.0
-"""Beside a GPU, where the configuration does not say."""
+"""Size of the swap space beside a GPU where the configuration does not say."""
 
 GPU_HEADROOM = 0.1
 """Share of the free GPU memory that is left for activations and the allocator's waste."""
@@ -57,16 +57,15 @@ class Engine:
     scheduler: Scheduler
     pool: BlockPool
     cache: PagedCache
-    """Of this rank."""
+    """The cache of this rank."""
     layout: KvLayout
-    """Of all ranks together."""
+    """The layout of all ranks' blocks together."""
     max_model_len: int
     """Tokens of prompt and answer: what the model takes and the cache can hold."""
     vocab_size: int
     family: str
-    num_threads: int
     parts: tuple[KvPart, ...]
-    """What each rank's cache has of a block."""
+    """The part of a block that each rank's cache has."""
     ranks: Ranks | None = None
     """The processes that hold the rest of the model."""
 
@@ -80,30 +79,26 @@ def build_engine(
     rank_module: str = "engine.rank",
     for_ranks: dict[str, Any] | None = None,
 ) -> Engine:
-    """Load a prepared model and lay out its cache. Blocks for seconds.
+    """Load a prepared model and lay out its cache, as `assemble_engine`. Blocks for seconds.
 
     Args:
         nodes_on_host: Nodes that share this host's cores, where `threads` is 0.
-        allocate: as for `assemble_engine`.
-        rank_module: What the other ranks run.
+        rank_module: Module that the other ranks run.
         for_ranks: More for its `join_ranks` to return; JSON.
 
-    Raises:
-        ConfigError: the model cannot be served, or the cache has no room for a block.
-    """
+    Raises ConfigError if the model cannot be served, or no block fits into the cache."""
     shape = GroupShape(config.tensor_parallel, config.pipeline_parallel)
     num_threads = config.threads or max(1, len(os.sched_getaffinity(0)) // nodes_on_host)
     num_threads = max(1, num_threads // shape.size)
     torch.set_num_threads(num_threads)
     if shape.size == 1:
-        model, dtype = load_rank(config, model_path, None)
-        return assemble_engine(config, model, dtype, clock, allocate)
+        return assemble_engine(config, load_rank(config, model_path, None), clock, allocate)
     spec = {"engine": dataclasses.asdict(config), "model_path": model_path, "threads": num_threads}
     is_gpu = device_of(config).type == "cuda"
     ranks, group = start_ranks(rank_module, {**spec, **(for_ranks or {})}, shape, is_gpu)
     try:
-        model, dtype = load_rank(config, model_path, group.tensor)
-        engine = assemble_engine(config, model, dtype, clock, allocate, group, ranks)
+        model = load_rank(config, model_path, group.tensor)
+        engine = assemble_engine(config, model, clock, allocate, group, ranks)
         ranks.is_starting = False
         return engine
     except BaseException:
@@ -114,38 +109,34 @@ def build_engine(
 def build_rank(
     spec: dict[str, Any], group: RankGroup, clock: Clock, allocate: Allocate | None = None
 ) -> Engine:
-    """Build in another rank what `build_engine` builds in the first; raises ConfigError.
+    """Build in another rank, by what `join_ranks` returned, what `build_engine` builds in the first.
 
-    Args:
-        spec: From `join_ranks`.
-    """
+    Raises ConfigError."""
     torch.set_num_threads(spec["threads"])
     config = from_table(EngineConfig, spec["engine"], ("engine",))
-    model, dtype = load_rank(config, spec["model_path"], group.tensor)
-    return assemble_engine(config, model, dtype, clock, allocate, group)
+    model = load_rank(config, spec["model_path"], group.tensor)
+    return assemble_engine(config, model, clock, allocate, group)
 
 
-def load_rank(config: EngineConfig, model_path: str, group: TensorGroup | None) -> tuple[PagedModel, str]:
-    """Return this rank's share of a prepared model's heads, and its dtype; of one rank, the whole.
+def load_rank(config: EngineConfig, model_path: str, group: TensorGroup | None) -> PagedModel:
+    """Return this rank's share of a prepared model's heads; without a group, the whole.
 
-    Raises:
-        ConfigError: the model cannot be served, or cannot be cut.
-    """
+    Raises ConfigError if the model cannot be served, or cannot be cut."""
     device = device_of(config)
-    dtype = _dtype_name(config.dtype, device)
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = default if config.dtype == "auto" else TORCH_DTYPES[config.dtype]
     load = random_model if config.random_weights else load_model
-    weights = load(Path(model_path), TORCH_DTYPES[dtype], device)
+    weights = load(Path(model_path), dtype, device)
     if group is not None:
         cut_causal_model(weights, group)
-    if device.type == "cpu" and dtype == "float32":
+    if device.type == "cpu" and dtype == torch.float32:
         pack_linears(weights)
-    return PagedModel(weights), dtype
+    return PagedModel(weights)
 
 
 def assemble_engine(
     config: EngineConfig,
     model: PagedModel,
-    dtype: str,
     clock: Clock,
     allocate: Allocate | None = None,
     group: RankGroup | None = None,
@@ -155,33 +146,31 @@ def assemble_engine(
 
     Args:
         model: Belongs to the engine from here on; on a GPU its modules are changed.
-        dtype: The model's, and the cache's.
-        allocate: Gives that many writable bytes for a CPU cache to lie in; None: the
-            engine's own memory.
+        allocate: Gives that many writable bytes for a CPU cache to lie in; None: the engine's own memory.
         group: The ranks that hold the model, of which `model` is this one's share; each calls this.
         ranks: The others, on rank 0.
 
-    Raises:
-        ConfigError: the model cannot be served, or the cache has no room for a block.
-    """
+    Raises ConfigError if the model cannot be served, or no block fits into the cache."""
     stage = group.stage if group is not None else None
     split = split_layers(model.shape.num_layers, config.pipeline_parallel, config.stage_layers)
     parts = _parts(split, model.shape.num_kv_heads, config.tensor_parallel)
-    layout = _checked_layout(model, config.block_size, dtype, stage, split)
+    layout = _checked_layout(model, config.block_size, stage, split)
     cache = _cache(layout, config.kv_cache_gib, model.device, allocate, group)
     max_model_len = min(_max_model_len(config, model), cache.num_blocks * config.block_size)
     pool = BlockPool(cache.num_blocks)
-    host_blocks = _host_blocks(config, cache, group)
-    space = SwapSpace(host_blocks.num_slots, host_blocks.measure(clock)) if host_blocks else None
-    scheduler = _scheduler(config, pool, max_model_len, model.vocab_size, space)
+    host_blocks = _host_blocks(config, cache) if group is None else None
+    scheduler = Scheduler(
+        pool, config.block_size, config.chunk_tokens, config.max_batch, max_model_len, model.vocab_size,
+        chunk_attention=max(config.chunk_attention, 0.0),
+        swap_space=SwapSpace(host_blocks.num_slots, host_blocks.measure(clock)) if host_blocks else None,
+    )  # fmt: skip
+    runner: Runner | LaunchingRunner
     if stage is not None:
         sizes = config.chunk_tokens, config.max_batch, layout.num_blocks(max_model_len)
         runner = _stage_runner(model, cache, stage, sizes, split, clock, ranks)
     else:
         tensor = group.tensor if group is not None else None
-        runner = _runner(
-            config, model, cache, max_model_len, clock, tensor, ranks.tell if ranks else None, host_blocks
-        )
+        runner = _runner(config, model, cache, max_model_len, clock, tensor, ranks, host_blocks)
     return Engine(
         loop=EngineLoop(runner, scheduler, pool, clock),
         runner=runner,
@@ -192,47 +181,28 @@ def assemble_engine(
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
         family=model.family,
-        num_threads=torch.get_num_threads(),
         parts=parts,
         ranks=ranks,
     )
 
 
-def _scheduler(
-    config: EngineConfig, pool: BlockPool, max_model_len: int, vocab_size: int, space: SwapSpace | None
-) -> Scheduler:
-    return Scheduler(
-        pool,
-        config.block_size,
-        config.chunk_tokens,
-        config.max_batch,
-        max_model_len,
-        vocab_size,
-        max(config.chunk_attention, 0.0),
-        space,
-    )
-
-
 def _checked_layout(
-    model: PagedModel, block_size: int, dtype: str, stage: Stage | None, split: tuple[int, ...]
+    model: PagedModel, block_size: int, stage: Stage | None, split: tuple[int, ...]
 ) -> KvLayout:
     """Cut a model to its stage, if it has one, and return the layout of its blocks.
 
-    Raises:
-        ConfigError: the model cannot be cut, or says something else than it did whole.
-    """
+    Raises ConfigError if the model cannot be cut, or says something else than it did whole."""
     expected = eager_logits(model)
     if stage is not None:
         first = sum(split[: stage.index])
         model.keep_stage(stage, range(first, first + split[stage.index]))
-    shape = model.shape
-    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, dtype)
+    layout = dataclasses.replace(model.shape, block_size=block_size)
     require_faithful(model, layout, expected)
     return layout
 
 
 def _parts(split: tuple[int, ...], num_heads: int, tensor: int) -> tuple[KvPart, ...]:
-    """Return what each rank has of a block, if each rank of a stage has `num_heads` KV heads."""
+    """Return the part of a block that each rank has, if each rank of a stage has `num_heads` KV heads."""
     group = GroupShape(tensor, len(split))
     places = [group.place(rank) for rank in range(group.size)]
     return tuple(
@@ -248,7 +218,7 @@ def _stage_runner(
     split: tuple[int, ...],
     clock: Clock,
     ranks: Ranks | None,
-) -> Runner | LaunchingRunner:
+) -> LaunchingRunner:
     if model.device.type == "cpu":
         return PipelineRunner(model, cache, stage, split, clock, ranks)
     # As in `_runner`.
@@ -266,17 +236,18 @@ def _runner(
     max_model_len: int,
     clock: Clock,
     group: TensorGroup | None,
-    tell: Tell | None,
+    ranks: Ranks | None,
     host_blocks: HostBlocks | None,
 ) -> Runner | LaunchingRunner:
+    send_step = ranks.send_step if ranks is not None else None
     if model.device.type == "cpu":
-        return Runner(model, cache, tell, host_blocks)
+        return Runner(model, cache, send_step, host_blocks)
     # Triton is 1 GB and only machines with a GPU have it.
     from engine.gpu_model import GpuModel  # noqa: PLC0415
     from engine.gpu_runner import GpuRunner  # noqa: PLC0415
 
     gpu_model = GpuModel(model.module, cache, layer_groups=config.layer_groups)
-    return GpuRunner(gpu_model, config, max_model_len, clock, group, tell, host_blocks)
+    return GpuRunner(gpu_model, config, max_model_len, clock, group, send_step, host_blocks)
 
 
 def device_of(config: EngineConfig) -> torch.device:
@@ -287,12 +258,6 @@ def device_of(config: EngineConfig) -> torch.device:
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
 
 
-def _dtype_name(wanted: str, device: torch.device) -> str:
-    if wanted != "auto":
-        return wanted
-    return "bfloat16" if device.type == "cuda" else "float32"
-
-
 def _cache(
     layout: KvLayout,
     kv_cache_gib: float,
@@ -300,7 +265,10 @@ def _cache(
     allocate: Allocate | None,
     group: RankGroup | None,
 ) -> PagedCache:
-    size = int(kv_cache_gib * GIB) or _default_cache_bytes(device)
+    if kv_cache_gib or device.type == "cpu":
+        size = int((kv_cache_gib or CPU_CACHE_GIB) * GIB)
+    else:
+        size = int(torch.cuda.mem_get_info(device)[0] * (1 - GPU_HEADROOM))
     num_blocks = size // layout.block_bytes
     if group is not None:
         num_blocks = group.world.least(num_blocks, device)
@@ -312,20 +280,13 @@ def _cache(
     return PagedCache(layout, num_blocks, device, memory)
 
 
-def _host_blocks(config: EngineConfig, cache: PagedCache, group: RankGroup | None) -> HostBlocks | None:
+def _host_blocks(config: EngineConfig, cache: PagedCache) -> HostBlocks | None:
     gib = config.swap_gib
     if gib < 0:
         gib = GPU_SWAP_GIB if cache.tensor.device.type == "cuda" else 0.0
     # More than the cache has would never be used.
     num_slots = min(int(gib * GIB) // cache.layout.block_bytes, cache.num_blocks)
-    return HostBlocks(cache, num_slots) if num_slots and group is None else None
-
-
-def _default_cache_bytes(device: torch.device) -> int:
-    if device.type == "cpu":
-        return int(CPU_CACHE_GIB * GIB)
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free * (1 - GPU_HEADROOM))
+    return HostBlocks(cache, num_slots) if num_slots else None
 
 
 def _max_model_len(config: EngineConfig, model: PagedModel) -> int:

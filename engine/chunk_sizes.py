@@ -1,9 +1,8 @@
 """How long each chunk of a prompt is: later ones are shorter, so that each takes as long.
 
-A chunk of n tokens after a prefix of p costs n tokens of the linear layers, and of attention
-what ((p + n)^2 - p^2) is times a constant. In a pipeline the stages are at different chunks of a
-prompt, and the longest-lasting one is waited for by all; so every chunk gets what the first,
-of `chunk_tokens`, takes. Pure.
+A chunk of n tokens after a prefix of p costs n tokens of the linear layers, and of attention a constant times
+((p + n)^2 - p^2). In a pipeline the stages are at different chunks of a prompt, and all wait for the slowest;
+so every chunk takes as long as the first, of `chunk_tokens`. Pure.
 """
 
 from __future__ import annotations
@@ -14,17 +13,19 @@ STEP_SHARE = 8
 """A chunk is a multiple of this part of `chunk_tokens`, because a GPU pads it to one of few lengths."""
 
 MIN_STEPS = 4
-"""Of those that a chunk has at least. Two stages take 131,072 tokens in 5.71 s by chunks of 4,096, and in
-5.96 s where the later ones get as short as 1,024 (8B, two H200s, 2026-11-21)."""
+"""Least number of such steps in a chunk.
+
+Two stages take 131,072 tokens in 5.71 s by chunks of 4,096, and in 5.96 s where the later ones get as short
+as 1,024 (8B, two H200s, 2026-11-21)."""
 
 
 def chunk_limit(start: int, chunk_tokens: int, attention: float, block_size: int) -> int:
     """Return how many tokens a chunk that begins at `start` has at most.
 
     Args:
-        chunk_tokens: Of a prompt's first chunk.
-        attention: Seconds of attention for each token squared, over those of the linear layers for
-            each token; 0: chunks are equally long.
+        chunk_tokens: Length of a prompt's first chunk.
+        attention: Seconds of attention for each token squared, over those of the linear layers for each
+            token; 0: chunks are equally long.
     """
     if not attention or not start:
         return chunk_tokens

@@ -1,8 +1,8 @@
 """Regional compilation: one decoder layer is compiled and shared by all.
 
-The layers of a model differ in their weights alone, which the compiler takes as inputs, so
-the cost is one layer's: seconds instead of minutes for the whole model. Sizes are dynamic
-in the number of tokens; a step of one token is compiled by itself.
+The layers of a model differ in their weights alone, which the compiler takes as inputs, so the cost is one
+layer's: seconds instead of minutes. Sizes are dynamic in the number of tokens; a step of one token is
+compiled by itself.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from engine.fused_projections import product
 aten = torch.ops.aten
 
 MAX_VARIANTS = 32
-"""Compiled variants of a layer: step of one token, of many, with chunks, times windows or none."""
+"""Number of compiled variants of a layer: step of one token, of many, with chunks, times windows or none."""
 
 
 class SharedProducts(CustomGraphPass):
     """Graph pass: leave one of matrix products that are equal in every argument.
 
-    `fused_projections.py` makes such products. Inductor removes common subexpressions
-    from training graphs and not from inference graphs.
+    `fused_projections.py` makes such products. Inductor removes common subexpressions from training graphs
+    and not from inference graphs.
     """
 
     PURE = frozenset(
@@ -56,7 +56,7 @@ class SharedProducts(CustomGraphPass):
                     first[key] = node
 
     def uuid(self) -> str:
-        """Names this pass in the compiler's cache, which lives longer than this process."""
+        """Return the name of this pass in the compiler's cache, which outlives this process."""
         return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 

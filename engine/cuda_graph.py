@@ -1,14 +1,13 @@
 """CUDA graphs of whole steps, for a ladder of shapes.
 
-A step of a few tokens is a few hundred kernels of microseconds, and launching them from
-Python takes 30 ms for 32 layers; replaying them as a graph takes a tenth of a millisecond.
-A graph has fixed shapes, so a step is padded up to the next shape of the ladder. The
-graphs share one memory pool: no two run at once, and what a graph computed is read
-before the next one runs.
+A step of a few tokens is a few hundred kernels of microseconds, and launching them from Python takes 30 ms
+for 32 layers; replaying them as a graph takes a tenth of a millisecond. A graph has fixed shapes, so a step
+is padded up to the next shape of the ladder. The graphs share one memory pool: no two run at once, and what a
+graph computed is read before the next one runs.
 
-Decode steps have their own ladder. Steps with chunks have another, in which every shape
-has room for all sequences of one token and for `GRAPH_CHUNKS` chunks. Larger steps are
-not captured: their kernels take longer than launching them.
+Decode steps have their own ladder. Steps with chunks have another, in which every shape holds all sequences
+of one token and `GRAPH_CHUNKS` chunks. Larger steps are not captured: their kernels take longer than
+launching them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from engine.step import StepPlan
 from engine.step_memory import StepShape
 
 GRAPH_CHUNKS = 32
-"""Chunks in a captured step at most."""
+"""Largest number of chunks in a captured step."""
 
 MIXED_TOKENS = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Ladder of tokens for steps with chunks."""
@@ -45,14 +44,10 @@ def mixed_ladder(max_tokens: int) -> list[int]:
 
 
 class StepGraphs:
-    """Owns the captured steps. Belongs to the device thread.
-
-    Args:
-        run: Runs a step of a shape whose numbers lie in the step memory, and leaves its
-            result where the caller looks for it.
-    """
+    """Owns the captured steps. Belongs to the device thread."""
 
     def __init__(self, run: Callable[[StepShape], None], max_batch: int, max_blocks: int) -> None:
+        """Begin without graphs; `run` runs a step that lies in the step memory, and keeps its result."""
         self._run = run
         self._max_batch = max_batch
         self._max_blocks = max_blocks
@@ -64,11 +59,11 @@ class StepGraphs:
         mixed = [self._mixed_shape(size) for size in mixed_ladder(chunk_tokens + self._max_batch)]
         decode = [StepShape(size, size, 0, self._max_blocks) for size in decode_ladder(self._max_batch)]
         for shape in (*reversed(mixed), *reversed(decode)):
-            # Runs once outside of the graph, for what compiles or allocates on first use.
+            # Once outside of the graph, for what compiles or allocates on first use.
             self._run(shape)
             torch.cuda.synchronize()  # capture must not overlap with other work of this thread
             graph = torch.cuda.CUDAGraph()
-            # Of this thread alone: NCCL has one that looks after its events.
+            # This thread's errors alone: NCCL has a thread that looks after its events.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._run(shape)
             self._graphs[shape] = graph

@@ -1,13 +1,12 @@
 """The linear layers of a finished model, changed from outside: fused, and fast for few rows.
 
-q, k and v (and gate and up) read the same hidden states. One product over their stacked
-weights reads the input once and fills the device better than three: at batch 1 the k and
-v projections of an 8B model are 8 MB each, too little for the memory to get up to speed.
+q, k and v (and gate and up) read the same hidden states. One product over their stacked weights reads the
+input once and fills the device better than three: at batch 1 the k and v projections of an 8B model are 8 MB
+each, too little for the memory to get up to speed.
 
-The model's own forward still calls three projections. Each becomes a `Slice` that calls
-the shared product and keeps its columns; the calls are identical, so the compiler's
-elimination of common subexpressions leaves one (`compiled.py`). Uncompiled, the product
-would run three times: fuse only what is compiled.
+The model's own forward still calls three projections. Each becomes a `Slice` that calls the shared product
+and keeps its columns; the calls are identical, so the compiler leaves one (`compiled.py`). Uncompiled, the
+product would run three times: fuse only what is compiled.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names that the families of transformers give to projections of one input."""
 
 LAST_GROUPS = (("k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""In a last layer that computes K and V of more tokens than anything else."""
+"""The same for a last layer that computes K and V of more tokens than anything else."""
 
 WIDE = 100_000
-"""Columns from which the kernel for few rows beats cuBLAS with more than one: output heads."""
+"""Number of columns from which the kernel for few rows beats cuBLAS with more than one row: output heads."""
 
 
 class Product(nn.Module):
-    """A linear layer that computes its product in the way that is fastest for its number of rows."""
+    """A linear layer that computes its product by what is fastest for its number of rows."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -75,8 +74,7 @@ class Slice(nn.Module):
 def fuse_projections(layers: nn.Module, groups: tuple[tuple[str, ...], ...] = GROUPS) -> int:
     """Replace linear layers inside of `layers` that read the same input by slices of one product.
 
-    Returns:
-        How many groups were fused. What is no plain `nn.Linear` stays as it was.
+    Returns how many groups were fused. Other modules than plain `nn.Linear` stay as they were.
     """
     fused = 0
     for module in list(layers.modules()):

@@ -1,12 +1,11 @@
 """Attention of one step on a GPU, as one operator that the compiler does not look into.
 
-The operator writes the new tokens' K and V into the paged cache and attends. It is opaque
-because the compiler, shown a write to the cache followed by a read, copies the whole
-cache around it.
+The operator writes the new tokens' K and V into the paged cache and attends. It is opaque because the
+compiler, shown a write to the cache followed by a read, copies the whole cache around it.
 
-Everything that differs between steps is in one buffer of fixed size (`step_memory.py`),
-and where in it is in a small host tensor. So a compiled layer sees one dynamic number,
-that of tokens, and one CUDA graph serves all steps of a shape.
+Everything that differs between steps is in one buffer of fixed size (`step_memory.py`), and where in it is in
+a small host tensor. So a compiled layer sees one dynamic number, that of tokens, and one CUDA graph serves
+all steps of a shape.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from engine.long_chunks import MAX_LONG_CHUNKS, LongChunk, attend_long, can_atte
 from engine.step_memory import StepShape, StepViews, carve
 
 GPU_ATTENTION_NAME = "conductor_paged_gpu"
-"""What this attention function is called in a model's configuration."""
+"""Name of this attention function in a model's configuration."""
 
 HEADER_NUMBERS = 4 + 2 * MAX_LONG_CHUNKS
-"""Of a step's header: its shape, and the tokens of each long chunk and of its prefix."""
+"""Numbers in a step's header: its shape, and the tokens of each long chunk and of its prefix."""
 
 
 class StepPart(Enum):
-    """What of a step a layer is called for."""
+    """The part of a step that a layer is called for."""
 
     SINGLES = "one token of each sequence"
     CHUNKS = "chunks, and perhaps tokens of other sequences before them"
@@ -44,7 +43,7 @@ class StepPart(Enum):
 
 
 class StepCall(NamedTuple):
-    """What a layer's attention is handed; travels through the model as an argument."""
+    """The argument of a layer's attention, which travels through the model."""
 
     memory: torch.Tensor
     """[capacity] int32 on the device."""
@@ -69,8 +68,7 @@ def step_header(shape: StepShape, chunks: Sequence[LongChunk] = ()) -> torch.Ten
 def attach_cache(model: nn.Module, cache: torch.Tensor) -> None:
     """Give every attention module of `model` its layer of `cache`.
 
-    A tensor of the module and not an index: the compiler would make one copy of the layer
-    for each index.
+    A tensor of the module and not an index: the compiler would make one copy of the layer for each index.
     """
     AttentionInterface.register(GPU_ATTENTION_NAME, _attention)
     for module in model.modules():
@@ -87,7 +85,7 @@ def _attention(
     attention_mask: torch.Tensor | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers' layers call. query, key, value: [1, heads, num_tokens, dim].
+    """Attend for transformers' layers, which call this with tensors [1, heads, num_tokens, dim].
 
     The names of the arguments are transformers'; a family leaves out what it does not have.
     """
@@ -133,7 +131,7 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
     shape, views, chunks = _read(memory, header)
     has_chunks = shape.num_chunks > 0
     rule = AttentionRule(scale, sliding_window, soft_cap)
-    # singles that are decoded with no chunk beside them are written by the decode kernel
+    # Without chunks, the decode kernel writes K and V.
     if has_chunks:
         write_kv(key, value, kv_layer, views.slots)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -194,11 +192,7 @@ def _(query: torch.Tensor, *_: object) -> torch.Tensor:
 
 @torch.library.custom_op("conductor::keep_kv", mutates_args=("kv_layer",))
 def keep_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv_layer: torch.Tensor,
-    memory: torch.Tensor,
-    header: torch.Tensor,
+    key: torch.Tensor, value: torch.Tensor, kv_layer: torch.Tensor, memory: torch.Tensor, header: torch.Tensor
 ) -> None:
     """Write K and V of all tokens, each [num_tokens, heads, head_dim]."""
     _, views, _ = _read(memory, header)

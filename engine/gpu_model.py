@@ -1,12 +1,10 @@
 """The model on a GPU: its projections fused, one layer compiled, its attention in kernels.
 
-The modules are those of `engine/model.py`; nothing of a family is written here. Once a
-model is here its weights have moved into fused products, and it runs in no other way.
+The modules are those of `engine/model.py`; nothing of a family is written here. Once a model is here its
+weights have moved into fused products, and it runs in no other manner.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +18,7 @@ from engine.last_layer import LastLayer, can_be_cut, dropping_result
 from engine.layer_hooks import LayerHooks
 from engine.long_chunks import make_plans
 from engine.paged_cache import PagedCache
-from engine.pipeline import Stage
+from engine.pipeline import Stage, run_stage
 from engine.step_memory import StepShape, StepViews, carve
 
 
@@ -29,11 +27,8 @@ class GpuModel:
 
     Args:
         is_compiled: False: every module as it is, for comparison.
-        stage: Of a pipeline, the one that the model was cut to.
-        layer_groups: Of which steps that are not captured tell when they are computed.
-
-    Attributes:
-        hooks: Between its layers.
+        stage: The stage that the model was cut to; None: it is whole.
+        layer_groups: Number of groups that steps which are not captured report one by one.
     """
 
     def __init__(
@@ -51,8 +46,7 @@ class GpuModel:
         attach_cache(model, cache.tensor)
         self._kv_layer = cache.tensor[:, 0]
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self._num_ranks: int = max(1, kv_heads // self._kv_layer.shape[3])
-        """Among which heads are cut."""
+        self._num_ranks: int = max(1, kv_heads // self._kv_layer.shape[3])  # among which heads are cut
         model.set_attn_implementation(GPU_ATTENTION_NAME)
         if model.dtype != torch.bfloat16:
             # torch's grouped product is bfloat16's; its stand-in waits for the device at each layer.
@@ -70,8 +64,6 @@ class GpuModel:
             layers[-1].forward = LastLayer(layers[-1], compiled(keep_kv) if is_compiled else keep_kv)
         self.hooks = LayerHooks(layers, layer_groups)
         self.device: torch.device = model.device
-        self.vocab_size: int = config.vocab_size
-        self._hidden_size: int = config.hidden_size
 
     @torch.no_grad()
     def make_plans(self, chunk_tokens: int, max_model_len: int) -> None:
@@ -82,43 +74,28 @@ class GpuModel:
 
     @torch.no_grad()
     def forward(
-        self,
-        memory: torch.Tensor,
-        shape: StepShape,
-        header: torch.Tensor,
-        last_tokens: torch.Tensor,
+        self, memory: torch.Tensor, shape: StepShape, header: torch.Tensor, last_tokens: torch.Tensor
     ) -> torch.Tensor:
         """Compute the step that lies in `memory`, write its KV, and return logits [num_rows, vocab_size].
 
+        Every stage of a pipeline calls this, in the same order of steps; the last one's result are logits.
+
         Args:
             memory: [>= shape.size] int32 on the device, as `StepWriter` lays it out.
-            header: `step_header` of the step.
             last_tokens: [any] int64 on the device; what the last step sampled.
-
-        Of a pipeline, every stage calls this, in the same order of steps; the last one's result
-        are logits.
         """
         views = carve(memory, shape)
         earlier = last_tokens[views.sources.clamp(min=0)]
         token_ids = torch.where(views.sources < 0, views.token_ids, earlier)
         rows = views.logit_rows.long()
         part = StepPart.CHUNKS if shape.num_chunks else StepPart.SINGLES
-        arguments: dict[str, Any] = {
+        arguments = {
             "position_ids": views.positions.long()[None],
             "use_cache": False,
             "paged": StepCall(memory, header, part, self._parts(views), rows),
         }
-        hidden = None
-        if self._stage is not None:
-            hidden = self._stage.taken_in((1, shape.num_tokens, self._hidden_size), self._model.dtype)
-        arguments |= {"input_ids": token_ids.long()[None]} if hidden is None else {"inputs_embeds": hidden}
-        if self._stage is not None and not self._stage.is_last:
-            handed_on: torch.Tensor = self._model.base_model(**arguments).last_hidden_state
-            self._stage.hand_on(handed_on)
-            return handed_on[0, :0]
         keep = 0 if self._cuts_last_layer else rows
-        logits: torch.Tensor = self._model(**arguments, logits_to_keep=keep).logits[0]
-        return logits
+        return run_stage(self._model, self._stage, token_ids.long()[None], arguments, keep)
 
     def _parts(self, views: StepViews[torch.Tensor]) -> torch.Tensor:
         """Return who reads what of the sequences of one token, which all layers share."""
@@ -129,7 +106,7 @@ class GpuModel:
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of modules that is as long as the model is deep."""
+    """Return the list of modules that is as long as the model is deep."""
     depth = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == depth:

@@ -1,14 +1,13 @@
 """The last layer of a prompt: K and V of all tokens, everything else for the tokens that are sampled.
 
-Nobody reads what the last layer makes of a prompt's other tokens. So a step with chunks
-runs that layer twice: once for all tokens, of which the compiler keeps what leads to K
-and V and drops the rest as unused, and once for the last token of each sequence, like a
-decode step over the cache. Of a model of 32 layers that is 3 % of a prefill, more of one
-with few layers.
+Nobody reads what the last layer makes of a prompt's other tokens. So a step with chunks runs that layer
+twice: once for all tokens, of which the compiler keeps what leads to K and V and drops the rest as unused,
+and once for the last token of each sequence, like a decode step over the cache. Of a model of 32 layers that
+saves 3 % of a prefill, more of one with few layers.
 
-It works from outside on a finished layer: every tensor argument that has a row for each
-token is cut to the wanted rows. A model that goes on with the shape of its input after
-its last layer cannot be served so (`can_be_cut`).
+It works from outside on a finished layer: every tensor argument that has a row for each token is cut to the
+wanted rows. A model that goes on with the shape of its input after its last layer cannot be served so
+(`can_be_cut`).
 """
 
 from __future__ import annotations
@@ -25,14 +24,10 @@ Forward = Callable[..., Any]
 
 
 class LastLayer:
-    """Takes the place of `forward` of a model's last layer.
-
-    Args:
-        layer: A decoder layer; whatever its `forward` is by now runs the wanted rows.
-        keep_kv: The same computation with its result dropped, as the compiler leaves it.
-    """
+    """Takes the place of `forward` of a model's last layer."""
 
     def __init__(self, layer: nn.Module, keep_kv: Forward) -> None:
+        """Run wanted rows by the layer's present `forward`, and the others by `keep_kv`, without a result."""
         self._run: Forward = layer.forward
         self._keep_kv = keep_kv
 
@@ -62,8 +57,8 @@ def dropping_result(forward: Forward) -> Forward:
 def can_be_cut(model: nn.Module, layers: nn.ModuleList) -> bool:
     """Return whether a model takes fewer rows from its last layer than it gave to its first.
 
-    GPT-2 and those made after it call their layers `h`, and give the result the shape of
-    the input; the others take it as it is.
+    GPT-2 and those made after it call their layers `h`, and give the result the shape of the input; the
+    others take it as it is.
     """
     return any(module is layers and name.endswith("layers") for name, module in model.named_modules())
 

@@ -1,10 +1,10 @@
 """Layer hooks: what is done between the layers of a step that is queued on a GPU.
 
-A long chunk's first layers are done long before its last, and their KV can leave meanwhile. So
-after each group of layers an event is recorded on the device's stream. And a prefix that is still being
-loaded is there layer by layer (`arrivals.py`): before each layer, its part is waited for. Both from outside
-of what is compiled: the layers in the model's list are wrapped. A step that runs as a CUDA graph is
-queued as one, waits for all and tells nothing.
+A long chunk's first layers are done long before its last, and their KV can leave meanwhile. So after each
+group of layers an event is recorded on the device's stream. And a prefix that is still being loaded comes
+layer by layer (`arrivals.py`): before each layer, its part is waited for. Both happen outside of what is
+compiled: the layers in the model's list are wrapped. A step that runs as a CUDA graph is queued as one, waits
+for all of a prefix and reports no groups.
 """
 
 from __future__ import annotations
@@ -33,14 +33,10 @@ def mark_on_stream() -> Callable[[], None]:
 
 
 class LayerHooks:
-    """Owns what is done between one model's layers. Belongs to the device thread.
-
-    Args:
-        layers: The model's; each is replaced by a wrapper of it.
-        num_groups: As equal as can be; 1 at least, a group for each layer at most.
-    """
+    """Owns what is done between one model's layers. Belongs to the device thread."""
 
     def __init__(self, layers: nn.ModuleList, num_groups: int, mark: Mark = mark_on_stream) -> None:
+        """Replace each of a model's layers by a wrapper of it; groups are as equal as can be, none empty."""
         self.num_layers = len(layers)
         num_groups = min(num_groups, self.num_layers)
         self._ends = {self.num_layers * (group + 1) // num_groups for group in range(num_groups)}
@@ -51,11 +47,7 @@ class LayerHooks:
             layers[index] = _Watched(layer, partial(self._before, index), partial(self._after, index))
 
     def begin(self, arrivals: list[PrefixArrivals] | None = None) -> None:
-        """Mark the groups of the step that is queued from here on.
-
-        Args:
-            arrivals: Of prefixes that it reads.
-        """
+        """Mark the groups of the step that is queued from here on, which reads these loads."""
         self._groups = []
         self._arrivals = arrivals or []
 
@@ -67,7 +59,7 @@ class LayerHooks:
 
     @contextmanager
     def waiting_for(self, arrivals: list[PrefixArrivals]) -> Iterator[None]:
-        """Wait before each layer of what the body computes or queues, and tell of no groups."""
+        """Wait before each layer of what the body computes or queues, and mark no groups."""
         self._arrivals = arrivals
         try:
             yield

@@ -1,21 +1,19 @@
 """Attention of long chunks by cuDNN, which is faster than the paged kernel, in parts that suit it.
 
-cuDNN takes contiguous K and V, no paged ones, and its causal mask begins at the first key. So
-a chunk is cut into segments, and each attends in parts that are merged by their lse
-(`kernels/merge_part.py`):
+cuDNN takes contiguous K and V, no paged ones, and its causal mask begins at the first key. So a chunk is cut
+into segments, and each attends in parts that are merged by their lse (`kernels/merge_part.py`):
 
     keys     0 ....................... before | before + num_rows
              rectangles, seen by every row    | triangle, the segment's own
 
-Rectangles are what it is fastest at: 690 TFLOP/s, against 530 to 650 of a triangle and 421 of the
-paged kernel (32 heads of 128, one H200, 2026-11-21). Keys of a cached prefix are gathered out of their
-blocks first, at the memory's speed.
+Rectangles are what it is fastest at: 690 TFLOP/s, against 530 to 650 of a triangle and 421 of the paged
+kernel (32 heads of 128, one H200, 2026-11-21). Keys of a cached prefix are gathered out of their blocks
+first, at the memory's speed.
 
 The first call of a thread with new lengths or strides takes cuDNN 40 ms, in which it makes a plan. So there
-are few lengths, whatever the chunk's and the prefix's: rectangles of `RECTANGLE_ROWS` rows and of as many
-keys as a power of two, triangles of multiples of `TRIANGLE_STEP`; what is less than `KEYS_STEP` keys goes to
-the triangle, behind queries that nobody reads. What is handed over is contiguous. `make_plans` goes through
-all of them before the first request.
+are few lengths, and all are contiguous: rectangles of `RECTANGLE_ROWS` rows and of as many keys as a power of
+two, triangles of multiples of `TRIANGLE_STEP`; fewer keys than `KEYS_STEP` go to the triangle, behind queries
+that nobody reads. `make_plans` goes through all of them before the first request.
 """
 
 from __future__ import annotations
@@ -30,10 +28,13 @@ from engine.kernels.merge_part import merge_part
 from engine.step import StepEntry, StepPlan
 
 MIN_TOKENS = 2048
-"""From this length on a chunk comes here; with a prefix of `MIN_PREFIX` from half of it."""
+"""Length from which a chunk comes here; with a prefix of `MIN_PREFIX`, half of it is enough."""
 MIN_PREFIX = 4096
 MAX_LONG_CHUNKS = 32
-"""Of one step; there is no gain in many small ones."""
+"""Number of long chunks in one step; there is no gain in many small ones."""
+
+STEP_TOKENS = 512
+"""Steps that are not captured are padded to a multiple of this: it bounds how many lengths cuDNN sees."""
 
 SEGMENT = 16_384
 """Rows of a triangle at most. Cut in two, one of 16,384 takes 6 ms more of 478 ms of prefill; one of
@@ -49,7 +50,7 @@ class LongChunk(NamedTuple):
 
     num_tokens: int
     prefix: int
-    """Tokens before it."""
+    """Number of tokens before the chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +58,15 @@ class ChunkSegment:
     """Consecutive rows of a chunk."""
 
     row: int
-    """First one, among all rows of the step."""
+    """The first row, counted from the step's first."""
     num_rows: int
     before: int
-    """Tokens of the sequence before them."""
+    """Number of tokens of the sequence before these rows."""
 
-    @property
-    def num_left_over(self) -> int:
-        """Keys before the segment that no rectangle has."""
-        return self.before % KEYS_STEP
+
+def padded_tokens(num_tokens: int) -> int:
+    """Return the number of tokens that a step which is not captured is padded to."""
+    return -(-num_tokens // STEP_TOKENS) * STEP_TOKENS
 
 
 def long_chunks(plan: StepPlan) -> list[LongChunk]:
@@ -106,12 +107,7 @@ def rectangles_of(num_keys: int) -> list[range]:
 
 
 def make_plans(like: torch.Tensor, kv_layer: torch.Tensor, chunk_tokens: int, max_model_len: int) -> None:
-    """Have cuDNN make this thread's plans of all parts that chunks can have.
-
-    Args:
-        like: [any, num_heads, head_dim]; a query's shape, dtype and device.
-        kv_layer: One layer of the paged cache.
-    """
+    """Have cuDNN make this thread's plans of all parts that chunks can have, of queries `like` this one."""
     most = min(chunk_tokens, SEGMENT)
     if chunk_tokens < MIN_TOKENS // 2 or not can_attend(like):
         return
@@ -143,12 +139,12 @@ def attend_long(
     """Return the causal attention of chunks, as `query`.
 
     Args:
-        query: [num_rows, num_heads, head_dim]; the chunks' rows follow each other from the first,
-            and what is behind them is padding.
+        query: [num_rows, num_heads, head_dim]; the chunks' rows follow each other from the first, and the
+            rest is padding.
         own: K and V of the same tokens, each [num_rows, num_kv_heads, head_dim].
         kv_layer: One layer of the paged cache, in which those are written already.
         tables: [>= len(chunks), max_blocks] int32; each chunk's blocks.
-        most: Rows of a segment.
+        most: Rows of a segment at most.
     """
     found: list[torch.Tensor] = []
     row = 0
@@ -172,7 +168,8 @@ def _attend_segment(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segment: ChunkSegment, scale: float
 ) -> torch.Tensor:
     """Return the attention of a segment's rows to its sequence's keys, [tokens, num_kv_heads, head_dim]."""
-    num_rows, skipped = segment.num_rows, segment.num_left_over
+    # Keys before the segment that no rectangle has go to the triangle.
+    num_rows, skipped = segment.num_rows, segment.before % KEYS_STEP
     length = _triangle_rows(skipped + num_rows)
     first, end = segment.before - skipped, segment.before + num_rows
     asked = _padded(query, skipped, length)
@@ -189,10 +186,8 @@ def _attend_segment(
 
 
 def _padded(rows: torch.Tensor, before: int, length: int) -> torch.Tensor:
-    """Return a batch of one, [1, length, heads, head_dim]: `before` zeros, the rows, and zeros.
-
-    Zeros, because a weight of nought times whatever is there may be no number.
-    """
+    """Return a batch of one, [1, length, heads, head_dim]: `before` zeros, the rows, and zeros."""
+    # Zeros, because a weight of nought times whatever is there may be no number.
     after = length - before - rows.shape[0]
     return (pad(rows, (0, 0, 0, 0, before, after)) if before or after else rows)[None]
 
@@ -220,12 +215,8 @@ def _gathered(
 def attend_part(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention [1, rows, heads, head_dim], and its lse [1, heads, rows] float32.
-
-    Args:
-        query: [1, rows, heads, head_dim]
-        key, value: [1, keys, kv_heads, head_dim]
-    """
+    """Return attention [1, rows, heads, head_dim] of such a query over [1, keys, kv_heads, head_dim], and its
+    lse [1, heads, rows] float32."""
     # Of one batch, whose stride no cut can change: a plan is for strides.
     query, key, value = (item[0].contiguous()[None].transpose(1, 2) for item in (query, key, value))
     if not query.is_cuda:

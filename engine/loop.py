@@ -1,23 +1,21 @@
 """Engine loop: where the event loop meets the thread that owns the device.
 
-The event loop owns the block pool, the scheduler and every sequence. One dedicated
-thread runs steps; all that crosses is a plan, which is a frozen value, and its result.
-There is no lock and no queue: a step is one awaited call.
+The event loop owns the block pool, the scheduler and every sequence. One dedicated thread runs steps; all
+that crosses is a plan, which is a frozen value, and its result. There is no lock and no queue: a step is one
+awaited call.
 
-    schedule (event loop) -> execute (device thread) -> commit, tell listeners (event loop)
+    schedule (event loop) -> execute (device thread) -> commit, notify listeners (event loop)
 
-A runner that can launch a step without waiting for it never lets the device wait for the
-event loop between decode steps: the next step is planned and launched before the tokens
-of this one are known.
+A runner that can launch a step without waiting for it never lets the device wait for the event loop between
+decode steps: the next step is planned and launched before the tokens of this one are known.
 
     launch n | launch n+1 | resolve n, commit n | launch n+2 | resolve n+1, commit n+1 | ...
 
-A runner that is a pipeline takes more: as many steps as fill it, each planned from what is
-known. Their chunks follow each other through the stages, of one prompt or of several.
+A runner that is a pipeline takes as many steps as fill it, each planned from what is known. Their chunks, of
+one prompt or of several, follow each other through the stages.
 
-A step that raises ends its sequences with `FinishReason.ERROR` and nobody else's: the
-sequences of other steps go on. What raised is logged and counted, because the owner of
-a sequence is told only that it ended.
+A step that raises ends its own sequences with `FinishReason.ERROR`; those of other steps go on. The error is
+logged and counted here, because the owner of a sequence learns only that it ended.
 """
 
 from __future__ import annotations
@@ -27,7 +25,8 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 from base.clock import Clock
 from base.errors import ServeError
@@ -38,7 +37,7 @@ from engine.block_pool import BlockPool
 from engine.runner import ThreadBound
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.step import LaunchedChunk, LayerGroup, SequenceOutput, StepPlan, StepResult
+from engine.step import LaunchedChunk, LaunchedStep, SequenceOutput, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -46,50 +45,34 @@ Listener = Callable[[SequenceOutput], None]
 LaunchListener = Callable[[LaunchedChunk], None]
 StepObserver = Callable[[StepPlan, float], None]
 
-
 STALL_S = 2.0
-"""For which a sequence waits for blocks while nothing else goes on. Then what holds them is most
-likely a reservation, and the prefill that it is for may wait for blocks itself: for these."""
+"""Longest wait of a sequence for blocks while nothing else goes on.
+
+What holds them is then most likely a reservation, whose prefill may wait for blocks itself: for these."""
 
 
 class StepRunner(Protocol):
-    """What runs a step, on the device thread."""
+    """Runs steps on the device thread, one at a time."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens and sample; may raise anything."""
-        ...
-
-
-class StepHandle(Protocol):
-    """A step that is queued on the device."""
-
-    @property
-    def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """When which layers' KV is complete; empty: when all of the step is."""
-        ...
 
 
 @runtime_checkable
 class LaunchingRunner(Protocol):
     """A runner whose steps can be queued on the device before earlier ones have ended."""
 
-    def launch(self, plan: StepPlan) -> StepHandle:
-        """Queue a step and return what `resolve` takes; may raise anything."""
-        ...
-
-    def resolve(self, launched: Any) -> StepResult:
-        """Wait for a launched step; may raise anything."""
-        ...
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Queue a step; may raise anything."""
 
 
 @runtime_checkable
 class PipelinedRunner(LaunchingRunner, Protocol):
-    """A runner of which several steps are under way, and which knows no token before `resolve`."""
+    """A runner that has several steps under way, and knows no token before a step is resolved."""
 
     @property
     def num_steps_under_way(self) -> int:
-        """That keep all of it at work."""
-        ...
+        """Number of steps that keep all stages at work."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,15 +81,15 @@ class _Flight:
 
     plan: StepPlan
     sequences: frozenset[Sequence]
-    launched: Future[StepHandle] | None
-    """None: the runner launches and waits in one."""
+    wait: Callable[[], StepResult]
+    """Blocks until the step has ended; runs on the device thread."""
     launched_at_s: float
     landing: asyncio.Future[StepResult] | None = None
-    """Once it is waited for."""
+    """The result, once it is waited for."""
 
 
 def one_thread(name: str) -> Executor:
-    """Return a thread of that name: who owns a device, or waits for it."""
+    """Return a thread of that name, which owns a device or waits for it."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
 
@@ -116,8 +99,7 @@ class WaitingRunner(Protocol):
 
     @property
     def prefix_parts(self) -> tuple[int, ...]:
-        """In which a prefix may come while a step runs: layers of each; empty: it may not."""
-        ...
+        """Number of layers of each part in which a prefix may come while a step runs; empty: it may not."""
 
 
 class EngineLoop:
@@ -131,19 +113,16 @@ class EngineLoop:
         clock: Clock,
         thread: Callable[[str], Executor] = one_thread,
     ) -> None:
-        # Which it is, is asked once: of a protocol, that takes some 40 us.
+        # Which kind it is, is asked once: of a protocol, that takes some 40 us.
         self._launching: LaunchingRunner | None = None
         self._executing: StepRunner | None = None
         if isinstance(runner, LaunchingRunner):
-            self._launching = runner
+            self._launching, self._max_flights = runner, 2
         else:
-            self._executing = runner
-        self._max_flights = 1
+            self._executing, self._max_flights = runner, 1
         self._is_pipelined = isinstance(runner, PipelinedRunner)
         if isinstance(runner, PipelinedRunner):
             self._max_flights = runner.num_steps_under_way
-        elif self._launching is not None:
-            self._max_flights = 2
         self.prefix_parts = runner.prefix_parts if isinstance(runner, WaitingRunner) else ()
         """See `WaitingRunner`."""
         self._clock = clock
@@ -156,7 +135,7 @@ class EngineLoop:
         self._released: list[Sequence] = []
         self._changed = asyncio.Event()
         self.has_begun = asyncio.Event()
-        """What the device thread makes ready before its first step is ready."""
+        """Set when the device thread is ready for its first step."""
         self._stalled_at_s: float | None = None
         self.num_steps = 0
         self.num_failed_steps = 0
@@ -166,18 +145,15 @@ class EngineLoop:
         pool.on_release(self._changed.set)
 
     def on_step(self, observer: StepObserver) -> None:
-        """Tell `observer` of each step that succeeded, and the seconds that the device had it."""
+        """Notify `observer` of each step that succeeded, and the seconds that the device had it."""
         self._observers.append(observer)
 
     def add(self, sequence: Sequence, listener: Listener, on_launch: LaunchListener | None = None) -> None:
         """Run `sequence`; call `listener` on the event loop for each step that it was in.
 
-        The listener is called until an output has a finish reason, or `release`. After
-        that the sequence still has its blocks, until `release`.
-
-        Args:
-            on_launch: Called when a step with the sequence is queued on the device, before it
-                has run; never by a runner that cannot queue.
+        The listener is called until an output has a finish reason, or `release`; the sequence keeps its
+        blocks until `release`. `on_launch` is called when a step with the sequence is queued on the device,
+        before it has run; never by a runner that cannot queue.
 
         Raises:
             InvalidRequestError, CapacityError: as `Scheduler.add`; nothing was taken.
@@ -191,12 +167,12 @@ class EngineLoop:
     def release(self, sequence: Sequence) -> None:
         """End `sequence`, whatever its state, and give its blocks back. Again: no effect.
 
-        Its listener is not called any more. Blocks that a step in flight writes to come
-        back to the pool when that step has ended.
+        Its listener is not called any more. Blocks that a step in flight writes to come back to the pool when
+        that step has ended.
         """
         self._listeners.pop(sequence, None)
         self._launch_listeners.pop(sequence, None)
-        if self._is_in_flight(sequence):
+        if any(sequence in flight.sequences for flight in self._flights):
             if sequence.finish_reason is None:
                 self.scheduler.finish(sequence, FinishReason.CANCELLED)
             self._released.append(sequence)
@@ -204,13 +180,13 @@ class EngineLoop:
             self.scheduler.release(sequence)
 
     def proven(self, sequence: Sequence) -> None:
-        """What `sequence` came with is intact: publish it, and what was computed from it."""
+        """Publish what `sequence` came with, which is intact, and what was computed from it."""
         sequence.is_proven = True
         self.scheduler.publish(sequence)
 
     async def run(self) -> None:
-        """Run steps until cancelled. Then the steps in flight are waited for: memory that they
-        write to may be unmapped once this has returned."""
+        """Run steps until cancelled; then wait for those in flight, because memory that they write to may be
+        unmapped once this has returned."""
         with self._thread("device") as device, self._thread("pipeline-end") as end:
             # A step must be launched into a pipeline while another one is waited for.
             waiting = end if self._is_pipelined else device
@@ -240,35 +216,40 @@ class EngineLoop:
     def _launch(self, thread: Executor, plan: StepPlan) -> None:
         self._stalled_at_s = None
         now_s = self._clock.now_s()
-        for entry in plan.entries:
-            if entry.sequence.started_at_s is None:
-                entry.sequence.started_at_s = now_s
-        launched = None
-        if self._launching is not None:
-            launched = thread.submit(self._launching.launch, plan)
-            self._listen(plan, launched)
-        flight = _Flight(plan, frozenset(entry.sequence for entry in plan.entries), launched, now_s)
-        self._flights.append(flight)
+        sequences = frozenset(entry.sequence for entry in plan.entries)
+        for sequence in sequences:
+            if sequence.started_at_s is None:
+                sequence.started_at_s = now_s
+        self._flights.append(_Flight(plan, sequences, self._begun(thread, plan), now_s))
 
-    def _listen(self, plan: StepPlan, launched: Future[StepHandle]) -> None:
+    def _begun(self, thread: Executor, plan: StepPlan) -> Callable[[], StepResult]:
+        """Launch a step, if the runner does that, and return what waits for its result."""
+        if (runner := self._launching) is None:
+            assert self._executing is not None
+            return partial(self._executing.execute, plan)
+        launched = thread.submit(runner.launch, plan)
+        self._listen(plan, launched)
+        return lambda: launched.result().resolve()
+
+    def _listen(self, plan: StepPlan, launched: Future[LaunchedStep]) -> None:
         """Have the plan's launch listeners called, on the event loop, once it is launched."""
         if not any(entry.sequence in self._launch_listeners for entry in plan.entries):
             return
         loop = asyncio.get_running_loop()
 
-        def tell() -> None:
+        def notify() -> None:
             for entry in plan.entries:
                 if listener := self._launch_listeners.get(entry.sequence):
                     listener(LaunchedChunk(entry, launched.result().layer_groups))
 
-        def on_done(done: Future[StepHandle]) -> None:
+        def on_done(done: Future[LaunchedStep]) -> None:
             if not done.cancelled() and done.exception() is None:
-                loop.call_soon_threadsafe(tell)
+                loop.call_soon_threadsafe(notify)
 
         launched.add_done_callback(on_done)
 
     async def _change(self, waiting: Executor) -> None:
-        """Return when a step has landed, or something changed that another step may come of."""
+        """Return when a step has landed, or something changed so that another step may be planned."""
         self._changed.clear()
         first = self._flights[0] if self._flights else None
         if first is not None and first.landing is None:
@@ -294,10 +275,10 @@ class EngineLoop:
             sequence = self.scheduler.give_up()
             if sequence is not None:
                 event(log, "no blocks came free", level=logging.WARNING, request_id=sequence.request_id)
-                self._tell(SequenceOutput(sequence, (), FinishReason.ERROR))
+                self._notify(SequenceOutput(sequence, (), FinishReason.ERROR))
 
     async def _land_all(self, waiting: Executor) -> None:
-        """Wait for what is in flight, and take nothing of it."""
+        """Wait for what is in flight, and take in none of its results."""
         landings = [flight.landing or self._wait_in(waiting, flight) for flight in self._flights]
         await asyncio.gather(*landings, return_exceptions=True)
         for flight in self._flights:
@@ -306,7 +287,7 @@ class EngineLoop:
         self._release_landed()
 
     def _wait_in(self, waiting: Executor, flight: _Flight) -> asyncio.Future[StepResult]:
-        return asyncio.get_running_loop().run_in_executor(waiting, self._wait_for, flight)
+        return asyncio.get_running_loop().run_in_executor(waiting, flight.wait)
 
     def _land(self, flight: _Flight, landing: asyncio.Future[StepResult]) -> None:
         self._flights.remove(flight)
@@ -325,7 +306,7 @@ class EngineLoop:
         self._release_landed()
         self.num_steps += 1
         for output in outputs:
-            self._tell(output)
+            self._notify(output)
 
     def _release_landed(self) -> None:
         """Give back what was released while steps were in flight that wrote to it."""
@@ -339,17 +320,6 @@ class EngineLoop:
         self._last_landed_at_s = self._clock.now_s()
         return self._last_landed_at_s - began_at_s
 
-    def _wait_for(self, flight: _Flight) -> StepResult:
-        """Runs on the device thread."""
-        if self._launching is not None:
-            assert flight.launched is not None
-            return self._launching.resolve(flight.launched.result())
-        assert self._executing is not None
-        return self._executing.execute(flight.plan)
-
-    def _is_in_flight(self, sequence: Sequence) -> bool:
-        return any(sequence in flight.sequences for flight in self._flights)
-
     def _failed(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
         self.num_failed_steps += 1
         level = logging.WARNING if isinstance(error, ServeError) else logging.ERROR
@@ -358,10 +328,7 @@ class EngineLoop:
         log.debug("step failed", exc_info=error)
         return self.scheduler.fail(plan)
 
-    def _tell(self, output: SequenceOutput) -> None:
-        if output.finish_reason is None:
-            listener = self._listeners.get(output.sequence)
-        else:
-            listener = self._listeners.pop(output.sequence, None)
-        if listener is not None:
+    def _notify(self, output: SequenceOutput) -> None:
+        take = self._listeners.get if output.finish_reason is None else self._listeners.pop
+        if listener := take(output.sequence, None):
             listener(output)

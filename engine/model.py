@@ -1,43 +1,55 @@
 """Model: transformers' own modules over our paged cache.
 
-Every decoder family of transformers that declares `_supports_attention_backend` calls
-its attention by a name in its configuration. We register one function under one name;
-the batch travels as an argument through `model(...)` down to that function, which writes
-K and V to the paged cache and calls `engine/attention.py`. So one adapter serves a
-hundred families, and no model is written here.
+Every decoder family of transformers that declares `_supports_attention_backend` calls its attention by a name
+in its configuration. We register one function under one name; the batch travels as an argument through
+`model(...)` down to that function, which writes K and V to the paged cache and calls `engine/attention.py`.
+So one adapter serves a hundred families, and no model is written here.
 
-Declaring the backend is not enough: some hybrids declare it and call it for part of
-their layers, others drop the argument on the way. None of them raises. Therefore a
-model has to prove itself at start: `engine/self_check.py`.
+Declaring the backend is not enough: some hybrids declare it and call it for part of their layers, others drop
+the argument. None of them raises. Therefore a model has to prove itself at start: `engine/self_check.py`.
 
-No mask function is registered, and that is on purpose: transformers then builds no mask,
-and one row of tokens may hold many sequences.
+No mask function is registered: transformers then builds no mask, and one row may hold many sequences.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from base.errors import ConfigError
+from base.kv_layout import KvLayout
 from engine.attention import paged_decode_attention, paged_prefill_attention, write_kv
 from engine.attention_rule import AttentionRule
 from engine.batch import Batch
 from engine.paged_cache import PagedCache
-from engine.pipeline import Stage, cut_to_stage
+from engine.pipeline import Stage, cut_to_stage, run_stage
 
 ATTENTION_NAME = "conductor_paged"
-"""What our attention function is called in a model's configuration."""
+"""Name of our attention function in a model's configuration."""
+
+MIN_BLOCK_SIZE = 16
+
+Attend = Callable[
+    [int, torch.Tensor, torch.Tensor, torch.Tensor, AttentionRule, torch.Tensor | None], torch.Tensor
+]
+"""The attention of one step, which travels through the model as an argument.
+
+Takes the layer, query, key and value [num_tokens, heads, dim], the rule and the sinks."""
 
 
-class AttentionCall(Protocol):
-    """What a layer's attention is handed to. Travels through the model as an argument."""
+def paged_attention(batch: Batch, cache: PagedCache) -> Attend:
+    """Return the attention of one step over the paged cache."""
+    middle, views = batch.shape.num_single, batch.views
+    slots, starts = views.slots.long(), views.chunk_starts - middle
+    # Gathered whole: the tables of chunks may be longer.
+    most = int(views.single_lens.max()) if middle else 0
+    single_tables = views.single_tables[:, : cache.layout.num_blocks(most)]
 
     def attend(
-        self,
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -45,71 +57,31 @@ class AttentionCall(Protocol):
         rule: AttentionRule,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return [num_tokens, num_heads, value_dim] for tensors [num_tokens, heads, dim]."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """What a model's attention layers keep for each token."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    """The larger of K's and V's."""
-
-
-@dataclass(frozen=True, slots=True)
-class PagedAttention:
-    """Attention of one step over the paged cache."""
-
-    batch: Batch
-    cache: PagedCache
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rule: AttentionRule,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        batch, kv_cache = self.batch, self.cache.layer(layer)
-        write_kv(key, value, kv_cache, batch.slots)
+        kv_cache = cache.layer(layer)
+        write_kv(key, value, kv_cache, slots)
         output = torch.empty_like(query)
-        middle = batch.num_single
         if middle:
-            rows = batch.singles
             output[:middle] = paged_decode_attention(
-                query[:middle], kv_cache, rows.block_tables, rows.context_lens, rule, sinks
+                query[:middle], kv_cache, single_tables, views.single_lens, rule, sinks
             )
         if middle < len(query):
-            rows = batch.chunks
             output[middle:] = paged_prefill_attention(
-                query[middle:],
-                kv_cache,
-                rows.block_tables,
-                batch.query_starts,
-                rows.context_lens,
-                rule,
-                sinks,
+                query[middle:], kv_cache, views.chunk_tables, starts, views.chunk_lens, rule, sinks
             )
         return output[..., : value.shape[-1]]
+
+    return attend
 
 
 class PagedModel:
     """Owns a causal language model and runs batches through it. Belongs to the device thread.
 
     Attributes:
-        module: The model itself.
         family: transformers' name of the architecture.
-        shape: What its attention layers keep; found by running two tokens.
-        max_model_len: Positions it was made for.
+        shape: Layout of its KV in blocks of the smallest size; found by running two tokens.
+        max_model_len: Number of positions it was made for.
 
-    Raises:
-        ConfigError: the family cannot be served; the message names it and what is missing.
-    """
+    Raises ConfigError if the family cannot be served; the message names it and what is missing."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.family: str = model.config.model_type
@@ -117,7 +89,6 @@ class PagedModel:
         self.module = model.eval()
         text_config = model.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
-        self._hidden_size: int = text_config.hidden_size
         self._stage: Stage | None = None
         self.max_model_len: int = text_config.max_position_embeddings
         self.device: torch.device = model.device
@@ -129,25 +100,24 @@ class PagedModel:
     def keep_stage(self, stage: Stage, layers: range) -> None:
         """Keep these layers, and from here on compute batches together with the other stages.
 
-        Raises:
-            ConfigError: the family cannot be cut so.
-        """
+        Raises ConfigError if the family cannot be cut so."""
         cut_to_stage(self.module, layers)
         self.shape = replace(self.shape, num_layers=len(layers))
         self._stage = stage
 
     @property
     def has_logits(self) -> bool:
-        """Whether `forward` returns any: the last stage's does."""
+        """Whether `forward` returns logits, as that of the last stage does."""
         return self._stage is None or self._stage.is_last
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: PagedCache) -> torch.Tensor:
         """Compute a batch, write its KV, and return the wanted logits [num_sampling, vocab_size].
 
-        Of a pipeline, every stage calls this, in the same order of batches.
+        Every stage of a pipeline calls this, in the same order of batches.
         """
-        return self._run(batch.token_ids, batch.position_ids, batch.logit_rows, PagedAttention(batch, cache))
+        token_ids, positions = (row.long()[None] for row in (batch.views.token_ids, batch.views.positions))
+        return self._run(token_ids, positions, batch.logit_rows, paged_attention(batch, cache))
 
     @torch.inference_mode()
     def eager_logits(self, token_ids: list[int]) -> torch.Tensor:
@@ -161,33 +131,39 @@ class PagedModel:
         return logits
 
     def _run(
-        self, token_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor, paged: AttentionCall
+        self, token_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor, paged: Attend
     ) -> torch.Tensor:
-        arguments: dict[str, Any] = {"position_ids": position_ids, "use_cache": False, "paged": paged}
-        hidden = None
-        if self._stage is not None:
-            hidden = self._stage.taken_in((*token_ids.shape, self._hidden_size), self.dtype)
-        arguments |= {"input_ids": token_ids} if hidden is None else {"inputs_embeds": hidden}
-        if self._stage is not None and not self._stage.is_last:
-            handed_on: torch.Tensor = self.module.base_model(**arguments).last_hidden_state
-            self._stage.hand_on(handed_on)
-            return handed_on[0, :0]
-        logits: torch.Tensor = self.module(**arguments, logits_to_keep=rows).logits[0]
-        return logits
+        arguments = {"position_ids": position_ids, "use_cache": False, "paged": paged}
+        return run_stage(self.module, self._stage, token_ids, arguments, rows)
 
     @torch.inference_mode()
-    def _find_shape(self) -> AttentionShape:
-        probe = _ShapeProbe()
+    def _find_shape(self) -> KvLayout:
+        """Run two tokens and see what each layer brings."""
+        seen: dict[int, tuple[int, int]] = {}
+
+        def look(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object
+        ) -> torch.Tensor:
+            seen[layer] = (key.shape[1], max(key.shape[2], value.shape[2]))
+            return query.new_zeros((*query.shape[:2], value.shape[2]))
+
         token_ids = torch.tensor([[0, 1]], device=self.device)
-        rows = torch.tensor([1], device=self.device)
         try:
-            self._run(token_ids, token_ids, rows, probe)
+            self._run(token_ids, token_ids, token_ids[0, 1:], look)
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 f"model family {self.family!r} cannot be served: it does not hand the batch "
                 f"on to its attention ({type(error).__name__}: {error})"
             ) from error
-        return probe.shape(self.family)
+        layers = sorted(seen)
+        heads = {num_heads for num_heads, _ in seen.values()}
+        if not layers or layers != list(range(len(layers))) or len(heads) != 1:
+            raise ConfigError(
+                f"model family {self.family!r} cannot be served: not every layer is attention with the "
+                f"same number of KV heads (layers {layers}, KV heads {sorted(heads)})"
+            )
+        dtype = str(self.dtype).removeprefix("torch.")
+        return KvLayout(len(layers), heads.pop(), max(dim for _, dim in seen.values()), MIN_BLOCK_SIZE, dtype)
 
 
 def _attention(
@@ -198,11 +174,11 @@ def _attention(
     attention_mask: torch.Tensor | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers' layers call. query, key, value: [1, heads, num_tokens, dim].
+    """Attend for transformers' layers, which call this with tensors [1, heads, num_tokens, dim].
 
     The names of the arguments are transformers'; a family leaves out what it does not have.
     """
-    paged: AttentionCall = arguments["paged"]
+    paged: Attend = arguments["paged"]
     rule = AttentionRule(
         scale=arguments.get("scaling") or query.shape[-1] ** -0.5,
         sliding_window=arguments.get("sliding_window") or 0,
@@ -210,7 +186,7 @@ def _attention(
     )
     query, key, value = (rows[0].transpose(0, 1) for rows in (query, key, value))
     layer: Any = module.layer_idx
-    return paged.attend(layer, query, key, value, rule, arguments.get("s_aux"))[None], None
+    return paged(layer, query, key, value, rule, arguments.get("s_aux"))[None], None
 
 
 def _require_backend(model: PreTrainedModel, family: str) -> None:
@@ -221,34 +197,3 @@ def _require_backend(model: PreTrainedModel, family: str) -> None:
         )
     if getattr(model.config.get_text_config(), "attention_chunk_size", None):
         raise ConfigError(f"model family {family!r} cannot be served: attention in chunks is not supported")
-
-
-class _ShapeProbe:
-    """Stands in for the paged cache once, to see what each layer brings."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[int, int]] = {}
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rule: AttentionRule,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        self._seen[layer] = (key.shape[1], max(key.shape[2], value.shape[2]))
-        return torch.zeros(
-            (len(query), query.shape[1], value.shape[2]), dtype=query.dtype, device=query.device
-        )
-
-    def shape(self, family: str) -> AttentionShape:
-        layers = sorted(self._seen)
-        heads = {num_heads for num_heads, _ in self._seen.values()}
-        if not layers or layers != list(range(len(layers))) or len(heads) != 1:
-            raise ConfigError(
-                f"model family {family!r} cannot be served: not every layer is attention with the "
-                f"same number of KV heads (layers {layers}, KV heads {sorted(heads)})"
-            )
-        return AttentionShape(len(layers), heads.pop(), max(dim for _, dim in self._seen.values()))

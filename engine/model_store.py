@@ -1,18 +1,16 @@
 """Model store: what `model:` names, turned into a folder that loads in half a second.
 
-A reference is one of: a folder with safetensors and a tokenizer, a .gguf file, the name
-of a model on the hub, or `smollm2`, a small instruct model that the package index
-carries, so that a machine without a hub can serve something real.
+A reference is one of: a folder with safetensors and a tokenizer, a .gguf file, the name of a model on the
+hub, or `smollm2`, a small instruct model that the package index carries, for machines without a hub.
 
-What has to be converted is converted once, into a folder of the cache named by the
-digest of its source. Such a folder appears by a rename and never changes, so whoever
-sees it sees all of it; a lock keeps two processes from doing the same 20 s of work.
+What has to be converted is converted once, under a lock, into a folder of the cache named by the digest of
+its source. Such a folder appears by a rename and never changes, so whoever sees it sees all of it.
 
-A model's id is the digest of its files, or of the file that it was converted from: two
-nodes that agree on it have the same weights, whatever they call them.
+A model's id is the digest of its files, or of the file that it was converted from: two nodes that agree on it
+have the same weights, whatever they call them.
 
-Nothing here imports torch, so that finding a model that is ready takes no time; what
-needs it, reading a GGUF file, is a process of its own (`engine/convert.py`).
+Nothing here imports torch, so that finding a model that is ready takes no time; what needs it, reading a GGUF
+file, is a process of its own (`engine/weights.py`).
 """
 
 from __future__ import annotations
@@ -50,10 +48,10 @@ CONVERSION = "1"
 """Part of a converted folder's name; grows when the conversion writes something else."""
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
-"""What is fetched from the hub and makes up a model's digest."""
+"""The files that are fetched from the hub and make up a model's digest."""
 
 MANIFEST = "manifest.json"
-"""In a converted folder: what it was made from."""
+"""File of a converted folder that says what it was made from."""
 
 Progress = Callable[[str], None]
 
@@ -68,16 +66,11 @@ class PreparedModel:
 
 
 def prepare(reference: str, cache_dir: Path, say: Progress) -> PreparedModel:
-    """Find or make the folder that `reference` names.
+    """Find or make the folder that `reference`, `model:` of cluster.yaml, names.
 
-    Args:
-        reference: As `model:` of cluster.yaml.
-        cache_dir: Where converted models live; made if missing.
-        say: Told in one line what is being waited for.
+    Converted models live in `cache_dir`, made if missing; `say` is called with a line before a long wait.
 
-    Raises:
-        ConfigError: there is no such model, or something of it is missing; one line.
-    """
+    Raises ConfigError if there is no such model, or something of it is missing; one line."""
     cache_dir = cache_dir.expanduser()
     if reference == SMOLLM2:
         return _converted(SMOLLM2_SHA256, SMOLLM2, cache_dir, say, _fetch_smollm2)
@@ -120,7 +113,7 @@ def _converted(
 
 def _convert(gguf: Path, folder: Path, digest: str, say: Progress) -> None:
     say(f"converting {gguf.name} to safetensors (once, about 20 s)")
-    command = [sys.executable, "-m", "engine.convert", str(gguf), str(folder)]
+    command = [sys.executable, "-m", "engine.weights", str(gguf), str(folder)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_TIMEOUT_S, check=False)
     if finished.returncode:
         raise ConfigError(_last_line(finished.stderr))
@@ -197,9 +190,7 @@ def _folder_digest(path: Path, cache_dir: Path, say: Progress) -> str:
 
 
 def _model_files(path: Path) -> list[Path]:
-    return sorted(
-        file for pattern in MODEL_FILES for file in path.glob(pattern) if file.name != "manifest.json"
-    )
+    return sorted(file for pattern in MODEL_FILES for file in path.glob(pattern) if file.name != MANIFEST)
 
 
 def require_model_folder(path: Path) -> None:

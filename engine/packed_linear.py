@@ -1,16 +1,15 @@
 """Linear layers on a CPU with weights laid out for small batches.
 
-A decode step of a few sequences multiplies a few rows with every weight of the model.
-torch's plain product reads the weights at a third of what memory gives there; oneDNN's,
-over weights that it laid out itself, at nearly all of it. SmolLM2's largest product
-(576 x 49,152), one thread of a 2.5 GHz Xeon, 2026-11-21:
+A decode step of a few sequences multiplies a few rows with every weight of the model. torch's plain product
+reads the weights at a third of the memory's rate; oneDNN's, over weights that it laid out itself, at nearly
+all of it. SmolLM2's largest product (576 x 49,152), one thread of a 2.5 GHz Xeon, 2026-11-21:
 
     rows            1      4      8      16     64
     plain, ms     12.0   43.8   44.8   27.7   59.4
     packed, ms    12.4   12.4   16.0   18.9   45.9
 
-One row is faster plain (by a fifth in the smaller layers), so both layouts are kept: a
-model takes twice its memory, which on a CPU is cheap.
+One row is faster plain (by a fifth in the smaller layers), so both layouts are kept: a model takes twice its
+memory, which on a CPU is cheap.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Paged cache: the KV tensor of one device, and its bytes.
 
-One tensor in the one layout (`base/kv_layout.py`): a block is contiguous, so on a CPU
-the cache can lie in the memory that peers write into, and a block's bytes are a slice.
+One tensor in the one layout (`base/kv_layout.py`): a block is contiguous, so on a CPU the cache can lie in
+the memory that peers write into, and a block's bytes are a slice.
 """
 
 from __future__ import annotations
@@ -14,19 +14,12 @@ TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": 
 
 
 class PagedCache:
-    """Owns the tensor [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
-
-    Args:
-        memory: Writable bytes to lay a CPU cache over, at least `num_blocks` blocks;
-            None allocates.
-
-    Attributes:
-        tensor: The whole cache.
-    """
+    """Owns the tensor [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
 
     def __init__(
         self, layout: KvLayout, num_blocks: int, device: torch.device, memory: memoryview | None = None
     ) -> None:
+        """Lay a CPU cache over `memory`, writable and of at least `num_blocks` blocks; None allocates."""
         self.layout = layout
         self.num_blocks = num_blocks
         dtype = TORCH_DTYPES[layout.dtype]

@@ -1,10 +1,10 @@
 """A stage of a pipeline: a contiguous range of a finished model's layers, cut out from outside.
 
-The first stage begins with token ids, every other one with the hidden states of the stage
-before; the last one ends with logits, every other one with hidden states for the stage after.
-A family is served so if its decoder has `layers` and a `norm` and takes hidden states in
-place of token ids. What more it does at its ends (some scale what they take in) the self-check
-at start finds out, which compares the whole pipeline's logits with those of the uncut model.
+The first stage begins with token ids, every other one with the hidden states of the stage before; the last
+one ends with logits, every other one with hidden states for the stage after. A family is served so if its
+decoder has `layers` and a `norm` and takes hidden states in place of token ids. What more it does at its ends
+(some scale what they take in) the self-check finds out, which compares the whole pipeline with the uncut
+model.
 
 A stage does not wait until what it sent has arrived: it computes the next chunk meanwhile.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,19 +23,15 @@ from transformers import PreTrainedModel
 from base.errors import ConfigError
 
 MAX_SENT = 2
-"""Chunks sent and not yet received, of which the memory is kept."""
+"""Number of chunks that are sent and not yet received, whose memory is kept."""
 
 
 def split_layers(num_layers: int, num_stages: int, wanted: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Return how many layers each stage has.
+    """Return how many layers each stage has: as many as `wanted`, or if that is empty, as equal as can be.
 
-    Args:
-        wanted: This many; empty: as equal as can be, the last ones having less, because the
-            last stage also samples.
+    The last ones have less, because the last stage also samples.
 
-    Raises:
-        ConfigError: `wanted` is not such a split, or a stage would have no layer.
-    """
+    Raises ConfigError if `wanted` is not such a split, or a stage would have no layer."""
     if num_stages > num_layers:
         raise ConfigError(f"pipeline_parallel: {num_stages} stages of {num_layers} layers")
     if not wanted:
@@ -48,14 +45,10 @@ def split_layers(num_layers: int, num_stages: int, wanted: tuple[int, ...] = ())
 
 
 class StageLink:
-    """Owns one direction between two ranks. Both use it in the same order.
-
-    Args:
-        group: Of the two alone.
-        peer: The other's rank.
-    """
+    """Owns one direction between two ranks. Both use it in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+        """Link to rank `peer` by a process group of the two alone."""
         self._group = group
         self._peer = peer
         self.device = device
@@ -77,17 +70,11 @@ class StageLink:
 
 
 class Stage:
-    """One stage, as one of its ranks sees it. Belongs to the device thread.
+    """One stage, as one of its ranks sees it. Belongs to the device thread."""
 
-    Args:
-        before, after: To the ranks of the neighbouring stages; None at the ends.
-    """
-
-    def __init__(
-        self, index: int, num_stages: int, before: StageLink | None, after: StageLink | None
-    ) -> None:
+    def __init__(self, index: int, before: StageLink | None, after: StageLink | None) -> None:
+        """Link to the ranks of the stages before and after; None at the ends."""
         self.index = index
-        self.num_stages = num_stages
         self._before = before
         self._after = after
         self.on_taken_in: Callable[[], None] = lambda: None
@@ -104,7 +91,7 @@ class Stage:
         if self._after is not None:
             self._after.send(torch.zeros(1, device=self._after.device))
 
-    def taken_in(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    def take_in(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """Return the hidden states of the stage before; None: this is the first."""
         if self._before is None:
             return None
@@ -117,12 +104,37 @@ class Stage:
         self._after.send(hidden)
 
 
+def run_stage(
+    model: PreTrainedModel,
+    stage: Stage | None,
+    token_ids: torch.Tensor,
+    arguments: dict[str, Any],
+    keep: torch.Tensor | int,
+) -> torch.Tensor:
+    """Run a model, or a stage of it between those before and after; return the last stage's logits.
+
+    Args:
+        token_ids: [1, num_tokens] int64; a stage that is not the first takes hidden states instead.
+        arguments: More of the model's own.
+        keep: Rows whose logits are wanted; 0: all.
+    """
+    hidden = None
+    if stage is not None:
+        hidden_size: int = model.config.get_text_config().hidden_size
+        hidden = stage.take_in((*token_ids.shape, hidden_size), model.dtype)
+    arguments |= {"input_ids": token_ids} if hidden is None else {"inputs_embeds": hidden}
+    if stage is not None and not stage.is_last:
+        handed_on: torch.Tensor = model.base_model(**arguments).last_hidden_state
+        stage.hand_on(handed_on)
+        return handed_on[0, :0]
+    logits: torch.Tensor = model(**arguments, logits_to_keep=keep).logits[0]
+    return logits
+
+
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     """Return the decoder layers of a causal model that can be cut.
 
-    Raises:
-        ConfigError: the family's decoder has no `layers` and `norm`.
-    """
+    Raises ConfigError if the family's decoder has no `layers` and `norm`."""
     decoder = model.base_model
     layers: object = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not isinstance(getattr(decoder, "norm", None), nn.Module):
@@ -135,9 +147,7 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
 def cut_to_stage(model: PreTrainedModel, layers: range) -> None:
     """Keep these layers of a causal model, in place, and of its ends what they need.
 
-    Raises:
-        ConfigError: the family's decoder has no `layers` and `norm`.
-    """
+    Raises ConfigError if the family's decoder has no `layers` and `norm`."""
     decoder = model.base_model
     config = model.config.get_text_config()
     num_layers: int = config.num_hidden_layers

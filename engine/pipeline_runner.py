@@ -1,20 +1,21 @@
-"""Runner of a pipeline on CPUs: a step is told to all stages at once, and ends in the last.
+"""Runner of a pipeline on CPUs: a step is sent to all stages at once, and ends in the last.
 
     stage 0        c0 | c1 | c2 | c3
     stage 1             c0 | c1 | c2 | c3
     stage 2 (ours)           c0 | c1 | c2 | c3
 
-The first rank launches a step by telling the others of it, which takes no time, and computes
-its own share when the step is resolved; by then the stages before it are at later chunks.
-Every rank has the same block tables, so a block id means the same place in each cache.
+The first rank launches a step by sending it to the others, which takes no time, and computes its own share
+when the step is resolved; by then the stages before it are at later chunks. Every rank has the same block
+tables, so a block id means the same place in each cache.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 
 import torch
 
@@ -28,32 +29,13 @@ from engine.paged_cache import PagedCache
 from engine.pipeline import Stage, layers_of
 from engine.ranks import Ranks
 from engine.runner import run_batch
-from engine.step import LayerGroup, StepPlan, StepResult, arrivals_of, loads_of
-
-
-@dataclass(slots=True, eq=False)
-class PipelinedStep:
-    """A step that all stages were told of."""
-
-    plan: StepPlan
-    batch: Batch
-    layer_groups: tuple[LayerGroup, ...]
-    """Of each stage, in their order."""
-    has_run: threading.Event
-    """On this rank, or failed to."""
-    is_broken: bool = True
-    """Until it has run."""
+from engine.step import LaunchedStep, LayerGroup, StepPlan, StepResult, arrivals_of, loads_of
 
 
 class PipelineRunner:
     """Owns this rank's share of the model while a step runs. Belongs to the device thread.
 
-    `launch` may be called while another thread is in `resolve`.
-
-    Args:
-        stage: That the model was cut to.
-        stage_layers: Of each stage.
-        ranks: The others, on the first.
+    `launch` may be called while another thread resolves a step. Only the first rank has `ranks`, the others.
     """
 
     def __init__(
@@ -81,29 +63,28 @@ class PipelineRunner:
 
     @property
     def prefix_parts(self) -> tuple[int, ...]:
-        """Of this rank's layers; every rank waits for its own."""
+        """Parts in which this rank's layers of a prefix come; every rank waits for its own."""
         return prefix_parts(self._hooks.num_layers)
 
-    def launch(self, plan: StepPlan) -> PipelinedStep:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Have the stages before begin with a step."""
         assert self._ranks is not None, "the first rank launches"
         batch = build_batch(plan, self._cache.layout.block_size, self._model.device)
-        step = PipelinedStep(plan, batch, (), threading.Event())
-        self._ranks.tell(batch_numbers(batch), loads_of(plan))
-        step.layer_groups = stage_groups(
-            self._stage_layers, self._ranks, functools.partial(_wait_for_own, step)
-        )
-        return step
+        self._ranks.send_step(batch_numbers(batch), loads_of(plan))
+        own: Future[None] = Future()
+        groups = stage_groups(self._stage_layers, self._ranks, own.result)
+        return LaunchedStep(partial(self._resolve, plan, batch, own), groups)
 
-    def resolve(self, step: PipelinedStep) -> StepResult:
-        """Run the last stage's share of a step, once the stages before have run theirs."""
+    def _resolve(self, plan: StepPlan, batch: Batch, own: Future[None]) -> StepResult:
+        """Run the last stage's share of a step, once the stages before have run theirs; then end `own`."""
         try:
-            with self._hooks.waiting_for(arrivals_of(step.plan)):
-                result = run_batch(self._model, self._cache, step.batch, step.plan)
-            step.is_broken = False
+            with self._hooks.waiting_for(arrivals_of(plan)):
+                result = run_batch(self._model, self._cache, batch, plan)
+            own.set_result(None)
             return replace(result, busy_s=self._clock.now_s() - self._began_s)
         finally:
-            step.has_run.set()
+            if not own.done():
+                own.set_exception(LostError("the step that this sequence was in failed; see the node's log"))
 
     def follow(self, numbers: torch.Tensor, arrivals: list[PrefixArrivals]) -> Callable[[], None]:
         """Run this rank's share of a step of the first rank's."""
@@ -118,28 +99,18 @@ class PipelineRunner:
 def stage_groups(
     stage_layers: tuple[int, ...], ranks: Ranks, wait_for_own: Callable[[], None]
 ) -> tuple[LayerGroup, ...]:
-    """Return when which layers of the step that was told of last are computed: stage by stage.
+    """Return a group of layers for each stage, in the step that was sent last.
 
-    Args:
-        wait_for_own: For the first rank's share of it.
-    """
-    groups: list[LayerGroup] = []
-    first = 0
-    for stage, count in enumerate(stage_layers):
-        of_stage = ranks.shape.ranks_of(stage)
-        others = functools.partial(ranks.wait_ran, of_stage, ranks.num_told)
-        wait = functools.partial(_wait_for_both, wait_for_own, others) if 0 in of_stage else others
-        groups.append(LayerGroup(first, count, wait))
-        first += count
-    return tuple(groups)
+    `wait_for_own` blocks until the first rank has run its share."""
+    step = ranks.num_sent_steps
 
+    def wait(of_stage: list[int]) -> None:
+        if 0 in of_stage:
+            wait_for_own()
+        ranks.wait_ran(of_stage, step)
 
-def _wait_for_both(one: Callable[[], None], other: Callable[[], None]) -> None:
-    one()
-    other()
-
-
-def _wait_for_own(step: PipelinedStep) -> None:
-    step.has_run.wait()
-    if step.is_broken:
-        raise LostError("the step that this sequence was in failed; see the node's log")
+    firsts = [0, *accumulate(stage_layers)]
+    return tuple(
+        LayerGroup(firsts[stage], count, partial(wait, ranks.shape.ranks_of(stage)))
+        for stage, count in enumerate(stage_layers)
+    )

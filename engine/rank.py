@@ -1,7 +1,7 @@
 """`python -m engine.rank`: one of the other ranks of an engine; see `engine/ranks.py`.
 
-Builds what rank 0 builds, in the same order, and follows its steps until the pipe ends. A rank
-of a node, whose KV travels, is `node/rank.py`.
+Builds what rank 0 builds, in the same order, and follows its steps. A rank whose KV travels is
+`node/rank.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.runner import Follower
 
 
 def main() -> NoReturn:
-    """Follow rank 0 to its end. What cannot be served is rank 0's to tell."""
+    """Follow rank 0 to its end, which reports what cannot be served."""
     clock = SystemClock()
     spec, group, pipe = join_ranks()
     try:

@@ -1,16 +1,14 @@
 """Where the ranks of one engine stand, and the process groups that join them.
 
-An engine of X pipeline stages of T ranks each has X * T ranks. Rank 0 is the engine: it
-schedules, and it is in the last stage, because that is where tokens come out: a step that has
-ended there has ended everywhere, so what it computed may be published, and no answer has to
-travel back. So stage 0 begins at rank T, and the last stage is ranks 0 to T - 1.
+An engine of X pipeline stages of T ranks each has X * T ranks. Rank 0 is the engine: it schedules, and it is
+in the last stage, where tokens come out: a step that has ended there has ended everywhere, so its KV may be
+published, and no answer has to travel back. Stage 0 begins at rank T, and the last stage is ranks 0 to T - 1.
 
     rank        0 1    2 3    4 5        (X = 3, T = 2)
     stage        2      0      1
 
-Ranks with the same place in neighbouring stages have a group of two: over NCCL that is a
-communicator and a stream of its own for each link, so a stage receives one chunk while it
-sends another.
+Ranks with the same place in neighbouring stages have a group of two: over NCCL that is a communicator and a
+stream of its own for each link, so a stage receives one chunk while it sends another.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from engine.pipeline import Stage, StageLink
 from engine.tensor_parallel import TensorGroup
 
 TIMEOUT_S = 300.0
-"""For a rank to join, load and take part; loading differs by as much as the disk does."""
+"""Time that a rank has to join, load and take part; loading differs by as much as the disk does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class GroupShape:
     """How many ranks an engine has, and how they share the model."""
 
     tensor: int = 1
-    """Ranks of a stage; each has some of the heads of its layers."""
+    """Number of ranks of a stage; each has some of the heads of its layers."""
     stages: int = 1
 
     @property
@@ -59,19 +57,16 @@ class RankGroup:
 
     world: TensorGroup
     tensor: TensorGroup | None
-    """Of its own stage; None: it is alone in it."""
+    """The ranks of its own stage; None: it is alone in it."""
     stage: Stage | None
-    """None: there is one."""
+    """The stage of this rank; None: there is one alone."""
     device: torch.device
 
 
 def join_group(rank: int, shape: GroupShape, folder: Path, is_gpu: bool) -> RankGroup:
-    """Return when all ranks are there. Every rank calls this.
+    """Return when all ranks are there. Every rank calls this, with the same empty folder of this host.
 
-    Args:
-        folder: Empty, of this host, the same for all; not used once this has returned.
-        is_gpu: A GPU each, by number, and NCCL; otherwise CPUs and gloo.
-    """
+    On GPUs each has one, by number, and NCCL; otherwise there is gloo. The folder is not used afterwards."""
     device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
     # All ranks are on this host. Otherwise gloo listens where the host's name leads, for anybody.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -117,6 +112,6 @@ def _stage(rank: int, shape: GroupShape, device: torch.device) -> Stage:
                 after = StageLink(group, pair[1], device)
             if place == own_place and stage + 1 == own_stage:
                 before = StageLink(group, pair[0], device)
-    made = Stage(own_stage, shape.stages, before, after)
+    made = Stage(own_stage, before, after)
     made.try_links()
     return made

@@ -1,14 +1,13 @@
-"""The processes that hold one model together: how they start, hear of a step, and end.
+"""The processes that hold one model together: how they start, receive steps, and end.
 
-Rank 0 is the engine. It starts the others and writes to the standard input of each: a
-line of JSON that says what to load, then frames: a step, which is a row of int64, or a
-message, which means nothing here. They answer on their standard output: that a step has
-run, or a message. There is nothing else to agree on, because all ranks build the same engine
-in the same order and what a step sends and sums makes them wait for each other. The end of
-that pipe, however it comes, ends a rank: no rank outlives its engine, and none has to be asked.
+Rank 0 is the engine. It starts the others and writes to the standard input of each: a line of JSON that says
+what to load, then frames: a step, which is a row of int64, or a message, which means nothing here. They
+answer on their standard output: that a step has run, or a message. Nothing else is to be agreed on, because
+all ranks build the same engine in the same order and wait for each other by what a step sends and sums. The
+end of that pipe, however it comes, ends a rank: no rank outlives its engine, and none has to be asked.
 
-A collective over pickled objects was weighed: no pickle is read anywhere here, and a
-rank that waits in a collective for a step that comes in an hour looks like a hung one.
+A collective over pickled objects was weighed: no pickle is read anywhere here, and a rank that waits in a
+collective for a step that comes in an hour looks like a hung one.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from engine.rank_group import GroupShape, RankGroup, join_group
 from engine.runner import Follower, ThreadBound
 
 END_S = 10.0
-"""For a rank to end by itself."""
+"""Time that a rank has to end by itself."""
 
 NUMBER_BYTES = 8
 
@@ -44,12 +43,12 @@ OnMessage = Callable[[bytes], None]
 
 
 class PipeFrame(Enum):
-    """What a frame is."""
+    """The kinds of frames."""
 
     STEP = b"s"
-    """To a rank: numbers for `follow`."""
+    """Rank 0 sends numbers for `follow`."""
     RAN = b"r"
-    """To rank 0: the next of the steps has run, and its KV is in the cache."""
+    """Another rank reports that it has run the next step, whose KV is in the cache."""
     MESSAGE = b"m"
 
 
@@ -83,12 +82,11 @@ class Pipe:
 
 
 class Ranks:
-    """Owns the processes of the other ranks. `tell` belongs to the device thread."""
+    """Owns the processes of the other ranks. `send_step` belongs to the device thread."""
 
     def __init__(self, shape: GroupShape) -> None:
         self.shape = shape
-        self.num_told = 0
-        """Steps."""
+        self.num_sent_steps = 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Pipe] = []
         self._changed = threading.Condition()
@@ -96,7 +94,7 @@ class Ranks:
         self._lost: int | None = None
         self._is_closing = False
         self.is_starting = True
-        """Until whoever builds the engine says that it is built."""
+        """True until whoever builds the engine says that it is built."""
         self._on_message: dict[int, OnMessage] = {}
         self._on_lost: Callable[[], None] = lambda: None
         self._on_step: Callable[[int, int], None] = lambda rank, step: None
@@ -116,27 +114,21 @@ class Ranks:
         process.stdin.flush()
         threading.Thread(target=self._listen, args=(rank, pipe), name=f"rank-{rank}", daemon=True).start()
 
-    def tell(self, numbers: torch.Tensor, loads: Sequence[int] = ()) -> None:
-        """Send a row of int64 to every other rank, for its `follow`.
+    def send_step(self, numbers: torch.Tensor, loads: Sequence[int] = ()) -> None:
+        """Send a row of int64 to every other rank, for its `follow`, and the names of the loads that it
+        reads.
 
-        Args:
-            loads: That the step reads, by their names (`engine/arrivals.py`).
-
-        Raises:
-            OSError: a rank has ended.
-        """
+        Raises OSError if a rank has ended."""
         row = torch.cat([torch.tensor([len(loads), *loads]), numbers]).numpy().tobytes()
-        self.num_told += 1
-        self._on_step(0, self.num_told)
+        self.num_sent_steps += 1
+        self._on_step(0, self.num_sent_steps)
         for pipe in self._pipes:
             pipe.send(PipeFrame.STEP, row)
 
     def wait_ran(self, ranks: list[int], step: int) -> None:
         """Block until those of `ranks` that are not rank 0 have run step number `step`.
 
-        Raises:
-            LostError: a rank has ended.
-        """
+        Raises LostError if a rank has ended."""
         others = [rank for rank in ranks if rank]
         with self._changed:
             self._changed.wait_for(
@@ -157,12 +149,13 @@ class Ranks:
         self._on_message[rank] = listener
 
     def on_step(self, listener: Callable[[int, int], None]) -> None:
-        """Call `listener`, on some thread, with a rank that reports its steps and the number of one that
-        it has run; with rank 0 when all are told of one. For who wants to know when."""
+        """Call `listener`, on some thread, with a rank and the number of the step that it has run.
+
+        A rank that does not report its steps never comes; rank 0 comes when a step is sent to all."""
         self._on_step = listener
 
     def on_lost(self, listener: Callable[[], None]) -> None:
-        """Call `listener`, on some thread, when a rank ends that was not told to; at once if one has."""
+        """Call `listener`, on some thread, when a rank ends that nobody asked to; at once if one has."""
         with self._changed:
             self._on_lost = listener
             is_lost = self._lost is not None
@@ -213,8 +206,8 @@ class Ranks:
     def _end_start(self) -> None:
         """End this process if it still waits for a rank that ended before the engine was built.
 
-        It may be in a collective, out of which nothing else gets it before `TIMEOUT_S`. If what
-        is wrong is known here too, it has been said by now.
+        It may be in a collective, out of which nothing else gets it before `TIMEOUT_S`. If what is wrong is
+        known here too, it has been reported by now.
         """
         if self.is_starting and not self._is_closing:
             logging.getLogger(__name__).critical("rank %s has ended before the engine was built", self._lost)
@@ -226,11 +219,8 @@ def start_ranks(
 ) -> tuple[Ranks, RankGroup]:
     """Start the ranks from 1 on, join them as rank 0, and return when all are there.
 
-    Args:
-        module: Run in each as `python -m module`; begins with `join_ranks`.
-        spec: What `join_ranks` gives to each; JSON.
-        is_gpu: A GPU each, by number; otherwise CPUs.
-    """
+    Each runs `python -m module`, which begins with `join_ranks`, to which `spec` goes as JSON. On GPUs, each
+    has one, by number."""
     ranks = Ranks(shape)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -259,16 +249,15 @@ def join_ranks() -> tuple[dict[str, Any], RankGroup, Pipe]:
 def follow_steps(
     pipe: Pipe, device: torch.device, runner: Follower, on_message: OnMessage, arriving: ArrivingBlocks
 ) -> NoReturn:
-    """Run the steps that rank 0 tells of until its pipe ends; that is the end of the process.
+    """Run the steps that rank 0 sends until its pipe ends; that is the end of the process.
 
-    A step that fails ends it too: this rank's share of the cache is not what the others take
-    it for, and rank 0 learns of it by the end of the pipe.
+    A step that fails ends it too: this rank's share of the cache is not what the others take it for, and rank
+    0 learns of it by the end of the pipe.
 
     Args:
-        device: Of this rank.
-        runner: Of this rank.
-        on_message: Called with each message, whatever step runs, and before steps that were told of later.
-        arriving: What messages have brought to load.
+        device, runner: This rank's.
+        on_message: Called with each message, whatever step runs, and before steps that were sent later.
+        arriving: The loads that messages have begun.
     """
 
     def begin() -> None:

@@ -15,17 +15,14 @@ from engine.batch import Batch, batch_from_numbers, batch_numbers, build_batch
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
 from engine.sampler import sample
-from engine.step import StepPlan, StepResult, wait_for_prefixes
+from engine.step import StepPlan, StepResult, result_of, wait_for_prefixes
 from engine.swap_space import HostBlocks
 
-Tell = Callable[[torch.Tensor], None]
+SendStep = Callable[[torch.Tensor], None]
 """Sends a row of int64 on the host to the other ranks of a model, for their `follow`."""
-
 
 Wait = Callable[[], None]
 """Blocks until a step has run, on any thread."""
-
-Follow = Callable[[torch.Tensor, list[PrefixArrivals]], Wait | None]
 
 
 @runtime_checkable
@@ -33,44 +30,39 @@ class ThreadBound(Protocol):
     """A runner that has something to make ready on the device thread, which no other thread can."""
 
     def begin(self) -> None:
-        """Called on the device thread before its first step; may raise anything."""
-        ...
+        """Make it ready, on the device thread before its first step; may raise anything."""
 
 
 @runtime_checkable
 class Follower(Protocol):
-    """What a rank that is not the first runs."""
+    """The runner of a rank that is not the first."""
 
     def follow(self, numbers: torch.Tensor, arrivals: list[PrefixArrivals]) -> Wait | None:
-        """Run or queue this rank's share of a step of which the first rank told; may raise anything.
+        """Run or queue this rank's share of a step that the first rank has sent; may raise anything.
 
-        Args:
-            arrivals: Of prefixes that it reads and that are still being loaded on this rank.
-
-        Returns what waits for it, where somebody has to know that this rank has run it; None:
-        when it has run on the first rank, it has on this one.
+        The step reads `arrivals`, which are still being loaded on this rank. Returns what waits for the step,
+        where somebody has to know that this rank has run it; None: it has when the first rank has.
         """
-        ...
 
 
 class Runner:
     """Owns the model and the cache while a step runs.
 
     Args:
-        tell: Where the model is cut into ranks, on the first.
-        host_blocks: Where preempted sequences' blocks go; None: plans move none.
+        send_step: Reaches the other ranks of a model that is cut, on the first.
+        host_blocks: Memory that preempted sequences' blocks go to; None: plans move none.
     """
 
     def __init__(
         self,
         model: PagedModel,
         cache: PagedCache,
-        tell: Tell | None = None,
+        send_step: SendStep | None = None,
         host_blocks: HostBlocks | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
-        self._tell = tell
+        self._send_step = send_step
         self._host_blocks = host_blocks
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -81,18 +73,15 @@ class Runner:
         if not plan.entries:
             return StepResult(())
         batch = build_batch(plan, self._cache.layout.block_size, self._model.device)
-        if self._tell is not None:
-            self._tell(batch_numbers(batch))
+        if self._send_step is not None:
+            self._send_step(batch_numbers(batch))
         return run_batch(self._model, self._cache, batch, plan)
 
     def follow(self, numbers: torch.Tensor, arrivals: list[PrefixArrivals]) -> None:
-        """Run this rank's share of a step of the first rank's, who samples, and has waited for prefixes."""
+        """Run this rank's share of a step of the first rank's, which samples and has waited for prefixes."""
         self._model.forward(batch_from_numbers(numbers, self._model.device), self._cache)
 
 
 def run_batch(model: PagedModel, cache: PagedCache, batch: Batch, plan: StepPlan) -> StepResult:
     """Compute a plan's tokens, write their KV, and sample where the plan says so."""
-    logits = model.forward(batch, cache)
-    sampling = [entry.sequence for entry in plan.entries if entry.samples]
-    tokens = iter(sample(logits, sampling))
-    return StepResult(tuple(next(tokens) if entry.samples else None for entry in plan.entries))
+    return result_of(plan, sample(model.forward(batch, cache), plan.sampling))

@@ -1,21 +1,17 @@
 """Sampler: logits to token ids, for a whole batch at once.
 
-The order is fixed: penalties, logit bias, stop tokens held back by `min_tokens`,
-temperature, min-p, top-k, top-p, draw. Log probabilities are those of the model, before
-all that, as OpenAI's are.
+The order is fixed: penalties, logit bias, stop tokens held back by `min_tokens`, temperature, min-p, top-k,
+top-p, draw. Log probabilities are those of the model, before all that, as OpenAI's are. Work that no sequence
+of the batch asks for is not done; a greedy batch is one argmax.
 
-The draw divides each probability by exponential noise of its own and takes the largest
-(the Gumbel-max trick). The noise is a pure function of (seed, position), on one kind of
-device: a sequence that is preempted, or goes on on another node, draws what it would have
-drawn. The inverse of the cumulative distribution, with one number for each token, was
-weighed: logits differ in their last bits with the size of the batch, and of 49,000 tokens
-at a high temperature each is so narrow that such a bit moves the number into a neighbour.
-Here it decides only between two tokens that are that close to equal.
+The draw divides each probability by exponential noise of its own and takes the largest (the Gumbel-max
+trick). The noise is a pure function of (seed, position), on one kind of device: a sequence that is preempted,
+or goes on on another node, draws what it would have drawn. The inverse of the cumulative distribution was
+weighed: logits differ in their last bits with the size of the batch, and of 49,000 tokens at a high
+temperature each is so narrow that such a bit moves the draw to a neighbour. Here it decides only between two
+tokens that close to equal.
 
-A GPU draws in `kernels/sample_rows.py`; of this file it takes what comes before, and the
-log probabilities.
-
-Work that no sequence of the batch asks for is not done; a greedy batch is one argmax.
+A GPU draws in `kernels/sample_rows.py`; from this file it takes what comes before, and the log probabilities.
 """
 
 from __future__ import annotations
@@ -27,27 +23,22 @@ from collections.abc import Sequence as Rows
 import torch
 
 from base.request import SampledToken, SamplingParams, TokenLogprobs
-from engine.sequence import Sequence
+from engine.sequence import Sequence, has_penalty
 
 MASK_64 = (1 << 64) - 1
 
 CANDIDATES = 1024
-"""Most likely tokens that top-p is looked for in first: sorting a whole vocabulary costs
-12 ms a row on a CPU, as much as the model."""
+"""Number of most likely tokens among which top-p is looked for first.
+
+Sorting a whole vocabulary costs 12 ms a row on a CPU, as much as the model."""
 
 GREEDY_BELOW = 1e-4
 """A temperature under which only the best token is left, and logits over it overflow."""
 
-NEGATIVE_INFINITY = float("-inf")
-
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[SampledToken]:
-    """Return the next token of each sequence.
-
-    Args:
-        logits: [num_seqs, vocab_size], any floating dtype; not changed.
-    """
+    """Return the next token of each sequence from logits [num_seqs, vocab_size], which are not changed."""
     if not sequences:
         return []
     logits = logits.float()
@@ -56,7 +47,7 @@ def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[SampledToken
     # The host waits for the device here: the tokens are what the step is for.
     chosen: list[int] = token_ids.tolist()
     logprobs = logprobs_of(logits, token_ids, sequences)
-    return [SampledToken(token_id, logprobs[row]) for row, token_id in enumerate(chosen)]
+    return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen)]
 
 
 def needs_logits(sequence: Sequence) -> bool:
@@ -67,9 +58,7 @@ def needs_logits(sequence: Sequence) -> bool:
 def noise_seed(seed: int, position: int) -> int:
     """Return the 64 bits that the noise of one position of a sequence is made from.
 
-    SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", OOPSLA
-    2014), the position as the stream.
-    """
+    SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014) by position."""
     state = _mix64((seed & MASK_64) ^ 0x9E3779B97F4A7C15)
     return _mix64(state + position * 0x9E3779B97F4A7C15)
 
@@ -85,25 +74,17 @@ def shape_logits(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tenso
     """Return the logits after penalties, bias and held-back stop tokens; a copy if any applies."""
     shaped = logits
     for row, sequence in enumerate(sequences):
-        changes = _has_penalty(sequence.sampling) or sequence.sampling.logit_bias or _held_back(sequence)
-        if not changes:
+        held_back = _held_back(sequence)
+        if not (has_penalty(sequence.sampling) or sequence.sampling.logit_bias or held_back):
             continue
         shaped = logits.clone() if shaped is logits else shaped
         _penalise(shaped[row], sequence)
         if sequence.sampling.logit_bias:
             ids, values = zip(*sequence.sampling.logit_bias, strict=True)
             shaped[row, list(ids)] += torch.tensor(values, dtype=shaped.dtype, device=shaped.device)
-        if held_back := _held_back(sequence):
-            shaped[row, held_back] = NEGATIVE_INFINITY
+        if held_back:
+            shaped[row, held_back] = float("-inf")
     return shaped
-
-
-def _has_penalty(sampling: SamplingParams) -> bool:
-    return (
-        sampling.repetition_penalty != 1.0
-        or sampling.presence_penalty != 0.0
-        or sampling.frequency_penalty != 0.0
-    )
 
 
 def _held_back(sequence: Sequence) -> list[int]:
@@ -166,8 +147,7 @@ def _draw(logits: torch.Tensor, params: list[SamplingParams], seeds: list[int]) 
 def _truncate(probs: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     """Return the probabilities with those outside top-k, then top-p, 0; the order stays that of ids.
 
-    Each row is cut at a value, so that equals are kept or dropped together: where equals
-    would come in a sort must not decide what is drawn.
+    Each row is cut at a value, so that equals are kept or dropped together, whatever order a sort gives them.
     """
     vocab_size = probs.shape[-1]
     limits = torch.tensor(
@@ -192,17 +172,17 @@ def _truncate(probs: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor
 
 def logprobs_of(
     logits: torch.Tensor, token_ids: torch.Tensor, sequences: Rows[Sequence]
-) -> dict[int, TokenLogprobs | None]:
-    """Return each row's log probabilities, None where none are asked for."""
+) -> dict[int, TokenLogprobs]:
+    """Return the log probabilities of the rows that ask for them."""
     wanted = [row for row, sequence in enumerate(sequences) if sequence.num_logprobs is not None]
-    result: dict[int, TokenLogprobs | None] = dict.fromkeys(range(len(sequences)))
     if not wanted:
-        return result
+        return {}
     rows = torch.tensor(wanted, device=logits.device)
     logprobs = logits[rows].log_softmax(-1)
     chosen = logprobs.gather(-1, token_ids[rows, None])[:, 0].tolist()
     top = logprobs.topk(max(sequences[row].num_logprobs or 0 for row in wanted), dim=-1)
     values, ids = top.values.tolist(), top.indices.tolist()
+    result = {}
     for index, row in enumerate(wanted):
         count = sequences[row].num_logprobs or 0
         pairs = tuple(zip(ids[index][:count], values[index][:count], strict=True))

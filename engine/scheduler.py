@@ -1,24 +1,24 @@
 """Scheduler of one engine: which tokens of which sequences the next step computes.
 
-There is no prefill phase and no decode phase in here. A sequence has a number of tokens
-and a number of them that are computed, and each step lets the second catch up with the
-first; when it has, the next token is sampled. Chunked prefill, prefix hits, hand-off
-from another node and recomputation after preemption all fall out of that.
+There is no prefill phase and no decode phase in here. A sequence has a number of tokens and a number of them
+that are computed, and each step lets the second catch up with the first; when it has, the next token is
+sampled. Chunked prefill, prefix hits, hand-off from another node and recomputation after preemption follow
+from that.
 
 Rules:
-* A sequence one token behind always runs; prompts share what those leave of `chunk_tokens` a step, half
-  of it at least.
-* Sequences go by rank: priority, then arrival. Admission is in that order, and takes
-  the blocks of all known tokens at once, so that only growth can run out of blocks.
-* A running sequence that needs a block may take it from sequences of lower rank, lowest
-  first (preemption). Those are recomputed, or their blocks move to host memory and back, whichever
-  is cheaper; what moves out comes free a step later. One that finds nobody below it keeps
-  what it has and waits. The first in rank can take from everybody, so there is progress.
-* The first of those that wait for blocks has a promise of the pool's: what comes free is
-  not set aside for other nodes before it has started.
+* A sequence one token behind always runs; prompts share what those leave of `chunk_tokens` a step, half of it
+  at least.
+* Sequences go by rank: priority, then arrival. Admission is in that order, and takes the blocks of all known
+  tokens at once, so that only growth can run out of blocks.
+* A running sequence that needs a block may take it from sequences of lower rank, lowest first (preemption).
+  Those are recomputed, or their blocks move to host memory and back, whichever is cheaper; what moves out
+  comes free a step later. One that finds nobody below it keeps what it has and waits. The first in rank can
+  take from everybody, so there is progress.
+* The first of those that wait for blocks has a promise of the pool's: what comes free is not set aside for
+  other nodes before it has started.
 * A sequence that could not finish in an empty pool is refused when it is added.
-* A step may be planned while others are under way: what they compute is not planned again,
-  a sequence whose next token they sample waits for it, and what they write to is not taken.
+* A step may be planned while others are under way: what they compute is not planned again, a sequence whose
+  next token they sample waits for it, and what they write to is not taken.
 
 Pure: no I/O, no clock. Belongs to the event loop.
 """
@@ -54,12 +54,7 @@ class Scheduler:
         chunk_attention: float = 0.0,
         swap_space: SwapSpace | None = None,
     ) -> None:
-        """Begin without sequences.
-
-        Args:
-            chunk_attention: See `chunk_sizes.py`; 0: all chunks have `chunk_tokens`.
-            swap_space: None: whoever is preempted is recomputed.
-        """
+        """Begin without sequences; `chunk_attention` is explained in `chunk_sizes.py`."""
         self._pool = pool
         self.block_size = block_size
         self.chunk_tokens = chunk_tokens
@@ -73,7 +68,7 @@ class Scheduler:
         self._swap_space = swap_space or SwapSpace(0, 0.0)
         self.num_preemptions = 0
         self.num_swaps = 0
-        """Preemptions that moved blocks."""
+        """Number of preemptions that moved blocks."""
 
     @property
     def num_waiting(self) -> int:
@@ -97,35 +92,17 @@ class Scheduler:
         """Queue a sequence. If its block table is filled, those blocks become the scheduler's.
 
         Raises:
-            InvalidRequestError: the prompt is empty or leaves no room for a token, or a token
-                id is outside the vocabulary.
+            InvalidRequestError: the prompt is empty or too long for one more token, or a token id is
+                outside the vocabulary.
             CapacityError: it could not finish even if it had the whole pool.
         """
-        self.require_possible(sequence.num_prompt_tokens, sequence.stop.max_tokens)
+        self._require_possible(sequence.num_prompt_tokens, sequence.stop.max_tokens)
         # In a step, such a token would end every sequence of that step. What is computed was looked at.
         self._require_tokens("prompt", sequence.token_ids[sequence.num_computed_tokens :])
         self._require_tokens("logit_bias", [token_id for token_id, _ in sequence.sampling.logit_bias])
         self._require_tokens("stop_token_ids", sequence.stop.stop_token_ids)
         sequence.extend_hashes(self.block_size)
         insort(self._waiting, sequence, key=lambda item: item.rank)
-
-    def require_possible(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise as `add` does for a prompt that can never be served."""
-        if not num_prompt_tokens:
-            raise InvalidRequestError("the prompt is empty", param="prompt")
-        if num_prompt_tokens >= self.max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {num_prompt_tokens} tokens; this model takes "
-                f"{self.max_model_len} with the answer",
-                param="prompt",
-            )
-        # The last token is returned and never computed.
-        longest = min(num_prompt_tokens + max_tokens, self.max_model_len) - 1
-        if self._num_blocks(longest) > self._pool.num_blocks:
-            raise CapacityError(
-                f"{longest} tokens need {self._num_blocks(longest)} blocks; "
-                f"the whole cache has {self._pool.num_blocks}"
-            )
 
     def release(self, sequence: Sequence) -> None:
         """Forget a sequence and give its blocks back. Again, or unknown: no effect."""
@@ -176,12 +153,11 @@ class Scheduler:
         return _plan(entries, swaps) if entries or swaps else None
 
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """Return the step after `plan`, whose result is not known yet; None if that has to be.
+        """Return the step after `plan`, whose result is not known yet; None if the result is needed first.
 
-        Every sequence of `plan` that its length does not end goes one token further. So it
-        can be planned while none waits that could start, no sequence must have its tokens
-        known, and nobody has to lose blocks. A sequence that turns out to have ended is
-        computed once for nothing.
+        Every sequence of `plan` that its length does not end goes one token further, if none waits that
+        could start, no sequence needs its tokens known, and nobody has to lose blocks. A sequence that turns
+        out to have ended is computed once for nothing.
         """
         if self._waiting and len(self._running) < self.max_batch:
             return None
@@ -203,9 +179,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, seconds: float = 0.0) -> list[SequenceOutput]:
         """Take in a step's result: count, append, publish full blocks, end what is done.
 
-        Args:
-            seconds: That the step took; 0: not known.
-        """
+        `seconds` are how long the step took; 0: not known."""
         self.landed(plan)
         if seconds and plan.num_tokens >= self.chunk_tokens:
             self._swap_space.computed(plan.num_tokens, seconds)
@@ -227,7 +201,7 @@ class Scheduler:
         return outputs
 
     def fail(self, plan: StepPlan) -> list[SequenceOutput]:
-        """Take in that a step failed: its sequences end, and what it moved is lost."""
+        """End the sequences of a step that failed; what it moved is lost."""
         self.landed(plan)
         for swap in plan.swaps:
             if swap.is_out:
@@ -238,7 +212,7 @@ class Scheduler:
         return [SequenceOutput(sequence, (), FinishReason.ERROR) for sequence in going_on]
 
     def landed(self, plan: StepPlan) -> None:
-        """A step has ended, whatever came of it: the blocks that it moved out are free."""
+        """Give back the blocks that a step moved out, which has ended, whatever came of it."""
         self._swap_space.landed(plan.swaps)
         for swap in plan.swaps:
             if swap.is_out:
@@ -264,6 +238,23 @@ class Scheduler:
         generated = num_tokens - sequence.num_prompt_tokens
         return generated >= sequence.stop.max_tokens or num_tokens >= self.max_model_len
 
+    def _require_possible(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        if not num_prompt_tokens:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if num_prompt_tokens >= self.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt_tokens} tokens; this model takes "
+                f"{self.max_model_len} with the answer",
+                param="prompt",
+            )
+        # The last token is returned and never computed.
+        longest = min(num_prompt_tokens + max_tokens, self.max_model_len) - 1
+        if self._num_blocks(longest) > self._pool.num_blocks:
+            raise CapacityError(
+                f"{longest} tokens need {self._num_blocks(longest)} blocks; "
+                f"the whole cache has {self._pool.num_blocks}"
+            )
+
     def _require_tokens(self, param: str, token_ids: TokenIds[int]) -> None:
         # An array is read in a tenth of the time of a list; prompts have 100,000 tokens.
         numbers = np.array(array("q", token_ids))
@@ -273,8 +264,8 @@ class Scheduler:
     def _prompt_budget(self) -> int:
         """Return how many tokens of prompts the next step computes at most.
 
-        With the sequences one token behind they are `chunk_tokens`: a GPU pads a step to one of few
-        lengths, and one token more than such a length would be paid as hundreds.
+        With the sequences one token behind they are `chunk_tokens`: a GPU pads a step to one of few lengths,
+        and one token more than such a length would cost as hundreds.
         """
         num_single = sum(item.num_plannable_tokens == 1 for item in (*self._running, *self._waiting))
         return self.chunk_tokens - min(num_single, self.chunk_tokens // 2)
@@ -302,7 +293,7 @@ class Scheduler:
     def _grow(self, sequence: Sequence) -> bool:
         """Give a sequence the blocks of its tokens, preempting lower ranks if need be.
 
-        Returns False if there are none, or none before the blocks of others have moved out.
+        Returns False if there are none, or none until blocks of others have moved out.
         """
         missing = self._num_missing_blocks(sequence)
         while missing > self._pool.num_available + self._swap_space.num_leaving_blocks:
@@ -380,8 +371,8 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         self.num_preemptions += 1
-        # A prompt half done is computed again: who sends its KV may read it before it is back. So is
-        # what may turn out to be damaged.
+        # A prompt half done is computed again, because its KV may be read for sending before it is back. So
+        # is what may turn out to be damaged.
         if victim.num_generated_tokens and victim.is_proven and victim.num_computed_tokens:
             self.num_swaps += self._swap_space.move_out(victim, self._num_blocks(victim.num_computed_tokens))
         self._give_back(victim)
@@ -397,7 +388,7 @@ class Scheduler:
         sequence.num_published_blocks = 0
 
     def publish(self, sequence: Sequence) -> None:
-        """Let others match its full blocks, unless what it came with may still be damaged."""
+        """Let others match the full blocks of `sequence`, unless what it came with may be damaged."""
         if not sequence.is_proven:
             return
         sequence.extend_hashes(self.block_size)

@@ -1,8 +1,8 @@
 """Self-check at start: our logits against those that the model's family computes itself.
 
-A family whose attention does not do what we take it to do raises nothing and answers
-wrongly. A few dozen tokens find that out: two chunks and a decode step over blocks that
-are neither in order nor adjacent, against one eager pass over the whole.
+A family whose attention does not do what we take it to do raises nothing and answers wrongly. A few dozen
+tokens find that out: two chunks and a decode step over blocks that are neither in order nor adjacent, against
+one eager pass over the whole.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ CHECKED_CHUNKS = (21, 27, 1)
 """Tokens of each step; no multiple of any block size. 49 tokens are past small windows."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-"""Relative error of the worst step: two correct passes in float32 differ by 1e-6 and
-in bfloat16 by 1e-2; a wrong one is near 1."""
+"""Relative error of the worst step: two correct passes differ by 1e-6 in float32 and by 1e-2 in bfloat16; a
+wrong one is near 1."""
 
 
 def eager_logits(model: PagedModel) -> torch.Tensor:
@@ -33,12 +33,9 @@ def eager_logits(model: PagedModel) -> torch.Tensor:
 
 
 def require_faithful(model: PagedModel, layout: KvLayout, expected: torch.Tensor | None = None) -> None:
-    """Raise ConfigError, naming the family, unless our logits equal eager attention's.
+    """Raise ConfigError, naming the family, unless our logits equal those of eager attention.
 
-    Args:
-        expected: `eager_logits`; None: found here. Of a pipeline, each stage calls this, and the
-            last one compares.
-    """
+    Each stage of a pipeline calls this with what `eager_logits` gave before the cut; the last compares."""
     error = _relative_error(model, layout, eager_logits(model) if expected is None else expected)
     # Written so that NaN is a failure.
     if not error <= TOLERANCE[model.dtype]:

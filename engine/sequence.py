@@ -1,9 +1,8 @@
 """Sequence: the token state of one request on one node.
 
-Two numbers say everything: how many tokens it has, and for how many of them the KV is
-in the cache. Whatever lies between is to be computed, or a step under way computes it. A
-new prompt, a prompt half done, a sequence that decodes, one that was preempted and one
-that came from another node differ in these numbers alone.
+Two numbers say everything: how many tokens it has, and for how many of them the KV is in the cache. Whatever
+lies between is to be computed, or a step under way computes it. A new prompt, a prompt half done, a sequence
+that decodes, one that was preempted and one that came from another node differ in these numbers alone.
 """
 
 from __future__ import annotations
@@ -15,9 +14,17 @@ from base.request import FinishReason, RequestId, SamplingParams, StopParams
 from engine.arrivals import PrefixArrivals
 
 
+def has_penalty(sampling: SamplingParams) -> bool:
+    return (
+        sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """Where the KV of a sequence's leading tokens is while it has no blocks."""
+    """The host memory slots that hold a sequence's leading tokens while it has no blocks."""
 
     slots: tuple[int, ...]
     num_tokens: int
@@ -38,27 +45,27 @@ class Sequence:
     priority: int = 0
     """Higher goes first."""
     arrived_at_s: float = 0.0
-    """On this process's clock; orders sequences of equal priority."""
+    """Moment on this process's clock; orders sequences of equal priority."""
     num_computed_tokens: int = 0
     """Leading tokens whose KV is in the blocks of `block_table`."""
     num_launched_tokens: int = 0
-    """After those, the tokens that steps under way compute."""
+    """Tokens after the computed ones that steps under way compute."""
     block_table: list[int] = field(default_factory=list)
     """Block ids in order; the sequence has one hold on each."""
     block_hashes: list[BlockHash] = field(default_factory=list)
-    """Of the leading full blocks of `token_ids`; see `extend_hashes`."""
+    """Hashes of the leading full blocks of `token_ids`; see `extend_hashes`."""
     num_matched_tokens: int = 0
     """Tokens whose KV was found here when the sequence was last admitted."""
     started_at_s: float | None = None
     """When the first step with this sequence began; None before."""
     busy_s: float = 0.0
-    """Of a pipeline: how long its last stage was at steps with this sequence."""
+    """Seconds that the last stage of a pipeline was at steps with this sequence."""
     arrivals: PrefixArrivals | None = None
-    """Of KV that is still coming into the blocks; None: what counts as computed is there."""
+    """The load that is still filling the blocks; None: what counts as computed is there."""
     is_proven: bool = True
-    """Whether the KV that it came with is known to be intact; until then none of it is published."""
+    """Whether the KV that the sequence came with is known to be intact; before, none is published."""
     swapped: Swapped | None = None
-    """Of a preempted sequence: its KV in host memory, which comes back when it runs again."""
+    """KV of a preempted sequence in host memory, which comes back when it runs again."""
     num_published_blocks: int = 0
     """Leading blocks that the pool can match."""
     finish_reason: FinishReason | None = None
@@ -66,14 +73,8 @@ class Sequence:
     """Whether sampling has to know the tokens so far, or to report more than a token."""
 
     def __post_init__(self) -> None:
-        sampling = self.sampling
-        self.needs_history = (
-            sampling.repetition_penalty != 1.0
-            or sampling.presence_penalty != 0.0
-            or sampling.frequency_penalty != 0.0
-            or self.stop.min_tokens > 0
-            or self.num_logprobs is not None
-        )
+        reports_more = self.num_logprobs is not None
+        self.needs_history = has_penalty(self.sampling) or self.stop.min_tokens > 0 or reports_more
 
     @property
     def num_tokens(self) -> int:

@@ -1,16 +1,16 @@
 """A step: what the scheduler asks of the device, and what comes back.
 
-A plan is a value. Once made it does not change, whatever the event loop does to the
-sequences meanwhile, so the device thread reads it without a lock, and a later plan can
-be made before the result of an earlier one is known.
+A plan is a value. Once made it does not change, whatever the event loop does to the sequences meanwhile, so
+the device thread reads it without a lock, and a later plan can be made before the result of an earlier one is
+known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from base.request import FinishReason, SampledToken, TokenLogprobs
+from base.request import FinishReason, SampledToken
 from engine.arrivals import PrefixArrivals
 from engine.sequence import Sequence
 from engine.swap_space import Swap
@@ -52,9 +52,14 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(entry.num_tokens for entry in self.entries)
 
+    @property
+    def sampling(self) -> list[Sequence]:
+        """The sequences of the entries that sample, in their order."""
+        return [entry.sequence for entry in self.entries if entry.samples]
+
 
 def arrivals_of(plan: StepPlan) -> list[PrefixArrivals]:
-    """Return what a step has to wait for."""
+    """Return the loads that a step has to wait for."""
     return [entry.sequence.arrivals for entry in plan.entries if entry.sequence.arrivals is not None]
 
 
@@ -75,22 +80,13 @@ class StepResult:
 
     tokens: tuple[SampledToken | None, ...]
     busy_s: float = 0.0
-    """Of a pipeline: how long the last stage was at it."""
+    """Seconds that the last stage of a pipeline was at it."""
 
 
-def sampled_tokens(
-    plan: StepPlan, token_ids: list[int], logprobs: Mapping[int, TokenLogprobs | None] | None
-) -> StepResult:
+def result_of(plan: StepPlan, sampled: Iterable[SampledToken], busy_s: float = 0.0) -> StepResult:
     """Return the result of `plan` from what its sampling entries sampled, in their order."""
-    rows = iter(range(len(token_ids)))
-    tokens: list[SampledToken | None] = []
-    for entry in plan.entries:
-        row = next(rows) if entry.samples else None
-        if row is None:
-            tokens.append(None)
-        else:
-            tokens.append(SampledToken(token_ids[row], logprobs[row] if logprobs else None))
-    return StepResult(tuple(tokens))
+    tokens = iter(sampled)
+    return StepResult(tuple(next(tokens) if entry.samples else None for entry in plan.entries), busy_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +96,17 @@ class LayerGroup:
     first: int
     count: int
     wait: Callable[[], None]
-    """Blocks until then, on any thread. Raises RuntimeError if the device failed."""
+    """Blocks until they are complete, on any thread. Raises RuntimeError if the device failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that is queued on the device."""
+
+    resolve: Callable[[], StepResult]
+    """Blocks until the step has ended and returns its tokens; may raise anything."""
+    layer_groups: tuple[LayerGroup, ...] = ()
+    """All layers, in order; empty: their KV is complete when the step has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +115,12 @@ class LaunchedChunk:
 
     entry: StepEntry
     groups: tuple[LayerGroup, ...]
-    """All layers, in order; empty where the step does not tell its layers apart."""
+    """All layers, in order; empty where the step does not report its layers one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """What one step did for one sequence. No tokens: a chunk that was not the last."""
+    """The outcome of one step for one sequence. No tokens: a chunk that was not the last."""
 
     sequence: Sequence
     tokens: tuple[SampledToken, ...]

@@ -1,16 +1,18 @@
 """Step memory: a plan's numbers as one run of int32, on the host and at a fixed place on the device.
 
-A step needs a dozen small tensors. They lie one behind the other in one buffer, so that a
-step costs one copy to the device, and at addresses that follow from the step's shape
-alone, so that a CUDA graph finds them where it was captured. A shape is rounded up to a
-size of the ladder; what is padding says so in its values (slot -1, length 0).
+This is the only place where a plan's lists become tensors. A step needs a dozen small ones. They lie one
+behind the other in one buffer, so that a step costs one copy to the device, and at addresses that follow from
+the step's shape alone, so that a CUDA graph finds them where it was captured. On a GPU a shape is rounded up
+to a size of the ladder, and padding says so in its values (slot -1, length 0); on a CPU it is the plan's own
+(`batch.py`). The tokens of all sequences lie in one row, entries of one token first.
 
-A token that an earlier step has sampled and the host does not know yet is named by the
-row of that step in which it was sampled (`sources`).
+A token that an earlier step has sampled and the host does not know yet is named by the row of that step in
+which it was sampled (`sources`).
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,8 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from base.request import SamplingParams
-from engine.kernels.sample_rows import FIELDS, POSITION
-from engine.sampler import GREEDY_BELOW
+from engine.sampler import GREEDY_BELOW, MASK_64
 from engine.sequence import Sequence
 from engine.step import StepEntry, StepPlan
 
@@ -32,16 +33,19 @@ T = TypeVar("T")
 ALIGN = 4
 """Regions start at multiples of 16 bytes, which kernels turn into wide loads."""
 
+FIELDS = 8
+"""int32 of a row: bits of temperature, min-p and top-p; top-k; seed, low word first; position; nothing."""
 
-MASK_64 = (1 << 64) - 1
+POSITION = 6
+"""Index of the position in a row, the only field that differs from step to step."""
 
 MAX_KEPT_VIEWS = 64
-"""More shapes than a ladder has."""
+"""Number of shapes whose views are kept: more than a ladder has."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What the addresses in a step's memory depend on."""
+    """The sizes that the addresses in a step's memory follow from."""
 
     num_tokens: int
     num_single: int
@@ -106,18 +110,15 @@ def carve(memory: torch.Tensor, shape: StepShape) -> StepViews[torch.Tensor]:
     views = []
     start = 0
     for region in shape.regions:
-        count = _count(region)
-        views.append(memory[start : start + count].view(region))
+        views.append(memory[start : start + math.prod(region)].view(region))
         start += _padded(region)
     return StepViews(*views)
 
 
 class StepWriter:
-    """Writes plans into one host buffer. The caller sees to it that no copy still reads it.
+    """Writes plans into one host buffer, which no copy reads meanwhile.
 
-    What changes little from step to step, block tables and how to sample, is written only
-    where a row changed.
-    """
+    Block tables and how to sample change little from step to step; only rows that changed are written."""
 
     def __init__(self, capacity: int, block_size: int, pinned: bool) -> None:
         self.memory = torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned)
@@ -130,9 +131,7 @@ class StepWriter:
     def write(self, plan: StepPlan, shape: StepShape, rows_of: Mapping[Sequence, int]) -> torch.Tensor:
         """Lay out `plan` and return the part of `memory` that holds it.
 
-        Args:
-            rows_of: Where the last step sampled each of its sequences' tokens.
-        """
+        `rows_of` are the rows in which the last step sampled its sequences' tokens."""
         views = self._views_of(shape)
         if shape != self._shape:
             self._shape, self._rows = shape, [()] * shape.num_rows
@@ -236,9 +235,5 @@ def sampling_numbers(sampling: SamplingParams) -> Numbers:
     return numbers
 
 
-def _count(region: tuple[int, ...]) -> int:
-    return region[0] * (region[1] if len(region) == 2 else 1)
-
-
 def _padded(region: tuple[int, ...]) -> int:
-    return -(-_count(region) // ALIGN) * ALIGN
+    return -(-math.prod(region) // ALIGN) * ALIGN

@@ -1,11 +1,11 @@
 """Swap space: host memory that keeps the KV of sequences which had to give up their blocks.
 
-A preempted sequence is computed again, or its blocks move to host memory and back; moving 2,048 tokens of
-an 8B model takes a tenth of the time of computing them. Which of the two is cheaper the scheduler
-decides from what a block's move and a token's computation were measured to take.
+A preempted sequence is computed again, or its blocks move to host memory and back, whichever is cheaper by
+the measured times of a block's move and a token's computation. Moving 2,048 tokens of an 8B model takes a
+tenth of the time of computing them.
 
-Moves are part of a step's plan and go before its computation, in the one order that the device works in.
-So a slot may be taken again as soon as a plan has emptied it. A block may not: peers write into free blocks
+Moves are part of a step's plan and go before its computation, in the one order that the device works in. So a
+slot may be taken again as soon as a plan has emptied it. A block may not: peers write into free blocks
 without asking the device. Those that move out stay held until their step has landed.
 """
 
@@ -29,46 +29,42 @@ class Swap:
 
     sequence: Sequence
     blocks: tuple[int, ...]
-    """On the way out more than slots: the last ones have no content yet."""
+    """Blocks that move out may be more than slots: the last ones have no content yet."""
     slots: tuple[int, ...]
     is_out: bool
-    """From the device to host memory."""
+    """True: from the device to host memory; False: back."""
 
 
 class SwapSpace:
     """Owns the numbers of the slots, and the moves of the step that is being planned.
 
-    Belongs to the event loop. A swapped sequence's slots are its own until a plan brings its
-    blocks back, and then the plan's; blocks on their way out are the plan's.
-
-    Args:
-        block_s: Seconds that a block takes, one way.
+    Belongs to the event loop. A swapped sequence's slots are its own until a plan brings its blocks back, and
+    then the plan's; blocks that move out are the plan's.
     """
 
     def __init__(self, num_slots: int, block_s: float) -> None:
+        """Begin with all slots free; a block takes `block_s` seconds in one direction."""
         self.num_slots = num_slots
         self._block_s = block_s
         self._token_s = 0.0
         self._free = list(range(num_slots))
         self._planned: list[Swap] = []
         self.num_leaving_blocks = 0
-        """Blocks on their way out: they come free when their step has landed."""
+        """Number of blocks that move out, and come free when their step has landed."""
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """A step with a long chunk took so long: what recomputing costs is known from these."""
+        """Take in the seconds of a step with a long chunk, which say what recomputing costs."""
         token_s = seconds / num_tokens
         self._token_s = token_s if not self._token_s else 0.8 * self._token_s + 0.2 * token_s
 
     def move_out(self, sequence: Sequence, num_blocks: int) -> bool:
         """Plan to move the leading blocks of a sequence, and take its block table over.
 
-        Returns False, and does nothing, if there are too few slots, or if computing its tokens again
-        takes less time than moving them there and back.
-        """
+        False: not done; there are too few slots, or its tokens are computed again in less time."""
         recompute_s = self._token_s * sequence.num_computed_tokens
         if num_blocks > len(self._free) or (recompute_s and 2 * num_blocks * self._block_s > recompute_s):
             return False
@@ -102,7 +98,7 @@ class SwapSpace:
         return planned
 
     def landed(self, swaps: Items[Swap]) -> None:
-        """A step with these moves has run, or failed."""
+        """Take in that a step with these moves has run, or failed."""
         for swap in swaps:
             if swap.is_out:
                 self.num_leaving_blocks -= len(swap.blocks)
@@ -110,22 +106,17 @@ class SwapSpace:
                 self._free += swap.slots
 
     def check(self, sequences: Items[Sequence]) -> None:
-        """Assert that each slot is free or of one of `sequences`, all that are swapped.
-
-        For when no step is under way.
-        """
+        """Assert that each slot is free or held by one of `sequences`, while no step is under way."""
         held = [slot for item in sequences if item.swapped is not None for slot in item.swapped.slots]
         assert sorted([*self._free, *held]) == list(range(self.num_slots)), "a slot is lost, or held twice"
 
 
 class HostBlocks:
-    """Owns the memory of the slots. Belongs to the device thread.
+    """Owns the memory of the slots, pinned where the cache is on a GPU. Belongs to the device thread.
 
-    A block is contiguous, so one copy engine call moves it at the link's rate.
-    """
+    A block is contiguous, so one copy engine call moves it at the link's rate."""
 
     def __init__(self, cache: PagedCache, num_slots: int) -> None:
-        """Allocate `num_slots` blocks of host memory, pinned where the cache is on a GPU."""
         blocks = cache.tensor
         self.num_slots = num_slots
         self._blocks = blocks
@@ -143,7 +134,7 @@ class HostBlocks:
                     self._blocks[block].copy_(self._slots[slot], non_blocking=True)
 
     def measure(self, clock: Clock) -> float:
-        """Return the seconds that a block takes, one way: for a cache that holds nothing yet."""
+        """Return the seconds that a block takes in one direction; the cache holds nothing yet."""
         count = min(MEASURED_BLOCKS, len(self._slots), len(self._blocks))
         times_s = []
         for _ in range(3):

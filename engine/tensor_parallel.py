@@ -1,14 +1,13 @@
 """Tensor parallelism: a finished model cut into ranks from outside, by transformers' own plan.
 
-The plan says of each linear layer whether its columns or its rows are divided. Columns
-come first: a rank computes its share of the heads, or of the inner dimension, and needs
-nobody. Rows come next: each rank's product is a part of a sum, and one all-reduce makes
-it whole. So a layer costs two all-reduces, and every rank ends with the same hidden
-states. Embeddings, norms and the output head are whole on every rank.
+The plan says of each linear layer whether its columns or its rows are divided. Columns come first: a rank
+computes its share of the heads, or of the inner dimension, and needs nobody. Rows come next: each rank's
+product is a part of a sum, and one all-reduce makes it whole. So a layer costs two all-reduces, and every
+rank ends with the same hidden states. Embeddings, norms and the output head are whole on every rank.
 
-Cut before anything else is done to a model: what is fused or compiled afterwards sees
-smaller linear layers and no difference. Each rank holds its share of the KV heads, so its
-cache is smaller by as much. All ranks must run the same steps in the same order.
+Cut before anything else is done to a model: what is fused or compiled afterwards sees smaller linear layers
+and no difference. Each rank holds its share of the KV heads, so its cache is smaller by as much. All ranks
+must run the same steps in the same order.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ class TensorGroup:
 
     group: dist.ProcessGroup
     rank: int
-    """Within the group."""
+    """Place in the group."""
     size: int
     first_rank: int = 0
-    """What the group's rank 0 is among all ranks."""
+    """Rank of the group's first among all ranks."""
 
     def from_first(self, tensor: torch.Tensor) -> None:
         """Make `tensor` on every rank what it is on rank 0."""
@@ -56,10 +55,7 @@ def all_reduce(part: torch.Tensor, group_name: str) -> None:
 
 
 class RowParallel(nn.Module):
-    """A linear layer of which this rank has some of the rows; its output is whole.
-
-    The bias is added once, after the sum.
-    """
+    """A linear layer of which this rank has some of the rows; its output is whole, the bias added once."""
 
     def __init__(self, linear: nn.Linear, bias: torch.Tensor | None, group: TensorGroup) -> None:
         super().__init__()
@@ -82,7 +78,7 @@ def cut_causal_model(model: PreTrainedModel, group: TensorGroup) -> None:
     cut_model(model.base_model, config.base_model_tp_plan or {}, (num_heads, num_kv_heads), group)
 
 
-def cut_model(model: nn.Module, plan: dict[str, str], heads: tuple[int, int], group: TensorGroup) -> int:
+def cut_model(model: nn.Module, plan: dict[str, str], heads: tuple[int, int], group: TensorGroup) -> None:
     """Keep this rank's share of a model's linear layers, in place.
 
     Args:
@@ -90,12 +86,9 @@ def cut_model(model: nn.Module, plan: dict[str, str], heads: tuple[int, int], gr
         plan: Pattern of module names to style, as `config.base_model_tp_plan`.
         heads: Attention and KV heads of the whole model.
 
-    Returns:
-        How many layers were cut.
-
     Raises:
-        ConfigError: there is no plan, the heads do not divide, or the plan asks for what is
-            not known here. The model may have been cut in part.
+        ConfigError: there is no plan, the heads do not divide, or the plan asks for what is not known here.
+            The model may have been cut in part.
     """
     if not plan:
         raise ConfigError("tensor parallel: transformers has no plan for this family")
@@ -111,10 +104,7 @@ def cut_model(model: nn.Module, plan: dict[str, str], heads: tuple[int, int], gr
             raise ConfigError(f"tensor parallel: {name} is to be cut {style!r}, which is not known here")
         to_cut.append((name, module, style))
     for name, linear, style in to_cut:
-        parent, _, child = name.rpartition(".")
-        made = _columns(linear, group) if style == "colwise" else _rows(linear, group)
-        setattr(model.get_submodule(parent), child, made)
-    return len(to_cut)
+        model.set_submodule(name, _columns(linear, group) if style == "colwise" else _rows(linear, group))
 
 
 def _columns(linear: nn.Linear, group: TensorGroup) -> nn.Linear:

@@ -1,11 +1,16 @@
 """Weights: files to a model. The one door to checkpoint formats.
 
-safetensors and GGUF are data. Pickle is code, so a folder that has nothing else is
-refused, and no code that comes with a model is ever run.
+safetensors and GGUF are data. Pickle is code, so a folder that has nothing else is refused, and no code that
+comes with a model is ever run.
+
+`python -m engine.weights GGUF FOLDER` converts a GGUF file to a folder of safetensors. Reading GGUF takes a
+gigabyte and half a minute, which whoever asks for a model should not hold; so it is a process of its own. It
+ends with status 1 and one line on standard error when the file cannot be read.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -16,15 +21,13 @@ from transformers.utils.logging import disable_progress_bar
 from base.errors import ConfigError
 
 LOAD_ERRORS = (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError)
-"""What transformers raises for a folder or file that it cannot read."""
+"""Errors of transformers for a folder or file that it cannot read."""
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Load a prepared folder: config.json, safetensors and tokenizer.
 
-    Raises:
-        ConfigError: what is missing or unknown, by name, in one line.
-    """
+    Raises ConfigError, in one line, naming what is missing or unknown."""
     disable_progress_bar()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -48,12 +51,10 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
 def random_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Make the model that a folder's config.json describes, with weights that nobody trained.
 
-    They are drawn on the device, and equal wherever the kind of device is: what speed or
-    hand-off is measured with where no checkpoint is to be had.
+    They are drawn on the device, and equal on all devices of a kind. Speed and hand-off are measured with
+    them where no checkpoint is to be had.
 
-    Raises:
-        ConfigError: the configuration is missing or of no known family, in one line.
-    """
+    Raises ConfigError if the configuration is missing or of no known family, in one line."""
     before = torch.get_default_dtype()
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -71,11 +72,7 @@ def random_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTra
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write the model and tokenizer of a GGUF file to `folder`, in float32 safetensors.
 
-    Reading GGUF takes 20 s for 135M parameters, and 0.4 s what this writes.
-
-    Raises:
-        ConfigError: the file is not a GGUF file that transformers can read.
-    """
+    Raises ConfigError if the file is not a GGUF file that transformers can read."""
     try:
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent,
@@ -93,3 +90,10 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+if __name__ == "__main__":
+    try:
+        convert_gguf(*map(Path, sys.argv[1:]))
+    except ConfigError as error:
+        sys.exit(str(error))

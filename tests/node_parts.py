@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,7 +20,7 @@ from engine.block_sums import block_sums
 from engine.loop import EngineLoop
 from engine.paged_cache import PagedCache
 from engine.scheduler import Scheduler
-from engine.step import LayerGroup, StepPlan, StepResult
+from engine.step import LaunchedStep, LayerGroup, StepResult
 from node.own_cache import SegmentCache
 from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
@@ -77,12 +76,13 @@ class LayeredRunner:
 
     def launch(self, plan):
         first = LayerGroup(0, 1, lambda: self._counting.compute(plan, 0))
-        return LayeredStep(plan, (first, LayerGroup(1, 1, lambda: self._last(plan))))
+        last = LayerGroup(1, 1, lambda: self._last(plan))
+        return LaunchedStep(lambda: self._resolved(plan), (first, last))
 
-    def resolve(self, launched):
-        self._counting.compute(launched.plan, 0)
-        self._last(launched.plan)
-        return self._counting.sampled(launched.plan)
+    def _resolved(self, plan):
+        self._counting.compute(plan, 0)
+        self._last(plan)
+        return self._counting.sampled(plan)
 
     def _last(self, plan):
         """Both who waits for the group and who resolves the step compute it: a group is complete
@@ -91,12 +91,6 @@ class LayeredRunner:
         if self.is_broken:
             raise RuntimeError("the device is on fire")
         self._counting.compute(plan, 1)
-
-
-@dataclass(frozen=True)
-class LayeredStep:
-    plan: StepPlan
-    layer_groups: tuple[LayerGroup, ...]
 
 
 class Part:

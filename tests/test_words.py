@@ -30,7 +30,6 @@ NOT_YET: tuple[str, ...] = (
     "conductor",
     "decode_node",
     "deploy",
-    "engine",
     "node",
     "prefill_node",
     "transfer",

@@ -1,19 +1,17 @@
 """Sample one token of each row of logits: definition, launcher, kernel.
 
-What a row asks for lies in the memory of the step, so that a CUDA graph that ends with
-this kernel serves greedy and sampled steps alike, and the host neither waits nor launches
-anything for them. A program owns a row. A greedy one reads it once. A sampled one reads
-it once more for the draw (the Gumbel-max trick), and some times in between where top-k or
-top-p is asked for: nothing is sorted; the value at which the row is cut is found two bits
-at a time from the highest on, 8 passes for bfloat16, over logits that stay in the L2 cache.
+How a row is sampled lies in the memory of the step, so that a CUDA graph that ends with this kernel serves
+greedy and sampled steps alike, and the host neither waits nor launches anything for them. A program owns a
+row. A greedy one reads it once. A sampled one reads it once more for the draw (the Gumbel-max trick), and
+some times in between for top-k or top-p: nothing is sorted; the value at which the row is cut is found two
+bits at a time from the highest on, 8 passes for bfloat16, over logits that stay in the L2 cache.
 
-256 rows of 128,256 in bfloat16 on an H200 (2026-11-21): greedy 35 us (torch.argmax 53),
-drawn 152, a decode step of the 8B shape being 16,300. With top-p 490, with top-k too 788:
-3 and 4.5 % of a step, when values were compared as integers on 8 warps; as floats on 16,
-as here, it was not measured.
+256 rows of 128,256 in bfloat16 on an H200 (2026-11-21): greedy 35 us (torch.argmax 53), drawn 152, a decode
+step of the 8B shape being 16,300. With top-p 490, with top-k too 788: 3 and 4.5 % of a step, when values were
+compared as integers on 8 warps; as floats on 16, as here, it was not measured.
 
-The noise of a token is a pure function of (seed, position, token id): Philox (Salmon et
-al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+The noise of a token is a pure function of (seed, position, token id): Philox (Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3", SC 2011).
 """
 
 from __future__ import annotations
@@ -24,20 +22,18 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-FIELDS = 8
-"""int32 of a row: bits of temperature, min-p and top-p; top-k; seed, low word first; position; nothing."""
-
-POSITION = 6
-"""Which of them is the position, the only one that differs from step to step."""
+from engine.step_memory import FIELDS, POSITION
 
 NUM_WARPS = 16
 
 LOW_BITS = {torch.bfloat16: 16, torch.float16: 12, torch.float32: 0}
-"""Bits of a float32 that are 0 in every number of a dtype: a cut is not looked for among them."""
+"""Number of bits of a float32 that are 0 in every number of a dtype; no cut is looked for among them."""
 
 TILE = 4096
-"""Tokens read at a time. A call of Philox gives the noise of four, a quarter of a tile apart, so
-the numbers that are drawn depend on this one."""
+"""Number of tokens read at a time.
+
+A call of Philox gives the noise of four, a quarter of a tile apart, so the numbers drawn depend on this one.
+"""
 
 
 def noise_definition(seed: int, position: int, vocab_size: int) -> NDArray[np.float64]:
@@ -84,17 +80,15 @@ def sample_rows_definition(logits: torch.Tensor, sampling: torch.Tensor) -> torc
 def sample_rows(logits: torch.Tensor, sampling: torch.Tensor, tokens: torch.Tensor) -> None:
     """Write the next token of each row to `tokens`.
 
-    Greedy rows take the highest logit, the lowest id among equals. Others are cut by min-p,
-    then top-k, then top-p, tokens of equal logits together, and one of the rest is drawn.
+    Greedy rows take the highest logit, the lowest id among equals. Others are cut by min-p, then top-k, then
+    top-p, tokens of equal logits together, and one of the rest is drawn.
 
     Args:
         logits: [num_rows, vocab_size], a floating dtype, rows contiguous.
         sampling: [num_rows, FIELDS] int32, contiguous. Temperature 0 is greedy.
         tokens: [>= num_rows] int64; the first `num_rows` are written.
 
-    Raises:
-        ValueError: a shape, stride or dtype that the kernel does not take.
-    """
+    Raises ValueError for a shape, stride or dtype that the kernel does not take."""
     num_rows, vocab_size = logits.shape
     if sampling.shape != (num_rows, FIELDS) or sampling.dtype != torch.int32 or not sampling.is_contiguous():
         raise ValueError(f"sampling must be contiguous [{num_rows}, {FIELDS}] int32")
@@ -113,7 +107,7 @@ def sample_rows(logits: torch.Tensor, sampling: torch.Tensor, tokens: torch.Tens
 
 @triton.jit
 def _value(key):
-    """The float32 whose place among all in their order is `key`, uint32; -inf for what is below them."""
+    """Return the float32 at place `key`, uint32, of all in their order; -inf for what is below them."""
     key = tl.maximum(key, 0x7FFFFF)
     bits = tl.where(key >= 0x80000000, key ^ 0x80000000, key ^ 0xFFFFFFFF)
     return bits.to(tl.uint32).to(tl.float32, bitcast=True)
@@ -126,7 +120,7 @@ def _load(row_logits, at, vocab_size):
 
 @triton.jit
 def _highest(row_logits, vocab_size, TILE: tl.constexpr):
-    """The highest logit of a row and the lowest id that has it."""
+    """Return the highest logit of a row and the lowest id that has it."""
     lanes = tl.arange(0, TILE)
     value = tl.full([TILE], float("-inf"), tl.float32)
     token = tl.zeros([TILE], tl.int32)
@@ -141,7 +135,7 @@ def _highest(row_logits, vocab_size, TILE: tl.constexpr):
 
 @triton.jit
 def _mass(row_logits, vocab_size, lowest, highest, scale, TILE: tl.constexpr):
-    """What the logits from `lowest` on weigh."""
+    """Return the weight of the logits from `lowest` on."""
     lanes = tl.arange(0, TILE)
     mass = tl.zeros([TILE], tl.float32)
     for start in range(0, vocab_size, TILE):
@@ -161,7 +155,7 @@ def _cut(
     TILE: tl.constexpr,
     LOW_BITS: tl.constexpr,
 ):
-    """The highest value such that the logits from it on are `goal` many, or weigh that much."""
+    """Return the highest value such that the logits from it on are `goal` many, or weigh that much."""
     lanes = tl.arange(0, TILE)
     key = tl.zeros([], tl.uint32)
     for step in range((32 - LOW_BITS) // 2):
@@ -183,7 +177,7 @@ def _cut(
 
 @triton.jit
 def _scores(logit, words, scale):
-    """Logits over the temperature plus Gumbel noise, base 2; accurate where the noise decides, near 0."""
+    """Return logits over the temperature plus Gumbel noise, base 2; accurate where noise decides, near 0."""
     uniform = (words.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = uniform * (1.0 + uniform * (0.5 + uniform * (1.0 / 3 + uniform * 0.25)))
     exponential = tl.where(uniform < 0.01, series, -tl.log(tl.maximum(1.0 - uniform, 1e-10)))

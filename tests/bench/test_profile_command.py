@@ -35,7 +35,7 @@ GRID = Grid(
 
 def test_a_profile_holds_each_point_of_the_grid_and_what_it_says_to_them(tmp_path, capsys) -> None:
     config = EngineConfig("cpu", "float32", 16, 0.01, chunk_tokens=64, max_batch=8)
-    engine = assemble_engine(config, PagedModel(make_family("llama")), "float32", SystemClock())
+    engine = assemble_engine(config, PagedModel(make_family("llama")), SystemClock())
     points = asyncio.run(measure(engine, GRID))
     assert engine.scheduler.chunk_tokens == 64
     engine.pool.check()

@@ -1,11 +1,10 @@
 """A device without a model: it keeps in each slot what a model's KV would depend on."""
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 
 from base.request import SampledToken
 from engine.sequence import Sequence
-from engine.step import LayerGroup, StepEntry, StepPlan, StepResult
+from engine.step import LaunchedStep, StepEntry, StepPlan, StepResult
 
 
 def prefix_digest(token_ids: Items[int]) -> int:
@@ -65,14 +64,6 @@ class FakeDevice:
             assert block[offset] == digest, f"{entry.sequence.request_id} reads a foreign token at {position}"
 
 
-@dataclass(frozen=True, slots=True)
-class FakeLaunch:
-    """A step that has run already."""
-
-    result: StepResult
-    layer_groups: tuple[LayerGroup, ...] = ()
-
-
 class LaunchingFakeDevice:
     """The same for steps that are launched before the tokens of earlier ones are known."""
 
@@ -80,7 +71,7 @@ class LaunchingFakeDevice:
         self._device = FakeDevice(num_blocks, block_size)
         self._sampled: dict[Sequence, int] = {}
 
-    def launch(self, plan: StepPlan) -> FakeLaunch:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         self._device.move(plan)
         tokens = []
         for entry in plan.entries:
@@ -93,7 +84,5 @@ class LaunchingFakeDevice:
             if sampled is not None:
                 self._sampled[entry.sequence] = sampled.token_id
             tokens.append(sampled)
-        return FakeLaunch(StepResult(tuple(tokens)))
-
-    def resolve(self, launched: FakeLaunch) -> StepResult:
-        return launched.result
+        result = StepResult(tuple(tokens))
+        return LaunchedStep(lambda: result)

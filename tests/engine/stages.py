@@ -60,14 +60,14 @@ class ThreadRanks:
         num_stages = len(split)
         self.shape = GroupShape(stages=num_stages)
         layers = [split[self.shape.place(rank)[0]] for rank in range(num_stages)]
-        self.num_told = 0
+        self.num_sent_steps = 0
         self.steps = [queue.SimpleQueue() for _ in range(num_stages)]
         self.arriving = [ArrivingBlocks((1,) * num_layers, SystemClock()) for num_layers in layers]
         self._num_ran = [0] * num_stages
         self._changed = threading.Condition()
 
-    def tell(self, numbers, loads=()):
-        self.num_told += 1
+    def send_step(self, numbers, loads=()):
+        self.num_sent_steps += 1
         for rank in range(1, self.shape.size):
             self.steps[rank].put((numbers, self.arriving[rank].of(loads)))
 
@@ -106,7 +106,7 @@ class Stages:
             before = links[index - 1] if index else None
             after = links[index] if index < len(links) else None
             first = sum(split[:index])
-            stage = Stage(index, len(split), before, after)
+            stage = Stage(index, before, after)
             paged.keep_stage(stage, range(first, first + count))
             shape = paged.shape
             layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, 16, "float32")

@@ -38,9 +38,7 @@ def make_engine(family: str, **fields) -> tuple[Engine, torch.nn.Module]:
     config = EngineConfig(
         device="cuda", dtype="float32", block_size=16, kv_cache_gib=0.02, chunk_tokens=48, max_batch=16
     )
-    return assemble_engine(
-        config, PagedModel(make_family(family).cuda()), "float32", SystemClock()
-    ), reference
+    return assemble_engine(config, PagedModel(make_family(family).cuda()), SystemClock()), reference
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:

@@ -95,15 +95,16 @@ class OrderedRunner:
         self.num_steps_under_way = runner.num_steps_under_way
 
     def launch(self, plan):
-        return self._runner.launch(plan)
+        step = self._runner.launch(plan)
+        return replace(step, resolve=lambda: self._resolved(step))
 
-    def resolve(self, step):
+    def _resolved(self, step):
         self._num_resolved += 1
         if self._num_resolved < self._num_chunks:
             # That is rank 1 of stage 0: an engine that waits for a chunk before it begins with the
             # next one stands still here, and fails.
             self._ranks.wait_ran([1], self._num_resolved + 1)
-        return self._runner.resolve(step)
+        return step.resolve()
 
 
 async def test_the_first_stage_is_a_chunk_ahead_of_the_last(family):
@@ -160,15 +161,15 @@ async def test_a_stage_computes_when_its_own_layers_of_a_prefix_are_there(family
         elsewhere = stages.ranks.arriving[1]
         elsewhere.begin(block_ids[0])
         was_there = watch_layers(stages, block_ids)
-        num_told = stages.ranks.num_told
+        num_sent_steps = stages.ranks.num_sent_steps
         answer = asyncio.create_task(generated(loop, sequence))
-        while stages.ranks.num_told == num_told:
+        while stages.ranks.num_sent_steps == num_sent_steps:
             await asyncio.sleep(0)
         for layer in range(3):
             first_cache.tensor[block_ids, layer] = kept[0][:, layer]
             elsewhere.arrived(block_ids[0], layer + 1)
         elsewhere.end(block_ids[0])
-        await asyncio.to_thread(stages.ranks.wait_ran, [1], num_told + 1)
+        await asyncio.to_thread(stages.ranks.wait_ran, [1], num_sent_steps + 1)
         assert not answer.done()
         for layer in range(2):
             last_cache.tensor[block_ids, layer] = kept[1][:, layer]
@@ -299,7 +300,7 @@ def test_a_stage_that_dies_ends_its_steps_as_failed_and_whoever_waits_is_told(fa
         os.kill(engine.ranks.pids()[lost], signal.SIGKILL)
         await is_lost.wait()
         with pytest.raises(LostError):
-            engine.ranks.wait_ran([1, 2], engine.ranks.num_told + 1)
+            engine.ranks.wait_ran([1, 2], engine.ranks.num_sent_steps + 1)
         sequence = make_sequence("after", [4] * 60, 2)
         reasons = []
         engine.loop.add(sequence, lambda output: (reasons.append(output.finish_reason), failed.set()))

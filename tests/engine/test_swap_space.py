@@ -180,7 +180,7 @@ def test_a_model_goes_on_from_what_was_in_host_memory_as_if_nothing_had_been(dev
             device, "float32", 16, kv_cache_gib, swap_gib=swap_gib, chunk_tokens=48, max_batch=8
         )
         model = PagedModel(make_family("llama").to(device))
-        engine = assemble_engine(config, model, "float32", SystemClock())
+        engine = assemble_engine(config, model, SystemClock())
         sequences = [make_sequence(f"{i}", range(i, i + 40), 60, arrived_at_s=float(i)) for i in range(6)]
         results = asyncio.run(run_sequences(engine.loop, sequences))
         tokens = {name: [token.token_id for token in items] for name, items in results.items()}

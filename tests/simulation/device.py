@@ -117,9 +117,6 @@ class LaunchingDevice:
     def launch(self, plan):
         return _Launched(self._device, plan)
 
-    def resolve(self, launched):
-        return launched.resolve()
-
 
 class _Launched:
     def __init__(self, device, plan):

@@ -165,7 +165,7 @@ class SimNode:
         device = SimDevice(segment.memory, pool, lambda: world.chance("step"))
         runner = LaunchingDevice(device) if plan.is_launching else device
         loop = EngineLoop(runner, scheduler, pool, self.clock, InlineExecutor)
-        return Engine(loop, runner, scheduler, pool, cache, LAYOUT, limit, VOCAB, "simulated", 1, (WHOLE,))
+        return Engine(loop, runner, scheduler, pool, cache, LAYOUT, limit, VOCAB, "simulated", (WHOLE,))
 
     async def _store(self, segment, tasks):
         world, plan, agent = self.world, self.plan, self.agent
