@@ -76,8 +76,7 @@ class BlockPool:
     def allocate_spare(self, count: int) -> list[int]:
         """Take `count` blocks of those that are not promised; otherwise as `allocate`.
 
-        Blocks are so set aside for other nodes, which could otherwise, one after the other, take all that
-        comes free, while a sequence that was here before them waits for ever.
+        Without it, other nodes could reserve all that comes free while a sequence here waits for ever.
 
         Raises CapacityError if fewer than `count` are free or cached and not promised."""
         if count > self.num_available - self.num_promised:
@@ -109,8 +108,7 @@ class BlockPool:
     def release(self, block_ids: Sequence[int]) -> None:
         """Give back one hold on each block of a chain, in the order of the chain.
 
-        A block that nobody holds then stays cached if it has a name; otherwise its content is given up.
-        """
+        A block that nobody holds then stays cached if it has a name; otherwise its content is given up."""
         # Deepest first: a child without its parent can never be matched, so the tail of a chain has to be
         # evicted before its head.
         for block_id in reversed(block_ids):
@@ -130,9 +128,7 @@ class BlockPool:
     def publish(self, block_id: int, block_hash: BlockHash) -> None:
         """Name the content of a held, full block, so that `match` finds it.
 
-        Naming it again by the same hash changes nothing; another hash is a bug, because a block's content
-        never changes while it is held.
-        """
+        The same hash again changes nothing. Another hash is a bug: held content never changes."""
         assert block_id in self._ref_counts, f"block {block_id} is published and not held"
         known = self._hash_of.get(block_id)
         if known is not None:
@@ -155,8 +151,7 @@ class BlockPool:
     def take_events(self) -> tuple[list[BlockHash], list[BlockHash]]:
         """Return (stored, removed) since the last call, each in the order it happened.
 
-        They are the net change, so no hash is in both and either may be applied first.
-        """
+        They are the net change, so no hash is in both and either may be applied first."""
         events = list(self._stored), list(self._removed)
         self._stored.clear()
         self._removed.clear()

@@ -56,7 +56,10 @@ class StepGraphs:
 
     def capture(self, chunk_tokens: int) -> None:
         """Capture both ladders, largest first: smaller ones then fit into its memory."""
-        mixed = [self._mixed_shape(size) for size in mixed_ladder(chunk_tokens + self._max_batch)]
+        mixed = [
+            StepShape(size, min(self._max_batch, size), GRAPH_CHUNKS, self._max_blocks)
+            for size in mixed_ladder(chunk_tokens + self._max_batch)
+        ]
         decode = [StepShape(size, size, 0, self._max_blocks) for size in decode_ladder(self._max_batch)]
         for shape in (*reversed(mixed), *reversed(decode)):
             # Once outside of the graph, for what compiles or allocates on first use.
@@ -81,6 +84,3 @@ class StepGraphs:
 
     def replay(self, shape: StepShape) -> None:
         self._graphs[shape].replay()
-
-    def _mixed_shape(self, num_tokens: int) -> StepShape:
-        return StepShape(num_tokens, min(self._max_batch, num_tokens), GRAPH_CHUNKS, self._max_blocks)

@@ -81,7 +81,8 @@ def fuse_projections(layers: nn.Module, groups: tuple[tuple[str, ...], ...] = GR
         for names in groups:
             parts = [module._modules.get(name) for name in names]
             linears = [part for part in parts if type(part) is nn.Linear]
-            if len(linears) == len(names) and _can_stack(linears):
+            kinds = {(part.in_features, part.bias is None, part.weight.dtype) for part in linears}
+            if len(linears) == len(names) and len(kinds) == 1:
                 _stack(module, names, linears)
                 fused += 1
     return fused
@@ -93,10 +94,6 @@ def use_products(root: nn.Module) -> None:
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
                 module._modules[name] = Product(child.weight, child.bias)
-
-
-def _can_stack(parts: list[nn.Linear]) -> bool:
-    return len({(part.in_features, part.bias is None, part.weight.dtype) for part in parts}) == 1
 
 
 @torch.no_grad()

@@ -68,8 +68,7 @@ def step_header(shape: StepShape, chunks: Sequence[LongChunk] = ()) -> torch.Ten
 def attach_cache(model: nn.Module, cache: torch.Tensor) -> None:
     """Give every attention module of `model` its layer of `cache`.
 
-    A tensor of the module and not an index: the compiler would make one copy of the layer for each index.
-    """
+    A tensor of the module and not an index: the compiler would make one copy of the layer for each index."""
     AttentionInterface.register(GPU_ATTENTION_NAME, _attention)
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)

@@ -167,9 +167,7 @@ class EngineLoop:
     def release(self, sequence: Sequence) -> None:
         """End `sequence`, whatever its state, and give its blocks back. Again: no effect.
 
-        Its listener is not called any more. Blocks that a step in flight writes to come back to the pool when
-        that step has ended.
-        """
+        Its listener is not called any more. Blocks that a step in flight writes to come back when it ends."""
         self._listeners.pop(sequence, None)
         self._launch_listeners.pop(sequence, None)
         if any(sequence in flight.sequences for flight in self._flights):
@@ -296,7 +294,10 @@ class EngineLoop:
                 raise error
             outputs = self._failed(flight.plan, error)
         else:
-            seconds = self._seconds_of(flight)
+            # One that was launched ahead waited for the one before.
+            began_at_s = max(flight.launched_at_s, self._last_landed_at_s)
+            self._last_landed_at_s = self._clock.now_s()
+            seconds = self._last_landed_at_s - began_at_s
             for observe in self._observers:
                 observe(flight.plan, seconds)
             result = landing.result()
@@ -313,12 +314,6 @@ class EngineLoop:
         released, self._released = self._released, []
         for sequence in released:
             self.release(sequence)
-
-    def _seconds_of(self, flight: _Flight) -> float:
-        """Return how long the device had a step: one launched ahead waited for the one before."""
-        began_at_s = max(flight.launched_at_s, self._last_landed_at_s)
-        self._last_landed_at_s = self._clock.now_s()
-        return self._last_landed_at_s - began_at_s
 
     def _failed(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
         self.num_failed_steps += 1

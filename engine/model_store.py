@@ -181,7 +181,10 @@ def _folder_digest(path: Path, cache_dir: Path, say: Progress) -> str:
     if memory.is_file():
         return memory.read_text()
     say(f"reading {path} for its digest")
-    digest = _digest_of_files(path)
+    digests = hashlib.sha256()
+    for file in _model_files(path):
+        digests.update(f"{file.name}\0{_file_digest(file)}\0".encode())
+    digest = digests.hexdigest()[:32]
     memory.parent.mkdir(parents=True, exist_ok=True)
     draft = memory.with_name(f"{key}.{os.getpid()}")
     draft.write_text(digest)
@@ -203,13 +206,6 @@ def require_model_folder(path: Path) -> None:
         raise ConfigError(f"{path}: no *.safetensors file; other formats can carry code and are not read")
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"{path}: tokenizer.json is missing")
-
-
-def _digest_of_files(path: Path) -> str:
-    digest = hashlib.sha256()
-    for file in _model_files(path):
-        digest.update(f"{file.name}\0{_file_digest(file)}\0".encode())
-    return digest.hexdigest()[:32]
 
 
 def _file_digest(path: Path) -> str:

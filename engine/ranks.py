@@ -115,8 +115,7 @@ class Ranks:
         threading.Thread(target=self._listen, args=(rank, pipe), name=f"rank-{rank}", daemon=True).start()
 
     def send_step(self, numbers: torch.Tensor, loads: Sequence[int] = ()) -> None:
-        """Send a row of int64 to every other rank, for its `follow`, and the names of the loads that it
-        reads.
+        """Send a row of int64 to every other rank, for its `follow`, with the names of its loads.
 
         Raises OSError if a rank has ended."""
         row = torch.cat([torch.tensor([len(loads), *loads]), numbers]).numpy().tobytes()
@@ -206,9 +205,7 @@ class Ranks:
     def _end_start(self) -> None:
         """End this process if it still waits for a rank that ended before the engine was built.
 
-        It may be in a collective, out of which nothing else gets it before `TIMEOUT_S`. If what is wrong is
-        known here too, it has been reported by now.
-        """
+        It may be in a collective, out of which nothing else gets it before `TIMEOUT_S`."""
         if self.is_starting and not self._is_closing:
             logging.getLogger(__name__).critical("rank %s has ended before the engine was built", self._lost)
             os._exit(1)

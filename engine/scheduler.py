@@ -264,9 +264,7 @@ class Scheduler:
     def _prompt_budget(self) -> int:
         """Return how many tokens of prompts the next step computes at most.
 
-        With the sequences one token behind they are `chunk_tokens`: a GPU pads a step to one of few lengths,
-        and one token more than such a length would cost as hundreds.
-        """
+        Together with the sequences one token behind: `chunk_tokens`, because a GPU pads to few lengths."""
         num_single = sum(item.num_plannable_tokens == 1 for item in (*self._running, *self._waiting))
         return self.chunk_tokens - min(num_single, self.chunk_tokens // 2)
 
@@ -293,8 +291,7 @@ class Scheduler:
     def _grow(self, sequence: Sequence) -> bool:
         """Give a sequence the blocks of its tokens, preempting lower ranks if need be.
 
-        Returns False if there are none, or none until blocks of others have moved out.
-        """
+        False: there are none, or none until blocks of others have moved out."""
         missing = self._num_missing_blocks(sequence)
         while missing > self._pool.num_available + self._swap_space.num_leaving_blocks:
             victim = self._lowest_holder()

@@ -104,16 +104,12 @@ def cut_model(model: nn.Module, plan: dict[str, str], heads: tuple[int, int], gr
             raise ConfigError(f"tensor parallel: {name} is to be cut {style!r}, which is not known here")
         to_cut.append((name, module, style))
     for name, linear, style in to_cut:
-        model.set_submodule(name, _columns(linear, group) if style == "colwise" else _rows(linear, group))
-
-
-def _columns(linear: nn.Linear, group: TensorGroup) -> nn.Linear:
-    bias = None if linear.bias is None else _share(linear.bias, 0, group)
-    return _linear(_share(linear.weight, 0, group), bias)
-
-
-def _rows(linear: nn.Linear, group: TensorGroup) -> RowParallel:
-    return RowParallel(_linear(_share(linear.weight, 1, group), None), linear.bias, group)
+        if style == "colwise":
+            bias = None if linear.bias is None else _share(linear.bias, 0, group)
+            model.set_submodule(name, _linear(_share(linear.weight, 0, group), bias))
+        else:
+            rows = _linear(_share(linear.weight, 1, group), None)
+            model.set_submodule(name, RowParallel(rows, linear.bias, group))
 
 
 def _share(tensor: torch.Tensor, dim: int, group: TensorGroup) -> torch.Tensor:

@@ -15,12 +15,7 @@ def require_paged_layer(
 ) -> None:
     """Raise ValueError unless a layer of the cache, queries and a batch's tables fit each other.
 
-    Args:
-        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_dim], any block stride.
-        query: [num_tokens, num_heads, head_dim]
-        block_tables: [num_seqs, max_blocks] int32
-        context_lens: [num_seqs] int32
-    """
+    Their shapes are those of `attention.py : paged_prefill_attention`."""
     if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
         raise ValueError(f"kv_cache is {tuple(kv_cache.shape)}, not one layer of a paged cache")
     if query.dim() != 3 or query.shape[2] != kv_cache.shape[4]:

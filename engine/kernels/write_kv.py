@@ -26,14 +26,10 @@ def write_kv_definition(
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write each token's K and V to its slot of one layer.
+    """Write each token's K and V to its slot of one layer, as `attention.py : write_kv`.
 
-    Args:
-        key, value: [num_tokens, num_kv_heads, head_dim], head_dim contiguous.
-        kv_cache: One layer, [num_blocks, 2, block_size, num_kv_heads, head_dim]; heads and head_dim
-            contiguous, any block stride. Written in place.
-        slots: [num_tokens] int32 or int64, block_id * block_size + offset; negative: a token of padding,
-            which is not written. No two are equal.
+    Heads and head_dim of the cache must be contiguous, and head_dim of K and V. No two slots, int32 or int64,
+    are equal, but for negative ones, whose tokens are padding and not written.
 
     Raises ValueError for a shape, stride or dtype that the kernel does not take."""
     num_tokens, num_kv_heads, head_dim = key.shape
