@@ -58,6 +58,25 @@ class Page:
         """Return the page as a PNG."""
         return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
 
+    def show_as(self, width, height, scheme):
+        """Be a screen of that size whose user likes the colour scheme, light or dark."""
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 500,
+        )
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self._call("Emulation.setEmulatedMedia", features=features)
+
+    def whole_page(self) -> bytes:
+        """Return all of the page as a PNG, what one has to scroll to included."""
+        size = self.run("[innerWidth, document.documentElement.scrollHeight]")
+        clip = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}
+        answer = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        return base64.b64decode(answer["data"])
+
     def _call(self, method, **parameters):
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
