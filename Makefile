@@ -16,7 +16,7 @@ export PIP_ROOT_USER_ACTION := ignore
 # Where `conductor up` looks; a test or a machine with a cache of its own may say otherwise.
 CACHE ?= $(HOME)/.cache/conductor-cluster
 
-.PHONY: run test test-full check bench-gpu protos lock clean
+.PHONY: run test test-full check bench-gpu docs protos lock clean
 
 run: $(VENV)/.model
 	$(BIN)/conductor up --prompt "$(PROMPT)"
@@ -38,6 +38,14 @@ bench-gpu:
 	$(PYTHON) -m bench.transfer --cuda
 	$(PYTHON) -m bench.handoff
 	$(PYTHON) -m bench.goodput
+
+# A site of docs/ in site/. Strict: a broken link or a page that nothing leads to ends it.
+docs: $(VENV)/.installed
+	@$(INSTALL) -e '.[docs]'
+	$(BIN)/python docs/generate.py
+	$(BIN)/python -m deploy.reference
+	$(BIN)/python -m bench.evidence
+	$(BIN)/mkdocs build --strict --quiet
 
 # torch first and by exact version: a plain `torch` draws gigabytes of CUDA packages on
 # a machine that has no GPU.
@@ -65,4 +73,4 @@ lock: $(VENV)/.installed
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//' > constraints.txt
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info

@@ -152,7 +152,7 @@ def check_cluster(status: dict[str, Any]) -> Iterator[Finding]:
     for node in nodes:
         if node.get("held_blocks") and not node.get("running") and not node["requests"]:
             what = f"{node['id']} holds {node['held_blocks']} blocks and runs nothing"
-            yield Finding("warning", what, "if it lasts it is a leak: see docs/operations.md")
+            yield Finding("warning", what, "if it lasts it is a leak: see docs/how-to/alerts.md")
         if node.get("draining"):
             yield Finding("ok", f"{node['id']} is draining")
 

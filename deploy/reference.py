@@ -1,8 +1,8 @@
-"""The API reference: `python -m deploy.reference` writes docs/openapi.json and docs/reference.md.
+"""The API reference: `python -m deploy.reference` writes openapi.json and api.md of docs/reference.
 
 Made from what is in force: the bodies that `conductor/api/openai_schema.py` reads, and the protos with their
-comments. A test compares. What the fields mean, and how the two listeners behave, is in docs/api.md, which
-people write.
+comments. A test compares. What the fields mean, and how the two listeners behave, is in
+docs/reference/client-api.md, which people write.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ PROTOS = ("inference", "nodes", "transfer", "kvstore")
 
 
 def reference() -> str:
-    """Return docs/reference.md."""
+    """Return docs/reference/api.md."""
     parts = [
-        "# API reference\n\nMade by `python -m deploy.reference`; docs/api.md says what the fields do.\n\n"
+        "# API reference\n\nMade by `python -m deploy.reference`; "
+        "[the API guide](client-api.md) says what the fields do.\n\n"
     ]
     parts.append("## HTTP\n\n| | |\n|---|---|\n")
     parts += [f"| `{route.method} {route.path}` | {route.what} |\n" for route in ROUTES if route.what]
@@ -107,8 +108,8 @@ def _prose(comment: str) -> str:
 
 def files() -> dict[Path, str]:
     """Return what is written where."""
-    docs = ROOT / "docs"
-    return {docs / "openapi.json": json.dumps(openapi(), indent=1) + "\n", docs / "reference.md": reference()}
+    docs = ROOT / "docs" / "reference"
+    return {docs / "openapi.json": json.dumps(openapi(), indent=1) + "\n", docs / "api.md": reference()}
 
 
 def main() -> None:

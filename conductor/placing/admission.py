@@ -8,7 +8,7 @@ Three rules for the decode side, after arXiv 2407.00079 section 7:
   decides a prefill later, so load of both pools swings in anti-phase. The pool's, as in the
   paper, and not that of the node that was chosen: it is chosen by what is placed on it, so
   what runs on it now is often more than elsewhere (tested by the node, EARLY rejected up to
-  23 % more than LATE; docs/replay.md).
+  23 % more than LATE; bench/results/replay.md).
 * PREDICT: admission looks at the decode pool's load projected to the moment that this
   request's prefill ends (`decode_projection.py`).
 

@@ -4,7 +4,7 @@ A profile (`profile.py`) is a dozen numbers of one kind of node running one mode
 
     prefill(n new, p prefix) = fixed + a n + b ((p+n)^2 - p^2) + c h / (n + h) + d p
     decode step(B, K)        = fixed + e B + f K
-    step with chunks         = a (n + B, padded) + b ((p+n)^2 - p^2) + g + h B + f K (docs/replay.md)
+    step with chunks         = a (n + B, padded) + b ((p+n)^2 - p^2) + g + h B + f K (bench/results/replay.md)
     transfer(tokens)         = latency + tokens bytes / rate
 
 `a` is the linear layers, `b` attention, `c` what a small matrix multiplication wastes

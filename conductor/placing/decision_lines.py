@@ -2,7 +2,7 @@
 
 A file begins with a `conductor` line, which holds what all decisions in it share: the
 profile, the scheduler's settings, the model. Then come `decision` and `outcome` lines as
-they happen (docs/decisions.md lists the fields). Every number is written so that it reads
+they happen (docs/reference/decision-log.md lists the fields). Every number is written so that it reads
 back as itself, so a decision read from a file can be made again to the bit.
 """
 

@@ -69,7 +69,7 @@ def make_parser(more_policies: Sequence[str] = (), more_traces: str = "") -> arg
         prog="conductor replay", description="Run a trace through the scheduler in virtual time."
     )
     add = parser.add_argument
-    add("trace", type=Path, help=f"a file (docs/replay.md), plain or .gz{more_traces}")
+    add("trace", type=Path, help=f"a file (docs/explanation/replay.md), plain or .gz{more_traces}")
     add(
         "--nodes",
         type=parse_nodes,

@@ -10,7 +10,7 @@
 * BurstGPT, CSV with `Request tokens` and `Response tokens`, seconds; and Azure's LLM traces,
   CSV with `ContextTokens` and `GeneratedTokens` and a date. Neither tells of shared prefixes:
   every prompt gets blocks of its own.
-* A conductor's decision log (docs/decisions.md): what was asked of a live cluster.
+* A conductor's decision log (docs/reference/decision-log.md): what was asked of a live cluster.
 
 An id names a block of tokens together with all before it, so what comes before an id is the
 same wherever it occurs. That is checked: the caches rely on it.

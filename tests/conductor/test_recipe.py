@@ -1,4 +1,4 @@
-"""The commands of SECURITY.md that make certificates, followed to the letter but for the hosts' names."""
+"""The commands of docs/how-to/tls-and-keys.md, followed to the letter but for the names of hosts."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ from tests.conductor.test_tls import Secure, generated, is_attached
 from tests.kvstore.cluster import load, save
 from tests.kvstore.test_store_port import hosted
 
-SECURITY = Path(__file__).parent.parent.parent / "SECURITY.md"
+RECIPE = Path(__file__).parent.parent.parent / "docs" / "how-to" / "tls-and-keys.md"
 NAMES = {
     "conductor.example": "localhost",
     "node-1.example": "localhost",
@@ -31,7 +31,7 @@ MINT = (
 
 def commands():
     """Return the commands of the document, for hosts that are this one."""
-    text = SECURITY.read_text().replace("\\\n", " ")
+    text = RECIPE.read_text().replace("\\\n", " ")
     for name, here in NAMES.items():
         assert name in text
         text = text.replace(name, here)

@@ -28,7 +28,7 @@ PYTEST += ["-q", "-x", "-m", "rdma", "--timeout", "240"]
 )
 def test_the_rdma_suites_pass_in_a_virtual_machine(suite: str) -> None:
     if not RUNNER.exists():
-        pytest.skip(f"no {RUNNER.name}: docs/rdma.md says how to run these on a machine with a NIC")
+        pytest.skip(f"no {RUNNER.name}: docs/how-to/rdma.md says how to run these on a machine with a NIC")
     prepared = subprocess.run([str(RUNNER), "--prepare"], capture_output=True, text=True)
     if prepared.returncode:
         pytest.skip(f"no virtual machine here: {prepared.stderr.strip().splitlines()[-1:]}")

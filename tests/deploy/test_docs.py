@@ -14,7 +14,7 @@ from deploy import cli
 from deploy.config_file import read_cluster_config
 from tests.deploy.processes import ROOT
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINE = re.compile(r"^    (?:\.venv/bin/)?conductor ([a-z]\S*.*?)(?:\s+#.*)?$", re.MULTILINE)
 COMMANDS = sorted({(path.name, line) for path in DOCUMENTS for line in LINE.findall(path.read_text())})
 

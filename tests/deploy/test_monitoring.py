@@ -91,7 +91,7 @@ def test_every_alert_has_a_test_and_a_page_that_says_what_to_do():
     for case in yaml.safe_load((PROMETHEUS / "rules_test.yml").read_text())["tests"]:
         fired |= {item["alertname"] for item in case["alert_rule_test"] if item["exp_alerts"]}
     assert fired == alerts
-    runbook = (ROOT / "docs" / "operations.md").read_text()
+    runbook = (ROOT / "docs" / "how-to" / "alerts.md").read_text()
     headings = set(re.findall(r"^### (\w+)$", runbook, re.MULTILINE))
     assert headings == alerts
 
