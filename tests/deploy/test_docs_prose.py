@@ -4,11 +4,11 @@ Figures with a date, a commit or a load average stand in bench/results and CHANG
 """
 
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.deploy.processes import ROOT
+
 GENERATED = {"docs/reference/api.md", "docs/reference/configuration.md", "docs/reference/metrics.md"}
 GENERATED |= {"docs/reference/cli.md"}
 DOCUMENTS = {
