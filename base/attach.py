@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -64,6 +64,19 @@ class NodeWork(Protocol):
         ...
 
 
+class MessageObserver:
+    """Is notified of one conductor's messages where they pass, in the event loop; raises nothing."""
+
+    def received(self, items: Sequence[ToNode]) -> None:
+        """Note what the conductor asks, before the node's work has it."""
+
+    def sent(self, item: FromNode) -> None:
+        """Note what the node answers."""
+
+    def lost(self) -> None:
+        """Note that the stream is over, and with it all that was asked."""
+
+
 class AttachClient:
     """Keeps one node attached to one conductor."""
 
@@ -74,6 +87,7 @@ class AttachClient:
         rng: random.Random,
         secured: ssl.SSLContext | None = None,
         dial_end: Callable[[End], Awaitable[None]] | None = None,
+        observers: Sequence[MessageObserver] = (),
     ) -> None:
         """Begin unattached.
 
@@ -85,12 +99,15 @@ class AttachClient:
         self._address = address
         self._dial = dial_end or partial(dial, address=address, secured=secured)
         self._rng = rng
+        self._observers = observers
         self._stream: _Stream | None = None
 
     def send(self, item: FromNode) -> None:
         """Say `item` to the conductor; while there is none, it is dropped: all the
         requests it could be about ended with the stream."""
         if self._stream is not None:
+            for observer in self._observers:
+                observer.sent(item)
             self._stream.send(item)
 
     def wake(self) -> None:
@@ -105,7 +122,7 @@ class AttachClient:
         """Serve until cancelled."""
         backoff_s = MIN_BACKOFF_S
         while True:
-            stream = _Stream(self._info, work, self._attached)
+            stream = _Stream(self._info, work, self._attached, self._observers)
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await self._dial(stream)
@@ -135,6 +152,8 @@ class AttachClient:
             finally:
                 self._stream = None
                 stream.close()
+                for observer in self._observers:
+                    observer.lost()
                 work.lost()
             await asyncio.sleep(backoff_s * self._rng.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
@@ -147,10 +166,17 @@ class AttachClient:
 class _Stream:
     """One stream, from its registration to its end: an `End`."""
 
-    def __init__(self, info: NodeInfo, work: NodeWork, attached: Callable[[_Stream, int], None]) -> None:
+    def __init__(
+        self,
+        info: NodeInfo,
+        work: NodeWork,
+        attached: Callable[[_Stream, int], None],
+        observers: Sequence[MessageObserver],
+    ) -> None:
         self._info = info
         self._work = work
         self._attached = attached
+        self._observers = observers
         self._loop = asyncio.get_running_loop()
         self._link: MessageStream | None = None
         self._lease: Registered | None = None
@@ -207,7 +233,10 @@ class _Stream:
         if self._lease is None:
             self._registered(came)
         else:
-            self._work.receive(to_node_from(came))
+            items = to_node_from(came)
+            for observer in self._observers:
+                observer.received(items)
+            self._work.receive(items)
             if came.tell_blocks:
                 self._owes_snapshot = True
                 self.send_state_in(WAKE_DELAY_S)

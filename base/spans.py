@@ -3,7 +3,7 @@
 A span is named by its W3C `traceparent`, a line of text that travels with a request: over HTTP
 and gRPC from the client, in `Work` to the nodes. Whoever works on the request begins spans below
 it, so that one trace shows the request in every process. Nothing here runs where no endpoint is
-set: those who begin spans (`conductor/serving/traced.py`, `node/tracing.py`) are then not there.
+set: those who begin spans (`conductor/serving/request_spans.py`, `node/tracing.py`) are then not there.
 """
 
 from __future__ import annotations

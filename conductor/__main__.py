@@ -42,9 +42,9 @@ from conductor.serving.dispatch import Dispatcher, Limits, RequestObserver
 from conductor.serving.link_check import LinkCheck
 from conductor.serving.membership import Membership
 from conductor.serving.observer import Observer
+from conductor.serving.request_spans import RequestSpans
 from conductor.serving.role_changes import change_roles
 from conductor.serving.status import export_gauges, status
-from conductor.serving.traced import RequestSpans, TracedDispatcher, TracedObserver
 
 
 async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime) -> None:
@@ -60,16 +60,14 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
     decisions = Decisions(
         cost, settings, _decision_log(config, Shared(cost.profile, settings, config.model_id))
     )
-    observer: RequestObserver = Observer(metrics, view, cost, decisions, clock)
+    observers: list[RequestObserver] = [Observer(metrics, view, cost, decisions, clock)]
     tracer = tracer_or_none(config.tracing, "conductor")
-    spans = RequestSpans(tracer) if tracer is not None else None
-    if spans is not None:
-        observer = TracedObserver(observer, spans)
+    if tracer is not None:
+        observers.append(RequestSpans(tracer))
     server = config.server
-    dispatcher = Dispatcher(membership, view, cost, observer, clock, settings, _limits(config))
-    clients = TracedDispatcher(dispatcher, spans) if spans is not None else dispatcher
+    dispatcher = Dispatcher(membership, view, cost, observers, clock, settings, _limits(config))
     bounds = (server.max_waiting, int(server.max_body_mib * (1 << 20)), bool(server.keys_file))
-    completions = Completions(model, clients, metrics, clock, *bounds)
+    completions = Completions(model, dispatcher, metrics, clock, *bounds)
     lease = Registered(server.lease_s, server.heartbeat_s, rng.getrandbits(63))
     nodes = AttachService(membership, lease, clock, server.tls.is_set)
     panels = PanelValues(server.prometheus, wall_clock_s)

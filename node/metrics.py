@@ -5,16 +5,23 @@ from __future__ import annotations
 from base.errors import TransferFailedError
 from base.messages import PrefillTimes
 from base.metrics import NodeMetrics
+from base.request import RequestId
 from engine.build import Engine
 from engine.step import StepPlan
+from prefill_node.sender import PrefillObserver
 from transfer.transport import MEASURED_FROM_BYTES, TransferFacts, TransferObserver
 
 
-def observe_prefill(metrics: NodeMetrics, times: PrefillTimes) -> None:
-    """Count where the seconds of one request went that nothing hid."""
-    exposed = {"load": times.exposed_load_s, "transfer": times.exposed_transfer_s, "bubble": times.bubble_s}
-    for what, seconds in exposed.items():
-        metrics.prefill_exposed.labels(what).observe(seconds)
+class PrefillMetrics(PrefillObserver):
+    """Counts where the seconds of each request went that nothing hid."""
+
+    def __init__(self, metrics: NodeMetrics) -> None:
+        self._metrics = metrics
+
+    def prefilled(self, request_id: RequestId, times: PrefillTimes) -> None:
+        exposed = (("load", times.exposed_load_s), ("transfer", times.exposed_transfer_s))
+        for what, seconds in (*exposed, ("bubble", times.bubble_s)):
+            self._metrics.prefill_exposed.labels(what).observe(seconds)
 
 
 def observe(metrics: NodeMetrics, engine: Engine) -> None:

@@ -30,11 +30,11 @@ from base.clock import Clock, SystemClock
 from base.config import NodeProcess
 from base.lifetime import Lifetime
 from base.logs import event
-from base.messages import NodeInfo, PrefillTimes
+from base.messages import NodeInfo
 from base.metrics import NodeMetrics, StoreMetrics, export_supervised, exposition, process_registry
 from base.metrics_port import serve_metrics
 from base.process import run_process
-from base.request import NodeId, RequestId, Role
+from base.request import NodeId, Role
 from base.spans import tracer_or_none
 from base.tls import dialling_context
 from decode_node.role import DecodeRole
@@ -44,15 +44,15 @@ from kvstore.findable import Findable
 from kvstore.store import Store
 from node.kv import node_kv, node_segment, transfer_config
 from node.lender import Lender
-from node.metrics import TransferMetrics, observe, observe_prefill
+from node.metrics import PrefillMetrics, TransferMetrics, observe
 from node.store import node_store, own_cache
 from node.timeline import NodeTimeline
 from node.tracing import NodeTracing
-from node.work import ConductorWork, KvNews, NodeState
+from node.work import ConductorWork, KvNews, SharedState
 from prefill_node.role import PrefillRole
+from prefill_node.sender import PrefillObserver
 from transfer.agent import TransferAgent
 from transfer.owned.segment import Segment
-from transfer.shard import NodeKv
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +77,6 @@ async def serve(config: NodeProcess, lifetime: Lifetime) -> None:
         kv = node_kv(engine, segment, agent)
         info = _info(config, epoch, engine, agent)
         secured = dialling_context(config.tls, "nodes.tls")
-        clients = [
-            AttachClient(info, address, random.Random(f"{epoch} {address}"), secured)
-            for address in config.conductor_addresses
-        ]
         async with (
             node_store(config, engine, kv, segment, agent, clock, StoreMetrics(registry)) as stored,
             asyncio.TaskGroup() as tasks,
@@ -88,22 +84,22 @@ async def serve(config: NodeProcess, lifetime: Lifetime) -> None:
             own = stored.own if stored is not None else None
             beside = stored.beside if stored is not None else None
             state = node_state(engine, info, own)
+            prefills: list[PrefillObserver] = [PrefillMetrics(metrics)]
             if timeline is not None:
                 timeline.watch(engine)
-                kv = NodeKv(kv.layout, tuple(map(timeline.shard, kv.shards)))
-            prefilled = partial(_prefilled, metrics, timeline)
+                prefills.append(timeline)
             here = own_cache(engine, segment, agent, stored)
             lent = here.lent if here is not None else None
             works = []
             background = [await _running(engine, tasks)]
-            for client in clients:
-                traced = tracing.of_conductor()
-                send = traced.send(client.send)
-                lender = Lender(here, tasks, send)
-                prefill = PrefillRole(engine.loop, kv, tasks, send, clock, lent, beside, prefilled)
-                decode = DecodeRole(engine.loop, kv, tasks, send, clock, beside)
+            for address in config.conductor_addresses:
+                rng = random.Random(f"{epoch} {address}")
+                client = AttachClient(info, address, rng, secured, observers=tracing.messages())
+                lender = Lender(here, tasks, client.send)
+                prefill = PrefillRole(engine.loop, kv, tasks, client.send, clock, lent, beside, prefills)
+                decode = DecodeRole(engine.loop, kv, tasks, client.send, clock, beside)
                 works.append(ConductorWork(state, client.wake, prefill, decode, lender))
-                background.append(tasks.create_task(client.run(traced.work(works[-1]))))
+                background.append(tasks.create_task(client.run(works[-1])))
             observe(metrics, engine)
             export_supervised(registry, lifetime)
             if beside is not None:
@@ -129,15 +125,7 @@ async def _running(engine: Engine, tasks: asyncio.TaskGroup) -> asyncio.Task[Non
     return running
 
 
-def _prefilled(
-    metrics: NodeMetrics, timeline: NodeTimeline | None, request_id: RequestId, times: PrefillTimes
-) -> None:
-    observe_prefill(metrics, times)
-    if timeline is not None:
-        timeline.prefilled(request_id, times)
-
-
-def node_state(engine: Engine, info: NodeInfo, store: Store | None) -> NodeState:
+def node_state(engine: Engine, info: NodeInfo, store: Store | None) -> SharedState:
     """Return what all conductors of a node share, told of what its engine and its store do."""
     pool = engine.pool
     findable = Findable(pool.__contains__, lambda name: store is not None and name in store)
@@ -146,7 +134,7 @@ def node_state(engine: Engine, info: NodeInfo, store: Store | None) -> NodeState
     def snapshot() -> Iterable[BlockHash]:
         return dict.fromkeys([*pool.snapshot(), *(store.hashes if store is not None else [])])
 
-    state = NodeState(engine, info.roles, news, snapshot)
+    state = SharedState(engine, info.roles, news, snapshot)
     # Conductors count on free blocks, so they are told at once.
     pool.on_release(state.changed)
     if store is not None:
@@ -190,7 +178,7 @@ def _end_broken() -> None:
     os._exit(1)
 
 
-async def _drain(state: NodeState, works: Sequence[ConductorWork]) -> None:
+async def _drain(state: SharedState, works: Sequence[ConductorWork]) -> None:
     state.is_leaving = True
     state.changed()
     event(log, "draining", requests=sum(work.num_requests for work in works))

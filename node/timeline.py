@@ -7,12 +7,9 @@ clock and nothing to merge; what a stage's answer takes through the pipe is in i
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from base.clock import Clock
-from base.grants import Grant, RankGrant
 from base.kv_layout import KvPart
 from base.messages import PrefillTimes
 from base.request import RequestId
@@ -20,10 +17,10 @@ from base.timeline import Timeline
 from engine.build import Engine
 from engine.rank_group import GroupShape
 from engine.step import StepPlan
-from transfer.shard import BlockMove, KvShard, OnArrived
+from prefill_node.sender import PrefillObserver
 
 
-class NodeTimeline:
+class NodeTimeline(PrefillObserver):
     """Owns a node's timeline while it is filled."""
 
     def __init__(self, node_id: str, clock: Clock) -> None:
@@ -38,12 +35,11 @@ class NodeTimeline:
             engine.ranks.on_step(steps.ran)
         engine.loop.on_step(steps.landed)
 
-    def shard(self, shard: KvShard) -> KvShard:
-        """Return the same shard, of which it is kept when it writes."""
-        return TimedShard(shard, self._timeline, self._clock)
+    def wrote(self, part: KvPart, num_blocks: int, begun_at_s: float) -> None:
+        track = f"transfer of layer {part.first_layer} on, head {part.first_head} on"
+        self._timeline.span(track, "write", begun_at_s, self._clock.now_s(), blocks=num_blocks)
 
     def prefilled(self, request_id: RequestId, times: PrefillTimes) -> None:
-        """Keep where a request's seconds went, which has its first token now."""
         end_s = self._clock.now_s()
         track = f"request {request_id}"
         parts = (
@@ -98,37 +94,3 @@ class StageSteps:
         if step in self._reached_s:
             self._reached_s[step] = now_s
         self._timeline.span(f"stage {stage}", f"step {step}", began_s, now_s, **requests)
-
-
-class TimedShard:
-    """A shard whose copies are kept."""
-
-    def __init__(self, shard: KvShard, timeline: Timeline, clock: Clock) -> None:
-        self.part = shard.part
-        self._shard = shard
-        self._timeline = timeline
-        self._clock = clock
-
-    async def write(self, move: BlockMove) -> None:
-        await self._timed("write", self._shard.write, move)
-
-    async def read(self, move: BlockMove, on_arrived: OnArrived | None = None) -> None:
-        await self._timed("read", partial(self._shard.read, on_arrived=on_arrived), move)
-
-    async def grant(self, block_ids: Sequence[int], lease_s: float) -> RankGrant:
-        return await self._shard.grant(block_ids, lease_s)
-
-    async def revoke(self, grant: Grant) -> None:
-        await self._shard.revoke(grant)
-
-    async def sums(self, block_ids: Sequence[int], part: KvPart) -> list[int]:
-        return await self._shard.sums(block_ids, part)
-
-    def sums_in_order(self, block_ids: Sequence[int], part: KvPart) -> Awaitable[list[int]] | None:
-        return self._shard.sums_in_order(block_ids, part)
-
-    async def _timed(self, name: str, copy: Callable[[BlockMove], Awaitable[None]], move: BlockMove) -> None:
-        began_s = self._clock.now_s()
-        await copy(move)
-        track = f"transfer of layer {self.part.first_layer} on, head {self.part.first_head} on"
-        self._timeline.span(track, name, began_s, self._clock.now_s(), blocks=len(move.block_ids))

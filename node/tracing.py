@@ -1,26 +1,24 @@
-"""A node's spans, read off the messages and transfers that go through it.
+"""A node's spans, made by observers of its messages and transfers.
 
-    prefill      Prefill to Prefilled; below it, from the times told: queue, compute, exposed transfer
-      transfer   each batch, read or written, with the way it went
+    prefill      Prefill to Prefilled; below it, from the times it reports: queue, compute, exposed transfer
+      transfer   each batch, read or written, with the transport that carried it
     decode       Start, or Prefilled of a sequence that stays, to the last Tokens
     receive      Reserve to Start: blocks are set aside and their KV arrives
 
 They are below the conductor's span of the request, whose name comes with the work. The roles know
-nothing of it: where tracing is off nothing of this file runs.
+nothing of spans: where tracing is off nothing of this file runs.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from base.attach import NodeWork
+from base.attach import MessageObserver
 from base.grants import Grant
 from base.messages import (
     Failed,
     FromNode,
-    Heartbeat,
-    KvEvents,
     Prefill,
     Prefilled,
     Release,
@@ -35,18 +33,18 @@ from transfer.transport import TransferFacts, TransferObserver
 
 
 class NodeTracing:
-    """The tracing of one node; without a tracer, nothing is put around anything."""
+    """The tracing of one node; without a tracer, nobody is notified of anything."""
 
     def __init__(self, tracer: Tracer | None) -> None:
         self._tracer = tracer
-        self._conductors: list[RequestSpans] = []
+        self._conductors: list[WorkSpans] = []
 
-    def of_conductor(self) -> ConductorTracing:
-        """Return what goes around the work for one conductor: its spans end with its stream."""
+    def messages(self) -> list[MessageObserver]:
+        """Return what is to be notified of one more conductor's messages: its spans end with its stream."""
         if self._tracer is None:
-            return ConductorTracing(None)
-        self._conductors.append(RequestSpans(self._tracer))
-        return ConductorTracing(self._conductors[-1])
+            return []
+        self._conductors.append(WorkSpans(self._tracer))
+        return [self._conductors[-1]]
 
     def transfers(self) -> list[TransferObserver]:
         """Return what is to be notified of transfers."""
@@ -60,29 +58,8 @@ class NodeTracing:
             await asyncio.to_thread(self._tracer.close)
 
 
-class ConductorTracing:
-    """What a node puts around its work for one conductor, and around its answers."""
-
-    def __init__(self, spans: RequestSpans | None) -> None:
-        self._spans = spans
-
-    def work(self, work: NodeWork) -> NodeWork:
-        return work if self._spans is None else TracedWork(work, self._spans)
-
-    def send(self, send: Callable[[FromNode], None]) -> Callable[[FromNode], None]:
-        if self._spans is None:
-            return send
-        spans = self._spans
-
-        def traced(item: FromNode) -> None:
-            spans.sent(item)
-            send(item)
-
-        return traced
-
-
-class RequestSpans:
-    """The spans of the requests at work on one node. Belongs to the event loop."""
+class WorkSpans(MessageObserver):
+    """The spans of the requests that one node works on for one conductor. Belongs to the event loop."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -93,8 +70,7 @@ class RequestSpans:
         """The prefill's span, by the generation of each grant that it may use."""
         self._grants: dict[RequestId, tuple[int, ...]] = {}
 
-    def received(self, items: list[ToNode]) -> None:
-        """Take in what the conductor asks."""
+    def received(self, items: Sequence[ToNode]) -> None:
         for item in items:
             match item:
                 case Reserve(work) if work.traceparent:
@@ -110,7 +86,6 @@ class RequestSpans:
                     self._forget(request_id, "released")
 
     def sent(self, item: FromNode) -> None:
-        """Take in what the node answers."""
         if item.request_id not in self._spans:
             return
         match item:
@@ -122,7 +97,6 @@ class RequestSpans:
                 self._forget(item.request_id, "")
 
     def lost(self) -> None:
-        """End all: the conductor is gone."""
         for request_id in list(self._spans):
             self._forget(request_id, "the conductor was lost")
 
@@ -194,31 +168,3 @@ class TransferSpans(TransferObserver):
         span = self._spans.pop(batch, None)
         if span is not None:
             span.end("" if error is None else f"{type(error).__name__}: {error}")
-
-
-class TracedWork:
-    """A node's work, of which the spans are told. See `base.attach.NodeWork`."""
-
-    def __init__(self, inner: NodeWork, spans: RequestSpans) -> None:
-        self._inner = inner
-        self._spans = spans
-
-    def attached(self, conductor_epoch: int) -> None:
-        self._inner.attached(conductor_epoch)
-
-    def receive(self, items: list[ToNode]) -> None:
-        self._spans.received(items)
-        self._inner.receive(items)
-
-    def heartbeat(self) -> Heartbeat:
-        return self._inner.heartbeat()
-
-    def kv_events(self) -> KvEvents | None:
-        return self._inner.kv_events()
-
-    def kv_snapshot(self) -> KvEvents:
-        return self._inner.kv_snapshot()
-
-    def lost(self) -> None:
-        self._spans.lost()
-        self._inner.lost()

@@ -6,7 +6,7 @@ other's does. The engine, its cache and its blocks are one: a reservation is gra
 here, where the blocks are, whoever asks, and each conductor sees the others' load in the
 heartbeats.
 
-`NodeState` holds what must not be done by two at once: it says which conductor is in control,
+`SharedState` holds what must not be done by two at once: it says which conductor is in control,
 and obeys that one alone.
 """
 
@@ -114,7 +114,7 @@ class KvNews:
                         changes[name] = is_here
 
 
-class NodeState:
+class SharedState:
     """What the node is, whichever conductor asks."""
 
     def __init__(
@@ -149,7 +149,7 @@ class ConductorWork:
 
     def __init__(
         self,
-        state: NodeState,
+        state: SharedState,
         wake: Callable[[], None],
         prefill: PrefillRole,
         decode: DecodeRole,

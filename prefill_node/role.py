@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from base.clock import Clock
 from base.errors import DeadlineError, LostError
 from base.messages import FromNode, Prefill, Prefilled, PrefillTimes, Source, Work
-from base.request import FinishReason, RequestId, StopParams
+from base.request import FinishReason, StopParams
 from base.request_tasks import RequestTasks
 from engine.loop import EngineLoop
 from engine.sequence import Sequence
@@ -27,7 +28,7 @@ from engine.step import LaunchedChunk, SequenceOutput
 from engine.token_stream import TokenStream
 from kvstore.engine_store import EngineStore
 from prefill_node.prefix_loader import Prefix, PrefixSource, loaded_prefix
-from prefill_node.sender import KvSender
+from prefill_node.sender import KvSender, PrefillObserver
 from transfer.shard import NodeKv
 
 
@@ -55,12 +56,11 @@ class PrefillRole:
         clock: Clock,
         lent: Callable[[Source], PrefixSource] | None = None,
         store: EngineStore | None = None,
-        observe: Callable[[RequestId, PrefillTimes], None] = lambda request_id, times: None,
+        observers: Items[PrefillObserver] = (),
     ) -> None:
         """Begin without work.
 
         Args:
-            observe: Told where the seconds of each request went.
             lent: Makes a prefix source of what another node lends; None: nothing is loaded from
                 there, but computed.
             store: Of this node; None: it has none.
@@ -68,7 +68,7 @@ class PrefillRole:
         self._engine = engine
         self._kv = kv
         self._lent = lent
-        self._observe = observe
+        self._observers = observers
         self._send = send
         self._clock = clock
         self._store = store
@@ -93,7 +93,8 @@ class PrefillRole:
             raise DeadlineError("the prompt, or what was generated here, did not end in time") from None
 
     def _tell(self, work: Work, done: _Computed) -> None:
-        self._observe(work.request_id, done.times)
+        for observer in self._observers:
+            observer.prefilled(work.request_id, done.times)
         if self._store is not None:
             num_tokens = len(work.token_ids)
             self._store.computed(num_tokens - done.sequence.num_matched_tokens, done.times.compute_s)
@@ -141,7 +142,7 @@ class PrefillRole:
             sequence, sender = sequence_of(message.work, arrived_at_s, message.work.stop), None
         else:
             sequence = one_token_sequence(message.work, arrived_at_s)
-            sender = KvSender(self._kv, self._engine.pool, message)
+            sender = KvSender(self._kv, self._engine.pool, message, self._clock, self._observers)
 
         def listen(output: SequenceOutput) -> None:
             is_rest = sequence.num_tokens > len(message.work.token_ids) + len(output.tokens)

@@ -15,39 +15,60 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from base.clock import Clock
 from base.errors import LostError, ProtocolError
 from base.grants import RankGrant
 from base.kv_layout import KvPart
-from base.messages import Prefill
+from base.messages import Prefill, PrefillTimes
+from base.request import RequestId
 from engine.block_pool import BlockPool
 from engine.step import LaunchedChunk, LayerGroup
 from transfer.shard import BlockMove, KvShard, NodeKv
 
 
+class PrefillObserver:
+    """Is notified of a node's prefills where they happen, in the event loop; raises nothing."""
+
+    def wrote(self, part: KvPart, num_blocks: int, begun_at_s: float) -> None:
+        """Note that the rank which has `part` of each block wrote some of it to a decode node's rank."""
+
+    def prefilled(self, request_id: RequestId, times: PrefillTimes) -> None:
+        """Note where a request's seconds went, which has its first token now."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """From one of our ranks to one of the decode node's."""
+class _Path:
+    """The path from one of our ranks to one of the decode node's."""
 
     shard: KvShard
     target: RankGrant
     part: KvPart
-    """What both have."""
+    """The layers and heads that both ranks have."""
 
 
 class KvSender:
     """The hand-off of one sequence. Belongs to the event loop."""
 
-    def __init__(self, kv: NodeKv, pool: BlockPool, message: Prefill) -> None:
+    def __init__(
+        self,
+        kv: NodeKv,
+        pool: BlockPool,
+        message: Prefill,
+        clock: Clock,
+        observers: Sequence[PrefillObserver] = (),
+    ) -> None:
         self._kv = kv
         self._pool = pool
         self._message = message
+        self._clock = clock
+        self._observers = observers
         self._num_sent = message.first_block
         self._checksums: dict[tuple[KvPart, int], int] = {}
         targets = message.ranks
         if message.grant is not None:
             targets = (RankGrant(message.target, kv.whole, message.grant),)
-        self._ways = [
-            _Way(shard, target, part)
+        self._paths = [
+            _Path(shard, target, part)
             for shard in kv.shards
             for target in targets
             if (part := shard.part.overlap(target.part))
@@ -56,14 +77,14 @@ class KvSender:
     @property
     def parts(self) -> tuple[KvPart, ...]:
         """What the checksums are of, where it is not whole blocks."""
-        parts = tuple(way.part for way in self._ways)
+        parts = tuple(path.part for path in self._paths)
         return parts if len(parts) > 1 else ()
 
     @property
     def checksums(self) -> tuple[int, ...]:
         """One for each block written, in the order of the sequence, for each part in turn."""
         blocks = range(self._message.first_block, self._num_sent)
-        return tuple(self._checksums[way.part, block] for way in self._ways for block in blocks)
+        return tuple(self._checksums[path.part, block] for path in self._paths for block in blocks)
 
     def send_launched(self, writes: asyncio.TaskGroup, chunk: LaunchedChunk) -> None:
         """Start writing what a chunk will have finished, by groups of layers as they are computed.
@@ -105,7 +126,7 @@ class KvSender:
             write.add_done_callback(lambda _: self._pool.release(block_ids))
 
     async def _write(self, first: int, block_ids: list[int], groups: tuple[LayerGroup, ...]) -> None:
-        if not self._ways:
+        if not self._paths:
             raise ProtocolError("blocks are to be written, and no grant was given")
         whole = self._kv.whole
         if not groups:
@@ -120,32 +141,35 @@ class KvSender:
 
     async def _write_layers(self, first: int, block_ids: list[int], layers: KvPart) -> None:
         async with asyncio.TaskGroup() as both:
-            for way in self._ways:
-                part = way.part.overlap(layers)
+            for path in self._paths:
+                part = path.part.overlap(layers)
                 if part is None:
                     continue
-                if part.first_layer + part.num_layers == way.part.first_layer + way.part.num_layers:
+                if part.first_layer + part.num_layers == path.part.first_layer + path.part.num_layers:
                     # Of all that goes this way, once. Before the write: a thread does it, and
                     # what launches a write does not.
-                    both.create_task(self._sum(way, first, block_ids))
-                both.create_task(self._send(way, first, block_ids, part))
+                    both.create_task(self._sum(path, first, block_ids))
+                both.create_task(self._send(path, first, block_ids, part))
 
-    async def _sum(self, way: _Way, first: int, block_ids: list[int]) -> None:
-        sums = await way.shard.sums(block_ids, way.part)
-        self._checksums |= {(way.part, block): value for block, value in enumerate(sums, first)}
+    async def _sum(self, path: _Path, first: int, block_ids: list[int]) -> None:
+        sums = await path.shard.sums(block_ids, path.part)
+        self._checksums |= {(path.part, block): value for block, value in enumerate(sums, first)}
 
-    async def _send(self, way: _Way, first: int, block_ids: list[int], part: KvPart) -> None:
-        grant = way.target.grant
+    async def _send(self, path: _Path, first: int, block_ids: list[int], part: KvPart) -> None:
+        grant = path.target.grant
         skipped = first - self._message.first_block
         if skipped + len(block_ids) > len(grant.offsets):
             raise ProtocolError("fewer blocks were granted than are to be written")
         move = BlockMove(
-            peer=way.target.peer,
+            peer=path.target.peer,
             grant=grant,
             block_ids=tuple(block_ids),
             offsets=grant.offsets[skipped : skipped + len(block_ids)],
-            peer_part=way.target.part,
+            peer_part=path.target.part,
             part=part,
             deadline_s=self._message.work.deadline_s,
         )
-        await way.shard.write(move)
+        begun_at_s = self._clock.now_s()
+        await path.shard.write(move)
+        for observer in self._observers:
+            observer.wrote(path.shard.part, len(block_ids), begun_at_s)

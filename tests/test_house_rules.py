@@ -96,6 +96,73 @@ def test_broad_except_stands_only_at_the_borders() -> None:
                 assert not broad, f"{name}:{node.lineno} catches everything"
 
 
+# Wrappers by nature, and of what.
+WRAPPERS = {"FaultyTransport": "the transport of a test, which is to fail where bytes are moved"}
+
+
+def forwards(member: ast.stmt) -> bool:
+    """Return whether a method does nothing but call, or a property but read, its namesake on an attribute."""
+    if not isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    body = member.body[1:] if ast.get_docstring(member) else member.body
+    if len(body) != 1 or not isinstance(body[0], ast.Return | ast.Expr):
+        return False
+    value = body[0].value
+    if isinstance(member, ast.AsyncFunctionDef):
+        if not isinstance(value, ast.Await):
+            return False  # it makes a function a coroutine, which its callers need
+        value = value.value
+    is_property = any(ast.unparse(each) == "property" for each in member.decorator_list)
+    called = value if is_property else getattr(value, "func", None)
+    if not isinstance(called, ast.Attribute) or called.attr != member.name:
+        return False
+    return isinstance(called.value, ast.Attribute) and ast.unparse(called.value.value) == "self"
+
+
+def forwarding_wrappers(text: str) -> set[str]:
+    """Return the classes of which more than half of the public members, and two at least, only forward."""
+    found = set()
+    for node in ast.walk(tree_of(text)):
+        if isinstance(node, ast.ClassDef):
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+            public = [each for each in methods if not each.name.startswith("_")]
+            num_forwarding = sum(map(forwards, public))
+            if num_forwarding > max(1, len(public) / 2):
+                found.add(node.name)
+    return found
+
+
+def test_no_class_mostly_forwards() -> None:
+    """Whoever wants to know what happens is an observer, notified where it happens."""
+    found = set().union(*(forwarding_wrappers(text) for _, text in source_files()))
+    assert not found - set(WRAPPERS)
+
+
+TRACED_STORE = """
+class TracedStore:
+    @property
+    def size(self):
+        return self._inner.size
+
+    async def load(self, chain):
+        \"\"\"Load.\"\"\"
+        return await self._inner.load(chain)
+
+    def close(self):
+        self._inner.close()
+
+    def save(self, chain):
+        self._spans.begin(chain)
+        self._inner.save(chain)
+"""
+
+
+def test_a_class_that_mostly_forwards_is_found() -> None:
+    assert forwarding_wrappers(TRACED_STORE) == {"TracedStore"}
+    assert not forwarding_wrappers(TRACED_STORE.replace("self._inner.close()", "self._end(self._inner)"))
+    assert not forwarding_wrappers(TRACED_STORE.replace("return await", "return"))
+
+
 def asserts(test: ast.AST) -> bool:
     """Return whether a test itself says what must be: an assert, `pytest.raises`, a helper named so."""
     for node in ast.walk(test):

@@ -30,7 +30,7 @@ from conductor.api.served_model import ServedModel
 from conductor.api.shares import Shares
 from conductor.api.text_stream import TextStream
 from conductor.api.tokenizer import Detokenizer
-from conductor.serving.generated import Dispatcher, Generated
+from conductor.serving.generated import Generated, TokenGenerator
 
 MAX_BODIES = 32
 """Bodies of the greatest length whose bytes may be held at once; shorter ones may be more."""
@@ -120,7 +120,7 @@ class Completions:
     def __init__(
         self,
         model: ServedModel,
-        dispatcher: Dispatcher,
+        dispatcher: TokenGenerator,
         metrics: ConductorMetrics,
         clock: Clock,
         max_calls: int,

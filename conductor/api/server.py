@@ -59,7 +59,7 @@ class Listening:
     attach_port: int
     """0: no nodes are listened for."""
     health: Health
-    """The gRPC health, to be refreshed when `Dispatcher.is_ready` changes."""
+    """The gRPC health, to be refreshed when `TokenGenerator.is_ready` changes."""
 
 
 @asynccontextmanager

@@ -1,6 +1,6 @@
-"""What one attempt to run a request holds, and lets go of when it ends, however it does.
+"""One attempt to run a request: it holds things on nodes, and lets go of them however it ends.
 
-    with Attempt(run, finished) as attempt:
+    with Attempt(state, finished) as attempt:
         attempt.placed = ...                          counted in the view, until `finished`
         attempt.begin(session, request_id, mailbox)   held on a node, until `Release` or its last word
 
@@ -18,7 +18,7 @@ from base.block_hash import BlockHash
 from base.request import RequestId
 from conductor.placing.placement import Placement, PlacementRequest
 from conductor.serving.nodes import Mailbox, NodeSession
-from conductor.serving.run import Run
+from conductor.serving.request_state import RequestState
 
 
 class Placed(NamedTuple):
@@ -32,15 +32,17 @@ class Placed(NamedTuple):
 class Attempt:
     """One attempt, for the length of a `with`."""
 
-    __slots__ = ("_exchanges", "_finished", "deadline", "is_reserved", "is_streaming", "placed", "run")
+    __slots__ = ("_exchanges", "_finished", "deadline", "is_reserved", "is_streaming", "placed", "state")
 
-    def __init__(self, run: Run, finished: Callable[[Attempt, BaseException | None], None]) -> None:
-        """Begin, with nothing held. `finished` is told of the end of an attempt that was placed."""
-        self.run = run
+    def __init__(
+        self, state: RequestState, finished: Callable[[Attempt, BaseException | None], None]
+    ) -> None:
+        """Begin, with nothing held. `finished` is called at the end of an attempt that was placed."""
+        self.state = state
         self.placed: Placed | None = None
         self.deadline: asyncio.TimerHandle | None = None
         self.is_reserved = False
-        """The decode node has made room."""
+        """The decode node has set the blocks aside."""
         self.is_streaming = False
         self._exchanges: list[tuple[NodeSession, RequestId]] = []
         self._finished = finished
@@ -54,7 +56,7 @@ class Attempt:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        self.run.mailbox.close()
+        self.state.mailbox.close()
         for session, request_id in self._exchanges:
             session.end(request_id)
         if self.deadline is not None:

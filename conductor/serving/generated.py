@@ -1,4 +1,4 @@
-"""What the rest of the conductor asks of a dispatcher, and what it gets.
+"""The one value that the APIs for clients get of a dispatcher, and how they ask for it.
 
 The APIs for clients (`api/openai_generation.py`, `api/service.py`) and the life of a request on the nodes
 (`dispatch.py`) meet here and nowhere else.
@@ -23,7 +23,7 @@ class Generated(NamedTuple):
     """Prompt tokens whose KV was matched, not computed. The same in all."""
 
 
-class Dispatcher(Protocol):
+class TokenGenerator(Protocol):
     """Runs requests on the cluster."""
 
     def generate(self, request: Request) -> AsyncGenerator[Generated, None]:

@@ -1,4 +1,4 @@
-"""Measures the way of KV from one prefill node to one decode node: what `conductor doctor` asks for.
+"""Measures the path of KV from one prefill node to one decode node: what `conductor doctor` asks for.
 
     Reserve -> the decode node    sets blocks aside
     Prefill -> the prefill node   computes them and writes them there
@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from base.block_hash import HASH_BYTES, BlockHash
-from base.errors import ProtocolError, ServeError, StaleError
+from base.errors import ServeError, StaleError
 from base.messages import Prefill, Prefilled, Reserve, Reserved, Work
 from base.request import NodeId, RequestId, SamplingParams, StopParams
 from conductor.serving.membership import Membership
@@ -28,7 +28,7 @@ NUM_TOKENS = 512
 """One chunk by default; of the smallest models some MiB of KV."""
 
 TIMEOUT_S = 20.0
-"""For one pair, on a cluster at work."""
+"""The time that one pair has, on a cluster at work."""
 
 
 class LinkCheck:
@@ -67,19 +67,17 @@ class LinkCheck:
         self._num_checks += 1
         work, mailbox = self._work(min(prefill.info.max_model_len, decode.info.max_model_len)), Mailbox()
         with ExitStack() as held:
-            held.enter_context(decode.exchange(work.request_id, mailbox))
+            decode.begin(work.request_id, mailbox)
+            held.callback(decode.end, work.request_id)
             decode.send(Reserve(work))
-            reserved = await mailbox.next()
-            if not isinstance(reserved, Reserved):
-                raise ProtocolError(f"{type(reserved).__name__} where Reserved was expected")
+            reserved = await mailbox.next(Reserved)
             sent = RequestId(f"{work.request_id}.prefill")
-            held.enter_context(prefill.exchange(sent, mailbox))
+            prefill.begin(sent, mailbox)
+            held.callback(prefill.end, sent)
             first, target = reserved.num_matched_blocks, decode.info.peer
             mine = work._replace(request_id=sent)
             prefill.send(Prefill(mine, target, reserved.grant, first, None, reserved.ranks))
-            prefilled = await mailbox.next()
-            if not isinstance(prefilled, Prefilled):
-                raise ProtocolError(f"{type(prefilled).__name__} where Prefilled was expected")
+            prefilled = await mailbox.next(Prefilled)
         return len(prefilled.checksums)
 
     def _work(self, max_model_len: int) -> Work:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
-from base.errors import LostError, error_named
+from base.errors import LostError, ProtocolError, error_named
 from base.messages import (
     Failed,
     FromNode,
     Heartbeat,
+    Lent,
     NodeInfo,
     Prefilled,
     Release,
@@ -28,11 +30,13 @@ from base.messages import (
 from base.request import RequestId
 
 SNAPSHOT_PAUSE_S = 2.0
-"""From one snapshot that is asked for to the next, at first: each may be some MB."""
+"""The first pause between two snapshots that are asked of a node: each may be some MB."""
+
+Message = TypeVar("Message", Reserved, Lent, Prefilled, Tokens)
 
 
 class Mailbox:
-    """What the nodes of one request tell it, in order of arrival.
+    """The messages of the nodes of one request, in order of arrival.
 
     Unbounded, and bounded all the same: a node sends at most one message for each token
     of the request, and a request has at most `max_tokens`. One task reads it: an
@@ -71,12 +75,12 @@ class Mailbox:
         """Hand nothing to anybody any more."""
         self._when_reserved = None
 
-    async def next(self, pause_s: float = 0.0) -> FromNode:
+    async def next(self, kind: type[Message], pause_s: float = 0.0) -> Message:
         """Return the next message; tokens that are not the last ones not before `pause_s`.
 
         Raises:
             ServeError: the class that a node's `Failed` names; LostError when a node
-                left.
+                left; ProtocolError where it is not of `kind`.
         """
         if pause_s > 0 and not self._is_urgent:
             self._is_paused = True
@@ -93,6 +97,8 @@ class Mailbox:
         if isinstance(item, Failed):
             self.failed = item
             raise error_named(item.reason, item.message)
+        if not isinstance(item, kind):
+            raise ProtocolError(f"{type(item).__name__} where {kind.__name__} was expected")
         return item
 
     async def _woken(self) -> None:
@@ -117,25 +123,6 @@ class Mailbox:
         return taken
 
 
-class Exchange:
-    """What one request and one node say to each other, for the length of a `with`.
-
-    Leaving it, for whatever reason, releases what the node holds of the request, unless the node has said
-    its last of it. That is the only clean-up there is. Entering it raises LostError if the node has left.
-
-    A class, because a generator under `contextmanager` takes four times as long, several times a request.
-    """
-
-    def __init__(self, session: NodeSession, request_id: RequestId, mailbox: Mailbox) -> None:
-        self._session, self._request_id, self._mailbox = session, request_id, mailbox
-
-    def __enter__(self) -> None:
-        self._session.begin(self._request_id, self._mailbox)
-
-    def __exit__(self, *error: object) -> None:
-        self._session.end(self._request_id)
-
-
 class NodeSession:
     """One attached node, for as long as its stream lives."""
 
@@ -158,17 +145,18 @@ class NodeSession:
         self.is_lost = False
         """Its requests were ended; nothing is sent to it any more."""
 
-    def exchange(self, request_id: RequestId, mailbox: Mailbox) -> Exchange:
-        """Return what delivers the node's messages on `request_id` to `mailbox`."""
-        return Exchange(self, request_id, mailbox)
-
     def begin(self, request_id: RequestId, mailbox: Mailbox) -> None:
-        """Begin an exchange; raises LostError if the node has left already."""
+        """Begin an exchange: deliver to `mailbox` what the node says of `request_id`, until `end`.
+
+        Raises:
+            LostError: the node has left.
+        """
         if self.is_lost:
             raise LostError(f"node {self.info.node_id} has left")
         self._mailboxes[request_id] = mailbox
 
     def end(self, request_id: RequestId) -> None:
+        """Release what the node holds of the request, unless it has said its last of it."""
         if self._mailboxes.pop(request_id, None) is not None:
             self.send(Release(request_id))
 
@@ -208,7 +196,7 @@ class NodeSession:
 
     @property
     def fence(self) -> int:
-        """Under which orders to the node are valid; 0: none are."""
+        """The number under which orders to the node are valid; 0: none are."""
         return self.last_heartbeat.fence if self.last_heartbeat is not None else 0
 
     @property

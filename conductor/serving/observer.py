@@ -1,9 +1,9 @@
-"""What is learned from requests as they run: metrics, corrections of the cost model, explanations."""
+"""Learns from requests as they run: metrics, corrections of the cost model, explanations."""
 
 from __future__ import annotations
 
 from base.clock import Clock
-from base.messages import PrefillTimes
+from base.messages import Prefilled
 from base.metrics import ConductorMetrics
 from base.request import RequestId
 from conductor.placing.cluster_view import ClusterView
@@ -12,10 +12,11 @@ from conductor.placing.decisions import Actual, Decision
 from conductor.placing.explain import Decisions
 from conductor.placing.learner import Learner
 from conductor.placing.placement import Placement, PlacementRequest
+from conductor.serving.dispatch import RequestObserver
 
 
-class Observer:
-    """Is told by the dispatcher what was decided and measured. Belongs to the event loop."""
+class Observer(RequestObserver):
+    """Learns from what the dispatcher decided and nodes measured. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -32,7 +33,6 @@ class Observer:
         metrics.corrections.values = view.corrections.ratios
 
     def decided(self, made: Decision) -> None:
-        """Take in a decision, refusals included."""
         self._decisions.decided(made)
         if isinstance(made.result, Placement):
             self._learner.placed(made.result, made.decided_at_s)
@@ -40,9 +40,9 @@ class Observer:
             self._learner.refused(made.decided_at_s)
 
     def first_token(
-        self, ttft_s: float | None, times: PrefillTimes, asked: PlacementRequest, placement: Placement
+        self, ttft_s: float | None, prefilled: Prefilled, asked: PlacementRequest, placement: Placement
     ) -> None:
-        """Take in an attempt's first token; `ttft_s` is None where the request had one before."""
+        times = prefilled.times
         self._learner.first_token(ttft_s, times, asked, placement, self._clock.now_s())
         if ttft_s is None:
             return
@@ -54,12 +54,10 @@ class Observer:
         observe("handoff", placement.handoff_s, times.exposed_transfer_s)
 
     def next_tokens(self, gap_s: float, num_tokens: int) -> None:
-        """Take in tokens that arrived together, `gap_s` after the one before them."""
         self._metrics.next_tokens(gap_s, num_tokens)
 
-    def ended(self, request_id: RequestId, actual: Actual) -> None:
-        """Take in how an attempt that was placed went."""
-        self._decisions.ended(request_id, actual)
-        placement = self._learner.ended(request_id, actual.mean_tbt_s, self._clock.now_s())
+    def ended(self, attempt_id: RequestId, actual: Actual) -> None:
+        self._decisions.ended(attempt_id, actual)
+        placement = self._learner.ended(attempt_id, actual.mean_tbt_s, self._clock.now_s())
         if actual.mean_tbt_s:
             self._metrics.predicted("tbt", placement.predicted_tbt_s, actual.mean_tbt_s)

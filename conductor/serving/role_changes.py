@@ -40,7 +40,7 @@ async def change_roles(
         if not membership.in_control():
             controller.forget()
             continue
-        action = controller.step(view, clock.now_s(), dispatcher.waiting_s)
+        action = controller.step(view, clock.now_s(), dispatcher.queue.waiting_s)
         if action is not None:
             _order(action, view, membership)
 

@@ -24,7 +24,7 @@ def status(
         "in_control": membership.in_control(),
         "supervised": lifetime.is_supervised,
         "running_requests": dispatcher.num_running,
-        "waiting_requests": dispatcher.num_waiting,
+        "waiting_requests": len(dispatcher.queue),
         "nodes": [_node(session, view) for session in sessions],
     }
 

@@ -5,13 +5,14 @@ import random
 
 import pytest
 
-from base.attach import CONNECT_TIMEOUT_S, FOREIGN_BACKOFF_S, AttachClient
+from base.attach import CONNECT_TIMEOUT_S, FOREIGN_BACKOFF_S, AttachClient, MessageObserver
 from base.errors import ForeignPeerError, ProtocolError
-from base.messages import Failed, Registered
+from base.messages import Failed, Registered, Reserve
 from base.request import RequestId
-from base.wire import lease_to, refused
+from base.wire import lease_to, refused, to_node
 from protos import nodes_pb2 as pb
 from tests.conductor.scripted_node import ScriptedWork, node_info
+from tests.node_parts import work
 from tests.simulation.loop import SimLoop
 
 LEASE = Registered(lease_s=10.0, heartbeat_s=2.0, conductor_epoch=1)
@@ -45,7 +46,7 @@ class Link:
             self.end.closed(error)
 
 
-def attached_for(seconds, begin=lambda link: None, first_answer=None):
+def attached_for(seconds, begin=lambda link: None, first_answer=None, observers=()):
     """Run a node for so long; return its links, its work and what it logged as the client's task ended.
 
     `begin` is called with the first link, half a second after it was made.
@@ -56,7 +57,7 @@ def attached_for(seconds, begin=lambda link: None, first_answer=None):
         links.append(Link(end, lease_to(LEASE) if links or first_answer is None else first_answer))
 
     async def run():
-        client = AttachClient(node_info(), "there", random.Random(0), dial_end=dial_end)
+        client = AttachClient(node_info(), "there", random.Random(0), dial_end=dial_end, observers=observers)
         work.send = client.send
         task = asyncio.ensure_future(client.run(work))
         await asyncio.sleep(0.5)
@@ -162,3 +163,27 @@ def test_a_node_that_is_asked_for_its_blocks_tells_them_all_once():
     links, _ = attached_for(3.0, begin)
     told = [(round(at_s, 3), message.kv_events.is_snapshot) for at_s, message in links[0].sent[1:]]
     assert told == [(0.0, True), (0.502, True), (2.502, False)]
+
+
+class Heard(MessageObserver):
+    def __init__(self):
+        self.facts = []
+
+    def received(self, items):
+        self.facts += [type(item).__name__ for item in items]
+
+    def sent(self, item):
+        self.facts.append(type(item).__name__)
+
+    def lost(self):
+        self.facts.append("lost")
+
+
+def test_observers_are_notified_of_messages_both_ways_in_order_and_of_each_end():
+    def begin(link):
+        link.say(to_node([Reserve(work())]))
+        link.close()
+
+    heard = Heard()
+    attached_for(3.0, begin, observers=[heard])
+    assert heard.facts == ["Reserve", "Reserved", "lost", "lost"]

@@ -15,40 +15,38 @@ from conductor.placing.cost_model import CostModel
 from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.profile_file import load_profile
 from conductor.serving.attach import AttachService
-from conductor.serving.dispatch import Dispatcher, Limits
+from conductor.serving.dispatch import Dispatcher, Limits, RequestObserver
 from conductor.serving.membership import Membership
 from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, ScriptedWork, node_info
 
 LEASE = Registered(lease_s=1.0, heartbeat_s=0.2, conductor_epoch=1)
 
 
-class Watched:
+class Watched(RequestObserver):
     def __init__(self):
         self.made, self.endings, self.firsts = [], [], []
 
     def decided(self, made):
         self.made.append(made)
 
-    def ended(self, request_id, actual):
-        self.endings.append((request_id, actual))
+    def ended(self, attempt_id, actual):
+        self.endings.append((attempt_id, actual))
 
-    def first_token(self, ttft_s, times, asked, placement):
+    def first_token(self, ttft_s, prefilled, asked, placement):
         self.firsts.append(asked.request_id)
-
-    def next_tokens(self, gap_s, num_tokens):
-        pass
 
 
 class Conductor:
     """A conductor's node side on a real port, and the scripted nodes attached to it."""
 
-    def __init__(self, limits, settings):
+    def __init__(self, limits, settings, observers=()):
         clock = SystemClock()
         cost = CostModel(load_profile("cpu-smollm2"))
         self.view = ClusterView(cost, BLOCK_SIZE)
         self.membership = Membership(MODEL_ID, self.view, clock)
         self.seen = Watched()
-        self.dispatcher = Dispatcher(self.membership, self.view, cost, self.seen, clock, settings, limits)
+        observers = [self.seen, *observers]
+        self.dispatcher = Dispatcher(self.membership, self.view, cost, observers, clock, settings, limits)
         self.service = AttachService(self.membership, LEASE, clock)
         self.address = ""
         self.clients = {}
@@ -80,9 +78,9 @@ class Conductor:
 
 
 @asynccontextmanager
-async def conductor(request_timeout_s=5.0, role_wait_s=0.0, max_waiting=8, **settings):
+async def conductor(request_timeout_s=5.0, role_wait_s=0.0, max_waiting=8, observers=(), **settings):
     limits = Limits(request_timeout_s, max_waiting, role_wait_s)
-    async with Conductor(limits, SchedulerSettings(**settings)).serving() as running:
+    async with Conductor(limits, SchedulerSettings(**settings), observers).serving() as running:
         yield running
 
 

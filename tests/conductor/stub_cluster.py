@@ -68,7 +68,7 @@ async def cluster(
             session = NodeSession(stub_info(f"n{number}", role, "m"), lambda *_, said=said: said.set())
             tasks.append(group.create_task(attached(membership, session, said, node, clock)))
             tasks.append(group.create_task(node.run()))
-        dispatcher = Dispatcher(membership, view, COST, observer, clock, settings, limits)
+        dispatcher = Dispatcher(membership, view, COST, [observer], clock, settings, limits)
         if role_settings is not None:
             controller = RoleController(COST, role_settings)
             changes = change_roles(controller, view, membership, dispatcher, clock)

@@ -13,7 +13,8 @@ from base.clock import ManualClock
 from base.errors import SloUnreachableError
 from base.request import RequestId
 from conductor.placing.fair_queue import Criticality, Waiting
-from conductor.serving.waiting_room import WaitingRoom
+from conductor.placing.placement_queue import PlacementQueue
+from conductor.serving.waiting import wait_until_placed
 from protos import inference_pb2, inference_pb2_grpc
 from tests.conductor.fakes import serving
 
@@ -69,25 +70,35 @@ async def test_a_rejected_grpc_call_leaves_nothing_to_collect(model, num_kept):
 
 
 async def test_who_was_rejected_after_waiting_leaves_nothing_to_collect(num_kept):
-    is_hopeless = False
+    is_hopeless, clock = False, ManualClock()
 
     def attempt(ahead_s):
         if is_hopeless:
             raise SloUnreachableError("predicted 2 s", 3.2)
         return False
 
-    async def wait(room, number):
+    async def wait(queue, number):
         item = Waiting(
             RequestId(str(number)), Criticality.STANDARD, "", 100.0, random.Random(number).random()
         )
         with pytest.raises(SloUnreachableError):
-            await room.placed(item, attempt, 100.0, 100.0)
+            await wait_until_placed(queue, item, attempt, 100.0, 100.0, clock)
 
-    room = WaitingRoom(8, 10.0, lambda: None, lambda: 1, ManualClock())
+    queue = PlacementQueue(8, 10.0, lambda: None, lambda: 1, clock.now_s())
     async with asyncio.TaskGroup() as group:
         for number in range(4):
-            group.create_task(wait(room, number))
+            group.create_task(wait(queue, number))
         await asyncio.sleep(0)
         is_hopeless = True
-        room.pump()
+        queue.pump(clock.now_s())
+    assert num_kept() <= 1
+
+
+async def test_who_waited_past_its_slo_leaves_nothing_to_collect(num_kept):
+    clock = ManualClock()
+    queue = PlacementQueue(8, 10.0, lambda: None, lambda: 1, clock.now_s())
+    for number in range(4):
+        item = Waiting(RequestId(str(number)), Criticality.STANDARD, "", 100.0, 1.0)
+        with pytest.raises(SloUnreachableError):
+            await wait_until_placed(queue, item, lambda ahead_s: False, clock.now_s(), 1e9, clock)
     assert num_kept() <= 1

@@ -1,10 +1,14 @@
 """A node's timeline shows the stages of a pipeline at different chunks at the same moment."""
 
+import json
+
 from base.clock import ManualClock
+from base.kv_layout import KvPart
+from base.messages import PrefillTimes
 from base.timeline import Timeline
 from engine.rank_group import GroupShape
 from engine.step import StepPlan
-from node.timeline import StageSteps
+from node.timeline import NodeTimeline, StageSteps
 
 PLAN = StepPlan((), 0)
 
@@ -53,3 +57,18 @@ def test_an_engine_of_one_rank_has_one_stage():
     steps.landed(PLAN, 2.0)
     ((stage, step, start, end),) = spans_of(timeline)
     assert (stage, step, end - start) == ("stage 0", "step 1", 2.0)
+
+
+def test_writes_and_the_parts_of_a_request_are_on_tracks_of_their_own(tmp_path):
+    clock = ManualClock()
+    timeline = NodeTimeline("node", clock)
+    begun_at_s = clock.now_s()
+    clock.advance(2.0)
+    timeline.wrote(KvPart(0, 4, 2, 2), 3, begun_at_s)
+    timeline.prefilled("r", PrefillTimes(0.25, 1.0, 0.5, exposed_load_s=0.25))
+    timeline.write(tmp_path / "node.json")
+    events = json.loads((tmp_path / "node.json").read_text())["traceEvents"]
+    tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert tracks == {"transfer of layer 0 on, head 2 on", "request r"}
+    took_s = {event["name"]: event["dur"] / 1e6 for event in events if event["ph"] == "X"}
+    assert took_s == {"write": 2.0, "transfer": 0.5, "compute": 1.0, "queue": 0.0, "load": 0.25}

@@ -11,7 +11,7 @@ from base.metrics import NodeMetrics, process_registry, samples_of
 from base.metrics import exposition as text_of
 from base.request import FinishReason, SampledToken
 from node.metrics import TransferMetrics
-from node.tracing import NodeTracing, RequestSpans, TransferSpans
+from node.tracing import NodeTracing, TransferSpans, WorkSpans
 from tests.node.recorded_spans import RecordedTracer
 from tests.node_parts import work
 from tests.transfer.test_router import GRANT, PEER, PIECES, Stub
@@ -35,7 +35,7 @@ def prefilled(name="r"):
 
 def test_a_prefill_is_a_span_with_its_parts_below_it():
     tracer = RecordedTracer()
-    spans = RequestSpans(tracer)
+    spans = WorkSpans(tracer)
     spans.received([prefill()])
     assert spans.below(GRANT) == tracer.one("prefill").traceparent
     spans.sent(prefilled())
@@ -52,7 +52,7 @@ def test_a_prefill_is_a_span_with_its_parts_below_it():
 
 def test_decoding_is_receiving_and_then_generating():
     tracer = RecordedTracer()
-    spans = RequestSpans(tracer)
+    spans = WorkSpans(tracer)
     spans.received([Reserve(traced())])
     assert tracer.open == ["receive"]
     spans.received([Start("r", 1, ())])
@@ -69,7 +69,7 @@ def test_decoding_is_receiving_and_then_generating():
 
 def test_what_goes_wrong_is_told():
     tracer = RecordedTracer()
-    spans = RequestSpans(tracer)
+    spans = WorkSpans(tracer)
     spans.received([prefill("a"), Reserve(traced("b")), Reserve(traced("c"))])
     spans.sent(Failed("a", "LostError", "gone"))
     spans.received([Release("b")])
@@ -79,7 +79,7 @@ def test_what_goes_wrong_is_told():
 
 def test_work_that_nobody_traces_makes_no_span():
     tracer = RecordedTracer()
-    spans = RequestSpans(tracer)
+    spans = WorkSpans(tracer)
     spans.received([prefill(parent=""), Reserve(traced("b", "")), Start("b", 1, ()), Release("b")])
     spans.sent(prefilled())
     assert tracer.spans == []
@@ -102,7 +102,7 @@ MESSAGES = st.one_of(
 @given(st.lists(MESSAGES, max_size=12))
 def test_no_order_of_messages_leaves_a_span_open_or_ends_one_twice(messages):
     tracer = RecordedTracer()
-    spans = RequestSpans(tracer)
+    spans = WorkSpans(tracer)
     for message in messages:
         if isinstance(message, Prefill | Reserve | Start | Release):
             spans.received([message])
@@ -116,7 +116,7 @@ def test_no_order_of_messages_leaves_a_span_open_or_ends_one_twice(messages):
 @pytest.mark.parametrize("error", [None, TransferFailedError("cut")])
 async def test_a_transfer_is_counted_and_is_a_span_of_its_prefill(error):
     clock, tracer, registry = ManualClock(), RecordedTracer(), process_registry()
-    spans = RequestSpans(tracer)
+    spans = WorkSpans(tracer)
     stub = Stub("shm", clock, seconds=0.5)
     stub.error = error
     observers = [TransferMetrics(NodeMetrics(registry)), TransferSpans(spans.below, tracer)]
@@ -149,11 +149,7 @@ async def test_a_transfer_is_counted_and_is_a_span_of_its_prefill(error):
         assert counted["transfer_link_bytes_per_second"] == PIECES.num_bytes / 0.5
 
 
-async def test_where_nothing_is_traced_nothing_is_put_around_anything():
+async def test_where_nothing_is_traced_nobody_is_notified():
     tracing = NodeTracing(None)
-    stub, sent = Stub("shm", ManualClock()), []
-    assert tracing.transfers() == []
-    traced = tracing.of_conductor()
-    assert traced.work(stub) is stub
-    assert traced.send(sent.append) == sent.append
+    assert tracing.transfers() == tracing.messages() == []
     await tracing.close()

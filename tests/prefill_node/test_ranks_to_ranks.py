@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import torch
 
+from base.clock import SystemClock
 from base.errors import ChecksumError
 from base.messages import Prefill, Start
 from decode_node.reservation import require_intact, reserved
@@ -29,7 +30,7 @@ async def test_every_rank_gets_its_part_of_every_block(source, target):
             told = reservation.told(asked.request_id)
             assert (told.grant is None) == (len(decode.parts) > 1)
             message = Prefill(asked, decode.agents[0].descriptor, told.grant, 0, None, told.ranks)
-            sender = KvSender(prefill.kv, prefill.pool, message)
+            sender = KvSender(prefill.kv, prefill.pool, message, SystemClock())
             async with asyncio.TaskGroup() as writes:
                 sender.send_finished(writes, computed, 40)
             start = Start(asked.request_id, 1, sender.checksums, sender.parts)

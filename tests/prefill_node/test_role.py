@@ -5,12 +5,13 @@ import asyncio
 import pytest
 
 from base.checksum import checksum
+from base.clock import SystemClock
 from base.errors import LostError
 from base.grants import Operation
 from base.messages import Failed, Prefill, Prefilled
 from decode_node.role import DecodeRole
 from prefill_node.role import PrefillRole
-from prefill_node.sender import KvSender
+from prefill_node.sender import KvSender, PrefillObserver
 from tests.node_parts import LAYOUT, LayeredRunner, parts, work
 
 
@@ -187,11 +188,20 @@ async def test_a_release_while_layers_leave_gives_everything_back():
         prefill.check_nothing_is_held()
 
 
+class Written(PrefillObserver):
+    def __init__(self):
+        self.parts = []
+
+    def wrote(self, part, num_blocks, begun_at_s):
+        self.parts.append((part, num_blocks))
+
+
 async def test_blocks_that_were_preempted_before_they_were_sent_are_sent_when_they_are_computed_again(both):
     prefill, decode = both
     grant = granted(decode, 2)
     message = Prefill(work(num_tokens=32), decode.agent.descriptor, grant, 0)
-    sender = KvSender(prefill.kv, prefill.pool, message)
+    written = Written()
+    sender = KvSender(prefill.kv, prefill.pool, message, SystemClock(), [written])
     async with asyncio.TaskGroup() as writes:
         sender.send_finished(writes, [], 32)
         assert prefill.pool.num_held == 0
@@ -200,6 +210,7 @@ async def test_blocks_that_were_preempted_before_they_were_sent_are_sent_when_th
         sender.send_finished(writes, computed, 32)
     assert [checksum(content(decode, offset)) for offset in grant.offsets] == list(sender.checksums)
     assert decode.cache.tensor[11].unique().tolist() == [7.0]
+    assert written.parts == [(prefill.kv.whole, 2)], "an observer is notified of what was written, once"
     prefill.pool.release(computed)
     assert prefill.pool.num_held == 0
 
@@ -208,7 +219,7 @@ async def test_blocks_of_a_write_that_never_began_are_given_back(both):
     prefill, decode = both
     grant = granted(decode, 2)
     message = Prefill(work(num_tokens=32), decode.agent.descriptor, grant, 0)
-    sender = KvSender(prefill.kv, prefill.pool, message)
+    sender = KvSender(prefill.kv, prefill.pool, message, SystemClock())
     computed = prefill.pool.allocate(2)
 
     async def broken():

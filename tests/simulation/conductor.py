@@ -57,7 +57,7 @@ class SimConductor:
         self.membership = Membership(MODEL_ID, self.view, clock)
         settings = world.plan.scheduler
         observer = Observer(_metrics(), self.view, _cost(), Decisions(_cost(), settings), clock)
-        self.dispatcher = Dispatcher(self.membership, self.view, _cost(), observer, clock, settings, LIMITS)
+        self.dispatcher = Dispatcher(self.membership, self.view, _cost(), [observer], clock, settings, LIMITS)
         lease = Registered(LEASE_S, HEARTBEAT_S, world.rng.getrandbits(63))
         self.service = self.process.context.run(AttachService, self.membership, lease, clock)
 
@@ -80,7 +80,7 @@ class SimConductor:
 
     def require_idle(self):
         assert self.dispatcher.num_running == 0, f"{self.name} runs requests"
-        assert self.dispatcher.num_waiting == 0, "requests wait to be placed"
+        assert len(self.dispatcher.queue) == 0, "requests wait to be placed"
         assert self.view.num_in_flight == 0, "the view counts requests"
         for session in self.membership.sessions:
             assert session.num_requests == 0, f"{session.info.node_id} has exchanges"

@@ -202,7 +202,7 @@ async def test_a_role_that_is_lost_under_a_request_is_waited_for_and_no_token_is
         asking = asyncio.ensure_future(answer(running.dispatcher, request()))
         await until(lambda: nodes.is_stuck() and bool(running.seen.firsts) == nodes.is_after_first)
         nodes.lose(running)
-        await until(lambda: running.dispatcher.num_waiting == 1)
+        await until(lambda: len(running.dispatcher.queue) == 1)
         await running.attach(ScriptedWork(), node_id="b")
         expected = [11, 12, 12, 13] if nodes.is_after_first else [11, 12, 13]
         assert await asking == (expected, FinishReason.LENGTH)
@@ -214,9 +214,9 @@ async def test_requests_that_come_before_any_node_are_served_when_it_comes():
             asyncio.ensure_future(answer(running.dispatcher, request(request_id=f"r{number}")))
             for number in range(3)
         ]
-        await until(lambda: running.dispatcher.num_waiting == 3)
+        await until(lambda: len(running.dispatcher.queue) == 3)
         await running.attach(ScriptedWork(), roles=[Role.PREFILL])
-        assert running.dispatcher.num_waiting == 3
+        assert len(running.dispatcher.queue) == 3
         await running.attach(ScriptedWork(), node_id="d", roles=[Role.DECODE])
         assert await asyncio.gather(*asking) == [([11, 12, 13], FinishReason.LENGTH)] * 3
         assert running.view.num_in_flight == 0
@@ -230,7 +230,7 @@ async def test_while_a_node_has_enough_ahead_requests_wait_and_the_higher_class_
             asyncio.ensure_future(answer(running.dispatcher, request(request_id=name, priority=priority)))
             for name, priority in (("first", 0), ("sheddable", -1), ("standard", 0), ("critical", 1))
         ]
-        await until(lambda: running.dispatcher.num_waiting == 3)
+        await until(lambda: len(running.dispatcher.queue) == 3)
         for count in range(1, 5):
             await until(lambda count=count: len(prefills(work)) == count)
             asked = [item for item in work.received if isinstance(item, Prefill)][-1].work
@@ -243,17 +243,17 @@ async def test_while_a_node_has_enough_ahead_requests_wait_and_the_higher_class_
 async def test_a_waiting_request_that_leaves_leaves_nothing_behind():
     async with conductor(role_wait_s=5.0) as running:
         asking = asyncio.ensure_future(answer(running.dispatcher, request()))
-        await until(lambda: running.dispatcher.num_waiting == 1)
+        await until(lambda: len(running.dispatcher.queue) == 1)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        assert (running.dispatcher.num_waiting, running.view.num_in_flight) == (0, 0)
+        assert (len(running.dispatcher.queue), running.view.num_in_flight) == (0, 0)
 
 
 async def test_too_many_waiting_lets_one_of_the_lowest_class_go():
     async with conductor(role_wait_s=5.0, max_waiting=1) as running:
         low = asyncio.ensure_future(answer(running.dispatcher, request(request_id="low", priority=-1)))
-        await until(lambda: running.dispatcher.num_waiting == 1)
+        await until(lambda: len(running.dispatcher.queue) == 1)
         high = asyncio.ensure_future(answer(running.dispatcher, request(request_id="high")))
         with pytest.raises(RejectedError, match="max_waiting"):
             await low
@@ -269,7 +269,7 @@ async def test_what_was_begun_is_not_let_go_however_many_wait():
         asking = [asyncio.ensure_future(answer(running.dispatcher, request(request_id=n))) for n in names]
         await until(lambda: len(running.seen.firsts) == 3)
         nodes.lose(running)
-        await until(lambda: running.dispatcher.num_waiting == 3)
+        await until(lambda: len(running.dispatcher.queue) == 3)
         await running.attach(ScriptedWork(), node_id="b")
         assert [await task for task in asking] == [([11, 12, 12, 13], FinishReason.LENGTH)] * 3
 
@@ -281,7 +281,7 @@ async def test_a_ttft_bound_that_the_wait_breaks_is_refused_at_once_with_the_pre
             asyncio.ensure_future(answer(running.dispatcher, request(request_id=f"r{number}")))
             for number in range(5)
         ]
-        await until(lambda: running.dispatcher.num_waiting == 4)
+        await until(lambda: len(running.dispatcher.queue) == 4)
         alone_s = running.seen.made[0].result.predicted_ttft_s
         late = request(request_id="late", slo=Slo(ttft_slo_s=4 * alone_s), priority=-1)
         with pytest.raises(SloUnreachableError) as refused:

@@ -23,7 +23,7 @@ def waits(put_after, pause_s=1.0):
         loop = asyncio.get_running_loop()
         for after_s, item in put_after:
             loop.call_later(after_s, mailbox.put, item)
-        item = await mailbox.next(pause_s)
+        item = await mailbox.next(Tokens, pause_s)
         return clock.now_s(), item, len(mailbox.take_tokens())
 
     return run(scenario)
@@ -50,9 +50,9 @@ def test_a_loss_ends_the_pause_and_what_came_before_it_is_given_first():
         loop = asyncio.get_running_loop()
         loop.call_later(0.2, mailbox.put, tokens())
         loop.call_later(0.3, mailbox.put, Failed("r", LostError.__name__, "gone"))
-        assert isinstance(await mailbox.next(1.0), Tokens)
+        assert isinstance(await mailbox.next(Tokens, 1.0), Tokens)
         with pytest.raises(LostError, match="gone"):
-            await mailbox.next(1.0)
+            await mailbox.next(Tokens, 1.0)
         return clock.now_s()
 
     assert run(scenario) == pytest.approx(0.3)

@@ -3,9 +3,9 @@
 import pytest
 
 from base.clock import ManualClock
-from base.messages import PrefillTimes
+from base.messages import Prefilled, PrefillTimes
 from base.metrics import ConductorMetrics, exposition, process_registry
-from base.request import Role
+from base.request import Role, SampledToken
 from conductor.placing.decisions import Actual, decision
 from conductor.placing.explain import Decisions
 from conductor.placing.scheduler import place
@@ -24,6 +24,10 @@ def placed(observer, view, name):
     return request, placement
 
 
+def prefilled(times):
+    return Prefilled("r", SampledToken(1), None, 0, (), times)
+
+
 def serve(observer, view, number, slower):
     """Place one request and let every term of it take `slower` times what the profile says."""
     request, placement = placed(observer, view, f"r{number}")
@@ -32,7 +36,7 @@ def serve(observer, view, number, slower):
     step_s = COST.decode_step_s(1, request.num_tokens)
     times = PrefillTimes(0.0, profile_s * slower, handoff_s * slower)
     ttft_s = times.compute_s + times.exposed_transfer_s + 0.005
-    observer.first_token(ttft_s, times, request, placement)
+    observer.first_token(ttft_s, prefilled(times), request, placement)
     observer.ended(request.request_id, Actual(9.0, "finished", mean_tbt_s=step_s * slower))
     return placement, ttft_s, step_s * slower
 
@@ -61,7 +65,7 @@ def test_a_prompt_that_went_on_elsewhere_is_done_when_it_is_prefilled_and_idle_t
     observer = Observer(metrics, view, COST, Decisions(COST, SchedulerSettings()), clock)
     again, placement = placed(observer, view, "begun.2")
     alone_s = COST.prefill_s(again.num_tokens, 0)
-    observer.first_token(None, PrefillTimes(0.0, alone_s, 0.0), again, placement)
+    observer.first_token(None, prefilled(PrefillTimes(0.0, alone_s, 0.0)), again, placement)
     for number in range(20):
         clock.advance(60.0)
         serve(observer, view, number, slower=1.0)

@@ -10,8 +10,9 @@ from base.messages import Prefill, Tokens
 from base.request import FinishReason
 from base.wire import register
 from conductor.placing.fair_queue import Criticality, Waiting
+from conductor.placing.placement_queue import PlacementQueue
 from conductor.placing.retries import MAX_ATTEMPTS, MAX_UNHEARD
-from conductor.serving.waiting_room import WaitingRoom
+from conductor.serving.waiting import wait_until_placed
 from protos import nodes_pb2 as pb
 from tests.conductor.dispatching import answer, conductor, request, until
 from tests.conductor.scripted_node import ScriptedWork, node_info
@@ -29,7 +30,7 @@ def given_up(address, **info):
 async def test_connections_that_nodes_gave_up_before_they_were_accepted_get_no_request():
     async with conductor(role_wait_s=5.0) as running:
         asking = asyncio.ensure_future(answer(running.dispatcher, request()))
-        await until(lambda: running.dispatcher.num_waiting == 1)
+        await until(lambda: len(running.dispatcher.queue) == 1)
         for number in range(8):
             given_up(running.address, node_id=f"a{number}")
         await running.attach(ScriptedWork(), node_id="alive")
@@ -126,11 +127,11 @@ def test_the_time_that_the_process_stood_is_not_waited_for_a_role():
     ended_at_s = []
 
     async def wait():
-        room = WaitingRoom(8, 10.0, lambda: "decode", lambda: 1, clock)
+        queue = PlacementQueue(8, 10.0, lambda: "decode", lambda: 1, clock.now_s())
         item = Waiting("r", Criticality.STANDARD, "", 0.0, 1.0)
         loop.call_later(5.0, setattr, clock, "jumped_s", 30.0)
         with pytest.raises(UnavailableError):
-            await room.placed(item, lambda ahead_s: False, float("inf"), 600.0)
+            await wait_until_placed(queue, item, lambda ahead_s: False, float("inf"), 600.0, clock)
         ended_at_s.append(loop.time())
 
     try:

@@ -1,80 +1,75 @@
 """The conductor's spans: one of each request, ended whatever ends it, and its name goes on to the nodes."""
 
+import asyncio
 import sys
 from contextlib import aclosing
 
 import pytest
 
-from base.errors import ConfigError, LostError
-from base.request import FinishReason, Request, SampledToken, SamplingParams, StopParams
+from base.errors import ConfigError, LostError, UnavailableError
+from base.messages import Prefill
 from base.spans import TracingConfig, tracer_or_none
 from conductor.api.headers import header_traceparent
 from conductor.placing.scheduler_settings import SchedulerSettings
-from conductor.serving.generated import Generated
-from conductor.serving.traced import RequestSpans, TracedDispatcher, TracedObserver
-from tests.conductor.dispatching import Watched
-from tests.conductor.fakes import ScriptedDispatcher
+from conductor.serving.request_spans import RequestSpans
+from tests.conductor.dispatching import answer, conductor, request, until
 from tests.conductor.placing.test_decisions import history
+from tests.conductor.scripted_node import ScriptedWork
 from tests.node.recorded_spans import RecordedTracer
 
-TOKEN = Generated((SampledToken(1),), None, 0)
-LAST = Generated((SampledToken(2),), FinishReason.LENGTH, 0)
 
-
-def asked(name="r"):
-    return Request(name, (1, 2, 3), SamplingParams(), StopParams(5), traceparent="client")
-
-
-async def play(*script, take=10):
-    tracer = RecordedTracer()
-    inner = ScriptedDispatcher(lambda _: script)
-    dispatcher = TracedDispatcher(inner, RequestSpans(tracer))
-    try:
-        async with aclosing(dispatcher.generate(asked())) as pieces:
-            async for _ in pieces:
-                take -= 1
-                if not take:
-                    break
-    except LostError:
-        pass
+async def play(take=10, silent_on=None):
+    """Ask a node for three tokens and take so many; return the span, and what the node was asked."""
+    tracer, work = RecordedTracer(), ScriptedWork(silent_on=silent_on)
+    async with conductor(observers=[RequestSpans(tracer)]) as running:
+        await running.attach(work, node_id="a")
+        asked = request(traceparent="client")
+        if silent_on is not None:
+            asking = asyncio.ensure_future(answer(running.dispatcher, asked))
+            await until(lambda: any(isinstance(item, silent_on) for item in work.received))
+            running.clients["a"].cancel()
+            with pytest.raises((LostError, UnavailableError)):
+                await asking
+        else:
+            async with aclosing(running.dispatcher.generate(asked)) as pieces:
+                async for _ in pieces:
+                    take -= 1
+                    if not take:
+                        break
     [span] = tracer.spans
-    [handed_on] = inner.requests
-    assert handed_on.traceparent == span.traceparent
-    return span
+    return span, next(item for item in work.received if isinstance(item, Prefill))
 
 
 async def test_a_request_is_a_span_below_its_clients():
-    span = await play(TOKEN, LAST)
+    span, asked = await play()
     assert (span.name, span.parent, span.ended) == ("request", "client", "")
-    assert span.told == {"request_id": "r", "prompt_tokens": 3, "outcome": "length", "tokens": 2}
-    assert [name for name, _ in span.events] == ["first token"]
+    assert span.told == {"request_id": "r", "prompt_tokens": 20, "outcome": "length", "tokens": 3}
+    assert [name for name, _ in span.events] == ["placed", "first token"]
+    assert asked.work.traceparent == span.traceparent, "its name goes on to the nodes"
 
 
 async def test_a_request_that_fails_says_how():
-    span = await play(TOKEN, LostError("the node is gone"))
-    assert span.ended == "the node is gone"
-    assert span.told["outcome"] == "LostError"
+    span, _ = await play(silent_on=Prefill)
+    assert "no prefill node" in span.ended
+    assert span.told["outcome"] == "UnavailableError"
 
 
 async def test_a_client_that_leaves_ends_the_span():
-    span = await play(TOKEN, TOKEN, LAST, take=1)
+    span, _ = await play(take=1)
     assert (span.ended, span.told["outcome"], span.told["tokens"]) == ("", "cancelled", 1)
 
 
 def test_decisions_are_noted_in_the_span_of_their_request():
-    tracer, inner = RecordedTracer(), Watched()
+    tracer = RecordedTracer()
     spans = RequestSpans(tracer)
-    observer = TracedObserver(inner, spans)
     made = history(2, SchedulerSettings())
     for each in made:
         name = each.asked.request_id
-        spans.begin(asked(name))
-        observer.decided(each._replace(asked=each.asked._replace(request_id=f"{name}.1")))
-    assert len(inner.made) == len(made), "the inner observer was told too"
+        assert spans.begun(request(request_id=name)) == tracer.spans[-1].traceparent
+        spans.decided(each._replace(asked=each.asked._replace(request_id=f"{name}.1")))
     noted = [span.events[0] for span in tracer.spans]
     assert {name for name, _ in noted} == {"placed", "refused"}
-    observer.decided(made[0]._replace(asked=made[0].asked._replace(request_id="forgotten.1")))
-    assert observer.ended == inner.ended
+    spans.decided(made[0]._replace(asked=made[0].asked._replace(request_id="forgotten.1")))
 
 
 W3C = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

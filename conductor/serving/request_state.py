@@ -1,4 +1,4 @@
-"""What of a request outlives an attempt to run it, and the account of each attempt."""
+"""The state of one request over all attempts to run it, and the account of each attempt."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from conductor.serving.generated import Generated
 from conductor.serving.nodes import Mailbox
 
 
-class Run:
-    """What of a request outlives an attempt to run it."""
+class RequestState:
+    """The state of one request over all attempts to run it. Belongs to the event loop."""
 
     def __init__(self, request: Request, timeout_s: float, clock: Clock) -> None:
         self.request = request
@@ -26,7 +26,13 @@ class Run:
         self.retries = Retries()
         self.attempt_id = request.request_id
         """The request's name on the nodes; each attempt has its own."""
+        self.traceparent = request.traceparent
+        """The span that spans of its nodes are part of; empty: nobody traces the request."""
         self.is_complete = False
+        self.outcome = "cancelled"
+        """How the request ended: the finish reason, the class of the error, or cancelled."""
+        self.reason = ""
+        """What the error says, where it failed."""
         self.mailbox = Mailbox()
         self.arrived_at_s = clock.now_s()
         self._clock = clock
@@ -107,7 +113,7 @@ class Run:
 
     @property
     def prefill_id(self) -> RequestId:
-        """Its name on the prefill node: another one, because one node may have both roles."""
+        """The attempt's name on the prefill node: another one, because one node may have both roles."""
         return RequestId(f"{self.attempt_id}.prefill")
 
     @property
@@ -132,7 +138,7 @@ class Run:
             num_logprobs=self.request.num_logprobs,
             priority=self.request.priority,
             deadline_s=self._remaining_s(),
-            traceparent=self.request.traceparent,
+            traceparent=self.traceparent,
         )
 
     @property
@@ -142,7 +148,7 @@ class Run:
 
     @property
     def first_token_by_s(self) -> float:
-        """By its SLO, on the clock; infinity: there is none."""
+        """When the first token is due by its SLO, on the clock; infinity: there is none."""
         return self.arrived_at_s + self.slo.ttft_slo_s
 
     @property
@@ -181,11 +187,12 @@ class Run:
         num_tokens = len(self.generated) + 1
         return FinishReason.LENGTH if num_tokens >= self.request.stop.max_tokens else None
 
-    def generate(self, tokens: tuple[SampledToken, ...], finish_reason: FinishReason | None) -> Generated:
-        """Take in tokens, and return them as clients are told of them; with a reason they are the last."""
+    def add(self, tokens: tuple[SampledToken, ...], finish_reason: FinishReason | None) -> Generated:
+        """Take in tokens, and return them as the APIs take them; with a reason they are the last."""
         assert self._num_cached_tokens is not None
         self.generated += [token.token_id for token in tokens]
-        self.is_complete = finish_reason is not None
+        if finish_reason is not None:
+            self.is_complete, self.outcome = True, finish_reason.value
         return Generated(tokens, finish_reason, self._num_cached_tokens)
 
     def _remaining_s(self) -> float:
