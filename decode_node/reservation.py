@@ -43,8 +43,8 @@ class Reservation:
     def written(self) -> list[int]:
         return self.block_ids[self.num_matched :]
 
-    def told(self, request_id: RequestId) -> Reserved:
-        """Return what the conductor is told."""
+    def answer(self, request_id: RequestId) -> Reserved:
+        """Return the answer to the conductor."""
         if len(self.grants) == 1:
             return Reserved(request_id, self.num_matched, self.grants[0].grant)
         return Reserved(request_id, self.num_matched, None, tuple(self.grants))
@@ -134,15 +134,15 @@ def _parts(kv: NodeKv, start: Start) -> tuple[KvPart, ...]:
 
 
 def _compare(reservation: Reservation, start: Start, some: slice, arrived: list[list[int]]) -> None:
-    """Raise ChecksumError unless the sums that were found, part by part, are those that were told."""
+    """Raise ChecksumError unless the sums that were found, part by part, are those of the writers."""
     num_written = len(reservation.written)
     if len(start.checksums) != num_written * len(arrived):
         raise ChecksumError(
             f"{len(start.checksums)} checksums for {num_written} blocks in {len(arrived)} parts"
         )
     for number, found in enumerate(arrived):
-        told = start.checksums[number * num_written : (number + 1) * num_written][some]
-        for index, one, other in zip(range(num_written)[some], found, told, strict=True):
+        sent = start.checksums[number * num_written : (number + 1) * num_written][some]
+        for index, one, other in zip(range(num_written)[some], found, sent, strict=True):
             if one != other:
                 raise ChecksumError(f"block {reservation.num_matched + index} of the prompt arrived damaged")
 

@@ -27,7 +27,7 @@ from base.request import RequestId
 from base.request_tasks import RequestTasks
 from decode_node.reservation import Reservation, intact_in_order, require_intact, reserved
 from engine.loop import EngineLoop
-from engine.sequence import Sequence
+from engine.sequence import Sequence, sequence_of
 from engine.token_stream import TokenStream
 from kvstore.engine_store import EngineStore
 from transfer.shard import NodeKv
@@ -87,7 +87,7 @@ class DecodeRole:
         self._starts[work.request_id] = started
         try:
             async with reserved(self._engine.pool, self._kv, work) as reservation:
-                self._send(reservation.told(work.request_id))
+                self._send(reservation.answer(work.request_id))
                 start = await started
                 await reservation.close()
                 held.append(self._sequence(work, reservation, start.first_token_id))
@@ -96,22 +96,14 @@ class DecodeRole:
             del self._starts[work.request_id]
 
     def _sequence(self, work: Work, reservation: Reservation, first_token_id: int) -> Sequence:
-        return Sequence(
-            request_id=work.request_id,
-            token_ids=[*work.token_ids, first_token_id],
-            num_prompt_tokens=work.num_prompt_tokens,
-            chain_root=work.chain_root,
-            sampling=work.sampling,
-            stop=work.stop,
-            num_logprobs=work.num_logprobs,
-            priority=work.priority,
-            arrived_at_s=self._clock.now_s(),
-            num_computed_tokens=len(work.token_ids),
-            block_table=reservation.take(),
-            block_hashes=list(reservation.chain),
-            num_published_blocks=reservation.num_matched,
-            is_proven=False,
-        )
+        sequence = sequence_of(work, self._clock.now_s())
+        sequence.token_ids.append(first_token_id)
+        sequence.num_computed_tokens = len(work.token_ids)
+        sequence.block_table = reservation.take()
+        sequence.block_hashes = list(reservation.chain)
+        sequence.num_published_blocks = reservation.num_matched
+        sequence.is_proven = False
+        return sequence
 
     async def _generate(self, sequence: Sequence, reservation: Reservation, start: Start) -> None:
         answer = TokenStream(sequence.request_id, self._send)

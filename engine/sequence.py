@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from base.block_hash import BlockHash, hash_chain
+from base.messages import Work
 from base.request import FinishReason, RequestId, SamplingParams, StopParams
 from engine.arrivals import PrefixArrivals
 
@@ -114,3 +115,18 @@ class Sequence:
         if self.num_generated_tokens >= self.stop.max_tokens or self.num_tokens >= max_model_len:
             return FinishReason.LENGTH
         return None
+
+
+def sequence_of(work: Work, arrived_at_s: float) -> Sequence:
+    """Return the sequence that a node is asked for, with nothing computed."""
+    return Sequence(
+        request_id=work.request_id,
+        token_ids=list(work.token_ids),
+        num_prompt_tokens=work.num_prompt_tokens,
+        chain_root=work.chain_root,
+        sampling=work.sampling,
+        stop=work.stop,
+        num_logprobs=work.num_logprobs,
+        priority=work.priority,
+        arrived_at_s=arrived_at_s,
+    )

@@ -20,7 +20,7 @@ Build = Callable[[Callable[[int], memoryview]], Engine]
 
 
 def transfer_config(config: NodeProcess, rank: int = 0) -> TransferConfig:
-    """Return how KV of a rank travels: on GPUs, where ways of one host are allowed, theirs is."""
+    """Return how KV of a rank travels: on GPUs with `cuda_ipc` where `shm` is allowed."""
     transfer = config.transfer if rank == 0 else replace(config.transfer, port=0)
     transports = transfer.transports
     if device_of(config.engine).type == "cpu" or "cuda_ipc" in transports or "shm" not in transports:
@@ -42,18 +42,20 @@ def node_segment(agent: TransferAgent, build: Build) -> tuple[Engine, Segment]:
 
 def node_kv(engine: Engine, segment: Segment, agent: TransferAgent) -> NodeKv:
     """Return the KV of all ranks."""
-    cache = engine.cache
-    place = CachePlace(engine.parts[0], engine.layout)
+    own, ranks = local_shard(engine, 0, segment, agent), engine.ranks
+    if ranks is None:
+        return NodeKv(engine.layout, (own,))
+    others = (RemoteShard(ranks, rank, part) for rank, part in enumerate(engine.parts) if rank)
+    return NodeKv(engine.layout, (own, *others))
+
+
+def local_shard(engine: Engine, rank: int, segment: Segment, agent: TransferAgent) -> LocalShard:
+    """Return the shard of this process, which is of rank `rank`."""
+    cache, part = engine.cache, engine.parts[rank]
+    place = CachePlace(part, engine.layout)
     sums, in_order = partial(block_sums, cache, place=place), partial(block_sums_in_order, cache, place=place)
     layer_parts = prefix_parts(cache.layout.num_layers)
-    own = LocalShard(engine.parts[0], cache.layout, segment, agent, sums, in_order, layer_parts)
-    ranks = engine.ranks
-    others = (
-        []
-        if ranks is None
-        else [RemoteShard(ranks, rank, part) for rank, part in enumerate(engine.parts) if rank]
-    )
-    return NodeKv(engine.layout, (own, *others))
+    return LocalShard(part, cache.layout, segment, agent, sums, in_order, layer_parts)
 
 
 def _device_segment(agent: TransferAgent, engine: Engine) -> Segment:

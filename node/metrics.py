@@ -1,4 +1,4 @@
-"""What a node's engine and its transports do, as metrics. Gauges are read when they are scraped."""
+"""Metrics of a node's engine, prefills and transports. Gauges are read when they are scraped."""
 
 from __future__ import annotations
 

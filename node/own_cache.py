@@ -1,20 +1,24 @@
-"""What a node of one rank lends of its cache, and how it takes in what others lend.
+"""The cache of a node as other nodes use it: blocks are lent to them, and theirs are taken in.
 
-The blocks that are lent are held, so that they stay what they are, and are read by the other
-node itself. What the node's store has of a chain is lent from there where that is more.
-Of several ranks: `ranked_cache.py`.
+Every node lends, whatever its role: what a decode node generated is the prefix of a conversation's next
+turn. The blocks that are lent are held, so that they stay what they are, and the other node reads them
+itself (`prefill_node/prefix_loader.py`), until `Release`, the deadline, or the end of the conductor's
+stream. What the node's store has of a chain is lent from there where that is more.
+
+Here is the cache of a node of one rank; of several ranks: `ranked_cache.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from base.block_hash import BlockHash
 from base.errors import ChecksumError, LostError
 from base.grants import Operation
 from base.messages import FromNode, Lend, Lent, Source
+from base.request_tasks import RequestTasks
 from base.uninterrupted import uninterrupted
 from engine.block_pool import BlockPool
 from engine.block_sums import block_sums
@@ -30,9 +34,6 @@ from transfer.owned.segment import Segment
 
 class OwnCache(Protocol):
     """A node's cache as other nodes use it. Belongs to the event loop."""
-
-    @property
-    def pool(self) -> BlockPool: ...
 
     async def lend(self, message: Lend, send: Callable[[FromNode], None]) -> None:
         """Hold what `message` asks for, say where it may be read, and wait until it ran out or is cancelled.
@@ -90,25 +91,44 @@ class SegmentCache:
             self.pool.release(block_ids)
 
     def lent(self, source: Source) -> PrefixSource:
-        return LentPrefix(self, source)
+        return LentPrefix(source, self._load)
+
+    async def _load(
+        self,
+        source: Source,
+        chain: Sequence[BlockHash],
+        block_ids: Sequence[int],
+        first: int,
+        stripes: Stripes | None,
+    ) -> int:
+        """Read blocks that another node lent straight into the cache."""
+        layout = self.cache.layout
+        skipped = first - source.first_block
+        theirs = slice(skipped, skipped + len(block_ids))
+        ours = [layout.offset(block_id) for block_id in block_ids]
+        pieces = pieces_of(self.segment, ours, source.grant.offsets[theirs], layout.block_bytes)
+        await self.agent.read(source.peer, source.grant, pieces)
+        if await block_sums(self.cache, block_ids) != list(source.checksums[theirs]):
+            raise ChecksumError("a loaded block is not the one that was lent")
+        return len(block_ids)
 
 
-def reach_of(source: Source, chain: Sequence[BlockHash], first: int) -> int:
-    """Return the index after the last block that `source` has of a chain of which `first` is missing."""
-    if first < source.first_block:
-        return first  # evicted meanwhile: a gap cannot be loaded over
-    return min(source.first_block + len(source.grant.offsets), len(chain))
+Load = Callable[[Source, Sequence[BlockHash], Sequence[int], int, Stripes | None], Awaitable[int]]
+"""Loads blocks that another node lent; otherwise as `PrefixSource.load`."""
 
 
 class LentPrefix:
-    """Blocks that another node lent, read straight into the cache."""
+    """Blocks that another node lent, as a source of a prefix."""
 
-    def __init__(self, own: SegmentCache, source: Source) -> None:
-        self._own = own
+    def __init__(self, source: Source, load: Load) -> None:
         self._source = source
+        self._load = load
 
     async def reach(self, chain: Sequence[BlockHash], first: int) -> int:
-        return reach_of(self._source, chain, first)
+        source = self._source
+        if first < source.first_block:
+            return first  # evicted meanwhile: a gap cannot be loaded over
+        return min(source.first_block + len(source.grant.offsets), len(chain))
 
     async def load(
         self,
@@ -117,17 +137,24 @@ class LentPrefix:
         first: int,
         stripes: Stripes | None = None,
     ) -> int:
-        own, source = self._own, self._source
-        layout = own.cache.layout
-        skipped = first - source.first_block
-        pieces = pieces_of(
-            own.segment,
-            [layout.offset(block_id) for block_id in block_ids],
-            source.grant.offsets[skipped : skipped + len(block_ids)],
-            layout.block_bytes,
-        )
-        await own.agent.read(source.peer, source.grant, pieces)
-        expected = list(source.checksums[skipped : skipped + len(block_ids)])
-        if await block_sums(own.cache, block_ids) != expected:
-            raise ChecksumError("a loaded block is not the one that was lent")
-        return len(block_ids)
+        return await self._load(self._source, chain, block_ids, first, stripes)
+
+
+class Lender:
+    """Answers `Lend` messages of one conductor. Belongs to the event loop."""
+
+    def __init__(
+        self, own: OwnCache | None, group: asyncio.TaskGroup, send: Callable[[FromNode], None]
+    ) -> None:
+        """Begin without lent blocks. `own`: None where this node cannot lend."""
+        self._own = own
+        self._send = send
+        self.tasks = RequestTasks(group, send)
+
+    def lend(self, message: Lend) -> None:
+        self.tasks.start(message.request_id, self._lend(message))
+
+    async def _lend(self, message: Lend) -> None:
+        if self._own is None:
+            raise LostError("this node has several ranks and no store, and lends nothing")
+        await self._own.lend(message, self._send)

@@ -16,7 +16,7 @@ import random
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
@@ -25,7 +25,6 @@ from pathlib import Path
 import uvloop
 
 from base.attach import AttachClient
-from base.block_hash import BlockHash
 from base.clock import Clock, SystemClock
 from base.config import NodeProcess
 from base.lifetime import Lifetime
@@ -40,15 +39,13 @@ from base.tls import dialling_context
 from decode_node.role import DecodeRole
 from engine.block_sums import block_sums, sum_kind
 from engine.build import Engine, build_engine
-from kvstore.findable import Findable
-from kvstore.store import Store
 from node.kv import node_kv, node_segment, transfer_config
-from node.lender import Lender
 from node.metrics import PrefillMetrics, TransferMetrics, observe
+from node.own_cache import Lender
 from node.store import node_store, own_cache
 from node.timeline import NodeTimeline
 from node.tracing import NodeTracing
-from node.work import ConductorWork, KvNews, SharedState
+from node.work import ConductorWork, SharedState
 from prefill_node.role import PrefillRole
 from prefill_node.sender import PrefillObserver
 from transfer.agent import TransferAgent
@@ -57,11 +54,11 @@ from transfer.owned.segment import Segment
 log = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
-"""Of a node that was told to stop; Kubernetes' own default grace period."""
+"""The time that requests have to end in when the node is to stop; Kubernetes' own default grace period."""
 
 
 async def serve(config: NodeProcess, lifetime: Lifetime) -> None:
-    """Run the node until it is told to stop. The wiring diagram of the process."""
+    """Run the node until it is to stop. The wiring diagram of the process."""
     clock = SystemClock()
     epoch = secrets.randbits(63)
     registry = process_registry()
@@ -81,9 +78,7 @@ async def serve(config: NodeProcess, lifetime: Lifetime) -> None:
             node_store(config, engine, kv, segment, agent, clock, StoreMetrics(registry)) as stored,
             asyncio.TaskGroup() as tasks,
         ):
-            own = stored.own if stored is not None else None
-            beside = stored.beside if stored is not None else None
-            state = node_state(engine, info, own)
+            state, beside = SharedState(engine, info.roles, stored.own), stored.beside
             prefills: list[PrefillObserver] = [PrefillMetrics(metrics)]
             if timeline is not None:
                 timeline.watch(engine)
@@ -91,7 +86,9 @@ async def serve(config: NodeProcess, lifetime: Lifetime) -> None:
             here = own_cache(engine, segment, agent, stored)
             lent = here.lent if here is not None else None
             works = []
-            background = [await _running(engine, tasks)]
+            background = [tasks.create_task(engine.loop.run())]
+            # Seconds on a GPU, that no request shall wait.
+            await engine.loop.has_begun.wait()
             for address in config.conductor_addresses:
                 rng = random.Random(f"{epoch} {address}")
                 client = AttachClient(info, address, rng, secured, observers=tracing.messages())
@@ -116,31 +113,6 @@ async def serve(config: NodeProcess, lifetime: Lifetime) -> None:
     if timeline is not None:
         timeline.write(Path(config.trace_out) / f"{config.node_id}.json")
     await tracing.close()
-
-
-async def _running(engine: Engine, tasks: asyncio.TaskGroup) -> asyncio.Task[None]:
-    """Start an engine's steps and wait until it has begun: seconds on a GPU, that no request shall wait."""
-    running = tasks.create_task(engine.loop.run())
-    await engine.loop.has_begun.wait()
-    return running
-
-
-def node_state(engine: Engine, info: NodeInfo, store: Store | None) -> SharedState:
-    """Return what all conductors of a node share, told of what its engine and its store do."""
-    pool = engine.pool
-    findable = Findable(pool.__contains__, lambda name: store is not None and name in store)
-    news = KvNews(lambda: findable.take(*pool.take_events()))
-
-    def snapshot() -> Iterable[BlockHash]:
-        return dict.fromkeys([*pool.snapshot(), *(store.hashes if store is not None else [])])
-
-    state = SharedState(engine, info.roles, news, snapshot)
-    # Conductors count on free blocks, so they are told at once.
-    pool.on_release(state.changed)
-    if store is not None:
-        store.on_change(findable.store_changed)
-        store.on_change(lambda _: state.changed())
-    return state
 
 
 @asynccontextmanager
@@ -171,7 +143,7 @@ def _end_broken() -> None:
     """End this process because another rank has ended; its supervisor starts the node again.
 
     At once and from any thread: a part of every block is gone, and the device thread may wait
-    for a rank that is not there. The end of the stream tells the conductor that all requests
+    for a rank that is not there. By the end of the stream the conductor knows that all requests
     of this node are lost, and the end of their pipes ends the other ranks.
     """
     event(log, "a rank of the engine has ended, and so does the node", level=logging.CRITICAL)

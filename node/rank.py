@@ -1,7 +1,7 @@
-"""`python -m node.rank`: another rank of a node, with its own share of the KV and its own way out.
+"""`python -m node.rank`: another rank of a node, with its own share of the KV and its own transfer agent.
 
-Rank 0 (`node/process.py`) starts it, tells it of steps, and asks its shard; what that is, says
-`transfer/shard.py`. It ends with rank 0's pipe.
+Rank 0 (`node/process.py`) starts it, sends it steps, and asks its shard (`transfer/shard.py`). It ends with
+rank 0's pipe.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from base.errors import ConfigError
 from base.logs import configure
 from base.tables import from_table
 from engine.arrivals import ArrivingBlocks, prefix_parts
-from engine.block_sums import CachePlace, block_sums
+from engine.block_sums import block_sums
 from engine.build import build_rank
 from engine.rank_group import RankGroup
 from engine.ranks import Pipe, PipeFrame, follow_steps, join_ranks
 from engine.runner import Follower
-from node.kv import node_segment, transfer_config
+from node.kv import local_shard, node_segment, transfer_config
 from node.remote_shard import ShardServer
 from transfer.agent import TransferAgent
-from transfer.shard import LocalShard
 
 
 async def serve(spec: dict[str, Any], group: RankGroup, pipe: Pipe) -> None:
@@ -41,28 +40,20 @@ async def serve(spec: dict[str, Any], group: RankGroup, pipe: Pipe) -> None:
     async with agent:
         # Not in a thread: which GPU is used is a thread's own matter, and nothing else is to do yet.
         engine, segment = node_segment(agent, partial(build_rank, spec, group, clock))
-        layout = engine.cache.layout
-        parts = prefix_parts(layout.num_layers)
-        place = CachePlace(engine.parts[rank], engine.layout)
-        sums = partial(block_sums, engine.cache, place=place)
-        shard = LocalShard(engine.parts[rank], layout, segment, agent, sums, layer_parts=parts)
+        shard = local_shard(engine, rank, segment, agent)
         # On a GPU the first sum compiles its kernel: seconds that no request shall wait.
         await block_sums(engine.cache, [0])
-        arriving = ArrivingBlocks(parts, clock)
+        arriving = ArrivingBlocks(prefix_parts(engine.cache.layout.num_layers), clock)
         server = ShardServer(shard, partial(pipe.send, PipeFrame.MESSAGE), arriving)
         loop = asyncio.get_running_loop()
-        runner = engine.runner
-        assert isinstance(runner, Follower)
+        assert isinstance(engine.runner, Follower)
 
-        def run() -> None:
-            follow_steps(pipe, group.device, runner, lambda message: _post(loop, server, message), arriving)
+        def on_message(message: bytes) -> None:
+            loop.call_soon_threadsafe(server.receive, server.expect(message))
 
-        threading.Thread(target=run, name="pipe", daemon=True).start()
+        steps = (pipe, group.device, engine.runner, on_message, arriving)
+        threading.Thread(target=follow_steps, args=steps, name="pipe", daemon=True).start()
         await asyncio.Event().wait()
-
-
-def _post(loop: asyncio.AbstractEventLoop, server: ShardServer, message: bytes) -> None:
-    loop.call_soon_threadsafe(server.receive, server.expect(message))
 
 
 def main() -> int:

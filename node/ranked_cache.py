@@ -1,4 +1,4 @@
-"""What a node of several ranks lends of its cache, and how it takes in what others lend.
+"""The cache of a node of several ranks, as it is lent to other nodes and takes in what they lend.
 
 No rank has a whole block, and a lent block has one checksum. So both go by the node's store, where
 blocks lie whole: what is asked for is saved there and lent from there, and what another node lent
@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 
 from base.block_hash import BlockHash
 from base.messages import FromNode, Lend, Source
-from engine.block_pool import BlockPool
 from kvstore.client import Stripes
 from kvstore.engine_store import EngineStore
 from kvstore.lending import lend_stored, store_lent
 from kvstore.store import Store
-from node.own_cache import reach_of
+from node.own_cache import LentPrefix
 from prefill_node.prefix_loader import PrefixSource
 from transfer.agent import TransferAgent
 
@@ -28,8 +27,7 @@ class RankedCache:
         beside: To save to `store` and load from there.
     """
 
-    def __init__(self, pool: BlockPool, beside: EngineStore, store: Store, agent: TransferAgent) -> None:
-        self.pool = pool
+    def __init__(self, beside: EngineStore, store: Store, agent: TransferAgent) -> None:
         self.beside = beside
         self.store = store
         self.agent = agent
@@ -39,28 +37,18 @@ class RankedCache:
         await lend_stored(self.store, message, send)
 
     def lent(self, source: Source) -> PrefixSource:
-        return StagedPrefix(self, source)
+        return LentPrefix(source, self._load)
 
-
-class StagedPrefix:
-    """Blocks that another node lent, read into the store and loaded from there."""
-
-    def __init__(self, own: RankedCache, source: Source) -> None:
-        self._own = own
-        self._source = source
-
-    async def reach(self, chain: Sequence[BlockHash], first: int) -> int:
-        return reach_of(self._source, chain, first)
-
-    async def load(
+    async def _load(
         self,
+        source: Source,
         chain: Sequence[BlockHash],
         block_ids: Sequence[int],
         first: int,
-        stripes: Stripes | None = None,
+        stripes: Stripes | None,
     ) -> int:
-        own = self._own
+        """Read blocks that another node lent into the store, and load them from there."""
         # The store takes no block without those before it, which maybe the engine alone has.
-        await own.beside.save_now(chain[:first])
-        await store_lent(own.store, own.agent, chain, self._source)
-        return await own.beside.load(chain, block_ids, first, stripes)
+        await self.beside.save_now(chain[:first])
+        await store_lent(self.store, self.agent, chain, source)
+        return await self.beside.load(chain, block_ids, first, stripes)

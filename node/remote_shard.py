@@ -1,7 +1,7 @@
 """A shard of another rank: what rank 0 asks of it over the pipe, and the rank that answers.
 
-`RemoteShard` is rank 0's end and `ShardServer` the other's. A call that is cancelled is told
-so, and still waited for: its caller may reuse the blocks once it is over, and only the rank
+`RemoteShard` is rank 0's end and `ShardServer` the other's. A call that is cancelled is ended at
+the rank too, and still waited for: its caller may reuse the blocks once it is over, and only the rank
 knows when that is. It is over soon, because the transfer has a deadline of its own. Nobody
 waits for a rank that has ended: the node ends with it.
 """
@@ -14,8 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-import base.errors
-from base.errors import LostError, ServeError
+from base.errors import LostError, ServeError, error_named
 from base.grants import Grant, RankGrant
 from base.kv_layout import KvPart
 from base.uninterrupted import uninterrupted
@@ -62,7 +61,7 @@ class RemoteShard:
         return list((await self._call(call)).sums)
 
     def sums_in_order(self, block_ids: Sequence[int], part: KvPart) -> Awaitable[list[int]] | None:
-        return None  # steps reach the rank by another way than calls
+        return None  # steps reach the rank by another path than calls
 
     async def grant(self, block_ids: Sequence[int], lease_s: float) -> RankGrant:
         call = pb.RankCall(grant=pb.GrantBlocks(block_ids=block_ids, lease_s=lease_s))
@@ -92,14 +91,14 @@ class RemoteShard:
             await answer
 
     def _answered(self, message: bytes) -> None:
-        told = pb.RankAnswer.FromString(message)
-        answer = self._waiting.get(told.call_id)
-        if answer is None or answer.done():
+        answer = pb.RankAnswer.FromString(message)
+        waiting = self._waiting.get(answer.call_id)
+        if waiting is None or waiting.done():
             return
-        if told.reason:
-            answer.set_exception(_error(told.reason, told.message))
+        if answer.reason:
+            waiting.set_exception(error_named(answer.reason, answer.message))
         else:
-            answer.set_result(told)
+            waiting.set_result(answer)
 
 
 class ShardServer:
@@ -116,7 +115,7 @@ class ShardServer:
         self._tasks: dict[int, Call] = {}
 
     def expect(self, message: bytes) -> pb.RankCall:
-        """Return a call, for `receive`. Steps that are told of later wait for what it loads. Any thread."""
+        """Return a call, for `receive`. Steps that come after it wait for what it loads. Any thread."""
         call = pb.RankCall.FromString(message)
         if call.read.comes_in_parts:
             self._arriving.begin(call.read.block_ids[0])
@@ -200,11 +199,3 @@ def _move_from(message: pb.MoveBlocks) -> BlockMove:
         deadline_s=message.deadline_s,
         priority=Priority.BACKGROUND if message.is_background else Priority.FOREGROUND,
     )
-
-
-def _error(reason: str, message: str) -> ServeError:
-    kind = getattr(base.errors, reason, None)
-    if isinstance(kind, type) and issubclass(kind, ServeError):
-        with suppress(TypeError):
-            return kind(message)
-    return LostError(f"{reason}: {message}")

@@ -10,7 +10,7 @@ from functools import partial
 
 from base.block_hash import HASH_BYTES, BlockHash
 from base.clock import Clock
-from base.config import NodeProcess, StoreConfig
+from base.config import NodeProcess
 from base.errors import LostError, TransferFailedError
 from base.kv_layout import KvLayout
 from base.logs import event
@@ -54,11 +54,11 @@ class PagedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class NodeStore:
-    """What a node has of the block cache."""
+    """The block cache as one node has it."""
 
-    beside: EngineStore
-    own: Store | None
-    """Its own part of it; None: it is a client of others."""
+    beside: EngineStore | None = None
+    own: Store | None = None
+    """The node's own part of the cache; None: the node is a client of others."""
 
 
 @asynccontextmanager
@@ -70,23 +70,31 @@ async def node_store(
     agent: TransferAgent,
     clock: Clock,
     metrics: StoreMetrics,
-) -> AsyncIterator[NodeStore | None]:
-    """The node's part of the block cache, up for the length of the body; None if it has none.
+) -> AsyncIterator[NodeStore]:
+    """Keep the node's part of the block cache up for the length of the body, empty if it has none.
 
     Raises:
         ConfigError: the disk, the memory or a value in `store:` will not do.
     """
     if not config.store.is_used:
-        yield None
+        yield NodeStore()
         return
     if engine.ranks is not None and not config.store.dram_gib:
         event(log, "no store for several ranks without dram_gib", level=logging.WARNING)
-        yield None
+        yield NodeStore()
         return
     settings = of_node(config, engine.layout.block_bytes)
-    beside = partial(_beside, config.store, PagedBlocks(engine.pool, engine.layout), clock, metrics)
     sums = partial(block_sums, engine.cache)
     one_segment = partial(SegmentMover, segment=segment, block_bytes=engine.layout.block_bytes, sums=sums)
+
+    def beside(mover: BlockMover, own: Store | None) -> EngineStore:
+        blocks, rate = PagedBlocks(engine.pool, engine.layout), config.store.save_mib_per_s * (1 << 20)
+        made = EngineStore(blocks, mover, own, rate, clock, has_quotas=config.store.tenant_quota < 1)
+        metrics.engine_blocks.labels("saved").set_function(lambda: made.num_saved)
+        metrics.engine_blocks.labels("loaded").set_function(lambda: made.num_loaded)
+        metrics.engine_blocks.labels("dropped").set_function(lambda: made.num_dropped)
+        return made
+
     if not config.store.dram_gib:
         async with block_cache(settings.redis_url, settings.peers, agent, clock, settings.tls) as cache:
             yield NodeStore(beside(one_segment(cache), None), None)
@@ -100,16 +108,13 @@ async def node_store(
         yield NodeStore(beside(mover, hosted.store), hosted.store)
 
 
-def own_cache(
-    engine: Engine, segment: Segment, agent: TransferAgent, stored: NodeStore | None
-) -> OwnCache | None:
+def own_cache(engine: Engine, segment: Segment, agent: TransferAgent, stored: NodeStore) -> OwnCache | None:
     """Return the node's cache as other nodes use it; None: of several ranks without a store, they cannot."""
-    own = stored.own if stored is not None else None
     if engine.ranks is None:
-        return SegmentCache(engine.pool, engine.cache, segment, agent, own)
-    if stored is None or own is None:
+        return SegmentCache(engine.pool, engine.cache, segment, agent, stored.own)
+    if stored.beside is None or stored.own is None:
         return None
-    return RankedCache(engine.pool, stored.beside, own, agent)
+    return RankedCache(stored.beside, stored.own, agent)
 
 
 async def pin_pool(store: Store, agent: TransferAgent, segment: Segment) -> None:
@@ -135,19 +140,3 @@ async def pin_pool(store: Store, agent: TransferAgent, segment: Segment) -> None
         event(log, "store not pinned", level=logging.WARNING, reason=error)
     finally:
         await store.abort(reserved.ticket)
-
-
-def _beside(
-    config: StoreConfig,
-    blocks: PagedBlocks,
-    clock: Clock,
-    metrics: StoreMetrics,
-    mover: BlockMover,
-    own: Store | None,
-) -> EngineStore:
-    bytes_per_s = config.save_mib_per_s * (1 << 20)
-    beside = EngineStore(blocks, mover, own, bytes_per_s, clock, has_quotas=config.tenant_quota < 1)
-    metrics.engine_blocks.labels("saved").set_function(lambda: beside.num_saved)
-    metrics.engine_blocks.labels("loaded").set_function(lambda: beside.num_loaded)
-    metrics.engine_blocks.labels("dropped").set_function(lambda: beside.num_dropped)
-    return beside

@@ -1,6 +1,6 @@
-"""What a node does when: its requests, its pipeline's stages and its transfers, on one timeline.
+"""The timeline of a node: its requests, its pipeline's stages and its transfers.
 
-Rank 0 keeps it alone: it is told when a stage has run a step, and a stage begins with a step
+Rank 0 keeps it alone: it is notified when a stage has run a step, and a stage begins with a step
 when it has ended the one before and the stage before has ended this one. So there is one
 clock and nothing to merge; what a stage's answer takes through the pipe is in it.
 """
@@ -70,7 +70,7 @@ class StageSteps:
         self._num_landed = 0
 
     def ran(self, rank: int, step: int) -> None:
-        """Take in that a rank has run a step; rank 0: that all were told of it."""
+        """Note that a rank has run a step; rank 0: that it was sent to all."""
         if rank == 0:
             self._reached_s[step] = self._clock.now_s()
             return
@@ -79,7 +79,7 @@ class StageSteps:
             self._end(stage, step, {})
 
     def landed(self, plan: StepPlan, seconds: float) -> None:
-        """Take in that a step has ended in the last stage."""
+        """Note that a step has ended in the last stage."""
         self._num_landed += 1
         if self._num_landed not in self._reached_s:
             self._reached_s[self._num_landed] = self._clock.now_s() - seconds

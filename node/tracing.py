@@ -39,15 +39,14 @@ class NodeTracing:
         self._tracer = tracer
         self._conductors: list[WorkSpans] = []
 
-    def messages(self) -> list[MessageObserver]:
-        """Return what is to be notified of one more conductor's messages: its spans end with its stream."""
-        if self._tracer is None:
-            return []
-        self._conductors.append(WorkSpans(self._tracer))
-        return [self._conductors[-1]]
+    def messages(self) -> Sequence[MessageObserver]:
+        """Return the observers of one more conductor's messages: its spans end with its stream."""
+        spans = [] if self._tracer is None else [WorkSpans(self._tracer)]
+        self._conductors += spans
+        return spans
 
     def transfers(self) -> list[TransferObserver]:
-        """Return what is to be notified of transfers."""
+        """Return the observers of transfers."""
         return [] if self._tracer is None else [TransferSpans(self._below, self._tracer)]
 
     def _below(self, grant: Grant) -> str:

@@ -1,4 +1,4 @@
-"""What a node does for one of its conductors, and what all of them share.
+"""The work of a node for each of its conductors, and the state that all of them share.
 
 A node is attached to each conductor of its cluster by a stream of its own. What one of them
 asked for is in roles of its own (`ConductorWork`), so that it ends with that stream and no
@@ -29,12 +29,14 @@ from base.messages import (
 from base.request import Role
 from decode_node.role import DecodeRole
 from engine.build import Engine
-from node.lender import Lender
+from kvstore.findable import Findable
+from kvstore.store import Store
+from node.own_cache import Lender
 from prefill_node.role import PrefillRole
 
 
 class Control:
-    """Which conductor may say how the node serves: of those attached, the one with the smallest epoch.
+    """Says which conductor may order how the node serves: of those attached, the one with the smallest epoch.
 
     All nodes then name the same one, with no word between them. Each change has a number, the
     fence: an order that was sent under an earlier one is void, also from the one in control.
@@ -73,9 +75,9 @@ class Control:
 
 
 class KvNews:
-    """What became findable on the node and what it forgot, for each of several listeners.
+    """The blocks that became findable on the node or were forgotten, for each of several listeners.
 
-    The engine's cache tells it once; here it is kept for everybody until they ask. A listener
+    The engine's cache reports each once; here it is kept for everybody until they ask. A listener
     that has not asked for a snapshot yet is kept nothing.
     """
 
@@ -107,7 +109,7 @@ class KvNews:
         for changes in self._changes.values():
             for names, is_here in ((removed, False), (stored, True)):
                 for name in names:
-                    # a change that undoes one not yet told is none
+                    # a change that undoes one not yet taken is none
                     if changes.get(name, is_here) != is_here:
                         del changes[name]
                     else:
@@ -115,23 +117,28 @@ class KvNews:
 
 
 class SharedState:
-    """What the node is, whichever conductor asks."""
+    """The state of the node that all its conductors share."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        roles: frozenset[Role],
-        news: KvNews,
-        snapshot: Callable[[], Iterable[BlockHash]],
-    ) -> None:
+    def __init__(self, engine: Engine, roles: frozenset[Role], store: Store | None) -> None:
+        pool = engine.pool
+        findable = Findable(pool.__contains__, lambda name: store is not None and name in store)
         self.engine = engine
         self.control = Control(roles)
-        self.news = news
-        self.snapshot = snapshot
-        """Every block that can be found on the node."""
+        self.news = KvNews(lambda: findable.take(*pool.take_events()))
+        self._store = store
         self.is_leaving = False
-        """The process was told to stop."""
+        """Whether the process is to stop, once its requests have ended."""
         self._wakes: list[Callable[[], None]] = []
+        # Conductors count on free blocks, so they hear of them at once.
+        pool.on_release(self.changed)
+        if store is not None:
+            store.on_change(findable.store_changed)
+            store.on_change(lambda _: self.changed())
+
+    def snapshot(self) -> tuple[BlockHash, ...]:
+        """Return every block that can be found on the node."""
+        stored = self._store.hashes if self._store is not None else ()
+        return tuple(dict.fromkeys([*self.engine.pool.snapshot(), *stored]))
 
     def on_change(self, wake: Callable[[], None]) -> None:
         """Call `wake` whenever its conductor should hear of the node's state."""
@@ -145,7 +152,7 @@ class SharedState:
 
 
 class ConductorWork:
-    """What the node does for one conductor: a `base.attach.NodeWork`."""
+    """The work of the node for one conductor: a `base.attach.NodeWork`."""
 
     def __init__(
         self,
@@ -218,7 +225,7 @@ class ConductorWork:
 
     def kv_snapshot(self) -> KvEvents:
         self._state.news.begin(self)
-        return self._numbered(KvEvents(self._next_event, True, tuple(self._state.snapshot()), ()))
+        return self._numbered(KvEvents(self._next_event, True, self._state.snapshot(), ()))
 
     def lost(self) -> None:
         self._state.news.end(self)

@@ -10,7 +10,7 @@ here, so that the engine's own prefix match finds them, and a replica stays on t
 how hot blocks spread.
 
 Where the engine can wait layer by layer, the last blocks come while the prompt is computed: the
-sequence begins with them as if they were there (`engine/arrivals.py`), and nothing of it is told or
+sequence begins with them as if they were there (`engine/arrivals.py`), and nothing of it is sent or
 published before they are compared.
 
 KV that cannot be loaded is never an error: the prompt is computed from what is here.
@@ -57,7 +57,7 @@ class PrefixSource(Protocol):
         """Put blocks `first` to the end of `chain` into `block_ids`; return how many came, all right.
 
         Args:
-            stripes: Told what is there meanwhile, where that is known.
+            stripes: Notified of what is there meanwhile, where that is known.
 
         Raises:
             ServeError: they cannot be had, or are not what they should be.
@@ -66,7 +66,7 @@ class PrefixSource(Protocol):
 
 
 class Prefix:
-    """What is known of a prompt's KV when it is computed. Belongs to the event loop."""
+    """The blocks of a prompt's beginning, as they are found and loaded. Belongs to the event loop."""
 
     def __init__(self, pool: BlockPool, request_id: RequestId) -> None:
         self._pool = pool
@@ -74,39 +74,42 @@ class Prefix:
         self.block_ids: list[int] = []
         """Held. The leading ones are published."""
         self.arrivals: PrefixArrivals | None = None
-        """Of the last ones, which are still being loaded; None: none are."""
+        """The arrival of the last blocks, while they are loaded layer by layer; None: none are."""
         self._loading: asyncio.Task[int] | None = None
+        self._source: PrefixSource | None = None
+        """The source that is loaded from."""
         self._chain: Items[BlockHash] = ()
-        """Of what is coming."""
+        """The hashes of the blocks that are being loaded."""
 
-    async def load(self, chain: Items[BlockHash], source: PrefixSource) -> None:
-        """Take in what comes from `source`, all of it before this returns."""
-        with _told(self._request_id, source):
-            await load_missing(self._pool, chain, source, self.block_ids)
-
-    async def begin_to_load(
-        self, chain: Items[BlockHash], source: PrefixSource, parts: Items[int], clock: Clock
+    async def load(
+        self, chain: Items[BlockHash], source: PrefixSource, clock: Clock, parts: Items[int] = ()
     ) -> None:
-        """Take in what comes from `source`; return when its first layers are there, or all of it."""
-        first = len(self.block_ids)
-        if first >= len(chain) or (end := min(await source.reach(chain, first), len(chain))) <= first:
-            return
-        block_ids = self._pool.allocate_spare(end - first)
-        self.block_ids += block_ids
-        arrivals = self.arrivals = PrefixArrivals(parts, clock, block_ids[0])
-        has_begun = asyncio.Event()
+        """Take in what comes from `source`; return when all of it is there, or of several `parts` the first.
 
-        def on_arrived(count: int) -> None:
-            arrivals.arrived(count)
-            has_begun.set()
+        Args:
+            parts: As in `loaded_prefix`.
+        """
+        first, self._source = len(self.block_ids), source
+        with self._logged():
+            if first >= len(chain) or (end := min(await source.reach(chain, first), len(chain))) <= first:
+                return
+            block_ids = self._pool.allocate_spare(end - first)
+            self.block_ids += block_ids
+            self._chain = chain[first:end]
+            has_begun, stripes = asyncio.Event(), None
+            if parts:
+                arrivals = self.arrivals = PrefixArrivals(parts, clock, block_ids[0])
 
-        stripes = Stripes(tuple(parts), on_arrived)
-        self._loading = asyncio.create_task(source.load(chain[:end], block_ids, first, stripes))
-        self._loading.add_done_callback(lambda _: has_begun.set())
-        self._chain = chain[first:end]
-        await has_begun.wait()
-        if self._loading.done():
-            await self._settle()
+                def on_arrived(count: int) -> None:
+                    arrivals.arrived(count)
+                    has_begun.set()
+
+                stripes = Stripes(tuple(parts), on_arrived)
+            self._loading = asyncio.create_task(source.load(chain[:end], block_ids, first, stripes))
+            self._loading.add_done_callback(lambda _: has_begun.set())
+            await has_begun.wait()
+            if self._loading.done():
+                await self._settle()
 
     def give_to(self, sequence: Sequence, block_size: int) -> None:
         """Let `sequence`, which the engine has not yet, begin after what is still coming in."""
@@ -134,11 +137,11 @@ class Prefix:
     async def _num_right(self) -> int:
         """Wait for what is coming and let others match what is right of it; return how many blocks."""
         assert self._loading is not None
-        assert self.arrivals is not None
         count = 0
-        with _told(self._request_id, self):
+        with self._logged():
             count = await self._loading
-        self.arrivals.end()
+        if self.arrivals is not None:
+            self.arrivals.end()
         coming = self.block_ids[len(self.block_ids) - len(self._chain) :]
         for block_id, block_hash in zip(coming[:count], self._chain, strict=False):
             self._pool.publish(block_id, block_hash)
@@ -155,22 +158,20 @@ class Prefix:
                 self.arrivals.end()
             self._pool.release(self.block_ids)
 
-
-@contextmanager
-def _told(request_id: RequestId, source: object) -> Iterator[None]:
-    """Log a failure to load in the body, and go on."""
-    try:
-        yield
-    except ServeError as error:
-        reason = f"{type(error).__name__}: {error}"
-        event(
-            log,
-            "prefix not loaded",
-            level=logging.WARNING,
-            request_id=request_id,
-            source=type(source).__name__,
-            reason=reason,
-        )
+    @contextmanager
+    def _logged(self) -> Iterator[None]:
+        """Log a failure to load in the body, and go on."""
+        try:
+            yield
+        except ServeError as error:
+            event(
+                log,
+                "prefix not loaded",
+                level=logging.WARNING,
+                request_id=self._request_id,
+                source=type(self._source).__name__,
+                reason=f"{type(error).__name__}: {error}",
+            )
 
 
 @asynccontextmanager
@@ -195,37 +196,7 @@ async def loaded_prefix(
         chain = hash_chain(work.token_ids[: longest * block_size], block_size, work.chain_root)
         prefix.block_ids += pool.match(chain) if sources else []
         for source in sources:
-            if parts and source is sources[-1]:
-                with _told(work.request_id, source):
-                    await prefix.begin_to_load(chain, source, parts, clock)
-            else:
-                await prefix.load(chain, source)
+            await prefix.load(chain, source, clock, parts if source is sources[-1] else ())
         yield prefix
     finally:
         await prefix.close()
-
-
-async def load_missing(
-    pool: BlockPool, chain: Items[BlockHash], source: PrefixSource, held: list[int]
-) -> None:
-    """Put into `held` the blocks that come from `source`, after those that are there.
-
-    Raises:
-        CapacityError: too few blocks are free.
-        ServeError: as `PrefixSource.load`.
-    """
-    first = len(held)
-    if first >= len(chain):
-        return
-    end = min(await source.reach(chain, first), len(chain))
-    if end <= first:
-        return
-    block_ids = pool.allocate_spare(end - first)
-    count = 0
-    try:
-        count = await source.load(chain[:end], block_ids, first)
-        for block_id, block_hash in zip(block_ids[:count], chain[first:end], strict=False):
-            pool.publish(block_id, block_hash)
-        held += block_ids[:count]
-    finally:
-        pool.release(block_ids[count:])

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from base.clock import Clock
 from base.errors import DeadlineError, LostError
 from base.messages import FromNode, Prefill, Prefilled, PrefillTimes, Source, Work
-from base.request import FinishReason, StopParams
+from base.request import FinishReason
 from base.request_tasks import RequestTasks
 from engine.loop import EngineLoop
-from engine.sequence import Sequence
+from engine.sequence import Sequence, sequence_of
 from engine.step import LaunchedChunk, SequenceOutput
 from engine.token_stream import TokenStream
 from kvstore.engine_store import EngineStore
@@ -40,7 +40,7 @@ class _Computed:
     sender: KvSender | None
     first: SequenceOutput
     answer: TokenStream
-    """After the first token; of a sequence that stays."""
+    """The tokens after the first, of a sequence that stays."""
     times: PrefillTimes
 
 
@@ -139,7 +139,7 @@ class PrefillRole:
         news: asyncio.Queue[SequenceOutput | LaunchedChunk] = asyncio.Queue()
         answer = TokenStream(message.work.request_id, self._send)
         if message.stays:
-            sequence, sender = sequence_of(message.work, arrived_at_s, message.work.stop), None
+            sequence, sender = sequence_of(message.work, arrived_at_s), None
         else:
             sequence = one_token_sequence(message.work, arrived_at_s)
             sender = KvSender(self._kv, self._engine.pool, message, self._clock, self._observers)
@@ -193,7 +193,7 @@ class PrefillRole:
         while True:
             output = await news.get()
             if isinstance(output, LaunchedChunk):
-                assert sender is not None, "only a sender asks to be told of launches"
+                assert sender is not None, "only a sender asks for launches"
                 sender.send_launched(writes, output)
                 continue
             if output.finish_reason is FinishReason.ERROR:
@@ -207,19 +207,4 @@ class PrefillRole:
 def one_token_sequence(work: Work, arrived_at_s: float) -> Sequence:
     """Return the sequence that ends with the first new token of `work`."""
     num_generated = len(work.token_ids) - work.num_prompt_tokens
-    return sequence_of(work, arrived_at_s, work.stop._replace(max_tokens=num_generated + 1))
-
-
-def sequence_of(work: Work, arrived_at_s: float, stop: StopParams) -> Sequence:
-    """Return the sequence of `work` that goes on until `stop`."""
-    return Sequence(
-        request_id=work.request_id,
-        token_ids=list(work.token_ids),
-        num_prompt_tokens=work.num_prompt_tokens,
-        chain_root=work.chain_root,
-        sampling=work.sampling,
-        stop=stop,
-        num_logprobs=work.num_logprobs,
-        priority=work.priority,
-        arrived_at_s=arrived_at_s,
-    )
+    return sequence_of(work._replace(stop=work.stop._replace(max_tokens=num_generated + 1)), arrived_at_s)

@@ -1,7 +1,7 @@
 """Writes a sequence's finished blocks into the reservation on its decode node.
 
 A block is written as soon as its last token is computed, while later chunks compute;
-the last, partial block when the prompt is done. Where the engine tells when which layers of
+the last, partial block when the prompt is done. Where the engine reports when which layers of
 a chunk are computed, they are written group by group while later layers compute: what is
 left after the last layer is one group. Each rank of the engine writes the layers and heads that
 it has, from its own memory (`transfer/shard.py`). Checksums are made here, where the KV was made. A
@@ -76,7 +76,7 @@ class KvSender:
 
     @property
     def parts(self) -> tuple[KvPart, ...]:
-        """What the checksums are of, where it is not whole blocks."""
+        """The parts of blocks that the checksums are of, where they are not whole blocks."""
         parts = tuple(path.part for path in self._paths)
         return parts if len(parts) > 1 else ()
 
@@ -92,7 +92,7 @@ class KvSender:
         What was finished before it, a prefix that was matched, need not wait for anything.
         """
         entry = chunk.entry
-        # Of a pipeline, earlier chunks may be under way too; they were told of, and are sent.
+        # Of a pipeline, earlier chunks may be under way too; they were launched, and are sent.
         self.send_finished(writes, entry.block_table, entry.start)
         if chunk.groups:
             self.send_finished(writes, entry.block_table, entry.context_len, chunk.groups)
@@ -146,7 +146,7 @@ class KvSender:
                 if part is None:
                     continue
                 if part.first_layer + part.num_layers == path.part.first_layer + path.part.num_layers:
-                    # Of all that goes this way, once. Before the write: a thread does it, and
+                    # Of all that goes on this path, once. Before the write: a thread does it, and
                     # what launches a write does not.
                     both.create_task(self._sum(path, first, block_ids))
                 both.create_task(self._send(path, first, block_ids, part))

@@ -49,10 +49,10 @@ from protos import nodes_pb2 as pb
 log = logging.getLogger(__name__)
 
 MOST_TOGETHER = 6
-"""Of what was said in a turn of the event loop, in one message. Where all of it went at the end of the turn,
-the nodes had nothing to do until then, and the conductor nothing while they were at work on it."""
+"""The most items that wait for the end of a turn of the event loop. Where all did, nodes had nothing to do
+until then, and the conductor nothing while they were at work."""
 RELEASE_S = 0.002
-"""That a Release waits for something to go with: nobody waits for it, and a message is a system call."""
+"""How long a Release waits for something to go with: nobody waits for it, and a message is a system call."""
 
 
 class AttachService:
@@ -64,18 +64,14 @@ class AttachService:
         self.membership = membership
         self.lease = lease
         self.clock = clock
-        self._nodes_have_certificates = nodes_have_certificates
-        self._streams: set[NodeStream] = set()
+        self.nodes_have_certificates = nodes_have_certificates
+        self.streams: set[NodeStream] = set()
+        """The open ones."""
         self.seldom = Seldom(log, clock)
 
     def stream(self) -> NodeStream:
         """Return the end of one more connection."""
         return NodeStream(self)
-
-    def close(self) -> None:
-        """End every stream."""
-        for stream in list(self._streams):
-            stream.close()
 
     def end_overdue(self) -> None:
         """End the streams on which nothing was said for the lease: their nodes have left by now.
@@ -83,45 +79,29 @@ class AttachService:
         All of them in one turn, so that no request of one is placed on the next.
         """
         now_s = asyncio.get_running_loop().time()
-        overdue = [stream for stream in self._streams if stream.is_overdue(now_s)]
+        overdue = [stream for stream in self.streams if stream.is_overdue(now_s)]
         error = TimeoutError(f"told nothing for {self.lease.lease_s} s")
-        self.membership.leave_together(
-            [stream.session for stream in overdue if stream.session is not None], str(error)
-        )
+        self.membership.leave([each.session for each in overdue if each.session is not None], str(error))
         for stream in overdue:
             stream.give_up(error)
 
-    def opened(self, stream: NodeStream) -> None:
-        self._streams.add(stream)
-
-    def closed(self, stream: NodeStream) -> None:
-        self._streams.discard(stream)
-
-    def require_node(self, link: MessageStream) -> None:
-        """Raises ForbiddenError if the other side proved to be something else."""
-        if self._nodes_have_certificates and NODE_NAME not in link.peer_uris:
-            raise ForbiddenError(f"only a node may attach: its certificate must name {NODE_NAME}")
-
 
 class NodeStream:
-    """One node's: the end of its link (`base.link.End`). Belongs to the event loop."""
+    """The end of one node's link (`base.link.End`). Belongs to the event loop."""
 
     def __init__(self, service: AttachService) -> None:
         self._service = service
         self._loop = asyncio.get_running_loop()
         self.session: NodeSession | None = None
-        """From Register on."""
+        """The node, once it has sent Register."""
         self._is_member = False
-        """It has answered Registered."""
+        """Whether the node has answered Registered."""
         self._is_given_up = False
         self._is_flushing = False
         self._heard_at_s = self._said_at_s = 0.0
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._later: asyncio.TimerHandle | None = None
-        """Of what can wait."""
-
-    def close(self) -> None:
-        self._link.close()
+        """The timer that sends what can wait."""
 
     def give_up(self, error: Exception) -> None:
         self._is_given_up = True
@@ -137,7 +117,7 @@ class NodeStream:
 
     def opened(self, link: MessageStream) -> None:
         self._link = link
-        self._service.opened(self)
+        self._service.streams.add(self)
         self._heard_at_s = self._loop.time()
         self._at("silence", self._heard_at_s + self._service.lease.lease_s, self._hear)
 
@@ -147,18 +127,18 @@ class NodeStream:
             self._service.end_overdue()
             return
         try:
-            told = pb.NodeMessage.FromString(message)
+            parsed = pb.NodeMessage.FromString(message)
         except DecodeError as error:
             raise ProtocolError(f"no message of a node: {error}") from error
         if self.session is None:
-            self._register(told)
+            self._register(parsed)
             return
         if not self._is_member and not self._joins():
             return
         self._heard_at_s = now_s
-        if items := from_node_from(told):
+        if items := from_node_from(parsed):
             self.session.deliver(items)
-        heartbeat, kv_events = heartbeat_from(told), kv_events_from(told)
+        heartbeat, kv_events = heartbeat_from(parsed), kv_events_from(parsed)
         if heartbeat is not None or kv_events is not None:
             # A turn for the requests and one for what they send: a node's state can wait.
             self._loop.call_soon(self._loop.call_soon, self._learn, heartbeat, kv_events)
@@ -172,17 +152,18 @@ class NodeStream:
         for timer in (*self._timers.values(), self._later):
             if timer is not None:
                 timer.cancel()
-        self._service.closed(self)
+        self._service.streams.discard(self)
         if self.session is not None:
             info, reason = self.session.info, str(error or "the stream ended")
-            self._service.membership.leave(self.session, reason)
+            self._service.membership.leave([self.session], reason)
         if self._is_member:
             event(log, "node left", node_id=info.node_id, epoch=info.epoch, reason=reason)
 
     def _register(self, message: pb.NodeMessage) -> None:
         """Grant the node a lease. It is a member when it answers: it may have given this connection up."""
         try:
-            self._service.require_node(self._link)
+            if self._service.nodes_have_certificates and NODE_NAME not in self._link.peer_uris:
+                raise ForbiddenError(f"only a node may attach: its certificate must name {NODE_NAME}")
             session = NodeSession(register_from(message), self._wake)
             self._service.membership.require_compatible(session.info)
         except ServeError as error:
@@ -213,7 +194,7 @@ class NodeStream:
     def _learn(self, heartbeat: Heartbeat | None, kv_events: KvEvents | None) -> None:
         assert self.session is not None
         membership = self._service.membership
-        # In this order: the heartbeat says which events are told by now.
+        # In this order: the heartbeat says which events were sent by now.
         if kv_events is not None:
             membership.kv_events(self.session, kv_events)
         if heartbeat is not None:
@@ -226,15 +207,12 @@ class NodeStream:
         elif is_urgent:
             if not self._is_flushing:
                 self._is_flushing = True
-                self._loop.call_soon(self._flush_turn)
+                self._loop.call_soon(self._flush)
         elif self._later is None:
             self._later = self._loop.call_later(RELEASE_S, self._flush)
 
-    def _flush_turn(self) -> None:
-        self._is_flushing = False
-        self._flush()
-
     def _flush(self) -> None:
+        self._is_flushing = False
         if self.session is None:
             return
         if self._later is not None:

@@ -60,13 +60,13 @@ class DecisionLog:
         self._file = private_file(self._path, "w", buffering=1)
         self._num_bytes = self._file.write(self._first_line)
 
-    def _write(self, told: dict[str, Any]) -> None:
+    def _write(self, line: dict[str, Any]) -> None:
         if self._file is None:
             return
         try:
             if self._num_bytes >= self._max_bytes:
                 self._begin()
-            self._num_bytes += self._file.write(line_of(told))
+            self._num_bytes += self._file.write(line_of(line))
         except OSError as error:
             event(log, "decision log ended", level=logging.WARNING, path=self._path, reason=error)
             self._file = None

@@ -20,9 +20,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
-from base.block_hash import BlockHash
 from base.clock import Clock
 from base.errors import (
     CapacityError,
@@ -62,7 +60,6 @@ from conductor.serving.membership import Membership
 from conductor.serving.nodes import Mailbox, NodeSession
 from conductor.serving.request_state import RequestState
 from conductor.serving.waiting import wait_until_placed
-from kvstore.index import Key
 
 log = logging.getLogger(__name__)
 
@@ -201,19 +198,18 @@ class Dispatcher:
         bounds = state.first_token_by_s, state.give_up_at_s
         await wait_until_placed(self.queue, item, place_it, *bounds, self._clock)
         assert attempt.placed is not None
-        asked, placement, root = attempt.placed
-        work = state.work(root)
+        placement, work = attempt.placed.placement, state.work(attempt.placed.root)
         decode = self._membership.session(placement.decode_node)
         prefill = self._membership.session(placement.prefill_node)
         attempt.deadline = state.deadline()
         attempt.begin(decode, state.attempt_id, state.mailbox)
         if stays := prefill is decode:
-            source = await self._lent(asked.chain, placement, attempt)
+            source = await self._lent(attempt, attempt.placed)
             decode.send(Prefill(work, decode.info.peer, None, 0, source, stays=True))
             prefilled = await state.mailbox.next(Prefilled)
         else:
             decode.send(Reserve(work))
-            source = await self._lent(asked.chain, placement, attempt)
+            source = await self._lent(attempt, attempt.placed)
             prefilled = await self._handed_over(attempt, work, decode, prefill, source)
         self._was_prefilled(attempt, attempt.placed, prefilled)
         finish = state.finish_of_first(prefilled)
@@ -221,7 +217,7 @@ class Dispatcher:
             self._num_streaming += 1
             attempt.is_streaming = True
             if not stays:
-                # Before the client is told of the first token: the decode node need not wait for that.
+                # Before the client has the first token: the decode node need not wait for that.
                 token_id, sums, parts = prefilled.first_token.token_id, prefilled.checksums, prefilled.parts
                 decode.send(Start(state.attempt_id, token_id, sums, parts))
         return state.add((prefilled.first_token,), finish)
@@ -306,32 +302,27 @@ class Dispatcher:
             observer.ended(state.attempt_id, actual)
         self._pump()
 
-    async def _lent(self, chain: Sequence[Key], placement: Placement, attempt: Attempt) -> Source | None:
+    async def _lent(self, attempt: Attempt, placed: Placed) -> Source | None:
         """Return blocks that the prefill node may load, lent until the attempt's end.
 
         None if placement wants none, or if they cannot be had: they are computed then.
         """
-        if placement.source_node is None:
+        placement, state = placed.placement, attempt.state
+        if (node := placement.source_node) is None:
             return None
         name = RequestId(f"{placement.request_id}.lend")
         first, end = placement.local_blocks, placement.matched_blocks
+        blocks = tuple(state.chain(self._view.block_size, placed.root)[:end])
         mailbox = Mailbox()
         try:
-            session = self._membership.session(placement.source_node)
+            session = self._membership.session(node)
             attempt.begin(session, name, mailbox)
-            blocks = cast(Sequence[BlockHash], chain[:end])
-            session.send(Lend(name, tuple(blocks), self._limits.request_timeout_s, first))
+            session.send(Lend(name, blocks, self._limits.request_timeout_s, first))
             async with asyncio.timeout(LEND_TIMEOUT_S):
                 lent = await mailbox.next(Lent)
         except (ServeError, TimeoutError) as error:
             reason = f"{type(error).__name__}: {error}"
-            event(
-                log,
-                "blocks not lent",
-                request_id=placement.request_id,
-                node=placement.source_node,
-                reason=reason,
-            )
+            event(log, "blocks not lent", request_id=placement.request_id, node=node, reason=reason)
             return None
         return Source(session.info.peer, lent.grant, lent.checksums, first)
 

@@ -1,14 +1,14 @@
-"""Which nodes are attached, and which of them may serve together.
+"""The attached nodes, and which of them may serve together.
 
-Belongs to the event loop; no I/O. `conductor/serving/attach.py` tells it what happened, and it
-keeps the scheduler's `ClusterView` true. One node id is attached once: a newer stream
+Belongs to the event loop; no I/O. `conductor/serving/attach.py` reports what happened, and the
+scheduler's `ClusterView` is kept true here. One node id is attached once: a newer stream
 of it ends the older one, so a node that restarted is never two nodes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from base.block_hash import BlockHash, chain_root
 from base.clock import Clock
@@ -22,7 +22,7 @@ from conductor.serving.nodes import NodeSession
 log = logging.getLogger(__name__)
 
 MAX_SNAPSHOT_PAUSE_S = 60.0
-"""Between two snapshots that are asked of one node; the pauses begin with `SNAPSHOT_PAUSE_S`."""
+"""The longest pause between two snapshots that are asked of one node; the first is `SNAPSHOT_PAUSE_S`."""
 
 
 class Membership:
@@ -41,7 +41,7 @@ class Membership:
         self._on_change.append(call)
 
     def on_heartbeat(self, call: Callable[[], None]) -> None:
-        """Call `call` whenever a node has told its load."""
+        """Call `call` whenever a node has reported its load."""
         self._on_heartbeat.append(call)
 
     def join(self, session: NodeSession) -> None:
@@ -54,18 +54,16 @@ class Membership:
         self.require_compatible(info)
         older = self._sessions.get(info.node_id)
         if older is not None:
-            self.leave(older, "the node attached again")
+            self.leave([older], "the node attached again")
         self._sessions[info.node_id] = session
         self._view.add_node(info, self._clock.now_s())
-        self._tell_change()
+        self._notify_change()
 
-    def leave(self, session: NodeSession, reason: str) -> None:
-        """Let a node go, and end what it worked on. Leaving twice is nothing."""
-        self.leave_together([session], reason)
+    def leave(self, sessions: Sequence[NodeSession], reason: str) -> None:
+        """Let nodes go, and end what they worked on. Leaving twice is nothing.
 
-    def leave_together(self, sessions: Iterable[NodeSession], reason: str) -> None:
-        """Let nodes go at once: none of them is placed on because another has left."""
-        sessions = list(sessions)
+        They go at once: nothing is placed on one of them because another has left.
+        """
         leaving = [each for each in sessions if self._sessions.get(each.info.node_id) is each]
         for session in leaving:
             del self._sessions[session.info.node_id]
@@ -73,7 +71,7 @@ class Membership:
         for session in sessions:
             session.lose(reason)
         if leaving:
-            self._tell_change()
+            self._notify_change()
 
     def heartbeat(self, session: NodeSession, heartbeat: Heartbeat, now_s: float) -> None:
         if self._sessions.get(session.info.node_id) is session:
@@ -122,7 +120,7 @@ class Membership:
             event(log, "kv events lost", level=logging.WARNING, node_id=session.info.node_id)
             session.send(TellBlocks())
 
-    def _tell_change(self) -> None:
+    def _notify_change(self) -> None:
         for call in self._on_change:
             call()
 

@@ -38,7 +38,8 @@ class RequestState:
         self._clock = clock
         if request.deadline_s is not None:
             timeout_s = min(timeout_s, request.deadline_s)
-        self._deadline_at_s = self.arrived_at_s + timeout_s
+        self.give_up_at_s = self.arrived_at_s + timeout_s
+        """When the request's time is up, on the clock."""
         self._num_cached_tokens: int | None = None
         """Prompt tokens that were matched when the request first ran."""
         self.is_promised = False
@@ -151,11 +152,6 @@ class RequestState:
         """When the first token is due by its SLO, on the clock; infinity: there is none."""
         return self.arrived_at_s + self.slo.ttft_slo_s
 
-    @property
-    def give_up_at_s(self) -> float:
-        """When the request's time is up, on the clock."""
-        return self._deadline_at_s
-
     def waiting(self, cost_s: float) -> Waiting:
         """Return the attempt as one that waits to be placed. What lost its node goes first."""
         request, is_retry = self.request, self.retries.num_attempts > 1
@@ -196,4 +192,4 @@ class RequestState:
         return Generated(tokens, finish_reason, self._num_cached_tokens)
 
     def _remaining_s(self) -> float:
-        return max(0.0, self._deadline_at_s - self._clock.now_s())
+        return max(0.0, self.give_up_at_s - self._clock.now_s())

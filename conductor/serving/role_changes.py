@@ -1,7 +1,7 @@
 """Carries out role changes on the attached nodes. `placing/roles.py` decides them.
 
-A node can do both at any time, because prefill and decode are roles of one process. It is told
-how to serve, and tells every conductor in its heartbeats. While it drains nothing new is placed
+A node can do both at any time, because prefill and decode are roles of one process. It is ordered
+how to serve, and reports it to every conductor in its heartbeats. While it drains nothing new is placed
 on it; what it has goes on, and its blocks stay where they are and are found by their hashes.
 
 Of several conductors only the one in control decides (`node/work.py`); the nodes obey no

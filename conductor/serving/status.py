@@ -1,4 +1,4 @@
-"""What the conductor says of itself and its nodes: the body of GET /status."""
+"""The status of the conductor and its nodes: the body of GET /status, and gauges of the cluster."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def export_gauges(metrics: ConductorMetrics, membership: Membership, clock: Cloc
     """Let the gauges of the cluster be read from the last heartbeats when they are scraped."""
 
     def view_age_s() -> float:
-        told = (session.last_heartbeat_at_s for session in membership.sessions if session.last_heartbeat)
-        return max((clock.now_s() - at_s for at_s in told), default=0.0)
+        heard = (session.last_heartbeat_at_s for session in membership.sessions if session.last_heartbeat)
+        return max((clock.now_s() - at_s for at_s in heard), default=0.0)
 
     def beats() -> list[Heartbeat]:
         return [session.last_heartbeat for session in membership.sessions if session.last_heartbeat]
@@ -50,7 +50,7 @@ def export_gauges(metrics: ConductorMetrics, membership: Membership, clock: Cloc
 
 def _node(session: NodeSession, view: ClusterView) -> dict[str, Any]:
     info, heartbeat = session.info, session.last_heartbeat
-    told: dict[str, Any] = {
+    row: dict[str, Any] = {
         "id": info.node_id,
         "host": info.host,
         "roles": sorted(role.value for role in view.node(info.node_id).info.roles),
@@ -61,7 +61,7 @@ def _node(session: NodeSession, view: ClusterView) -> dict[str, Any]:
         "requests": session.num_requests,
     }
     if heartbeat is not None:
-        told |= {
+        row |= {
             "free_blocks": heartbeat.num_free_blocks,
             "held_blocks": heartbeat.num_held_blocks,
             "running": heartbeat.num_running,
@@ -70,4 +70,4 @@ def _node(session: NodeSession, view: ClusterView) -> dict[str, Any]:
             "context_tokens": heartbeat.num_context_tokens,
             "draining": heartbeat.is_draining,
         }
-    return told
+    return row

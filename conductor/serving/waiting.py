@@ -51,12 +51,9 @@ async def wait_until_placed(
     """Return when `attempt` has placed the request, or raise what it raised.
 
     Args:
-        queue: The requests that wait, all of one event loop.
-        item: The request.
         attempt: Called with no await between two requests, so that each sees the last.
-        first_token_by_s: When its first token is due by its SLO; infinity: there is none.
-        give_up_at_s: The request's end.
-        clock: The clock of these moments.
+        first_token_by_s: When its first token is due by its SLO, on `clock`; infinity: there is none.
+        give_up_at_s: The request's end, on `clock`.
 
     Raises:
         RejectedError: too many wait, and it is the one to go.

@@ -62,6 +62,10 @@ class Conductor:
         await until(lambda: told.node_id in {session.info.node_id for session in self.membership.sessions})
         return task
 
+    def close_streams(self):
+        for stream in list(self.service.streams):
+            stream.give_up(ConnectionResetError("the test ends it"))
+
     @asynccontextmanager
     async def serving(self):
         listener = tcp_listener("127.0.0.1", 0, "port")
@@ -73,7 +77,7 @@ class Conductor:
             finally:
                 for task in self.clients.values():
                     task.cancel()
-                self.service.close()
+                self.close_streams()
                 server.close()
 
 

@@ -15,7 +15,7 @@ from base.messages import Lend, Lent, Prefill, Prefilled, Source, Tokens, Work
 from base.metrics import StoreMetrics, process_registry
 from base.request import SamplingParams, StopParams
 from node.kv import node_kv
-from node.lender import Lender
+from node.own_cache import Lender
 from node.process import _built
 from node.store import node_store, own_cache
 from prefill_node.role import PrefillRole

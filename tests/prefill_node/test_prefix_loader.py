@@ -21,8 +21,7 @@ from kvstore.eviction import BY_NAME
 from kvstore.member import Member
 from kvstore.pool import HostPool
 from kvstore.store import Store
-from node.lender import Lender
-from node.own_cache import SegmentCache
+from node.own_cache import Lender, SegmentCache
 from node.store import PagedBlocks
 from prefill_node.role import PrefillRole
 from tests.kvstore.memory_directory import MemoryBoard, MemoryDirectory

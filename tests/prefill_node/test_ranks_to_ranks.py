@@ -27,7 +27,7 @@ async def test_every_rank_gets_its_part_of_every_block(source, target):
             cache.tensor.copy_(prefill.of(whole, part))
         computed = prefill.pool.allocate(3)
         async with reserved(decode.pool, decode.kv, asked) as reservation:
-            told = reservation.told(asked.request_id)
+            told = reservation.answer(asked.request_id)
             assert (told.grant is None) == (len(decode.parts) > 1)
             message = Prefill(asked, decode.agents[0].descriptor, told.grant, 0, None, told.ranks)
             sender = KvSender(prefill.kv, prefill.pool, message, SystemClock())

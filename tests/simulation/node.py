@@ -37,11 +37,9 @@ from kvstore.member import Member
 from kvstore.pool import PoolLimits
 from kvstore.store import Store
 from node.kv import node_kv
-from node.lender import Lender
-from node.own_cache import SegmentCache
-from node.process import node_state
+from node.own_cache import Lender, SegmentCache
 from node.store import PagedBlocks
-from node.work import ConductorWork
+from node.work import ConductorWork, SharedState
 from prefill_node.role import PrefillRole
 from protos import nodes_pb2 as pb
 from tests.kvstore.memory_directory import MemoryDirectory
@@ -143,7 +141,7 @@ class SimNode:
         async with asyncio.TaskGroup() as tasks:
             beside = await self._store(segment, tasks) if plan.store_blocks else None
             info = self._info(epoch)
-            state = node_state(engine, info, self.store)
+            state = SharedState(engine, info.roles, self.store)
             kv = node_kv(engine, segment, agent)
             here = SegmentCache(engine.pool, engine.cache, segment, agent, self.store)
             tasks.create_task(engine.loop.run())

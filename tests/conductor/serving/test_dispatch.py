@@ -404,7 +404,7 @@ async def test_a_conductor_that_goes_makes_the_node_let_go_and_dial_again():
     async with conductor() as running:
         work = ScriptedWork()
         await running.attach(work)
-        running.service.close()
+        running.close_streams()
         await until(lambda: work.num_lost >= 1)
         assert running.membership.sessions == []
 
