@@ -154,25 +154,9 @@ def status_of(error: ServeError) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
-_BY_NAME = {
-    kind.__name__: kind
-    for kind in (
-        ServeError,
-        InvalidRequestError,
-        RejectedError,
-        CapacityError,
-        UnavailableError,
-        DeadlineError,
-        LostError,
-        LeaseExpiredError,
-        StaleError,
-        TransferFailedError,
-        ChecksumError,
-        ProtocolError,
-    )
-}
-
-
 def error_named(name: str, message: str) -> ServeError:
     """Return the error that a peer named; a name not known here is a ServeError."""
-    return _BY_NAME.get(name, ServeError)(message)
+    kind = globals().get(name)
+    if isinstance(kind, type) and issubclass(kind, ServeError):
+        return kind(message)
+    return ServeError(message)

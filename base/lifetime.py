@@ -1,14 +1,8 @@
 """How long a process lives: until SIGTERM or SIGINT, or while anybody holds its lifeline.
 
-    holder                         process (its socket is a file that only its user may open)
-      --- SUPERVISES or KEEPS ------->
-      <-- the line of `ready` --------     to who supervises
-      --- ASKS ---------------------->
-      <-- ANSWERS --------------------     by the event loop: a process that hangs does not
-
-A lifeline is a connection to that socket. A supervisor holds one, and `conductor up` another, so that a
-process outlives the death of either, of Ray too, and serves on: the supervisor that Ray starts in the place
-of a dead one connects, and is this process's supervisor from then on. When nobody has held a lifeline for
+A lifeline (`base/lifeline.py`) is a connection to the process's socket. A supervisor holds one, and
+`conductor up` another, so that a process outlives the death of either, of Ray too: the supervisor that Ray
+starts in the place of a dead one connects, and is its supervisor then. When nobody has held a lifeline for
 `ADOPTION_S`, the process drains and ends: nothing is left running for long after a killed launcher.
 
 Standard input counts as a lifeline. The kernel closes it when whoever started the process dies, however it

@@ -103,7 +103,7 @@ class BlockCache:
         `reach` makes the access to the member at an address.
         """
         self._agent = agent
-        self._directory = directory
+        self.directory = directory
         self._own = None if own is None else own[0]
         self._reach = reach
         self._accesses: dict[str, StoreAccess] = {}
@@ -113,14 +113,9 @@ class BlockCache:
         self.num_damaged = 0
         """Blocks that arrived with other bytes than were stored."""
 
-    @property
-    def directory(self) -> Directory:
-        """Where it looks for holders."""
-        return self._directory
-
     async def match(self, chain: Sequence[BlockHash]) -> int:
         """Return how many leading blocks of `chain` some live member is said to hold."""
-        return len(await self._directory.lookup(chain))
+        return len(await self.directory.lookup(chain))
 
     async def num_saved(self, chain: Sequence[BlockHash]) -> int:
         """Return how many leading blocks are in our own store; without one, in any."""
@@ -147,7 +142,7 @@ class BlockCache:
         other offsets is undefined.
         """
         end = min(first + len(offsets), len(chain))
-        replicas = await self._directory.lookup(chain[:end])
+        replicas = await self.directory.lookup(chain[:end])
         landing = _Landing(into, priority, sums)
         tries: Counter[int] = Counter()
         at = first
@@ -235,7 +230,7 @@ class BlockCache:
 
     async def delete(self, chain: Sequence[BlockHash]) -> int:
         """Forget `chain` wherever it is, as far as nothing else needs it; return replicas gone."""
-        replicas = await self._directory.lookup(chain)
+        replicas = await self.directory.lookup(chain)
         holders = {member.epoch: member for members in replicas for member in members}
         gone = 0
         for member in holders.values():
@@ -272,8 +267,8 @@ class BlockCache:
     async def _home(self, chain: Sequence[BlockHash]) -> Member | None:
         if self._own is not None:
             return self._own
-        replicas = await self._directory.lookup(chain)
-        known = replicas[0] if replicas else await self._directory.members()
+        replicas = await self.directory.lookup(chain)
+        known = replicas[0] if replicas else await self.directory.members()
         # Where the chain is new, its last block's hash spreads chains over the members.
         spread = int.from_bytes(chain[-1][:8], "little")
         return max(

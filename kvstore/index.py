@@ -149,12 +149,8 @@ class NodeEvents:
         self._index = index
         self._node = node
         self._next_number = 1
-        self._waits_for_snapshot = False
-
-    @property
-    def waits_for_snapshot(self) -> bool:
+        self.waits_for_snapshot = False
         """Whether a gap was seen and events are ignored until a snapshot comes."""
-        return self._waits_for_snapshot
 
     def reached(self, next_number: int) -> None:
         """Take in the number of the event that the node sends next: those before it should be known."""
@@ -163,7 +159,7 @@ class NodeEvents:
 
     def _lose(self) -> None:
         self._index.remove_node(self._node)
-        self._waits_for_snapshot = True
+        self.waits_for_snapshot = True
 
     def apply(
         self,
@@ -180,10 +176,10 @@ class NodeEvents:
         next_number = first_number + len(stored) + len(removed)
         if is_snapshot:
             self._index.replace(self._node, stored)
-            self._waits_for_snapshot = False
-        elif next_number <= self._next_number and not self._waits_for_snapshot:
+            self.waits_for_snapshot = False
+        elif next_number <= self._next_number and not self.waits_for_snapshot:
             return True
-        elif self._waits_for_snapshot or first_number != self._next_number:
+        elif self.waits_for_snapshot or first_number != self._next_number:
             self._lose()
             return False
         else:

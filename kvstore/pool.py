@@ -415,18 +415,15 @@ class HostPool:
                 record = self._records[account.tree.victim()]
             except CapacityError:
                 continue
-            self._unname(record)
+            del self._records[record.block_hash]
             self.evicted.append(record.block_hash)
             return record
         raise CapacityError("every block is held or on its way")
 
     def _remove(self, record: Record) -> None:
         self._tenants[record.tenant].tree.remove(record.block_hash)
-        self._unname(record)
-        self._give_back(record.tenant, record.block_id)
-
-    def _unname(self, record: Record) -> None:
         del self._records[record.block_hash]
+        self._give_back(record.tenant, record.block_id)
 
     def _give_back(self, tenant: str, block_id: int) -> None:
         self._free.append(block_id)

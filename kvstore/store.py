@@ -88,10 +88,11 @@ class Store:
         self._directory: Directory | None = None
         self._listeners: list[Callable[[Sequence[BlockHash]], None]] = []
         self._agent = agent
-        self._pool = pool
-        self._disk = disk
+        self.pool = pool
+        self.disk = disk
         self._metrics = metrics
-        self._segment: Segment = agent.allocate(pool.num_blocks * block_bytes)
+        self.segment: Segment = agent.allocate(pool.num_blocks * block_bytes)
+        """The pool's memory: block i begins at i * block_bytes."""
         self._put_grants: dict[int, Grant] = {}
         self._lease_grants: dict[int, Grant] = {}
         self._lifting = asyncio.Lock()
@@ -114,33 +115,20 @@ class Store:
     def __contains__(self, block_hash: BlockHash) -> bool:
         """Whether a block is in memory, on disk, or on its way from one to the other."""
         return (
-            block_hash in self._pool
+            block_hash in self.pool
             or block_hash in self._leaving
-            or (self._disk is not None and block_hash in self._disk)
+            or (self.disk is not None and block_hash in self.disk)
         )
 
     @property
     def hashes(self) -> list[BlockHash]:
         """Return everything that is here, in memory or on disk."""
-        on_disk = self._disk.hashes if self._disk is not None else []
-        return list(dict.fromkeys([*self._pool.hashes, *self._leaving, *on_disk]))
-
-    @property
-    def pool(self) -> HostPool:
-        return self._pool
-
-    @property
-    def segment(self) -> Segment:
-        """The pool's memory: block i begins at i * block_bytes."""
-        return self._segment
-
-    @property
-    def disk(self) -> DiskTier | None:
-        return self._disk
+        on_disk = self.disk.hashes if self.disk is not None else []
+        return list(dict.fromkeys([*self.pool.hashes, *self._leaving, *on_disk]))
 
     def match(self, chain: Sequence[BlockHash]) -> Found:
         """Return how much of `chain` is here; nothing is held or counted as used."""
-        in_memory = count = self._pool.match(chain)
+        in_memory = count = self.pool.match(chain)
         while count < len(chain) and chain[count] in self:
             count += 1
         return Found(count, in_memory)
@@ -153,16 +141,16 @@ class Store:
         Raises:
             CapacityError: too many grants are live. Nothing was taken.
         """
-        put = self._pool.reserve(chain, tenant, PUT_S)
+        put = self.pool.reserve(chain, tenant, PUT_S)
         self._publish_evicted()
         if not put.missing:
-            self._pool.abort(put.put_id)
+            self.pool.abort(put.put_id)
             return OpenPut(put.put_id, (), None)
         try:
             offsets = [block_id * self.block_bytes for block_id in put.block_ids]
-            grant = self._agent.grant(self._segment, offsets, self.block_bytes, Operation.WRITE, PUT_S)
+            grant = self._agent.grant(self.segment, offsets, self.block_bytes, Operation.WRITE, PUT_S)
         except BaseException:
-            self._pool.abort(put.put_id)
+            self.pool.abort(put.put_id)
             raise
         self._put_grants[put.put_id] = grant
         return OpenPut(put.put_id, put.missing, grant)
@@ -191,19 +179,19 @@ class Store:
         Raises:
             CapacityError: too many grants are live. Nothing is held.
         """
-        if self.match(chain).num_blocks > self._pool.match(chain):
+        if self.match(chain).num_blocks > self.pool.match(chain):
             async with self._lifting:
                 await self._lift(chain)
-        lease = self._pool.lease(chain, LEASE_S)
+        lease = self.pool.lease(chain, LEASE_S)
         block_ids = lease.block_ids[first:]
         if not block_ids:
-            self._pool.end(lease.lease_id)
+            self.pool.end(lease.lease_id)
             return Leased(lease.lease_id, len(lease.records), None, ())
         try:
             offsets = [block_id * self.block_bytes for block_id in block_ids]
-            grant = self._agent.grant(self._segment, offsets, self.block_bytes, Operation.READ, LEASE_S)
+            grant = self._agent.grant(self.segment, offsets, self.block_bytes, Operation.READ, LEASE_S)
         except BaseException:
-            self._pool.end(lease.lease_id)
+            self.pool.end(lease.lease_id)
             raise
         self._lease_grants[lease.lease_id] = grant
         return Leased(lease.lease_id, len(lease.records), grant, lease.checksums[first:])
@@ -212,7 +200,7 @@ class Store:
         """Keep the leading blocks of `chain` in memory: for `seconds`, or (0) until `release`."""
         async with self._lifting:
             await self._lift(chain)
-        lease = self._pool.lease(chain, seconds if seconds > 0 else math.inf)
+        lease = self.pool.lease(chain, seconds if seconds > 0 else math.inf)
         return Leased(lease.lease_id, len(lease.records), None, ())
 
     async def release(self, ticket: int) -> None:
@@ -223,12 +211,12 @@ class Store:
 
     def delete(self, chain: Sequence[BlockHash]) -> int:
         """Forget `chain` from its tail, as far as nothing needs it; return the blocks gone."""
-        gone = self._pool.delete(chain)
-        if self._disk is not None:
+        gone = self.pool.delete(chain)
+        if self.disk is not None:
             for block_hash in reversed(chain):
-                if block_hash in self._pool:
+                if block_hash in self.pool:
                     break
-                if block_hash in self._disk and self._disk.forget(block_hash):
+                if block_hash in self.disk and self.disk.forget(block_hash):
                     gone.append(block_hash)
         self._withdraw(gone)
         self._publish_evicted()
@@ -236,15 +224,15 @@ class Store:
 
     async def report(self, block_hash: BlockHash) -> bool:
         """Look at a block that a reader found damaged; return whether it was, and is gone."""
-        if block_hash not in self._pool:
+        if block_hash not in self.pool:
             return False
-        expected = self._pool.checksum(block_hash)
-        if is_checksum_of(expected, self._view(self._pool.block_id(block_hash))):
+        expected = self.pool.checksum(block_hash)
+        if is_checksum_of(expected, self._view(self.pool.block_id(block_hash))):
             return False
         self.num_damaged += 1
-        gone = self._pool.discard(block_hash)
-        if self._disk is not None:
-            self._disk.forget(block_hash)
+        gone = self.pool.discard(block_hash)
+        if self.disk is not None:
+            self.disk.forget(block_hash)
         self._withdraw(gone)
         event(log, "damaged block", level=logging.WARNING, forgotten=len(gone))
         return True
@@ -254,36 +242,36 @@ class Store:
     async def tick(self) -> None:
         """End what ran out, make room, and check the accounts. Called once a second, or when `crowded`."""
         self.crowded.clear()
-        puts, leases = self._pool.expired()
+        puts, leases = self.pool.expired()
         for put_id in puts:
             await self.abort(put_id)
         for lease_id in leases:
             await self.release(lease_id)
-        if self._disk is not None:
-            while records := self._pool.leave(LEAVE_BLOCKS):
+        if self.disk is not None:
+            while records := self.pool.leave(LEAVE_BLOCKS):
                 self._leaving.update(record.block_hash for record in records)
                 async with self._lowering:
-                    await uninterrupted(self._write_down(self._disk, records))
+                    await uninterrupted(self._write_down(self.disk, records))
         self._publish_evicted()
-        self._pool.forget_idle_tenants()
-        self._balance("host", asdict(self._pool.accounts()), self.num_damaged)
-        if self._disk is not None:
-            self._balance("disk", asdict(self._disk.accounts()), self._disk.damaged)
+        self.pool.forget_idle_tenants()
+        self._balance("host", asdict(self.pool.accounts()), self.num_damaged)
+        if self.disk is not None:
+            self._balance("disk", asdict(self.disk.accounts()), self.disk.damaged)
             if self._metrics is not None:
                 for state in Growth:
-                    self._metrics.disk_growth.labels(state.value).set(state is self._disk.growth)
+                    self._metrics.disk_growth.labels(state.value).set(state is self.disk.growth)
 
     async def persist(self) -> None:
         """Write to disk what is in memory alone, heads of chains first, as the process ends."""
-        if self._disk is None:
+        if self.disk is None:
             return
-        names = [name for name in self._pool.hashes if name not in self._disk]
+        names = [name for name in self.pool.hashes if name not in self.disk]
         for at in range(0, len(names), LEAVE_BLOCKS):
             async with asyncio.TaskGroup() as tasks:
                 for name in names[at : at + LEAVE_BLOCKS]:
-                    if name in self._pool:
-                        view = self._view(self._pool.block_id(name))
-                        tasks.create_task(self._disk.write(name, view, self._pool.checksum(name)))
+                    if name in self.pool:
+                        view = self._view(self.pool.block_id(name))
+                        tasks.create_task(self.disk.write(name, view, self.pool.checksum(name)))
 
     async def close(self) -> None:
         """End every grant. What the disk holds stays."""
@@ -296,9 +284,9 @@ class Store:
 
     def check(self) -> None:
         """Assert the accounts of both tiers, and that each grant has its blocks."""
-        self._pool.check()
-        if self._disk is not None:
-            self._disk.check()
+        self.pool.check()
+        if self.disk is not None:
+            self.disk.check()
 
     def _balance(self, tier: str, places: dict[str, int], num_damaged: int) -> None:
         """The accounting invariant, in production: every block is in one place."""
@@ -314,31 +302,31 @@ class Store:
     # --- below --------------------------------------------------------------------------
 
     def _view(self, block_id: int) -> memoryview:
-        return self._segment.memory[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]
+        return self.segment.memory[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]
 
     async def _commit(self, ticket: int, grant: Grant, checksums: Sequence[int | None]) -> int:
         # No byte may arrive after a block has a name.
         await self._agent.revoke(grant)
         try:
-            stored = self._pool.commit(ticket, checksums)
+            stored = self.pool.commit(ticket, checksums)
         except BaseException:
-            self._pool.abort(ticket)
+            self.pool.abort(ticket)
             raise
         if self._directory is not None:
             self._directory.publish(stored)
         self._notify(stored)
-        if self._disk is not None and self._pool.is_crowded:
+        if self.disk is not None and self.pool.is_crowded:
             self.crowded.set()
         return len(stored)
 
     async def _end_put(self, ticket: int, grant: Grant) -> None:
         await self._agent.revoke(grant)
-        self._pool.abort(ticket)
+        self.pool.abort(ticket)
 
     async def _end_lease(self, ticket: int) -> None:
         if (grant := self._lease_grants.pop(ticket, None)) is not None:
             await self._agent.revoke(grant)
-        self._pool.end(ticket)
+        self.pool.end(ticket)
 
     async def _lift(self, chain: Sequence[BlockHash]) -> None:
         """Bring the blocks of `chain` that are on disk into memory, as far as there is room."""
@@ -346,17 +334,17 @@ class Store:
             async with self._lowering:
                 pass  # until they are on disk
         found = self.match(chain)
-        if self._disk is None or found.num_blocks == found.num_in_memory:
+        if self.disk is None or found.num_blocks == found.num_in_memory:
             return
         # Who paid for blocks that only the disk remembers is not known.
         # It does not run out: no peer writes, the disk does, and it always ends.
-        put = self._pool.reserve(chain[: found.num_blocks], "", math.inf)
+        put = self.pool.reserve(chain[: found.num_blocks], "", math.inf)
         try:
-            sums = await uninterrupted(self._read_all(self._disk, put.chain, put.missing, put.block_ids))
+            sums = await uninterrupted(self._read_all(self.disk, put.chain, put.missing, put.block_ids))
         except BaseException:
-            self._pool.abort(put.put_id)
+            self.pool.abort(put.put_id)
             raise
-        self._pool.commit(put.put_id, sums)
+        self.pool.commit(put.put_id, sums)
         self._publish_evicted()
 
     async def _read_all(
@@ -375,15 +363,15 @@ class Store:
                 tasks.create_task(disk.write(record.block_hash, self._view(record.block_id), record.checksum))
         for record in records:
             self._leaving.discard(record.block_hash)
-            self._pool.left(record)
+            self.pool.left(record)
         self._withdraw(record.block_hash for record in records)
 
     def _publish_evicted(self) -> None:
-        gone = self._pool.evicted
-        self._pool.evicted = []
-        if self._disk is not None:
-            gone += self._disk.evicted
-            self._disk.evicted = []
+        gone = self.pool.evicted
+        self.pool.evicted = []
+        if self.disk is not None:
+            gone += self.disk.evicted
+            self.disk.evicted = []
         self._withdraw(gone)
 
     def _withdraw(self, hashes: Iterable[BlockHash]) -> None:

@@ -6,7 +6,7 @@ Between the conductor and its nodes: one stream for each node, opened by the nod
 The stream is the membership, the lease and the work channel in one. A node has one for each
 conductor of its cluster: what one of them asked for ends with its stream, and no other's does.
 Of the conductors that are attached, the one with the smallest epoch is in control: what all
-would otherwise do at once (roles, copies of hot blocks) is for it alone. The node sends
+would otherwise do at once (changing roles) is for it alone. The node sends
 Register first, is answered by Registered, and sends its heartbeat and the snapshot of its blocks,
 by which it becomes a member: a connection that it gave up before brings no such message. Everything the node holds for this conductor is held
 on the life of the stream: when it ends, or stays silent for the lease, all of it is

@@ -156,3 +156,16 @@ def test_docstrings_of_values_and_twins_of_classes_are_found() -> None:
     tree = ast.parse('A = 1\n"""The one."""\nclass B:\n    """A value."""\n    c: int = 2\n    """Two."""\n')
     assert [(found.owner, found.line) for found in docstrings(tree)] == [("A", 2), ("B", 4), ("c", 6)]
     assert names_given_twice((("x.py", tree), ("y.py", tree))) == ["B: x.py:3, y.py:3"]
+
+
+def test_the_glossary_names_files_that_are_there_and_no_word_twice() -> None:
+    rows = re.findall(
+        r"^\| ([a-zA-Z][^|]*) \|.*\| ([^|]*) \|$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE
+    )
+    rows = [(word, owners) for word, owners in rows if word != "word"]
+    files = [file for _, owners in rows for file in re.findall(r"`([^`]+)`", owners)]
+    words = [word for word, _ in rows]
+    assert len(rows) > 50
+    assert all(re.search(r"`[^`]+`", owners) for _, owners in rows), "a word has no file"
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+    assert len(words) == len(set(words))
