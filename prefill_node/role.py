@@ -88,11 +88,11 @@ class PrefillRole:
                 if message.stays:
                     await self._go_on(message.work, done)
                 else:
-                    self._tell(message.work, done)
+                    self._send_prefilled(message.work, done)
         except TimeoutError:
             raise DeadlineError("the prompt, or what was generated here, did not end in time") from None
 
-    def _tell(self, work: Work, done: _Computed) -> None:
+    def _send_prefilled(self, work: Work, done: _Computed) -> None:
         for observer in self._observers:
             observer.prefilled(work.request_id, done.times)
         if self._store is not None:
@@ -118,7 +118,7 @@ class PrefillRole:
         """Tell of a sequence that stays until it ends, and release it."""
         sequence = done.sequence
         try:
-            self._tell(work, done)
+            self._send_prefilled(work, done)
             done.answer.open()
             if done.first.finish_reason is None:
                 await done.answer.ended()

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,22 @@ def test_no_file_imports_itself_over_others() -> None:
 def _file_of(module: tuple[str, ...]) -> Path:
     path = ROOT.joinpath(*module)
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+MOST_ROWS = 14
+
+
+def test_the_path_of_a_request_is_short_and_of_functions_that_exist() -> None:
+    path = (ROOT / "DESIGN.md").read_text().partition("## The path of one request\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| \d+ \|.*$", path, re.MULTILINE)
+    assert 0 < len(rows) <= MOST_ROWS
+    for row in rows:
+        steps = re.findall(r"`([\w/]+\.py) : ([\w, ]+)`", row)
+        assert steps, row
+        for file, functions in steps:
+            text = (ROOT / file).read_text()
+            gone = [each for each in functions.split(", ") if not re.search(rf"\bdef {each}\(", text)]
+            assert not gone, f"DESIGN.md: {file} has no {gone}"
 
 
 @pytest.mark.parametrize("library", DOORS)
