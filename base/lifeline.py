@@ -32,7 +32,7 @@ def listen_at(path: Path) -> socket.socket:
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    _at(path, listening.bind)
+    at_path(path, listening.bind)
     path.chmod(FILE_MODE)
     listening.listen()
     return listening
@@ -49,7 +49,7 @@ def hold(path: Path, kind: bytes) -> socket.socket | None:
     """
     lifeline = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _at(path, lifeline.connect)
+        at_path(path, lifeline.connect)
         lifeline.sendall(kind)
     except (FileNotFoundError, ConnectionError):  # no file, or a file of a process that has ended
         lifeline.close()
@@ -60,7 +60,7 @@ def hold(path: Path, kind: bytes) -> socket.socket | None:
     return lifeline
 
 
-def _at(path: Path, act: Callable[[str], None]) -> None:
+def at_path(path: Path, act: Callable[[str], None]) -> None:
     """Bind or connect to `path`, which may be longer than the 107 bytes that a socket's address takes."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:

@@ -36,6 +36,7 @@ import grpc
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig, ServerConfig
 from bench.about_run import about_run
+from bench.local_cluster import local_cluster
 from bench.others import OthersWatch
 from bench.predict import ask, prompts, wait_for_nodes
 from bench.profile_log import profile_from_run
@@ -54,8 +55,7 @@ from conductor.replay.conformance import (
 from conductor.replay.outcome import Outcomes
 from conductor.replay.report import aligned
 from deploy.api_client import read_json
-from deploy.local import local_cluster
-from deploy.plan import PreparedModel
+from deploy.plan import LocalModel
 from engine.model_store import prepare
 from protos.inference_pb2_grpc import InferenceStub
 
@@ -111,7 +111,7 @@ def stub_run(log: Path, count: int, rate: float, seed: int) -> None:
 def engine_run(log: Path, count: int, rate: float, seed: int) -> None:
     """Serve a load by one prefill and one decode node of SmolLM2; leave its log and their timelines."""
     prepared = prepare("smollm2", CACHE_DIR, lambda line: None)
-    model = PreparedModel(str(prepared.path), prepared.model_id, prepared.name)
+    model = LocalModel(str(prepared.path), prepared.model_id, prepared.name)
     pool = PoolConfig(engine=EngineConfig(block_size=BLOCK_SIZE, kv_cache_gib=0.75, threads=1))
     config = ClusterConfig(
         server=ServerConfig(http_port=0, grpc_port=0),

@@ -32,6 +32,7 @@ from typing import Any
 
 from bench.load import run_load, warm_up
 from bench.load_report import Goodput, report
+from bench.local_cluster import LocalCluster
 from bench.node_counts import figures_between, node_counts
 from bench.papers.chart import chart
 from bench.shapes import Shape, about, limits_of, options_parser, parse_shape, running
@@ -39,7 +40,6 @@ from bench.sse_client import Outcome, Server
 from bench.workload import LoadRequest, gamma_arrivals, synthetic_load, trace_at, trace_load
 from conductor.replay.trace import Trace
 from conductor.replay.trace_formats import read_trace
-from deploy.local import LocalCluster
 
 ENOUGH = 0.9
 HOPELESS = 0.3

@@ -35,8 +35,8 @@ from base.block_hash import BlockHash
 from base.clock import SystemClock
 from base.config import EngineConfig
 from base.request import RequestId, SamplingParams, StopParams
+from bench.local_cluster import LocalCluster
 from bench.shapes import about, limits_of, model_config, options_parser, parse_shape, running, write_model
-from deploy.local import LocalCluster
 from engine.build import build_engine
 from engine.sequence import Sequence
 from engine.step import SequenceOutput

@@ -33,8 +33,8 @@ import torch
 
 from bench.about_run import about_run
 from bench.handoff import Row, measure
+from bench.local_cluster import LocalCluster
 from bench.shapes import Limits, about, model_config, parse_shape, running
-from deploy.local import LocalCluster
 
 LOOK_EVERY_S = 0.02
 

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from base.metrics import samples_of
-from deploy.local import LocalCluster
+from bench.local_cluster import LocalCluster
 
 STEPS = ("prefill_step_seconds_sum", "decode_step_seconds_sum")
 

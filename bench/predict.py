@@ -3,7 +3,7 @@
     python -m bench.predict [--requests 60] [--rate 0.8] [--json bench/results/predict.json]
     python -m bench.predict --log FOLDER/decisions.jsonl    # what `bench.goodput --logs` left, or any cluster
 
-A cluster of one prefill and one decode node with SmolLM2 (deploy/local.py, no Ray) serves
+A cluster of one prefill and one decode node with SmolLM2 (bench/local_cluster.py, no Ray) serves
 prompts of 20 to 800 tokens, a third of which go on from an earlier one: first one at a time,
 which is left out, because the corrections begin there; then in an open loop. Its decision log
 holds what was predicted and what came.
@@ -28,13 +28,13 @@ import grpc
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig, ServerConfig
 from bench.about_run import about_run
+from bench.local_cluster import LocalCluster, local_cluster
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decisions import Actual, Decision
 from conductor.placing.placement import Placement
 from conductor.placing.profile import Profile
 from conductor.replay.decision_log import read_log
-from deploy.local import LocalCluster, local_cluster
-from deploy.plan import PreparedModel
+from deploy.plan import LocalModel
 from engine.model_store import prepare
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceStub
@@ -123,7 +123,7 @@ def errors(found: list[tuple[Decision, Placement, Actual]], profile: Profile) ->
 
 def measure(count: int, rate: float) -> dict[str, Any]:
     prepared = prepare("smollm2", CACHE_DIR, lambda line: None)
-    model = PreparedModel(str(prepared.path), prepared.model_id, prepared.name)
+    model = LocalModel(str(prepared.path), prepared.model_id, prepared.name)
     engine = EngineConfig(block_size=32, kv_cache_gib=0.75, threads=1)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "decisions.jsonl"

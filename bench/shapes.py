@@ -1,6 +1,6 @@
 """Clusters of a given shape for benches: so many prefill and decode nodes, or colocated ones.
 
-The processes are those of a real cluster, started without Ray (`deploy/local.py`). Models have
+The processes are those of a real cluster, started without Ray (`bench/local_cluster.py`). Models have
 a real model's shape and random weights, which each node draws on its own device: nothing is
 downloaded or read. Their tokenizer gives every token id a word of its own, so that text
 streams as a real model's does.
@@ -27,8 +27,8 @@ from base.clock import wall_clock_s
 from base.config import ClusterConfig, EngineConfig, PoolConfig, SchedulerConfig, ServerConfig, TransferConfig
 from bench.about_run import current_commit
 from bench.engine_shapes import SHAPES
-from deploy.local import LocalCluster, local_cluster
-from deploy.plan import PreparedModel
+from bench.local_cluster import LocalCluster, local_cluster
+from deploy.plan import LocalModel
 
 TINY = LlamaConfig(
     vocab_size=32_768,
@@ -87,14 +87,14 @@ def model_config(name: str) -> PreTrainedConfig:
     return {**SHAPES, "tiny": TINY}[name]
 
 
-def write_model(name: str, folder: Path, max_model_len: int = 0) -> PreparedModel:
+def write_model(name: str, folder: Path, max_model_len: int = 0) -> LocalModel:
     """Write the folder of a model without weights, which takes `max_model_len` tokens at least."""
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(model_config(name))
     config.max_position_embeddings = max(config.max_position_embeddings, max_model_len)
     config.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(config.vocab_size)))
-    return PreparedModel(str(folder), f"random-{name}", name)
+    return LocalModel(str(folder), f"random-{name}", name)
 
 
 @dataclass(frozen=True, slots=True)

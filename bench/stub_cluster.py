@@ -40,7 +40,7 @@ from bench.stub_node import StubNode
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Profile, profile_json
 from conductor.profile_file import load_profile
-from deploy.plan import PreparedModel, conductor_process
+from deploy.plan import LocalModel, conductor_process
 from engine.model_store import prepare
 
 CACHE_DIR = Path("~/.cache/conductor-cluster")
@@ -88,7 +88,7 @@ def stub_cluster(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = _with_window(Path(prepared.path), folder, max_model_len) if max_model_len else prepared.path
-        model = PreparedModel(str(path), prepared.model_id, prepared.name)
+        model = LocalModel(str(path), prepared.model_id, prepared.name)
         profile_path, config_path = folder / "profile.json", folder / "conductor.json"
         profile_path.write_text(profile_json(profile))
         cluster = ClusterConfig(

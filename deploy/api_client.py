@@ -1,7 +1,7 @@
 """The conductor's HTTP API, as the command line needs it: the standard library suffices.
 
 An address is `host:port`, or `https://host:port`; who signed the server's certificate is then
-told by the environment, as for all programs of OpenSSL: SSL_CERT_FILE. The API key, where one
+said by the environment, as for all programs of OpenSSL: SSL_CERT_FILE. The API key, where one
 is needed, is CONDUCTOR_API_KEY there: not an argument, which every user of the host can read.
 
 Calls block. `ChatStream.close` may be called from another thread, to end a call that is
@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from typing import Any
 
 TIMEOUT_S = 30.0
-"""For an answer to a question about the cluster."""
+"""The longest that an answer to a question about the cluster may take."""
 
 SILENCE_S = 600.0
-"""Between two pieces of a generated answer: the server's own limit is sooner."""
+"""The longest pause between two pieces of a generated answer: the server's own limit is sooner."""
 
 
 class ApiError(Exception):
@@ -57,33 +57,28 @@ def _headers() -> dict[str, str]:
 
 
 def read_json(address: str, path: str) -> Any:
-    """Return what GET `path` answers.
-
-    Raises:
-        ApiError: no answer, a status of 400 or above, or no JSON.
-    """
-    body = _read(_connection(address, TIMEOUT_S), address, path, _headers())
+    """Return what GET `path` answers; raises ApiError: no answer, a status of 400 or above, or no JSON."""
     try:
-        return json.loads(body)
+        return json.loads(_read(address, path))
     except ValueError as error:
         raise ApiError(f"{url(address)}{path}: no JSON: {error}") from error
 
 
 def read_text(address: str, path: str) -> str:
     """Return what GET `path` answers; raises ApiError as `read_json`."""
-    return _read(_connection(address, TIMEOUT_S), address, path, _headers()).decode(errors="replace")
+    return _read(address, path).decode(errors="replace")
 
 
-def _read(connection: http.client.HTTPConnection, address: str, path: str, headers: dict[str, str]) -> bytes:
-    with contextlib.closing(connection):
+def _read(address: str, path: str, is_secret: bool = True) -> bytes:
+    with contextlib.closing(_connection(address, TIMEOUT_S, check=is_secret)) as connection:
         try:
-            connection.request("GET", path, headers=headers)
+            connection.request("GET", path, headers=_headers() if is_secret else {})
             response = connection.getresponse()
             body = response.read()
         except (OSError, http.client.HTTPException) as error:
             raise ApiError(f"{url(address)}{path}: {error}") from error
     if response.status >= 400:
-        raise ApiError(_told(address, response.status, body))
+        raise ApiError(_refusal(address, response.status, body))
     return body
 
 
@@ -93,7 +88,7 @@ def is_healthy(address: str) -> bool:
     Nothing secret is sent, so nobody's certificate is checked.
     """
     try:
-        _read(_connection(address, TIMEOUT_S, check=False), address, "/health", {})
+        _read(address, "/health", is_secret=False)
     except ApiError:
         return False
     return True
@@ -103,11 +98,7 @@ class ChatStream:
     """One chat completion, streamed."""
 
     def __init__(self, address: str, model: str, messages: list[dict[str, str]], **options: Any) -> None:
-        """Take what to ask; nothing is sent yet.
-
-        Args:
-            options: Further keys of the request's body: `max_tokens`, `temperature`.
-        """
+        """Take what to ask, and further keys of the request's body; nothing is sent yet."""
         self._address = address
         self._connection = _connection(address, SILENCE_S)
         self._socket: socket.socket | None = None
@@ -115,11 +106,7 @@ class ChatStream:
         self._body = json.dumps({"model": model, "messages": messages, "stream": True, **options})
 
     def pieces(self) -> Iterator[str]:
-        """Ask, and yield the answer's text as it comes.
-
-        Raises:
-            ApiError: no answer, an error, or an answer cut short.
-        """
+        """Ask, and yield the answer's text as it comes; raises ApiError for none, or one cut short."""
         try:
             self._connection.connect()
             # Kept: http.client forgets it once it has read a header that says "close".
@@ -130,7 +117,7 @@ class ChatStream:
             self._connection.request("POST", "/v1/chat/completions", self._body, headers)
             response = self._connection.getresponse()
             if response.status >= 400:
-                raise ApiError(_told(self._address, response.status, response.read()))
+                raise ApiError(_refusal(self._address, response.status, response.read()))
             for line in response:
                 data = line.removeprefix(b"data: ").strip()
                 if data == b"[DONE]":
@@ -156,7 +143,7 @@ class ChatStream:
         return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
 
 
-def _told(address: str, status: int, body: bytes) -> str:
+def _refusal(address: str, status: int, body: bytes) -> str:
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):

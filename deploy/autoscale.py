@@ -6,9 +6,8 @@ in a pool, or one moved from a pool to the other. Of those that would have serve
 requests within their bounds the one with the fewest nodes is taken, or the best one where none would;
 then the running `conductor up` is asked for it, as by `conductor scale`.
 
-One step at a time: the next look sees what it did, and a pool that was wrong by five is right after
-five looks. A controller by thresholds on queues was left: it cannot say beforehand what a node would
-have brought, and it needs thresholds for each model and machine; a replay needs the profile alone.
+One step at a time: the next look sees what it did. A controller by thresholds on queues was left: it cannot
+say beforehand what a node would have brought, and it needs thresholds for each model and machine.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ import typer
 
 from base.config import ClusterConfig
 from base.errors import ConfigError
-from deploy.api_client import ApiError, read_json
+from deploy.api_client import read_json
 from deploy.clusters import chosen
 from deploy.config_file import read_cluster_config
 from deploy.control import ask
-from deploy.scale import CONFIG_HELP
+from deploy.options import CONFIG_HELP
 
 REPLAY_TIMEOUT_S = 600.0
 STEPS = ((0, 0), (1, 0), (0, 1), (-1, 0), (0, -1), (1, -1), (-1, 1))
@@ -52,12 +51,12 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What may be chosen, and when it is good enough."""
+    """Limits of the choice: sizes of a cluster, and when one is good enough."""
 
     min_nodes: int
     max_nodes: int
     share: float
-    """Of requests, to be served within their bounds."""
+    """The least share of requests to be served within their bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +68,7 @@ class Advice:
 
 
 def advised(now: Sizes, bounds: Bounds, served_share: Callable[[Sizes], float]) -> Advice:
-    """Return the best cluster that is at most a step from `now`.
-
-    Args:
-        served_share: Of requests, that a cluster of these sizes would have served within their bounds.
-    """
+    """Return the best cluster at most a step from `now`, by the share of requests that each had served."""
     candidates = [Sizes(now.prefill + prefill, now.decode + decode) for prefill, decode in STEPS]
     served = {
         sizes: served_share(sizes)
@@ -97,16 +92,13 @@ def _is_allowed(sizes: Sizes, bounds: Bounds) -> bool:
 def last_of_log(path: Path, last_s: float) -> Iterator[str]:
     """Yield the lines of a decision log about requests that arrived in its last `last_s` seconds.
 
-    What a full file was renamed to is read too, unless its clock is another start's.
-
-    Raises:
-        ConfigError: there is no such log, or it is none.
+    What a full file was renamed to is read too, unless its clock is another start's. Raises ConfigError where
+    there is no such log, or it is none.
     """
+    older = path.with_name(f"{path.name}.1")
     try:
-        files = [path.read_text().splitlines()]
-        older = path.with_name(f"{path.name}.1")
-        files = [older.read_text().splitlines(), *files] if older.exists() else files
-        parsed = [[json.loads(line) for line in lines] for lines in files]
+        files = [each for each in (older, path) if each == path or each.exists()]
+        parsed = [[json.loads(line) for line in each.read_text().splitlines()] for each in files]
         if len(parsed) == 2 and not _goes_on(*parsed):
             del parsed[0]
         since_s = max(at_s for rows in parsed for at_s in _arrivals(rows)) - last_s
@@ -139,11 +131,7 @@ def _arrivals(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def replayed_share(trace: Path, config: ClusterConfig, sizes: Sizes) -> float:
-    """Return the share of a log's requests that a cluster would have served within the config's bounds.
-
-    Raises:
-        ConfigError: the replay failed; the message says why.
-    """
+    """Return the share of a log's requests that a cluster would have served in bounds; raises ConfigError."""
     command = [sys.executable, "-m", "conductor.replay", str(trace), "--json"]
     command += ["--nodes", f"{sizes.prefill}P{sizes.decode}D", "--profile", config.profile]
     command += ["--reject", config.scheduler.reject]
@@ -169,19 +157,15 @@ def main(
     """Resize a running cluster to what would have served its last hour."""
     tick = threading.Event()  # never set: its wait is a pause that Ctrl-C ends
     bounds = Bounds(min_nodes, max_nodes, share)
-    try:
-        cluster = read_cluster_config(config)
-        _require_judgeable(cluster)
-        while True:
-            request = _advice(cluster, address or chosen(cluster, config, "").http_address, bounds, last_s)
-            for line in ask(chosen(cluster, config, ""), request) if request and not dry_run else []:
-                print(line, flush=True)
-            if not every_s:
-                return
-            tick.wait(every_s)
-    except (ConfigError, ApiError, TimeoutError, ConnectionError) as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(1) from error
+    cluster = read_cluster_config(config)
+    _require_judgeable(cluster)
+    while True:
+        request = _advice(cluster, address or chosen(cluster, config, "").http_address, bounds, last_s)
+        for line in ask(chosen(cluster, config, ""), request) if request and not dry_run else []:
+            print(line, flush=True)
+        if not every_s:
+            return
+        tick.wait(every_s)
 
 
 def _require_judgeable(cluster: ClusterConfig) -> None:

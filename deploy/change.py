@@ -40,10 +40,6 @@ class Change:
     def is_stopped(self) -> bool:
         return self.stopped.is_set()
 
-    async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return what `work` returns; or, if the change is stopped sooner, cancel it and return None."""
-        return await unless(self.stopped, work)
-
 
 async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """Return what `work` returns; or, if `stop` is set sooner, cancel it and return None."""

@@ -9,16 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from deploy.api_client import ApiError, ChatStream, read_json
+from deploy.api_client import ChatStream, read_json
+from deploy.options import ADDRESS, Address
 
-ADDRESS = "127.0.0.1:8000"
 CALM_TEMPERATURE = 0.2
-"""For models that name no default of their own: small ones answer with nonsense at OpenAI's 1."""
+"""The temperature for models that name none of their own: small ones answer with nonsense at OpenAI's 1."""
 
 
 def main(
     message: Annotated[str, typer.Argument(help="Say this and end; without it, a conversation")] = "",
-    address: Annotated[str, typer.Option(help="host:port of the conductor's HTTP API")] = ADDRESS,
+    address: Address = ADDRESS,
     system: Annotated[str, typer.Option(help="The system message")] = "",
     max_tokens: Annotated[int, typer.Option(help="Of one answer at most")] = 512,
     temperature: Annotated[
@@ -31,25 +31,16 @@ def main(
 ) -> None:
     """Talk to the cluster. Ctrl-C ends an answer; at the prompt, Ctrl-C or Ctrl-D ends the chat."""
     messages = [{"role": "system", "content": system}] if system else []
-    try:
-        model = read_json(address, "/v1/models")["data"][0]
-        options = {"max_tokens": max_tokens, **_sampling(model, temperature)}
-        while said := message or _asked():
-            messages.append({"role": "user", "content": said})
-            answer = _print_answer(ChatStream(address, model["id"], messages, **options), json_)
-            messages.append({"role": "assistant", "content": answer})
-            if message:
-                return
-    except ApiError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(1) from error
-
-
-def _sampling(model: dict[str, Any], temperature: float | None) -> dict[str, float]:
-    """Return what to ask for: what the person says, else nothing where the model has defaults of its own."""
-    if temperature is not None:
-        return {"temperature": temperature}
-    return {} if model.get("sampling") else {"temperature": CALM_TEMPERATURE}
+    model = read_json(address, "/v1/models")["data"][0]
+    options: dict[str, Any] = {"max_tokens": max_tokens}
+    if temperature is not None or not model.get("sampling"):
+        options["temperature"] = CALM_TEMPERATURE if temperature is None else temperature
+    while said := message or _asked():
+        messages.append({"role": "user", "content": said})
+        answer = _print_answer(ChatStream(address, model["id"], messages, **options), json_)
+        messages.append({"role": "assistant", "content": answer})
+        if message:
+            return
 
 
 def _asked() -> str:

@@ -3,7 +3,8 @@
 torch takes 1.7 s to import, transformers 1.3 and ray 0.5; `conductor --help` needs none
 of them. So a sub-command is a line of text here, `module:function`, and the function is
 imported when its name is the one that was typed. A sub-command's function has typed
-parameters as typer reads them, or takes `argv: list[str]` and parses that itself.
+parameters as typer reads them, or takes `argv: list[str]` and parses that itself. What it
+raises for a person to read ends the command with status 1.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import Annotated, Any
 
 import typer
 
+from deploy.api_client import ApiError
+
 COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("deploy.up:main", "Start a cluster, serve, drain on Ctrl-C."),
     "chat": ("deploy.chat:main", "Talk to a running cluster."),
     "status": ("deploy.status:main", "Show nodes, blocks and queues of a running cluster."),
-    "top": ("deploy.top:main", "Watch a running cluster."),
+    "top": ("deploy.status:top", "Watch a running cluster."),
     "explain": ("deploy.explain:main", "Show why a request went where it went, and how it went."),
     "scale": ("deploy.scale:scale", "Start or drain nodes of a running cluster; no request is lost."),
     "autoscale": (
@@ -44,14 +47,23 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line; ends by SystemExit."""
     arguments = sys.argv[1:] if argv is None else argv
     wanted = next((argument for argument in arguments if not argument.startswith("-")), "")
-    app(wanted)(arguments, prog_name="conductor")
+    expected: tuple[type[Exception], ...] = (ApiError, ConnectionError, TimeoutError)
+    if wanted:  # `--help` has no use for grpc, which is imported with it
+        expected = (*expected, importlib.import_module("base.errors").ConfigError)
+    try:
+        app(wanted)(arguments, prog_name="conductor")
+    except expected as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
 
 
 def app(wanted: str = "") -> typer.Typer:
     """Return the whole command line, of which `wanted` alone can be run."""
-    told = "A disaggregated prefill/decode LLM inference cluster."
     cluster = typer.Typer(
-        help=told, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+        help="A disaggregated prefill/decode LLM inference cluster.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
     )
 
     @cluster.callback()
@@ -61,10 +73,13 @@ def app(wanted: str = "") -> typer.Typer:
             typer.Option("--version", help="Show the version.", is_eager=True, callback=_version),
         ] = False,
     ) -> None:
-        """Without a callback typer would make a single command into the whole app."""
+        """Keep typer from making a single command into the whole app."""
 
     for name, (place, summary) in COMMANDS.items():
-        command = _load(place) if name == wanted else _not_loaded
+        module, _, function = place.partition(":")
+        command: Callable[..., Any] = (
+            getattr(importlib.import_module(module), function) if name == wanted else _not_loaded
+        )
         if "argv" in inspect.signature(command).parameters:
             settings = {"allow_extra_args": True, "ignore_unknown_options": True}
             cluster.command(name, help=summary, context_settings=settings, add_help_option=False)(
@@ -79,12 +94,6 @@ def _version(is_asked: bool) -> None:
     if is_asked:
         print(f"conductor {version('conductor-cluster')}")
         raise typer.Exit
-
-
-def _load(place: str) -> Callable[..., Any]:
-    module, _, function = place.partition(":")
-    command: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return command
 
 
 def _not_loaded() -> None:

@@ -4,7 +4,7 @@
                         ├─> conductor ready ─> all nodes ready ─> serving ─> drained
     start or join Ray  ─┘
 
-The conductor is first, because nodes are told its port. Draining goes the other way for
+The conductor is first, because nodes dial its port. Draining goes the other way for
 work: the conductor finishes what it admitted, for which it needs the nodes; then they go.
 """
 
@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import ipaddress
 import json
 import os
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,12 @@ from base.config import ClusterConfig
 from base.errors import ConfigError
 from deploy import plan
 from deploy.api_client import ApiError, is_healthy, read_json
+from deploy.capacity import needs, offer_of_host, refusal
 from deploy.clusters import Running, record, running
 from deploy.held import end_at
-from deploy.launch import Launched, RayCluster, package_path
+from deploy.launch import LaunchedProcess, RayCluster
 from deploy.pools import NodePools
 from deploy.progress import Progress
-from deploy.room import needs, offer_of_host, refusal
 from deploy.supervisor import LOG_TAIL_LINES, SPARE_AFTER_S, ProcessSpec
 from deploy.targets import write_targets
 
@@ -40,10 +40,13 @@ ATTACH_TIMEOUT_S = 30.0
 HEALTH_PERIOD_S = 0.1
 
 MAX_EVENTS = 100
-"""Told and not yet shown."""
+"""The most events of processes that wait to be shown."""
 
 MAX_KEPT_RUNS = 10
 """Folders of logs, one for each start."""
+
+PACKAGES = str(Path(__file__).resolve().parent.parent)
+"""The folder that our packages are imported from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +103,6 @@ class Cluster:
         self._pools: NodePools | None = None
         self._conductors: dict[str, str] = {}
         """HTTP addresses, by name."""
-        self._endpoints: Endpoints | None = None
-        self._attach_addresses: tuple[str, ...] = ()
         self._events: asyncio.Queue[dict[str, Any] | RuntimeError] = asyncio.Queue(MAX_EVENTS)
         self._watchers: dict[str, asyncio.Task[None]] = {}
 
@@ -109,7 +110,7 @@ class Cluster:
         """Start everything; return when every process is ready.
 
         Raises:
-            ConfigError: the model cannot be prepared, or there is no room for the nodes.
+            ConfigError: the model cannot be prepared, or the nodes do not fit on this host.
             RuntimeError: a process did not become ready; the message holds its log's end.
         """
         if self._config.prefill.nodes + self._config.decode.nodes == 0:
@@ -122,31 +123,32 @@ class Cluster:
             model_task = group.create_task(self._prepare_model())
             group.create_task(self._start_ray())
         model = model_task.result()
-        self._endpoints = await self._start_conductors(model)
-        self._pools = NodePools(self._config, model, self._attach_addresses, self, self._ray.is_local)
+        endpoints, attach_addresses = await self._start_conductors(model)
+        self._pools = NodePools(self._config, model, attach_addresses, self, self._ray.is_local)
         with self._progress.stage("nodes") as note:
             await self._pools.start(note)
         for http_address in self._conductors.values():
-            await self._wait_healthy(http_address)
+            # A node is ready when it can serve; it attaches to the conductor a moment later.
+            problem = f"not healthy {ATTACH_TIMEOUT_S:g} s after its nodes were ready"
+            await self._wait(partial(is_healthy, http_address), f"{http_address}/health: {problem}")
         self._write_targets()
-        record(dataclasses.replace(self._identity, http_address=self._endpoints.http_address))
+        record(dataclasses.replace(self._identity, http_address=endpoints.http_address))
         self._is_started = True
         self._report()
-        return self._endpoints
+        return endpoints
 
     def _report(self) -> None:
         # Those of a joined Ray are on other hosts too, where nobody holds them: all of them drain together.
         if self._is_started and self._ray.is_local:
             self._outlive()
 
-    async def _start_conductors(self, model: plan.PreparedModel) -> Endpoints:
-        """Return where the first one is reached; the others serve as it does."""
-        endpoints = []
-        attach_addresses = []
+    async def _start_conductors(self, model: plan.LocalModel) -> tuple[Endpoints, tuple[str, ...]]:
+        """Return where the first one is reached, and where nodes attach to each."""
+        endpoints, attach_addresses, ports = [], [], set(self._identity.ports)
         with self._progress.stage("conductor") as note:
             for name, conductor in plan.conductor_processes(self._config, model).items():
                 launched = await self._launch(
-                    name, self._programs.conductor, conductor, {}, plan.Room(on_head=True), SPARE_AFTER_S
+                    name, self._programs.conductor, conductor, {}, plan.Resources(on_head=True), SPARE_AFTER_S
                 )
                 host, ready = _reachable(conductor.server.host, launched.host), launched.ready
                 scheme = "https://" if conductor.server.tls.is_set else ""
@@ -158,13 +160,10 @@ class Cluster:
                 endpoints.append(found)
                 attach_addresses.append(f"{host}:{ready['attach_port']}")
                 self._conductors[name] = found.http_address
-                taken = (int(ready[key]) for key in ("http_port", "grpc_port"))
-                self._identity = dataclasses.replace(
-                    self._identity, ports=tuple(sorted({*self._identity.ports, *taken}))
-                )
+                ports |= {int(ready["http_port"]), int(ready["grpc_port"])}
             note("; ".join(f"http {found.http_address}, grpc {found.grpc_address}" for found in endpoints))
-        self._attach_addresses = tuple(attach_addresses)
-        return endpoints[0]
+        self._identity = dataclasses.replace(self._identity, ports=tuple(sorted(ports)))
+        return endpoints[0], tuple(attach_addresses)
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield what happens to processes after their start: ready, exited.
@@ -180,17 +179,14 @@ class Cluster:
                 event = await self._events.get()
                 if isinstance(event, RuntimeError):
                     raise event
-                self._take_ready(event)
+                if event["event"] == "ready" and event["name"] in self.pools.ready:
+                    # Its metrics may be on another host now.
+                    self.pools.ready[event["name"]] = event
+                    self._write_targets()
                 yield event
         finally:
             for watcher in self._watchers.values():
                 watcher.cancel()
-
-    def _take_ready(self, event: dict[str, Any]) -> None:
-        """Learn where a node's metrics are that was started again, on another host perhaps."""
-        if event["event"] == "ready" and event["name"] in self.pools.ready:
-            self.pools.ready[event["name"]] = event
-            self._write_targets()
 
     def _watch(self, name: str) -> None:
         async def watch() -> None:
@@ -209,10 +205,10 @@ class Cluster:
         assert self._pools is not None
         return self._pools
 
-    async def launch_node(self, node: plan.PlannedNode) -> Launched:
+    async def launch_node(self, node: plan.PlannedNode) -> LaunchedProcess:
         process = node.process
         environment = plan.node_environment(process.engine.threads)
-        return await self._launch(process.node_id, self._programs.node, process, environment, node.room)
+        return await self._launch(process.node_id, self._programs.node, process, environment, node.resources)
 
     async def end_node(self, name: str, grace_s: float) -> None:
         if name in self._watchers:
@@ -227,7 +223,9 @@ class Cluster:
             self._watch(name)
         self._write_targets()
         for http_address in self._conductors.values() if come else ():
-            await self._wait_attached(come, http_address)
+            # Others may go when the conductor knows those that came.
+            is_attached = partial(_has_attached, http_address, come)
+            await self._wait(is_attached, f"{', '.join(sorted(come))}: not attached")
 
     async def drain(self, grace_s: float) -> None:
         """Finish admitted requests, then end every process; `grace_s` for each half."""
@@ -245,11 +243,11 @@ class Cluster:
                 await self._ray_start
             self._ray.stop()
 
-    async def _prepare_model(self) -> plan.PreparedModel:
+    async def _prepare_model(self) -> plan.LocalModel:
         with self._progress.stage("model") as note:
             command = (*self._programs.prepare, self._config.model, "--cache-dir", self._identity.cache_dir)
             said = await _run(command, note)
-            model = plan.PreparedModel(**json.loads(said))
+            model = plan.LocalModel(**json.loads(said))
             note(model.name)
         if self._ray.is_local:
             counts = {"prefill": self._config.prefill.nodes, "decode": self._config.decode.nodes}
@@ -259,9 +257,11 @@ class Cluster:
         return model
 
     async def _start_ray(self) -> None:
-        needed = plan.needed_resources(self._config)
+        num_gpus = sum(
+            pool.nodes * pool.gpus_per_node for pool in (self._config.prefill, self._config.decode)
+        )
         with self._progress.stage("ray") as note:
-            self._ray_start = asyncio.ensure_future(asyncio.to_thread(self._ray.start, needed))
+            self._ray_start = asyncio.ensure_future(asyncio.to_thread(self._ray.start, num_gpus))
             await asyncio.shield(self._ray_start)
             # Ray has put its own handler of SIGTERM over ours: a stack trace, then, when 3 s
             # have passed, abort().
@@ -273,33 +273,15 @@ class Cluster:
     def _write_targets(self) -> None:
         write_targets(self._identity.cache_dir, self._identity.name, self._conductors, self.pools.ready)
 
-    async def _wait_healthy(self, http_address: str) -> None:
-        """Wait until the conductor has a node for each role.
-
-        A node is ready when it can serve; it attaches to the conductor a moment later. The
-        conductor's health, which a load balancer asks too, is what says so.
-        """
+    async def _wait(self, is_so: Callable[[], bool], problem: str) -> None:
+        """Wait until a conductor answers that something is so; raises RuntimeError with `problem`."""
         try:
             async with asyncio.timeout(ATTACH_TIMEOUT_S):
                 # The event would have to come from another process: a probe is what there is.
-                while not await asyncio.to_thread(is_healthy, http_address):  # noqa: ASYNC110
+                while not await asyncio.to_thread(is_so):  # noqa: ASYNC110
                     await asyncio.sleep(HEALTH_PERIOD_S)
         except TimeoutError as error:
-            problem = (
-                f"not healthy {ATTACH_TIMEOUT_S:g} s after its nodes were ready; logs: {self.log_folder}"
-            )
-            raise RuntimeError(f"{http_address}/health: {problem}") from error
-
-    async def _wait_attached(self, names: set[str], http_address: str) -> None:
-        """Wait until the conductor knows all of `names`, so that others may go."""
-        try:
-            async with asyncio.timeout(ATTACH_TIMEOUT_S):
-                while not names <= await asyncio.to_thread(_attached, http_address):  # noqa: ASYNC110
-                    await asyncio.sleep(HEALTH_PERIOD_S)
-        except TimeoutError as error:
-            raise RuntimeError(
-                f"{', '.join(sorted(names))}: not attached; logs: {self.log_folder}"
-            ) from error
+            raise RuntimeError(f"{problem}; logs: {self.log_folder}") from error
 
     async def _launch(
         self,
@@ -307,10 +289,10 @@ class Cluster:
         command: tuple[str, ...],
         config: Any,
         environment: dict[str, str],
-        room: plan.Room,
+        resources: plan.Resources,
         spare_after_s: float | None = None,
-    ) -> Launched:
-        python_path = os.pathsep.join(filter(None, (package_path(), os.environ.get("PYTHONPATH"))))
+    ) -> LaunchedProcess:
+        python_path = os.pathsep.join(filter(None, (PACKAGES, os.environ.get("PYTHONPATH"))))
         spec = ProcessSpec(
             name=name,
             command=command,
@@ -319,47 +301,38 @@ class Cluster:
             folder=str(self.log_folder),
             spare_after_s=spare_after_s,
         )
-        launched = await self._ray.launch(spec, room)
+        launched = await self._ray.launch(spec, resources)
         self._report()
         return launched
 
 
-def _attached(http_address: str) -> set[str]:
+def _has_attached(http_address: str, names: set[str]) -> bool:
     try:
-        return {node["id"] for node in read_json(http_address, "/status")["nodes"]}
+        return names <= {node["id"] for node in read_json(http_address, "/status")["nodes"]}
     except ApiError:
-        return set()
+        return False
 
 
 def _reachable(bound: str, host: str) -> str:
     """Return the address to dial for a server bound to `bound` on `host`."""
-    return host if bound in plan.ANY_ADDRESSES else _bracketed(bound)
-
-
-def _bracketed(host: str) -> str:
-    try:
-        return f"[{host}]" if ipaddress.ip_address(host).version == 6 else host
-    except ValueError:
+    if bound in plan.ANY_ADDRESSES:
         return host
+    return f"[{bound}]" if ":" in bound else bound
 
 
 async def _run(command: tuple[str, ...], note: Callable[[str], None]) -> str:
-    """Run a program to its end; return its last line of standard output.
-
-    Raises:
-        ConfigError: it failed; the message is the end of what it said.
-    """
+    """Return a program's last line of standard output; raises ConfigError with the end of what it logged."""
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True
     )
     assert process.stdout is not None
     assert process.stderr is not None
     answer = asyncio.create_task(process.stdout.read())
-    told: deque[str] = deque(maxlen=LOG_TAIL_LINES)
+    logged: deque[str] = deque(maxlen=LOG_TAIL_LINES)
     try:
         async for line in process.stderr:
-            told.append(line.decode(errors="replace").rstrip())
-            note(told[-1][:60])
+            logged.append(line.decode(errors="replace").rstrip())
+            note(logged[-1][:60])
         status = await process.wait()
         lines = (await answer).decode().strip().splitlines()
     finally:
@@ -368,7 +341,7 @@ async def _run(command: tuple[str, ...], note: Callable[[str], None]) -> str:
             process.kill()
             await process.wait()
     if status != 0 or not lines:
-        raise ConfigError("\n".join(told) or f"{' '.join(command)} ended with status {status}")
+        raise ConfigError("\n".join(logged) or f"{' '.join(command)} ended with status {status}")
     return lines[-1]
 
 

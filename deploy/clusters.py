@@ -1,4 +1,4 @@
-"""Which clusters run on this host, by name: what makes `scale -c A.yaml` mean A and no other.
+"""The clusters that run on this host, by name, so that `scale -c A.yaml` means A and no other.
 
     CACHE_DIR/clusters/NAME.lock   locked by `conductor up` for as long as it lives, however it ends
     CACHE_DIR/clusters/NAME.json   a `Running`
@@ -38,20 +38,20 @@ class Running:
 
     name: str
     pid: int
-    """Of `conductor up`, on `host`."""
+    """The process of `conductor up`, on `host`."""
     host: str
     config: str
     """The file that it was started with; empty: all defaults."""
     cache_dir: str
     log_folder: str
     ports: tuple[int, ...]
-    """Of HTTP and gRPC that it has, or will take."""
+    """Ports of HTTP and gRPC that the cluster has, or will take."""
     http_address: str = ""
-    """Of the first conductor; empty: it is not ready yet."""
+    """Address of the first conductor; empty: it is not ready yet."""
 
     @property
-    def socket_name(self) -> str:
-        return f"{self.name}.sock"
+    def socket_path(self) -> Path:
+        return folder_of(self.cache_dir) / f"{self.name}.sock"
 
     def __str__(self) -> str:
         where = self.http_address or "not ready yet"
@@ -87,11 +87,7 @@ def described(config: ClusterConfig, file: Path | None, ports: Sequence[int]) ->
 
 @contextmanager
 def claimed(cluster: Running) -> Iterator[None]:
-    """Have the cluster's name for the length of the body.
-
-    Raises:
-        ConfigError: another has it.
-    """
+    """Have the cluster's name for the length of the body; raises ConfigError if another has it."""
     folder = folder_of(cluster.cache_dir)
     with _guarded(folder):
         _forget_dead(folder)
@@ -140,16 +136,16 @@ def chosen(config: ClusterConfig, file: Path | None, name: str) -> Running:
     """
     found = running(config.cache_dir)
     if wanted := name or config.name:
-        fitting, told = [each for each in found if each.name == wanted], f"no cluster is called {wanted}"
+        fitting, none = [each for each in found if each.name == wanted], f"no cluster is called {wanted}"
     elif file is not None:
         path = str(file.resolve())
-        fitting, told = [each for each in found if each.config == path], f"no cluster was started with {file}"
+        fitting, none = [each for each in found if each.config == path], f"no cluster was started with {file}"
     else:
-        fitting, told = found, "no cluster runs"
+        fitting, none = found, "no cluster runs"
     those = "; ".join(map(str, found))
     if not fitting:
         hint = f"those that run: {those}" if found else "is `conductor up` running"
-        raise ConfigError(f"{told}; {hint}{'' if found else f' with the cache_dir {config.cache_dir}?'}")
+        raise ConfigError(f"{none}; {hint}{'' if found else f' with the cache_dir {config.cache_dir}?'}")
     if len(fitting) > 1:
         raise ConfigError(f"{len(fitting)} clusters run: name one, by --name or by -c FILE: {those}")
     if fitting[0].host != socket.gethostname():

@@ -5,8 +5,7 @@
               {"done": true}  or  {"error": "..."}    the last
 
 A socket file and no port: who may write to the folder may stop the cluster anyway, and
-nobody else can reach it. Its path may be longer than the 107 bytes that the kernel takes: it is named by
-way of its open folder.
+nobody else can reach it.
 
 A change ends with its client: who hangs up, or shuts its sending half (Ctrl-C), stops it. One change is made
 at a time, and a later one replaces it: an operator who asks again knows better than before. Both clients get
@@ -18,39 +17,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from base.errors import ConfigError
+from base.lifeline import at_path, listen_at
 from deploy.change import Change, ChangeStoppedError
-from deploy.clusters import Running, folder_of
+from deploy.clusters import Running
 
 if TYPE_CHECKING:
     from deploy.pools import NodePools  # and Ray, which a command that asks has no use for
 
 MAX_LINE_BYTES = 4096
 CHANGE_TIMEOUT_S = 3600.0
-"""Between two lines of an answer: a host may first have to be started for a node."""
+"""The longest pause between two lines of an answer: a host may first have to be started for a node."""
 
 STATUS_TIMEOUT_S = 5.0
 
 MAX_NODES = 1000
-"""Of one pool. More are a slip of the finger: each is a process."""
+"""The most nodes of one pool. More are a slip of the finger: each is a process."""
 
 WANTED = '{"verb": "scale"} with sizes, {"verb": "restart"} or {"verb": "status"} is wanted'
-
-
-@contextmanager
-def _socket_path(identity: Running) -> Iterator[str]:
-    """Yield a path of the cluster's socket that is short, however long that of its folder."""
-    folder = os.open(folder_of(identity.cache_dir), os.O_PATH)
-    try:
-        yield f"/proc/self/fd/{folder}/{identity.socket_name}"
-    finally:
-        os.close(folder)
 
 
 @asynccontextmanager
@@ -68,23 +57,20 @@ async def controlled(pools: NodePools, identity: Running) -> AsyncIterator[None]
                 asked = json.loads(await reader.readline())
                 await changes.answer(asked, reader, lambda text: say({"said": text}))
                 say({"done": True})
-            except (ConfigError, RuntimeError, ValueError) as error:
+            except (ConfigError, RuntimeError, ValueError, OSError) as error:
                 say({"error": str(error)})
             with contextlib.suppress(ConnectionError):
                 await writer.drain()
 
-    with _socket_path(identity) as path:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        server = await asyncio.start_unix_server(serve, path, limit=MAX_LINE_BYTES)
-        os.chmod(path, 0o600)
-        try:
-            yield
-        finally:
-            server.close()
-            changes.end()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+    server = await asyncio.start_unix_server(
+        serve, sock=listen_at(identity.socket_path), limit=MAX_LINE_BYTES
+    )
+    try:
+        yield
+    finally:
+        server.close()
+        changes.end()
+        identity.socket_path.unlink(missing_ok=True)
 
 
 class _Changes:
@@ -106,17 +92,11 @@ class _Changes:
                 if self._latest is not None:
                     say(f"under way: {self._latest.what}; {self._latest.progress}")
             case {"verb": "scale", "dry_run": True, **sizes}:
-                wanted = _sizes(sizes)
-                await self._pools.tell_plan(wanted.get("prefill"), wanted.get("decode"), say)
+                await self._pools.say_plan(*_checked(sizes), say)
             case {"verb": "scale", **sizes}:
-                wanted = _sizes(sizes)
-                typed = " ".join(["scale", *(f"{pool}={size}" for pool, size in wanted.items())])
-                change = Change(typed, say)
-                await self._make(
-                    change,
-                    reader,
-                    lambda: self._pools.scale(wanted.get("prefill"), wanted.get("decode"), change),
-                )
+                wanted = _checked(sizes)
+                change = Change(" ".join(["scale", *(f"{key}={size}" for key, size in sizes.items())]), say)
+                await self._make(change, reader, lambda: self._pools.scale(*wanted, change))
             case {"verb": "restart", **rest} if not rest:
                 change = Change("restart", say)
                 await self._make(change, reader, lambda: self._pools.restart(change))
@@ -148,19 +128,16 @@ async def _stop_with_client(change: Change, reader: asyncio.StreamReader) -> Non
     change.stop("stopped, as its client was")
 
 
-def _sizes(sizes: dict[Any, Any]) -> dict[str, int]:
-    return {str(key): _size(str(key), size) for key, size in sizes.items()}
-
-
-def _size(key: str, size: object) -> int:
-    if key not in ("prefill", "decode"):
-        raise ValueError(f"{key}: prefill and decode are known")
-    # True is an int to Python
-    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= MAX_NODES:
-        raise ValueError(
-            f"{key}: a whole number from 0 to {MAX_NODES} is wanted, not {json.dumps(size)[:40]}"
-        )
-    return size
+def _checked(sizes: dict[Any, Any]) -> tuple[int | None, int | None]:
+    """Return the wanted sizes of both pools; raises ValueError for what is none."""
+    for key, size in sizes.items():
+        if key not in ("prefill", "decode"):
+            raise ValueError(f"{key}: prefill and decode are known")
+        # True is an int to Python
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= MAX_NODES:
+            wanted = f"a whole number from 0 to {MAX_NODES} is wanted"
+            raise ValueError(f"{key}: {wanted}, not {json.dumps(size)[:40]}")
+    return sizes.get("prefill"), sizes.get("decode")
 
 
 def ask(identity: Running, request: dict[str, Any], timeout_s: float = CHANGE_TIMEOUT_S) -> Iterator[str]:
@@ -174,19 +151,18 @@ def ask(identity: Running, request: dict[str, Any], timeout_s: float = CHANGE_TI
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as connection:
         connection.settimeout(timeout_s)
         try:
-            with _socket_path(identity) as path:
-                connection.connect(path)
+            at_path(identity.socket_path, connection.connect)
         except OSError as error:
-            told = "it takes changes from when it serves, and as long as its Ray lives"
-            raise ConfigError(f"cluster {identity}: {error}: {told}") from error
+            when = "it takes changes from when it serves, and as long as its Ray lives"
+            raise ConfigError(f"cluster {identity}: {error}: {when}") from error
         connection.sendall(json.dumps(request).encode() + b"\n")
         for line in _lines(connection):
-            told = json.loads(line)
-            if "error" in told:
-                raise ConfigError(told["error"])
-            if "said" not in told:
+            answer = json.loads(line)
+            if "error" in answer:
+                raise ConfigError(answer["error"])
+            if "said" not in answer:
                 return
-            yield told["said"]
+            yield answer["said"]
     raise ConfigError(f"cluster {identity}: `conductor up` ended before the change was made")
 
 

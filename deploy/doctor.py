@@ -1,8 +1,7 @@
 """`conductor doctor`: what is wrong with this host or with a running cluster, and what to do about it.
 
-A check is a function from what was found to findings; reading the host and asking the cluster are
-apart, so that every finding can be tested. The exit status is 1 if anything is wrong, 0 otherwise:
-a warning (it works, but not as well as it could) is not.
+A check is a function from what was found to findings; reading the host and asking the cluster are apart, so
+that every finding can be tested. The exit status is 1 if anything is wrong; a warning is not.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from rich.markup import escape
 from base.config import ClusterConfig
 from base.errors import ConfigError
 from deploy.api_client import ApiError, read_json
+from deploy.capacity import Offer, needs, offer_of_host, refusal
 from deploy.clusters import Running, chosen, running
 from deploy.config_file import read_cluster_config
-from deploy.doctor_processes import check_processes, look_at_processes, measure_links
-from deploy.findings import Finding
+from deploy.doctor_processes import Finding, check_processes, look_at_processes, measure_links
+from deploy.plan import LOOPBACK
 from deploy.ports import taken, wanted_ports
-from deploy.room import Offer, needs, offer_of_host, refusal
 from transfer.rdma import topology
 
 LEAST_OPEN_FILES = 4096
@@ -45,22 +44,22 @@ REQUIRED = ("torch", "transformers", "grpcio", "protobuf", "ray", "safetensors",
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What this host offers a cluster. Bytes; -1 is without limit."""
+    """Facts about a host that a cluster depends on. Bytes; -1 is without limit."""
 
     versions: dict[str, str]
-    """Of the packages that are needed; one that is missing is not in it."""
+    """Versions of the packages that are needed; one that is missing is not in it."""
     open_files: int
     locked_memory_bytes: int
     offer: Offer
     busy_ports: tuple[str, ...]
-    """Of those that the configuration asks for: which, and who has it."""
+    """Wanted ports that are taken: which, and who has it."""
     ray_token: bool
     own: str = ""
     """The cluster of this configuration that runs here: it has its ports and its memory already."""
     silent: tuple[tuple[str, str], ...] = ()
     """Services that are named and do not answer: by what, and where."""
     rails: tuple[str, ...] = ()
-    """For each memory of the host, which NICs carry it."""
+    """The NICs that carry each memory of the host."""
 
 
 def main(
@@ -73,7 +72,7 @@ def main(
 ) -> None:
     """Look for what is wrong with this host or cluster."""
     try:
-        cluster = read_cluster_config(config) if config else ClusterConfig()
+        cluster = read_cluster_config(config)
         findings = [Finding("ok", "the configuration can be read")]
     except ConfigError as error:
         cluster = ClusterConfig()
@@ -105,10 +104,10 @@ def check_host(host: Host, config: ClusterConfig) -> Iterator[Finding]:
     if 0 <= host.open_files < LEAST_OPEN_FILES:
         mend = f"ulimit -Hn {LEAST_OPEN_FILES}, or LimitNOFILE= in the systemd unit"
         yield Finding("warning", f"only {host.open_files} files may be open", mend)
-    if "rdma" in config.transfer.transports and host.locked_memory_bytes >= 0:
-        what = f"RDMA is allowed and only {host.locked_memory_bytes} bytes of memory may be locked"
-        yield Finding("wrong", what, "ulimit -l unlimited, or LimitMEMLOCK=infinity in the systemd unit")
     if "rdma" in config.transfer.transports:
+        if host.locked_memory_bytes >= 0:
+            what = f"RDMA is allowed and only {host.locked_memory_bytes} bytes of memory may be locked"
+            yield Finding("wrong", what, "ulimit -l unlimited, or LimitMEMLOCK=infinity in the systemd unit")
         for rail in host.rails:
             yield Finding("ok", f"RDMA of {rail}")
     if host.own:
@@ -116,21 +115,20 @@ def check_host(host: Host, config: ClusterConfig) -> Iterator[Finding]:
     else:
         sizes = {"prefill": config.prefill.nodes, "decode": config.decode.nodes}
         need = needs(config, os.path.expanduser(config.model))
-        for what in filter(None, refusal(sizes, need, host.offer, 0).splitlines()):
+        for what in refusal(sizes, need, host.offer, 0).splitlines():
             yield Finding("wrong", what, "lower kv_cache_gib or nodes")
     for what in host.busy_ports:
         yield Finding("wrong", what, "end what has it, or set server.http_port and server.grpc_port")
     for named_by, where in host.silent:
         yield Finding("wrong", f"{named_by}: nobody answers at {where}", f"start it, or correct {named_by}")
-    if not host.ray_token and config.server.host not in ("127.0.0.1", "::1", "localhost"):
+    if not host.ray_token and config.server.host not in LOOPBACK:
         what = "there is no Ray token on this host, and the cluster has several"
-        yield Finding(
-            "warning", what, "ray get-auth-token --generate, then copy ~/.ray/auth_token to every host"
-        )
+        mend = "ray get-auth-token --generate, then copy ~/.ray/auth_token to every host"
+        yield Finding("warning", what, mend)
 
 
 def check_cluster(status: dict[str, Any]) -> Iterator[Finding]:
-    """Judge what a conductor says of its nodes."""
+    """Judge a conductor's `/status`."""
     nodes = status["nodes"]
     if status["ready"]:
         yield Finding("ok", f"the cluster is ready, with {len(nodes)} nodes")
@@ -160,10 +158,8 @@ def check_cluster(status: dict[str, Any]) -> Iterator[Finding]:
 def _look_at_host(config: ClusterConfig, file: Path | None, address: str) -> Host:
     versions = {}
     for name in REQUIRED:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     own, others = _clusters(config, file)
     ports = [] if address or own else wanted_ports(config)
     return Host(
@@ -191,7 +187,7 @@ def _clusters(config: ClusterConfig, file: Path | None) -> tuple[Running | None,
 
 
 def _services(config: ClusterConfig) -> Iterator[tuple[str, str]]:
-    """Yield what else a cluster is told to use: who names it, and its host:port."""
+    """Yield the other services that a configuration names: by which key, and its host:port."""
     if config.store.redis_url:
         url = urlsplit(config.store.redis_url)
         yield "store.redis_url", f"{url.hostname}:{url.port or REDIS_PORT}"

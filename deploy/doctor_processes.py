@@ -1,4 +1,4 @@
-"""What the processes of a running cluster say of themselves in their metrics, and what is wrong with it.
+"""The doctor's look at the processes of a running cluster: their metrics, and what is wrong with them.
 
 Where they are is in the file that `conductor up` writes for Prometheus (`targets.py`): so the doctor sees
 what Prometheus sees, and needs no door of its own into a node. The bandwidth of a pair is what its last large
@@ -18,22 +18,31 @@ from base.clock import wall_clock_s
 from base.config import ClusterConfig
 from base.metrics import samples_of
 from deploy.api_client import ApiError, read_json, read_text
-from deploy.findings import Finding
 from deploy.targets import processes_beside
 
 MAX_OFFSET_S = 0.25
-"""Between two hosts' clocks. Leases are durations and need none; logs, traces and dashboards are hard to
-read beyond it."""
+"""Clocks of two hosts that differ by more are a warning. Leases are durations and need none; logs, traces
+and dashboards are hard to read."""
 
 SLOW = 0.5
-"""Of the median of a transport's links: a link below that is worth a look."""
+"""The share of its transport's median below which a link is worth a look."""
 FEWEST_ALIKE = 3
-"""Of one transport, for a median to say something."""
+"""Fewest links of one transport for a median to say something."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """How KV went between two nodes."""
+class Finding:
+    """One thing that was looked at."""
+
+    level: str
+    """ok, warning or wrong."""
+    what: str
+    mend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSeen:
+    """The last large transfer between two nodes."""
 
     peer: str
     transport: str
@@ -50,10 +59,10 @@ class ProcessSeen:
     """Why it did not answer; empty: it did."""
     versions: tuple[tuple[str, str], ...] = ()
     offset_s: float = 0.0
-    """Its host's clock less ours."""
+    """Seconds by which the clock of the process's host is ahead of ours."""
     unsure_s: float = 0.0
-    """What the offset may be off by: half of the time that the answer took."""
-    links: tuple[Link, ...] = ()
+    """Greatest error of `offset_s`: half of the time that the answer took."""
+    links: tuple[LinkSeen, ...] = ()
 
 
 def look_at_processes(config: ClusterConfig, address: str) -> list[ProcessSeen] | None:
@@ -77,7 +86,7 @@ def _look(name: str, address: str) -> ProcessSeen:
         elif metric == "conductor_wall_clock_seconds":
             clock_s = value
         elif metric == "transfer_link_bytes_per_second":
-            links.append(Link(labels["peer"], labels["transport"], value))
+            links.append(LinkSeen(labels["peer"], labels["transport"], value))
     return ProcessSeen(
         name,
         address,
@@ -100,10 +109,8 @@ def check_processes(processes: list[ProcessSeen] | None, status: dict[str, Any])
             mend = f"see CACHE_DIR/runs/*/{process.name}.log; beyond loopback: server.open_metrics"
             yield Finding("wrong", f"{process.name} does not answer: {process.silent}", mend)
         elif process.name not in attached and not process.name.startswith("conductor"):
-            what = f"{process.name} runs, and the conductor does not know it"
-            yield Finding(
-                "wrong", what, f"see {process.name}.log: a node of another model or layout is refused"
-            )
+            mend = f"see {process.name}.log: a node of another model or layout is refused"
+            yield Finding("wrong", f"{process.name} runs, and the conductor does not know it", mend)
     answering = [process for process in processes if not process.silent]
     yield from _check_versions(answering)
     yield from _check_clocks(answering)
@@ -117,8 +124,10 @@ def _check_versions(processes: Iterable[ProcessSeen]) -> Iterator[Finding]:
             found.setdefault(package, {}).setdefault(number, []).append(process.name)
     for package, numbers in sorted(found.items()):
         if len(numbers) > 1:
-            told = "; ".join(f"{number}: {', '.join(names)}" for number, names in sorted(numbers.items()))
-            yield Finding("wrong", f"{package} differs ({told})", "install the same everywhere, then restart")
+            those = "; ".join(f"{number}: {', '.join(names)}" for number, names in sorted(numbers.items()))
+            yield Finding(
+                "wrong", f"{package} differs ({those})", "install the same everywhere, then restart"
+            )
         else:
             yield Finding("ok", f"all processes have {package} {next(iter(numbers))}")
 
@@ -135,14 +144,11 @@ def _check_clocks(processes: Iterable[ProcessSeen]) -> Iterator[Finding]:
 
 
 def measure_links(address: str, status: dict[str, Any]) -> Iterator[Finding]:
-    """Send KV from each prefill node to each decode node; tell where that failed. Raises ApiError."""
+    """Send KV from each prefill node to each decode node; find where that failed. Raises ApiError."""
     for prefill, decode in _pairs(status["nodes"]):
-        told = read_json(address, f"/v1/links/{quote(prefill)},{quote(decode)}")
-        if told["problem"]:
-            mend = (
-                f"see {prefill}.log and {decode}.log; between hosts, let transfer.port through the firewall"
-            )
-            yield Finding("wrong", f"{prefill} - {decode}: no KV goes there: {told['problem']}", mend)
+        if problem := read_json(address, f"/v1/links/{quote(prefill)},{quote(decode)}")["problem"]:
+            mend = f"see {prefill}.log, {decode}.log; between hosts, let transfer.port through the firewall"
+            yield Finding("wrong", f"{prefill} - {decode}: no KV goes there: {problem}", mend)
 
 
 def _check_links(processes: Iterable[ProcessSeen], nodes: list[dict[str, Any]]) -> Iterator[Finding]:

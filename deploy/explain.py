@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
-from deploy.api_client import ApiError, read_json
-from deploy.chat import ADDRESS
+from deploy.api_client import read_json
+from deploy.options import ADDRESS, Address, AsItIs
+from deploy.status import console_for_tables
 
 PREFILL_COLUMNS = (
     "queue_s",
@@ -28,21 +28,16 @@ DECODE_COLUMNS = ("tbt_s", "sequences", "free_tokens", "matched_blocks", "fits")
 
 def main(
     request_id: Annotated[str, typer.Argument(help="As in the answer's id or its x-request-id header")],
-    address: Annotated[str, typer.Option(help="host:port of the conductor's HTTP API")] = ADDRESS,
-    json_: Annotated[bool, typer.Option("--json", help="Print the conductor's answer as it is")] = False,
+    address: Address = ADDRESS,
+    json_: AsItIs = False,
 ) -> None:
     """Explain one of the last thousand placements."""
-    try:
-        told = read_json(address, f"/v1/explain/{quote(request_id, safe='')}")
-    except ApiError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(1) from error
+    explanation = read_json(address, f"/v1/explain/{quote(request_id, safe='')}")
     if json_:
-        print(json.dumps(told))
+        print(json.dumps(explanation))
         return
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=160)
-    for attempt in told["attempts"]:
+    console = console_for_tables()
+    for attempt in explanation["attempts"]:
         console.print(shown(attempt))
 
 
@@ -85,8 +80,8 @@ def _actual_lines(attempt: dict[str, Any]) -> list[str]:
         f" TBT {_seconds(actual['mean_tbt_s'])}, {actual['num_output_tokens']} tokens, {actual['end']}"
     ]
     if compared := attempt.get("predicted_over_actual"):
-        told = (f"{term} {ratio:.2f}" for term, ratio in compared.items() if ratio is not None)
-        lines.append(f"predicted/actual: {', '.join(told)}")
+        ratios = (f"{term} {ratio:.2f}" for term, ratio in compared.items() if ratio is not None)
+        lines.append(f"predicted/actual: {', '.join(ratios)}")
     return lines
 
 

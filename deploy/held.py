@@ -16,16 +16,18 @@ import struct
 import subprocess
 from pathlib import Path
 
-from base.lifeline import ASKS, KEEPS, hold
+from base.lifeline import ASKS, KEEPS, SUPERVISES, hold
 
 PEER_CREDENTIALS = struct.Struct("3i")
-"""Of SO_PEERCRED: process, user and group."""
+"""The process, user and group that the kernel names for SO_PEERCRED."""
 
 
 class HeldProcess:
     """One process from the time that somebody holds it."""
 
-    def __init__(self, pid: int, child: subprocess.Popen[str] | None, lifeline: socket.socket | None) -> None:
+    def __init__(
+        self, pid: int, child: subprocess.Popen[str] | None = None, lifeline: socket.socket | None = None
+    ) -> None:
         """Begin to hold a process; raises ProcessLookupError if it has ended, and is not a child."""
         self._handle = os.pidfd_open(pid)
         self.pid = pid
@@ -62,11 +64,16 @@ class HeldProcess:
             return None
         return held
 
-    def hold_by(self, path: Path, kind: bytes) -> bool:
-        """Take the lifeline of a child of ours; return whether it has one."""
-        self._lifeline = hold(path, kind)
-        self.is_hearing = self._lifeline is not None
-        return self.is_hearing
+    def __enter__(self) -> HeldProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def supervise_by(self, path: Path) -> None:
+        """Take the lifeline of a child of ours, if it has one."""
+        self._lifeline = hold(path, SUPERVISES)
+        self.is_hearing = self.has_lifeline
 
     def fileno(self) -> int:
         """Return the handle of the process, which becomes readable when it has ended."""
@@ -84,7 +91,11 @@ class HeldProcess:
 
     def ask(self) -> None:
         """Ask the process's event loop whether it goes round."""
-        self._send(ASKS)
+        if self._lifeline is not None and self.is_hearing:
+            self._lifeline.settimeout(0.0)
+            # Full: it has not read for thousands of questions; or it is ending.
+            with contextlib.suppress(OSError):
+                self._lifeline.send(ASKS)
 
     def answer(self, timeout_s: float) -> bytes:
         """Return what the process has answered; empty: nothing in time."""
@@ -105,12 +116,6 @@ class HeldProcess:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, number)
 
-    def end(self, grace_s: float) -> None:
-        """Send SIGTERM, and SIGKILL after `grace_s`."""
-        self.signal(signal.SIGTERM)
-        if not self.has_ended(grace_s):
-            self.signal(signal.SIGKILL)
-
     def close(self) -> None:
         """Hold the process no more, and close what is ours of it."""
         os.close(self._handle)
@@ -121,21 +126,14 @@ class HeldProcess:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
 
-    def _send(self, what: bytes) -> None:
-        if self._lifeline is None or not self.is_hearing:
-            return
-        self._lifeline.settimeout(0.0)
-        with contextlib.suppress(
-            OSError
-        ):  # full: it has not read for thousands of questions; or it is ending
-            self._lifeline.send(what)
-
 
 def end_at(path: Path, grace_s: float) -> None:
-    """End the process whose lifeline is at `path`, if there is one, as `HeldProcess.end`."""
+    """End the process whose lifeline is at `path`, if there is one: SIGTERM, and SIGKILL after `grace_s`."""
     if (process := HeldProcess.at(path, KEEPS)) is not None:
-        process.end(grace_s)
-        process.close()
+        with process:
+            process.signal(signal.SIGTERM)
+            if not process.has_ended(grace_s):
+                process.signal(signal.SIGKILL)
     path.unlink(missing_ok=True)
 
 

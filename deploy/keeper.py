@@ -5,15 +5,14 @@
            └─ Ray: raylet, GCS, an actor for each process
 
 Ray ends its driver, and every actor, when its raylet dies or its GCS has been away for a minute. The
-processes that serve need Ray for restarts alone, so they must not end with it: the keeper, which Ray knows
-nothing of, holds their lifelines. When the driver has ended and they have not, they serve on, unsupervised;
-`/status` and `conductor_process_supervised` say so. The first of them that ends cannot be started again:
-then the keeper drains the others and ends with status 1, and what restarts the command (systemd, Kubernetes)
-starts a whole cluster. So it does if one was being restarted when Ray ended. A joined Ray has processes on
-other hosts too, which nobody could hold: there the driver reports none, and all of them drain.
+processes that serve need Ray for restarts alone: the keeper, which Ray knows nothing of, holds their
+lifelines. When the driver has ended they serve on, unsupervised; `/status` and
+`conductor_process_supervised` say so. When the first of them ends, or if one was being restarted when Ray
+ended, the keeper drains the others and ends with status 1, and what restarts the command (systemd,
+Kubernetes) starts a whole cluster. A joined Ray has processes on other hosts too, which nobody could hold:
+there the driver reports none, and all of them drain.
 
-Whatever is left below the keeper when all that has drained is killed: of a Ray that lost its GCS, agents
-live on for longer than the command.
+Whatever is left below the keeper after that is killed: agents of a Ray that lost its GCS live on for long.
 
 The driver has a process group of its own, in the background of a terminal, so that Ctrl-C comes once, and no
 standard input, which a terminal's foreground alone may read. A terminal that hangs up drains the cluster, and
@@ -30,8 +29,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -47,12 +46,12 @@ IN_ORDER = b"."
 """The driver's report that it ends as it was asked to. Ray ends its driver without a word."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""To the command: each drains, and a second ends everything at once. SIGHUP, of which a terminal's end may
-send several, is no second one, and is left ignored where it was (`nohup`)."""
+"""The signals of the command: each drains, and a second ends everything at once. SIGHUP, of which a terminal
+that ends may send several, is no second one, and is left ignored where it was (`nohup`)."""
 INTERRUPTED = 130
 """Exit status of a command that a signal ended before it had done its work."""
 DRAIN_S = 40.0
-"""For the conductors to drain, and again for the nodes: longer than each takes itself."""
+"""The longest drain of the conductors, and again of the nodes: longer than each takes itself."""
 
 
 def keep(drive: Callable[[Callable[[], None]], int], folder: Path, clock: Clock) -> int:
@@ -61,15 +60,14 @@ def keep(drive: Callable[[Callable[[], None]], int], folder: Path, clock: Clock)
     Args:
         drive: Runs the cluster to its end. What it is handed is to be called when processes are ready
             that shall outlive Ray.
-        folder: Of the run: holds the sockets of the processes' lifelines.
+        folder: The folder of the run, which holds the sockets of the processes' lifelines.
     """
-    # Of whoever became this command by exec.
-    others = children()
+    others = children()  # those of whoever became this command by exec
     adopt_orphans()
     reports, report = os.pipe()
     keeper_lives, keeper = os.pipe()
     sys.stderr = _lasting(sys.stderr)
-    # Until both processes handle them.
+    # Blocked until both processes handle them.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     driver = os.fork()
     if driver == 0:
@@ -81,14 +79,10 @@ def keep(drive: Callable[[Callable[[], None]], int], folder: Path, clock: Clock)
         _drive(drive, report)
     os.close(report)
     os.close(keeper_lives)
-    with ExitStack() as opened:
-        opened.callback(os.close, keeper)
-        opened.callback(os.close, reports)
-        numbers = opened.enter_context(_signals())
-        kept = opened.enter_context(_Kept(driver, reports, numbers, folder, clock))
-        status = kept.run()
-        end_children(others)
-        return status
+    # What is open and which signals are taken stay so: the command ends after this.
+    status = _Keeper(driver, reports, _signals(), folder, clock).run()
+    end_children(others)
+    return status
 
 
 def _drive(drive: Callable[[Callable[[], None]], int], report: int) -> NoReturn:
@@ -151,27 +145,18 @@ def _end_with(keeper_lives: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@contextmanager
-def _signals() -> Iterator[int]:
-    """Yield a descriptor from which the numbers of signals can be read."""
+def _signals() -> int:
+    """Return a descriptor from which the numbers of signals can be read."""
     numbers, number = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    taken = {*SIGNALS, signal.SIGCHLD}
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        taken.remove(signal.SIGHUP)
     signal.set_wakeup_fd(number, warn_on_full_buffer=False)
-    before = {each: signal.signal(each, lambda *_: None) for each in taken}
+    for each in (*SIGNALS, signal.SIGCHLD):
+        if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN:
+            signal.signal(each, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    try:
-        yield numbers
-    finally:
-        signal.set_wakeup_fd(-1)
-        for each, handler in before.items():
-            signal.signal(each, handler)
-        os.close(numbers)
-        os.close(number)
+    return numbers
 
 
-class _Kept:
+class _Keeper:
     """The keeper's side: the driver, and the processes whose lifelines it holds."""
 
     def __init__(self, driver: int, reports: int, numbers: int, folder: Path, clock: Clock) -> None:
@@ -187,21 +172,12 @@ class _Kept:
         self._events.register(numbers, selectors.EVENT_READ, self._on_signal)
         os.set_blocking(reports, False)
         self._reports, self._numbers = reports, numbers
-        self._is_reporting = True
         self._has_launched = False
         self._status: int | None = None
-        """The driver's, when it has ended."""
+        """The driver's exit status, when it has ended."""
         self._is_in_order = False
         """Whether the driver ends as it was asked to."""
         self._ended: list[str] = []
-
-    def __enter__(self) -> _Kept:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for process in self._processes.values():
-            process.close()
-        self._events.close()
 
     def run(self) -> int:
         """Keep until the driver has ended, or what it leaves behind; return the command's exit status."""
@@ -243,7 +219,7 @@ class _Kept:
         return 0 if self._num_signals else 1
 
     def _left_s(self) -> float | None:
-        """Return how long a driver that two signals told to end may take yet; None: as long as it likes."""
+        """Return how long the driver may take to end; None: until a second signal, as long as it likes."""
         return None if self._kill_at_s is None else max(self._kill_at_s - self._clock.now_s(), 0)
 
     def _turn(self, timeout_s: float | None) -> None:
@@ -261,8 +237,7 @@ class _Kept:
                     self._status = os.waitstatus_to_exitcode(status)
                     if self._status < 0:
                         self._status = 128 - self._status
-                    if self._is_reporting:
-                        self._on_report()
+                    self._on_report()
 
     def _on_report(self) -> None:
         # What it reported last is read before its end is acted on, and in the same turn perhaps.
@@ -272,8 +247,7 @@ class _Kept:
             if LAUNCHED in reports:
                 self._has_launched = True
                 self._hold_all()
-            if not reports and self._is_reporting:
-                self._is_reporting = False
+            if not reports and self._reports in self._events.get_map():
                 self._events.unregister(self._reports)
 
     def _hold_all(self) -> None:
@@ -314,15 +288,11 @@ class _Kept:
 
     def _end_all(self) -> None:
         """Drain the conductors, who need the nodes for what they admitted; then the nodes."""
-        self._end(self._conductors())
+        self._end({name for name in self._processes if name.startswith("conductor")})
         self._end(set(self._processes))
 
-    def _conductors(self) -> set[str]:
-        return {name for name in self._processes if name.startswith("conductor")}
-
     def _end(self, names: set[str]) -> None:
-        numbers = (signal.SIGTERM, signal.SIGKILL) if self._num_signals < 2 else (signal.SIGKILL,)
-        for number in numbers:
+        for number in (signal.SIGTERM, signal.SIGKILL) if self._num_signals < 2 else (signal.SIGKILL,):
             for name in names & self._processes.keys():
                 self._processes[name].signal(number)
             deadline_s, num_signals = self._clock.now_s() + DRAIN_S, self._num_signals

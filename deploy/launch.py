@@ -1,12 +1,11 @@
 """Ray: hosts, placement, and an actor for each process. The one door to Ray.
 
-Ray starts processes where there is room, and starts an actor again when its worker dies.
-It carries no tensor, no token and no request, and it does not decide who is alive: the
-conductor's own leases do, an order of magnitude sooner.
+Ray starts processes where they fit, and starts an actor again when its worker dies. It carries no tensor, no
+token and no request, and it does not decide who is alive: the conductor's own leases do, much sooner.
 
-A Ray that is running is joined when `RAY_ADDRESS` names it. Otherwise one is started for
-this process alone, as its children, on loopback, with no dashboard, and ends with it.
-`ray stop` is called nowhere: it ends every Ray process on the machine, whosever it is.
+A Ray that is running is joined when `RAY_ADDRESS` names it. Otherwise one is started for this process alone,
+as its children, with no dashboard, and ends with it. `ray stop` is called nowhere: it ends every Ray process
+on the machine, whosever it is.
 
 A local Ray listens on loopback alone (`deploy/__init__.py` sees to it), where token authentication,
 Ray's default since 2.54 for clusters it starts, keeps other users of the host out. Its token lies in a
@@ -30,20 +29,20 @@ from base.clock import SystemClock
 from base.errors import ConfigError
 from base.private import FILE_MODE, make_private
 from deploy.host_address import reachable_address
-from deploy.plan import HOST_ADDRESS, Room, Together
+from deploy.plan import HOST_ADDRESS, Resources, Together
 from deploy.supervisor import NOTHING_SEEN, ProcessSpec, Seen, Supervisor
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Ray's least: nothing of ours goes there, and the default takes 30 % of the memory."""
 
 PLACEMENT_TIMEOUT_S = 60.0
-"""For a local Ray to start an actor."""
+"""The longest that a local Ray may take to start an actor."""
 
 JOINED_PLACEMENT_TIMEOUT_S = 1800.0
 """The same in a cluster, whose autoscaler may first have to start hosts for it."""
 
 DRAIN_CALL_S = 5.0
-"""What a drain may take beyond its grace, to kill what did not end."""
+"""Seconds that a drain may take beyond its grace, to kill what did not end."""
 
 HEAD = {"node:__internal_head__": 0.001}
 """Ray's mark of its head node. The conductor is there, where clients are sent."""
@@ -62,11 +61,10 @@ class ActorProcess(Supervisor):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Launched:
-    """One process: its actor, and what it said when it was ready."""
+class LaunchedProcess:
+    """One process: what it said when it was ready, and the address of its host."""
 
     name: str
-    actor: Any
     ready: dict[str, Any]
     host: str
 
@@ -78,16 +76,13 @@ class RayCluster:
         self._actors: dict[str, Any] = {}
         self._groups: dict[str, PlacementGroup] = {}
         self._members: dict[str, str] = {}
-        """Which group each process is in."""
+        """The group of each process that is in one."""
         self._seen: dict[str, Seen] = {}
-        """What `next_event` has returned of each process, and the `ready` of its start."""
+        """The last event of each process that was returned, or the `ready` of its start."""
         self.is_local = "RAY_ADDRESS" not in os.environ
 
-    def start(self, needed: dict[str, float]) -> None:
-        """Start a local Ray, or join the one of `RAY_ADDRESS`. Blocks some seconds.
-
-        Args:
-            needed: What all processes together take, by Ray's names of resources.
+    def start(self, num_gpus: int) -> None:
+        """Start a local Ray for nodes of `num_gpus`, or join the one of `RAY_ADDRESS`. Blocks some seconds.
 
         Raises:
             ConfigError: no Ray answers at `RAY_ADDRESS`, or this host has too few GPUs. A
@@ -103,44 +98,32 @@ class RayCluster:
                 ray.init(address="auto", **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ConfigError(f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {error}") from error
-        else:
-            self._start_local(needed, quiet)
-
-    def _start_local(self, needed: dict[str, float], quiet: dict[str, Any]) -> None:
+            return
         token = Path("~/.ray/auth_token").expanduser()  # where RAY_AUTH_TOKEN_PATH names none
         make_private(token.parent)
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            **quiet,
-        )
+        ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
         if token.exists():
             token.chmod(FILE_MODE)
         gpus = ray.cluster_resources().get("GPU", 0.0)
-        if gpus < needed.get("GPU", 0.0):
-            raise ConfigError(f"the nodes take {needed['GPU']:g} GPUs and this host has {gpus:g}")
+        if gpus < num_gpus:
+            raise ConfigError(f"the nodes take {num_gpus} GPUs and this host has {gpus:g}")
 
     def num_hosts(self) -> int:
         return sum(1 for node in ray.nodes() if node["Alive"])
 
-    async def launch(self, spec: ProcessSpec, room: Room) -> Launched:
-        """Start a process on some host with that much room; return when it is ready.
-
-        Raises:
-            RuntimeError: it ended or hung before it was ready; the message says why.
-        """
+    async def launch(self, spec: ProcessSpec, resources: Resources) -> LaunchedProcess:
+        """Start a process on some host; return when it is ready. Raises RuntimeError, which says why not."""
         # Restarted without end, and calls to it repeated: an actor's worker may be killed
         # (by the kernel for memory, by hand) without the cluster's end being meant.
         options: dict[str, Any] = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 4}
         # On one host CPUs are no more than Ray's unit of account, a laptop with two cores may well
         # run four nodes, and custom resources only keep hosts apart. GPUs are counted.
-        cpus, resource = (0.0, "") if self.is_local else (room.cpus, room.resource)
-        taken = {"num_cpus": cpus, "num_gpus": room.gpus}
-        custom = {**({resource: 1.0} if resource else {}), **(HEAD if room.on_head else {})}
-        if room.together is not None and not self.is_local:  # one host has them together anyway
-            options["scheduling_strategy"] = self._bundle(room.together)
-            self._members[spec.name] = room.together.name
+        cpus, resource = (0.0, "") if self.is_local else (resources.cpus, resources.resource)
+        taken = {"num_cpus": cpus, "num_gpus": resources.gpus}
+        custom = {**({resource: 1.0} if resource else {}), **(HEAD if resources.on_head else {})}
+        if resources.together is not None and not self.is_local:  # one host has them together anyway
+            options["scheduling_strategy"] = self._bundle(resources.together)
+            self._members[spec.name] = resources.together.name
         actor = (
             ray.remote(ActorProcess)
             .options(**options, **taken, resources=custom)
@@ -154,7 +137,7 @@ class RayCluster:
             raise RuntimeError(f"{spec.name}: Ray found no place for it in {timeout_s:g} s") from error
         ready = await _result(actor.wait_ready.remote())
         self._seen[spec.name], _ = await _result(actor.wait_event.remote(NOTHING_SEEN))
-        return Launched(spec.name, actor, ready, host)
+        return LaunchedProcess(spec.name, ready, host)
 
     def _bundle(self, together: Together) -> PlacementGroupSchedulingStrategy:
         """Return the place in its group; Ray moves a group whose host is lost as a whole."""
@@ -184,7 +167,7 @@ class RayCluster:
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def end(self, name: str, grace_s: float) -> None:
-        """Drain one process, and give its room back."""
+        """Drain one process, and give its resources back."""
         await self.drain({name}, grace_s)
         ray.kill(self._actors.pop(name))
         self._seen.pop(name, None)
@@ -220,6 +203,6 @@ async def _result(ref: Any) -> Any:
         raise RuntimeError(f"Ray: {error}") from error
 
 
-def package_path() -> str:
-    """Return the folder that our packages are imported from."""
-    return str(Path(__file__).resolve().parent.parent)
+def free_resources() -> dict[str, float]:
+    """Return the amounts that no process has taken, by Ray's names of resources."""
+    return {str(name): float(amount) for name, amount in ray.available_resources().items()}

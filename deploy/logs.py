@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,7 @@ from base.config import ClusterConfig
 from base.errors import ConfigError
 from deploy.clusters import chosen, running
 from deploy.config_file import read_cluster_config
-from deploy.scale import Config, Name
+from deploy.options import Config, Name
 
 
 def main(
@@ -28,13 +27,8 @@ def main(
     run: Annotated[str, typer.Option(help="A folder of CACHE_DIR/runs/; default: the latest")] = "",
 ) -> None:
     """Print the logs of processes on this host."""
-    try:
-        cluster = read_cluster_config(config) if config else ClusterConfig()
-        folder, pid = _run_folder(cluster, config, name, run)
-        files = _files(folder, node)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(1) from error
+    folder, pid = _run_folder(read_cluster_config(config), config, name, run)
+    files = _files(folder, node)
     following = ["--follow=name", "--retry", f"--pid={pid}"] if follow and pid else []
     command = ["tail", f"--lines={lines}", *following, "--", *(file.name for file in files)]
     try:
@@ -44,11 +38,7 @@ def main(
 
 
 def _run_folder(config: ClusterConfig, file: Path | None, name: str, run: str) -> tuple[Path, int]:
-    """Return the folder of logs that is meant, and `conductor up`'s pid if it runs, else 0.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the folder that is meant, and `conductor up`'s pid if it runs, else 0; raises ConfigError."""
     runs = Path(config.cache_dir).expanduser() / "runs"
     found = sorted(path.name for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []
     if run:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-import select
 import signal
 from contextlib import suppress
 from pathlib import Path
 
+from deploy.held import HeldProcess
+
 PR_SET_CHILD_SUBREAPER = 36
-"""Of Linux's `prctl`."""
+"""The number of the option in Linux's `prctl`."""
 KILLED_S = 10.0
-"""For one process to end after SIGKILL: one that waits for a device may never."""
+"""The longest that one process is waited for after SIGKILL: in a device's driver it may never end."""
 
 
 def adopt_orphans() -> None:
@@ -48,19 +49,13 @@ def end_children(spared: set[int]) -> None:
     """
     spared = set(spared)
     while found := children() - spared:
-        handles = {pid: os.pidfd_open(pid) for pid in found}
-        for handle in handles.values():
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-        for pid, handle in handles.items():
-            if _has_ended(handle):
-                with suppress(ChildProcessError):
-                    os.waitpid(pid, 0)
-            else:
-                spared.add(pid)
-            os.close(handle)
-
-
-def _has_ended(handle: int) -> bool:
-    ends = select.poll()
-    ends.register(handle, select.POLLIN)
-    return bool(ends.poll(1000 * KILLED_S))
+        processes = [HeldProcess(pid) for pid in found]
+        for process in processes:
+            process.signal(signal.SIGKILL)
+        for process in processes:
+            with process:
+                if process.has_ended(KILLED_S):
+                    with suppress(ChildProcessError):
+                        os.waitpid(process.pid, 0)
+                else:
+                    spared.add(process.pid)

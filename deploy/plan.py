@@ -1,4 +1,4 @@
-"""Which processes a cluster consists of: a `ClusterConfig` to what each is started with.
+"""The plan of a cluster: from a `ClusterConfig` to what each process is started with.
 
 It reads a cost profile and nothing else. `launch.py` carries it out; it adds what only it
 can know, the hosts' addresses.
@@ -19,11 +19,11 @@ ANY_ADDRESSES = ("0.0.0.0", "::")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 HOST_ADDRESS = "{host address}"
-"""In a configuration: what the host that the process lands on calls itself."""
+"""The place in a configuration of the address of the host that the process lands on."""
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedModel:
+class LocalModel:
     """A model on this host's disk, ready to be loaded."""
 
     path: str
@@ -38,24 +38,24 @@ class Together:
     name: str
     bundles: tuple[tuple[tuple[str, float], ...], ...]
     index: int
-    """Which of them this process is."""
+    """The number of this process among the bundles."""
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What a process takes of the host it lands on, in Ray's units of account."""
+class Resources:
+    """The share of its host that a process takes, in Ray's units of account."""
 
     cpus: float = 0.0
     gpus: int = 0
     resource: str = ""
     """A custom resource, of which it takes one."""
     on_head: bool = False
-    """On the cluster's head node and no other."""
+    """Whether the process runs on the cluster's head node and no other."""
     together: Together | None = None
     """None: it shares its host with whoever is there."""
 
-    def resources(self) -> dict[str, float]:
-        """Return what is taken, by Ray's names."""
+    def by_name(self) -> dict[str, float]:
+        """Return the amounts, by Ray's names."""
         taken = {"CPU": self.cpus, "GPU": float(self.gpus), **({self.resource: 1.0} if self.resource else {})}
         return {name: amount for name, amount in taken.items() if amount}
 
@@ -65,16 +65,18 @@ class PlannedNode:
     """One node process and what it takes of a host."""
 
     process: NodeProcess
-    room: Room
+    resources: Resources
 
 
-def conductor_processes(config: ClusterConfig, model: PreparedModel) -> dict[str, ConductorProcess]:
+def conductor_processes(config: ClusterConfig, model: LocalModel) -> dict[str, ConductorProcess]:
     """Return what each conductor is started with, by name."""
-    names = ["conductor", *(f"conductor-{number}" for number in range(1, config.server.conductors))]
-    return {name: conductor_process(config, model, number) for number, name in enumerate(names)}
+    return {
+        f"conductor-{number}" if number else "conductor": conductor_process(config, model, number)
+        for number in range(config.server.conductors)
+    }
 
 
-def conductor_process(config: ClusterConfig, model: PreparedModel, number: int = 0) -> ConductorProcess:
+def conductor_process(config: ClusterConfig, model: LocalModel, number: int = 0) -> ConductorProcess:
     """Return what one conductor is started with: ports and decision log are its own."""
     server, nodes, scheduler = config.server, config.nodes, config.scheduler
     if number:
@@ -102,7 +104,7 @@ def conductor_process(config: ClusterConfig, model: PreparedModel, number: int =
 
 def planned_nodes(
     config: ClusterConfig,
-    model: PreparedModel,
+    model: LocalModel,
     conductor_addresses: tuple[str, ...],
     host_cores: int,
     numbers: Mapping[Role, Sequence[int]] | None = None,
@@ -113,8 +115,8 @@ def planned_nodes(
 
     Args:
         conductor_addresses: `host:port` of each conductor, for nodes.
-        host_cores: Of one host, shared by the nodes that leave `threads` open.
-        numbers: Of each pool's nodes, in their names; None: from 0.
+        host_cores: Processors of one host, shared by the nodes that leave `threads` open.
+        numbers: Numbers of each pool's nodes, in their names; None: from 0.
     """
     num_nodes = max(config.prefill.nodes + config.decode.nodes, 1)
     pools = ((Role.PREFILL, config.prefill, config.decode), (Role.DECODE, config.decode, config.prefill))
@@ -140,17 +142,13 @@ def planned_nodes(
                 metrics_port=config.nodes.metrics_port,
                 tracing=config.tracing,
             )
-            room = dataclasses.replace(_room(pool), together=_together(config, role, number))
-            planned.append(PlannedNode(process, room))
+            resources = dataclasses.replace(_resources(pool), together=_together(config, role, number))
+            planned.append(PlannedNode(process, resources))
     return planned
 
 
 def node_numbers(names: Iterable[str], role: Role, size: int) -> list[int]:
-    """Return the numbers of a pool of `size` nodes that keeps as many of those it has as it can.
-
-    Args:
-        names: Of the nodes there are, of all pools.
-    """
+    """Return the numbers of a pool of `size` nodes that keeps as many of its nodes in `names` as it can."""
     prefix = f"{role.value}-"
     have = sorted(int(name.removeprefix(prefix)) for name in names if name.startswith(prefix))[:size]
     free = (number for number in range(size + len(have)) if number not in have)
@@ -166,11 +164,7 @@ def in_units(config: ClusterConfig, names: Iterable[str]) -> list[list[str]]:
 
 
 def chunk_attention(engine: EngineConfig, profile: str) -> float:
-    """Return what an engine's `chunk_attention` is, where it leaves that open; raises ConfigError.
-
-    Args:
-        profile: A preset, or a file.
-    """
+    """Return what an engine's `chunk_attention` is, where it leaves that open; raises ConfigError."""
     if engine.chunk_attention >= 0 or engine.pipeline_parallel == 1:
         return max(engine.chunk_attention, 0.0)
     costs = load_profile(profile)
@@ -189,32 +183,23 @@ def _metrics_host(config: ClusterConfig) -> str:
     return _transfer_host(config) if is_open and config.server.host not in LOOPBACK else "127.0.0.1"
 
 
-def needed_resources(config: ClusterConfig) -> dict[str, float]:
-    """Return what all nodes together take, by Ray's names."""
-    needed: dict[str, float] = {}
-    for pool in (config.prefill, config.decode):
-        for name, amount in _room(pool).resources().items():
-            needed[name] = needed.get(name, 0.0) + amount * pool.nodes
-    return {name: amount for name, amount in needed.items() if amount}
-
-
-def resources_of(nodes: Iterable[PlannedNode]) -> dict[str, float]:
-    """Return what these nodes take, by Ray's names."""
-    taken: Counter[str] = Counter()
-    for node in nodes:
-        taken.update(node.room.resources())
-    return dict(taken)
+def sum_of(taken: Iterable[Resources]) -> dict[str, float]:
+    """Return what several processes take together, by Ray's names."""
+    amounts: Counter[str] = Counter()
+    for each in taken:
+        amounts.update(each.by_name())
+    return dict(amounts)
 
 
 def _together(config: ClusterConfig, role: Role, number: int) -> Together | None:
     if config.hosts != "together":
         return None
-    pair = tuple(tuple(_room(pool).resources().items()) for pool in (config.prefill, config.decode))
+    pair = tuple(tuple(_resources(pool).by_name().items()) for pool in (config.prefill, config.decode))
     return Together(f"pair-{number}", pair, (Role.PREFILL, Role.DECODE).index(role))
 
 
-def _room(pool: PoolConfig) -> Room:
-    return Room(pool.cpus_per_node, pool.gpus_per_node, pool.resource)
+def _resources(pool: PoolConfig) -> Resources:
+    return Resources(pool.cpus_per_node, pool.gpus_per_node, pool.resource)
 
 
 def node_environment(threads: int) -> dict[str, str]:

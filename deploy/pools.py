@@ -1,8 +1,8 @@
 """The nodes of a running cluster: which there are, and how they become more, fewer or new ones.
 
-What a change needs is looked at before anything starts (`room.py`). Nodes start a few at a time: the first of
-many are ready while there is still time to say that they are enough. Where a change was stopped, the names of
-a pool's nodes may have any numbers; the next change keeps those and fills the gaps.
+What a change needs is looked at before anything starts (`capacity.py`). Nodes start a few at a time: the
+first of many are ready while there is still time to say that they are enough. Where a change was stopped, the
+names of a pool's nodes may have any numbers; the next change keeps those and fills the gaps.
 """
 
 from __future__ import annotations
@@ -11,38 +11,37 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from base.config import ClusterConfig
 from base.errors import ConfigError
 from base.request import Role
 from deploy import plan
-from deploy.change import Change, ChangeStoppedError
-from deploy.launch import Launched
-from deploy.ray_resources import free_resources
-from deploy.room import Offer, needs, offer_of_host, refusal
+from deploy.capacity import Offer, needs, offer_of_host, refusal
+from deploy.change import Change, ChangeStoppedError, unless
+from deploy.launch import LaunchedProcess, free_resources
 
 NODE_DRAIN_S = 40.0
-"""For a node that is taken out; it drains itself in 30 s."""
+"""The longest that a node which is taken out is waited for; it drains itself in 30 s."""
 
 AT_ONCE = max(2, (os.cpu_count() or 1) // 2)
 """Nodes that start at a time on one host: each imports and loads on a processor of its own."""
 
 AT_ONCE_JOINED = 32
-"""In a Ray of several hosts, which has no more start on one than it has processors for."""
+"""The same in a Ray of several hosts, which has no more start on one than it has processors for."""
 
 POOLS = ("prefill", "decode")
 
 
 class Hands(Protocol):
-    """What the pools have done for them by the cluster."""
+    """The cluster, which starts and ends nodes for the pools."""
 
-    async def launch_node(self, node: plan.PlannedNode) -> Launched:
+    async def launch_node(self, node: plan.PlannedNode) -> LaunchedProcess:
         """Start a node and wait until it is ready; raises RuntimeError if it does not become so."""
 
     async def end_node(self, name: str, grace_s: float) -> None:
-        """Drain a node, started whole or in part, and give its room back."""
+        """Drain a node, started whole or in part, and give its resources back."""
 
     async def nodes_changed(self, come: set[str]) -> None:
         """Say where the nodes are, and wait until the conductors know those that came."""
@@ -54,7 +53,7 @@ class NodePools:
     def __init__(
         self,
         config: ClusterConfig,
-        model: plan.PreparedModel,
+        model: plan.LocalModel,
         attach_addresses: tuple[str, ...],
         hands: Hands,
         is_local: bool,
@@ -66,20 +65,20 @@ class NodePools:
         self._is_local = is_local
         self._at_once = AT_ONCE if is_local else AT_ONCE_JOINED
         self.ready: dict[str, dict[str, Any]] = {}
-        """What each node said when it was, by name."""
+        """The line of each node that is ready, by name."""
 
     async def start(self, note: Callable[[str], None]) -> None:
         """Start the nodes of the configuration; raises RuntimeError if one does not become ready."""
         slots = asyncio.Semaphore(self._at_once)
 
-        async def launch(node: plan.PlannedNode) -> Launched:
+        async def launch(node: plan.PlannedNode) -> LaunchedProcess:
             async with slots:
                 return await self._hands.launch_node(node)
 
         planned = self._planned(self._config)
-        note(", ".join(node.process.node_id for node in planned))
+        note(", ".join(planned))
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(launch(node)) for node in planned]
+            tasks = [group.create_task(launch(node)) for node in planned.values()]
         self.ready = {task.result().name: task.result().ready for task in tasks}
 
     async def scale(self, prefill: int | None, decode: int | None, change: Change) -> None:
@@ -90,29 +89,24 @@ class NodePools:
             decode: The same.
 
         Raises:
-            ConfigError: the sizes cannot be had by adding and removing nodes, or there is no room for them.
+            ConfigError: the sizes cannot be had by adding and removing nodes, or the nodes do not fit.
             ChangeStoppedError: the change was stopped; nodes that were ready by then stay.
             RuntimeError: a new node did not become ready. Nothing was removed.
         """
-        after = self._resized(prefill, decode)
-        wanted = {node.process.node_id: node for node in self._planned(after)}
-        added = [node for name, node in wanted.items() if name not in self.ready]
-        await self._require_room(added, change.say)
+        added, removed = self._difference(prefill, decode)
+        await self._require_fit(added, change.say)
         try:
             await self._add(added, change)
-            for unit in plan.in_units(self._config, sorted(self.ready.keys() - wanted.keys())):
+            for unit in removed:
                 self._go_on(change)
                 for name in unit:
                     await self._remove(name, change.say)
         finally:
-            self._config = self._with_sizes(*self._sizes())
+            self._config = self._with_sizes(**self._sizes())
 
-    async def tell_plan(self, prefill: int | None, decode: int | None, say: Callable[[str], None]) -> None:
+    async def say_plan(self, prefill: int | None, decode: int | None, say: Callable[[str], None]) -> None:
         """Say what `scale` to these sizes would do and take; raises ConfigError where it would."""
-        after = self._resized(prefill, decode)
-        wanted = {node.process.node_id: node for node in self._planned(after)}
-        added = [node for name, node in wanted.items() if name not in self.ready]
-        removed = plan.in_units(self._config, sorted(self.ready.keys() - wanted.keys()))
+        added, removed = self._difference(prefill, decode)
         say(f"start, {self._at_once} at a time: {_in_short([node.process.node_id for node in added])}")
         say(f"drain, one after the other: {_in_short([name for unit in removed for name in unit])}")
         if self._is_local:
@@ -120,16 +114,15 @@ class NodePools:
                 say(f"a {pool} node takes {need}")
             offer = await self._offer()
             say(f"this host has free: {offer}")
-        await self._require_room(added, say)
+        await self._require_fit(added, say)
 
     async def restart(self, change: Change) -> None:
         """Restart all nodes, one after the other.
 
-        A node that is its pool's only one is stood in for by another meanwhile, for which there
-        must be room.
+        A node that is its pool's only one is stood in for by another meanwhile.
 
         Raises:
-            ConfigError: there is no room for the other.
+            ConfigError: the other does not fit.
             ChangeStoppedError: the change was stopped; the node that it was at is back.
             RuntimeError: a node did not become ready; the rest go on as they were.
         """
@@ -137,30 +130,34 @@ class NodePools:
         names = list(self.ready)
         unstopped = Change(change.what, change.say)
         with contextlib.suppress(ChangeStoppedError):
-            prefill, decode = (2 if size == 1 else None for size in sizes)
-            await self.scale(prefill, decode, change)
+            doubled = {pool: 2 if size == 1 else None for pool, size in sizes.items()}
+            await self.scale(**doubled, change=change)
         for number, name in enumerate(names):
             change.progress = f"{number} of {len(names)} nodes were restarted"
             if change.is_stopped:
                 break
-            planned = {node.process.node_id: node for node in self._planned(self._config)}
+            node = self._planned(self._config)[name]
             await self._remove(name, change.say)
-            await self._add([planned[name]], unstopped)
-        await self.scale(*sizes, unstopped)
+            await self._add([node], unstopped)
+        await self.scale(**sizes, change=unstopped)
         if change.is_stopped:
             raise ChangeStoppedError(f"{change.why}: {change.progress}")
 
-    def _resized(self, prefill: int | None, decode: int | None) -> ClusterConfig:
-        """Return the configuration with these sizes; raises ConfigError where a start alone can have them."""
+    def _difference(
+        self, prefill: int | None, decode: int | None
+    ) -> tuple[list[plan.PlannedNode], list[list[str]]]:
+        """Return the nodes to start, and the names to drain, in units; raises ConfigError."""
         sizes = {}
-        for (name, now), size in zip(self._sizes_by_pool().items(), (prefill, decode), strict=True):
+        for (name, now), size in zip(self._sizes().items(), (prefill, decode), strict=True):
             sizes[name] = now if size is None else size
             if bool(sizes[name]) != bool(now):
                 raise ConfigError(f"{name}={size}: with or without a pool is a start's choice; now {now}")
         try:
-            return self._with_sizes(**sizes)
+            wanted = self._planned(self._with_sizes(**sizes))
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        added = [node for name, node in wanted.items() if name not in self.ready]
+        return added, plan.in_units(self._config, sorted(self.ready.keys() - wanted.keys()))
 
     def _with_sizes(self, prefill: int, decode: int) -> ClusterConfig:
         return dataclasses.replace(
@@ -169,38 +166,30 @@ class NodePools:
             decode=dataclasses.replace(self._config.decode, nodes=decode),
         )
 
-    def _sizes(self) -> tuple[int, int]:
-        prefill, decode = (
-            sum(1 for name in self.ready if name.startswith(f"{pool}-")) for pool in ("prefill", "decode")
-        )
-        return prefill, decode
-
-    def _sizes_by_pool(self) -> dict[str, int]:
-        return dict(zip(("prefill", "decode"), self._sizes(), strict=True))
+    def _sizes(self) -> dict[str, int]:
+        return _count(self.ready)
 
     def _go_on(self, change: Change) -> None:
         """Raise ChangeStoppedError, with what there is now, if the change was stopped."""
         if change.is_stopped:
-            now = " ".join(f"{pool}={size}" for pool, size in self._sizes_by_pool().items())
+            now = " ".join(f"{pool}={size}" for pool, size in self._sizes().items())
             raise ChangeStoppedError(f"{change.why}: {change.progress}; there are {now} now")
 
     async def _offer(self) -> Offer:
         free = await asyncio.to_thread(free_resources)
         return await asyncio.to_thread(offer_of_host, gpus=free.get("GPU", 0.0))
 
-    async def _require_room(self, added: list[plan.PlannedNode], say: Callable[[str], None]) -> None:
+    async def _require_fit(self, added: list[plan.PlannedNode], say: Callable[[str], None]) -> None:
         """Raise ConfigError if what is known of the hosts says that nodes cannot run there."""
         if not added:
             return
         if not self._is_local:
             free = await asyncio.to_thread(free_resources)
-            for name, amount in plan.resources_of(added).items():
-                if amount > free.get(name, 0.0):
-                    has = free.get(name, 0.0)
+            for name, amount in plan.sum_of(node.resources for node in added).items():
+                if amount > (has := free.get(name, 0.0)):
                     say(f"they take {amount:g} {name}, of which Ray has {has:g} free: some wait for hosts")
             return
-        names = [node.process.node_id for node in added]
-        counts = {pool: sum(name.startswith(f"{pool}-") for name in names) for pool in ("prefill", "decode")}
+        counts = _count(node.process.node_id for node in added)
         need = needs(self._config, self._model.path)
         if problem := refusal(counts, need, await self._offer(), len(self.ready)):
             raise ConfigError(problem)
@@ -219,7 +208,7 @@ class NodePools:
                 if change.is_stopped or failures:
                     return
                 try:
-                    launched = await change.unless_stopped(self._launched([planned[name] for name in unit]))
+                    launched = await unless(change.stopped, self._launched([planned[name] for name in unit]))
                 except RuntimeError as error:
                     launched = None
                     failures.append(error)
@@ -246,14 +235,21 @@ class NodePools:
         await self._hands.nodes_changed(set())
         say(f"{name}: gone")
 
-    async def _launched(self, nodes: list[plan.PlannedNode]) -> list[Launched]:
+    async def _launched(self, nodes: list[plan.PlannedNode]) -> list[LaunchedProcess]:
         return await asyncio.gather(*map(self._hands.launch_node, nodes))
 
-    def _planned(self, config: ClusterConfig) -> list[plan.PlannedNode]:
+    def _planned(self, config: ClusterConfig) -> dict[str, plan.PlannedNode]:
         pools = ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
         numbers = {role: plan.node_numbers(self.ready, role, pool.nodes) for role, pool in pools}
         cores = os.cpu_count() or 1
-        return plan.planned_nodes(config, self._model, self._attach_addresses, cores, numbers)
+        planned = plan.planned_nodes(config, self._model, self._attach_addresses, cores, numbers)
+        return {node.process.node_id: node for node in planned}
+
+
+def _count(names: Iterable[str]) -> dict[str, int]:
+    """Return how many of these nodes each pool has."""
+    names = list(names)
+    return {pool: sum(name.startswith(f"{pool}-") for name in names) for pool in POOLS}
 
 
 def _in_short(names: list[str]) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Iterable
 from pathlib import Path
 
 from base.config import ClusterConfig
@@ -18,7 +17,7 @@ LISTENS = "0A"
 
 
 def wanted_ports(config: ClusterConfig) -> dict[int, str]:
-    """Return the ports that the conductors are told to listen on, each with its key."""
+    """Return the ports that the conductors are to listen on, each with its key."""
     first = {
         "server.http_port": config.server.http_port,
         "server.grpc_port": config.server.grpc_port,
@@ -32,27 +31,24 @@ def wanted_ports(config: ClusterConfig) -> dict[int, str]:
     }
 
 
-def require_free(config: ClusterConfig, clusters: Iterable[Running]) -> None:
+def require_free(config: ClusterConfig, clusters: list[Running]) -> None:
     """Refuse ports that cannot be listened on here, which is where the conductors will be.
 
     In a Ray that is joined they are on its head node: if that is another host, nothing is known of its ports.
-
-    Raises:
-        ConfigError: a line for each port: its key, and who has it.
+    Raises ConfigError with a line for each port: its key, and who has it.
     """
-    clusters = list(clusters)
     if not _head_is_here():
         return
-    told = []
+    problems = []
     for port, key in wanted_ports(config).items():
         if problem := taken(config.server.host, port, clusters):
-            told.append(f"{key}: {problem}")
-    if told:
+            problems.append(f"{key}: {problem}")
+    if problems:
         mend = "set other ports in cluster.yaml (0: whichever is free), or end what has them"
-        raise ConfigError("\n".join([*told, mend]))
+        raise ConfigError("\n".join([*problems, mend]))
 
 
-def taken(host: str, port: int, clusters: Iterable[Running]) -> str:
+def taken(host: str, port: int, clusters: list[Running]) -> str:
     """Return why nobody can listen on `host:port` now, and who does; empty: it is free."""
     for cluster in clusters:
         if port in cluster.ports:

@@ -1,4 +1,4 @@
-"""What a person sees while a cluster starts: one line a stage, with its seconds.
+"""Progress of a start, as a person sees it: one line a stage, with its seconds.
 
 On a terminal the stages under way are shown too, with the latest thing each said.
 Everything goes to standard error: standard output is the answer's alone.
@@ -29,7 +29,7 @@ class Progress:
         """Show `title` while the block runs, and a line with its seconds when it is done.
 
         Yields a function that takes what the stage has to say; the last thing said
-        stands in the line. A stage that raises leaves no line: the error tells.
+        stands in the line. A stage that raises leaves no line: the error says it.
         """
         started_at_s = self._clock.now_s()
         self._running[title] = ""

@@ -76,7 +76,7 @@ def _last(reference_: str) -> str:
 
 
 BLOCK = re.compile(r"((?:^//.*\n)*)^(message|service|enum) (\w+) \{\n((?:^(?!\}).*\n)*)\}", re.MULTILINE)
-LINE = re.compile(r"^\s*(?P<what>[^/;{}]+?)(?: = (?P<number>\d+))?(?: \{\})?;(?:\s*//\s?(?P<told>.*))?$")
+LINE = re.compile(r"^\s*(?P<what>[^/;{}]+?)(?: = (?P<number>\d+))?(?: \{\})?;(?:\s*//\s?(?P<comment>.*))?$")
 
 
 def _proto(text: str, title: str) -> Iterator[str]:
@@ -88,7 +88,7 @@ def _proto(text: str, title: str) -> Iterator[str]:
 
 
 def _fields(body: str) -> Iterator[str]:
-    """Yield the rows of a block: `what = number;  // told`, comments above or behind."""
+    """Yield the rows of a block: `what = number;  // comment`, comments above or behind."""
     yield "| | | |\n|---|---|---|\n"
     above: list[str] = []
     for line in body.splitlines():
@@ -96,8 +96,8 @@ def _fields(body: str) -> Iterator[str]:
         if line.strip().startswith("//"):
             above.append(line.strip().removeprefix("//").strip())
         elif found:
-            told = " ".join([*above, found["told"] or ""]).strip().replace("|", "\\|")
-            yield f"| `{found['what'].strip()}` | {found['number'] or ''} | {told} |\n"
+            text = " ".join([*above, found["comment"] or ""]).strip().replace("|", "\\|")
+            yield f"| `{found['what'].strip()}` | {found['number'] or ''} | {text} |\n"
             above = []
 
 

@@ -7,21 +7,14 @@ replaces it.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from base.config import ClusterConfig
-from base.errors import ConfigError
 from deploy.clusters import chosen
 from deploy.config_file import read_cluster_config
 from deploy.control import ask
-
-CONFIG_HELP = "The cluster.yaml that `conductor up` was given; without it, the only cluster that runs"
-
-Config = Annotated[Path | None, typer.Option("-c", "--config", help=CONFIG_HELP)]
-Name = Annotated[str, typer.Option(help="The cluster's `name`, or its HTTP port where it has none")]
+from deploy.options import Config, Name
 
 
 def scale(
@@ -53,11 +46,6 @@ def _size(text: str) -> tuple[str, int]:
     return pool, int(number)
 
 
-def _show(request: dict[str, Any], config: Path | None, name: str) -> None:
-    try:
-        cluster = read_cluster_config(config) if config else ClusterConfig()
-        for line in ask(chosen(cluster, config, name), request):
-            print(line, flush=True)
-    except (ConfigError, TimeoutError, ConnectionError) as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(1) from error
+def _show(request: dict[str, Any], config: Config, name: str) -> None:
+    for line in ask(chosen(read_cluster_config(config), config, name), request):
+        print(line, flush=True)

@@ -4,10 +4,10 @@
     args: {command: "conductor up --json -c /etc/conductor/cluster.yaml"}
 
 Serve takes no part in serving here: each token would go through two more processes, and gRPC would end
-at its proxy. The one replica of the one deployment, on the head, runs `conductor up` as a child, that is all:
-the application is RUNNING when the cluster is, unhealthy when the command ended, and drained when it is
-deleted. That is what a RayService asks of an application to move clients from one cluster to the next.
-Clients find the conductor's own ports on the head.
+at its proxy. The one replica of the one deployment, on the head, runs `conductor up` as a child: the
+application is RUNNING when the cluster is, unhealthy when the command ended, and drained when it is deleted,
+as a RayService needs to move clients from one cluster to the next. Clients find the conductor's own ports on
+the head.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ray import serve
 from deploy.launch import HEAD
 
 DRAIN_S = 90.0
-"""For the command to end: the conductor's drain, then the nodes'."""
+"""The longest end of the command: the conductor's drain, then the nodes'."""
 
 HEALTH_PERIOD_S = 5.0
 
@@ -31,11 +31,7 @@ class RunningCluster:
     """The child, from its start to its end. The methods' names are Serve's."""
 
     def __init__(self, command: list[str]) -> None:
-        """Return when the cluster serves.
-
-        Raises:
-            RuntimeError: the command ended before; what it said is in the replica's log.
-        """
+        """Return when the cluster serves; raises RuntimeError if the command ended before."""
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()

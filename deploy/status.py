@@ -1,46 +1,61 @@
-"""`conductor status`: what a running conductor says of its nodes and queues."""
+"""`conductor status` and `conductor top`: what a running conductor says of its nodes and queues."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
-import sys
+import threading
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 
 from base.config import ClusterConfig
 from base.errors import ConfigError
-from deploy.api_client import ApiError, read_json
-from deploy.chat import ADDRESS
+from deploy.api_client import read_json
 from deploy.clusters import running
 from deploy.control import STATUS_TIMEOUT_S, ask
+from deploy.options import ADDRESS, Address, AsItIs
 from deploy.targets import same_address
 
 COLUMNS = ("node", "host", "roles", "free", "held", "blocks", "run", "wait", "transports", "")
-"""Fits 80 characters with names of ordinary length; the rest is in the JSON."""
+"""Columns that fit 80 characters with names of ordinary length; the rest is in the JSON."""
 
 
-def main(
-    address: Annotated[str, typer.Option(help="host:port of the conductor's HTTP API")] = ADDRESS,
-    json_: Annotated[bool, typer.Option("--json", help="Print the conductor's answer as it is")] = False,
-) -> None:
+def main(address: Address = ADDRESS, json_: AsItIs = False) -> None:
     """Show nodes, blocks and queues."""
-    try:
-        status = read_json(address, "/status")
-    except ApiError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(1) from error
+    status = read_json(address, "/status")
     if json_:
         print(json.dumps(status))
         return
-    # What is piped has no width to keep to.
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=160)
-    console.print(shown(status))
+    console = console_for_tables()
+    console.print(_shown(status))
     for line in _under_way(address):
         console.print(line)
+
+
+def top(
+    address: Address = ADDRESS,
+    period_s: Annotated[float, typer.Option("--period", help="Seconds between two looks")] = 1.0,
+    times: Annotated[int, typer.Option(help="Looks, then end; 0: until Ctrl-C")] = 0,
+) -> None:
+    """Watch nodes, blocks and queues."""
+    tick = threading.Event()  # never set: its wait is a pause that Ctrl-C ends
+    with contextlib.suppress(KeyboardInterrupt), Live(auto_refresh=False) as live:
+        for look in itertools.count(1):
+            live.update(_shown(read_json(address, "/status")), refresh=True)
+            if look == times:
+                return
+            tick.wait(period_s)
+
+
+def console_for_tables() -> Console:
+    """Return standard output; what is piped has no width to keep to."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=160)
 
 
 def _under_way(address: str) -> list[str]:
@@ -54,7 +69,7 @@ def _under_way(address: str) -> list[str]:
         return []
 
 
-def shown(status: dict[str, Any]) -> Group:
+def _shown(status: dict[str, Any]) -> Group:
     """Return what `/status` says as a table and a line of totals."""
     totals = (f"{key.replace('_', ' ')}: {value}" for key, value in status.items() if key != "nodes")
     return Group(_nodes_table(status["nodes"]), ", ".join(totals))
@@ -63,14 +78,16 @@ def shown(status: dict[str, Any]) -> Group:
 def _nodes_table(nodes: list[dict[str, Any]]) -> Table:
     table = Table(*COLUMNS, box=None, pad_edge=False)
     for node in nodes:
-        told = (
-            *(node["id"], node["host"], "+".join(node["roles"])),
-            # A node that has sent no heartbeat yet tells nothing of these.
-            *(
-                str(node.get(key, ""))
-                for key in ("free_blocks", "held_blocks", "blocks", "running", "waiting")
-            ),
-            *("+".join(node["transports"]), "draining" if node.get("draining") else ""),
+        # A node that has sent no heartbeat yet has none of these.
+        numbers = (
+            node.get(key, "") for key in ("free_blocks", "held_blocks", "blocks", "running", "waiting")
         )
-        table.add_row(*told)
+        table.add_row(
+            node["id"],
+            node["host"],
+            "+".join(node["roles"]),
+            *map(str, numbers),
+            "+".join(node["transports"]),
+            "draining" if node.get("draining") else "",
+        )
     return table

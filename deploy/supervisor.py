@@ -5,7 +5,7 @@
         +-exit, never once ready--> FAILED
         +------------------+--drain--> STOPPED
 
-The protocol with the process is small, so that any program can stand in for it:
+The protocol is small, so that any program can stand in for the process:
 
 * It is started as `COMMAND... --config FILE --lifeline SOCKET`, FILE being its configuration as JSON.
 * It prints one JSON line on standard output when it is ready: `{"event": "ready", ...}`.
@@ -27,12 +27,11 @@ The supervisor asks the process's event loop every second whether it goes round,
 answered nothing for `HANG_S`: one that hangs serves nobody and holds its ports. A process that is stopped for
 less is not harmed.
 
-Where the spec asks for one, a spare stands by: the same command with `--spare`, which has imported
-and read what it can and waits for one byte on its standard input. When the process ends it takes its
-place, so that a restart does not begin with seconds of imports. It is started a while after the
-process was ready, and not at its start, whose processor time it would take; without one, a restart
-is only slower. Weighed and left: a parent that imports and forks, whose own end would have to be the
-child's. A spare that ends is noticed, and another is started, each time later.
+Where the spec asks for one, a spare stands by: the same command with `--spare`, which has imported and read
+what it can and waits for one byte on its standard input. It takes the place of the process that ends,
+without seconds of imports. It is started a while after `ready`, because at the start it would take processor
+time from the process; one that ends is noticed, and another is started, each time later. Weighed and left: a
+parent that imports and forks, whose own end would have to be the child's.
 
 A process that was never ready is not restarted: what is wrong then is its configuration
 or the machine, and the last lines of its log say what. One that was ready, which NAME.ready remembers, is
@@ -71,9 +70,9 @@ STEADY_S = 30.0
 
 SPARE_FLAG = "--spare"
 SPARE_AFTER_S = 5.0
-"""For nodes to attach and for what waited to be served first."""
+"""The wait for a spare, in which nodes attach and what waited is served first."""
 LONGEST_SPARE_AFTER_S = 600.0
-"""Between two spares that end by themselves: their wait is doubled each time."""
+"""The longest wait for the next of spares that end by themselves: it is doubled each time."""
 
 HANG_S = 120.0
 """The longest that a process which answers nothing is waited for: one that is stopped, or in a debugger."""
@@ -82,24 +81,24 @@ QUESTIONS = 4
 """Fewest questions left unanswered by a process that hangs: after a pause of the whole machine it answers."""
 
 KILL_GRACE_S = 3.0
-"""From SIGTERM's deadline on: what SIGKILL and the kernel may take."""
+"""Time for SIGKILL and the kernel, from SIGTERM's deadline on."""
 
 LOG_TAIL_LINES = 30
 
 Seen: TypeAlias = tuple[str, int]
-"""How many of whose events somebody was told: Ray may have started another supervisor in the place of
-the one that was asked before, which has told its first ones meanwhile."""
+"""A supervisor, and how many of its events somebody has seen. Ray may have started another in the place of
+the one that was asked before, and that one may have had its first ones meanwhile."""
 NOTHING_SEEN: Seen = ("", 0)
 MAX_EVENTS = 1000
-"""Of one supervisor; the oldest are forgotten."""
+"""The most events of one supervisor that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """What to start. Plain values: it travels to the host that starts it."""
+    """Specification of a process, in plain values: it travels to the host that starts it."""
 
     name: str
-    """Of the process, its configuration file and its log: conductor, prefill-0."""
+    """The name of the process, its configuration file and its log: conductor, prefill-0."""
     command: tuple[str, ...]
     config: dict[str, Any]
     environment: dict[str, str]
@@ -107,7 +106,7 @@ class ProcessSpec:
     """Absolute; made on the host that needs it."""
     ready_timeout_s: float = 300.0
     spare_after_s: float | None = None
-    """After it is ready, until a spare is started; None: there is none."""
+    """The wait from `ready` until a spare is started; None: there is none."""
 
 
 class _SupersededError(Exception):
@@ -149,8 +148,7 @@ class Supervisor:
         """Block until the process is ready; return what it said.
 
         Raises:
-            RuntimeError: it ended, or was not ready in time; the message holds the last
-                lines of its log. The process is not restarted.
+            RuntimeError: it ended, or was not ready in time; the message holds the end of its log.
         """
         with self._changed:
             done = self._changed.wait_for(
@@ -165,17 +163,16 @@ class Supervisor:
     def wait_event(self, seen: Seen) -> tuple[Seen, dict[str, Any]]:
         """Block until something happens after what was `seen`; return what is seen then, and it.
 
-        An event has `event` (ready, adopted, hung, exited, failed, stopped, spare exited), `name` and
-        details.
+        Keys: `event` (ready, adopted, hung, exited, failed, stopped, spare exited), `name`, and details.
         """
         life, count = seen
         with self._changed:
             if life != self._life:
                 count = 0
             self._changed.wait_for(lambda: self._num_events > count)
-            oldest = self._num_events - len(self._events)
-            index = max(count - oldest, 0)
-            return (self._life, oldest + index + 1), self._events[index]
+            forgotten = self._num_events - len(self._events)
+            index = max(count - forgotten, 0)
+            return (self._life, forgotten + index + 1), self._events[index]
 
     def pid(self) -> int | None:
         """Return the process's id on its host, None between two of them."""
@@ -250,15 +247,12 @@ class Supervisor:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Hold the right to find or to start the process, which one supervisor has at a time.
-
-        Raises:
-            _SupersededError: a newer one has had it.
-        """
+        """Hold the right to find or to start the process; raises _SupersededError if a newer one had it."""
         with private_file(self._owner_path, "a") as owner:
             fcntl.flock(owner, fcntl.LOCK_EX)
             if not self._is_owner:
-                self._owner_path.write_text(self._life)
+                with self._owner_path.open("r+") as name:  # in the place of another's: no disk is too full
+                    name.write(self._life)
                 self._is_owner = True
             if self._owner_path.read_text() != self._life:
                 raise _SupersededError
@@ -298,7 +292,7 @@ class Supervisor:
         if not self._was_ready:
             self._write_config(self._spec.config)
         child = self._spare_begun() or self._start(log)
-        return HeldProcess(child.pid, child, None)
+        return HeldProcess(child.pid, child)
 
     def _adopt(self, process: HeldProcess) -> None:
         """Wait for what a process that was found is reached by; kill it if it says nothing."""
@@ -324,10 +318,10 @@ class Supervisor:
                 log.flush()
                 continue
             deadline.cancel()
-            is_held = process.hold_by(self._lifeline_path, SUPERVISES)
+            process.supervise_by(self._lifeline_path)
             self._take_ready(said)
             self._report("ready", **{key: value for key, value in said.items() if key != "event"})
-            if is_held:
+            if process.has_lifeline:
                 break
         deadline.cancel()
 
@@ -388,10 +382,7 @@ class Supervisor:
                 return
             self._spare = spare = self._start(log.fileno(), SPARE_FLAG)
             self._changed.notify_all()
-        watching = threading.Thread(
-            target=self._watch_spare, args=(spare,), name=f"{self._spec.name}-spare", daemon=True
-        )
-        watching.start()
+        threading.Thread(target=self._watch_spare, args=(spare,), daemon=True).start()
 
     def _watch_spare(self, spare: subprocess.Popen[str]) -> None:
         """Wait for the end of a process that began as a spare; start another if it still was one."""
@@ -400,9 +391,7 @@ class Supervisor:
             if self._spare is not spare or self._stopping.is_set():
                 return
             self._spare = None
-        for pipe in (spare.stdin, spare.stdout):
-            assert pipe is not None
-            pipe.close()
+        spare.communicate()  # closes its pipes
         assert self._spare_after_s is not None
         self._spare_after_s = min(2 * self._spare_after_s, LONGEST_SPARE_AFTER_S)
         self._report("spare exited", status=status, restart_in_s=self._spare_after_s)

@@ -20,12 +20,7 @@ from deploy.clusters import targets_path
 def write_targets(
     cache_dir: str, name: str, conductors: Mapping[str, str], nodes: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Say where the processes of a cluster are, all at once.
-
-    Args:
-        conductors: HTTP addresses, by name.
-        nodes: What each node said when it was ready, by name.
-    """
+    """Write where conductors (HTTP addresses) and nodes (their lines of `ready`) are, all by name."""
     targets = []
     for process, http_address in conductors.items():
         scheme, bare = split_address(http_address)

@@ -1,13 +1,12 @@
-"""`conductor up`: start a cluster, show an answer, serve until told to stop.
+"""`conductor up`: start a cluster, show an answer, serve until a signal.
 
-The first Ctrl-C or SIGTERM drains; the second ends everything at once. Either way nothing
-is left running: every process hangs on its actor, every actor on Ray, and the Ray we
-started on this process.
+The first Ctrl-C or SIGTERM drains; the second ends everything at once. Either way nothing is left running.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.markup import escape
@@ -35,7 +34,7 @@ from deploy.ports import require_free, wanted_ports
 from deploy.progress import Progress
 
 ANSWER_TOKENS = 256
-"""Of the answer to `--prompt` at most."""
+"""The longest answer to `--prompt`."""
 
 UNREAD = 128 + signal.SIGPIPE
 """Exit status of a command whose standard output nobody reads any more, as of one that the signal ended."""
@@ -43,7 +42,7 @@ UNREAD = 128 + signal.SIGPIPE
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """What `conductor up` was asked to do besides serving."""
+    """Wishes of who typed `conductor up`, besides serving."""
 
     prompt: str = ""
     leave: bool = False
@@ -67,7 +66,7 @@ def main(
     """Start a cluster, serve, drain on Ctrl-C."""
     clock = SystemClock()
     try:
-        cluster_config = read_cluster_config(config) if config else ClusterConfig()
+        cluster_config = read_cluster_config(config)
         if http_port is not None:
             server = dataclasses.replace(cluster_config.server, http_port=http_port)
             cluster_config = dataclasses.replace(cluster_config, server=server)
@@ -82,16 +81,12 @@ def main(
 def run(
     config: ClusterConfig, options: UpOptions, programs: Programs, clock: Clock, file: Path | None = None
 ) -> int:
-    """Run a cluster to its end, under a keeper; return the exit status.
-
-    Args:
-        file: What `config` was read from, by which other commands know the cluster.
-    """
+    """Run a cluster, whose `config` was read from `file`, to its end; return the exit status."""
     identity = described(config, file, tuple(wanted_ports(config)))
 
     def drive(outlive: Callable[[], None]) -> int:
         progress = Progress(clock)
-        up = _Up(options, progress, clock, _own_stdout(), identity)
+        up = _Up(options, progress, clock, identity)
         return asyncio.run(up.run(Cluster(config, identity, programs, progress, up.watch_signals, outlive)))
 
     try:
@@ -117,10 +112,8 @@ def _own_stdout() -> TextIO:
 class _Up:
     """One run of the command, from its start to its exit status."""
 
-    def __init__(
-        self, options: UpOptions, progress: Progress, clock: Clock, stdout: TextIO, identity: Running
-    ) -> None:
-        self._stdout = stdout
+    def __init__(self, options: UpOptions, progress: Progress, clock: Clock, identity: Running) -> None:
+        self._stdout = _own_stdout()
         self._identity = identity
         self._options = options
         self._progress = progress
@@ -141,7 +134,10 @@ class _Up:
         try:
             status = await unless(self._signalled, self._serve(cluster))
         except* RayGoneError as group:
-            self._leave_to_keeper(next(iter(_leaves(group))))
+            # At once, as Ray's own code does: what a Ray that is half gone is asked may end what serves.
+            self._progress.say(escape(str(next(_leaves(group)))))
+            sys.stderr.flush()
+            os._exit(1)
         except* (ConfigError, RuntimeError, ApiError) as group:
             for error in _leaves(group):
                 print(error, file=sys.stderr)
@@ -171,9 +167,7 @@ class _Up:
         if self._options.prompt:
             await self._answer(endpoints)
         elif self._options.machine:
-            self._print(
-                json.dumps({**dataclasses.asdict(endpoints), "startup_s": round(startup_s, 2)}) + "\n"
-            )
+            self._print_json(endpoints, startup_s=round(startup_s, 2))
         if self._options.leave:
             return 0
         self._is_serving = True
@@ -189,48 +183,35 @@ class _Up:
                 self._progress.say(escape(f"{event['name']}: {event['event']} {details}"))
         return 1
 
-    def _leave_to_keeper(self, error: BaseException) -> NoReturn:
-        """End at once, as Ray's own code does: what a Ray that is half gone is asked may end what serves."""
-        self._progress.say(escape(str(error)))
-        sys.stderr.flush()
-        os._exit(1)
-
     def _print(self, text: str) -> None:
         self._stdout.write(text)
         self._stdout.flush()
 
+    def _print_json(self, endpoints: Endpoints, **more: Any) -> None:
+        self._print(json.dumps({**dataclasses.asdict(endpoints), **more}) + "\n")
+
     async def _answer(self, endpoints: Endpoints) -> None:
         """Ask the prompt over HTTP; show the answer as it comes."""
         messages = [{"role": "user", "content": self._options.prompt}]
-        stream = ChatStream(
-            endpoints.http_address, endpoints.model, messages, max_tokens=ANSWER_TOKENS, temperature=0
-        )
-        try:
+        asked = (endpoints.http_address, endpoints.model, messages)
+        with contextlib.closing(ChatStream(*asked, max_tokens=ANSWER_TOKENS, temperature=0)) as stream:
             first_token_s, text = await asyncio.to_thread(self._print_pieces, stream)
-        finally:
-            stream.close()
         if self._options.machine:
-            answer = {
-                "answer": text,
-                "first_token_s": round(first_token_s, 2),
-                **dataclasses.asdict(endpoints),
-            }
-            self._print(json.dumps(answer) + "\n")
+            self._print_json(endpoints, answer=text, first_token_s=round(first_token_s, 2))
         self._progress.say(f"[green]✓[/green] the first token came {first_token_s:.1f} s after the command")
 
     def _print_pieces(self, stream: ChatStream) -> tuple[float, str]:
-        pieces, first_token_s = [], None
+        text, first_token_s = "", 0.0
+        show = (lambda piece: None) if self._options.machine else self._print
         for piece in stream.pieces():
-            if first_token_s is None and piece:
+            if piece and not text:
                 first_token_s = self._clock.now_s() - self._started_at_s
-            pieces.append(piece)
-            if not self._options.machine:
-                self._print(piece)
-        if not self._options.machine:
-            self._print("\n")
-        if first_token_s is None:
+            text += piece
+            show(piece)
+        show("\n")
+        if not text:
             raise ApiError("the answer is empty")
-        return first_token_s, "".join(pieces)
+        return first_token_s, text
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -64,7 +64,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "prometheus_client": ("base/metrics.py",),
     "pydantic": ("conductor/api/",),
     "pyverbs": ("transfer/rdma/verbs.py",),
-    "ray": ("deploy/launch.py", "deploy/ray_resources.py", "deploy/serve_app.py"),
+    "ray": ("deploy/launch.py", "deploy/serve_app.py"),
     "redis": ("kvstore/directory.py",),
     "rich": ("deploy/", "bench/"),
     "safetensors": ("engine/weights.py",),

@@ -29,7 +29,6 @@ PACKAGES = (
 NOT_YET: tuple[str, ...] = (
     "conductor",
     "decode_node",
-    "deploy",
     "node",
     "prefill_node",
     "transfer",

@@ -28,7 +28,7 @@ from base.config import (
     process_config_json,
 )
 from deploy.api_client import ApiError, read_json
-from deploy.plan import PreparedModel, conductor_process, node_environment, planned_nodes
+from deploy.plan import LocalModel, conductor_process, node_environment, planned_nodes
 from deploy.supervisor import SPARE_AFTER_S, ProcessSpec, Supervisor
 
 BLOCK_SIZE = 32
@@ -148,7 +148,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = READY_S) -> flo
 
 @contextmanager
 def fault_cluster(
-    model: PreparedModel,
+    model: LocalModel,
     folder: Path,
     prefill: int = 2,
     decode: int = 2,

@@ -27,7 +27,7 @@ from bench.frontend_live import quick_profile
 from bench.stub_cluster import BLOCK_SIZE, CACHE_DIR
 from conductor.placing.profile import profile_json
 from deploy.api_client import ApiError, read_json
-from deploy.plan import PreparedModel, conductor_process
+from deploy.plan import LocalModel, conductor_process
 from deploy.supervisor import SPARE_AFTER_S, STEADY_S, ProcessSpec, Supervisor
 from engine.model_store import prepare
 from protos.inference_pb2_grpc import InferenceStub
@@ -39,7 +39,7 @@ PROMPT = Prompt(tuple(range(100, 150)), 4, 1)
 def conductor_restarts(count: int) -> dict[str, Any]:
     """Return the row: seconds from SIGKILL to the first token of the next request, and to all nodes."""
     prepared = prepare("smollm2", CACHE_DIR, print)
-    model = PreparedModel(str(prepared.path), prepared.model_id, prepared.name)
+    model = LocalModel(str(prepared.path), prepared.model_id, prepared.name)
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         profile = Path(name) / "profile.json"
         profile.write_text(profile_json(quick_profile()))

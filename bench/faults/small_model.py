@@ -14,14 +14,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.faults.asking import VOCAB
-from deploy.plan import PreparedModel
+from deploy.plan import LocalModel
 from engine.model_store import prepare
 
 CACHE_DIR = Path("~/.cache/conductor-cluster")
 MAX_MODEL_LEN = 4096
 
 
-def small_model(folder: Path) -> PreparedModel:
+def small_model(folder: Path) -> LocalModel:
     """Write the model into `folder` and return it."""
     tokenizer = Path(prepare("smollm2", CACHE_DIR, print).path)
     config = LlamaConfig(
@@ -38,4 +38,4 @@ def small_model(folder: Path) -> PreparedModel:
     LlamaForCausalLM(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tokenizer / name, folder / name)
-    return PreparedModel(str(folder), prepare(str(folder), CACHE_DIR, lambda line: None).model_id, "small")
+    return LocalModel(str(folder), prepare(str(folder), CACHE_DIR, lambda line: None).model_id, "small")

@@ -21,7 +21,7 @@ from base.metrics import samples_of
 from bench.faults.cluster import BLOCK_SIZE, CHUNK_TOKENS, KV_CACHE_GIB, PAUSE_S, wait_until
 from bench.faults.descendants import Family, Process, marked
 from deploy.api_client import ApiError, read_json, read_text, split_address
-from deploy.plan import PreparedModel
+from deploy.plan import LocalModel
 from deploy.supervisor import SPARE_FLAG
 
 NAMES = ("conductor", "prefill-0", "decode-0")
@@ -37,7 +37,7 @@ LOG_TAIL = 2_000
 class UpCluster:
     """A running one, seen from outside: its ports, its processes, its end."""
 
-    def __init__(self, model: PreparedModel, folder: Path) -> None:
+    def __init__(self, model: LocalModel, folder: Path) -> None:
         """Return when it serves; raises RuntimeError, with what it said, if it does not."""
         folder.mkdir(parents=True)
         engine = {
@@ -166,7 +166,7 @@ def is_process(command: tuple[str, ...], name: str) -> bool:
 
 
 @contextmanager
-def up_cluster(model: PreparedModel, folder: Path) -> Iterator[UpCluster]:
+def up_cluster(model: LocalModel, folder: Path) -> Iterator[UpCluster]:
     """Run one in the body, which ends it; nothing of it is left afterwards."""
     cluster = UpCluster(model, folder)
     try:

@@ -15,7 +15,7 @@ from bench.shapes import Limits, cluster_config, parse_shape, write_model
 from bench.sse_client import Outcome
 from conductor.api.headers import header_slo
 from conductor.api.served_model import load_served_model
-from deploy.plan import PreparedModel, planned_nodes
+from deploy.plan import LocalModel, planned_nodes
 from engine.build import build_engine
 from engine.weights import random_model
 
@@ -42,7 +42,7 @@ def test_failed_requests_are_not_within_bounds():
 
 def test_a_shape_becomes_nodes_with_their_roles_and_chunks():
     disaggregated = cluster_config("tiny", parse_shape("2p1d@1024"), Limits())
-    model = PreparedModel("path", "id", "name")
+    model = LocalModel("path", "id", "name")
     planned = planned_nodes(disaggregated, model, "127.0.0.1:1", 8)
     assert [node.process.roles for node in planned] == [("prefill",), ("prefill",), ("decode",)]
     assert [node.process.engine.chunk_tokens for node in planned] == [1024, 1024, 512]

@@ -6,7 +6,7 @@ import threading
 
 import grpc
 
-from deploy.local import LocalCluster
+from bench.local_cluster import LocalCluster
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceStub
 

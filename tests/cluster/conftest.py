@@ -17,8 +17,8 @@ from base.config import (
     TransferConfig,
 )
 from base.spans import TracingConfig
-from deploy.local import LocalCluster, local_cluster
-from deploy.plan import PreparedModel
+from bench.local_cluster import LocalCluster, local_cluster
+from deploy.plan import LocalModel
 from engine.model_store import prepare
 from tests.cluster.asking import until
 
@@ -27,14 +27,14 @@ BLOCK_SIZE = 32
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> PreparedModel:
+def smollm2() -> LocalModel:
     found = prepare("smollm2", CACHE_DIR, print)
-    return PreparedModel(str(found.path), found.model_id, found.name)
+    return LocalModel(str(found.path), found.model_id, found.name)
 
 
 @contextmanager
 def running(
-    model: PreparedModel,
+    model: LocalModel,
     folder: Path,
     prefill: int = 1,
     decode: int = 1,

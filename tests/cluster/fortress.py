@@ -27,9 +27,9 @@ from base.config import (
     TransferConfig,
 )
 from base.tls import NODE_NAME
+from bench.local_cluster import LocalCluster, local_cluster
 from conductor.api.keys import KeyFile, Quota, made_key, write_keys
-from deploy.local import LocalCluster, local_cluster
-from deploy.plan import PreparedModel
+from deploy.plan import LocalModel
 from kvstore.member import Member
 from kvstore.wire import member_from_bytes
 from tests.certificates import Authority
@@ -117,7 +117,7 @@ class Fortress:
 
 
 @contextmanager
-def fortress(model: PreparedModel, folder: Path) -> Iterator[Fortress]:
+def fortress(model: LocalModel, folder: Path) -> Iterator[Fortress]:
     """Run one in the body."""
     authority = Authority(folder / "certificates")
     node = authority.issue("node", NODE_NAME)

@@ -27,7 +27,7 @@ class Changes:
             raise ChangeStoppedError(f"{change.why}: {change.progress}")
         self.made.append((prefill, decode))
 
-    async def tell_plan(self, prefill, decode, say):
+    async def say_plan(self, prefill, decode, say):
         say(f"would be {prefill} {decode}")
 
     async def restart(self, change):
@@ -45,7 +45,7 @@ def identity(tmp_path):
 async def answered(identity, line):
     """Return the last line that the socket answers to `line`."""
     folder = os.open(folder_of(identity.cache_dir), os.O_PATH)
-    reader, writer = await asyncio.open_unix_connection(f"/proc/self/fd/{folder}/{identity.socket_name}")
+    reader, writer = await asyncio.open_unix_connection(f"/proc/self/fd/{folder}/{identity.socket_path.name}")
     os.close(folder)
     writer.write(line + b"\n")
     answer = await asyncio.wait_for(reader.read(), 60)
@@ -119,7 +119,7 @@ async def test_a_dry_run_says_what_would_be_and_changes_nothing(identity):
 async def connected(identity, **request):
     """Ask, and return the connection with the first line of its answer."""
     folder = os.open(folder_of(identity.cache_dir), os.O_PATH)
-    reader, writer = await asyncio.open_unix_connection(f"/proc/self/fd/{folder}/{identity.socket_name}")
+    reader, writer = await asyncio.open_unix_connection(f"/proc/self/fd/{folder}/{identity.socket_path.name}")
     os.close(folder)
     writer.write(asked(**request) + b"\n")
     assert json.loads(await asyncio.wait_for(reader.readline(), 60)) == {"said": "scaling"}

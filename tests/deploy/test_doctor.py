@@ -10,10 +10,10 @@ from base.config import GIB, ClusterConfig, EngineConfig, PoolConfig, ServerConf
 from base.metrics import NodeMetrics, exposition, process_registry
 from base.metrics_port import serve_metrics
 from deploy import cli
+from deploy.capacity import Offer
 from deploy.clusters import claimed, described
 from deploy.doctor import REQUIRED, Host, check_cluster, check_host
-from deploy.doctor_processes import Link, ProcessSeen, check_processes, look_at_processes, measure_links
-from deploy.room import Offer
+from deploy.doctor_processes import LinkSeen, ProcessSeen, check_processes, look_at_processes, measure_links
 
 HEALTHY = Host(
     versions=dict.fromkeys(REQUIRED, "1"),
@@ -179,7 +179,7 @@ def seen(name, **told):
 
 
 def test_processes_that_agree_have_no_troubles_and_their_links_are_told():
-    prefill = seen("p", links=(Link("d", "shm", 3e9),))
+    prefill = seen("p", links=(LinkSeen("d", "shm", 3e9),))
     found = list(check_processes([seen("conductor", offset_s=0.2), prefill, seen("d")], PAIR))
     assert troubles(found) == []
     told = [finding.what for finding in found]
@@ -200,7 +200,11 @@ def test_a_pair_that_moved_nothing_yet_is_named():
         (seen("new"), "wrong", "new runs, and the conductor does not know it"),
         (seen("p", versions=(("torch", "3"), ("version", "1"))), "wrong", "torch differs (2: d; 3: p)"),
         (seen("p", offset_s=-3.0, unsure_s=0.1), "warning", "p's clock is -3.000 s"),
-        (seen("p", links=(Link("d", "tcp", 1e9),)), "warning", "p - d: tcp, 1 GB/s, though both offer shm"),
+        (
+            seen("p", links=(LinkSeen("d", "tcp", 1e9),)),
+            "warning",
+            "p - d: tcp, 1 GB/s, though both offer shm",
+        ),
     ],
 )
 def test_a_trouble_of_a_process_is_told_with_its_mend(process, level, told):
@@ -225,14 +229,14 @@ def test_a_trouble_of_a_process_is_told_with_its_mend(process, level, told):
 def test_a_link_over_tcp_where_both_offer_something_faster_is_told(by, other_host, offered, told):
     ends = zip(PAIR["nodes"], ("h", other_host), strict=True)
     nodes = [{**node, "host": host, "transports": offered} for node, host in ends]
-    process = seen("p", links=(Link("d", by, 1e9),))
+    process = seen("p", links=(LinkSeen("d", by, 1e9),))
     found = [finding.what for finding in check_processes([process, seen("d")], {"nodes": nodes})]
     assert f"p - d: {by}, 1 GB/s{'' if told.startswith('when') else ','} {told}" in found
 
 
 def test_a_link_far_below_its_like_is_worth_a_look():
     rates = {"d": 10e9, "e": 9e9, "f": 1e9}
-    links = tuple(Link(peer, "rdma", rate) for peer, rate in rates.items())
+    links = tuple(LinkSeen(peer, "rdma", rate) for peer, rate in rates.items())
     nodes = [*PAIR["nodes"], {**NODE, "id": "e", "roles": []}, {**NODE, "id": "f", "roles": []}]
     [(level, what, mend)] = troubles(
         check_processes([seen("p", links=links), *map(seen, "def")], {"nodes": nodes})
@@ -315,7 +319,7 @@ def test_a_process_is_asked_for_what_its_metrics_say(tmp_path):
     ]
     write_targets_file(tmp_path, json.dumps(targets))
     found, gone = look_at_processes(ClusterConfig(cache_dir=str(tmp_path)), f"http://127.0.0.1:{port}")
-    assert found.links == (Link("d", "shm", 5e9),)
+    assert found.links == (LinkSeen("d", "shm", 5e9),)
     assert {"version", "torch"} <= dict(found.versions).keys()
     assert abs(found.offset_s) <= found.unsure_s + 1e-3, "a process on this host has this host's clock"
     assert gone.silent

@@ -5,12 +5,12 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-import typer
 
 from conductor.placing.decisions import Actual, decision
 from conductor.placing.explain import Decisions
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import SchedulerSettings
+from deploy.api_client import ApiError
 from deploy.explain import main
 from tests.conductor.builders import make_cost, make_request, make_view
 
@@ -58,7 +58,6 @@ def test_the_answer_can_be_had_as_it_is(address, capsys):
     assert json.loads(capsys.readouterr().out)["attempts"][0]["runner_up"] == "p0"
 
 
-def test_an_unknown_request_is_said_to_be_unknown(address, capsys):
-    with pytest.raises(typer.Exit):
+def test_an_unknown_request_is_said_to_be_unknown(address):
+    with pytest.raises(ApiError, match="not remembered"):
         main("other", address=address, json_=False)
-    assert "not remembered" in capsys.readouterr().err

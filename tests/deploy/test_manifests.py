@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from deploy.config_file import read_cluster_config
-from deploy.plan import HOST_ADDRESS, PreparedModel, planned_nodes
+from deploy.plan import HOST_ADDRESS, LocalModel, planned_nodes
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
@@ -65,7 +65,7 @@ def test_the_configuration_in_compose_can_be_read(tmp_path):
     for name, url in services.items():
         assert urlsplit(url).hostname == name in compose["services"]
     # what Prometheus, in another container, is told of the nodes is an address that leads there
-    nodes = planned_nodes(config, PreparedModel("/m", "m", "m"), (), 2)
+    nodes = planned_nodes(config, LocalModel("/m", "m", "m"), (), 2)
     assert {node.process.metrics_host for node in nodes} == {HOST_ADDRESS}
     [scraped] = [
         target

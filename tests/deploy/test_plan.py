@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig, TransferConfig
 from deploy.plan import (
     HOST_ADDRESS,
-    PreparedModel,
+    LocalModel,
     chunk_attention,
     conductor_process,
-    needed_resources,
     planned_nodes,
+    sum_of,
 )
 
-MODEL = PreparedModel("/models/m", "m@1", "m")
+MODEL = LocalModel("/models/m", "m@1", "m")
 
 
 def plan(config, cores=8):
@@ -61,8 +61,14 @@ def test_transfer_stays_on_loopback_exactly_when_the_conductor_does():
 def test_what_is_needed_is_the_sum_over_all_nodes():
     prefill = PoolConfig(nodes=3, cpus_per_node=0.5, gpus_per_node=2, resource="prefill")
     config = ClusterConfig(prefill=prefill, decode=PoolConfig(nodes=2, resource="decode"))
-    assert needed_resources(config) == {"CPU": 3.5, "GPU": 6.0, "prefill": 3.0, "decode": 2.0}
-    assert needed_resources(ClusterConfig(prefill=PoolConfig(nodes=0))) == {"CPU": 1.0}
+    assert sum_of(node.resources for node in plan(config)) == {
+        "CPU": 3.5,
+        "GPU": 6.0,
+        "prefill": 3.0,
+        "decode": 2.0,
+    }
+    [node] = plan(ClusterConfig(prefill=PoolConfig(nodes=0)))
+    assert sum_of([node.resources]) == {"CPU": 1.0}
 
 
 def test_a_pipelines_chunks_are_shortened_by_what_the_profile_says_of_attention():
@@ -79,15 +85,17 @@ def test_a_pipelines_chunks_are_shortened_by_what_the_profile_says_of_attention(
 def test_pairs_name_one_group_for_both_and_each_its_own_bundle():
     pool = PoolConfig(nodes=2, gpus_per_node=1)
     nodes = plan(ClusterConfig(hosts="together", prefill=pool, decode=pool))
-    found = {node.process.node_id: (node.room.together.name, node.room.together.index) for node in nodes}
+    found = {
+        node.process.node_id: (node.resources.together.name, node.resources.together.index) for node in nodes
+    }
     assert found == {
         "prefill-0": ("pair-0", 0),
         "prefill-1": ("pair-1", 0),
         "decode-0": ("pair-0", 1),
         "decode-1": ("pair-1", 1),
     }
-    assert {node.room.together.bundles for node in nodes} == {((("CPU", 1.0), ("GPU", 1.0)),) * 2}
-    assert {node.room.together for node in plan(ClusterConfig())} == {None}
+    assert {node.resources.together.bundles for node in nodes} == {((("CPU", 1.0), ("GPU", 1.0)),) * 2}
+    assert {node.resources.together for node in plan(ClusterConfig())} == {None}
 
 
 def test_metrics_leave_the_host_only_where_they_may_be_read_without_a_key():

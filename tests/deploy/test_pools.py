@@ -8,12 +8,12 @@ from base.config import GIB, ClusterConfig, PoolConfig
 from base.errors import ConfigError
 from base.request import Role
 from deploy import plan, pools
+from deploy.capacity import Offer
 from deploy.change import Change, ChangeStoppedError
-from deploy.launch import Launched
+from deploy.launch import LaunchedProcess
 from deploy.pools import NodePools
-from deploy.room import Offer
 
-MODEL = plan.PreparedModel("/nowhere", "m@1", "m")
+MODEL = plan.LocalModel("/nowhere", "m@1", "m")
 
 
 class Hands:
@@ -40,7 +40,7 @@ class Hands:
             self.starting -= 1
         if name == self.broken:
             raise RuntimeError(f"{name}: it ended before it was ready")
-        return Launched(name, None, {"node_id": name}, "h")
+        return LaunchedProcess(name, {"node_id": name}, "h")
 
     async def end_node(self, name, grace_s):
         self.ended.append(name)
@@ -102,7 +102,7 @@ async def test_what_does_not_fit_is_refused_before_anything_starts(roomy):
     ):
         await nodes.scale(999, None, change)
     with pytest.raises(ConfigError, match="at most 3 more"):
-        await nodes.tell_plan(999, None, change.say)
+        await nodes.say_plan(999, None, change.say)
     assert len(hands.started) == 2
 
 
@@ -111,7 +111,7 @@ async def test_a_dry_run_says_what_would_start_and_what_it_takes():
     hands = Hands()
     nodes = await made(hands, size=2)
     said = []
-    await nodes.tell_plan(3, 1, said.append)
+    await nodes.say_plan(3, 1, said.append)
     assert said == [
         "start, 2 at a time: prefill-2",
         "drain, one after the other: decode-1",

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from base.config import GIB, ClusterConfig, EngineConfig, PoolConfig, StoreConfig
-from deploy.room import (
+from deploy.capacity import (
     CPU_CACHE_GIB,
     GPU_SWAP_GIB,
     PROCESS_BYTES,

@@ -1,6 +1,6 @@
 """A cluster on this host without Ray: the same processes, under the same supervisors.
 
-For tests, and for benches on machines that have no Ray. `cluster.py` is what operators use.
+For benches and tests on machines that have no Ray. `deploy/cluster.py` is what operators use.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from base.clock import SystemClock
 from base.config import ClusterConfig
 from base.errors import ConfigError
 from deploy.api_client import read_json, read_text
-from deploy.plan import PreparedModel, conductor_processes, node_environment, planned_nodes
+from deploy.plan import LocalModel, conductor_processes, node_environment, planned_nodes
 from deploy.supervisor import ProcessSpec, Supervisor
 
 GRACE_S = 10.0
-"""For a process to drain when the cluster ends."""
+"""The longest that a process may take to drain when the cluster ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class LocalCluster:
     """A running cluster."""
 
     ready: dict[str, dict[str, Any]]
-    """What each process said when it was, by name."""
+    """The line that each process printed when it was ready, by name."""
     processes: dict[str, Supervisor]
-    """By name: conductor, prefill-0, decode-0."""
+    """Supervisors by the names of their processes: conductor, prefill-0, decode-0."""
 
     @property
     def http_port(self) -> int:
@@ -62,17 +62,17 @@ class LocalCluster:
 
     def status(self, conductor: str = "conductor") -> dict[str, Any]:
         """Return what GET /status answers; raises ApiError."""
-        told: dict[str, Any] = read_json(f"127.0.0.1:{self.http_port_of(conductor)}", "/status")
-        return told
+        status: dict[str, Any] = read_json(f"127.0.0.1:{self.http_port_of(conductor)}", "/status")
+        return status
 
     def metrics(self) -> dict[str, str]:
         """Return what each node answers to GET /metrics, by name; raises ApiError."""
-        ports = {name: told["metrics_port"] for name, told in self.ready.items() if "metrics_port" in told}
+        ports = {name: said["metrics_port"] for name, said in self.ready.items() if "metrics_port" in said}
         return {name: read_text(f"127.0.0.1:{port}", "/metrics") for name, port in ports.items()}
 
 
 @contextmanager
-def local_cluster(config: ClusterConfig, model: PreparedModel, folder: Path) -> Iterator[LocalCluster]:
+def local_cluster(config: ClusterConfig, model: LocalModel, folder: Path) -> Iterator[LocalCluster]:
     """Run a cluster in the body; nothing of it is left when the body is left.
 
     Args:
@@ -101,12 +101,12 @@ def local_cluster(config: ClusterConfig, model: PreparedModel, folder: Path) -> 
             for name, process in conductor_processes(config, model).items()
         }
         ready = {name: conductor.wait_ready() for name, conductor in processes.items()}
-        addresses = tuple(f"127.0.0.1:{told['attach_port']}" for told in ready.values())
+        addresses = tuple(f"127.0.0.1:{said['attach_port']}" for said in ready.values())
         gpus = _visible_gpus()
         for node in planned_nodes(config, model, addresses, os.cpu_count() or 1):
             environment = node_environment(node.process.engine.threads)
-            if node.room.gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = _taken(gpus, node.room.gpus)
+            if node.resources.gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = _taken(gpus, node.resources.gpus)
             processes[node.process.node_id] = start(
                 node.process.node_id, "node.process", node.process, environment
             )

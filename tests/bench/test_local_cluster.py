@@ -4,8 +4,8 @@ import pytest
 
 from base.config import ClusterConfig, PoolConfig
 from base.errors import ConfigError
-from deploy import local
-from deploy.plan import PreparedModel
+from bench import local_cluster as local
+from deploy.plan import LocalModel
 
 SHOWN = "CUDA_VISIBLE_DEVICES"
 TWO_NODES = ClusterConfig(prefill=PoolConfig(gpus_per_node=2), decode=PoolConfig(gpus_per_node=1))
@@ -25,7 +25,7 @@ class NeverStarted:
 
 
 def gpus_of_nodes(tmp_path):
-    with local.local_cluster(TWO_NODES, PreparedModel("model", "id", "name"), tmp_path) as cluster:
+    with local.local_cluster(TWO_NODES, LocalModel("model", "id", "name"), tmp_path) as cluster:
         shown = {name: process.spec.environment.get(SHOWN) for name, process in cluster.processes.items()}
     del shown["conductor"]
     return shown

@@ -1,9 +1,9 @@
-"""What nodes take of this host and what it has left: looked at before any is started.
+"""Capacity of this host: what nodes take and what it has left, looked at before any is started.
 
-What a node takes is known beforehand: its weights, its KV cache (all of which it touches at its start), its
-part of the store, its swap space, and what a process of this program is by itself. What the host has is what
-the kernel and the cgroups say is available, less what running nodes have allocated and not touched yet. So a
-start or a `conductor scale` that does not fit is refused, and says what would; the kernel would kill for it.
+What a node takes is known beforehand: its weights, its KV cache, its part of the store, its swap space, and
+what a process of this program is by itself. What the host has is what the kernel and the cgroups say is
+available, less what running nodes have allocated and not touched yet. So a start or a `conductor scale` that
+does not fit is refused, and says what would; the kernel would kill for it.
 
 In a Ray that is joined nothing of this is known of the hosts, some of which its autoscaler has yet to start:
 there Ray's own resources decide, and nodes wait for them.
@@ -22,7 +22,7 @@ from pathlib import Path
 from base.config import GIB, ClusterConfig, EngineConfig, PoolConfig, StoreConfig
 
 PROCESS_BYTES = int(0.4 * GIB)
-"""Of a node without weights and KV, with Ray's worker that supervises it.
+"""Memory of a node without weights and KV, with Ray's worker that supervises it.
 
 Measured on a CPU by smaps_rollup, less the weights of SmolLM2: 0.31 and 0.05 GiB that are private to the two
 after 17 requests at once, one of 1,500 tokens; 0.26 and 0.05 before any. Libraries are shared.
@@ -30,29 +30,29 @@ after 17 requests at once, one of 1,500 tokens; 0.26 and 0.05 before any. Librar
 
 CPU_CACHE_GIB = 1.0
 GPU_SWAP_GIB = 4.0
-"""As in `engine/build.py`, which imports torch; a test compares."""
+"""Defaults as in `engine/build.py`, which imports torch; a test compares."""
 
 NODES_PER_CORE = 4
-"""At most. Sharing a core halves what each node does, or worse; with more, heartbeats wait for their turn."""
+"""The most that start. Sharing a core halves what each does, or worse; with more, heartbeats wait."""
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "auto": 4}
-"""Of a weight on a CPU."""
+"""Bytes of a weight on a CPU."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""Of a safetensors file, as safetensors itself has it."""
+"""The longest header of a safetensors file, as safetensors itself has it."""
 
 OWN_MEMORY = "/memfd:conductor-"
-"""What our shared memory is called among a process's descriptors."""
+"""The prefix of our shared memory's name among a process's descriptors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one node takes of its host."""
+    """Memory in bytes, and GPUs, that one node takes of its host."""
 
     weights: int = 0
     kv_cache: int = 0
     store: int = 0
-    """And swap space."""
+    """The node's part of the store, and its swap space."""
     processes: int = PROCESS_BYTES
     gpus: int = 0
 
@@ -62,16 +62,15 @@ class Need:
 
     def __str__(self) -> str:
         parts = {"weights": self.weights, "KV cache": self.kv_cache, "store and swap": self.store}
-        told = [f"{name} {size / GIB:.1f}" for name, size in parts.items() if size]
+        parts["process"] = self.processes
+        listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
         gpus = f" and {self.gpus} GPUs" if self.gpus else ""
-        return (
-            f"{self.memory / GIB:.1f} GiB ({', '.join([*told, f'process {self.processes / GIB:.1f}'])}){gpus}"
-        )
+        return f"{self.memory / GIB:.1f} GiB ({listed}){gpus}"
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a host has left."""
+    """Memory in bytes, processors and GPUs that a host has left."""
 
     memory: int
     cores: int
@@ -116,7 +115,7 @@ def _num_weights(path: Path) -> int:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size)) if size <= MAX_HEADER_BYTES else {}
-        return sum(math.prod(told["shape"]) for name, told in header.items() if name != "__metadata__")
+        return sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0
 
@@ -128,40 +127,28 @@ def refusal(added: Mapping[str, int], need: Mapping[str, Need], offer: Offer, nu
         added: How many nodes of each pool are to come.
         num_running: Nodes of the cluster that share the host's cores already.
     """
-    told = []
-    for what, has, takes in (
-        ("free memory", offer.memory, {pool: each.memory for pool, each in need.items()}),
-        ("free GPUs", offer.gpus, {pool: each.gpus for pool, each in need.items()}),
-        ("places for nodes", offer.cores * NODES_PER_CORE - num_running, dict.fromkeys(need, 1)),
+    problems = []
+    places = max(offer.cores * NODES_PER_CORE - num_running, 0)
+    each_takes = {pool: f"each takes {each}" for pool, each in need.items()}
+    a_core_has = dict.fromkeys(need, f"{NODES_PER_CORE} nodes to a core")
+    memory = {pool: each.memory for pool, each in need.items()}
+    gpus = {pool: each.gpus for pool, each in need.items()}
+    for has, takes, amount, why in (
+        (offer.memory, memory, f"{offer.memory / GIB:.1f} GiB of free memory", each_takes),
+        (offer.gpus, gpus, f"{offer.gpus:g} free GPUs", each_takes),
+        (places, dict.fromkeys(need, 1), f"{places} places left on {offer.cores} cores", a_core_has),
     ):
         if sum(number * takes[pool] for pool, number in added.items()) > has:
-            amount = _amount(what, has, offer)
             for pool in (pool for pool, number in added.items() if number and takes[pool]):
-                fit = max(int(has // takes[pool]), 0)
-                told.append(f"{pool}: at most {fit} more fit in {amount}, {_each(what, need[pool])}")
+                fit = int(has // takes[pool])
+                problems.append(f"{pool}: at most {fit} more fit in {amount}, {why[pool]}")
             if sum(1 for number in added.values() if number) > 1:
-                told.append("both pools together have no more than that")
-    return "\n".join(told)
-
-
-def _amount(what: str, has: float, offer: Offer) -> str:
-    if what == "free memory":
-        return f"{max(has, 0) / GIB:.1f} GiB of free memory"
-    if what == "free GPUs":
-        return f"{has:g} free GPUs"
-    return f"{max(int(has), 0)} places left on {offer.cores} cores"
-
-
-def _each(what: str, need: Need) -> str:
-    return f"{NODES_PER_CORE} nodes to a core" if what == "places for nodes" else f"each takes {need}"
+                problems.append("both pools together have no more than that")
+    return "\n".join(problems)
 
 
 def offer_of_host(root: Path = Path("/"), gpus: float = math.inf) -> Offer:
-    """Return what this host has left for us.
-
-    Args:
-        root: Where /proc and /sys are; tests have their own.
-    """
+    """Return what this host, whose /proc and /sys are in `root`, has left for us."""
     return Offer(max(_available(root) - _promised(root), 0), _cores(root), gpus)
 
 
