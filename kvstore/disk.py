@@ -164,6 +164,13 @@ class DiskTier:
         """Return what is stored, the next to be evicted first."""
         return list(self._slots)
 
+    def match(self, chain: Sequence[BlockHash]) -> int:
+        """Return how many leading blocks of `chain` are here."""
+        for count, block_hash in enumerate(chain):
+            if block_hash not in self._slots:
+                return count
+        return len(chain)
+
     async def recover(self) -> int:
         """Read the headers that a process before us wrote; return the blocks found."""
         loop = asyncio.get_running_loop()

@@ -67,7 +67,8 @@ class Secure:
         return self
 
     async def __aexit__(self, *error):
-        self.attach.close()
+        for stream in list(self.attach.streams):
+            stream.give_up(ConnectionResetError("the conductor ends"))
         await self.listening.__aexit__(*error)
 
     @property
