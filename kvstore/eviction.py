@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from base.errors import CapacityError
@@ -131,6 +131,9 @@ class Eviction(Generic[Block]):
 
     def __contains__(self, block: Block) -> bool:
         return block in self._entries
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._entries)
 
     def touch(self, chain: Sequence[Block]) -> None:
         """Note that a new request uses `chain`, all of them present.
