@@ -123,6 +123,9 @@ class TlsListener:
             shaking.cancel()
         self._listener.close()
 
+    async def wait_closed(self) -> None:
+        await asyncio.gather(self._accepting, *self._shaking, return_exceptions=True)
+
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
