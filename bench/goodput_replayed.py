@@ -24,11 +24,11 @@ from bench.shapes import Shape, parse_shape
 from bench.workload import trace_at
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Profile
-from conductor.placing.scheduler_settings import RejectPolicy
+from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.profile_file import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.outcome import Outcomes
-from conductor.replay.simulate import Plan, simulate, simulate_colocated
+from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace, TraceRequest
 from conductor.replay.trace_formats import read_trace
 
@@ -59,11 +59,8 @@ def replayed(shape: Shape, trace: Trace, profile: Profile, slo: Slo | None = Non
         shape.prefill, shape.decode, trace.block_size, chunk_tokens=shape.chunk_tokens, keep_gaps=True
     )
     if slo is not None:
-        options = replace(options, slo=slo, reject=RejectPolicy.PREDICT)
-    plan = Plan(trace, CostModel(profile), options)
-    if shape.decode:
-        return simulate(plan).outcomes
-    return simulate_colocated(plan).outcomes
+        options = replace(options, slo=slo, settings=SchedulerSettings())
+    return simulate(Plan(trace, CostModel(profile), options)).outcomes
 
 
 def compared(

@@ -24,10 +24,11 @@ from bench.about_run import about_run
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.placement import Placement, PlacementRequest, Rejection
-from conductor.placing.scheduler import PrefillPolicy, place
+from conductor.placing.prefill_policies import PrefillPolicy
+from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.profile_file import load_profile
-from conductor.replay.cluster import Cluster
+from conductor.replay.cluster import SimCluster
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.trace import Trace, arrivals
 from conductor.replay.trace_formats import read_trace
@@ -63,7 +64,7 @@ def measure_place(trace: Trace, nodes: int, requests: int) -> dict[str, float]:
     timed = TimedPlace()
     cost = CostModel(load_profile("a800-llama70b"))
     scale = max(1, nodes // NODES_PER_COPY)
-    cluster = Cluster(cost, ClusterOptions(nodes, nodes, trace.block_size), timed)
+    cluster = SimCluster(cost, ClusterOptions(nodes, nodes, trace.block_size), timed)
     cluster.run(arrivals(trace, 1.0, scale, 3.0, max(1, requests // scale), 0))
     micros = sorted(second * 1e6 for second in timed.seconds[len(timed.seconds) // 2 :])
     return {

@@ -33,8 +33,8 @@ from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decision_lines import Shared
 from conductor.placing.explain import Decisions
+from conductor.placing.prefill_policies import scheduler_settings
 from conductor.placing.roles import RoleController, RoleSettings
-from conductor.placing.scheduler_settings import scheduler_settings
 from conductor.profile_file import load_profile
 from conductor.serving.attach import AttachService
 from conductor.serving.decision_log import DecisionLog

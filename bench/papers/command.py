@@ -20,7 +20,7 @@ from bench.papers.paper import EXPERIMENTS
 from bench.papers.peers import RULES, peer_policy
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Profile
-from conductor.replay.cluster import Cluster
+from conductor.replay.cluster import SimCluster
 from conductor.replay.command import (
     POLICY_SETS,
     make_parser,
@@ -67,14 +67,13 @@ def _run(args: argparse.Namespace, clock: Clock) -> int:
         return _paper(args.paper, trace, profile)
     lines: list[RunLines] = []
 
-    def ran(cluster: Cluster) -> None:
+    def ran(cluster: SimCluster) -> None:
         if args.html:
             lines.append(run_lines(cluster))
 
     runs = run_all(args, trace, profile, clock, policies_of(args, SETS), _plan, ran)
     if args.html:
-        is_colocated = args.nodes[1] == 0
-        sweep = _sweep(args, trace, profile) if args.sweep and not is_colocated else []
+        sweep = _sweep(args, trace, profile) if args.sweep and args.nodes[1] else []
         args.html.write_text(
             page(f"conductor replay {trace.name}", [run.report for run in runs], lines, sweep)
         )

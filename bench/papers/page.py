@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 
 from bench.papers.chart import Line, chart
-from conductor.replay.cluster import Cluster
+from conductor.replay.cluster import SimCluster
 from conductor.replay.outcome import Outcomes
 from conductor.replay.report import Report, table_rows
 from conductor.replay.trace import Trace, turns
@@ -63,12 +63,12 @@ CHARTS = (
 )
 
 
-def run_lines(cluster: Cluster) -> RunLines:
+def run_lines(cluster: SimCluster) -> RunLines:
     """Return the lines of a finished run that was sampled."""
     options, outcomes = cluster.options, cluster.outcomes
     samples = _thinned(cluster.samples)
     return RunLines(
-        f"{options.policy} {options.reject.value}",
+        f"{options.policy} {options.settings.reject.value}",
         _cumulative(list(outcomes.ttft_s)),
         _cumulative(list(outcomes.tbt_s)),
         [(at_s, queued_s) for at_s, queued_s, _ in samples],

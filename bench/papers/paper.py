@@ -23,13 +23,13 @@ from base.request import Slo
 from bench.papers.generate import generate
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Profile
-from conductor.placing.scheduler_settings import RejectPolicy
-from conductor.replay.block_cache import BlockCache
-from conductor.replay.cluster import Cluster
+from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
+from conductor.replay.block_cache import LruCache
+from conductor.replay.cluster import SimCluster
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.outcome import Outcomes, distribution
-from conductor.replay.policies import POLICIES
-from conductor.replay.simulate import Plan, simulate, simulate_colocated
+from conductor.replay.policies import PAPER_POLICIES as POLICIES
+from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import DEFAULT_BLOCK_SIZE, Trace, TraceRequest
 
 Row = list[str]
@@ -150,7 +150,8 @@ def table3(trace: Trace, profile: Profile) -> Table:
         late = 0
         for reject in (RejectPolicy.LATE, RejectPolicy.EARLY, RejectPolicy.PREDICT):
             slo = Slo(30.0, tbt_slo_s)
-            options = ClusterOptions(10, 2, trace.block_size, reject=reject, slo=slo)
+            settings = SchedulerSettings(reject=reject)
+            options = ClusterOptions(10, 2, trace.block_size, settings=settings, slo=slo)
             cluster = simulate(Plan(trace, CostModel(profile), options, speed=2.0, jitter_s=ROUNDED_TO_S))
             outcomes = cluster.outcomes
             late = late or outcomes.num_rejected
@@ -208,7 +209,7 @@ DRIFT_S = 180.0
 LONGEST_PERIOD_S = 100.0
 
 
-def saturated(trace: Trace, profile: Profile, reject: RejectPolicy, retests: bool, seed: int) -> Cluster:
+def saturated(trace: Trace, profile: Profile, reject: RejectPolicy, retests: bool, seed: int) -> SimCluster:
     """Return a finished run in which both pools have too much to do, with samples of their load.
 
     The trace's own bursts would swing too, so arrivals are spread, by `seed`.
@@ -217,7 +218,7 @@ def saturated(trace: Trace, profile: Profile, reject: RejectPolicy, retests: boo
         16,
         3,
         trace.block_size,
-        reject=reject,
+        settings=SchedulerSettings(reject=reject),
         retests=retests,
         slo=Slo(30.0, 0.064),
         sample_every_s=SAMPLE_S,
@@ -226,7 +227,7 @@ def saturated(trace: Trace, profile: Profile, reject: RejectPolicy, retests: boo
     return simulate(Plan(trace, CostModel(profile), options, speed=5.0, jitter_s=ROUNDED_TO_S, limit=10_000))
 
 
-def loads(cluster: Cluster) -> tuple[list[float], list[float]]:
+def loads(cluster: SimCluster) -> tuple[list[float], list[float]]:
     """Return seconds of prefill queued and of a decode step, without filling and emptying of the cluster."""
     samples = cluster.samples[len(cluster.samples) // 10 : -len(cluster.samples) // 6]
     return [sample[1] for sample in samples], [sample[2] for sample in samples]
@@ -301,8 +302,7 @@ def _disaggregated(trace: Trace, profile: Profile) -> Outcomes:
 
 
 def _colocated(trace: Trace, profile: Profile) -> Outcomes:
-    options = ClusterOptions(4, 0, trace.block_size)
-    return simulate_colocated(Plan(trace, CostModel(profile), options)).outcomes
+    return _run(trace, profile, 4, 0, policy="local").outcomes
 
 
 EXPERIMENTS: dict[str, Callable[[Trace, Profile], Table]] = {
@@ -350,7 +350,7 @@ def deviation(values: list[float]) -> float:
 
 def _prefixes(trace: Trace, cache_tokens: int) -> list[tuple[int, int]]:
     """Return (prompt tokens, matched tokens) of each request against one LRU cache."""
-    cache = BlockCache(cache_tokens // trace.block_size)
+    cache = LruCache(cache_tokens // trace.block_size)
     pairs = []
     for request in trace.requests:
         matched = cache.match(request.chain) * trace.block_size
@@ -361,12 +361,12 @@ def _prefixes(trace: Trace, cache_tokens: int) -> list[tuple[int, int]]:
 
 def _run(
     trace: Trace, profile: Profile, prefill: int, decode: int, *, speed: float = 1.0, **options: object
-) -> Cluster:
+) -> SimCluster:
     chosen = ClusterOptions(prefill, decode, trace.block_size, **options)  # type: ignore[arg-type]
     return simulate(Plan(trace, CostModel(profile), chosen, speed))
 
 
-def _mean_ttft_s(cluster: Cluster) -> float:
+def _mean_ttft_s(cluster: SimCluster) -> float:
     return distribution(cluster.outcomes.ttft_s)["mean"]
 
 

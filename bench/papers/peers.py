@@ -23,7 +23,7 @@ from conductor.placing.cluster_view import ClusterView, NodeState
 from conductor.placing.cost_model import CostModel
 from conductor.placing.load_order import bits_of
 from conductor.placing.placement import PlacementRequest
-from conductor.placing.scheduler import PrefillChoice, PrefillPolicy, candidate
+from conductor.placing.prefill_policies import PrefillChoice, PrefillPolicy, candidate
 from conductor.placing.scheduler_settings import SchedulerSettings
 from kvstore.index import Group
 

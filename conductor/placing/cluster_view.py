@@ -43,7 +43,7 @@ FULL_S = 0.25
 
 
 class NodeState:
-    """One node: its own words and our account of what we placed on it."""
+    """One node: what it reports, and what this conductor has placed on it."""
 
     __slots__ = (
         "capacity_tokens",
@@ -115,7 +115,7 @@ class NodeState:
 
 
 class InFlight:
-    """Our account of one placed request."""
+    """One placed request, as the conductor counts it."""
 
     __slots__ = (
         "context_tokens",
@@ -169,7 +169,7 @@ class ClusterView:
         self.running_sequences = 0
         self.running_context_tokens = 0.0
         self.foreign_sequences = 0
-        """Of those that run: another conductor's, as far as heartbeats told."""
+        """Running sequences of other conductors, by heartbeats."""
         self.foreign_context_tokens = 0
         self.num_in_flight = 0
         """Requests placed and not finished."""
@@ -316,7 +316,7 @@ class ClusterView:
         return node is not None and node.events.apply(first_number, stored, removed, is_snapshot)
 
     def awaits_snapshot(self, node_id: NodeId) -> bool:
-        """Return whether KV events of a node were lost, so that all its blocks must be told anew."""
+        """Return whether KV events of a node were lost, so that it has to list all its blocks anew."""
         node = self._nodes.get(node_id)
         return node is not None and node.events.waits_for_snapshot
 
@@ -422,12 +422,12 @@ class ClusterView:
         tokens = beat.num_queued_tokens - node.queued_tokens
         if tokens <= 0:
             return 0.0
-        # their lengths are not told, their number is: attention takes the square of each
+        # a heartbeat has their number and not their lengths: attention takes the square of each
         prompts = max(1, beat.num_waiting + beat.num_running - node.num_queued)
         return prompts * self._cost.prefill_s(max(1, tokens // prompts), 0)
 
     def _note_foreign(self, node: NodeState, beat: Heartbeat | None) -> None:
-        """Count what decodes on a node for other conductors, as its heartbeat tells; None: it has left."""
+        """Count what decodes on a node for other conductors, by its heartbeat; None: it has left."""
         sequences = context_tokens = 0
         if beat is not None and Role.DECODE in node.info.roles:
             own = node.running_sequences - node.foreign_sequences + node.num_queued

@@ -179,7 +179,7 @@ class CostModel:
 
 
 class _Learned:
-    """Of one node and term: fading means of the logarithms of measured/predicted and of the predicted."""
+    """Fading means, for one node and term, of the logarithms of measured/predicted and of the predicted."""
 
     __slots__ = ("covariance", "error", "log_ratio", "ratio", "trend", "usual_s", "variance")
 

@@ -22,12 +22,12 @@ from conductor.placing.profile import Profile
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 
 FORMAT = 1
-"""Of the lines; a reader refuses any other."""
+"""The version of the lines; a reader refuses any other."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shared:
-    """What all decisions of one file were made with."""
+    """The profile, the settings and the model of all decisions in one file."""
 
     profile: Profile
     settings: SchedulerSettings
@@ -45,21 +45,21 @@ def shared_to(shared: Shared) -> dict[str, Any]:
     }
 
 
-def shared_from(told: dict[str, Any]) -> Shared:
-    if told["format"] != FORMAT:
-        raise ValueError(f"format {told['format']}, this release reads {FORMAT}")
-    settings = told["settings"] | {"reject": RejectPolicy(told["settings"]["reject"])}
-    profile = from_table(Profile, told["profile"], ("profile",))
-    return Shared(profile, SchedulerSettings(**settings), told["model_id"])
+def shared_from(row: dict[str, Any]) -> Shared:
+    if row["format"] != FORMAT:
+        raise ValueError(f"format {row['format']}, this release reads {FORMAT}")
+    settings = row["settings"] | {"reject": RejectPolicy(row["settings"]["reject"])}
+    profile = from_table(Profile, row["profile"], ("profile",))
+    return Shared(profile, SchedulerSettings(**settings), row["model_id"])
 
 
 def decision_to(made: Decision) -> dict[str, Any]:
     """Return a decision as JSON's kinds of values; infinity is null."""
     asked, seen, result = made.asked, made.seen, made.result
-    told = result._asdict()
+    row = result._asdict()
     if isinstance(result, Rejection):
-        told["reason"] = result.reason.value
-    del told["request_id"]
+        row["reason"] = result.reason.value
+    del row["request_id"]
     return {
         "kind": "decision",
         "request_id": asked.request_id,
@@ -72,13 +72,13 @@ def decision_to(made: Decision) -> dict[str, Any]:
             "avoid": list(asked.avoid),
         },
         "seen": seen._asdict() | {"nodes": seen.nodes and [node._asdict() for node in seen.nodes]},
-        "placed" if isinstance(result, Placement) else "rejected": told,
+        "placed" if isinstance(result, Placement) else "rejected": row,
     }
 
 
-def decision_from(told: dict[str, Any]) -> Decision:
-    request_id = RequestId(told["request_id"])
-    asked, seen = told["asked"], told["seen"]
+def decision_from(row: dict[str, Any]) -> Decision:
+    request_id = RequestId(row["request_id"])
+    asked, seen = row["asked"], row["seen"]
     asked |= {"avoid": tuple(asked.get("avoid", ()))}
     slo = Slo(*(math.inf if bound is None else bound for bound in asked["slo"]))
     chain = tuple(BlockHash(bytes.fromhex(key)) if isinstance(key, str) else key for key in asked["chain"])
@@ -87,19 +87,19 @@ def decision_from(told: dict[str, Any]) -> Decision:
     )
     return Decision(
         PlacementRequest(**asked | {"chain": chain, "slo": slo, "request_id": request_id}),
-        told["arrived_at_s"],
-        told["decided_at_s"],
+        row["arrived_at_s"],
+        row["decided_at_s"],
         ViewSeen(
             **{"running_context_tokens": 0.0} | seen | {"projected": tuple(seen["projected"]), "nodes": nodes}
         ),
-        _result_from(told, request_id),
+        _result_from(row, request_id),
     )
 
 
-def _result_from(told: dict[str, Any], request_id: RequestId) -> Placement | Rejection:
-    if "placed" in told:
-        return Placement(request_id=request_id, **told["placed"])
-    rejected = told["rejected"]
+def _result_from(row: dict[str, Any], request_id: RequestId) -> Placement | Rejection:
+    if "placed" in row:
+        return Placement(request_id=request_id, **row["placed"])
+    rejected = row["rejected"]
     return Rejection(request_id=request_id, **rejected | {"reason": RejectReason(rejected["reason"])})
 
 
@@ -108,17 +108,17 @@ def outcome_to(request_id: RequestId, actual: Actual) -> dict[str, Any]:
     return {"kind": "outcome", "request_id": request_id, **actual._asdict()}
 
 
-def item_from(told: dict[str, Any]) -> Decision | tuple[RequestId, Actual]:
+def item_from(row: dict[str, Any]) -> Decision | tuple[RequestId, Actual]:
     """Return what a line after the first holds: a decision, or an outcome by its request."""
-    if told.pop("kind") == "decision":
-        return decision_from(told)
-    return RequestId(told.pop("request_id")), Actual(**told)
+    if row.pop("kind") == "decision":
+        return decision_from(row)
+    return RequestId(row.pop("request_id")), Actual(**row)
 
 
 def _or_none(bound_s: float) -> float | None:
     return None if bound_s == math.inf else bound_s
 
 
-def line_of(told: dict[str, Any]) -> str:
-    """Return the line of a file that reads back as `told`."""
-    return json.dumps(told, separators=(",", ":")) + "\n"
+def line_of(row: dict[str, Any]) -> str:
+    """Return the line of a file that reads back as `row`."""
+    return json.dumps(row, separators=(",", ":")) + "\n"

@@ -42,7 +42,7 @@ class NodeSeen(NamedTuple):
     matched_blocks: int
     """Leading blocks of the prompt that it holds."""
     queue_ends_at_s: float
-    """On the conductor's clock; in the past: idle. 0 unless it prefills."""
+    """The moment on the conductor's clock; in the past: idle. 0 unless it prefills."""
     num_queued: int
     num_outgoing: int
     """Fetches from it under way."""
@@ -60,11 +60,11 @@ class NodeSeen(NamedTuple):
     running_sequences: int
     running_context_tokens: float
     queued_s: float
-    """Of prefill placed on it."""
+    """Predicted seconds of the prefill that is placed on it."""
     tightest_tbt_s: float | None
-    """Of the bounds of what decodes on it; None: nobody has one."""
+    """The least TBT bound of what decodes on it; None: nobody has one."""
     capacity_tokens: int = UNBOUNDED_TOKENS
-    """Of its whole cache."""
+    """Tokens that its whole cache holds."""
     prefill_trend: float = 0.0
     """The power of the profile's seconds that the ratio grows with."""
     prefill_usual_s: float = 1.0
@@ -72,7 +72,7 @@ class NodeSeen(NamedTuple):
 
 
 class ViewSeen(NamedTuple):
-    """What placement read of the cluster as a whole."""
+    """The cluster as a whole, as placement saw it."""
 
     block_size: int
     mean_output_tokens: float
@@ -84,7 +84,7 @@ class ViewSeen(NamedTuple):
     projected: tuple[int, int]
     """Sequences and context tokens expected to decode when this prefill ends."""
     nodes: tuple[NodeSeen, ...] | None
-    """In the order of their slots, which ties go by. None: there were too many."""
+    """The nodes in the order of their slots, which ties go by. None: there were too many."""
 
 
 class Decision(NamedTuple):
@@ -104,14 +104,14 @@ class Actual(NamedTuple):
     end: str
     """finished, or the class of the error that ended the attempt, or cancelled."""
     ttft_s: float | None = None
-    """From arrival; None also where an earlier attempt had sent the first token."""
+    """Seconds from arrival; None also where an earlier attempt had sent the first token."""
     queue_s: float | None = None
     compute_s: float | None = None
     exposed_transfer_s: float | None = None
     mean_tbt_s: float | None = None
     num_cached_tokens: int | None = None
     num_output_tokens: int = 0
-    """Of this attempt."""
+    """Tokens that this attempt made."""
 
 
 def decision(
@@ -121,7 +121,7 @@ def decision(
     arrived_at_s: float,
     decided_at_s: float,
 ) -> Decision:
-    """Write down a decision; to be called before the view is told of it."""
+    """Write down a decision; to be called before the view counts its placement."""
     return Decision(asked, arrived_at_s, decided_at_s, _seen(asked, view, result, decided_at_s), result)
 
 

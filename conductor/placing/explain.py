@@ -1,6 +1,6 @@
-"""Why a request went where it went, and whether it went as predicted.
+"""Explanations: why a request went where it went, and whether it went as predicted.
 
-The last `MAX_KEPT` decisions are kept in memory. What is told of one is worked out when it
+The last `MAX_KEPT` decisions are kept in memory. What is shown of one is worked out when it
 is asked for, from the recorded decision by the scheduler's own functions: keeping costs a
 request little, and an explanation cannot differ from what was done.
 """
@@ -16,15 +16,15 @@ from conductor.placing.cost_model import CostModel
 from conductor.placing.decision_lines import decision_to
 from conductor.placing.decisions import Actual, Decision, NodeSeen, decide_again, view_of
 from conductor.placing.placement import Placement
-from conductor.placing.scheduler import (
+from conductor.placing.prefill_policies import (
     PrefillChoice,
     best_source,
     candidate,
     deepest_holders,
     fetching_candidate,
     prefers_fetch,
-    tokens_needed,
 )
+from conductor.placing.scheduler import tokens_needed
 from conductor.placing.scheduler_settings import SchedulerSettings
 
 MAX_KEPT = 1024
@@ -33,7 +33,7 @@ MAX_KEPT = 1024
 MAX_LISTED = 100
 
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
-"""Of the ids that HTTP clients see."""
+"""Beginnings of the ids that HTTP clients see."""
 
 
 class DecisionWriter(Protocol):
@@ -44,7 +44,7 @@ class DecisionWriter(Protocol):
     def outcome(self, request_id: RequestId, actual: Actual) -> None: ...
 
 
-class _Kept:
+class _KeptDecision:
     __slots__ = ("actual", "made")
 
     def __init__(self, made: Decision) -> None:
@@ -66,11 +66,11 @@ class Decisions:
         self._settings = settings
         self._log = decision_log
         self._max_kept = max_kept
-        self._kept: dict[RequestId, _Kept] = {}
+        self._kept: dict[RequestId, _KeptDecision] = {}
 
     def decided(self, made: Decision) -> None:
         """Keep a decision, and forget the oldest where there are too many."""
-        self._kept[made.asked.request_id] = _Kept(made)
+        self._kept[made.asked.request_id] = _KeptDecision(made)
         if len(self._kept) > self._max_kept:
             del self._kept[next(iter(self._kept))]
         if self._log is not None:
@@ -86,7 +86,7 @@ class Decisions:
     def explain(self, name: str) -> dict[str, Any] | None:
         """Return, for JSON, all attempts of a request that are remembered; None: there are none.
 
-        `name` is what the client was told (with or without `chatcmpl-`), a node's name of
+        `name` is the id that the client has (with or without `chatcmpl-`), a node's name of
         the request, or any beginning of it that ends before a `-` or `.`.
         """
         for prefix in ANSWER_PREFIXES:
@@ -106,36 +106,36 @@ class Decisions:
         newest = islice(reversed(self._kept.values()), MAX_LISTED)
         return [_listed(kept.made, kept.actual, now_s) for kept in newest]
 
-    def _explained(self, kept: _Kept) -> dict[str, Any]:
+    def _explained(self, kept: _KeptDecision) -> dict[str, Any]:
         made, actual = kept.made, kept.actual
-        told = decision_to(made)
-        del told["seen"], told["kind"], told["asked"]["chain"], told["asked"]["request_id"]
-        told["waited_s"] = made.decided_at_s - made.arrived_at_s
+        shown = decision_to(made)
+        del shown["seen"], shown["kind"], shown["asked"]["chain"], shown["asked"]["request_id"]
+        shown["waited_s"] = made.decided_at_s - made.arrived_at_s
         if made.seen.nodes is not None:
-            told["prefill_candidates"] = _prefill_candidates(
+            shown["prefill_candidates"] = _prefill_candidates(
                 made, made.seen.nodes, self._cost, self._settings
             )
-            told["decode_candidates"] = _decode_candidates(made, made.seen.nodes, self._cost)
-            told["runner_up"] = _runner_up(told["prefill_candidates"], made)
-            told["decided_again_alike"] = decide_again(made, self._cost, self._settings) == made.result
+            shown["decode_candidates"] = _decode_candidates(made, made.seen.nodes, self._cost)
+            shown["runner_up"] = _runner_up(shown["prefill_candidates"], made)
+            shown["decided_again_alike"] = decide_again(made, self._cost, self._settings) == made.result
         if actual is not None:
-            told["actual"] = actual._asdict()
+            shown["actual"] = actual._asdict()
             if isinstance(made.result, Placement):
-                told["predicted_over_actual"] = _compared(made, made.result, actual)
-        return told
+                shown["predicted_over_actual"] = _compared(made, made.result, actual)
+        return shown
 
 
 def _listed(made: Decision, actual: Actual | None, now_s: float) -> dict[str, Any]:
     """Return one attempt as a row: `state` is running, a rejection's reason, or how it ended."""
-    told: dict[str, Any] = {
+    shown: dict[str, Any] = {
         "request_id": made.asked.request_id,
         "age_s": now_s - made.arrived_at_s,
         "num_tokens": made.asked.num_tokens,
     }
     if not isinstance(made.result, Placement):
-        return told | {"state": f"rejected: {made.result.reason.value}"}
+        return shown | {"state": f"rejected: {made.result.reason.value}"}
     waited_s = made.decided_at_s - made.arrived_at_s
-    told |= {
+    shown |= {
         "state": "running",
         "prefill_node": made.result.prefill_node,
         "decode_node": made.result.decode_node,
@@ -143,14 +143,14 @@ def _listed(made: Decision, actual: Actual | None, now_s: float) -> dict[str, An
         "predicted_ttft_s": waited_s + made.result.predicted_ttft_s,
     }
     if actual is not None:
-        told |= {
+        shown |= {
             "state": actual.end,
             "ttft_s": actual.ttft_s,
             "mean_tbt_s": actual.mean_tbt_s,
             "num_cached_tokens": actual.num_cached_tokens,
             "num_output_tokens": actual.num_output_tokens,
         }
-    return told
+    return shown
 
 
 def _prefill_candidates(

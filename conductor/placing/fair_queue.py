@@ -1,4 +1,4 @@
-"""Who is placed next, and who is let go, when more requests wait than can be placed.
+"""Fair queue: who is placed next, and who is let go, when more requests wait than can be placed.
 
     higher criticality first
     among equals the tenant that has had the least, in predicted seconds of prefill
@@ -30,8 +30,8 @@ from typing import NamedTuple
 from base.request import RequestId
 
 MAX_REMEMBERED = 4_096
-"""Tenants that wait for nothing and have had more than the present virtual time; more of them are forgotten,
-and begin at the present: where there are no keys, clients name as many tenants as they like."""
+"""Idle tenants whose virtual time, ahead of the present one, is remembered. Where there are no keys,
+clients name as many tenants as they like; those past the limit begin at the present."""
 
 
 PATIENCE_S = 30.0
@@ -39,7 +39,7 @@ PATIENCE_S = 30.0
 
 
 class Criticality(IntEnum):
-    """Who goes first when not all can; higher goes first, and is shed last."""
+    """The class of a request: a higher one goes first, and is shed last."""
 
     SHEDDABLE = -1
     STANDARD = 0
@@ -60,7 +60,7 @@ class Waiting(NamedTuple):
     criticality: Criticality
     tenant: str
     due_at_s: float
-    """What its tenant's requests are ordered by: when its first token is wanted."""
+    """When its first token is wanted, by which the requests of its tenant are ordered."""
     cost_s: float
     """Predicted seconds of prefill."""
 
@@ -135,7 +135,7 @@ class FairQueue:
             }
 
     def drop(self, request_id: RequestId) -> None:
-        """Remove a request that waits no longer; an unknown one is passed over."""
+        """Remove a request; an unknown one is passed over."""
         entry = self._waiting.pop(request_id, None)
         if entry is None:
             return

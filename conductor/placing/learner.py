@@ -1,4 +1,4 @@
-"""What requests teach of their nodes, as they run: corrections of the cost model.
+"""Learning: requests correct the cost model of their nodes as they run.
 
     placed -> first_token -> ended      for each attempt; `refused` where there was none
 
@@ -16,9 +16,9 @@ from conductor.placing.placement import Placement, PlacementRequest
 from conductor.placing.prefill_pace import PrefillPace
 
 DOUBT_AFTER_S = 1.0
-"""Without anything learned while requests are refused: what is known may be wrong from then on."""
+"""Seconds without anything learned while requests are refused, after which what is known may be wrong."""
 DOUBT_HALF_LIFE_S = 0.7
-"""After `DOUBT_AFTER_S`, what was learned is halved this often."""
+"""Seconds in which doubt, once it has begun, halves what was learned."""
 
 
 class _Running:

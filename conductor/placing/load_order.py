@@ -42,7 +42,7 @@ class LoadOrder:
         """Entries looked at by `least`, for tests that bound the work."""
 
     def value(self, node: int) -> float:
-        """Return what `set` was last told of `node`."""
+        """Return the value that `node` was last set to."""
         return self._values[node]
 
     def set(self, node: int, value: float) -> None:

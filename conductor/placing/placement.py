@@ -18,27 +18,27 @@ UNBOUNDED = Slo()
 
 
 class PlacementRequest(NamedTuple):
-    """What placement needs of a request."""
+    """A request, as far as placement needs to know it."""
 
     request_id: RequestId
     chain: Sequence[Key]
     """Hashes of the prompt's blocks, first to last."""
     num_tokens: int
-    """Of the prompt."""
+    """Tokens of the prompt."""
     max_tokens: int
     """New tokens at most."""
     slo: Slo = UNBOUNDED
     priority: int = 0
     waited_s: float = 0.0
-    """Between arrival and placement; what its TTFT bound has lost already."""
+    """Seconds between arrival and placement, which its TTFT bound has lost already."""
     is_promised: bool = False
-    """It was let wait, because it was predicted to keep its bounds then."""
+    """Whether it was let wait because it was predicted to keep its bounds."""
     avoid: Sequence[NodeId] = ()
     """Nodes that failed attempts before this one: chosen where no other will do."""
 
 
 class Placement(NamedTuple):
-    """Which nodes serve a request, and the predictions that chose them."""
+    """The nodes that serve a request, and the predictions that chose them."""
 
     request_id: RequestId
     prefill_node: NodeId
@@ -58,7 +58,7 @@ class Placement(NamedTuple):
     """Overlaps the queue: the blocks travel while the request waits."""
     prefill_s: float
     handoff_s: float
-    """What shows of it after the last layer computed."""
+    """Seconds of the hand-off that show after the last layer is computed."""
     predicted_ttft_s: float
     predicted_tbt_s: float
     dispatch_s: float = 0.0

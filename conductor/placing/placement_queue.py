@@ -94,7 +94,13 @@ class PlacementQueue:
         return sum(place.item.cost_s for place in self._places.values())
 
     def join(
-        self, item: Waiting, waiter: Waiter, now_s: float, first_token_by_s: float, give_up_at_s: float
+        self,
+        item: Waiting,
+        waiter: Waiter,
+        now_s: float,
+        first_token_by_s: float,
+        give_up_at_s: float,
+        was_tried: bool = False,
     ) -> bool:
         """Try a request at once where nobody is before it; return whether it waits.
 
@@ -104,13 +110,15 @@ class PlacementQueue:
             now_s: Of its arrival in the queue.
             first_token_by_s: By the request's SLO; infinity: there is none.
             give_up_at_s: The request's end.
+            was_tried: Its owner, to whom the queue was empty, has tried it at this very moment.
 
         Raises:
             ServeError: what its try raised.
         """
         self._note_roles(now_s)
         ahead_s = self._queue.seconds_ahead(item) / max(1, self._num_prefill_nodes())
-        if (ahead_s or not len(self._queue)) and waiter.try_to_place(ahead_s):
+        may_try = not was_tried and (ahead_s or not len(self._queue))
+        if may_try and waiter.try_to_place(ahead_s):
             return False
         self._places[item.request_id] = _Place(item, waiter, now_s, first_token_by_s, give_up_at_s)
         shed = self._queue.push(item)

@@ -1,6 +1,6 @@
 """How fast prefill nodes really are, against the profile, from when their prompts were done.
 
-A node that has one prompt tells its own seconds. One that has several computes parts of them
+The seconds of a prompt that is alone on its node are its own. A node with several computes parts of them
 in the same step, so that each one's seconds hold the others': a short prompt beside a long
 one seems to take as long. Then a run of prompts is taken together: from the moment the node
 began on them, or finished those before, to the last first token.
@@ -14,7 +14,7 @@ from base.request import NodeId
 RUN_LENGTH = 8
 
 
-class _Run:
+class _PromptRun:
     __slots__ = ("begun_at_s", "done_profile_s", "is_spoiled", "num_done", "num_placed", "was_alone")
 
     def __init__(self, now_s: float) -> None:
@@ -30,13 +30,13 @@ class PrefillPace:
     """The run of prompts that each node is at."""
 
     def __init__(self) -> None:
-        self._runs: dict[NodeId, _Run] = {}
+        self._runs: dict[NodeId, _PromptRun] = {}
 
     def placed(self, node_id: NodeId, now_s: float) -> None:
         """A prompt was placed on a node."""
         run = self._runs.get(node_id)
         if run is None:
-            run = self._runs[node_id] = _Run(now_s)
+            run = self._runs[node_id] = _PromptRun(now_s)
         run.num_placed += 1
         run.was_alone = run.was_alone and run.num_placed == 1
 
@@ -68,9 +68,9 @@ class PrefillPace:
         if not run.num_placed:
             self._end(node_id, run, now_s)
 
-    def _end(self, node_id: NodeId, run: _Run, now_s: float) -> None:
+    def _end(self, node_id: NodeId, run: _PromptRun, now_s: float) -> None:
         del self._runs[node_id]
         if run.num_placed:
-            following = self._runs[node_id] = _Run(now_s)
+            following = self._runs[node_id] = _PromptRun(now_s)
             following.num_placed = run.num_placed
             following.was_alone = False

@@ -16,9 +16,9 @@ class Point:
     """One measurement, and what the profile fitted to all of them says to it."""
 
     tokens: float
-    """Of prefill: tokens computed. Of decode: sequences of the step."""
+    """Tokens computed by a prefill; sequences of a decode step."""
     context: float
-    """Of prefill: tokens of the prefix. Of decode: tokens of each sequence."""
+    """Tokens of the prefix of a prefill; tokens of each sequence of a decode step."""
     measured_s: float
     predicted_s: float
 
@@ -29,7 +29,7 @@ class StepPoint:
 
     chunk_tokens: int
     prefix_tokens: float
-    """Before the chunk, on the device; the mean of several steps."""
+    """Tokens before the chunk, on the device; the mean of several steps."""
     batch: int
     """Sequences that decode in the same step."""
     context: float
@@ -40,7 +40,7 @@ class StepPoint:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a profile was fitted to. Errors are relative; none of it enters a prediction."""
+    """The measurements that a profile was fitted to. Errors are relative; none of it enters a prediction."""
 
     device: str = ""
     model: str = ""
@@ -75,14 +75,14 @@ class Profile:
     prefill_small_s: float
     """Added to a prefill of few tokens, less the more they are: see `prefill_small_tokens`."""
     prefill_small_tokens: int
-    """At so many new tokens half of `prefill_small_s` is left."""
+    """New tokens at which half of `prefill_small_s` is left."""
     prefix_token_s: float
-    """To bring a matched token's KV from host memory to where attention reads it."""
+    """Seconds to bring a matched token's KV from host memory to where attention reads it."""
     decode_fixed_s: float
     decode_sequence_s: float
     decode_context_token_s: float
     transfer_bytes_per_s: float
-    """Of one node's link, each way."""
+    """The rate of one node's link, each way."""
     transfer_fixed_s: float
     device_kv_tokens: int
     """Tokens of KV that fit beside the weights."""
@@ -92,32 +92,32 @@ class Profile:
     disk_bytes_per_s: float = 0.0
     evidence: Evidence = Evidence()
     request_s: float = 0.0
-    """Of a prefill node's time, that a request takes beside its prefill: scheduling, sampling, storing."""
+    """Seconds of a prefill node that a request takes beside its prefill: scheduling, sampling, storing."""
     step_tokens: tuple[int, ...] = ()
     """Lengths, rising, that a step with a chunk is padded to; past the last it is as long as it is."""
     launches_ahead: bool = False
     """Whether a step is launched before the tokens of the one before are known."""
     chunk_step_s: float = 0.0
-    """Of a step with a chunk, beside the chunk's prefill: nothing is launched ahead of it."""
+    """Seconds of a step with a chunk, beside the chunk's prefill: nothing is launched ahead of it."""
     mixed_step_s: float = 0.0
-    """Of such a step, if sequences decode in it, beside that."""
+    """Seconds that a step with a chunk takes longer if sequences decode in it."""
     chunk_sequence_s: float = 0.0
-    """Of such a step, for each of these sequences."""
+    """Seconds of a step with a chunk for each sequence that decodes in it."""
     chunk_token2_s: float = 0.0
-    """Of such a step of fewer than `long_chunk_tokens` rows, instead of `prefill_token2_s`: attention is
-    another kernel's there."""
+    """Stands for `prefill_token2_s` in a step with a chunk of fewer than `long_chunk_tokens` rows: attention
+    is another kernel's there."""
     attention_rows: int = 1
-    """That kernel takes for fewer rows of chunks as long as for a multiple of this."""
+    """Rows that the kernel of short chunks takes at once: fewer take as long as these."""
     long_chunk_tokens: int = 0
-    """Rows from which on attention is as a whole prompt's."""
+    """Rows of a step with a chunk from which on attention is as a whole prompt's."""
     start_s: float = 0.0
-    """Between the first token of a request that was handed over and its decode node's turn: messages."""
+    """Seconds of messages between the first token of a request that was handed over and its decode turn."""
     join_s: float = 0.0
-    """Of the first step in which it decodes there: its KV's sums."""
+    """Seconds that the sums of its KV add to the first step in which it decodes there."""
     dispatch_s: float = 0.0
-    """Of a request's TTFT, that no node computes in: HTTP, messages."""
+    """Seconds of a request's TTFT in which no node computes: HTTP, messages."""
     dispatch_token_s: float = 0.0
-    """The same for each token of its prompt: reading and tokenizing it."""
+    """Seconds of a request's TTFT for each token of its prompt, to read and tokenize it."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -10,7 +10,7 @@ because arrivals come in bursts and a change costs a drain.
 
 If the others of its pool are lost before, it stays what it is.
 
-`RoleController.step` only decides; its caller tells the view (and, live, the node). A
+`RoleController.step` only decides; its caller changes the view (and, live, the node). A
 drained node keeps its blocks: they are still found, fetched and matched.
 """
 
@@ -36,14 +36,14 @@ class RoleSettings:
     spare: float = 0.6
     """Load of the pool that gives one, at most, after giving it."""
     hold_s: float = 20.0
-    """Both for so long."""
+    """Seconds for which both hold before a node changes."""
     pause_s: float = 60.0
-    """After a change."""
+    """Seconds without another change after one."""
     smoothing_s: float = 15.0
 
 
 class RoleStep(Enum):
-    """What to do with a node."""
+    """A step of a role change."""
 
     DRAIN = "drain"
     CHANGE = "change"
@@ -56,7 +56,7 @@ class RoleAction:
     step: RoleStep
     node_id: NodeId
     role: Role
-    """The one to come."""
+    """The role that the node is to have."""
 
 
 class RoleController:

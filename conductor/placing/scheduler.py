@@ -22,7 +22,7 @@ What the paper leaves open, and what is chosen here:
 * where one node does both, the sequence stays there, and its KV goes nowhere: so the node that is to
   compute decodes too, if it may and another's step is hardly shorter;
 * a node that failed an attempt of the request is chosen, or fetched from, where no other will
-  do: it may be dead, which its lease tells some seconds later;
+  do: it may be dead, which shows when its lease ends, some seconds later;
 * ties go to the smaller slot.
 
 `place` is pure: no I/O, no clock, no randomness; it changes nothing. The live conductor
@@ -31,72 +31,30 @@ and replay call this very function.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from math import inf
-from operator import attrgetter
 
 from base.request import Slo
 from conductor.placing.admission import RETRY_AFTER_S, refusal
 from conductor.placing.cluster_view import ClusterView, NodeState
 from conductor.placing.cost_model import CostModel
 from conductor.placing.inline_prefill import inline_placement
-from conductor.placing.load_order import bits_of
 from conductor.placing.placement import UNBOUNDED, Placement, PlacementRequest, Rejection, RejectReason
+from conductor.placing.prefill_policies import (
+    POLICIES,
+    PrefillChoice,
+    PrefillPolicy,
+    matched_tokens,
+    preferred,
+)
 from conductor.placing.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
 from kvstore.index import Group
 
 # A decode node that saves bytes may cost this much of TBT against the least loaded one.
 DECODE_AFFINITY = 1.05
 
-# Holders to compare as a source: enough to spread over, few enough not to be a scan.
-MAX_SOURCES = 8
-
 # If the least loaded decode nodes cannot hold a prompt, others can only where nodes differ.
 DECODE_TRIES = 4
-
-NOBODY: Group = (0, 0)
-
-
-class PrefillChoice:
-    """One candidate for the prefill of a request; a bare class because several are made for each."""
-
-    __slots__ = (
-        "fetch_s",
-        "local_blocks",
-        "matched_blocks",
-        "prefill_s",
-        "queue_s",
-        "ready_s",
-        "slot",
-        "source_slot",
-    )
-
-    def __init__(
-        self,
-        slot: int,
-        local_blocks: int,
-        matched_blocks: int,
-        source_slot: int | None,
-        queue_s: float,
-        fetch_s: float,
-        prefill_s: float,
-    ) -> None:
-        self.slot = slot
-        self.local_blocks = local_blocks
-        self.matched_blocks = matched_blocks
-        self.source_slot = source_slot
-        self.queue_s = queue_s
-        self.fetch_s = fetch_s
-        self.prefill_s = prefill_s
-        self.ready_s = (queue_s if queue_s > fetch_s else fetch_s) + prefill_s
-        """Until its last layer is computed: the longer of queue and fetch, and prefill."""
-
-
-PrefillPolicy = Callable[
-    [PlacementRequest, list[Group], ClusterView, CostModel, SchedulerSettings, float], PrefillChoice
-]
-"""Chooses among `view.prefill_mask`, which is not empty; the groups are of all holders."""
 
 
 def place(
@@ -111,8 +69,8 @@ def place(
 
     Args:
         request: What is asked.
-        view: The cluster as it is believed to be; not changed. The caller tells it of a
-            placement it carries out with `view.placed`.
+        view: The cluster as it is believed to be; not changed. The caller counts a
+            placement that it carries out with `view.placed`.
         cost: Predicts seconds.
         now_s: On the clock of the view's events.
         settings: An operator's; by default the cost model decides and PREDICT rejects.
@@ -123,7 +81,7 @@ def place(
         return Rejection(request.request_id, RejectReason.NO_PREFILL_NODE, RETRY_AFTER_S[0])
     view.prefill_order.settle(now_s)
     groups = view.index.match(request.chain)
-    choose = choose_prefill or least_ttft
+    choose = choose_prefill or POLICIES[settings.policy]
     prefill = choose(request, groups, view, cost, settings, now_s)
     decode = choose_decode(request, groups, view, prefill)
     if isinstance(decode, RejectReason):
@@ -158,9 +116,9 @@ class Turn(Enum):
 
     NOW = "now"
     LATER = "later"
-    """It waits, whatever placement says."""
+    """Not now: it waits, whatever placement says."""
     LATER_IF_PROMISING = "later if promising"
-    """It waits, unless it has to be refused or a decode node computes it."""
+    """Not now, unless it has to be refused or a decode node computes it."""
 
 
 def turn_of(slo: Slo, ahead_s: float, view: ClusterView, settings: SchedulerSettings, now_s: float) -> Turn:
@@ -180,96 +138,6 @@ def is_final(result: Placement | Rejection, turn: Turn, has_begun: bool) -> bool
     if isinstance(result, Rejection):
         return not has_begun
     return turn is Turn.NOW or result.is_inline
-
-
-def least_ttft(
-    request: PlacementRequest,
-    groups: list[Group],
-    view: ClusterView,
-    cost: CostModel,
-    settings: SchedulerSettings,
-    now_s: float,
-) -> PrefillChoice:
-    """Return the prefill node with the smallest predicted seconds to the last layer."""
-    best_blocks, holders = deepest_holders(request, groups, view) if settings.fetches else NOBODY
-    source: NodeState | None = None
-    best: PrefillChoice | None = None
-    rest = preferred(view.prefill_mask, request, view)
-    least = view.prefill_order.least
-    for depth, mask in (*groups, (0, rest)):
-        members = mask & rest
-        if not members:
-            continue
-        rest ^= members
-        slot = least(members)
-        if slot is None:
-            continue
-        choice = candidate(request, slot, depth, view, cost, now_s)
-        if depth < best_blocks:
-            source = source or best_source(holders, view)
-            fetching = fetching_candidate(request, choice, best_blocks, source, view, cost)
-            if prefers_fetch(choice, fetching, settings):
-                choice = fetching
-        if best is None or choice.ready_s < best.ready_s:
-            best = choice
-        if best.ready_s <= best.prefill_s:
-            break  # idle already: a shallower group can only compute or fetch more
-    assert best is not None, "prefill_mask is not empty, so some node is in some group"
-    return best
-
-
-def preferred(mask: int, request: PlacementRequest, view: ClusterView) -> int:
-    """Return those of `mask` that failed no attempt of the request; all, if each did."""
-    return mask & ~view.mask_of(request.avoid) or mask if request.avoid else mask
-
-
-def deepest_holders(request: PlacementRequest, groups: list[Group], view: ClusterView) -> Group:
-    """Return the deepest of `groups` to fetch from, without nodes that failed the request."""
-    if not request.avoid:
-        return groups[0] if groups else NOBODY
-    avoided = view.mask_of(request.avoid)
-    return next(((depth, mask & ~avoided) for depth, mask in groups if mask & ~avoided), NOBODY)
-
-
-def candidate(
-    request: PlacementRequest,
-    slot: int,
-    depth: int,
-    view: ClusterView,
-    cost: CostModel,
-    now_s: float,
-) -> PrefillChoice:
-    """Return what it takes for the node in `slot` to compute all after its own `depth` blocks."""
-    queue_s = view.prefill_order.value(slot) - now_s
-    if queue_s < 0.0:
-        queue_s = 0.0
-    prefill_s = _prefill_s(request, slot, depth, view, cost)
-    return PrefillChoice(slot, depth, depth, None, queue_s, 0.0, prefill_s)
-
-
-def fetching_candidate(
-    request: PlacementRequest,
-    own: PrefillChoice,
-    best_blocks: int,
-    source: NodeState,
-    view: ClusterView,
-    cost: CostModel,
-) -> PrefillChoice:
-    """Return what it takes for the same node to fetch up to `best_blocks` first."""
-    missing = matched_tokens(request, best_blocks, view) - matched_tokens(request, own.local_blocks, view)
-    fetch_s = cost.transfer_s(missing, cost.fetch_share(source.num_queued > 0, source.num_outgoing))
-    prefill_s = _prefill_s(request, own.slot, best_blocks, view, cost)
-    return PrefillChoice(
-        own.slot, own.local_blocks, best_blocks, source.slot, own.queue_s, fetch_s, prefill_s
-    )
-
-
-def prefers_fetch(own: PrefillChoice, fetching: PrefillChoice, settings: SchedulerSettings) -> bool:
-    """Return whether a node should fetch rather than compute all it lacks."""
-    threshold = settings.kvcache_balancing_threshold
-    if threshold is None:
-        return fetching.ready_s < own.ready_s
-    return fetching.matched_blocks >= threshold * own.local_blocks
 
 
 def tokens_needed(request: PlacementRequest, view: ClusterView) -> float:
@@ -292,30 +160,6 @@ def choose_decode(
     if slot is None:
         return RejectReason.NO_FREE_BLOCKS
     return _nearer_decode(slot, members, groups, view, peak_tokens, prefill)
-
-
-def matched_tokens(request: PlacementRequest, blocks: int, view: ClusterView) -> int:
-    """Return the prompt tokens in `blocks` leading blocks; the last token is always computed."""
-    tokens, last = blocks * view.block_size, request.num_tokens - 1
-    return tokens if tokens < last else last
-
-
-def best_source(mask: int, view: ClusterView) -> NodeState:
-    """Return the holder with the fewest fetches from it, among the first few."""
-    if not mask & (mask - 1):
-        return view.node_at(mask.bit_length() - 1)
-    return min(map(view.node_at, bits_of(mask, MAX_SOURCES)), key=_num_outgoing)
-
-
-_num_outgoing = attrgetter("num_outgoing")
-
-
-def _prefill_s(request: PlacementRequest, slot: int, depth: int, view: ClusterView, cost: CostModel) -> float:
-    prefix = matched_tokens(request, depth, view)
-    seconds = cost.prefill_s(request.num_tokens - prefix, prefix)
-    if view.corrections.has_learned:
-        return view.corrections.corrected_s(view.node_at(slot).info.node_id, "prefill", seconds)
-    return seconds
 
 
 def _least_with_room(members: int, view: ClusterView, peak_tokens: float, num_tokens: int) -> int | None:

@@ -1,7 +1,7 @@
 """Block cache: the blocks in one simulated node's host memory.
 
 `PolicyCache` evicts by the live `kvstore/eviction.py`, under any of its policies.
-`BlockCache` is its policy `lru` and nothing else, ten times as fast: storing prompts is the
+`LruCache` is its policy `lru` and nothing else, ten times as fast: storing prompts is the
 simulator's most frequent work, so it keeps runs of blocks that came and went together
 instead of blocks. A test holds the two to the same evictions.
 
@@ -27,7 +27,7 @@ from kvstore.index import Key
 
 
 class Cache(Protocol):
-    """What a simulated node needs of its cache."""
+    """The cache of a simulated node."""
 
     def __len__(self) -> int: ...
 
@@ -58,13 +58,13 @@ def make_cache(policy: str, profile: Profile, block_size: int) -> Cache:
         raise ConfigError(f"eviction {policy!r}: one of {', '.join(BY_NAME)}")
     capacity, on_disk = profile.host_kv_tokens // block_size, profile.disk_kv_tokens // block_size
     if policy == "lru":
-        return TieredCache(capacity, on_disk) if on_disk else BlockCache(capacity)
+        return TieredCache(capacity, on_disk) if on_disk else LruCache(capacity)
     if on_disk:
         raise ConfigError(f"eviction {policy!r}: a disk is simulated with lru alone")
     return PolicyCache(policy, capacity)
 
 
-class _Run:
+class _BlockRun:
     """Blocks that follow each other and were last used together."""
 
     __slots__ = ("keys",)
@@ -73,8 +73,8 @@ class _Run:
         self.keys = keys
 
 
-class BlockCache:
-    """At most `capacity` blocks, least recently used out first.
+class LruCache:
+    """A cache of at most `capacity` blocks, least recently used out first.
 
     A prompt that leaves a run in its middle splits it there; what it used is one run from then on.
     """
@@ -82,8 +82,8 @@ class BlockCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._size = 0
-        self._by_first: dict[Key, _Run] = {}
-        self._by_use: OrderedDict[_Run, None] = OrderedDict()
+        self._by_first: dict[Key, _BlockRun] = {}
+        self._by_use: OrderedDict[_BlockRun, None] = OrderedDict()
 
     def __len__(self) -> int:
         return self._size
@@ -107,7 +107,7 @@ class BlockCache:
         """Hold all of `chain`, as far as it fits; return what is new and what had to go."""
         if len(chain) > self.capacity:
             chain = chain[: self.capacity]
-        path: list[_Run] = []
+        path: list[_BlockRun] = []
         get, by_use = self._by_first.get, self._by_use
         depth, length = 0, len(chain)
         while depth < length and (run := get(chain[depth])):
@@ -120,7 +120,7 @@ class BlockCache:
             depth = end
         stored = chain[depth:]
         if stored:
-            run = self._by_first[stored[0]] = _Run(stored)
+            run = self._by_first[stored[0]] = _BlockRun(stored)
             path.append(run)
             self._size += len(stored)
         if len(path) > 2:
@@ -140,7 +140,7 @@ class BlockCache:
         self._by_first.clear()
         self._by_use.clear()
 
-    def _joined(self, path: list[_Run], chain: Sequence[Key]) -> list[_Run]:
+    def _joined(self, path: list[_BlockRun], chain: Sequence[Key]) -> list[_BlockRun]:
         """Return the first run, which others share, and one of all after it: they were used together."""
         first, last = path[0], path[-1]
         for run in path[1:-1]:
@@ -151,9 +151,9 @@ class BlockCache:
         self._by_first[last.keys[0]] = last
         return [first, last]
 
-    def _split(self, run: _Run, at: int) -> _Run:
+    def _split(self, run: _BlockRun, at: int) -> _BlockRun:
         """Return the first `at` blocks as a run of their own; the others keep their place in the order."""
-        head = self._by_first[run.keys[0]] = _Run(run.keys[:at])
+        head = self._by_first[run.keys[0]] = _BlockRun(run.keys[:at])
         run.keys = run.keys[at:]
         self._by_first[run.keys[0]] = run
         return head
@@ -183,8 +183,8 @@ class TieredCache:
     """
 
     def __init__(self, in_memory: int, on_disk: int) -> None:
-        self._memory = BlockCache(in_memory)
-        self._all = BlockCache(in_memory + on_disk)
+        self._memory = LruCache(in_memory)
+        self._all = LruCache(in_memory + on_disk)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -209,7 +209,7 @@ class TieredCache:
 
 
 class PolicyCache:
-    """At most `capacity` blocks, evicted by the live code."""
+    """A cache of at most `capacity` blocks, evicted by the live code."""
 
     def __init__(self, policy: str, capacity: int) -> None:
         self.capacity = capacity

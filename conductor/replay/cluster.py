@@ -1,15 +1,14 @@
-"""The simulated cluster: nodes, links and a clock around the live scheduler.
+"""The simulated cluster: nodes, links and a clock around the service's own decisions.
 
-Everything that decides is the live conductor's: `place`, admission, the view and its
-index. Simulated are the prefill queues with their caches, the decode batches, the links
-and time. A request passes
+Everything that decides is the conductor's (`sim_conductor.py`). Simulated are the nodes with their engines
+and caches, the links and time. A request passes
 
     arrival -> placed -> (fetch) -> queue -> prefill ~ hand-off -> first token -> decode -> end
 
 and each arrow is an event, ordered by moment and then by the order in which
 they were made: the same trace and seed give the same run, to the byte.
 
-The view is told what a live conductor would be told, when it would be: its own placements
+The view learns what a live conductor's would, when it would: its own placements
 at once, first tokens and ends as they happen, KV events `view_delay_s` late.
 """
 
@@ -20,27 +19,20 @@ from collections.abc import Sequence as ChainOf
 from math import inf
 
 from base.errors import ConfigError
-from base.grants import PeerDescriptor
-from base.messages import NodeInfo
-from base.request import NodeId, Role
-from conductor.placing.admission import admit_to_decode
-from conductor.placing.cluster_view import ClusterView
+from base.request import NodeId, RequestId, Role
 from conductor.placing.cost_model import CostModel
 from conductor.placing.load_order import bits_of
-from conductor.placing.placement import Placement, PlacementRequest, Rejection
-from conductor.placing.profile import Profile
 from conductor.placing.roles import RoleController, RoleStep
-from conductor.placing.scheduler import PrefillPolicy, place
-from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
+from conductor.placing.scheduler import place
 from conductor.replay.block_cache import make_cache
-from conductor.replay.cluster_options import ClusterOptions
+from conductor.replay.cluster_options import ClusterOptions, NodeSpec
 from conductor.replay.events import Events
-from conductor.replay.faults import Fault
+from conductor.replay.faults import NodeFault
 from conductor.replay.links import Flow, Links
 from conductor.replay.outcome import Outcomes, worst_gaps_s
-from conductor.replay.pipeline import CHUNK_TOKENS, grouped, run_through
-from conductor.replay.policies import prefill_policy
-from conductor.replay.sim_engine import DEFAULT_CHUNK_TOKENS, SimEngine
+from conductor.replay.pipeline import CHUNK_TOKENS, run_through
+from conductor.replay.sim_conductor import Placer, SimConductor
+from conductor.replay.sim_engine import SimEngine
 from conductor.replay.sim_node import SimNode
 from conductor.replay.sim_request import SimRequest
 from conductor.replay.trace import TraceRequest
@@ -55,24 +47,18 @@ WATCH_EVERY = 1_000
 Watch = Callable[[float, int], None]
 
 
-Placer = Callable[
-    [PlacementRequest, ClusterView, CostModel, float, SchedulerSettings, PrefillPolicy],
-    Placement | Rejection,
-]
-
-
-class Cluster:
+class SimCluster:
     """One run. `run` may be called once."""
 
     def __init__(self, cost: CostModel, options: ClusterOptions, placer: Placer = place) -> None:
-        """`placer` may wrap `scheduler.place`, to time or record it."""
+        """`cost` is of one node alone; `placer` may wrap `scheduler.place`, to time or record it."""
+        specs = options.nodes(cost.profile)
         self.options = options
-        self._node_cost = cost
-        if options.stages > 1:
-            cost = CostModel(grouped(cost.profile, options.stages))
-        self._place = placer
-        self.outcomes = Outcomes(options.block_size, cost.profile)
-        self.view = ClusterView(cost, options.block_size)
+        self._alone = cost
+        # one of the first node's kind, by which the conductor predicts
+        self._cost = cost if specs[0].profile is cost.profile else CostModel(specs[0].profile)
+        self.outcomes = Outcomes(options.block_size, self._cost.profile)
+        self.outcomes.gaps = [] if options.keep_gaps else None
         self.now_s = 0.0
         self._events = Events()
         self._at = self._events.at
@@ -81,33 +67,22 @@ class Cluster:
         """(moment, mean seconds of prefill queued, mean decode step) of each sample."""
         self.replicas: list[tuple[float, list[int]]] = []
         """(moment, replicas of each watched block) of each sample."""
-        self._cost = cost
         self._block_size = options.block_size
-        self._prefill_s = cost.prefill_s
-        self._request_s = cost.profile.request_s
-        self._start_s, self._join_s = cost.profile.start_s, cost.profile.join_s
-        self._chunk_tokens = 0
-        if options.stages == 1:
-            usual = DEFAULT_CHUNK_TOKENS if cost.profile.chunk_step_s else 0
-            self._chunk_tokens = usual if options.chunk_tokens is None else options.chunk_tokens
         self._num_begun = 0
         """Attempts, of all requests."""
-        self._retests = options.retests and options.reject is not RejectPolicy.NONE
-        self._has_disk = cost.profile.disk_kv_tokens > 0
-        self._settings = SchedulerSettings(
-            reject=options.reject,
-            fetches=options.policy == "global",
-            kvcache_balancing_threshold=options.kvcache_balancing_threshold,
-        )
-        self._choose_prefill = options.rule or prefill_policy(options.policy, options.seed)
+        self._conductor = SimConductor(self._cost, options, self._at, self._placed, self._refused, placer)
+        self.view = self._conductor.view
         self.num_events = 0
-        """After `run`: arrivals and what followed from them."""
+        """Arrivals and what followed from them, once the run is over."""
         self._is_arriving = False
-        self._nodes: dict[NodeId, SimNode] = {}
         self._in_flight: dict[SimRequest, None] = {}
         self._num_turns_to_come = 0
-        self._roles = RoleController(cost, options.roles) if options.roles else None
-        self._build()
+        self._roles = RoleController(self._cost, options.roles) if options.roles else None
+        self._nodes = {spec.node_id: self._node(spec) for spec in specs}
+        for node in self._nodes.values():
+            self._register(node, node.spec.roles)
+        if unknown := [fault.node_id for fault in options.faults if fault.node_id not in self._nodes]:
+            raise ConfigError(f"fault of node {unknown[0]!r}: there is none of that name")
 
     @property
     def nodes(self) -> list[SimNode]:
@@ -117,7 +92,7 @@ class Cluster:
     def run(self, arrivals: Iterable[TraceRequest], watch: Watch | None = None) -> None:
         """Serve every request of `arrivals`, which come in order of time, to its end.
 
-        `watch` is told the simulated time and the requests that arrived, now and then.
+        `watch` gets the simulated time and the number of requests that arrived, now and then.
         """
         if self.options.sample_every_s:
             self._at(self.options.sample_every_s, self._sample)
@@ -145,50 +120,24 @@ class Cluster:
     @property
     def _is_busy(self) -> bool:
         """Whether something will happen that is worth watching."""
-        return self._is_arriving or bool(self._in_flight) or self._num_turns_to_come > 0
+        is_served = self._in_flight or self._conductor.num_waiting
+        return self._is_arriving or bool(is_served) or self._num_turns_to_come > 0
 
     # Nodes
 
-    def _build(self) -> None:
-        options = self.options
-        if options.prefill_nodes % options.stages:
-            raise ConfigError(
-                f"{options.prefill_nodes} prefill nodes in groups of {options.stages}: --stages divides them"
-            )
-        for number in range(options.prefill_nodes // options.stages):
-            self._add(NodeId(f"p{number}"), Role.PREFILL, self._cost.profile)
-        for number in range(options.decode_nodes):
-            self._add(NodeId(f"d{number}"), Role.DECODE, self._node_cost.profile)
-        if unknown := [fault.node_id for fault in options.faults if fault.node_id not in self._nodes]:
-            raise ConfigError(f"fault of node {unknown[0]!r}: there is none of that name")
-
-    def _add(self, node_id: NodeId, role: Role, profile: Profile) -> None:
-        cache = make_cache(self.options.eviction, profile, self.options.block_size)
+    def _node(self, spec: NodeSpec) -> SimNode:
+        cost = self._cost if spec.profile is self._cost.profile else CostModel(spec.profile)
+        cache = make_cache(self.options.eviction, spec.profile, self.options.block_size)
         engine = SimEngine(
-            self._cost, self._chunk_tokens, self._at, self._start_prefill, self._computed, self._finished
+            cost, spec.chunk_tokens, self._at, self._start_prefill, self._computed, self._finished
         )
-        node = SimNode(node_id, cache, engine, profile.transfer_bytes_per_s, self.options.stages)
-        self._nodes[node_id] = node
-        self._register(node, frozenset({role}))
+        return SimNode(spec, cost, cache, engine)
 
     def _register(self, node: SimNode, roles: frozenset[Role]) -> None:
-        size = self.options.block_size
-        blocks = self._cost.profile.device_kv_tokens // size
-        info = NodeInfo(
-            node_id=node.node_id,
-            epoch=node.epoch,
-            roles=roles,
-            model_id="",
-            layout_id="",
-            max_model_len=0,
-            num_blocks=blocks,
-            block_size=size,
-            peer=PeerDescriptor(node.node_id, node.epoch, ()),
-            host="",
-        )
-        self.view.add_node(info, self.now_s)
+        self.view.add_node(node.info(roles, self._block_size), self.now_s)
+        self._conductor.pump(self.now_s)
 
-    def _node_dies(self, fault: Fault) -> None:
+    def _node_dies(self, fault: NodeFault) -> None:
         node = self._nodes[fault.node_id]
         if node.node_id not in self.view.node_ids():
             return
@@ -204,22 +153,22 @@ class Cluster:
             if node.node_id in (placement.prefill_node, placement.decode_node):
                 # what is decoding elsewhere does not need the node that prefilled it
                 if placement.decode_node == node.node_id or request.waits_for or request.flow:
-                    self._retry(request)
+                    self._lost(request, node.node_id)
             elif placement.source_node == node.node_id and request.fetching:
                 self._stop_flow(request)
                 request.fetching = False
                 self._nodes[placement.prefill_node].engine.add(request, self.now_s)
+        self._conductor.pump(self.now_s)
         if fault.for_s < inf:
             self._at(self.now_s + fault.for_s, self._register, node, roles)
 
-    def _retry(self, request: SimRequest) -> None:
-        """Begin a lost request again, with the tokens that it has."""
-        self.view.finished(request.request_id, self.now_s)
+    def _lost(self, request: SimRequest, node_id: NodeId) -> None:
+        """Let a request that a node lost be tried again, with the tokens that it has."""
+        del self._in_flight[request]
         self._stop_flow(request)
         self._nodes[request.placement.prefill_node].engine.drop(request, self.now_s)
-        request.begin_again()
         self.outcomes.num_retried += 1
-        self._begin(request)
+        self._conductor.lost(request, node_id, self.now_s)
 
     def _stop_flow(self, request: SimRequest) -> None:
         if request.flow is not None:
@@ -227,13 +176,14 @@ class Cluster:
             request.flow = None
 
     def _step_roles(self, roles: RoleController) -> None:
-        action = roles.step(self.view, self.now_s)
+        action = roles.step(self.view, self.now_s, self._conductor.waiting_s)
         if action is not None and action.step is RoleStep.DRAIN:
             self.view.set_draining(action.node_id, self.now_s)
         elif action is not None:
             self.view.set_roles(action.node_id, frozenset({action.role}), self.now_s)
             self.view.set_draining(action.node_id, self.now_s, False)
             self.outcomes.role_changes += 1
+            self._conductor.pump(self.now_s)
         if self._is_busy:
             self._at(self.now_s + ROLE_STEP_S, self._step_roles, roles)
 
@@ -257,35 +207,25 @@ class Cluster:
     def _arrived(self, row: TraceRequest) -> None:
         number = self.outcomes.num_arrived
         self.outcomes.num_arrived = number + 1
-        self._begin(SimRequest(row, number, self.options.output_limit))
+        self._conductor.ask(SimRequest(row, number, self.options.output_limit), self.now_s)
 
-    def _begin(self, request: SimRequest) -> None:
-        """Place a request, or reject it."""
-        now_s = self.now_s
-        asked = PlacementRequest(
-            request.request_id, request.chain, request.num_tokens, request.tokens_left, self.options.slo
-        )
-        placement = self._place(asked, self.view, self._cost, now_s, self._settings, self._choose_prefill)
-        if not isinstance(placement, Placement):
-            self._rejected(request, placement.reason.value, 0.0)
-            return
-        self.view.placed(asked, placement, now_s)
-        request.placement = placement
+    def _placed(self, request: SimRequest) -> None:
+        placement = request.placement
         request.waits_for = 1
         self._in_flight[request] = None
         request.order = self._num_begun = self._num_begun + 1
         node = self._nodes[placement.prefill_node]
         if placement.source_node is not None:
-            self._fetch(request, node, self._nodes[placement.source_node], placement)
+            self._fetch(request, node, self._nodes[placement.source_node])
         else:
-            node.engine.add(request, now_s)
+            node.engine.add(request, self.now_s)
 
-    def _rejected(self, request: SimRequest, reason: str, wasted_prefill_s: float) -> None:
-        self._in_flight.pop(request, None)
+    def _refused(self, request: SimRequest, reason: str, wasted_prefill_s: float = 0.0) -> None:
         self.outcomes.rejected(request.number, request.arrival_s, reason, wasted_prefill_s)
         self._next_turn(request)
 
-    def _fetch(self, request: SimRequest, node: SimNode, source: SimNode, placement: Placement) -> None:
+    def _fetch(self, request: SimRequest, node: SimNode, source: SimNode) -> None:
+        placement = request.placement
         tokens = placement.matched_tokens - placement.local_blocks * self.options.block_size
         num_bytes = tokens * self._cost.profile.kv_token_bytes
         request.fetching = True
@@ -310,37 +250,39 @@ class Cluster:
         matched_tokens, last = matched * self._block_size, request.num_tokens - 1
         request.prefix_tokens = prefix = matched_tokens if matched_tokens < last else last
         new_tokens = request.num_tokens - prefix
-        request.prefill_s = prefill_s = self._prefill_s(new_tokens, prefix)
-        shown_s = self._shown_load_s(node, request.chain, matched, prefill_s) if self._has_disk else 0.0
-        if self._chunk_tokens:
+        request.prefill_s = prefill_s = node.cost.prefill_s(new_tokens, prefix)
+        shown_s = self._shown_load_s(node, request.chain, matched, prefill_s) if node.has_disk else 0.0
+        if node.spec.chunk_tokens:
             # each of its chunks leaves when it is computed
             self._hand_off(request, node, 0.0)
-            return self._request_s + self._cost.beside_chunks_s(new_tokens, prefix) + shown_s
+            return node.request_s + node.cost.beside_chunks_s(new_tokens, prefix) + shown_s
         seconds = prefill_s = prefill_s + shown_s
         if node.free_at_s:
-            free_at_s, ends_at_s = run_through(node.free_at_s, now_s + self._request_s, self._chunks(request))
+            free_at_s, ends_at_s = run_through(
+                node.free_at_s, now_s + node.request_s, self._chunks(request, node)
+            )
             seconds, prefill_s = free_at_s - now_s, ends_at_s - now_s
             if ends_at_s > free_at_s:
                 # the first stage is free for the next prompt while later stages work on this one
                 request.waits_for += 1
-                self._at(ends_at_s, self._left_pipeline, request, request.attempt)
+                self._at(ends_at_s, self._left_pipeline, request, request.request_id)
         self._hand_off(request, node, prefill_s)
         return seconds
 
     def _shown_load_s(self, node: SimNode, chain: ChainOf[Key], matched: int, prefill_s: float) -> float:
         """Return what is seen of loading blocks from disk, layer by layer while others compute."""
         tokens = node.cache.num_on_disk(chain, matched) * self.options.block_size
-        load_s = self._node_cost.load_s(tokens, from_disk=True)
-        return max(0.0, load_s - prefill_s) + min(load_s, prefill_s) / self._cost.profile.num_layers
+        load_s = self._alone.load_s(tokens, from_disk=True)
+        return max(0.0, load_s - prefill_s) + min(load_s, prefill_s) / node.spec.profile.num_layers
 
-    def _chunks(self, request: SimRequest) -> list[float]:
+    def _chunks(self, request: SimRequest, node: SimNode) -> list[float]:
         """Return the seconds that one node alone would take for each chunk of a prompt."""
         prefix, end, size = request.prefix_tokens, request.num_tokens, CHUNK_TOKENS
-        alone_s, request_s = self._node_cost.prefill_s, self._request_s
+        alone_s, request_s = self._alone.prefill_s, node.request_s
         return [alone_s(min(size, end - at), at) - request_s for at in range(prefix, end, size)]
 
-    def _left_pipeline(self, request: SimRequest, attempt: int) -> None:
-        if request.attempt == attempt:
+    def _left_pipeline(self, request: SimRequest, attempt: RequestId) -> None:
+        if request.request_id == attempt:
             self._one_part_done(request)
 
     def _hand_off(self, request: SimRequest, node: SimNode, prefill_s: float) -> None:
@@ -352,11 +294,11 @@ class Cluster:
         if stays or tokens <= 0 or request.tokens_left <= 1:
             return
         request.waits_for += 1
-        profile = self._cost.profile
+        profile = node.spec.profile
         num_bytes = tokens * profile.kv_token_bytes
         # No layer can leave before it is computed, and the last leaves after all of it:
         # a flow slowed to that pace ends when a streamed hand-off would.
-        request.tail_s = tail_s = self._cost.transfer_s(tokens) / profile.num_layers
+        request.tail_s = tail_s = node.cost.transfer_s(tokens) / profile.num_layers
         receives, rate = self._nodes[placement.decode_node].receives, num_bytes / (prefill_s + tail_s)
         request.flow = Flow(node.sends, receives, num_bytes, rate, self._handed_off, (request,))
         self.links.start(request.flow, self.now_s)
@@ -371,11 +313,12 @@ class Cluster:
             self._store(node, request.chain[: request.computed_tokens // self._block_size])
             return
         self._store(node, request.chain)
-        if self._chunk_tokens:
+        request.computed_at_s = now_s
+        if node.spec.chunk_tokens:
             request.prefill_s = now_s - request.started_at_s
             if request.tail_s and not request.flow:
                 # all but the last chunk's KV has come
-                self._at(now_s + request.tail_s, self._left_pipeline, request, request.attempt)
+                self._at(now_s + request.tail_s, self._left_pipeline, request, request.request_id)
                 return
         self._one_part_done(request)
 
@@ -386,42 +329,45 @@ class Cluster:
 
     def _next_token(self, request: SimRequest) -> None:
         """The token that prefill makes came: the first, or after a fault the next."""
-        now_s, options, view, placement = self.now_s, self.options, self.view, request.placement
-        node = self._nodes[placement.decode_node]
-        if self._retests and not admit_to_decode(
-            view.node(node.node_id), self._cost, request.num_tokens, options.slo, options.reject
-        ):
-            view.finished(request.request_id, now_s)
-            self._rejected(request, "tbt_late", request.prefill_s)
+        now_s, placement = self.now_s, request.placement
+        if not self._conductor.was_prefilled(request, now_s):
+            self._end(request)
+            self._refused(request, "tbt_late", request.prefill_s)
+            self._conductor.pump(now_s)
             return
-        view.prefill_done(request.request_id, now_s)
-        if options.decode_caches:
+        node = self._nodes[placement.decode_node]
+        if self.options.decode_caches:
             self._store(node, request.chain)
         if request.first_token_s is None:
             request.first_token_s = now_s
         else:
             request.gaps.append((now_s - request.token_at_s, 1, 0.0))
-        request.token_at_s = now_s
+        request.token_at_s = request.prefilled_at_s = now_s
         stays = placement.prefill_node == placement.decode_node
-        request.join_s = 0.0 if stays else self._join_s
+        profile = node.spec.profile
+        request.join_s = 0.0 if stays else profile.join_s
         if request.tokens_left <= 1:
             self._finished(request, now_s)
-        elif self._start_s and not stays:
-            self._at(now_s + self._start_s, self._started, request, request.attempt)
+        elif profile.start_s and not stays:
+            self._at(now_s + profile.start_s, self._started, request, request.request_id)
         else:
             node.engine.join(request, now_s)
 
-    def _started(self, request: SimRequest, attempt: int) -> None:
-        """The decode node was told to begin. If it died meanwhile, its first token is made twice."""
-        if request.attempt == attempt:
+    def _started(self, request: SimRequest, attempt: RequestId) -> None:
+        """Let a sequence decode. If its node died meanwhile, its first token is made twice."""
+        if request.request_id == attempt:
             self._nodes[request.placement.decode_node].engine.join(request, self.now_s)
 
-    def _finished(self, request: SimRequest, now_s: float) -> None:
-        self.view.finished(request.request_id, now_s, request.tokens_left)
+    def _end(self, request: SimRequest, output_tokens: int | None = None) -> None:
         del self._in_flight[request]
+        self._conductor.ended(request, self.now_s, output_tokens)
+
+    def _finished(self, request: SimRequest, now_s: float) -> None:
+        self._end(request, request.tokens_left)
         placement = request.placement
         tbt_s = worst_gaps_s(request.gaps, request.output_tokens - 1)
         self.outcomes.completed(request, tbt_s, placement.prefill_node, placement.decode_node, now_s)
+        self._conductor.pump(now_s)
         if request.next_turn is not None:
             self._next_turn(request)
 
@@ -438,20 +384,20 @@ class Cluster:
         self._arrived(row)
 
     def _store(self, node: SimNode, chain: ChainOf[Key]) -> int:
-        """Put blocks into a node's cache and tell the view; return how many are new."""
+        """Put blocks into a node's cache and let the view know; return how many are new."""
         stored, evicted = node.cache.store(chain)
         if not stored and not evicted:
             return 0
         first_number = node.next_event
         node.next_event += len(stored) + len(evicted)
         if self.options.view_delay_s:
-            told_at_s = self.now_s + self.options.view_delay_s
-            self._at(told_at_s, self._tell, node, node.epoch, first_number, stored, evicted)
+            seen_at_s = self.now_s + self.options.view_delay_s
+            self._at(seen_at_s, self._see, node, node.epoch, first_number, stored, evicted)
         else:
             self.view.kv_events(node.node_id, first_number, stored, evicted)
         return len(stored)
 
-    def _tell(
+    def _see(
         self, node: SimNode, epoch: int, first_number: int, stored: ChainOf[Key], evicted: list[Key]
     ) -> None:
         if epoch == node.epoch:

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
-from base.request import Slo
+from base.config import EngineConfig
+from base.errors import ConfigError
+from base.request import NodeId, Role, Slo
+from conductor.placing.placement import UNBOUNDED
+from conductor.placing.prefill_policies import PrefillPolicy
+from conductor.placing.profile import Profile
 from conductor.placing.roles import RoleSettings
-from conductor.placing.scheduler import PrefillPolicy
-from conductor.placing.scheduler_settings import RejectPolicy
-from conductor.replay.faults import Fault
+from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
+from conductor.replay.faults import NodeFault
+from conductor.replay.pipeline import grouped
+
+DEFAULT_CHUNK_TOKENS = EngineConfig().chunk_tokens
+"""Tokens of a step, where nothing else is said."""
+
+PLAIN = SchedulerSettings(reject=RejectPolicy.NONE)
+"""The scheduler of the papers: each request is placed as it comes, and nobody is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """One node to simulate. Its profile says how fast it is and how much it holds."""
+
+    node_id: NodeId
+    roles: frozenset[Role]
+    profile: Profile
+    chunk_tokens: int
+    """Tokens of a step; 0: a step with a prompt is all of it."""
+    stages: int = 1
+    """Nodes that prefill each prompt together, of which this one stands for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +41,23 @@ class ClusterOptions:
 
     prefill_nodes: int
     decode_nodes: int
+    """0: every node has both roles."""
     block_size: int
     policy: str = "global"
+    """The name of the policy; of those of replay alone, `random` has no settings."""
     rule: PrefillPolicy | None = None
     """The policy itself, where its name is none of `policies.POLICIES`."""
-    reject: RejectPolicy = RejectPolicy.NONE
+    settings: SchedulerSettings = PLAIN
+    learns: bool = False
+    """Whether predictions are corrected by what was measured, as the service's are."""
+    max_waiting: int = 512
+    """Requests that wait to be placed, at most; then one is let go."""
+    role_wait_s: float = 10.0
+    """Seconds that a request waits for a role that has no node left."""
     retests: bool = True
     """Whether its decode node tests a request again; False: what was admitted decodes."""
-    slo: Slo = field(default_factory=Slo)
-    kvcache_balancing_threshold: float | None = None
+    slo: Slo = UNBOUNDED
+    """The bounds that each request names, unless nobody is refused."""
     eviction: str = "lru"
     """A policy of `kvstore/eviction.py`."""
     view_delay_s: float = 0.0
@@ -33,7 +65,7 @@ class ClusterOptions:
     """Cuts every output; 1 is prefill alone."""
     sample_every_s: float = 0.0
     """Record the load of both pools so often; 0: never."""
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[NodeFault, ...] = ()
     roles: RoleSettings | None = None
     """When nodes may change roles; None: never."""
     seed: int = 0
@@ -44,7 +76,45 @@ class ClusterOptions:
     decode_caches: bool = False
     """Whether a decode node keeps the prompts that it received, and lends them."""
     chunk_tokens: int | None = None
-    """Of a step; 0: a step with a prompt is all of it, as in the paper's model and in a pipelined group.
-    None: the engine's default where the profile knows what a chunk costs, else 0."""
+    """Tokens of a step; 0: a step with a prompt is all of it, as in the paper's model and in a pipelined
+    group. None: the engine's default where the profile knows what a chunk costs or nodes have both roles,
+    else 0."""
     keep_gaps: bool = False
     """Whether outcomes have every gap between two tokens."""
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether every node has both roles."""
+        return not self.decode_nodes
+
+    def nodes(self, profile: Profile) -> list[NodeSpec]:
+        """Return the nodes, prefill nodes first.
+
+        Raises:
+            ConfigError: they cannot be grouped so.
+        """
+        if self.prefill_nodes % self.stages or (self.is_colocated and self.stages > 1):
+            raise ConfigError(
+                f"{self.prefill_nodes} prefill nodes in groups of {self.stages}: --stages divides them, "
+                "and nodes with both roles are in none"
+            )
+        chunk_tokens = self.chunk_tokens
+        if chunk_tokens is None:
+            has_chunks = self.is_colocated or profile.chunk_step_s
+            chunk_tokens = DEFAULT_CHUNK_TOKENS if has_chunks else 0
+        if self.is_colocated:
+            # what a request takes beside its prefill was measured on nodes that only prefill
+            both, alone = frozenset({Role.PREFILL, Role.DECODE}), replace(profile, request_s=0.0)
+            names = [NodeId(f"c{number}") for number in range(self.prefill_nodes)]
+            return [NodeSpec(name, both, alone, chunk_tokens) for name in names]
+        if self.stages > 1:
+            chunk_tokens = 0
+        group = grouped(profile, self.stages) if self.stages > 1 else profile
+        prefill, decode = frozenset({Role.PREFILL}), frozenset({Role.DECODE})
+        specs = [
+            NodeSpec(NodeId(f"p{number}"), prefill, group, chunk_tokens, self.stages)
+            for number in range(self.prefill_nodes // self.stages)
+        ]
+        for number in range(self.decode_nodes):
+            specs.append(NodeSpec(NodeId(f"d{number}"), decode, profile, chunk_tokens))
+        return specs

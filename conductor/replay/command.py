@@ -17,38 +17,41 @@ from math import inf
 from pathlib import Path
 
 from base.clock import Clock, SystemClock
+from base.config import SchedulerConfig
 from base.errors import ConfigError
 from base.request import Slo
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Profile
 from conductor.placing.roles import RoleSettings
-from conductor.placing.scheduler_settings import RejectPolicy
+from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.profile_file import load_profile, preset_names
-from conductor.replay.cluster import WATCH_EVERY, Cluster
+from conductor.replay.cluster import WATCH_EVERY, SimCluster
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.conformance import compared, comparison_rows, read_run, simulated
 from conductor.replay.faults import read_faults
-from conductor.replay.policies import POLICIES
+from conductor.replay.policies import PAPER_POLICIES, POLICIES
 from conductor.replay.report import (
     Report,
     aligned,
-    colocated_report,
     run_report,
     to_json,
     to_table,
     trace_report,
 )
 from conductor.replay.requests_table import require_writable, write_requests
-from conductor.replay.simulate import Plan, simulate, simulate_colocated
+from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace
 from conductor.replay.trace_formats import read_trace
 from kvstore.eviction import BY_NAME
 
-POLICY_SETS: dict[str, tuple[str, ...]] = {"all": POLICIES}
+POLICY_SETS: dict[str, tuple[str, ...]] = {"all": PAPER_POLICIES}
 
 MakePlan = Callable[[argparse.Namespace, Trace, CostModel, str, Slo], Plan]
 
 DEFAULT_PROFILE = "a800-llama70b"
+
+SERVICE = SchedulerConfig()
+"""The settings that the service ships with, which replay takes unless it is asked for others."""
 
 # The paper's real-trace bounds (arXiv 2407.00079, section 8.1.3).
 DEFAULT_SLO = Slo(ttft_slo_s=30.0, tbt_slo_s=0.1)
@@ -79,6 +82,35 @@ def make_parser(more_policies: Sequence[str] = (), more_traces: str = "") -> arg
     )
     add("--policy", choices=[*POLICIES, "all", *more_policies], default="global")
     add("--reject", choices=[policy.value for policy in RejectPolicy], default="none")
+    add("--plain", action="store_true", help="as the papers: no --ahead or --headroom, nothing learned")
+    add("--ahead", type=_seconds, default=SERVICE.ahead_s, metavar="S", help="queued on a node, at most")
+    add("--headroom", type=_share, default=SERVICE.ttft_headroom, metavar="X", help="of a TTFT bound")
+    add(
+        "--inline-tokens",
+        type=int,
+        default=SERVICE.inline_tokens,
+        metavar="N",
+        help="that a decode node computes",
+    )
+    add(
+        "--max-waiting",
+        type=int,
+        default=SERVICE.max_waiting,
+        metavar="N",
+        help="requests, before one is let go",
+    )
+    add(
+        "--role-wait",
+        type=_seconds,
+        default=SERVICE.role_wait_s,
+        metavar="S",
+        help="for a role without a node",
+    )
+    add(
+        "--no-learning",
+        action="store_true",
+        help="predictions by the profile alone, not by what was measured",
+    )
     add("--no-retest", action="store_true", help="a decode node takes what was admitted, whatever its load")
     add("--profile", help=f"file, or one of {', '.join(preset_names())}; {DEFAULT_PROFILE}, or the log's own")
     add("--speed", type=_positive, default=1.0, help="arrivals so many times faster")
@@ -126,6 +158,20 @@ def parse_nodes(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text}: not negative")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: above 0, at most 1")
+    return value
+
+
 def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < inf:
@@ -164,11 +210,11 @@ def slo_of(args: argparse.Namespace) -> Slo:
 
 def policies_of(args: argparse.Namespace, sets: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """Return the policies to run, one after the other."""
-    return ("colocated",) if args.nodes[1] == 0 else sets.get(args.policy, (args.policy,))
+    return sets.get(args.policy, (args.policy,))
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TimedReport:
     """A finished run's report, and how long it took."""
 
     report: Report
@@ -188,13 +234,13 @@ def run_all(
     clock: Clock,
     policies: tuple[str, ...],
     make_plan: MakePlan | None = None,
-    ran: Callable[[Cluster], None] = lambda cluster: None,
-) -> list[Run]:
+    ran: Callable[[SimCluster], None] = lambda cluster: None,
+) -> list[TimedReport]:
     """Run a trace under each policy.
 
     Args:
         make_plan: `plan_of`, or what adds to it.
-        ran: Takes each finished cluster, unless its nodes are colocated.
+        ran: Takes each finished cluster.
     """
     slo, runs = slo_of(args), []
     if args.requests:
@@ -202,20 +248,16 @@ def run_all(
     for policy in policies:
         plan = (make_plan or plan_of)(args, trace, CostModel(profile), policy, slo)
         started_s = clock.now_s()
-        watch = Progress(plan, clock).watch if args.progress else None
-        if policy == "colocated":
-            report = colocated_report(simulate_colocated(plan), slo)
-        else:
-            cluster = simulate(plan, watch)
-            report = run_report(cluster, slo)
-            if args.requests:
-                write_requests(cluster.outcomes, _named(args.requests, policy, len(policies)))
-            ran(cluster)
-        runs.append(Run(report, max(clock.now_s() - started_s, 1e-9)))
+        watch = ProgressLine(plan, clock).watch if args.progress else None
+        cluster = simulate(plan, watch)
+        if args.requests:
+            write_requests(cluster.outcomes, _named(args.requests, policy, len(policies)))
+        ran(cluster)
+        runs.append(TimedReport(run_report(cluster, slo), max(clock.now_s() - started_s, 1e-9)))
     return runs
 
 
-def write(args: argparse.Namespace, trace: Trace, profile: Profile, runs: Sequence[Run]) -> None:
+def write(args: argparse.Namespace, trace: Trace, profile: Profile, runs: Sequence[TimedReport]) -> None:
     """Write the report and the table of some runs."""
     about = trace_report(trace, args.speed, args.scale)
     reports = [run.timed if args.timing else run.report for run in runs]
@@ -243,8 +285,8 @@ def _named(path: Path, policy: str, num_policies: int) -> Path:
     return path if num_policies == 1 else path.with_name(f"{policy}-{path.name}")
 
 
-class Progress:
-    """Tells how far a run is, on standard error."""
+class ProgressLine:
+    """Shows how far a run is, on standard error."""
 
     def __init__(self, plan: Plan, clock: Clock) -> None:
         self._clock = clock
@@ -275,6 +317,18 @@ def show_conformance(args: argparse.Namespace) -> int:
     return 0
 
 
+def settings_of(args: argparse.Namespace) -> SchedulerSettings:
+    """Return the scheduler's settings: the service's, but for what was asked for."""
+    settings = SchedulerSettings(
+        reject=RejectPolicy(args.reject),
+        kvcache_balancing_threshold=args.threshold,
+        inline_tokens=args.inline_tokens,
+    )
+    if args.plain:
+        return settings
+    return dataclasses.replace(settings, ttft_headroom=args.headroom, ahead_s=args.ahead)
+
+
 def plan_of(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str, slo: Slo) -> Plan:
     """Return what to run under one policy."""
     prefill_nodes, decode_nodes = args.nodes
@@ -283,10 +337,12 @@ def plan_of(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str
         decode_nodes=decode_nodes,
         block_size=trace.block_size,
         policy=policy,
-        reject=RejectPolicy(args.reject),
+        settings=settings_of(args),
+        learns=not (args.plain or args.no_learning),
+        max_waiting=args.max_waiting,
+        role_wait_s=args.role_wait,
         retests=not args.no_retest,
         slo=slo,
-        kvcache_balancing_threshold=args.threshold,
         eviction=args.eviction,
         faults=read_faults(args.fault) if args.fault else (),
         roles=RoleSettings(slo.ttft_slo_s / FLIP_TTFT_SHARE, slo.tbt_slo_s) if args.flip_roles else None,

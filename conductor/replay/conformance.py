@@ -26,7 +26,7 @@ from conductor.placing.decision_lines import Shared
 from conductor.placing.decisions import Actual, Decision, decide_again
 from conductor.placing.placement import Placement
 from conductor.placing.profile import Profile
-from conductor.replay.cluster import Cluster
+from conductor.replay.cluster import SimCluster
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.decision_log import read_log
 from conductor.replay.outcome import Outcomes
@@ -60,7 +60,7 @@ class LiveRun:
     shared: Shared
     decisions: Sequence[Decision]
     served: Sequence[LiveRequest]
-    """By arrival."""
+    """The requests, by arrival."""
 
     def nodes(self) -> tuple[int, int]:
         """Return how many nodes prefilled and how many decoded, when there were most.
@@ -125,12 +125,14 @@ def num_made_alike(run: LiveRun) -> int:
     return sum(decide_again(made, cost, run.shared.settings) == made.result for made in run.decisions)
 
 
-def simulated(run: LiveRun, profile: Profile, decode_caches: bool = False) -> Cluster:
+def simulated(run: LiveRun, profile: Profile, decode_caches: bool = False) -> SimCluster:
     """Return the cluster after a simulation of the run's arrivals with the run's nodes."""
     prefill, decode = run.nodes()
-    trace = run.trace()
-    policy = "global" if run.shared.settings.fetches else "local"
-    options = ClusterOptions(prefill, decode, trace.block_size, policy=policy, decode_caches=decode_caches)
+    trace, settings = run.trace(), run.shared.settings
+    policy = settings.policy if settings.fetches else "local"
+    options = ClusterOptions(
+        prefill, decode, trace.block_size, policy, None, settings, learns=True, decode_caches=decode_caches
+    )
     return simulate(Plan(trace, CostModel(profile), options))
 
 
@@ -144,7 +146,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Of the simulation, relative."""
+        """The relative error of the simulation."""
         return self.simulated / self.live - 1 if self.live else float(self.simulated != 0)
 
 

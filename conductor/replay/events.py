@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Events:
-    """What is still to happen."""
+    """Calls that are still to be made."""
 
     def __init__(self) -> None:
         self.num_scheduled = 0

@@ -19,7 +19,7 @@ from base.request import NodeId
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class NodeFault:
     """One node's absence."""
 
     at_s: float
@@ -27,7 +27,7 @@ class Fault:
     for_s: float = inf
 
 
-def read_faults(path: Path) -> tuple[Fault, ...]:
+def read_faults(path: Path) -> tuple[NodeFault, ...]:
     """Read a fault file.
 
     Raises:
@@ -45,7 +45,7 @@ def read_faults(path: Path) -> tuple[Fault, ...]:
             row = json.loads(line)
             if unknown := sorted(row.keys() - {"at_s", "node", "for_s"}):
                 raise ValueError(f"{unknown[0]}: unknown key")
-            fault = Fault(float(row["at_s"]), NodeId(str(row["node"])), float(row.get("for_s", inf)))
+            fault = NodeFault(float(row["at_s"]), NodeId(str(row["node"])), float(row.get("for_s", inf)))
         except KeyError as error:
             raise ConfigError(f"{path}:{number}: {error} is missing") from error
         except (ValueError, TypeError, AttributeError) as error:

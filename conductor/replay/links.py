@@ -24,7 +24,7 @@ Done = Callable[..., None]
 FULL = 1e-9
 
 
-class Link:
+class SimLink:
     """One direction of one node's link: its rate, and who uses it."""
 
     __slots__ = ("capacity", "flows", "left")
@@ -53,8 +53,8 @@ class Flow:
 
     def __init__(
         self,
-        sender: Link,
-        receiver: Link,
+        sender: SimLink,
+        receiver: SimLink,
         num_bytes: float,
         limit: float,
         done: Done,
@@ -174,7 +174,7 @@ def _is_modest(flow: Flow) -> bool:
     )
 
 
-def _connected(first: Flow) -> tuple[list[Flow], dict[Flow, float], list[Link]]:
+def _connected(first: Flow) -> tuple[list[Flow], dict[Flow, float], list[SimLink]]:
     """Return the flows whose rates depend on each other, modest ones with their rate, and the links.
 
     Dependence goes from flow to flow over links, but not through modest flows that have
@@ -183,7 +183,7 @@ def _connected(first: Flow) -> tuple[list[Flow], dict[Flow, float], list[Link]]:
     seen: dict[Flow, None] = {}
     greedy: list[Flow] = []
     modest: dict[Flow, float] = {}
-    links: dict[Link, None] = {first.sender: None, first.receiver: None}
+    links: dict[SimLink, None] = {first.sender: None, first.receiver: None}
     waiting = [first.sender, first.receiver]
     while waiting:
         for flow in waiting.pop().flows:
@@ -203,7 +203,7 @@ def _connected(first: Flow) -> tuple[list[Flow], dict[Flow, float], list[Link]]:
     return greedy, modest, list(links)
 
 
-def _max_min(flows: list[Flow], rates: dict[Flow, float], links: list[Link]) -> dict[Flow, float]:
+def _max_min(flows: list[Flow], rates: dict[Flow, float], links: list[SimLink]) -> dict[Flow, float]:
     """Add each flow's max-min fair rate to `rates`: raise all alike, stop those that hit a bound."""
     left = {link: link.capacity for link in links}
     users = dict.fromkeys(links, 0)

@@ -20,7 +20,7 @@ LONGEST_SHARE = 0.1
 
 
 class Finished(Protocol):
-    """What is noted of a request that had its last token."""
+    """A request that had its last token, as it is noted."""
 
     number: int
     arrival_s: float

@@ -1,57 +1,39 @@
 """Placement policies to compare, under the names of FAST'25 figure 5.
 
-`global` is the whole of Algorithm 1 and `local` the same without fetching: both are
-`scheduler.place` with settings. `load` and `random` replace its choice of the prefill node
-alone; decode choice and admission are the same for all, so that a difference in a report
-is a difference of the policy.
+`global` is the whole of Algorithm 1 and `local` the same without fetching; `load` and `random` replace its
+choice of the prefill node alone. Decode choice and admission are the same for all, so that a difference in
+a report is a difference of the policy.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.load_order import bits_of
 from conductor.placing.placement import PlacementRequest
-from conductor.placing.scheduler import PrefillChoice, PrefillPolicy, candidate, least_ttft
+from conductor.placing.prefill_policies import POLICIES as LIVE_POLICIES
+from conductor.placing.prefill_policies import PrefillChoice, candidate, depth_at
 from conductor.placing.scheduler_settings import SchedulerSettings
 from kvstore.index import Group
 
-POLICIES = ("random", "load", "local", "global")
-"""In the order of the paper's figure, worst first."""
+PAPER_POLICIES = ("random", "load", "local", "global")
+"""The policies of the paper's figure, in its order: worst first."""
+
+POLICIES = (*PAPER_POLICIES, *(name for name in LIVE_POLICIES if name not in PAPER_POLICIES))
+"""The name of every policy that replay knows."""
 
 
-def prefill_policy(name: str, seed: int) -> PrefillPolicy:
-    """Return the rule called `name`, one of POLICIES; `seed` makes `random` repeatable."""
-    if name == "load":
-        return least_loaded
-    if name == "random":
-        return RandomPrefill(seed).choose
-    return least_ttft
-
-
-def depth_at(slot: int, groups: list[Group]) -> int:
-    """Return how many leading blocks the node in `slot` holds."""
-    return next((depth for depth, mask in groups if mask >> slot & 1), 0)
-
-
-def least_loaded(
-    request: PlacementRequest,
-    groups: list[Group],
-    view: ClusterView,
-    cost: CostModel,
-    settings: SchedulerSettings,
-    now_s: float,
-) -> PrefillChoice:
-    """Return the node whose queue ends first, whatever it holds."""
-    slot = view.prefill_order.least(view.prefill_mask)
-    assert slot is not None, "prefill_mask is not empty"
-    return candidate(request, slot, depth_at(slot, groups), view, cost, now_s)
+def with_policy(settings: SchedulerSettings, name: str) -> SchedulerSettings:
+    """Return settings under which `place` does as the policy `name` says; `random` has no settings."""
+    policy = name if name in LIVE_POLICIES else settings.policy
+    return replace(settings, policy=policy, fetches=settings.fetches and name not in ("local", "random"))
 
 
 class RandomPrefill:
-    """Any node, with equal chances."""
+    """Any node, with equal chances; a seed makes it repeatable."""
 
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)

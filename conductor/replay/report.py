@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 from base.request import Slo
-from conductor.replay.cluster import Cluster
-from conductor.replay.colocated import ColocatedCluster
-from conductor.replay.outcome import Outcomes, distribution
+from conductor.replay.cluster import SimCluster
+from conductor.replay.outcome import distribution
 from conductor.replay.trace import Trace
 
 Report = dict[str, Any]
@@ -36,45 +36,28 @@ def trace_report(trace: Trace, speed: float, scale: int) -> Report:
     }
 
 
-def run_report(cluster: Cluster, slo: Slo) -> Report:
-    """Describe a finished run of a disaggregated cluster.
+def run_report(cluster: SimCluster, slo: Slo) -> Report:
+    """Describe a finished run.
 
     Args:
         cluster: After `run`.
         slo: The bounds that effective capacity is judged by.
     """
     outcomes, options = cluster.outcomes, cluster.options
-    return {
-        "policy": options.policy,
-        "threshold": options.kvcache_balancing_threshold,
-        "reject": options.reject.value if options.retests else f"{options.reject.value}, once",
+    settings, reject = options.settings, options.settings.reject.value
+    nodes: Report = {
         "prefill_nodes": options.prefill_nodes,
         "stages": options.stages,
         "decode_nodes": options.decode_nodes,
-        **_outcome_report(outcomes, slo),
-        "bytes_moved": round(cluster.links.bytes_moved),
-        "replicas_created": outcomes.replicas_created,
-        "preemptions": sum(node.engine.num_preemptions for node in cluster.nodes),
-        "retries": outcomes.num_retried,
-        "role_changes": outcomes.role_changes,
-        "simulated_s": round(cluster.now_s, DIGITS),
-        "events": cluster.num_events,
     }
-
-
-def colocated_report(cluster: ColocatedCluster, slo: Slo) -> Report:
-    """Describe a finished run of a colocated cluster."""
     return {
-        "policy": "colocated",
-        "reject": "none",
-        "colocated_nodes": cluster.num_nodes,
-        **_outcome_report(cluster.outcomes, slo),
-        "simulated_s": round(cluster.now_s, DIGITS),
-    }
-
-
-def _outcome_report(outcomes: Outcomes, slo: Slo) -> Report:
-    return {
+        "policy": options.policy,
+        "threshold": settings.kvcache_balancing_threshold,
+        "reject": reject if options.retests else f"{reject}, once",
+        "headroom": settings.ttft_headroom,
+        "ahead_s": None if settings.ahead_s == inf else settings.ahead_s,
+        "learns": options.learns,
+        **({"colocated_nodes": options.prefill_nodes} if options.is_colocated else nodes),
         "requests": outcomes.num_arrived,
         "completed": outcomes.num_completed,
         "rejected": outcomes.num_rejected,
@@ -87,6 +70,13 @@ def _outcome_report(outcomes: Outcomes, slo: Slo) -> Report:
         "hit_rate_tokens": round(outcomes.hit_rate_tokens(), DIGITS),
         "prefill_gpu_s_per_request": round(outcomes.mean_prefill_s(), DIGITS),
         "wasted_prefill_s": round(outcomes.wasted_prefill_s, DIGITS),
+        "bytes_moved": round(cluster.links.bytes_moved),
+        "replicas_created": outcomes.replicas_created,
+        "preemptions": sum(node.engine.num_preemptions for node in cluster.nodes),
+        "retries": outcomes.num_retried,
+        "role_changes": outcomes.role_changes,
+        "simulated_s": round(cluster.now_s, DIGITS),
+        "events": cluster.num_events,
     }
 
 

@@ -30,12 +30,8 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from math import ceil, sqrt
 
-from base.config import EngineConfig
 from conductor.placing.cost_model import CostModel
 from conductor.replay.sim_request import SimRequest
-
-DEFAULT_CHUNK_TOKENS = EngineConfig().chunk_tokens
-"""Of a step, where nothing else is said."""
 
 # Segments kept for sequences that ended are dropped when so many have gathered.
 TRIM_AT = 4096
@@ -43,7 +39,7 @@ TRIM_AT = 4096
 Schedule = Callable[..., None]
 """(moment, what to call, its arguments...)."""
 
-Told = Callable[[SimRequest, float], None]
+OnProgress = Callable[[SimRequest, float], None]
 """(request, moment)."""
 
 
@@ -56,8 +52,8 @@ class SimEngine:
         chunk_tokens: int,
         schedule: Schedule,
         on_start: Callable[[SimRequest, float], float],
-        on_computed: Told,
-        on_finished: Told,
+        on_computed: OnProgress,
+        on_finished: OnProgress,
     ) -> None:
         """Begin without work.
 
@@ -65,14 +61,14 @@ class SimEngine:
             chunk_tokens: Of a step; 0: a step with a prompt is all of it.
             on_start: Sets the prefix of a prompt of which the first step begins, and returns the
                 seconds of its prefill that are in none of its chunks; all, where chunks have no length.
-            on_computed: Told when more of a prompt is computed; when all is, may say by `join` that it
+            on_computed: Called when more of a prompt is computed; when all is, may say by `join` that it
                 goes on here.
-            on_finished: Told of a sequence that had its last token.
+            on_finished: Called with a sequence that had its last token.
         """
         self.capacity_tokens = cost.profile.device_kv_tokens
         self.num_preemptions = 0
         self.busy_s = 0.0
-        """In steps with a prompt."""
+        """Seconds in steps with a prompt."""
         self._cost = cost
         self._token_s = cost.profile.decode_context_token_s
         self._launches_ahead = cost.profile.launches_ahead
@@ -84,7 +80,7 @@ class SimEngine:
         self._queue: deque[SimRequest] = deque()
         self._prompts: list[SimRequest] = []
         self._prompt_tokens = 0
-        """Of KV that the prompts let in take or will."""
+        """Tokens of KV of the prompts that were let in, computed or not."""
         self._joining: deque[SimRequest] = deque()
         self._running: list[tuple[int, int, SimRequest]] = []
         self._batch = 0
@@ -92,22 +88,22 @@ class SimEngine:
         self._step = 0
         self._num_joined = 0
         self._joined_s = 0.0
-        """Of the next step, for those who are in it for the first time."""
+        """Seconds that the next step takes longer for sequences that are in it for the first time."""
         self._segments: list[tuple[float, int, float]] = []
         self._dropped_segments = 0
         # the present segment
         self._chunks: list[tuple[SimRequest, int]] = []
         self._budget = 0
-        """Of prompt tokens, in its first step."""
+        """Prompt tokens that its first step has place for."""
         self._steps = 0
         self._started_at_s = self._first_s = self._growth_s = 0.0
         self._version = 0
         self._ends_prompts = False
-        """Whether with it the prompts of all its chunks are done."""
+        """Whether the prompts of all its chunks are done with it."""
         self._is_cut = False
-        """Whether it ends for somebody who came."""
+        """Whether it was cut short, because somebody came."""
         self._launched_steps = 0
-        """Those after it that he is not in either."""
+        """Steps after it that were launched before somebody came."""
         self._is_between_steps = False
 
     @property
@@ -182,7 +178,7 @@ class SimEngine:
         return everyone
 
     def _num_begun(self, now_s: float) -> int:
-        """Return how many steps of the present segment had begun."""
+        """Return the number of steps of the present segment that had begun."""
         elapsed_s = now_s - self._started_at_s
         linear, growth_s = self._first_s - self._growth_s / 2, self._growth_s
         begun = 2 * elapsed_s / (linear + sqrt(linear * linear + 2 * growth_s * elapsed_s))
@@ -211,7 +207,7 @@ class SimEngine:
             self._begin(steps)
 
     def _begin(self, steps: int) -> None:
-        """Let the segment have so many steps, and be told of its end."""
+        """Let the segment have so many steps, and schedule its end."""
         self._steps = steps
         self._version = version = self._version + 1
         at_s = self._started_at_s + steps * (self._first_s + self._growth_s * (steps - 1) / 2)

@@ -18,7 +18,7 @@ from random import Random
 from typing import Literal, NamedTuple, TextIO
 
 DEFAULT_BLOCK_SIZE = 512
-"""Of Mooncake's public traces."""
+"""Tokens of a block of Mooncake's public traces."""
 
 
 class TraceRequest(NamedTuple):
@@ -30,7 +30,7 @@ class TraceRequest(NamedTuple):
     chain: Sequence[int]
     """Ids of the prompt's blocks, the last one partial."""
     next_turn: TraceRequest | None = None
-    """What the session asks next; its `arrival_s` counts from the end of this request."""
+    """The next request of the session; its `arrival_s` counts from the end of this request."""
 
 
 @dataclass(frozen=True, slots=True)

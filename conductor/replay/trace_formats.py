@@ -8,7 +8,7 @@
   row is sent that long after the row before it of its session was answered (closed loop).
 * Bailian (Qwen's usage traces), JSON Lines with `chat_id`: seconds, and ids of 16 tokens.
 * BurstGPT, CSV with `Request tokens` and `Response tokens`, seconds; and Azure's LLM traces,
-  CSV with `ContextTokens` and `GeneratedTokens` and a date. Neither tells of shared prefixes:
+  CSV with `ContextTokens` and `GeneratedTokens` and a date. Neither has shared prefixes:
   every prompt gets blocks of its own.
 * A conductor's decision log (docs/reference/decision-log.md): what was asked of a live cluster.
 

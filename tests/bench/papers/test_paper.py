@@ -9,7 +9,7 @@ from base.request import Slo
 from bench.papers.generate import generate
 from bench.papers.paper import correlation, deviation, halves, highest_rate, loads, swing
 from conductor.placing.cost_model import CostModel
-from conductor.placing.scheduler_settings import RejectPolicy
+from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.profile_file import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.outcome import Outcomes
@@ -70,7 +70,13 @@ def overloaded(reject: RejectPolicy, retests: bool) -> tuple[list[float], list[f
         now_s += rng.expovariate(12.0)
         rows.append(TraceRequest(now_s, 8_192, 300, range(16 * number, 16 * number + 16)))
     options = ClusterOptions(
-        8, 1, 512, reject=reject, retests=retests, slo=Slo(30.0, 0.06), sample_every_s=1.0
+        8,
+        1,
+        512,
+        settings=SchedulerSettings(reject=reject),
+        retests=retests,
+        slo=Slo(30.0, 0.06),
+        sample_every_s=1.0,
     )
     return loads(simulate(Plan(Trace("even", 512, rows), CostModel(PROFILE), options)))
 

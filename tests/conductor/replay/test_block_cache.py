@@ -8,7 +8,7 @@ import pytest
 from base.errors import ConfigError
 from conductor.placing.profile import Profile
 from conductor.profile_file import load_profile
-from conductor.replay.block_cache import BlockCache, PolicyCache, make_cache
+from conductor.replay.block_cache import LruCache, PolicyCache, make_cache
 from kvstore.eviction import BY_NAME
 
 
@@ -20,7 +20,7 @@ def sized(in_memory: int, on_disk: int = 0) -> Profile:
 @pytest.mark.parametrize("seed", range(10))
 def test_cache_agrees_with_a_list_in_order_of_use(seed: int) -> None:
     rng = random.Random(seed)
-    cache, order = BlockCache(12), []
+    cache, order = LruCache(12), []
     for _ in range(200):
         # chains form a tree: a block names all before it
         path = [rng.randrange(4), *(rng.randrange(2) for _ in range(rng.randrange(7)))]
@@ -40,7 +40,7 @@ def test_cache_agrees_with_a_list_in_order_of_use(seed: int) -> None:
 
 
 def test_cache_of_no_blocks_holds_none() -> None:
-    cache = BlockCache(0)
+    cache = LruCache(0)
     assert cache.store([1, 2]) == ([], [])
     assert cache.match([1]) == 0
 
@@ -48,7 +48,7 @@ def test_cache_of_no_blocks_holds_none() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_fast_cache_evicts_as_the_live_code_does_under_lru(seed: int) -> None:
     rng = random.Random(seed)
-    fast, live = BlockCache(30), PolicyCache("lru", 30)
+    fast, live = LruCache(30), PolicyCache("lru", 30)
     for _ in range(300):
         path = [rng.randrange(6), *(rng.randrange(2) for _ in range(rng.randrange(9)))]
         chain = [tuple(path[: depth + 1]) for depth in range(len(path))]
@@ -77,7 +77,7 @@ def test_unknown_policy_is_a_configuration_error() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_memory_and_disk_hold_what_one_larger_cache_would_and_memory_the_latest_of_it(seed: int) -> None:
     rng = random.Random(seed)
-    tiers, whole, memory = make_cache("lru", sized(10, 15), 1), BlockCache(25), BlockCache(10)
+    tiers, whole, memory = make_cache("lru", sized(10, 15), 1), LruCache(25), LruCache(10)
     for _ in range(200):
         path = [rng.randrange(5), *(rng.randrange(2) for _ in range(rng.randrange(7)))]
         chain = [tuple(path[: depth + 1]) for depth in range(len(path))]

@@ -12,9 +12,9 @@ from conductor.placing.cost_model import CostModel
 from conductor.placing.roles import RoleSettings
 from conductor.placing.scheduler_settings import RejectPolicy
 from conductor.profile_file import load_profile
-from conductor.replay.cluster import Cluster
+from conductor.replay.cluster import SimCluster
 from conductor.replay.cluster_options import ClusterOptions
-from conductor.replay.faults import Fault
+from conductor.replay.faults import NodeFault
 from conductor.replay.policies import POLICIES
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace, TraceRequest, arrivals
@@ -24,7 +24,7 @@ from tests.conductor.replay.builders import REJECTING, SHARED_TRACE, TIGHT, run,
 COST = CostModel(load_profile("a800-llama70b"))
 
 
-class WatchedCluster(Cluster):
+class WatchedCluster(SimCluster):
     """A cluster whose every event is checked against the one before."""
 
     last_s = 0.0
@@ -37,7 +37,7 @@ class WatchedCluster(Cluster):
         super()._sample()
 
 
-def check_ends(cluster: Cluster, num_requests: int) -> None:
+def check_ends(cluster: SimCluster, num_requests: int) -> None:
     outcomes = cluster.outcomes
     assert outcomes.num_arrived == num_requests
     assert outcomes.num_completed + outcomes.num_rejected == num_requests
@@ -162,7 +162,7 @@ def test_cache_that_is_too_small_forgets_the_tail_first() -> None:
         TraceRequest(at * 50.0, 5_120, 2, range(first, first + 10)) for at, first in ((0, 0), (1, 50), (2, 0))
     ]
     small = CostModel(dataclasses.replace(profile, host_kv_tokens=15 * 512))
-    cluster = Cluster(small, ClusterOptions(1, 1, 512))
+    cluster = SimCluster(small, ClusterOptions(1, 1, 512))
     cluster.run(iter(rows))
     assert list(cluster.outcomes.prefix_tokens) == [0, 0, 5 * 512]
 
@@ -193,7 +193,7 @@ def test_global_beats_local_beats_load_beats_random_on_the_public_trace() -> Non
 def test_every_request_ends_once_whichever_nodes_die(seed: int, chunk_tokens: int | None) -> None:
     rng = random.Random(seed)
     names = [NodeId(name) for name in ("p0", "p1", "p2", "d0", "d1")]
-    faults = tuple(Fault(rng.random() * 80, rng.choice(names), rng.choice([5.0, 20.0])) for _ in range(8))
+    faults = tuple(NodeFault(rng.random() * 80, rng.choice(names), rng.choice([5.0, 20.0])) for _ in range(8))
     options = {"faults": faults, "reject": RejectPolicy.PREDICT, "slo": TIGHT, "chunk_tokens": chunk_tokens}
     cluster = run(small_trace(seed=seed), "3P2D", **options)
     check_ends(cluster, 300)
@@ -203,7 +203,7 @@ def test_every_request_ends_once_whichever_nodes_die(seed: int, chunk_tokens: in
 def test_request_that_lost_its_decode_node_keeps_its_first_token_and_pays_in_gaps() -> None:
     trace = Trace("one", 512, [TraceRequest(0.0, 5_000, 1_000, range(10))])
     calm = run(trace, "1P2D").outcomes
-    hurt = run(trace, "1P2D", faults=(Fault(10.0, NodeId("d0")),)).outcomes
+    hurt = run(trace, "1P2D", faults=(NodeFault(10.0, NodeId("d0")),)).outcomes
     assert hurt.num_retried == 1
     assert list(hurt.ttft_s) == list(calm.ttft_s)
     assert hurt.tbt_s[0] > calm.tbt_s[0]
@@ -211,7 +211,7 @@ def test_request_that_lost_its_decode_node_keeps_its_first_token_and_pays_in_gap
 
 def test_fault_of_an_unknown_node_is_refused() -> None:
     with pytest.raises(ConfigError, match="p9"):
-        run(small_trace(10), "1P1D", faults=(Fault(1.0, NodeId("p9")),))
+        run(small_trace(10), "1P1D", faults=(NodeFault(1.0, NodeId("p9")),))
 
 
 def test_nodes_change_roles_where_one_pool_is_overloaded_and_no_request_is_lost() -> None:
@@ -256,7 +256,7 @@ def test_disk_gives_back_what_memory_dropped_for_the_seconds_of_reading_it() -> 
     ]
     small = dataclasses.replace(COST.profile, host_kv_tokens=10 * 512)
     disk = dataclasses.replace(small, disk_kv_tokens=100 * 512, disk_bytes_per_s=1e9)
-    cluster = Cluster(CostModel(disk), ClusterOptions(1, 1, 512))
+    cluster = SimCluster(CostModel(disk), ClusterOptions(1, 1, 512))
     cluster.run(iter(rows))
     assert list(cluster.outcomes.prefix_tokens) == [0, 0, 5_119]
     # 1.7 GB at 1 GB/s: slower than computing one token, faster than computing all

@@ -7,11 +7,10 @@ import pytest
 from base.request import Slo
 from bench.papers.advise import main, pareto, ranked, splits
 from conductor.placing.cost_model import CostModel
-from conductor.placing.scheduler_settings import RejectPolicy
+from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.profile_file import load_profile
-from conductor.replay.cluster_options import ClusterOptions
-from conductor.replay.sim_engine import DEFAULT_CHUNK_TOKENS
-from conductor.replay.simulate import Plan, simulate_colocated
+from conductor.replay.cluster_options import DEFAULT_CHUNK_TOKENS, ClusterOptions
+from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace, TraceRequest, write_trace
 from tests.conductor.replay.builders import small_trace
 
@@ -19,7 +18,7 @@ COST = CostModel(load_profile("a800-llama70b"))
 
 
 def run(trace: Trace, nodes: int = 4, speed: float = 1.0):
-    return simulate_colocated(Plan(trace, COST, ClusterOptions(nodes - 1, 1, 512), speed))
+    return simulate(Plan(trace, COST, ClusterOptions(nodes, 0, 512), speed))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -43,10 +42,10 @@ def test_prompt_of_another_slows_down_those_who_decode() -> None:
 
 def test_who_would_miss_its_bound_is_refused_where_that_is_asked_for() -> None:
     trace = small_trace()
-    slo, bounds = Slo(ttft_slo_s=8.0), ClusterOptions(2, 2, 512)
-    kept = simulate_colocated(Plan(trace, COST, bounds, 2.0)).outcomes
-    refused = simulate_colocated(
-        Plan(trace, COST, replace(bounds, slo=slo, reject=RejectPolicy.PREDICT), 2.0)
+    slo, bounds = Slo(ttft_slo_s=8.0), ClusterOptions(4, 0, 512)
+    kept = simulate(Plan(trace, COST, bounds, 2.0)).outcomes
+    refused = simulate(
+        Plan(trace, COST, replace(bounds, slo=slo, settings=SchedulerSettings()), 2.0)
     ).outcomes
     assert kept.num_completed == 300 > refused.num_completed > 150
     assert refused.num_arrived == 300
@@ -77,7 +76,7 @@ def test_advice_names_a_split(tmp_path, capsys) -> None:
     assert main([str(file), "--gpus", "3", "--jobs", "1", "--slo-tbt", "0.05"]) == 0
     out = capsys.readouterr().out
     assert "best: " in out
-    assert out.count("global") == 2
+    assert out.count("global") == 3
 
 
 def test_threshold_that_is_tried_is_named(tmp_path, capsys) -> None:

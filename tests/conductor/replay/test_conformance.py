@@ -51,27 +51,41 @@ async def answer(dispatcher, number, tokens, max_tokens):
         pass
 
 
-@pytest.fixture(scope="module")
-def live_log(tmp_path_factory):
-    """The decision log of a live run."""
-    path = tmp_path_factory.mktemp("live") / "decisions.jsonl"
-    log = DecisionLog(path, Shared(COST.profile, SETTINGS, "m"), 1 << 30)
+def logged(path, settings, rate):
+    """Write the decision log of a live run, so many requests a second."""
+    log = DecisionLog(path, Shared(COST.profile, settings, "m"), 1 << 30)
 
     async def scenario(clock):
         rng = random.Random(1)
         async with (
-            cluster(clock, SETTINGS, decision_log=log) as (dispatcher, _),
+            cluster(clock, settings, decision_log=log) as (dispatcher, _),
             asyncio.TaskGroup() as group,
         ):
             due_s = clock.now_s()
             for number, tokens in enumerate(prompts(rng)):
                 group.create_task(answer(dispatcher, number, tokens, rng.randrange(4, 60)))
-                due_s += rng.expovariate(8.0)
+                due_s += rng.expovariate(rate)
                 await asyncio.sleep(due_s - clock.now_s())
 
     run(scenario)
     log.close()
     return path
+
+
+@pytest.fixture(scope="module")
+def live_log(tmp_path_factory):
+    """The decision log of a live run."""
+    return logged(tmp_path_factory.mktemp("live") / "decisions.jsonl", SETTINGS, 8.0)
+
+
+def num_placed_alike(live):
+    """Return how many requests the simulation computes where the live conductor had them computed."""
+    outcomes = simulated(live, PROFILE).outcomes
+    ours = dict(zip(outcomes.number, outcomes.prefill_node, strict=True))
+    # both name nodes in the order of their slots
+    return sum(
+        request.placed.prefill_node == f"n{ours[number][1:]}" for number, request in enumerate(live.served)
+    )
 
 
 def test_simulated_run_is_the_live_one(live_log):
@@ -91,15 +105,19 @@ def test_every_live_decision_made_again_is_the_same(live_log):
 
 
 def test_simulation_places_requests_where_the_live_conductor_did(live_log):
-    live = read_run(live_log)
-    outcomes = simulated(live, PROFILE).outcomes
-    ours = dict(zip(outcomes.number, outcomes.prefill_node, strict=True))
-    # both name nodes in the order of their slots
-    alike = sum(
-        request.placed.prefill_node == f"n{ours[number][1:]}" for number, request in enumerate(live.served)
-    )
-    # not all: what the live conductor learned of its nodes (`Corrections`) is not simulated
-    assert alike >= 0.98 * NUM_REQUESTS
+    assert num_placed_alike(read_run(live_log)) >= 0.98 * NUM_REQUESTS
+
+
+def test_requests_that_waited_are_placed_and_answered_in_simulation_as_they_were_live(tmp_path):
+    crowded = dataclasses.replace(SETTINGS, ahead_s=0.05)
+    live = read_run(logged(tmp_path / "decisions.jsonl", crowded, 20.0))
+    waits_s = [request.made.decided_at_s - request.made.arrived_at_s for request in live.served]
+    assert sum(wait_s > 0.1 for wait_s in waits_s) > NUM_REQUESTS / 2
+    assert num_placed_alike(live) >= 0.95 * NUM_REQUESTS
+    errors = {each.name: each.error for each in compared(live, simulated(live, PROFILE).outcomes)}
+    assert abs(errors["hit tokens"]) < 0.01
+    assert abs(errors["TTFT mean"]) < 0.01
+    assert abs(errors["TTFT p99"]) < 0.01
 
 
 def test_profile_fitted_to_the_log_is_the_one_that_the_nodes_took_their_time_from(live_log):

@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from conductor.replay.links import Flow, Link, Links
+from conductor.replay.links import Flow, Links, SimLink
 
 
 class Events:
@@ -49,8 +49,8 @@ def test_random_flows_are_max_min_fair_at_every_moment_and_all_arrive(seed: int)
     rng = random.Random(seed)
     events = Events()
     links = Links(events.at)
-    sends = [Link(rng.choice([1.0, 2.0, 10.0])) for _ in range(4)]
-    receives = [Link(rng.choice([1.0, 3.0, 10.0])) for _ in range(4)]
+    sends = [SimLink(rng.choice([1.0, 2.0, 10.0])) for _ in range(4)]
+    receives = [SimLink(rng.choice([1.0, 3.0, 10.0])) for _ in range(4)]
     alive: list[Flow] = []
     arrived = []
 
@@ -80,9 +80,9 @@ def test_random_flows_are_max_min_fair_at_every_moment_and_all_arrive(seed: int)
 def test_two_flows_from_one_sender_take_twice_as_long() -> None:
     events, done = Events(), []
     links = Links(events.at)
-    sender = Link(10.0)
+    sender = SimLink(10.0)
     for _ in range(2):
-        links.start(Flow(sender, Link(10.0), 50.0, inf, done.append), 0.0)
+        links.start(Flow(sender, SimLink(10.0), 50.0, inf, done.append), 0.0)
     while events.step():
         pass
     assert done == [pytest.approx(10.0), pytest.approx(10.0)]
@@ -91,10 +91,10 @@ def test_two_flows_from_one_sender_take_twice_as_long() -> None:
 def test_cancelled_flow_frees_the_link_and_is_not_done() -> None:
     events, done = Events(), []
     links = Links(events.at)
-    sender = Link(10.0)
-    gone = Flow(sender, Link(10.0), 1000.0, inf, done.append)
+    sender = SimLink(10.0)
+    gone = Flow(sender, SimLink(10.0), 1000.0, inf, done.append)
     links.start(gone, 0.0)
-    links.start(Flow(sender, Link(10.0), 50.0, inf, done.append), 0.0)
+    links.start(Flow(sender, SimLink(10.0), 50.0, inf, done.append), 0.0)
     events.at(2.0, links.cancel, gone, 2.0)
     while events.step():
         pass

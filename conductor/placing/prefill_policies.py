@@ -1,0 +1,218 @@
+"""Prefill policies: which node computes a prompt. `scheduler.place` asks the one that its settings name.
+
+A new policy is a function here and its line in `POLICIES`. It chooses among the prefill nodes of a view;
+choosing the decode node, admission, recording and explaining are the same for all. `candidate` and
+`fetching_candidate` say what a node would take by the cost model, with a fetch and without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+
+from base.config import SchedulerConfig
+from base.errors import ConfigError
+from conductor.placing.cluster_view import ClusterView, NodeState
+from conductor.placing.cost_model import CostModel
+from conductor.placing.load_order import bits_of
+from conductor.placing.placement import PlacementRequest
+from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
+from kvstore.index import Group
+
+# Holders to compare as a source: enough to spread over, few enough not to be a scan.
+MAX_SOURCES = 8
+
+NOBODY: Group = (0, 0)
+
+
+class PrefillChoice:
+    """One candidate for the prefill of a request; a bare class because several are made for each."""
+
+    __slots__ = (
+        "fetch_s",
+        "local_blocks",
+        "matched_blocks",
+        "prefill_s",
+        "queue_s",
+        "ready_s",
+        "slot",
+        "source_slot",
+    )
+
+    def __init__(
+        self,
+        slot: int,
+        local_blocks: int,
+        matched_blocks: int,
+        source_slot: int | None,
+        queue_s: float,
+        fetch_s: float,
+        prefill_s: float,
+    ) -> None:
+        self.slot = slot
+        self.local_blocks = local_blocks
+        self.matched_blocks = matched_blocks
+        self.source_slot = source_slot
+        self.queue_s = queue_s
+        self.fetch_s = fetch_s
+        self.prefill_s = prefill_s
+        self.ready_s = (queue_s if queue_s > fetch_s else fetch_s) + prefill_s
+        """Until its last layer is computed: the longer of queue and fetch, and prefill."""
+
+
+PrefillPolicy = Callable[
+    [PlacementRequest, list[Group], ClusterView, CostModel, SchedulerSettings, float], PrefillChoice
+]
+"""Chooses among `view.prefill_mask`, which is not empty; the groups are of all holders."""
+
+
+def least_ttft(
+    request: PlacementRequest,
+    groups: list[Group],
+    view: ClusterView,
+    cost: CostModel,
+    settings: SchedulerSettings,
+    now_s: float,
+) -> PrefillChoice:
+    """Return the prefill node with the smallest predicted seconds to the last layer."""
+    best_blocks, holders = deepest_holders(request, groups, view) if settings.fetches else NOBODY
+    source: NodeState | None = None
+    best: PrefillChoice | None = None
+    rest = preferred(view.prefill_mask, request, view)
+    least = view.prefill_order.least
+    for depth, mask in (*groups, (0, rest)):
+        members = mask & rest
+        if not members:
+            continue
+        rest ^= members
+        slot = least(members)
+        if slot is None:
+            continue
+        choice = candidate(request, slot, depth, view, cost, now_s)
+        if depth < best_blocks:
+            source = source or best_source(holders, view)
+            fetching = fetching_candidate(request, choice, best_blocks, source, view, cost)
+            if prefers_fetch(choice, fetching, settings):
+                choice = fetching
+        if best is None or choice.ready_s < best.ready_s:
+            best = choice
+        if best.ready_s <= best.prefill_s:
+            break  # idle already: a shallower group can only compute or fetch more
+    assert best is not None, "prefill_mask is not empty, so some node is in some group"
+    return best
+
+
+def least_loaded(
+    request: PlacementRequest,
+    groups: list[Group],
+    view: ClusterView,
+    cost: CostModel,
+    settings: SchedulerSettings,
+    now_s: float,
+) -> PrefillChoice:
+    """Return the node whose queue ends first, whatever it holds."""
+    slot = view.prefill_order.least(view.prefill_mask)
+    assert slot is not None, "prefill_mask is not empty"
+    return candidate(request, slot, depth_at(slot, groups), view, cost, now_s)
+
+
+POLICIES: dict[str, PrefillPolicy] = {"global": least_ttft, "load": least_loaded}
+"""Every policy by the name that `scheduler.policy` of cluster.yaml and `conductor replay` know it by."""
+
+
+def preferred(mask: int, request: PlacementRequest, view: ClusterView) -> int:
+    """Return those of `mask` that failed no attempt of the request; all, if each did."""
+    return mask & ~view.mask_of(request.avoid) or mask if request.avoid else mask
+
+
+def deepest_holders(request: PlacementRequest, groups: list[Group], view: ClusterView) -> Group:
+    """Return the deepest of `groups` to fetch from, without nodes that failed the request."""
+    if not request.avoid:
+        return groups[0] if groups else NOBODY
+    avoided = view.mask_of(request.avoid)
+    return next(((depth, mask & ~avoided) for depth, mask in groups if mask & ~avoided), NOBODY)
+
+
+def candidate(
+    request: PlacementRequest,
+    slot: int,
+    depth: int,
+    view: ClusterView,
+    cost: CostModel,
+    now_s: float,
+) -> PrefillChoice:
+    """Return what it takes for the node in `slot` to compute all after its own `depth` blocks."""
+    queue_s = view.prefill_order.value(slot) - now_s
+    if queue_s < 0.0:
+        queue_s = 0.0
+    prefill_s = _prefill_s(request, slot, depth, view, cost)
+    return PrefillChoice(slot, depth, depth, None, queue_s, 0.0, prefill_s)
+
+
+def fetching_candidate(
+    request: PlacementRequest,
+    own: PrefillChoice,
+    best_blocks: int,
+    source: NodeState,
+    view: ClusterView,
+    cost: CostModel,
+) -> PrefillChoice:
+    """Return what it takes for the same node to fetch up to `best_blocks` first."""
+    missing = matched_tokens(request, best_blocks, view) - matched_tokens(request, own.local_blocks, view)
+    fetch_s = cost.transfer_s(missing, cost.fetch_share(source.num_queued > 0, source.num_outgoing))
+    prefill_s = _prefill_s(request, own.slot, best_blocks, view, cost)
+    return PrefillChoice(
+        own.slot, own.local_blocks, best_blocks, source.slot, own.queue_s, fetch_s, prefill_s
+    )
+
+
+def prefers_fetch(own: PrefillChoice, fetching: PrefillChoice, settings: SchedulerSettings) -> bool:
+    """Return whether a node should fetch rather than compute all it lacks."""
+    threshold = settings.kvcache_balancing_threshold
+    if threshold is None:
+        return fetching.ready_s < own.ready_s
+    return fetching.matched_blocks >= threshold * own.local_blocks
+
+
+def depth_at(slot: int, groups: list[Group]) -> int:
+    """Return how many leading blocks the node in `slot` holds."""
+    return next((depth for depth, mask in groups if mask >> slot & 1), 0)
+
+
+def matched_tokens(request: PlacementRequest, blocks: int, view: ClusterView) -> int:
+    """Return the prompt tokens in `blocks` leading blocks; the last token is always computed."""
+    tokens, last = blocks * view.block_size, request.num_tokens - 1
+    return tokens if tokens < last else last
+
+
+def best_source(mask: int, view: ClusterView) -> NodeState:
+    """Return the holder with the fewest fetches from it, among the first few."""
+    if not mask & (mask - 1):
+        return view.node_at(mask.bit_length() - 1)
+    return min(map(view.node_at, bits_of(mask, MAX_SOURCES)), key=_num_outgoing)
+
+
+_num_outgoing = attrgetter("num_outgoing")
+
+
+def _prefill_s(request: PlacementRequest, slot: int, depth: int, view: ClusterView, cost: CostModel) -> float:
+    prefix = matched_tokens(request, depth, view)
+    seconds = cost.prefill_s(request.num_tokens - prefix, prefix)
+    if view.corrections.has_learned:
+        return view.corrections.corrected_s(view.node_at(slot).info.node_id, "prefill", seconds)
+    return seconds
+
+
+def scheduler_settings(config: SchedulerConfig) -> SchedulerSettings:
+    """Return the `scheduler` section of cluster.yaml as settings; raises ConfigError: no such policy."""
+    if config.policy not in POLICIES:
+        raise ConfigError(f"scheduler.policy {config.policy!r}: one of {', '.join(POLICIES)}")
+    return SchedulerSettings(
+        policy=config.policy,
+        reject=RejectPolicy(config.reject),
+        fetches=config.fetch,
+        kvcache_balancing_threshold=config.kvcache_balancing_threshold or None,
+        inline_tokens=config.inline_tokens,
+        ttft_headroom=config.ttft_headroom,
+        ahead_s=config.ahead_s,
+    )

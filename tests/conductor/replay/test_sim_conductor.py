@@ -1,0 +1,102 @@
+"""Replay's requests are queued, corrected and tried again as the service's are."""
+
+import dataclasses
+
+import pytest
+
+from base.config import SchedulerConfig
+from base.request import NodeId, Slo
+from conductor.placing.cost_model import CostModel
+from conductor.placing.prefill_policies import scheduler_settings
+from conductor.placing.retries import MAX_ATTEMPTS
+from conductor.placing.scheduler_settings import RejectPolicy
+from conductor.profile_file import load_profile
+from conductor.replay.cluster_options import ClusterOptions
+from conductor.replay.faults import NodeFault
+from conductor.replay.simulate import Plan, simulate
+from conductor.replay.trace import Trace, TraceRequest
+from tests.conductor.replay.builders import run, small_trace
+from tests.conductor.replay.test_cluster import check_ends
+
+COST = CostModel(load_profile("a800-llama70b"))
+SHIPPED = scheduler_settings(SchedulerConfig())
+
+
+def burst(count: int, tokens: int = 5_120, output: int = 2) -> Trace:
+    blocks = tokens // 512
+    rows = [
+        TraceRequest(0.1 * at, tokens, output, range(blocks * at, blocks * (at + 1))) for at in range(count)
+    ]
+    return Trace("burst", 512, rows)
+
+
+@pytest.mark.parametrize("nodes", ["3P2D", "4P0D"])
+@pytest.mark.parametrize("slo", [Slo(), Slo(8.0, 0.06)])
+def test_every_request_ends_once_with_the_settings_of_the_service(nodes: str, slo: Slo) -> None:
+    cluster = run(small_trace(), nodes, speed=2.0, settings=SHIPPED, learns=True, slo=slo)
+    check_ends(cluster, 300)
+    assert (cluster.outcomes.num_rejected > 0) == (slo != Slo())
+    assert cluster.view.corrections.has_learned
+
+
+def test_no_more_is_queued_on_a_node_than_is_asked_for_and_nobody_is_later_for_it() -> None:
+    queued_s, ttft_s = [], []
+    for settings in (SHIPPED, dataclasses.replace(SHIPPED, ahead_s=float("inf"))):
+        cluster = run(burst(12), "2P1D", settings=settings, sample_every_s=0.2)
+        queued_s.append(max(sample[1] for sample in cluster.samples))
+        ttft_s.append(sum(cluster.outcomes.ttft_s))
+    prefill_s = COST.prefill_s(5_120, 0)
+    assert queued_s[0] <= 2.01 * prefill_s
+    assert queued_s[1] > 3 * prefill_s
+    assert ttft_s[0] == pytest.approx(ttft_s[1], rel=0.02)
+
+
+def test_one_too_many_that_waits_is_let_go() -> None:
+    cluster = run(burst(12), "1P1D", settings=SHIPPED, max_waiting=4)
+    check_ends(cluster, 12)
+    assert cluster.outcomes.rejections == {"max_waiting": 6}
+
+
+def test_a_request_waits_for_a_role_and_no_longer_than_it_may() -> None:
+    trace = burst(1)
+    back, gone = (
+        run(trace, "1P1D", faults=(NodeFault(0.0, NodeId("d0"), for_s),)).outcomes for for_s in (4.0, 60.0)
+    )
+    assert back.num_completed == 1
+    assert back.ttft_s[0] >= 4.0
+    assert gone.rejections == {"no_decode_node": 1}
+
+
+def test_a_request_is_lost_as_often_as_it_may_be_and_not_where_it_was_lost_before() -> None:
+    trace = burst(1, output=20_000)
+    die = tuple(NodeFault(20.0 * at, NodeId(f"d{at - 1}"), 5.0) for at in range(1, MAX_ATTEMPTS + 1))
+    lost = run(trace, "1P4D", faults=die).outcomes
+    assert lost.rejections == {"lost": 1}
+    assert lost.num_retried == MAX_ATTEMPTS
+    served = run(trace, "1P4D", faults=die[1:]).outcomes
+    assert (served.num_completed, served.num_retried) == (1, 0)
+
+
+def test_what_is_not_predicted_is_learned() -> None:
+    # what fills and empties a pipeline is in no prediction
+    trace = Trace(
+        "apart", 512, [row._replace(arrival_s=60.0 * at) for at, row in enumerate(burst(20, 20_480).requests)]
+    )
+    learned, taken = [], []
+    for learns in (False, True):
+        cluster = run(trace, "4P1D", stages=4, learns=learns)
+        learned.append(cluster.view.corrections.ratio("p0", "prefill"))
+        taken.append(cluster.outcomes.ttft_s[-1])
+    assert learned[0] == 1.0
+    assert learned[1] > 1.05
+    assert taken[0] == taken[1]
+
+
+def test_bounds_of_requests_that_wait_are_kept_or_refused_in_time() -> None:
+    settings = dataclasses.replace(SHIPPED, reject=RejectPolicy.PREDICT)
+    slo = Slo(ttft_slo_s=5.0)
+    options = ClusterOptions(1, 1, 512, settings=settings, learns=True, slo=slo)
+    cluster = simulate(Plan(burst(20), COST, options))
+    check_ends(cluster, 20)
+    assert cluster.outcomes.rejections["ttft"] == cluster.outcomes.num_rejected > 5
+    assert max(cluster.outcomes.ttft_s) <= slo.ttft_slo_s * 1.02
