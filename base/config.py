@@ -284,7 +284,7 @@ class SchedulerConfig:
     """How the conductor decides, and what it keeps of its decisions."""
 
     policy: str = "global"
-    """Which node computes a prompt: the name of a rule of conductor/placing/prefill_policies.py."""
+    """The name of the rule of conductor/placing/prefill_policies.py that chooses who computes a prompt."""
     reject: str = "predict"
     """When decode load is tested against a TBT bound: none, late, early or predict."""
     fetch: bool = True

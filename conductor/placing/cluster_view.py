@@ -20,10 +20,11 @@ replay drive this very class.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from base.errors import StaleError
+from base.grants import PeerDescriptor
 from base.messages import Heartbeat, NodeInfo
 from base.request import NodeId, RequestId, Role
 from conductor.placing.cost_model import Corrections, CostModel
@@ -42,64 +43,38 @@ NO_ROOM = -1e15
 FULL_S = 0.25
 
 
+@dataclass(slots=True, eq=False)
 class NodeState:
     """One node: what it reports, and what this conductor has placed on it."""
 
-    __slots__ = (
-        "capacity_tokens",
-        "decode_context_tokens",
-        "decode_sequences",
-        "draining",
-        "events",
-        "foreign_context_tokens",
-        "foreign_queue_s",
-        "foreign_sequences",
-        "full_until_s",
-        "info",
-        "is_member",
-        "num_outgoing",
-        "num_queued",
-        "peak_tokens",
-        "queued_s",
-        "queued_tokens",
-        "reported_free_tokens",
-        "reports_draining",
-        "running_context_tokens",
-        "running_sequences",
-        "slot",
-        "tbt_bounds",
-        "tightest_tbt_s",
-    )
-
-    def __init__(self, info: NodeInfo, slot: int, events: NodeEvents) -> None:
-        self.info = info
-        self.slot = slot
-        self.events = events
-        self.is_member = True
-        # the conductor's own wish, and the node's word; either keeps new work away
-        self.draining = False
-        self.reports_draining = False
-        self.capacity_tokens = info.num_blocks * info.block_size
-        self.num_queued = 0
-        self.queued_s = 0.0
-        self.queued_tokens = 0
-        self.foreign_queue_s = 0.0
-        # to decode here, in prefill ones included; with what other conductors have running here
-        self.decode_sequences = 0
-        self.decode_context_tokens = 0.0
-        self.peak_tokens = 0.0
-        # of those, decoding already
-        self.running_sequences = 0
-        self.running_context_tokens = 0.0
-        # another conductor's, of those that run
-        self.foreign_context_tokens = 0
-        self.foreign_sequences = 0
-        self.reported_free_tokens = float(self.capacity_tokens)
-        self.full_until_s = 0.0
-        self.num_outgoing = 0
-        # of what was placed here to decode: how many have each bound, and the least
-        self.tbt_bounds: dict[float, int] = {}
-        self.tightest_tbt_s = inf
+    info: NodeInfo
+    slot: int
+    events: NodeEvents
+    capacity_tokens: int
+    reported_free_tokens: float
+    is_member: bool = True
+    # the conductor's own wish, and the node's word; either keeps new work away
+    draining: bool = False
+    reports_draining: bool = False
+    num_queued: int = 0
+    queued_s: float = 0.0
+    queued_tokens: int = 0
+    foreign_queue_s: float = 0.0
+    # to decode here, in prefill ones included; with what other conductors have running here
+    decode_sequences: int = 0
+    decode_context_tokens: float = 0.0
+    peak_tokens: float = 0.0
+    # of those, decoding already
+    running_sequences: int = 0
+    running_context_tokens: float = 0.0
+    # another conductor's, of those that run
+    foreign_context_tokens: int = 0
+    foreign_sequences: int = 0
+    full_until_s: float = 0.0
+    num_outgoing: int = 0
+    # of what was placed here to decode: how many have each bound, and the least
+    tbt_bounds: dict[float, int] = field(default_factory=dict)
+    tightest_tbt_s: float = inf
 
     def bind_tbt(self, bound_s: float, count: int) -> None:
         """Count `count` more sequences with a TBT bound; -1: one less."""
@@ -114,43 +89,28 @@ class NodeState:
         return min(self.capacity_tokens - self.peak_tokens, self.reported_free_tokens)
 
 
+@dataclass(slots=True, eq=False)
 class InFlight:
     """One placed request, as the conductor counts it."""
 
-    __slots__ = (
-        "context_tokens",
-        "decode",
-        "decode_from_s",
-        "is_decoding",
-        "new_tokens",
-        "peak_tokens",
-        "prefill",
-        "prefill_s",
-        "source",
-        "tbt_slo_s",
-    )
+    prefill: NodeState
+    decode: NodeState
+    source: NodeState | None
+    prefill_s: float
+    new_tokens: int
+    context_tokens: int
+    peak_tokens: float
+    decode_from_s: float
+    tbt_slo_s: float
+    is_decoding: bool = False
 
-    def __init__(
-        self,
-        prefill: NodeState,
-        decode: NodeState,
-        source: NodeState | None,
-        request: PlacementRequest,
-        placement: Placement,
-        output_tokens: float,
-        now_s: float,
-    ) -> None:
-        num_tokens = request.num_tokens
-        self.prefill = prefill
-        self.decode = decode
-        self.source = source
-        self.is_decoding = False
-        self.prefill_s = placement.prefill_s
-        self.new_tokens = num_tokens - placement.matched_tokens
-        self.context_tokens = num_tokens + int(output_tokens / 2)
-        self.peak_tokens = num_tokens + output_tokens
-        self.decode_from_s = now_s + placement.predicted_ttft_s
-        self.tbt_slo_s = request.slo.tbt_slo_s
+
+def bare_node(
+    node_id: NodeId, roles: frozenset[Role], num_blocks: int, block_size: int, epoch: int = 0
+) -> NodeInfo:
+    """Return a node that nobody can connect to: what placement reads of one, and no more."""
+    peer = PeerDescriptor(node_id, epoch, ())
+    return NodeInfo(node_id, epoch, roles, "", "", 0, num_blocks, block_size, peer, "")
 
 
 class ClusterView:
@@ -194,7 +154,9 @@ class ClusterView:
         slot = next((slot for slot, node in enumerate(self._slots) if node is None), len(self._slots))
         if slot == len(self._slots):
             self._slots.append(None)
-        node = NodeState(info, slot, NodeEvents(self.index, slot))
+        capacity_tokens = info.num_blocks * info.block_size
+        events = NodeEvents(self.index, slot)
+        node = NodeState(info, slot, events, capacity_tokens, float(capacity_tokens))
         self._slots[slot] = self._nodes[info.node_id] = node
         self._refresh_roles(node, now_s)
         return node
@@ -328,15 +290,27 @@ class ClusterView:
         prefill, decode = nodes[placement.prefill_node], nodes[placement.decode_node]
         source = nodes.get(placement.source_node) if placement.source_node is not None else None
         output_tokens = self.expected_output_tokens(request.max_tokens)
-        flight = InFlight(prefill, decode, source, request, placement, output_tokens, now_s)
-        self._in_flight[request.request_id] = flight
+        num_tokens, prefill_s, tbt_slo_s = request.num_tokens, placement.prefill_s, request.slo.tbt_slo_s
+        new_tokens = num_tokens - placement.matched_tokens
+        context_tokens, peak_tokens = num_tokens + int(output_tokens / 2), num_tokens + output_tokens
+        decode_from_s = now_s + placement.predicted_ttft_s
+        # by position: one is made for each request
+        self._in_flight[request.request_id] = InFlight(
+            prefill,
+            decode,
+            source,
+            prefill_s,
+            new_tokens,
+            context_tokens,
+            peak_tokens,
+            decode_from_s,
+            tbt_slo_s,
+        )
         self.num_in_flight += 1
-        context_tokens, peak_tokens = flight.context_tokens, flight.peak_tokens
-        prefill_s, tbt_slo_s = flight.prefill_s, flight.tbt_slo_s
 
         prefill.num_queued += 1
         prefill.queued_s += prefill_s
-        prefill.queued_tokens += flight.new_tokens
+        prefill.queued_tokens += new_tokens
         if self.prefill_mask >> prefill.slot & 1:
             start_s = max(self.prefill_order.value(prefill.slot), now_s + placement.fetch_s)
             self.prefill_order.set(prefill.slot, start_s + prefill_s)
@@ -349,7 +323,7 @@ class ClusterView:
         self._reorder(decode)
         if source is not None:
             source.num_outgoing += 1
-        self.projection.add(flight.decode_from_s, context_tokens)
+        self.projection.add(decode_from_s, context_tokens)
 
     def decode_node(self, request_id: RequestId) -> NodeState:
         """Return where a placed request is to decode, also if that node has left."""

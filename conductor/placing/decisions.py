@@ -16,10 +16,8 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
-from base.grants import PeerDescriptor
-from base.messages import NodeInfo
 from base.request import NodeId, Role
-from conductor.placing.cluster_view import ClusterView, NodeState
+from conductor.placing.cluster_view import ClusterView, NodeState, bare_node
 from conductor.placing.cost_model import CostModel
 from conductor.placing.placement import Placement, PlacementRequest, Rejection
 from conductor.placing.scheduler import place
@@ -200,7 +198,8 @@ def _node_seen(view: ClusterView, node: NodeState, matched_blocks: int) -> NodeS
 
 def _restore(view: ClusterView, node: NodeSeen, made: Decision) -> None:
     roles = {Role.PREFILL: node.prefills, Role.DECODE: node.decodes}
-    state = view.add_node(_info(node, frozenset(role for role in roles if roles[role]), view), 0.0)
+    info = bare_node(node.node_id, frozenset(role for role in roles if roles[role]), 0, view.block_size)
+    state = view.add_node(info, 0.0)
     state.num_queued = node.num_queued
     state.queued_s = node.queued_s
     state.tightest_tbt_s = inf if node.tightest_tbt_s is None else node.tightest_tbt_s
@@ -222,18 +221,3 @@ def _restore(view: ClusterView, node: NodeSeen, made: Decision) -> None:
         view.prefill_order.set(state.slot, node.queue_ends_at_s)
     if node.decodes:
         view.decode_order.set(state.slot, node.step_s)
-
-
-def _info(node: NodeSeen, roles: frozenset[Role], view: ClusterView) -> NodeInfo:
-    return NodeInfo(
-        node_id=node.node_id,
-        epoch=0,
-        roles=roles,
-        model_id="",
-        layout_id="",
-        max_model_len=0,
-        num_blocks=0,
-        block_size=view.block_size,
-        peer=PeerDescriptor(node.node_id, 0, ()),
-        host="",
-    )

@@ -7,6 +7,7 @@ request little, and an explanation cannot differ from what was done.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
@@ -44,12 +45,10 @@ class DecisionWriter(Protocol):
     def outcome(self, request_id: RequestId, actual: Actual) -> None: ...
 
 
+@dataclass(slots=True)
 class _KeptDecision:
-    __slots__ = ("actual", "made")
-
-    def __init__(self, made: Decision) -> None:
-        self.made = made
-        self.actual: Actual | None = None
+    made: Decision
+    actual: Actual | None = None
 
 
 class Decisions:

@@ -8,6 +8,8 @@ may end after it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from base.messages import PrefillTimes
 from base.request import NodeId, RequestId
 from conductor.placing.cluster_view import ClusterView
@@ -21,13 +23,11 @@ DOUBT_HALF_LIFE_S = 0.7
 """Seconds in which doubt, once it has begun, halves what was learned."""
 
 
+@dataclass(slots=True)
 class _Running:
-    __slots__ = ("is_prefilled", "placement", "profile_step_s")
-
-    def __init__(self, placement: Placement, profile_step_s: float) -> None:
-        self.placement = placement
-        self.profile_step_s = profile_step_s
-        self.is_prefilled = False
+    placement: Placement
+    profile_step_s: float
+    is_prefilled: bool = False
 
 
 class Learner:

@@ -15,6 +15,7 @@ Pure state: no clock, no tasks. `serving/` waits with futures, replay with event
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from base.errors import DeadlineError, RejectedError, ServeError, SloUnreachableError, UnavailableError
@@ -41,17 +42,15 @@ class Waiter(Protocol):
         ...
 
 
-class _Place:
-    __slots__ = ("began_at_s", "first_token_by_s", "give_up_at_s", "item", "waiter")
+@dataclass(slots=True)
+class WaitingPlace:
+    """A request that waits, and the moments that its waiting ends at."""
 
-    def __init__(
-        self, item: Waiting, waiter: Waiter, began_at_s: float, first_token_by_s: float, give_up_at_s: float
-    ) -> None:
-        self.item = item
-        self.waiter = waiter
-        self.began_at_s = began_at_s
-        self.first_token_by_s = first_token_by_s
-        self.give_up_at_s = give_up_at_s
+    item: Waiting
+    waiter: Waiter
+    began_at_s: float
+    first_token_by_s: float
+    give_up_at_s: float
 
 
 class PlacementQueue:
@@ -78,20 +77,21 @@ class PlacementQueue:
         self._role_wait_s = role_wait_s
         self._missing_role = missing_role
         self._num_prefill_nodes = num_prefill_nodes
-        self._places: dict[RequestId, _Place] = {}
+        self.places: dict[RequestId, WaitingPlace] = {}
+        """The requests that wait, by name; to be read only."""
         self._missing_since_s = now_s
         self._was_missing = True
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)
 
     def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._places
+        return request_id in self.places
 
     @property
     def waiting_s(self) -> float:
         """Predicted seconds of prefill of those who wait."""
-        return sum(place.item.cost_s for place in self._places.values())
+        return sum(place.item.cost_s for place in self.places.values())
 
     def join(
         self,
@@ -120,27 +120,27 @@ class PlacementQueue:
         may_try = not was_tried and (ahead_s or not len(self._queue))
         if may_try and waiter.try_to_place(ahead_s):
             return False
-        self._places[item.request_id] = _Place(item, waiter, now_s, first_token_by_s, give_up_at_s)
+        self.places[item.request_id] = WaitingPlace(item, waiter, now_s, first_token_by_s, give_up_at_s)
         shed = self._queue.push(item)
         if shed is not None:
             error = RejectedError(f"{len(self._queue)} requests wait, the limit of scheduler.max_waiting")
-            self._places.pop(shed.request_id).waiter.ended(error)
+            self.places.pop(shed.request_id).waiter.ended(error)
         if not ahead_s and len(self._queue) > 1:
             self.pump(now_s)
-        return item.request_id in self._places
+        return item.request_id in self.places
 
     def leave(self, request_id: RequestId) -> None:
         """Forget a request; one that does not wait is passed over."""
-        if self._places.pop(request_id, None) is not None:
+        if self.places.pop(request_id, None) is not None:
             self._queue.drop(request_id)
 
     def pump(self, now_s: float) -> None:
         """Try those who wait, in order, until one has to wait on."""
-        if not self._places:
+        if not self.places:
             return
         self._note_roles(now_s)
         while (item := self._queue.first()) is not None:
-            waiter = self._places[item.request_id].waiter
+            waiter = self.places[item.request_id].waiter
             try:
                 if not waiter.try_to_place(0.0):
                     return
@@ -150,12 +150,12 @@ class PlacementQueue:
                 waiter.ended(error.with_traceback(None))
                 continue
             self._queue.take(item)
-            del self._places[item.request_id]
+            del self.places[item.request_id]
             waiter.ended(None)
 
     def look_at_s(self, request_id: RequestId, now_s: float) -> float:
         """Return when to ask whether a request that waits is `overdue`."""
-        place = self._places[request_id]
+        place = self.places[request_id]
         if self._was_missing:
             role_by_s = max(place.began_at_s, self._missing_since_s) + self._role_wait_s
         else:
@@ -168,7 +168,7 @@ class PlacementQueue:
 
         While the process stood still (`has_stood`) no lost node could be back: that does not count.
         """
-        place = self._places[request_id]
+        place = self.places[request_id]
         if now_s >= place.give_up_at_s:
             return DeadlineError(f"request {request_id} ran out of time before it was placed")
         if now_s >= place.first_token_by_s:

@@ -8,22 +8,22 @@ began on them, or finished those before, to the last first token.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from base.request import NodeId
 
 # A node that is never idle is measured this often.
 RUN_LENGTH = 8
 
 
+@dataclass(slots=True)
 class _PromptRun:
-    __slots__ = ("begun_at_s", "done_profile_s", "is_spoiled", "num_done", "num_placed", "was_alone")
-
-    def __init__(self, now_s: float) -> None:
-        self.begun_at_s = now_s
-        self.num_placed = 0
-        self.num_done = 0
-        self.done_profile_s = 0.0
-        self.was_alone = True
-        self.is_spoiled = False
+    begun_at_s: float
+    num_placed: int = 0
+    num_done: int = 0
+    done_profile_s: float = 0.0
+    was_alone: bool = True
+    is_spoiled: bool = False
 
 
 class PrefillPace:
@@ -71,6 +71,4 @@ class PrefillPace:
     def _end(self, node_id: NodeId, run: _PromptRun, now_s: float) -> None:
         del self._runs[node_id]
         if run.num_placed:
-            following = self._runs[node_id] = _PromptRun(now_s)
-            following.num_placed = run.num_placed
-            following.was_alone = False
+            self._runs[node_id] = _PromptRun(now_s, run.num_placed, was_alone=False)

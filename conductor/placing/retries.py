@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from base.request import NodeId
 
 MAX_ATTEMPTS = 4
@@ -12,16 +14,14 @@ MAX_UNHEARD = 4
 before the request came."""
 
 
+@dataclass(slots=True)
 class Retries:
     """One request's attempts so far."""
 
-    __slots__ = ("avoid", "num_attempts", "num_unheard")
-
-    def __init__(self) -> None:
-        self.num_attempts = 0
-        self.num_unheard = 0
-        self.avoid: tuple[NodeId, ...] = ()
-        """Nodes that attempts failed at."""
+    num_attempts: int = 0
+    num_unheard: int = 0
+    avoid: tuple[NodeId, ...] = ()
+    """Nodes that attempts failed at."""
 
     @property
     def may_try_again(self) -> bool:

@@ -123,7 +123,7 @@ class Turn(Enum):
 
 def turn_of(slo: Slo, ahead_s: float, view: ClusterView, settings: SchedulerSettings, now_s: float) -> Turn:
     """Return whether it is the turn of a request with these bounds; others before it take `ahead_s`."""
-    if view.missing_role is not None:
+    if not view.prefill_mask or not view.decode_mask:
         return Turn.LATER
     if not ahead_s and (settings.ahead_s == inf or not must_wait(view, settings, now_s)):
         return Turn.NOW

@@ -18,34 +18,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 from base.errors import ConfigError
 from conductor.placing.profile import Profile
 from kvstore.eviction import BY_NAME, Eviction
 from kvstore.index import Key
-
-
-class Cache(Protocol):
-    """The cache of a simulated node."""
-
-    def __len__(self) -> int: ...
-
-    def match(self, chain: Sequence[Key]) -> int:
-        """Return how many leading blocks of `chain` are held."""
-        ...
-
-    def num_on_disk(self, chain: Sequence[Key], matched: int) -> int:
-        """Return how many of the `matched` blocks have to be read from disk."""
-        ...
-
-    def store(self, chain: Sequence[Key]) -> tuple[Sequence[Key], list[Key]]:
-        """Hold all of `chain`, as far as it fits; return what is new and what had to go."""
-        ...
-
-    def clear(self) -> None:
-        """Forget everything: the node died."""
-        ...
 
 
 def make_cache(policy: str, profile: Profile, block_size: int) -> Cache:
@@ -64,13 +42,11 @@ def make_cache(policy: str, profile: Profile, block_size: int) -> Cache:
     return PolicyCache(policy, capacity)
 
 
+@dataclass(slots=True, eq=False)
 class _BlockRun:
     """Blocks that follow each other and were last used together."""
 
-    __slots__ = ("keys",)
-
-    def __init__(self, keys: Sequence[Key]) -> None:
-        self.keys = keys
+    keys: Sequence[Key]
 
 
 class LruCache:
@@ -129,10 +105,6 @@ class LruCache:
             by_use[run] = None
             by_use.move_to_end(run)
         return stored, self._evict(self._size - self.capacity) if self._size > self.capacity else []
-
-    def num_on_disk(self, chain: Sequence[Key], matched: int) -> int:
-        """Return 0: there is no disk."""
-        return 0
 
     def clear(self) -> None:
         """Forget everything: the node died."""
@@ -246,13 +218,12 @@ class PolicyCache:
             blocks.release(key)
         return chain[depth:], evicted
 
-    def num_on_disk(self, chain: Sequence[Key], matched: int) -> int:
-        """Return 0: there is no disk."""
-        return 0
-
     def clear(self) -> None:
         """Forget everything: the node died."""
         self._blocks = BY_NAME[self._policy]()
+
+
+Cache = LruCache | TieredCache | PolicyCache
 
 
 def _num_common(keys: Sequence[Key], chain: Sequence[Key], start: int) -> int:

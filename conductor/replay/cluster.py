@@ -20,6 +20,7 @@ from math import inf
 
 from base.errors import ConfigError
 from base.request import NodeId, RequestId, Role
+from conductor.placing.cluster_view import bare_node
 from conductor.placing.cost_model import CostModel
 from conductor.placing.load_order import bits_of
 from conductor.placing.roles import RoleController, RoleStep
@@ -81,7 +82,7 @@ class SimCluster:
         self._nodes = {spec.node_id: self._node(spec) for spec in specs}
         for node in self._nodes.values():
             self._register(node, node.spec.roles)
-        if unknown := [fault.node_id for fault in options.faults if fault.node_id not in self._nodes]:
+        if unknown := [fault.node for fault in options.faults if fault.node not in self._nodes]:
             raise ConfigError(f"fault of node {unknown[0]!r}: there is none of that name")
 
     @property
@@ -112,10 +113,10 @@ class SimCluster:
         self.num_events = self._events.num_scheduled + self.outcomes.num_arrived
 
     def _run_until(self, moment_s: float) -> None:
-        events = self._events
-        while (next_s := events.next_s) < moment_s:
-            self.now_s = next_s
-            events.run_next()
+        moments, run_next = self._events.moments, self._events.run_next
+        while moments and moments[0] < moment_s:
+            self.now_s = moments[0]
+            run_next()
 
     @property
     def _is_busy(self) -> bool:
@@ -134,11 +135,14 @@ class SimCluster:
         return SimNode(spec, cost, cache, engine)
 
     def _register(self, node: SimNode, roles: frozenset[Role]) -> None:
-        self.view.add_node(node.info(roles, self._block_size), self.now_s)
+        num_blocks = node.spec.profile.device_kv_tokens // self._block_size
+        self.view.add_node(
+            bare_node(node.node_id, roles, num_blocks, self._block_size, node.epoch), self.now_s
+        )
         self._conductor.pump(self.now_s)
 
     def _node_dies(self, fault: NodeFault) -> None:
-        node = self._nodes[fault.node_id]
+        node = self._nodes[NodeId(fault.node)]
         if node.node_id not in self.view.node_ids():
             return
         roles = self.view.node(node.node_id).info.roles
@@ -251,7 +255,7 @@ class SimCluster:
         request.prefix_tokens = prefix = matched_tokens if matched_tokens < last else last
         new_tokens = request.num_tokens - prefix
         request.prefill_s = prefill_s = node.cost.prefill_s(new_tokens, prefix)
-        shown_s = self._shown_load_s(node, request.chain, matched, prefill_s) if node.has_disk else 0.0
+        shown_s = self._shown_load_s(node, request.chain, matched, prefill_s) if node.disk else 0.0
         if node.spec.chunk_tokens:
             # each of its chunks leaves when it is computed
             self._hand_off(request, node, 0.0)
@@ -271,7 +275,8 @@ class SimCluster:
 
     def _shown_load_s(self, node: SimNode, chain: ChainOf[Key], matched: int, prefill_s: float) -> float:
         """Return what is seen of loading blocks from disk, layer by layer while others compute."""
-        tokens = node.cache.num_on_disk(chain, matched) * self.options.block_size
+        assert node.disk is not None
+        tokens = node.disk.num_on_disk(chain, matched) * self.options.block_size
         load_s = self._alone.load_s(tokens, from_disk=True)
         return max(0.0, load_s - prefill_s) + min(load_s, prefill_s) / node.spec.profile.num_layers
 
@@ -331,9 +336,9 @@ class SimCluster:
         """The token that prefill makes came: the first, or after a fault the next."""
         now_s, placement = self.now_s, request.placement
         if not self._conductor.was_prefilled(request, now_s):
-            self._end(request)
+            del self._in_flight[request]
+            self._conductor.ended(request, now_s)
             self._refused(request, "tbt_late", request.prefill_s)
-            self._conductor.pump(now_s)
             return
         node = self._nodes[placement.decode_node]
         if self.options.decode_caches:
@@ -358,16 +363,12 @@ class SimCluster:
         if request.request_id == attempt:
             self._nodes[request.placement.decode_node].engine.join(request, self.now_s)
 
-    def _end(self, request: SimRequest, output_tokens: int | None = None) -> None:
-        del self._in_flight[request]
-        self._conductor.ended(request, self.now_s, output_tokens)
-
     def _finished(self, request: SimRequest, now_s: float) -> None:
-        self._end(request, request.tokens_left)
+        del self._in_flight[request]
+        self._conductor.ended(request, now_s, request.tokens_left)
         placement = request.placement
         tbt_s = worst_gaps_s(request.gaps, request.output_tokens - 1)
         self.outcomes.completed(request, tbt_s, placement.prefill_node, placement.decode_node, now_s)
-        self._conductor.pump(now_s)
         if request.next_turn is not None:
             self._next_turn(request)
 

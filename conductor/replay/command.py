@@ -82,35 +82,7 @@ def make_parser(more_policies: Sequence[str] = (), more_traces: str = "") -> arg
     )
     add("--policy", choices=[*POLICIES, "all", *more_policies], default="global")
     add("--reject", choices=[policy.value for policy in RejectPolicy], default="none")
-    add("--plain", action="store_true", help="as the papers: no --ahead or --headroom, nothing learned")
-    add("--ahead", type=_seconds, default=SERVICE.ahead_s, metavar="S", help="queued on a node, at most")
-    add("--headroom", type=_share, default=SERVICE.ttft_headroom, metavar="X", help="of a TTFT bound")
-    add(
-        "--inline-tokens",
-        type=int,
-        default=SERVICE.inline_tokens,
-        metavar="N",
-        help="that a decode node computes",
-    )
-    add(
-        "--max-waiting",
-        type=int,
-        default=SERVICE.max_waiting,
-        metavar="N",
-        help="requests, before one is let go",
-    )
-    add(
-        "--role-wait",
-        type=_seconds,
-        default=SERVICE.role_wait_s,
-        metavar="S",
-        help="for a role without a node",
-    )
-    add(
-        "--no-learning",
-        action="store_true",
-        help="predictions by the profile alone, not by what was measured",
-    )
+    _add_settings(add)
     add("--no-retest", action="store_true", help="a decode node takes what was admitted, whatever its load")
     add("--profile", help=f"file, or one of {', '.join(preset_names())}; {DEFAULT_PROFILE}, or the log's own")
     add("--speed", type=_positive, default=1.0, help="arrivals so many times faster")
@@ -150,6 +122,39 @@ def make_parser(more_policies: Sequence[str] = (), more_traces: str = "") -> arg
     return parser
 
 
+def _add_settings(add: Callable[..., object]) -> None:
+    """Add the options that stand for settings of the service, with what it ships with as defaults."""
+    add("--plain", action="store_true", help="as the papers: no --ahead or --headroom, nothing learned")
+    add("--ahead", type=_seconds, default=SERVICE.ahead_s, metavar="S", help="queued on a node, at most")
+    add("--headroom", type=_share, default=SERVICE.ttft_headroom, metavar="X", help="of a TTFT bound")
+    add(
+        "--inline-tokens",
+        type=int,
+        default=SERVICE.inline_tokens,
+        metavar="N",
+        help="that a decode node computes",
+    )
+    add(
+        "--max-waiting",
+        type=int,
+        default=SERVICE.max_waiting,
+        metavar="N",
+        help="requests, before one is let go",
+    )
+    add(
+        "--role-wait",
+        type=_seconds,
+        default=SERVICE.role_wait_s,
+        metavar="S",
+        help="for a role without a node",
+    )
+    add(
+        "--no-learning",
+        action="store_true",
+        help="predictions by the profile alone, not by what was measured",
+    )
+
+
 def parse_nodes(text: str) -> tuple[int, int]:
     """Return (prefill, decode) of a text like 8P8D; (colocated, 0) of one like 16C."""
     match = re.fullmatch(r"([1-9]\d*)(?:P([1-9]\d*)D|C)", text, re.IGNORECASE)
@@ -159,23 +164,21 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{text}: not negative")
-    return value
+    return _number(text, "not negative", lambda value: value >= 0)
 
 
 def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text}: above 0, at most 1")
-    return value
+    return _number(text, "above 0, at most 1", lambda value: 0 < value <= 1)
 
 
 def _positive(text: str) -> float:
+    return _number(text, "more than 0", lambda value: 0 < value < inf)
+
+
+def _number(text: str, wanted: str, is_so: Callable[[float], bool]) -> float:
     value = float(text)
-    if not 0 < value < inf:
-        raise argparse.ArgumentTypeError(f"{text}: more than 0")
+    if not is_so(value):
+        raise argparse.ArgumentTypeError(f"{text}: {wanted}")
     return value
 
 

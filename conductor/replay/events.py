@@ -17,7 +17,8 @@ class Events:
 
     def __init__(self) -> None:
         self.num_scheduled = 0
-        self._moments: list[float] = []
+        self.moments: list[float] = []
+        """A heap of those to come, to be read only."""
         self._due: dict[float, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
 
     def at(self, moment_s: float, call: Callable[..., None], *arguments: Any) -> None:
@@ -26,18 +27,18 @@ class Events:
         due = self._due.get(moment_s)
         if due is None:
             self._due[moment_s] = [(call, arguments)]
-            heappush(self._moments, moment_s)
+            heappush(self.moments, moment_s)
         else:
             due.append((call, arguments))
 
     @property
     def next_s(self) -> float:
         """The moment of the next; infinity: there is none."""
-        return self._moments[0] if self._moments else inf
+        return self.moments[0] if self.moments else inf
 
     def run_next(self) -> None:
         """Make all happen that is due at the next moment, what it schedules for that moment too."""
-        moment_s = heappop(self._moments)
+        moment_s = heappop(self.moments)
         for call, arguments in self._due[moment_s]:
             call(*arguments)
         del self._due[moment_s]

@@ -15,7 +15,7 @@ from math import inf
 from pathlib import Path
 
 from base.errors import ConfigError
-from base.request import NodeId
+from base.tables import from_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class NodeFault:
     """One node's absence."""
 
     at_s: float
-    node_id: NodeId
+    node: str
     for_s: float = inf
 
 
@@ -39,16 +39,9 @@ def read_faults(path: Path) -> tuple[NodeFault, ...]:
     except OSError as error:
         raise ConfigError(f"{path}: {error}") from error
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if unknown := sorted(row.keys() - {"at_s", "node", "for_s"}):
-                raise ValueError(f"{unknown[0]}: unknown key")
-            fault = NodeFault(float(row["at_s"]), NodeId(str(row["node"])), float(row.get("for_s", inf)))
-        except KeyError as error:
-            raise ConfigError(f"{path}:{number}: {error} is missing") from error
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path}:{number}: {error}") from error
-        faults.append(fault)
+        if line.strip():
+            try:
+                faults.append(from_table(NodeFault, json.loads(line)))
+            except ValueError as error:
+                raise ConfigError(f"{path}:{number}: {error}") from error
     return tuple(faults)

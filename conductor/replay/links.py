@@ -12,6 +12,7 @@ progressively.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -24,55 +25,34 @@ Done = Callable[..., None]
 FULL = 1e-9
 
 
+@dataclass(slots=True, eq=False)
 class SimLink:
     """One direction of one node's link: its rate, and who uses it."""
 
-    __slots__ = ("capacity", "flows", "left")
+    capacity: float
+    flows: dict[Flow, None] = field(default_factory=dict)
+    left: float = field(init=False)
 
-    def __init__(self, capacity: float) -> None:
-        self.capacity = capacity
-        self.left = capacity
-        self.flows: dict[Flow, None] = {}
+    def __post_init__(self) -> None:
+        self.left = self.capacity
 
 
+@dataclass(slots=True, eq=False)
 class Flow:
     """Bytes on their way from one link to another."""
 
-    __slots__ = (
-        "arguments",
-        "done",
-        "is_slowed",
-        "limit",
-        "moved_at_s",
-        "rate",
-        "receiver",
-        "remaining",
-        "sender",
-        "version",
-    )
-
-    def __init__(
-        self,
-        sender: SimLink,
-        receiver: SimLink,
-        num_bytes: float,
-        limit: float,
-        done: Done,
-        arguments: tuple[Any, ...] = (),
-    ) -> None:
-        """`done(now_s, *arguments)` is called when the last byte arrived."""
-        self.sender = sender
-        self.receiver = receiver
-        self.remaining = num_bytes
-        # alone on its links, a flow has all it wants
-        self.limit = min(limit, sender.capacity, receiver.capacity)
-        self.done = done
-        self.arguments = arguments
-        self.rate = 0.0
-        self.is_slowed = False
-        """Whether it has less than its limit."""
-        self.moved_at_s = 0.0
-        self.version = 0
+    sender: SimLink
+    receiver: SimLink
+    remaining: float
+    limit: float
+    done: Done
+    """Called with the moment and `arguments` when the last byte arrived."""
+    arguments: tuple[Any, ...] = ()
+    rate: float = 0.0
+    is_slowed: bool = False
+    """Whether it has less than its limit."""
+    moved_at_s: float = 0.0
+    version: int = 0
 
 
 class Links:
@@ -87,6 +67,8 @@ class Links:
         """Let `flow` run until its last byte arrived."""
         flow.moved_at_s = now_s
         sender, receiver = flow.sender, flow.receiver
+        # alone on its links, a flow has all it wants
+        flow.limit = min(flow.limit, sender.capacity, receiver.capacity)
         sender.flows[flow] = None
         receiver.flows[flow] = None
         self.bytes_moved += flow.remaining

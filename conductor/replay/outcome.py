@@ -8,29 +8,13 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from math import ceil
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from conductor.placing.profile import Profile
-
-Segment = tuple[float, int, float]
-"""Token gaps that grow evenly: (seconds of the last and longest, gaps, growth of each next)."""
+from conductor.replay.sim_request import Segment, SimRequest
 
 # The paper's TBT of a request: the mean of its longest tenth of token gaps.
 LONGEST_SHARE = 0.1
-
-
-class Finished(Protocol):
-    """A request that had its last token, as it is noted."""
-
-    number: int
-    arrival_s: float
-    first_token_s: float | None
-    started_at_s: float
-    prompt_tokens: int
-    output_tokens: int
-    prefix_tokens: int
-    prefill_s: float
-    gaps: list[Segment]
 
 
 class Rejected(NamedTuple):
@@ -77,7 +61,7 @@ class Outcomes:
         self.wasted_prefill_s += wasted_prefill_s
 
     def completed(
-        self, request: Finished, tbt_s: float, prefill_node: str, decode_node: str, now_s: float
+        self, request: SimRequest, tbt_s: float, prefill_node: str, decode_node: str, now_s: float
     ) -> None:
         """A request had its last token at `now_s`."""
         arrival_s, first_token_s = request.arrival_s, request.first_token_s

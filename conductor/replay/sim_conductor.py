@@ -102,12 +102,13 @@ class SimConductor:
             lambda: self.view.prefill_mask.bit_count(),
             0.0,
         )
+        self._waiting = self._queue.places
         self._is_beating = False
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait to be placed."""
-        return len(self._queue)
+        return len(self._waiting)
 
     @property
     def waiting_s(self) -> float:
@@ -117,7 +118,7 @@ class SimConductor:
     def ask(self, request: SimRequest, now_s: float) -> None:
         """Place a request, refuse it, or let it wait."""
         self.now_s = now_s
-        nobody_waits = not len(self._queue)
+        nobody_waits = not self._waiting
         try:
             if nobody_waits and self.try_to_place(request, 0.0):
                 return
@@ -145,7 +146,7 @@ class SimConductor:
             ServeError: waiting is of no use.
         """
         view, now_s, settings = self.view, self.now_s, self._settings
-        has_begun = request.has_begun
+        has_begun = request.first_token_s is not None
         slo = UNBOUNDED if has_begun else self._slo
         turn = turn_of(slo, ahead_s, view, settings, now_s)
         if turn is Turn.LATER:
@@ -194,7 +195,8 @@ class SimConductor:
             times = PrefillTimes(max(0.0, queue_s), compute_s, now_s - request.computed_at_s)
             ttft_s = None if request.has_begun else now_s - request.arrival_s + self._dispatch_s(request)
             self._learner.first_token(ttft_s, times, request.asked, placement, now_s)
-        self.pump(now_s)
+        if self._waiting:
+            self.pump(now_s)
         return True
 
     def ended(self, request: SimRequest, now_s: float, output_tokens: int | None = None) -> None:
@@ -204,6 +206,8 @@ class SimConductor:
             num_gaps = (output_tokens or 0) - 1
             mean_s = (now_s - request.prefilled_at_s) / num_gaps if num_gaps > 0 else None
             self._learner.ended(request.request_id, mean_s, now_s)
+        if self._waiting:
+            self.pump(now_s)
 
     def lost(self, request: SimRequest, node_id: NodeId, now_s: float) -> None:
         """Try a request again whose attempt a node has lost, if it may be."""
@@ -215,9 +219,8 @@ class SimConductor:
 
     def pump(self, now_s: float) -> None:
         """Try those who wait: something has changed."""
-        if len(self._queue):
-            self.now_s = now_s
-            self._queue.pump(now_s)
+        self.now_s = now_s
+        self._queue.pump(now_s)
 
     def refuse(self, request: SimRequest, error: ServeError) -> None:
         """Let a request go that was never placed, or lost too often."""
@@ -256,7 +259,7 @@ class SimConductor:
     def _beat(self, now_s: float) -> None:
         """Try those who wait, as after a heartbeat: a queue may have become short enough by time alone."""
         self.pump(now_s)
-        self._is_beating = bool(len(self._queue))
+        self._is_beating = bool(self._waiting)
         if self._is_beating:
             next_s = now_s + max(SHORTEST_BEAT_S, BEAT_S / max(1, len(self.view.node_ids())))
             self._schedule(next_s, self._beat, next_s)

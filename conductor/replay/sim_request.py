@@ -2,54 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from base.request import NodeId, RequestId
 from conductor.placing.placement import Placement, PlacementRequest
 from conductor.placing.retries import Retries
 from conductor.replay.links import Flow
-from conductor.replay.outcome import Segment
 from conductor.replay.trace import TraceRequest
 
+Segment = tuple[float, int, float]
+"""Token gaps that grow evenly: (seconds of the last and longest, gaps, growth of each next)."""
 
+
+@dataclass(slots=True, init=False, eq=False)
 class SimRequest:
     """One request, through one attempt or several. Its engine counts what is computed of it."""
 
-    __slots__ = (
-        "arrival_s",
-        "asked",
-        "beside_s",
-        "chain",
-        "computed_at_s",
-        "computed_tokens",
-        "context_tokens",
-        "fetching",
-        "finish_step",
-        "first_segment",
-        "first_token_s",
-        "flow",
-        "gaps",
-        "is_promised",
-        "join_number",
-        "join_s",
-        "joined_at_s",
-        "next_turn",
-        "num_tokens",
-        "number",
-        "order",
-        "output_tokens",
-        "placement",
-        "prefill_s",
-        "prefilled_at_s",
-        "prefix_tokens",
-        "prompt_tokens",
-        "request_id",
-        "retries",
-        "started_at_s",
-        "steps_left",
-        "tail_s",
-        "token_at_s",
-        "tokens_left",
-        "waits_for",
-    )
+    arrival_s: float
+    prompt_tokens: int
+    chain: Sequence[int]
+    next_turn: TraceRequest | None
+    number: int
+    output_tokens: int
+    request_id: RequestId
+    """The present attempt's name."""
+    retries: Retries | None
+    """None until an attempt was lost."""
+    is_promised: bool
+    """Whether it was let wait: see `PlacementRequest`."""
+    num_tokens: int
+    """Tokens to have in the cache before the next: the prompt, and after a fault what came of it."""
+    tokens_left: int
+    """Tokens to make by the present attempt, the one of its prefill included."""
+    asked: PlacementRequest
+    placement: Placement
+    flow: Flow | None
+    fetching: bool
+    waits_for: int
+    tail_s: float
+    """Seconds of its hand-off that come after the last of its prompt, whatever left before."""
+    order: int
+    """Place among the prompts of all nodes: one that waited for its prefix goes before later ones."""
+    started_at_s: float
+    computed_at_s: float
+    prefilled_at_s: float
+    """When the present attempt's first token came."""
+    beside_s: float
+    """Seconds of its prefill that are in none of its chunks."""
+    prefill_s: float
+    prefix_tokens: int
+    computed_tokens: int
+    """Tokens of its prompt, the prefix included."""
+    first_token_s: float | None
+    token_at_s: float
+    """When it had its last token before it joined a batch, or left one."""
+    gaps: list[Segment]
+    # of its decoding, which its engine keeps
+    join_s: float
+    """Seconds of the first step, beside what any sequence takes."""
+    steps_left: int
+    """Brought up to date when it leaves a batch, as is its context."""
+    context_tokens: int
+    joined_at_s: float
+    first_segment: int
+    finish_step: int
+    join_number: int
 
     def __init__(self, row: TraceRequest, number: int, output_limit: int | None = None) -> None:
         self.arrival_s, self.prompt_tokens, output_tokens, self.chain, self.next_turn = row
@@ -57,48 +75,13 @@ class SimRequest:
             output_tokens = output_limit
         self.number = number
         self.request_id = RequestId(str(number))
-        """The present attempt's name."""
-        self.retries: Retries | None = None
-        """None until an attempt was lost."""
-        self.is_promised = False
-        """Whether it was let wait: see `PlacementRequest`."""
         self.num_tokens = self.prompt_tokens
-        """Tokens to have in the cache before the next: the prompt, and after a fault what came of it."""
         self.output_tokens = self.tokens_left = output_tokens
-        """Tokens to make by the present attempt, the one of its prefill included."""
-        self.asked: PlacementRequest
-        self.placement: Placement
-        self.flow: Flow | None = None
-        self.fetching = False
-        self.waits_for = 0
-        self.tail_s: float
-        """Seconds of its hand-off that come after the last of its prompt, whatever left before."""
-        self.order = 0
-        """Place among the prompts of all nodes: one that waited for its prefix goes before later ones."""
-        self.started_at_s: float
-        self.computed_at_s: float
-        self.prefilled_at_s: float
-        """When the present attempt's first token came."""
-        self.beside_s: float
-        """Seconds of its prefill that are in none of its chunks."""
-        self.prefill_s: float
-        self.prefix_tokens = 0
-        self.computed_tokens: int
-        """Tokens of its prompt, the prefix included."""
-        self.first_token_s: float | None = None
-        self.token_at_s = 0.0
-        """When it had its last token before it joined a batch, or left one."""
-        self.gaps: list[Segment] = []
-        # of its decoding, which its engine keeps
-        self.join_s = 0.0
-        """Seconds of the first step, beside what any sequence takes."""
-        self.steps_left: int
-        """Brought up to date when it leaves a batch, as is its context."""
-        self.context_tokens: int
-        self.joined_at_s: float
-        self.first_segment: int
-        self.finish_step: int
-        self.join_number: int
+        self.retries = self.flow = self.first_token_s = None
+        self.is_promised = self.fetching = False
+        self.waits_for = self.order = self.prefix_tokens = 0
+        self.token_at_s = self.join_s = 0.0
+        self.gaps = []
 
     @property
     def has_begun(self) -> bool:
@@ -108,8 +91,7 @@ class SimRequest:
     def begin_again(self, lost_by: NodeId) -> bool:
         """Become another attempt, which has yet to be placed; False: there were enough."""
         if self.retries is None:
-            self.retries = Retries()
-            self.retries.num_attempts = 1
+            self.retries = Retries(num_attempts=1)
         self.retries.failed_at(lost_by)
         if not self.retries.may_try_again:
             return False
