@@ -264,9 +264,10 @@ def lease_from(message: pb.ConductorMessage) -> Registered:
     return _REGISTERED.unpack(message.registered)
 
 
-def add_state(message: pb.NodeMessage, heartbeat: Heartbeat, kv_events: KvEvents | None) -> None:
+def add_state(message: pb.NodeMessage, heartbeat: Heartbeat | None, kv_events: KvEvents | None) -> None:
     """Put a node's state beside its results."""
-    message.heartbeat.CopyFrom(pb.Heartbeat(**_HEARTBEAT.pack(heartbeat)))
+    if heartbeat is not None:
+        message.heartbeat.CopyFrom(pb.Heartbeat(**_HEARTBEAT.pack(heartbeat)))
     if kv_events is not None:
         message.kv_events.CopyFrom(pb.KvEvents(**_KV_EVENTS.pack(kv_events)))
 
