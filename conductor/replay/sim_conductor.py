@@ -41,7 +41,7 @@ class _RefusedError(RejectedError):
     """A placement was refused; the message is the reason's name."""
 
 
-class _Waiter:
+class _QueuedRequest:
     """A request in the queue before placement."""
 
     __slots__ = ("_conductor", "_request")
@@ -128,7 +128,7 @@ class SimConductor:
             is_retry = request.retries is not None
             item = waiting(request.request_id, 0, "", request.arrival_s, slo_s, cost_s, is_retry)
             waits = self._queue.join(
-                item, _Waiter(self, request), now_s, by_s, UNBOUNDED.ttft_slo_s, nobody_waits
+                item, _QueuedRequest(self, request), now_s, by_s, UNBOUNDED.ttft_slo_s, nobody_waits
             )
         except ServeError as error:
             self.refuse(request, error)
