@@ -20,8 +20,6 @@ class RejectPolicy(Enum):
 class SchedulerSettings:
     """An operator's wishes, beside the view and the cost model."""
 
-    policy: str = "global"
-    """The name of the rule that chooses the prefill node, one of `prefill_policies.POLICIES`."""
     reject: RejectPolicy = RejectPolicy.PREDICT
     fetches: bool = True
     """Whether a prefix may be fetched from another node; False is local cache-awareness."""
@@ -35,6 +33,8 @@ class SchedulerSettings:
     ahead_s: float = inf
     """Place only where less than this is queued already, so that order is kept before the nodes;
     an idle node is always placed on. Infinity: whatever is queued."""
+    policy: str = "global"
+    """The name of the rule that chooses the prefill node, one of `prefill_policies.POLICIES`."""
 
 
 DEFAULT_SETTINGS = SchedulerSettings()
