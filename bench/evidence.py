@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.evidence_faults import fault_cells
+from bench.evidence_plot import bars
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FACTS = ("hardware", "versions", "commit", "date", "command")
@@ -132,6 +133,14 @@ def page(name: str, claims: dict[str, Any]) -> str:
     return "".join(parts)
 
 
+def plots(claims: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+    """Yield the file and the text of each chart that a claim asks for by its `plot`."""
+    for claim in claims["claims"]:
+        if "plot" in claim:
+            series = [(row.what, row.measured) for row in rows(claim)]
+            yield RESULTS / claim["plot"]["file"], bars(claim["plot"]["title"], claim["columns"], series)
+
+
 def _table(claim: dict[str, Any]) -> str:
     lines = list(rows(claim))
     columns = claim.get("columns", ["measured"])
@@ -167,14 +176,13 @@ def _cell(text: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Return the text of every page, by its file."""
-    suffix = ".claims.json"
-    return {
-        RESULTS / f"{file.name.removesuffix(suffix)}.md": page(
-            file.name.removesuffix(suffix), json.loads(file.read_text())
-        )
-        for file in sorted(RESULTS.glob(f"*{suffix}"))
-    }
+    """Return the text of every page and of every chart, by its file."""
+    made = {}
+    for file in sorted(RESULTS.glob("*.claims.json")):
+        name, claims = file.name.removesuffix(".claims.json"), json.loads(file.read_text())
+        made[RESULTS / f"{name}.md"] = page(name, claims)
+        made |= dict(plots(claims))
+    return made
 
 
 def main() -> None:
