@@ -58,7 +58,9 @@ GUARDED = {
     ("node/process.py", "serve_metrics"): METRICS,
     ("deploy/control.py", "start_unix_server"): CONTROL,
     ("deploy/ports.py", "create_server"): "closed at once: it asks whether a port is free",
-    ("transfer/agent.py", "TcpServer"): DATA,
+    ("transfer/rdma/transport.py", "listen"): DATA,
+    ("transfer/tcp/host.py", "TcpServer"): DATA,
+    ("transfer/tcp/transport.py", "listen"): DATA,
     ("transfer/tcp/server.py", "create_server"): DATA,
 }
 """By file and call: the test that sweeps it as an outsider, or why there is nothing to sweep."""

@@ -46,12 +46,12 @@ def test_a_shape_becomes_nodes_with_their_roles_and_chunks():
     planned = planned_nodes(disaggregated, model, "127.0.0.1:1", 8)
     assert [node.process.roles for node in planned] == [("prefill",), ("prefill",), ("decode",)]
     assert [node.process.engine.chunk_tokens for node in planned] == [1024, 1024, 512]
-    assert [node.room.gpus for node in planned] == [1, 1, 1]
+    assert [node.resources.gpus for node in planned] == [1, 1, 1]
     colocated = planned_nodes(
         cluster_config("tiny", parse_shape("2c"), Limits(shared_gpu=True)), model, "", 8
     )
     assert [node.process.roles for node in colocated] == [("prefill", "decode")] * 2
-    assert [node.room.gpus for node in colocated] == [0, 0]
+    assert [node.resources.gpus for node in colocated] == [0, 0]
     with pytest.raises(ValueError, match="no shape"):
         parse_shape("1p")
 

@@ -31,7 +31,7 @@ from tests.cluster.asking import PATIENCE_S, generate_request, until
 from tests.cluster.fortress import BLOCK_SIZE, Fortress, fortress
 from tests.deploy.processes import listening, receiving
 from tests.every_method import every_method, filled
-from transfer.tcp.frame import HEADER_BYTES, Header, Kind, pack, unpack_header
+from transfer.tcp.frame import HEADER_BYTES, FrameKind, Header, pack, unpack_header
 from transfer.tcp.greeting import Nonces, proof
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
@@ -143,7 +143,7 @@ def shown(fort: Fortress, folder) -> dict[str, ssl.SSLContext | None]:
 def said_by_hand(fort: Fortress) -> dict[str, bytes]:
     register = filled(nodes_pb2.Register.DESCRIPTOR, "prefill-0", b"1" * 16)
     message = nodes_pb2.NodeMessage(register=register).SerializeToString()
-    hello = pack(Header(Kind.HELLO, generation=1, offset=2))
+    hello = pack(Header(FrameKind.HELLO, generation=1, offset=2))
     epoch = fort.members()[0].epoch
     return {
         "nothing": b"",
@@ -154,10 +154,10 @@ def said_by_hand(fort: Fortress) -> dict[str, bytes]:
         "http2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]),
         "register": len(message).to_bytes(LENGTH_BYTES, "little") + message,
         "hello": hello,
-        "read": hello + pack(Header(Kind.READ, 1, 64, 1, 1)),
-        "no proof": hello + pack(Header(Kind.PROOF)) + pack(Header(Kind.READ, 1, 64, 1, 1)),
-        "right epoch": hello + pack(proof(Kind.PROOF, b"", epoch, Nonces((1, 2), (0, 0)))),
-        "wrong epoch": hello + pack(proof(Kind.PROOF, b"", epoch + 1, Nonces((1, 2), (0, 0)))),
+        "read": hello + pack(Header(FrameKind.READ, 1, 64, 1, 1)),
+        "no proof": hello + pack(Header(FrameKind.PROOF)) + pack(Header(FrameKind.READ, 1, 64, 1, 1)),
+        "right epoch": hello + pack(proof(FrameKind.PROOF, b"", epoch, Nonces((1, 2), (0, 0)))),
+        "wrong epoch": hello + pack(proof(FrameKind.PROOF, b"", epoch + 1, Nonces((1, 2), (0, 0)))),
     }
 
 
@@ -296,20 +296,23 @@ def test_every_route_is_closed_to_an_outsider(fort, unharmed, tmp_path):
 def test_a_greeting_that_was_recorded_opens_no_data_port(fort, unharmed):
     for member in fort.members():
         port = int(member.peer.endpoints[0].address.rpartition(":")[2])
-        hello, read = pack(Header(Kind.HELLO, generation=1, offset=2)), pack(Header(Kind.READ, 1, 64, 1, 1))
+        hello, read = (
+            pack(Header(FrameKind.HELLO, generation=1, offset=2)),
+            pack(Header(FrameKind.READ, 1, 64, 1, 1)),
+        )
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as link:
             link.sendall(hello)
             challenge = unpack_header(link.recv(HEADER_BYTES, socket.MSG_WAITALL))
             nonces = Nonces((1, 2), (challenge.generation, challenge.offset))
-            recorded = pack(proof(Kind.PROOF, member.peer.secret, member.epoch, nonces))
+            recorded = pack(proof(FrameKind.PROOF, member.peer.secret, member.epoch, nonces))
             link.sendall(recorded)
-            assert unpack_header(link.recv(HEADER_BYTES, socket.MSG_WAITALL)).kind is Kind.WELCOME
+            assert unpack_header(link.recv(HEADER_BYTES, socket.MSG_WAITALL)).kind is FrameKind.WELCOME
         answer = heard(port, hello + recorded + read, None)
         kinds = [
             unpack_header(answer[:HEADER_BYTES]).kind,
             unpack_header(answer[HEADER_BYTES:][:HEADER_BYTES]).kind,
         ]
-        assert kinds == [Kind.CHALLENGE, Kind.REFUSED]
+        assert kinds == [FrameKind.CHALLENGE, FrameKind.REFUSED]
 
 
 @pytest.mark.parametrize(
