@@ -3,8 +3,9 @@
 A file of claims says what is claimed, what must be, which command measures it, and where the figure is: a
 template such as `{rows/0/value:.1f} ms` reads the result file that `from` names, so that a new result makes a
 new page. Hardware, versions, commit and date are read from that result too. A figure whose raw result was not
-kept stands in the claim itself, with the same facts. tests/bench/test_evidence.py makes the pages again and
-compares.
+kept stands in the claim itself, with the same facts. Whether what must be is met is worked out from both
+(bench/evidence_verdict.py), and README.md has what is not met. tests/bench/test_evidence.py makes the pages
+again and compares.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import functools
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 
 from bench.evidence_faults import fault_cells
 from bench.evidence_plot import bars
+from bench.evidence_verdict import VERDICTS, kind_of, verdict
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FACTS = ("hardware", "versions", "commit", "date", "command")
@@ -33,6 +36,8 @@ class Row:
     what: str
     must: str
     measured: tuple[str, ...]
+    verdict: str
+    """What the figures say of what must be; empty where nothing must be."""
     facts: tuple[str, ...]
     """Hardware, versions, commit, date and command, in the order of FACTS."""
 
@@ -101,8 +106,8 @@ def rows(claim: dict[str, Any]) -> Iterator[Row]:
     """Yield the lines of a claim's table: those that are written down, or one for each entry of a result."""
     if claim.get("faults"):
         for kind, result in read_result(claim["from"]).items():
-            cells = fault_cells(result)
-            yield _row({"what": f"`{kind}`", "measured": cells}, claim, result)
+            must = claim["musts"].get(kind, claim["must"])
+            yield _row({"what": f"`{kind}`", "must": must, "measured": fault_cells(result)}, claim, result)
         return
     for written in claim["rows"]:
         row = {**{key: claim[key] for key in ("from", "must") if key in claim}, **written}
@@ -114,23 +119,69 @@ def rows(claim: dict[str, Any]) -> Iterator[Row]:
 
 def _row(row: dict[str, Any], claim: dict[str, Any], result: Any, entry: Any = None) -> Row:
     known = about(result) if result else {}
-    measured = row["measured"] if isinstance(row["measured"], list) else [row["measured"]]
+    written = row["measured"] if isinstance(row["measured"], list) else [row["measured"]]
+    measured = [filled(each, entry) for each in written]
+    what, must = filled(row.get("what", ""), entry), row.get("must", "")
+    said = row.get("verdict") or (verdict(must, columns_of(claim), measured) if must else "")
+    if said not in ("", *VERDICTS) and "verdict" in row:
+        raise ValueError(f"{claim['claim']}: {said!r} is none of {VERDICTS}")
+    bounds = (
+        must if isinstance(must, str) else "; ".join(f"{column} {bound}" for column, bound in must.items())
+    )
     return Row(
-        filled(row.get("what", ""), entry),
-        filled(row.get("must", ""), entry),
-        tuple(filled(each, entry) for each in measured),
+        what,
+        bounds,
+        tuple(measured),
+        said,
         tuple(str(row.get(fact) or known.get(fact) or claim.get(fact, "")) for fact in FACTS),
     )
 
 
+def columns_of(claim: dict[str, Any]) -> list[str]:
+    """Return the names of a claim's columns of figures."""
+    return list(claim.get("columns", ["measured"]))
+
+
 def page(name: str, claims: dict[str, Any]) -> str:
-    """Return the page of one subject: a table for each claim."""
+    """Return the page of one subject: a table for each claim, those of earlier commits last."""
     parts = [
         f"# {claims['title']}\n\n{claims['says']}\n\n"
         f"Generated from `{name}.claims.json` and the results that it names by `python -m bench.evidence`.\n"
     ]
-    parts += [f"\n## {claim['claim']}\n\n{_table(claim)}" for claim in claims["claims"]]
+    now = [claim for claim in claims["claims"] if not claim.get("earlier")]
+    earlier = [claim for claim in claims["claims"] if claim.get("earlier")]
+    parts += [f"\n## {claim['claim']}\n\n{_table(claim)}" for claim in now]
+    if earlier:
+        parts.append("\n## Earlier commits\n\nWhat was measured of code that has changed since.\n")
+    parts += [f"\n### {claim['claim']}\n\n{_table(claim)}" for claim in earlier]
     return "".join(parts)
+
+
+def overview(subjects: dict[str, dict[str, Any]]) -> str:
+    """Return the page that counts the bounds which each subject meets, and lists those that are not met."""
+    counted, unmet = [], []
+    for name, claims in subjects.items():
+        found = [
+            (claim, row)
+            for claim in claims["claims"]
+            if not claim.get("earlier")
+            for row in rows(claim)
+            if row.verdict
+        ]
+        counts = Counter(kind_of(row.verdict) for _, row in found)
+        counted.append([f"[{claims['title']}]({name}.md)", *(str(counts[each]) for each in VERDICTS)])
+        unmet += [
+            [f"[{name}]({name}.md)", claim["claim"], row.what, row.must, row.verdict]
+            for claim, row in found
+            if row.verdict != "met"
+        ]
+    return (
+        "# Evidence\n\nWhat was measured, and whether it is what it must be. A bound is one row of a page's "
+        "tables; those of earlier\ncommits are not counted. Generated by `python -m bench.evidence`.\n\n"
+        + _markdown_table(["subject", *VERDICTS], counted)
+        + "\n## What is not met\n\n"
+        + _markdown_table(["subject", "claim", "row", "must", "verdict"], unmet)
+    )
 
 
 def plots(claims: dict[str, Any]) -> Iterator[tuple[Path, str]]:
@@ -143,18 +194,22 @@ def plots(claims: dict[str, Any]) -> Iterator[tuple[Path, str]]:
 
 def _table(claim: dict[str, Any]) -> str:
     lines = list(rows(claim))
-    columns = claim.get("columns", ["measured"])
+    columns = columns_of(claim)
     if any(len(line.measured) != len(columns) for line in lines):
         raise ValueError(f"{claim['claim']}: each line needs a cell for each of {columns}")
-    head = ["", "must", *columns, *FACTS]
-    table = [[line.what, line.must, *line.measured, *_in_code(line.facts)] for line in lines]
-    _mark_repeats(table, len(columns) + 2)
+    head = ["", "must", *columns, "verdict", *FACTS]
+    table = [[line.what, line.must, *line.measured, line.verdict, *_in_code(line.facts)] for line in lines]
+    _mark_repeats(table, len(columns) + 3)
     shown = [column for column in range(len(head)) if any(row[column] for row in table)]
-    text = "".join(
-        "| " + " | ".join(_cell(row[column]) for column in shown) + " |\n"
-        for row in [head, ["---"] * len(head), *table]
+    text = _markdown_table(
+        [head[column] for column in shown], [[row[column] for column in shown] for row in table]
     )
     return text + (f"\n{claim['note']}\n" if "note" in claim else "")
+
+
+def _markdown_table(head: list[str], table: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *table]
+    return "".join("| " + " | ".join(map(_cell, line)) + " |\n" for line in lines)
 
 
 def _mark_repeats(table: list[list[str]], first: int) -> None:
@@ -177,9 +232,12 @@ def _cell(text: str) -> str:
 
 def pages() -> dict[Path, str]:
     """Return the text of every page and of every chart, by its file."""
-    made = {}
-    for file in sorted(RESULTS.glob("*.claims.json")):
-        name, claims = file.name.removesuffix(".claims.json"), json.loads(file.read_text())
+    subjects = {
+        file.name.removesuffix(".claims.json"): json.loads(file.read_text())
+        for file in sorted(RESULTS.glob("*.claims.json"))
+    }
+    made = {RESULTS / "README.md": overview(subjects)}
+    for name, claims in subjects.items():
         made[RESULTS / f"{name}.md"] = page(name, claims)
         made |= dict(plots(claims))
     return made

@@ -16,6 +16,7 @@ COLUMNS = (
     "failed",
     "tokens wrong, repeated",
     "answers that differ",
+    "corrupt blocks accepted",
     "blocks leaked",
     "placed again",
     "longest gap",
@@ -28,6 +29,7 @@ COUNTS = (
     "failed",
     "wrong_tokens",
     "repeated_tokens",
+    "corrupt_accepted",
     "leaked_blocks",
     "placed_again",
 )
@@ -82,6 +84,7 @@ def fault_cells(result: dict[str, Any]) -> list[str]:
         _sum(parts, "failed", "failed_in_progress", "failed_afterwards"),
         ", ".join(filter(None, (_sum(parts, "wrong_tokens"), _sum(parts, "repeated_tokens")))),
         _sum(parts, "answers_that_differ"),
+        _sum(parts, "corrupt_accepted"),
         _sum(parts, "leaked_blocks"),
         _sum(parts, "placed_again"),
         f"{max(gaps):.1f} s" if gaps else "",

@@ -7,6 +7,7 @@ import pytest
 
 from bench import evidence
 from bench.evidence_faults import COLUMNS, fault_cells
+from bench.evidence_verdict import verdict
 
 PAGES = evidence.pages()
 
@@ -85,3 +86,76 @@ def test_a_chart_has_a_bar_for_each_figure_and_the_tallest_is_the_largest():
     heights = [float(each) for each in re.findall(r'height="([\d.]+)" fill', chart) if each != "10"]
     assert [height / max(heights) for height in heights] == pytest.approx([0.5, 1, 2 / 3, 1 / 3], abs=0.01)
     assert "3 or more" in chart
+
+
+@pytest.mark.parametrize(
+    ("must", "cell", "said"),
+    [
+        (">= 1,500", "1,892, **1,630**, 1,763 (rounds 900 to 2,000)", "met"),
+        (">= 1,500", "1,892, 1,311, 1,763", "missed in 1 of 3"),
+        (">= 99 %", "94.7, 95.0 and 98.7 %", "missed"),
+        ("<= 5 us", "1.3 to 1.6 us", "met"),
+        ("< 50 ms", "50 ms", "missed"),
+        ("within 15 %", "-0.6 %", "met"),
+        ("within 15 %", "-20.0 %", "missed"),
+        (">= 360", "224 / 369 / 371", "missed in 1 of 3"),
+        (">= 2.5", "2.612e+00, 5.00+", "met"),
+        ("= 0", "0 of 17,384", "met"),
+        (">= 85 %", "74 of 84", "met"),
+        (">= 85 %", "70 of 84", "missed"),
+        ("all", "31 of 31", "met"),
+        ("all", "30 of 31", "missed"),
+        ("= 0", "", "not measured"),
+    ],
+)
+def test_a_verdict_is_worked_out_from_both(must, cell, said):
+    assert verdict(must, ["measured"], [cell]) == said
+
+
+def test_bounds_that_name_their_columns_judge_those_alone():
+    bounds = {"a": "<= 1", "c": ">= 2"}
+    assert verdict(bounds, ["a", "b", "c"], ["1", "no figure", "1"]) == "missed in 1 of 2"
+    with pytest.raises(ValueError, match="no column is called d"):
+        verdict({"d": "<= 1"}, ["a"], ["1"])
+
+
+@pytest.mark.parametrize(
+    ("must", "cell", "problem"),
+    [
+        ("fast", "1 s", "is no bound"),
+        ("<= 1 s", "at once", "write the verdict"),
+        ("<= 1 s", "3 ms, 0.1 s", "write the verdict"),
+        ("<= 1 s", "3 ms", "different units"),
+    ],
+)
+def test_what_is_no_figure_is_not_guessed_at(must, cell, problem):
+    with pytest.raises(ValueError, match=problem):
+        verdict(must, ["measured"], [cell])
+
+
+def test_a_page_says_the_verdict_and_the_overview_counts_it():
+    rows = [
+        {"what": "a", "must": "<= 5 ms", "measured": "4 ms"},
+        {"what": "b", "must": "soon", "measured": "late"},
+    ]
+    rows[1]["verdict"] = "missed"
+    claims = {"title": "T", "says": "S", "claims": [{"claim": "It is fast", "rows": rows}]}
+    assert "| a | <= 5 ms | 4 ms | met |" in evidence.page("t", claims)
+    overview = evidence.overview({"t": claims})
+    assert "| [T](t.md) | 1 | 1 | 0 |" in overview
+    assert "| [t](t.md) | It is fast | b | soon | missed |" in overview
+
+
+def test_what_was_measured_of_earlier_commits_comes_last_and_is_not_counted():
+    row = {"what": "a", "must": "<= 5 ms", "measured": "9 ms"}
+    earlier = {"claim": "It was slow", "rows": [row], "earlier": True}
+    claims = {"title": "T", "says": "S", "claims": [earlier, {"claim": "It is fast", "rows": []}]}
+    text = evidence.page("t", claims)
+    assert text.index("## It is fast") < text.index("## Earlier commits") < text.index("### It was slow")
+    assert "| [T](t.md) | 0 | 0 | 0 |" in evidence.overview({"t": claims})
+
+
+def test_a_verdict_that_is_written_is_one_of_three():
+    row = {"what": "a", "must": "soon", "measured": "x", "verdict": "nearly"}
+    with pytest.raises(ValueError, match="nearly"):
+        evidence.page("t", {"title": "T", "says": "S", "claims": [{"claim": "C", "rows": [row]}]})

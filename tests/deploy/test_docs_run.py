@@ -40,7 +40,8 @@ WHILE_IT_RUNS = (
     "restart",
     "logs",
 )
-ENDS = {"top": "top --times 1", " --every 300": "", " -f": ""}
+WITH_AN_END = {"top": "top --times 1"}
+FILLED_IN = {" --every 300": "", " -f": "", "ID": "asked-1", "TEXT": "hello", "NAME": "ops"}
 MODELS = Path("~/.cache/conductor-cluster").expanduser()
 
 
@@ -67,7 +68,8 @@ class Reader:
 
     def start(self, line, **more):
         self.ran.append(line)
-        for written, typed in {**ENDS, "ID": "asked-1", "TEXT": "hello", "NAME": "ops"}.items():
+        line = WITH_AN_END.get(line, line)
+        for written, typed in FILLED_IN.items():
             line = line.replace(written, typed)
         command = [sys.executable, "-c", f"from deploy.cli import main; main({shlex.split(line)!r})"]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -104,7 +106,8 @@ def test_the_documents_commands_work_as_written(tmp_path):
                 reader.type(line)
         [serve] = lines("up", "!--exit")
         up = reader.start(serve, stdin=subprocess.DEVNULL)
-        assert any("Ctrl-C drains" in said for said in up.stdout)
+        told = list(until(up.stdout, "Ctrl-C drains"))
+        assert "Ctrl-C drains" in told[-1], "".join(told) + reader.seen_of_the_cluster()
         ask()
         for verb in WHILE_IT_RUNS:
             for line in lines(verb, "--address" if verb == "doctor" else ""):
@@ -122,6 +125,14 @@ def test_the_documents_commands_work_as_written(tmp_path):
     finally:
         for pid in marked_pids(reader.environment):
             os.kill(pid, signal.SIGKILL)
+
+
+def until(lines_of_text, wanted):
+    """Yield what is read, to the line with what is wanted, or to the end."""
+    for line in lines_of_text:
+        yield line
+        if wanted in line:
+            return
 
 
 def ask():
