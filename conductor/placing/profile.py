@@ -131,6 +131,28 @@ class Profile:
             raise ValueError("transfer_bytes_per_s: more than 0")
 
 
+COMPUTED = (
+    "prefill_fixed_s",
+    "prefill_token_s",
+    "prefill_token2_s",
+    "prefill_small_s",
+    "prefix_token_s",
+    "decode_fixed_s",
+    "decode_sequence_s",
+    "decode_context_token_s",
+    "chunk_step_s",
+    "mixed_step_s",
+    "chunk_sequence_s",
+    "chunk_token2_s",
+)
+"""Fields that a slower processor multiplies."""
+
+
+def slowed(profile: Profile, factor: float) -> Profile:
+    """Return the profile of a node that computes so many times slower; its link and memory are the same."""
+    return dataclasses.replace(profile, **{name: getattr(profile, name) * factor for name in COMPUTED})
+
+
 def profile_json(profile: Profile) -> str:
     """Return what `load_profile` reads."""
     return json.dumps(dataclasses.asdict(profile), indent=1) + "\n"

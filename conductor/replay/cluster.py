@@ -56,9 +56,9 @@ class SimCluster:
         specs = options.nodes(cost.profile)
         self.options = options
         self._alone = cost
-        # one of the first node's kind, by which the conductor predicts
-        self._cost = cost if specs[0].profile is cost.profile else CostModel(specs[0].profile)
-        self.outcomes = Outcomes(options.block_size, self._cost.profile)
+        predicted_by = options.predicted_by(cost.profile)
+        self._cost = cost if predicted_by is cost.profile else CostModel(predicted_by)
+        self.outcomes = Outcomes(options.block_size, options.node_profile(cost.profile))
         self.outcomes.gaps = [] if options.keep_gaps else None
         self.now_s = 0.0
         self._events = Events()

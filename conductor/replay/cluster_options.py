@@ -9,7 +9,7 @@ from base.errors import ConfigError
 from base.request import NodeId, Role, Slo
 from conductor.placing.placement import UNBOUNDED
 from conductor.placing.prefill_policies import PrefillPolicy
-from conductor.placing.profile import Profile
+from conductor.placing.profile import Profile, slowed
 from conductor.placing.roles import RoleSettings
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.replay.faults import NodeFault
@@ -79,6 +79,10 @@ class ClusterOptions:
     """Tokens of a step; 0: a step with a prompt is all of it, as in the paper's model and in a pipelined
     group. None: the engine's default where the profile knows what a chunk costs or nodes have both roles,
     else 0."""
+    slow_nodes: tuple[tuple[str, float], ...] = ()
+    """Names of nodes, and how many times slower than the profile says each of them computes."""
+    believed: Profile | None = None
+    """What the conductor predicts with, where that is not the nodes' own profile."""
     keep_gaps: bool = False
     """Whether outcomes have every gap between two tokens."""
 
@@ -91,8 +95,26 @@ class ClusterOptions:
         """Return the nodes, prefill nodes first.
 
         Raises:
-            ConfigError: they cannot be grouped so.
+            ConfigError: they cannot be grouped so, or a slow node is none of them.
         """
+        specs = {spec.node_id: spec for spec in self._alike(profile)}
+        for name, factor in self.slow_nodes:
+            node_id = NodeId(name)
+            if node_id not in specs:
+                raise ConfigError(f"slow node {name!r}: there is none of that name")
+            specs[node_id] = replace(specs[node_id], profile=slowed(specs[node_id].profile, factor))
+        return list(specs.values())
+
+    def predicted_by(self, profile: Profile) -> Profile:
+        """Return the profile that the conductor predicts with."""
+        return self.believed or self.node_profile(profile)
+
+    def node_profile(self, profile: Profile) -> Profile:
+        """Return the profile of a prefill node that is as fast as it should be."""
+        return self._alike(profile)[0].profile
+
+    def _alike(self, profile: Profile) -> list[NodeSpec]:
+        """Return the nodes as they are where none is slow."""
         if self.prefill_nodes % self.stages or (self.is_colocated and self.stages > 1):
             raise ConfigError(
                 f"{self.prefill_nodes} prefill nodes in groups of {self.stages}: --stages divides them, "

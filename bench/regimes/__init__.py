@@ -1,0 +1,1 @@
+"""Placement rules compared where nobody tuned them: many workloads, clusters and faults of both."""
