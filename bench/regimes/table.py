@@ -71,12 +71,10 @@ class Regime:
     def plan(self, trace: Trace, rule: str, seed: int) -> Plan:
         """Return what to simulate: `rule` is a peer's, a policy of replay or a kind of rejection."""
         profile = load_profile(self.profile)
-        changes: dict[str, float] = {}
         if self.cache_tokens is not None:
-            changes["host_kv_tokens"] = self.cache_tokens
+            profile = dataclasses.replace(profile, host_kv_tokens=self.cache_tokens)
         if self.link_bytes_per_s is not None:
-            changes["transfer_bytes_per_s"] = self.link_bytes_per_s
-        profile = dataclasses.replace(profile, **changes)
+            profile = dataclasses.replace(profile, transfer_bytes_per_s=self.link_bytes_per_s)
         options = ClusterOptions(
             prefill_nodes=self.nodes[0],
             decode_nodes=self.nodes[1],
