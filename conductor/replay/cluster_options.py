@@ -82,7 +82,7 @@ class ClusterOptions:
     slow_nodes: tuple[tuple[str, float], ...] = ()
     """Names of nodes, and how many times slower than the profile says each of them computes."""
     believed: Profile | None = None
-    """What the conductor predicts with, where that is not the nodes' own profile."""
+    """The profile that the conductor predicts with, where that is not the nodes' own."""
     keep_gaps: bool = False
     """Whether outcomes have every gap between two tokens."""
 
