@@ -17,6 +17,21 @@ def test_a_page_is_what_its_claims_and_results_make(file):
     assert file.read_text() == PAGES[file], f"{file.name} is stale: python -m bench.evidence"
 
 
+CLAIMS = [
+    (file.name, claim)
+    for file in sorted(evidence.RESULTS.glob("*.claims.json"))
+    for claim in json.loads(file.read_text())["claims"]
+]
+
+
+@pytest.mark.parametrize(("file", "claim"), CLAIMS, ids=lambda value: str(value)[:40])
+def test_every_figure_says_where_when_and_how_it_was_measured(file, claim):
+    for row in evidence.rows(claim):
+        facts = dict(zip(evidence.FACTS, row.facts, strict=True))
+        missing = [name for name in ("hardware", "date", "command") if not facts[name]]
+        assert not missing, f"{file}: {claim['claim']}: {row.what} says no {missing}"
+
+
 def test_no_page_is_written_by_hand():
     assert {*evidence.RESULTS.glob("*.md")} == {file for file in PAGES if file.suffix == ".md"}
 

@@ -105,6 +105,15 @@ def test_every_link_leads_somewhere(name):
             assert anchor in anchors(file.read_text()), f"{name}: {target}"
 
 
+EXPLANATIONS = [name for name in WRITTEN if name.startswith("docs/explanation/")]
+
+
+@pytest.mark.parametrize("name", EXPLANATIONS)
+def test_an_explanation_begins_with_a_picture(name):
+    beginning = WRITTEN[name].split("\n## ")[0].splitlines()[:12]
+    assert any(line.startswith(("```mermaid", "![")) for line in beginning), f"{name} shows nothing at first"
+
+
 FOLDERS = ("base", "bench", "conductor", "decode_node", "deploy", "docs", "engine", "kvstore", "node")
 FILE = re.compile(rf"`((?:{'|'.join((*FOLDERS, 'prefill_node', 'protos', 'tests', 'transfer'))})/[\w./-]+)")
 
