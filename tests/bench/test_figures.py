@@ -40,7 +40,18 @@ def overload():
     )
 
 
+def conformance(name, start):
+    errors = read_result(name)["median_error"]["round_before"]
+    cells = [f"{errors[measure]:+.1%}".replace("%", " %") for measure in MEASURES]
+    return f"{start} | {' | '.join(cells)} |"
+
+
+MEASURES = ("TTFT mean", "TTFT p99", "TBT p50", "TBT p99")
+REPLAY = "docs/explanation/replay.md"
 FIGURES = [
+    (REPLAY, lambda: conformance("conformance.json", "take their time | 3")),
+    (REPLAY, lambda: conformance("conformance_20.json", "it can do | 20")),
+    (REPLAY, lambda: conformance("conformance_engine.json", "on a CPU | 0.25")),
     ("README.md", lambda: f"{goodput(0) / VLLM_WITHIN_8_MS:.2f} times the goodput of twice vLLM"),
     ("README.md", lambda: f"30 ms are allowed: {goodput(2) / VLLM_WITHIN_30_MS:.1f} times"),
     ("README.md", lambda: f"takes {handoff_ms(16_384)[0]:.1f} ms"),

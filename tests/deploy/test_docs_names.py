@@ -36,6 +36,14 @@ def is_key(name):
     return any(key == each or key.startswith(f"{each}.") for key in KEYS for each in full)
 
 
+def source_of(module):
+    """Return the text of a module, or of all files of a package."""
+    place = ROOT / module.replace(".", "/")
+    return "".join(
+        file.read_text() for file in [place.with_suffix(".py"), *place.glob("*.py")] if file.exists()
+    )
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_key_that_is_named_is_one(page):
     named = [re.match(r"([a-z_]+(?:\.[a-z_]+)+)(?::.*)?$", each) for each in quoted(page)]
@@ -59,13 +67,5 @@ def test_every_option_that_is_named_is_one(page):
         for option in re.findall(r"(?<![\w-])--[a-z][\w-]+", each)
     }
     modules = re.findall(r"python -m (bench\.\w+|tests\.\w+)", PAGES[page])
-    text = "".join(
-        source.read_text()
-        for module in modules
-        for source in (
-            ROOT / f"{module.replace('.', '/')}.py",
-            ROOT / module.replace(".", "/") / "__main__.py",
-        )
-        if source.exists()
-    )
+    text = "".join(map(source_of, modules))
     assert not {option for option in named - OPTIONS if option not in text}
