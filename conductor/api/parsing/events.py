@@ -1,0 +1,61 @@
+"""The parts of an answer: reasoning, text for the reader, and calls of tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+MAX_CALL_DEPTH = 100
+"""Lists and objects in each other in a call's arguments; what is deeper is no call but text."""
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of the parameters of each tool that was offered, by the tool's name."""
+
+
+class Said(NamedTuple):
+    """A part of the answer's text."""
+
+    text: str
+
+
+class Thought(NamedTuple):
+    """A part of the reasoning that goes before the answer."""
+
+    text: str
+
+
+class Called(NamedTuple):
+    """A whole call of a tool."""
+
+    name: str
+    arguments: str
+    """JSON of an object."""
+
+
+Event = Said | Thought | Called
+Emit = Callable[[Event], None]
+
+
+def called_or_none(name: object, arguments: object) -> Called | None:
+    """Return a call, or None for what is none: its name is no text, or its arguments are no object."""
+    if isinstance(arguments, str):
+        arguments = value_or_none(arguments)  # some models write the object as a text
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    try:
+        return Called(name, json.dumps(arguments, ensure_ascii=False))
+    except (ValueError, RecursionError):
+        return None
+
+
+def value_or_none(text: str) -> Any:
+    """Return the value of a JSON text; None where it is malformed, beyond bounds, or null."""
+    try:
+        return json.loads(text, parse_constant=_no_constant, strict=False)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")

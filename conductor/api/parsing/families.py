@@ -1,0 +1,77 @@
+"""The table of model families, and which a model is of: what its chat template writes shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from conductor.api.parsing import harmony as gpt_oss
+from conductor.api.parsing.answer import Form
+from conductor.api.parsing.gemma_calls import gemma
+from conductor.api.parsing.json_calls import bare_objects, deepseek, kimi, mistral, tagged_object
+from conductor.api.parsing.pythonic_calls import pythonic
+from conductor.api.parsing.tag_calls import dsml, glm, qwen_function, qwen_open_function, xtml_call
+
+_THINK = ("<think>", "</think>")
+
+FORMS: Mapping[str, Form] = {
+    "hermes": Form({"<tool_call>": tagged_object}, _THINK),
+    "qwen-xml": Form(
+        {"<tool_call>": qwen_function, "<function=": qwen_open_function},
+        _THINK,
+        ends_thinking=("<tool_call>", "<function="),
+    ),
+    "llama3": Form({"<|python_tag|>": bare_objects}, bare=("{", bare_objects), keeps_space=True),
+    "llama4": Form({"<|python_start|>": pythonic}, bare=("[", pythonic), dropped=("<|python_end|>",)),
+    "mistral": Form({"[TOOL_CALLS]": mistral}, ("[THINK]", "[/THINK]")),
+    "mistral-think-text": Form({"[TOOL_CALLS]": mistral}, _THINK),
+    "deepseek-v3": Form({"<｜tool▁calls▁begin｜>": deepseek}, _THINK),
+    "deepseek-v3.2": Form({"<｜DSML｜function_calls>": dsml("function_calls", "")}, _THINK),
+    "deepseek-v4": Form({"<｜DSML｜tool_calls>": dsml("tool_calls", "")}, _THINK),
+    "deepseek-v4.1": Form({"<｜DSML｜ calls>": dsml("calls", " ")}, _THINK),
+    "gemma": Form({"<|tool_call>": gemma}, ("<|channel>thought", "<channel|>")),
+    "gpt-oss": Form({}, dropped=gpt_oss.MARKS, run=gpt_oss.harmony),
+    "glm": Form({"<tool_call>": glm}, _THINK),
+    "kimi-k2": Form(
+        {"<|tool_calls_section_begin|>": kimi},
+        _THINK,
+        ends_thinking=("<|tool_calls_section_begin|>",),
+        keeps_space=True,
+    ),
+    "kimi-k3": Form(
+        {"<|open|>call": xtml_call},
+        ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+        ends_thinking=("<|open|>response<|sep|>", "<|open|>tools<|sep|>"),
+        dropped=tuple(
+            f"<|{side}|>{name}<|sep|>"
+            for name in ("response", "tools", "message")
+            for side in ("open", "close")
+        ),
+    ),
+}
+
+_SIGNS: tuple[tuple[str, str], ...] = (
+    ("<|channel|>analysis", "gpt-oss"),
+    ("<|open|>", "kimi-k3"),
+    ("<|tool_calls_section_begin|>", "kimi-k2"),
+    ("<｜DSML｜ calls>", "deepseek-v4.1"),
+    ("<｜DSML｜tool_calls>", "deepseek-v4"),
+    ("<｜DSML｜function_calls>", "deepseek-v3.2"),
+    ("<｜tool▁calls▁begin｜>", "deepseek-v3"),
+    ("<|tool_call>", "gemma"),
+    ("<arg_key>", "glm"),
+    ("<function=", "qwen-xml"),
+    ("<tool_call>", "hermes"),
+    ("[THINK]", "mistral"),
+    ("<|header_start|>", "llama4"),
+    ("<|python_tag|>", "llama3"),
+    ('"parameters": dictionary of argument name and its value', "llama3"),
+    ("</think>", "hermes"),
+)
+"""Texts in the chat templates of each family; the first that is found decides."""
+
+
+def family_of(template: str) -> str:
+    """Return the family of a model by its chat template; empty: none that is known."""
+    if "[TOOL_CALLS]" in template:
+        return "mistral-think-text" if "<think>" in template else "mistral"
+    return next((family for sign, family in _SIGNS if sign in template), "")

@@ -1,0 +1,174 @@
+"""Calls whose arguments are JSON: the forms of Hermes and Qwen, Llama 3, Mistral, DeepSeek and Kimi.
+
+The arguments end where their JSON ends, whatever marks stand in its texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from conductor.api.parsing.events import Called, Emit, Schemas, called_or_none, value_or_none
+from conductor.api.parsing.feed import Feed, Marks, Steps
+
+ARGUMENTS_KEYS = ("arguments", "parameters")
+
+
+def _of_object(text: str) -> Called | None:
+    """Return the call that an object with a name and arguments is."""
+    value = value_or_none(text)
+    if not isinstance(value, Mapping):
+        return None
+    given: object = next((value[key] for key in ARGUMENTS_KEYS if key in value), {})
+    return called_or_none(value.get("name"), given)
+
+
+def tagged_object(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
+    """Read `{"name": ..., "arguments": ...}</tool_call>`; returns what is no call, None: it was one."""
+    space = yield from feed.space()
+    if not feed.text.startswith("{"):
+        rest = yield from feed.block("</tool_call>", lambda text: True)
+        return space if rest is None else f"{space}{rest}</tool_call>"
+    json = yield from feed.json()
+    call = _of_object(json.text) if json.is_whole else None
+    if call is None:
+        return space + json.text
+    emit(call)
+    space = yield from feed.space()
+    if not (yield from feed.begins("</tool_call>")):
+        feed.text = space + feed.text
+    return None
+
+
+def bare_objects(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
+    """Read the objects of Llama 3, which stand alone or between semicolons, to the first that is no call."""
+    space = yield from feed.space()
+    if not feed.text.startswith("{"):
+        return space
+    while True:
+        json = yield from feed.json()
+        call = _of_object(json.text) if json.is_whole else None
+        if call is None or (schemas and call.name not in schemas) or not _has_arguments(json.text):
+            return space + json.text
+        emit(call)
+        space = yield from feed.space()
+        mark = yield from feed.begins(";", "<|python_tag|>")
+        space = space + mark + (yield from feed.space())
+        if not feed.text.startswith("{"):
+            return space if space.strip() and feed.text else None
+
+
+def _has_arguments(text: str) -> bool:
+    value = value_or_none(text)
+    return isinstance(value, Mapping) and any(key in value for key in ARGUMENTS_KEYS)
+
+
+_MISTRAL_HEAD = Marks("[CALL_ID]", "[ARGS]", "{", "\n", "[TOOL_CALLS]")
+_MISTRAL_ID = Marks("[ARGS]", "\n")
+
+
+def mistral(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
+    """Read what follows `[TOOL_CALLS]`: a list of objects, or a name, an id perhaps, and arguments."""
+    space = yield from feed.space()
+    if feed.text.startswith("["):
+        json = yield from feed.json()
+        values = value_or_none(json.text) if json.is_whole else None
+        if not isinstance(values, list):
+            return space + json.text
+        calls = [
+            called_or_none(value.get("name"), value.get("arguments", {}))
+            for value in values
+            if isinstance(value, dict)
+        ]
+        for call in calls:
+            if call is not None:
+                emit(call)
+        return None if any(calls) else space + json.text
+    head: list[str] = [space]
+    found = yield from feed.until(_MISTRAL_HEAD, head.append)
+    name = "".join(head).strip()
+    head.append(found)
+    if found == "[CALL_ID]":
+        found = yield from feed.until(_MISTRAL_ID, head.append)
+        head.append(found)
+    if found == "[ARGS]":
+        head.append((yield from feed.space()))
+    elif found == "{":
+        head.pop()
+        feed.text = found + feed.text
+    elif found == "[TOOL_CALLS]":
+        feed.text = found + feed.text
+        return "".join(head[:-1])
+    if found not in ("[ARGS]", "{") or not feed.text.startswith("{"):
+        return "".join(head)
+    json = yield from feed.json()
+    call = called_or_none(name, value_or_none(json.text)) if json.is_whole else None
+    if call is None:
+        return "".join(head) + json.text
+    emit(call)
+    return None
+
+
+_DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
+_DEEPSEEK_SEP = "<｜tool▁sep｜>"
+_DEEPSEEK_CALL_END = "<｜tool▁call▁end｜>"
+_DEEPSEEK_END = "<｜tool▁calls▁end｜>"
+_DEEPSEEK_TO_SEP = Marks(_DEEPSEEK_SEP)
+_DEEPSEEK_TO_END = Marks(_DEEPSEEK_CALL_END)
+_LINE_END = Marks("\n")
+
+
+def deepseek(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
+    """Read the calls of a section of DeepSeek V3, R1 (a name before fenced JSON) or V3.1 (a name, JSON)."""
+    while True:
+        space = yield from feed.space()
+        mark = yield from feed.begins(_DEEPSEEK_CALL, _DEEPSEEK_END)
+        if mark == _DEEPSEEK_END:
+            return None
+        if not mark:
+            rest = yield from feed.block(_DEEPSEEK_END, lambda text: True)
+            return space if rest is None else f"{space}{rest}{_DEEPSEEK_END}"
+        head: list[str] = []
+        yield from feed.until(_DEEPSEEK_TO_SEP, head.append)
+        name = "".join(head).strip()
+        if name == "function" and not feed.text.startswith("{"):
+            head.clear()
+            yield from feed.until(_LINE_END, head.append)
+            name = "".join(head).strip()
+            yield from feed.space()
+            yield from feed.begins("```json")
+        yield from feed.space()
+        json = yield from feed.json()
+        call = called_or_none(name, value_or_none(json.text)) if json.is_whole else None
+        if call is None:
+            return f"{mark}{name}{_DEEPSEEK_SEP}{json.text}"
+        emit(call)
+        yield from feed.until(_DEEPSEEK_TO_END, lambda text: None)
+
+
+_KIMI_CALL = "<|tool_call_begin|>"
+_KIMI_ARGUMENT = "<|tool_call_argument_begin|>"
+_KIMI_CALL_END = "<|tool_call_end|>"
+_KIMI_END = "<|tool_calls_section_end|>"
+_KIMI_NEXT = Marks(_KIMI_CALL, _KIMI_END)
+_KIMI_TO_ARGUMENT = Marks(_KIMI_ARGUMENT)
+_KIMI_TO_END = Marks(_KIMI_CALL_END)
+
+
+def kimi(feed: Feed, schemas: Schemas, emit: Emit) -> Steps[str | None]:
+    """Read the calls of a section of Kimi K2, whose ids hold the names: `functions.NAME:INDEX`."""
+    while True:
+        # What stands between calls is noise: the model was trained on nothing there.
+        mark = yield from feed.until(_KIMI_NEXT, lambda text: None)
+        if mark != _KIMI_CALL:
+            return None
+        head: list[str] = []
+        yield from feed.until(_KIMI_TO_ARGUMENT, head.append)
+        call_id = "".join(head).strip()
+        yield from feed.space()
+        json = yield from feed.json()
+        name = call_id.removeprefix("functions.").rpartition(":")[0] or call_id
+        call = called_or_none(name, value_or_none(json.text)) if json.is_whole else None
+        if call is None:
+            return f"{mark}{call_id}{_KIMI_ARGUMENT}{json.text}"
+        emit(call)
+        yield from feed.until(_KIMI_TO_END, lambda text: None)
