@@ -161,6 +161,8 @@ class ServerConfig:
     """Allows to bind anything but loopback without TLS or without keys."""
     cors_origins: tuple[str, ...] = ()
     """Origins (`https://host`) whose pages may call the HTTP API from a browser; `*`: all."""
+    model_family: str = ""
+    """The form of tool calls and reasoning. Empty: by the model's chat template; plain: text alone."""
     max_body_mib: float = 8.0
     max_waiting: int = 1024  # Requests admitted and not finished; more are rejected at once.
     request_timeout_s: float = 600.0

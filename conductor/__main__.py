@@ -123,7 +123,7 @@ def _decision_log(config: ConductorProcess, shared: Shared) -> DecisionLog | Non
 
 
 def prepare(config: ConductorProcess) -> Callable[[Lifetime], None]:
-    model = load_served_model(Path(config.model_path), config.served_model_name)
+    model = load_served_model(Path(config.model_path), config.served_model_name, config.server.model_family)
     return lambda lifetime: uvloop.run(serve(config, model, lifetime))
 
 

@@ -12,12 +12,13 @@ if the marks were not there.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -46,6 +47,14 @@ _RENDER_ERRORS = (
 )
 
 
+class PastCall(NamedTuple):
+    """A call of a tool in a turn of the assistant's."""
+
+    call_id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One turn."""
@@ -54,6 +63,26 @@ class ChatMessage:
     content: str
     name: str | None = None
     """The speaker among those of one role, where the template has a place for it."""
+    calls: tuple[PastCall, ...] = ()
+    call_id: str | None = None
+    """The call that a tool's message answers."""
+    reasoning: str | None = None
+    """The reasoning that went before an answer of the assistant's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A tool that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """JSON schema of the arguments."""
+    is_strict: bool = False
+
+    def as_template_sees_it(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
 
 
 class ChatTemplate:
@@ -77,12 +106,36 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(f"the model's chat template does not parse: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self.source = source
+
+    @functools.cached_property
+    def has_tools(self) -> bool:
+        """Whether a tool that is offered shows in what is rendered."""
+        try:
+            return _NEEDLE in self.render(_QUESTION, tools=[ToolSpec(_NEEDLE)])
+        except InvalidRequestError:
+            return False
+
+    @functools.cached_property
+    def _takes_text_arguments(self) -> bool:
+        """Whether the arguments of past calls are to be JSON text; else they are to be a table.
+
+        A template that expects a text shows Python's form of a table, or adds a table to a text and fails.
+        """
+        asked = PastCall("123456789", "f", {"k": _NEEDLE})
+        turns = [*_QUESTION, ChatMessage("assistant", "", calls=(asked,))]
+        try:
+            shown = self._bounded(self._given(turns, False, {}, [ToolSpec("f")], takes_text=False))
+        except _RENDER_ERRORS:
+            return True
+        return f"'{_NEEDLE}'" in shown
 
     def render(
         self,
         messages: Sequence[ChatMessage],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[ToolSpec] = (),
     ) -> str:
         """Return the text of a conversation.
 
@@ -91,6 +144,7 @@ class ChatTemplate:
                 which mostly do not know the newer word.
             add_generation_prompt: Whether to end with the opening of the assistant's turn.
             variables: More of the template's own, such as `enable_thinking`.
+            tools: Those that the model may call.
 
         Raises:
             InvalidRequestError: the template refuses the messages, or multiplies them
@@ -99,26 +153,29 @@ class ChatTemplate:
         variables = variables or {}
         if taken := RESERVED & variables.keys():
             raise InvalidRequestError(f"{min(taken)} cannot be set here", "chat_template_kwargs")
-        given: dict[str, Any] = {
-            **self._special_tokens,
-            **variables,
-            "messages": [
-                {
-                    "role": "system" if message.role == "developer" else message.role,
-                    "content": message.content,
-                    **({} if message.name is None else {"name": message.name}),
-                }
-                for message in messages
-            ],
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        takes_text = any(message.calls for message in messages) and self._takes_text_arguments
         try:
-            return self._bounded(given)
+            return self._bounded(self._given(messages, add_generation_prompt, variables, tools, takes_text))
         except _RENDER_ERRORS as error:
             message = f"the model's chat template refuses these messages: {error}"
             raise InvalidRequestError(message, "messages") from error
+
+    def _given(
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+        tools: Sequence[ToolSpec],
+        takes_text: bool,
+    ) -> dict[str, Any]:
+        return {
+            **self._special_tokens,
+            **variables,
+            "messages": [_turn(message, takes_text) for message in messages],
+            "tools": [tool.as_template_sees_it() for tool in tools] or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
 
     def _bounded(self, given: Mapping[str, Any]) -> str:
         pieces = []
@@ -129,6 +186,41 @@ class ChatTemplate:
                 raise ValueError(f"more than {MAX_OUTPUT_CHARS} characters")
             pieces.append(piece)
         return "".join(pieces)
+
+
+_NEEDLE = "needle"
+_QUESTION = [ChatMessage("user", "?")]
+
+
+def _turn(message: ChatMessage, takes_text: bool) -> dict[str, Any]:
+    """Return a turn as templates know it."""
+    turn: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.content,
+    }
+    if message.name is not None:
+        turn["name"] = message.name
+    if message.call_id is not None:
+        turn["tool_call_id"] = message.call_id
+    if message.reasoning is not None:
+        turn["reasoning_content"] = turn["thinking"] = message.reasoning
+    if message.calls:
+        turn["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": _argument_text(call.arguments) if takes_text else dict(call.arguments),
+                },
+            }
+            for call in message.calls
+        ]
+    return turn
+
+
+def _argument_text(arguments: Mapping[str, Any]) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 class _GenerationBlock(Extension):

@@ -192,7 +192,7 @@ class Completions:
             PROMPT_UNITS + len(request.token_ids) // TOKENS_OF_A_UNIT + num_biases // BIASES_OF_A_UNIT
         )
         book = _Book(asked, self.metrics, self.clock)
-        detokenizer = Detokenizer(self.model.tokenizer, options.skip_special_tokens)
+        detokenizer = Detokenizer(self.model.tokenizer, options.skip_special_tokens, options.kept_token_ids)
         token_units = 1 + (request.num_logprobs or 0)
         most = PART_UNITS // token_units
         stream = TextStream(detokenizer, options.stop, options.include_stop, request.stop.min_tokens)

@@ -17,8 +17,8 @@ _REFUSED_BUT_FOR: tuple[tuple[tuple[Any, ...], str], ...] = (
     (
         (None,),
         "audio chat_template guided_choice guided_grammar guided_json guided_regex "
-        "kv_transfer_params prompt_embeds reasoning_effort repetition_detection structural_tag "
-        "structured_outputs thinking_token_budget truncate_prompt_tokens truncation_side "
+        "kv_transfer_params prompt_embeds repetition_detection structural_tag "
+        "structured_outputs truncate_prompt_tokens truncation_side "
         "web_search_options",
     ),
     (
@@ -47,10 +47,8 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 IGNORED: Mapping[str, str] = {
     "guided_decoding_backend": "says how a guided answer is made; those are refused",
     "guided_whitespace_pattern": "says how a guided answer is made; those are refused",
-    "include_reasoning": "no reasoning is parted from an answer: all of it is there",
     "metadata": "is kept with a stored answer; none is stored",
     "moderation": "asks for a moderation of the provider's; none is done",
-    "parallel_tool_calls": "says how tools are called; they are refused",
     "prediction": "makes an answer sooner, never another one",
     "prompt_cache_key": "names a cache; prefixes are found by their tokens",
     "prompt_cache_options": "says how a cache is used; prefixes are found by their tokens",

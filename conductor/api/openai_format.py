@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 from base.request import FinishReason, SampledToken
 from conductor.api.completion import Piece
 from conductor.api.http_reply import to_json
+from conductor.api.openai_message import ChatParts
+from conductor.api.parsing.events import Event
 from conductor.api.tokenizer import Tokenizer
 
 DONE = "data: [DONE]\n\n"
@@ -126,8 +128,12 @@ class _Grown:
 class Choice:
     """One of the answer's choices: its events while it streams, and its whole."""
 
-    def __init__(self, envelope: Envelope, index: int, prompt: Shown) -> None:
-        """Begin an empty choice, number `index` of the call."""
+    def __init__(self, envelope: Envelope, index: int, prompt: Shown, parts: ChatParts | None = None) -> None:
+        """Begin an empty choice, number `index` of the call.
+
+        `parts`: of an answer that is taken apart; then each piece comes with its events.
+        """
+        self._parts = parts
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self._envelope = envelope
@@ -142,10 +148,13 @@ class Choice:
         """The details of tokens, by name."""
         self._finish_reason: FinishReason | None = None
 
-    def keep(self, piece: Piece) -> None:
+    def keep(self, piece: Piece, events: Sequence[Event] = ()) -> None:
         """Take a piece for `whole`, as the bytes that will be sent: at the end there is no work left."""
         self._count(piece)
-        self._texts.append(piece.text)
+        if self._parts is None:
+            self._texts.append(piece.text)
+        else:
+            self._parts.add(events)
         if not self._is_plain:
             details = self._details(piece.tokens)
             for name, elements in {
@@ -156,9 +165,11 @@ class Choice:
                     self._kept[name].add(elements)
         self._finish_reason = piece.finish_reason
 
-    def events(self, piece: Piece) -> str:
+    def events(self, piece: Piece, events: Sequence[Event] = ()) -> str:
         """Return the events that bring a streaming client a piece; may be empty."""
         self._count(piece)
+        if self._parts is not None:
+            return self._opening() + self._deltas(piece, events) + self._finish(piece.finish_reason)
         if self._is_opened and self._is_plain and piece.finish_reason is None:
             return self._text_before + to_json(piece.text) + self._text_after if piece.text else ""
         return self._opening() + self._content(piece) + self._finish(piece.finish_reason)
@@ -167,12 +178,9 @@ class Choice:
         """Return the choice of a call that does not stream, in parts."""
         envelope, shape = self._envelope, self._envelope.shape
         assert self._finish_reason is not None
-        before, after = shape.whole
-        text = to_json("".join(self._texts))[1:-1]
-        parts: list[bytes | bytearray] = [f'{{"index":{self._index},{before}'.encode()]
-        if self._prompt.has_echo:
-            parts.append(self._prompt.echo)
-        parts.append(f"{text}{after},".encode())
+        parts: list[bytes | bytearray] = [f'{{"index":{self._index},'.encode()]
+        parts += [self._parts.message().encode()] if self._parts is not None else self._text()
+        parts.append(b",")
         if envelope.with_logprobs:
             opening = '"logprobs":{'
             for name in shape.logprob_lists:
@@ -184,8 +192,16 @@ class Choice:
         if envelope.with_token_ids:
             parts += [b',"token_ids":[', *self._kept["token_ids"].parts, b'],"prompt_token_ids":']
             parts.append(self._prompt.token_ids)
-        parts.append(f',"finish_reason":"{self._finish_reason.value}"}}'.encode())
+        parts.append(f',"finish_reason":"{self._finish_name(self._finish_reason)}"}}'.encode())
         return parts
+
+    def _text(self) -> list[bytes | bytearray]:
+        before, after = self._envelope.shape.whole
+        echo = self._prompt.echo if self._prompt.has_echo else b""
+        return [before.encode(), echo, to_json("".join(self._texts))[1:-1].encode(), after.encode()]
+
+    def _finish_name(self, reason: FinishReason) -> str:
+        return reason.value if self._parts is None else self._parts.finish_name(reason)
 
     def _count(self, piece: Piece) -> None:
         self.num_tokens += len(piece.tokens)
@@ -210,19 +226,32 @@ class Choice:
     def _content(self, piece: Piece) -> str:
         if not piece.text and (self._is_plain or not piece.tokens):
             return ""
-        content = self._envelope.shape.text % to_json(piece.text)
+        return self._chunk(self._envelope.shape.text % to_json(piece.text), self._tokens(piece), None)
+
+    def _deltas(self, piece: Piece, events: Sequence[Event]) -> str:
+        """Return the chunks of an answer that is taken apart; the first has the details of the tokens."""
+        assert self._parts is not None
+        deltas = self._parts.add(events)
+        if self._is_plain or not piece.tokens:
+            return "".join(self._chunk(delta, NO_DETAILS, None) for delta in deltas)
+        first, *others = deltas or [self._envelope.shape.no_text]
+        chunks = (self._chunk(delta, NO_DETAILS, None) for delta in others)
+        return self._chunk(first, self._tokens(piece), None) + "".join(chunks)
+
+    def _tokens(self, piece: Piece) -> str:
+        """Return the JSON of the details of a piece's tokens."""
         details = NO_DETAILS
         if self._envelope.with_logprobs:
             details = to_json(self._details(piece.tokens))[1:-1]
         elif self._envelope.with_token_ids:
             details += f',"token_ids":[{",".join(str(token.token_id) for token in piece.tokens)}]'
-        return self._chunk(content, details, None)
+        return details
 
     def _finish(self, reason: FinishReason | None) -> str:
         return "" if reason is None else self._chunk(self._envelope.shape.no_text, NO_DETAILS, reason)
 
     def _chunk(self, content: str, details: str, reason: FinishReason | None) -> str:
-        finish = f'"{reason.value}"' if reason else "null"
+        finish = f'"{self._finish_name(reason)}"' if reason else "null"
         return f'{self._before}{content},{details},"finish_reason":{finish}{self._after}'
 
     def _details(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:

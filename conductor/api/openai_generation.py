@@ -10,7 +10,7 @@ it. The prompt is counted once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +20,11 @@ from base.errors import InvalidRequestError
 from base.request import RequestId
 from base.together import together
 from conductor.api.backend import Backend
+from conductor.api.completion import Piece
 from conductor.api.headers import Caller
 from conductor.api.http_reply import Reply
 from conductor.api.openai_format import CHAT, COMPLETION, DONE, Choice, Envelope, Shape, Shown, usage
+from conductor.api.openai_message import ChatParts
 from conductor.api.openai_schema import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_CHOICES,
@@ -43,7 +45,8 @@ from conductor.api.options import (
 )
 from conductor.api.prompt import text_token_ids, token_ids_text
 from conductor.api.served_model import ServedModel
-from conductor.api.texts import rendered_token_ids
+from conductor.api.texts import asked_turn
+from conductor.api.turn import ChatTurn, Part, call_ids, parts_of, with_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +65,11 @@ async def chat(backend: Backend, body: ChatBody, caller: Caller, reply: Reply) -
         options = to_options(body, max_tokens, num_chat_logprobs(body))
         check_options(options, caller, model)
         caller.charge((body.n or 1) - 1)
-        prompts = [_Prompt(await rendered_token_ids(model, body, body.messages))]
-        requests = _requests(backend, prompts, options, caller, reply, None)
-    await _Generation(CHAT, backend, body, prompts, requests, reply).answer()
+        turn = await asked_turn(model, body, body.messages)
+        prompts = [_Prompt(turn.token_ids)]
+        requests = _requests(backend, prompts, with_turn(options, turn), caller, reply, None)
+    turn_or_none = turn if turn.form is not None else None
+    await _Generation(CHAT, backend, body, prompts, requests, reply, turn_or_none).answer()
 
 
 async def completion(backend: Backend, body: CompletionBody, caller: Caller, reply: Reply) -> None:
@@ -136,8 +141,15 @@ class _Generation:
         prompts: Sequence[_Prompt],
         requests: Sequence[TextRequest],
         reply: Reply,
+        turn: ChatTurn | None = None,
     ) -> None:
-        """Begin. `requests`: one for each prompt."""
+        """Begin.
+
+        Args:
+            requests: One for each prompt.
+            turn: Of a chat whose answers are taken apart.
+        """
+        self._turn = turn
         self._completions = backend.completions
         self._prompts = prompts
         self._reply = reply
@@ -154,13 +166,19 @@ class _Generation:
         )
         n = self._n = body.n or 1
         self._choices = [
-            Choice(self._envelope, at * n + offset, shown)
+            Choice(self._envelope, at * n + offset, shown, self._parts(backend, body))
             for at, shown in enumerate(Shown(prompt.token_ids, prompt.echo) for prompt in prompts)
             for offset in range(n)
         ]
         self._asked = [
             request.choice(offset) if n > 1 else request for request in requests for offset in range(n)
         ]
+
+    def _parts(self, backend: Backend, body: ChatBody | CompletionBody) -> ChatParts | None:
+        if self._turn is None or not isinstance(body, ChatBody):
+            return None
+        num_calls = sum(len(message.tool_calls or ()) for message in body.messages)
+        return ChatParts(call_ids(backend.model.family, backend.rng, num_calls))
 
     async def answer(self) -> None:
         """Run all choices and write the answer; raises ServeError."""
@@ -201,17 +219,23 @@ class _Generation:
         """
         events = ""
         choice, stream = self._choices[at], self._stream
-        async with aclosing(self._completions.generate(self._asked[at])) as pieces:
-            async for piece in pieces:
+        async with aclosing(self._answer_of(self._asked[at])) as items:
+            async for item in items:
+                piece, found = item if isinstance(item, Part) else (item, ())
                 if prefilled is not None:
                     prefilled.set()
                 if stream is None:
-                    choice.keep(piece)
+                    choice.keep(piece, found)
                 else:
-                    events = choice.events(piece)
+                    events = choice.events(piece, found)
                     if events and piece.finish_reason is None:
                         await stream.event(events)
         return events
+
+    def _answer_of(self, asked: TextRequest) -> AsyncGenerator[Piece | Part, None]:
+        if self._turn is None:
+            return self._completions.generate(asked)
+        return parts_of(self._completions, self._turn, asked)
 
     def _usage(self) -> Mapping[str, Any]:
         return usage(

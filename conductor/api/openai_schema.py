@@ -9,14 +9,12 @@ the first fault, because a validator's report of each of a million costs more th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     PlainValidator,
@@ -31,8 +29,16 @@ from base.errors import InvalidRequestError
 from base.off_loop import on_body
 from base.request import MAX_TOP_LOGPROBS, SAMPLING_FIELDS, SamplingField, SamplingParams
 from conductor.api.body_bounds import MAX_VALUES
-from conductor.api.chat_template import ChatMessage, ChatRole
+from conductor.api.chat_template import ChatMessage, ChatRole, PastCall
 from conductor.api.openai_fields import refused_or_none
+from conductor.api.openai_tools import (
+    MAX_TOOL_CALLS,
+    CallOfTool,
+    ToolChoice,
+    ToolList,
+    offered_tools,
+    past_arguments,
+)
 from conductor.api.options import (
     MAX_LOGIT_BIASES,
     MAX_MESSAGES,
@@ -41,12 +47,13 @@ from conductor.api.options import (
     MAX_STOP_TOKEN_IDS,
     Options,
 )
+from conductor.api.strict_body import StrictBody
+from conductor.api.turn import Reasoning, Tools
 
 MAX_CHOICES = 128
 """OpenAI's limit on `n`; here on all choices of a call together."""
 MAX_PARTS = 8_192
 """The parts of one message's content. All of a body are bounded with its other lists and objects."""
-MAX_TOOL_CALLS = 128
 MAX_TEMPLATE_VARIABLES = 64
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's, where a completion does not say; a chat goes on to the end of the window."""
@@ -62,13 +69,6 @@ def _few_biases(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
         raise PydanticCustomError("too_long", f"at most {MAX_LOGIT_BIASES} tokens, not {len(value)}")
     return value
-
-
-class StrictBody(BaseModel):
-    """The body of a call, or a part of one."""
-
-    # Fields we do not know are kept for one look at whether we refuse them.
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 
 
 class _StreamOptions(StrictBody):
@@ -121,6 +121,9 @@ class _GenerationBody(_Sampling):  # type: ignore[valid-type, misc]
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
 class _ContentPart(StrictBody):
     type: Annotated[str, Field(max_length=MAX_SHOWN_CHARS)]
     text: str | None = None
@@ -144,7 +147,10 @@ class Message(StrictBody):
         | None
     ) = None
     name: str | None = None
-    tool_calls: Annotated[list[Any], Field(max_length=MAX_TOOL_CALLS)] | None = None
+    tool_calls: Annotated[list[CallOfTool], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     function_call: None = None
     audio: None = None
 
@@ -155,6 +161,28 @@ class _Rendered(StrictBody):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None
     parse_special_tokens: bool | None = None
+    tools: ToolList | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    include_reasoning: bool | None = None
+
+    def asked_tools(self) -> Tools:
+        """Return the tools of the turn; raises InvalidRequestError."""
+        return offered_tools(self.tools, self.tool_choice, self.parallel_tool_calls is not False)
+
+    def asked_reasoning(self) -> Reasoning:
+        """Return the wishes about reasoning: templates differ in how they call them."""
+        variables: dict[str, Any] = {}
+        effort, budget = self.reasoning_effort, self.thinking_token_budget
+        if effort is not None:
+            variables = {"enable_thinking": effort != "none", "thinking": effort != "none"}
+            if effort != "none":
+                variables["reasoning_effort"] = effort
+        elif budget is not None:
+            variables = {"enable_thinking": budget > 0, "thinking": budget > 0}
+        return Reasoning(self.include_reasoning is not False, 0 if effort == "none" else budget, variables)
 
 
 class ChatBody(_GenerationBody, _Rendered):
@@ -254,26 +282,54 @@ def _refusal(error: ValidationError) -> InvalidRequestError:
 def chat_messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
     """Return a conversation with plain contents; parts of a list are lines.
 
-    Raises InvalidRequestError for a message that has tool calls, a part that is no text, or nothing.
+    Raises InvalidRequestError for a part that is no text, a message of nothing, or a tool's that answers no
+    call that was made before it.
     """
-    return tuple(_chat_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+    call_ids: set[str] = set()
+    turns = []
+    for index, message in enumerate(messages):
+        param = f"messages[{index}]"
+        if message.role == "tool":
+            if message.tool_call_id is None:
+                raise InvalidRequestError(f"{param}.tool_call_id is missing", f"{param}.tool_call_id")
+            if message.tool_call_id not in call_ids:
+                raise InvalidRequestError(
+                    f"{param}.tool_call_id: no call before it has the id {message.tool_call_id[:100]!r}",
+                    f"{param}.tool_call_id",
+                )
+        turns.append(_chat_message(message, param))
+        call_ids.update(call.call_id for call in turns[-1].calls)
+    return tuple(turns)
 
 
 def _chat_message(message: Message, param: str) -> ChatMessage:
-    if message.tool_calls:
-        raise InvalidRequestError(f"{param}.tool_calls: tools are not supported", f"{param}.tool_calls")
+    calls = message.tool_calls or ()
+    if calls and message.role != "assistant":
+        raise InvalidRequestError(f"{param}.tool_calls: the assistant alone calls", f"{param}.tool_calls")
+    past = tuple(
+        PastCall(
+            call.id,
+            call.function.name,
+            past_arguments(call.function.arguments, f"{param}.tool_calls[{index}].function.arguments"),
+        )
+        for index, call in enumerate(calls)
+    )
     content = message.content
-    if content is None:
+    if content is None and not past:
         raise InvalidRequestError(f"{param}.content is missing", f"{param}.content")
-    if isinstance(content, str):
-        return ChatMessage(message.role, content, message.name)
+    text = content if isinstance(content, str) else _lines(content or (), param)
+    thoughts = message.reasoning_content or message.reasoning
+    return ChatMessage(message.role, text, message.name, past, message.tool_call_id, thoughts)
+
+
+def _lines(content: Sequence[_ContentPart], param: str) -> str:
     lines = []
     for index, part in enumerate(content):
         if part.type != "text" or part.text is None:
             where = f"{param}.content[{index}]"
             raise InvalidRequestError(f"{where}: {part.type!r} is not supported, text is", f"{where}.type")
         lines.append(part.text)
-    return ChatMessage(message.role, "\n".join(lines), message.name)
+    return "\n".join(lines)
 
 
 def to_options(body: ChatBody | CompletionBody, max_tokens: int | None, num_logprobs: int | None) -> Options:

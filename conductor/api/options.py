@@ -50,6 +50,8 @@ class Options(NamedTuple):
     include_stop: bool = False
     """Whether the stop string itself is part of the text."""
     skip_special_tokens: bool = True
+    kept_token_ids: frozenset[int] = frozenset()
+    """Special tokens that are part of the text all the same: a parser reads them."""
     logprobs: int | None = None
     priority: int = 0
     cache_salt: str = ""

@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from base.errors import InvalidRequestError
-from conductor.api.chat_template import ChatMessage
+from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
 from conductor.api.options import check_token_ids, prompt_too_long
 from conductor.api.served_model import ServedModel
+from conductor.api.tool_prompt import with_tools_in_words
 
 INLINE_CHARS = 2_000
 """Longer texts leave the event loop: about 2 ms of it."""
@@ -71,6 +73,7 @@ async def chat_token_ids(
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
     parse_special_tokens: bool = False,
+    tools: Sequence[ToolSpec] = (),
 ) -> tuple[int, ...]:
     """Return the token ids of a conversation, in the form the model was trained on.
 
@@ -79,6 +82,7 @@ async def chat_token_ids(
 
     Args:
         parse_special_tokens: Whether they become special tokens in messages too.
+        tools: Those that the model may call.
 
     Raises:
         InvalidRequestError: there is no message, the model has no such form, its template
@@ -93,9 +97,12 @@ async def chat_token_ids(
 
     def render() -> str:
         turns = [_with_cuts(model, message, cut) for message in messages] if cut else messages
-        return template.render(turns, add_generation_prompt, variables)
+        offered = [_tool_with_cuts(model, tool, cut) for tool in tools] if cut else tools
+        if not model.has_tools:
+            return template.render(with_tools_in_words(turns, offered), add_generation_prompt, variables)
+        return template.render(turns, add_generation_prompt, variables, offered)
 
-    num_chars = sum(len(message.content) for message in messages)
+    num_chars = sum(len(message.content) for message in messages) + _tool_chars(messages, tools)
     is_short = num_chars <= INLINE_CHARS
     if num_chars > max(INLINE_CHARS, MANY_CHARS_A_TOKEN * model.max_model_len):
         # A template copies what it is given several times.
@@ -115,6 +122,62 @@ def _require_window(model: ServedModel, messages: Sequence[ChatMessage]) -> None
             raise prompt_too_long(num_tokens, model.max_model_len)
 
 
+def _tool_chars(messages: Sequence[ChatMessage], tools: Sequence[ToolSpec]) -> int:
+    """Return about how many characters tools and calls have."""
+    size = sum(len(tool.description) + _num_chars(tool.parameters) for tool in tools)
+    for message in messages:
+        size += len(message.reasoning or "") + sum(_num_chars(call.arguments) for call in message.calls)
+    return size
+
+
+def _num_chars(value: Any) -> int:
+    match value:
+        case str():
+            return len(value) + 2
+        case Mapping():
+            return sum(len(key) + 4 + _num_chars(item) for key, item in value.items())
+        case list():
+            return sum(map(_num_chars, value))
+        case _:
+            return 6
+
+
 def _with_cuts(model: ServedModel, message: ChatMessage, cut: str) -> ChatMessage:
-    name = message.name and model.tokenizer.with_specials_cut(message.name, cut)
-    return ChatMessage(message.role, model.tokenizer.with_specials_cut(message.content, cut), name)
+    """Return a turn with the mark `cut` in each name of a special token that a client wrote."""
+
+    def cut_text(text: str) -> str:
+        return model.tokenizer.with_specials_cut(text, cut)
+
+    return replace(
+        message,
+        content=cut_text(message.content),
+        name=message.name and cut_text(message.name),
+        call_id=message.call_id and cut_text(message.call_id),
+        reasoning=message.reasoning and cut_text(message.reasoning),
+        calls=tuple(
+            PastCall(
+                cut_text(call.call_id), cut_text(call.name), _value_with_cuts(model, call.arguments, cut)
+            )
+            for call in message.calls
+        ),
+    )
+
+
+def _tool_with_cuts(model: ServedModel, tool: ToolSpec, cut: str) -> ToolSpec:
+    description = model.tokenizer.with_specials_cut(tool.description, cut)
+    return replace(tool, description=description, parameters=_value_with_cuts(model, tool.parameters, cut))
+
+
+def _value_with_cuts(model: ServedModel, value: Any, cut: str) -> Any:
+    match value:
+        case str():
+            return model.tokenizer.with_specials_cut(value, cut)
+        case Mapping():
+            return {
+                model.tokenizer.with_specials_cut(key, cut): _value_with_cuts(model, item, cut)
+                for key, item in value.items()
+            }
+        case list():
+            return [_value_with_cuts(model, item, cut) for item in value]
+        case _:
+            return value

@@ -21,7 +21,11 @@ from typing import Any
 from base.errors import ConfigError
 from base.request import SAMPLING_FIELDS, SamplingParams
 from conductor.api.chat_template import ChatTemplate
+from conductor.api.parsing.families import FORMS, family_of
 from conductor.api.tokenizer import Tokenizer
+
+PLAIN = "plain"
+"""The family of a model whose answers are text alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +43,32 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     sampling: SamplingParams
     """How the model is sampled where the client does not say; the seed is drawn."""
+    family: str = ""
+    """How the model writes reasoning and calls, by the table of families; empty: as text alone."""
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        return self.chat_template is not None and self.chat_template.has_tools
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model is one that reasons before it answers."""
+        form = FORMS.get(self.family)
+        source = self.chat_template.source if self.chat_template is not None else ""
+        return form is not None and form.think is not None and any(mark in source for mark in form.think)
 
 
-def load_served_model(folder: Path, name: str) -> ServedModel:
+def load_served_model(folder: Path, name: str, family: str = "") -> ServedModel:
     """Read a model's folder: config.json, tokenizer.json and, if they are there, the other files.
 
-    Raises ConfigError if a file is missing or says what we cannot serve. Clients call the model `name`.
+    Raises ConfigError if a file is missing or says what we cannot serve. Clients call the model `name`. Where
+    `family` is empty, the chat template shows it; `plain` is none.
     """
+    if family not in ("", PLAIN, *FORMS):
+        raise ConfigError(
+            f"server.model_family: one of {PLAIN}, {', '.join(FORMS)} is wanted, not {family!r}"
+        )
     config = _read_json(folder / "config.json")
     # A multimodal model keeps its language model's configuration one level down.
     text_config = config.get("text_config", config)
@@ -58,10 +81,13 @@ def load_served_model(folder: Path, name: str) -> ServedModel:
     max_model_len = _trained_len(text_config, tokenizer_config)
     if not max_model_len:
         raise ConfigError(f"{folder / 'config.json'}: no max_position_embeddings to take max_model_len from")
+    chat_template = _chat_template(folder, tokenizer_config, special_tokens)
+    found = family_of(chat_template.source) if chat_template is not None else ""
     return ServedModel(
         name=name,
         tokenizer=tokenizer,
-        chat_template=_chat_template(folder, tokenizer_config, special_tokens),
+        chat_template=chat_template,
+        family="" if family == PLAIN else family or found,
         max_model_len=max_model_len,
         vocab_size=text_config.get("vocab_size", tokenizer.vocab_size),
         eos_token_ids=_eos_token_ids(tokenizer, special_tokens, generation, text_config),

@@ -8,19 +8,20 @@ from conductor.api.headers import Caller
 from conductor.api.http_reply import Reply, to_json
 from conductor.api.openai_schema import ChatBody, DetokenizeBody, Message, TokenizeBody, chat_messages
 from conductor.api.options import require_model
-from conductor.api.prompt import chat_token_ids, text_token_ids, token_ids_text
+from conductor.api.prompt import text_token_ids, token_ids_text
 from conductor.api.served_model import ServedModel
+from conductor.api.turn import ChatTurn, prepare_turn
 
 
-async def rendered_token_ids(
-    model: ServedModel, body: ChatBody | TokenizeBody, messages: list[Message]
-) -> tuple[int, ...]:
-    """Return the token ids of a body's conversation; raises InvalidRequestError."""
-    return await chat_token_ids(
+async def asked_turn(model: ServedModel, body: ChatBody | TokenizeBody, messages: list[Message]) -> ChatTurn:
+    """Return the turn that a body's conversation asks for; raises InvalidRequestError."""
+    return await prepare_turn(
         model,
         chat_messages(messages),
-        body.add_generation_prompt is not False,
+        body.asked_tools(),
+        body.asked_reasoning(),
         body.chat_template_kwargs,
+        body.add_generation_prompt is not False,
         bool(body.parse_special_tokens),
     )
 
@@ -31,7 +32,7 @@ async def tokenize(backend: Backend, body: TokenizeBody, caller: Caller, reply: 
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("prompt, or messages: one of them is wanted", "prompt")
     if body.messages is not None:
-        token_ids = await rendered_token_ids(model, body, body.messages)
+        token_ids = (await asked_turn(model, body, body.messages)).token_ids
     else:
         token_ids = await text_token_ids(model, body.prompt or "", body.add_special_tokens is not False)
     answer = {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": token_ids}

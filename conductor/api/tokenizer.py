@@ -19,7 +19,7 @@ import codecs
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,12 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
+    def specials_within(self, texts: Iterable[str]) -> frozenset[int]:
+        """Return the special tokens whose names stand in one of `texts`."""
+        whole = "\n".join(texts)
+        names = ((token_id, self._tokenizer.id_to_token(token_id)) for token_id in self._special_ids)
+        return frozenset(token_id for token_id, name in names if name and name in whole)
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return what a token adds to a text, as UTF-8 that may begin or end inside a character.
 
@@ -199,14 +205,21 @@ class Tokenizer:
 class Detokenizer:
     """The text of one sequence, token by token. Owned by the event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        kept_token_ids: Set[int] = frozenset(),
+    ) -> None:
+        """Begin. `kept_token_ids`: special tokens that are not left out."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._kept = kept_token_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
         """Return the text that is whole now; an unfinished character waits for its rest."""
-        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id) and token_id not in self._kept:
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 

@@ -30,7 +30,11 @@ class Form:
     bare: tuple[str, Reader] | None = None
     """The first character of an answer that may be calls without a mark, and what reads them."""
     dropped: tuple[str, ...] = ()
-    """Marks that say nothing to a reader."""
+    """Marks that are left out of the text."""
+    inner: tuple[str, ...] = ()
+    """Marks that only stand within calls."""
+    stop_thinking: str = ""
+    """Text that makes a model stop thinking, where its budget for that is spent."""
     ends_thinking: tuple[str, ...] = ()
     """Marks that end reasoning which was not closed."""
     keeps_space: bool = False
@@ -41,7 +45,7 @@ class Form:
     @property
     def marks(self) -> tuple[str, ...]:
         """Every mark."""
-        return (*self.calls, *(self.think or ()), *self.dropped)
+        return (*self.calls, *(self.think or ()), *self.dropped, *self.inner)
 
 
 class AnswerParser:
@@ -58,6 +62,11 @@ class AnswerParser:
         self._events: list[Event] = []
         self._run = (form.run or _Tagged(form).run)(self._feed, schemas, self._events.append, is_thinking)
         self._is_done = False
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next is reasoning, as far as is known."""
+        return self._feed.is_thinking
 
     def push(self, text: str) -> list[Event]:
         """Return what `text` makes certain."""
@@ -177,7 +186,9 @@ class _Tagged:
         else:
             space = yield from feed.space()
             yield from feed.begins(self._think_begin)
+        feed.is_thinking = True
         mark = yield from feed.until(self._in_thought, thought.add)
+        feed.is_thinking = False
         thought.end(keeps_space=feed.is_cut)
         return (mark if mark in self._form.calls else ""), False
 

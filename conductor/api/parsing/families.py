@@ -12,40 +12,89 @@ from conductor.api.parsing.pythonic_calls import pythonic
 from conductor.api.parsing.tag_calls import dsml, glm, qwen_function, qwen_open_function, xtml_call
 
 _THINK = ("<think>", "</think>")
+_STOP = "\n</think>\n\n"
+_DSML = ("｜DSML｜",)
+_DEEPSEEK = (
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+_KIMI = (
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
+_XTML_PARTS = ("response", "tools", "message")
 
 FORMS: Mapping[str, Form] = {
-    "hermes": Form({"<tool_call>": tagged_object}, _THINK),
+    "hermes": Form({"<tool_call>": tagged_object}, _THINK, inner=("</tool_call>",), stop_thinking=_STOP),
     "qwen-xml": Form(
         {"<tool_call>": qwen_function, "<function=": qwen_open_function},
         _THINK,
         ends_thinking=("<tool_call>", "<function="),
+        inner=("</tool_call>", "</function>", "<parameter=", "</parameter>"),
+        stop_thinking=_STOP,
     ),
     "llama3": Form({"<|python_tag|>": bare_objects}, bare=("{", bare_objects), keeps_space=True),
     "llama4": Form({"<|python_start|>": pythonic}, bare=("[", pythonic), dropped=("<|python_end|>",)),
-    "mistral": Form({"[TOOL_CALLS]": mistral}, ("[THINK]", "[/THINK]")),
-    "mistral-think-text": Form({"[TOOL_CALLS]": mistral}, _THINK),
-    "deepseek-v3": Form({"<｜tool▁calls▁begin｜>": deepseek}, _THINK),
-    "deepseek-v3.2": Form({"<｜DSML｜function_calls>": dsml("function_calls", "")}, _THINK),
-    "deepseek-v4": Form({"<｜DSML｜tool_calls>": dsml("tool_calls", "")}, _THINK),
-    "deepseek-v4.1": Form({"<｜DSML｜ calls>": dsml("calls", " ")}, _THINK),
-    "gemma": Form({"<|tool_call>": gemma}, ("<|channel>thought", "<channel|>")),
-    "gpt-oss": Form({}, dropped=gpt_oss.MARKS, run=gpt_oss.harmony),
-    "glm": Form({"<tool_call>": glm}, _THINK),
+    "mistral": Form(
+        {"[TOOL_CALLS]": mistral},
+        ("[THINK]", "[/THINK]"),
+        inner=("[ARGS]", "[CALL_ID]"),
+        stop_thinking="[/THINK]",
+    ),
+    "mistral-think-text": Form(
+        {"[TOOL_CALLS]": mistral}, _THINK, inner=("[ARGS]", "[CALL_ID]"), stop_thinking=_STOP
+    ),
+    "deepseek-v3": Form(
+        {"<｜tool▁calls▁begin｜>": deepseek}, _THINK, inner=_DEEPSEEK, stop_thinking="\n</think>"
+    ),
+    "deepseek-v3.2": Form(
+        {"<｜DSML｜function_calls>": dsml("function_calls", "")},
+        _THINK,
+        inner=_DSML,
+        stop_thinking="</think>",
+    ),
+    "deepseek-v4": Form(
+        {"<｜DSML｜tool_calls>": dsml("tool_calls", "")}, _THINK, inner=_DSML, stop_thinking="</think>"
+    ),
+    "deepseek-v4.1": Form(
+        {"<｜DSML｜ calls>": dsml("calls", " ")}, _THINK, inner=_DSML, stop_thinking="</think>"
+    ),
+    "gemma": Form(
+        {"<|tool_call>": gemma},
+        ("<|channel>thought", "<channel|>"),
+        inner=("<tool_call|>", '<|"|>'),
+        stop_thinking="\n<channel|>",
+    ),
+    "gpt-oss": Form(
+        {},
+        inner=gpt_oss.MARKS,
+        run=gpt_oss.harmony,
+        stop_thinking="<|end|><|start|>assistant<|channel|>final<|message|>",
+    ),
+    "glm": Form(
+        {"<tool_call>": glm},
+        _THINK,
+        inner=("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        stop_thinking="</think>",
+    ),
     "kimi-k2": Form(
         {"<|tool_calls_section_begin|>": kimi},
         _THINK,
         ends_thinking=("<|tool_calls_section_begin|>",),
+        inner=_KIMI,
+        stop_thinking="</think>",
         keeps_space=True,
     ),
     "kimi-k3": Form(
         {"<|open|>call": xtml_call},
         ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
         ends_thinking=("<|open|>response<|sep|>", "<|open|>tools<|sep|>"),
-        dropped=tuple(
-            f"<|{side}|>{name}<|sep|>"
-            for name in ("response", "tools", "message")
-            for side in ("open", "close")
-        ),
+        dropped=tuple(f"<|{side}|>{part}<|sep|>" for part in _XTML_PARTS for side in ("open", "close")),
+        stop_thinking="<|close|>think<|sep|><|open|>response<|sep|>",
     ),
 }
 

@@ -29,9 +29,9 @@ class Marks:
 
     def __init__(self, *marks: str) -> None:
         self.all = marks
-        self._found = re.compile("|".join(map(re.escape, marks)))
+        self._found = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
         self._first_chars = {mark[0] for mark in marks}
-        self._max_chars = max(map(len, marks))
+        self._max_chars = max(map(len, marks), default=0)
 
     def search(self, text: str) -> re.Match[str] | None:
         return self._found.search(text)
@@ -60,6 +60,8 @@ class Feed:
         self.is_ended = False
         self.is_cut = False
         """Whether the end was a limit of tokens."""
+        self.is_thinking = False
+        """Whether a reader is within reasoning."""
 
     def take(self, count: int) -> str:
         taken, self.text = self.text[:count], self.text[count:]

@@ -38,7 +38,9 @@ def harmony(feed: Feed, schemas: Schemas, emit: Emit, is_thinking: bool) -> Step
         if recipient:
             yield from _call(feed, emit, recipient[1])
         elif channel and channel[1] == "analysis":
+            feed.is_thinking = True
             yield from _text(feed, Trimmed(lambda text: emit(Thought(text))))
+            feed.is_thinking = False
         else:
             yield from _text(feed, Trimmed(lambda text: emit(Said(text))))
 

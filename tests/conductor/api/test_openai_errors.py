@@ -63,7 +63,7 @@ REFUSED = {
     "tool calls": (
         CHAT,
         chat(messages=[{"role": "assistant", "content": "x", "tool_calls": [{}]}]),
-        "messages[0].tool_calls",
+        "messages[0].tool_calls[0].id",
     ),
     "quoted number": (CHAT, chat(max_tokens="5"), "max_tokens"),
     "fractional count": (CHAT, chat(max_tokens=5.5), "max_tokens"),
@@ -106,7 +106,7 @@ REFUSED = {
     "top_logprobs large": (CHAT, chat(logprobs=True, top_logprobs=21), "top_logprobs"),
     "stream_options alone": (CHAT, chat(stream_options={"include_usage": True}), "stream_options"),
     "stream of wrong type": (CHAT, chat(stream="yes"), "stream"),
-    "tools": (CHAT, chat(tools=[{"type": "function"}]), "tools"),
+    "tools": (CHAT, chat(tools=[{"type": "function"}]), "tools[0].function"),
     "tool_choice": (CHAT, chat(tool_choice="required"), "tool_choice"),
     "response_format": (CHAT, chat(response_format={"type": "json_object"}), "response_format"),
     "guided decoding": (CHAT, chat(guided_regex="x*"), "guided_regex"),

@@ -31,7 +31,7 @@ FORM_OF_MODEL = {
     "Kimi-K3": "kimi-k3",
 }
 MISSES = {
-    "gemma4/sglang-text-before-call": "keeps white space before a call, which gemma4/vllm-text-before-call drops",
+    "gemma4/sglang-text-before-call": "keeps white space before a call, which others of gemma4 drop",
     "gemma4/sglang-text-around-call": "the same",
 }
 """The answers that we take apart differently, and why."""

@@ -1,0 +1,177 @@
+"""The tools of OpenAI's chat completions as a body has them, and as a turn has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from base.errors import InvalidRequestError
+from conductor.api.chat_template import ToolSpec
+from conductor.api.strict_body import StrictBody
+from conductor.api.turn import Tools
+
+MAX_TOOLS = 1_024
+MAX_TOOL_CALLS = 128
+MAX_SCHEMA_DEPTH = 100
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+Schema = dict[str, Any]
+
+
+class FunctionTool(StrictBody):
+    name: str
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class OfferedTool(StrictBody):
+    type: str
+    function: FunctionTool | None = None
+
+
+class CalledFunction(StrictBody):
+    name: str
+    arguments: str
+
+
+class CallOfTool(StrictBody):
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class _NamedFunction(StrictBody):
+    name: str
+
+
+class _AllowedTools(StrictBody):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Any], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class NamedChoice(StrictBody):
+    type: Literal["function", "allowed_tools"]
+    function: _NamedFunction | None = None
+    allowed_tools: _AllowedTools | None = None
+
+
+ToolList = Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def _choice_kind(value: Any) -> str:
+    # Tags have spaces: errors leave them out of a field's name.
+    return "an object" if isinstance(value, dict) else "a word"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("a word")] | Annotated[NamedChoice, Tag("an object")],
+    Discriminator(_choice_kind),
+]
+
+
+def tool_spec(function: FunctionTool, param: str) -> ToolSpec:
+    """Return a tool as a turn has it; raises InvalidRequestError for a name or a schema that cannot be."""
+    if not _NAME.fullmatch(function.name):
+        raise InvalidRequestError(
+            f"{param}.name: 1 to 128 letters, digits and any of _ - . : / are wanted", f"{param}.name"
+        )
+    parameters = function.parameters or {}
+    check_schema(parameters, f"{param}.parameters")
+    return ToolSpec(function.name, function.description or "", parameters, bool(function.strict))
+
+
+def check_schema(schema: Mapping[str, Any], param: str) -> None:
+    """Raise InvalidRequestError for a schema of no object, or one that is too deep."""
+    if schema.get("type", "object") != "object":
+        raise InvalidRequestError(f"{param}.type: a tool takes an object", f"{param}.type")
+    if _is_deeper(schema, MAX_SCHEMA_DEPTH):
+        raise InvalidRequestError(f"{param}: at most {MAX_SCHEMA_DEPTH} levels", param)
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    if not levels:
+        return True
+    return any(
+        _is_deeper(item, levels - 1) for item in (value.values() if isinstance(value, dict) else value)
+    )
+
+
+def offered_tools(
+    tools: Sequence[OfferedTool] | None, choice: str | NamedChoice | None, is_parallel: bool
+) -> Tools:
+    """Return the tools of a chat; raises InvalidRequestError that names the field."""
+    specs = []
+    for index, tool in enumerate(tools or ()):
+        param = f"tools[{index}]"
+        if tool.type != "function":
+            raise InvalidRequestError(
+                f"{param}.type: {tool.type[:100]!r} is not supported, function is", f"{param}.type"
+            )
+        if tool.function is None:
+            raise InvalidRequestError(f"{param}.function is missing", f"{param}.function")
+        specs.append(tool_spec(tool.function, f"{param}.function"))
+    return chosen(specs, *_choice(choice), is_parallel)
+
+
+def _choice(choice: str | NamedChoice | None) -> tuple[str, list[str] | None]:
+    """Return what must be done (none, auto, required), and with which tools alone."""
+    if choice is None or isinstance(choice, str):
+        return choice or "auto", None
+    if choice.type == "function":
+        if choice.function is None:
+            raise InvalidRequestError("tool_choice.function is missing", "tool_choice.function")
+        return "required", [choice.function.name]
+    allowed = choice.allowed_tools
+    if allowed is None:
+        raise InvalidRequestError("tool_choice.allowed_tools is missing", "tool_choice.allowed_tools")
+    names = []
+    for index, tool in enumerate(allowed.tools):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            param = f"tool_choice.allowed_tools.tools[{index}]"
+            raise InvalidRequestError(f"{param}: a function's name is wanted", param)
+        names.append(name)
+    return allowed.mode, names
+
+
+def chosen(specs: Sequence[ToolSpec], mode: str, names: Sequence[str] | None, is_parallel: bool) -> Tools:
+    """Return the tools of a turn.
+
+    Args:
+        mode: none, auto or required.
+        names: The tools that may be called; None: all.
+
+    Raises InvalidRequestError for two tools of one name, or a choice of none that is offered.
+    """
+    known = {spec.name: spec for spec in specs}
+    if len(known) < len(specs):
+        twice = next(spec.name for at, spec in enumerate(specs) if spec.name in {s.name for s in specs[:at]})
+        raise InvalidRequestError(f"tools: {twice!r} is there twice", "tools")
+    if missing := [name for name in names or () if name not in known]:
+        raise InvalidRequestError(f"tool_choice: no tool is called {missing[0][:100]!r}", "tool_choice")
+    if mode == "none":
+        return Tools()
+    if mode == "required" and not specs:
+        raise InvalidRequestError("tool_choice: there are no tools to choose from", "tool_choice")
+    allowed = tuple(spec for spec in specs if names is None or spec.name in names)
+    demanded = tuple(spec.name for spec in allowed) if mode == "required" else ()
+    return Tools(allowed, demanded, is_parallel)
+
+
+def past_arguments(text: str, param: str) -> Mapping[str, Any]:
+    """Return the arguments of a past call; raises InvalidRequestError for no JSON of an object."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{param}: JSON of an object is wanted", param)
+    return value

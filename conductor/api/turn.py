@@ -1,0 +1,232 @@
+"""One turn of an assistant, for every API that has conversations: a prompt, and the parts of its answer.
+
+    messages, tools -> token ids        by the model's chat template
+    pieces of text  -> parts            by the parser of the model's family, or of demanded calls
+
+Reasoning that exceeds its budget is ended here: the request ends, and another goes on from its tokens and the
+mark that closes reasoning, whose prompt the nodes have already.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from base.errors import InvalidRequestError
+from base.request import FinishReason, RequestId
+from conductor.api.chat_template import ChatMessage, ToolSpec
+from conductor.api.completion import Completions, Piece
+from conductor.api.options import Options, TextRequest
+from conductor.api.parsing.answer import AnswerParser, Form
+from conductor.api.parsing.events import Called, Event, Thought
+from conductor.api.parsing.families import FORMS
+from conductor.api.parsing.forced import DEMANDED, demanded_schema
+from conductor.api.prompt import chat_token_ids
+from conductor.api.served_model import ServedModel
+from conductor.api.tool_prompt import FAMILY
+
+TAIL_TOKENS = 24
+"""The end of a prompt that shows whether it opens reasoning."""
+
+
+class Tools(NamedTuple):
+    """The tools of a turn, and which the model may or must call."""
+
+    offered: tuple[ToolSpec, ...] = ()
+    demanded: tuple[str, ...] = ()
+    """Names of which one must be called; none: the model decides."""
+    is_parallel: bool = True
+    """Whether there may be several calls."""
+    param: str = "tools"
+    """The field that holds them, for errors."""
+
+
+class Reasoning(NamedTuple):
+    """The wishes of a client about reasoning."""
+
+    is_shown: bool = True
+    budget_tokens: int | None = None
+    """Tokens of reasoning at most; 0: none. None: as many as the model likes."""
+    variables: Mapping[str, Any] = {}
+    """The chat template's variables for them."""
+
+
+NO_TOOLS = Tools()
+_ID_CHARS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class ChatTurn:
+    """A turn's prompt, and how its answer is taken apart."""
+
+    token_ids: tuple[int, ...]
+    form: Form | None
+    """None: the answer is text and no more."""
+    tools: Tools
+    reasoning: Reasoning
+    is_thinking: bool
+    """Whether the prompt ends within reasoning."""
+    kept_token_ids: frozenset[int] = frozenset()
+    grammar_source: str | None = None
+    """JSON schema of the calls that are demanded."""
+
+    def parser(self) -> AnswerParser:
+        assert self.form is not None
+        schemas = {tool.name: tool.parameters for tool in self.tools.offered}
+        return AnswerParser(self.form, schemas, self.is_thinking)
+
+
+class Part(NamedTuple):
+    """A piece of an answer, taken apart."""
+
+    piece: Piece
+    events: Sequence[Event]
+
+
+async def prepare_turn(
+    model: ServedModel,
+    messages: Sequence[ChatMessage],
+    tools: Tools = NO_TOOLS,
+    reasoning: Reasoning = Reasoning(),  # noqa: B008  (a frozen value)
+    variables: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    parse_special_tokens: bool = False,
+) -> ChatTurn:
+    """Return the turn that answers a conversation; raises InvalidRequestError.
+
+    `variables` of the chat template go before those that `reasoning` names.
+    """
+    given = {**reasoning.variables, **(variables or {})}
+    token_ids = await chat_token_ids(
+        model, messages, add_generation_prompt, given, parse_special_tokens, tools.offered
+    )
+    form = _form(model, tools)
+    is_thinking = False
+    if form is not None and form.think is not None:
+        tail = model.tokenizer.decode(token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+        is_thinking = tail.rstrip().endswith(form.think[0])
+    turn = ChatTurn(token_ids, form, tools, reasoning, is_thinking)
+    if form is not None and is_thinking and (tools.demanded or reasoning.budget_tokens == 0):
+        # Reasoning that is open here is closed at once: what follows is not to be any.
+        turn = replace(turn, token_ids=(*token_ids, *_stop_thinking(model, form)), is_thinking=False)
+    if tools.demanded:
+        schemas = {tool.name: tool.parameters for tool in tools.offered if tool.name in tools.demanded}
+        return replace(turn, form=DEMANDED, grammar_source=demanded_schema(schemas, tools.is_parallel))
+    if form is None:
+        return turn
+    return replace(turn, kept_token_ids=model.tokenizer.specials_within(form.marks))
+
+
+def _form(model: ServedModel, tools: Tools) -> Form | None:
+    """Return how the model's answers are taken apart; None where they are text alone."""
+    form = FORMS.get(model.family)
+    if tools.offered:
+        return form if form is not None and model.has_tools else FORMS[FAMILY]
+    if form is None or not (form.run or (form.think and model.thinks)):
+        return None
+    return form if form.run else replace(form, calls={}, bare=None, ends_thinking=())
+
+
+def _stop_thinking(model: ServedModel, form: Form) -> tuple[int, ...]:
+    return model.tokenizer.encode(form.stop_thinking, add_special_tokens=False)
+
+
+async def parts_of(
+    completions: Completions, turn: ChatTurn, asked: TextRequest
+) -> AsyncGenerator[Part, None]:
+    """Yield the parts of an answer to a turn that has a form. Consume under `contextlib.aclosing`.
+
+    Raises ServeError: any of its kinds, before the first part or between two.
+    """
+    state = _Answer(turn)
+    while True:
+        async with aclosing(completions.generate(asked)) as pieces:
+            async for piece in pieces:
+                part = state.part(piece)
+                if state.is_spent and part.piece.finish_reason is None:
+                    break
+                yield part
+                if part.piece.finish_reason is not None:
+                    return
+            yield part
+        assert turn.form is not None
+        stop = turn.form.stop_thinking
+        asked = _continued(asked, state, _stop_thinking(completions.model, turn.form))
+        yield Part(Piece("", (), None, piece.num_cached_tokens), state.pushed(stop))
+        state.is_spent = False
+
+
+def _continued(asked: TextRequest, state: _Answer, stop_token_ids: tuple[int, ...]) -> TextRequest:
+    """Return the request that goes on where reasoning was stopped."""
+    request = asked.request
+    state.num_stops += 1
+    return asked._replace(
+        request=request._replace(
+            request_id=RequestId(f"{request.request_id}-r"),
+            token_ids=(*request.token_ids, *state.token_ids, *stop_token_ids),
+            stop=request.stop._replace(
+                max_tokens=max(1, request.stop.max_tokens - len(state.token_ids) - len(stop_token_ids))
+            ),
+        )
+    )
+
+
+@dataclass
+class _Answer:
+    """The state of one answer on its way."""
+
+    turn: ChatTurn
+    token_ids: list[int] = field(default_factory=list)
+    is_spent: bool = False
+    """Whether the budget of reasoning is spent, and reasoning is not at its end."""
+    num_stops: int = 0
+
+    def __post_init__(self) -> None:
+        self._parser = self.turn.parser()
+
+    def pushed(self, text: str) -> list[Event]:
+        return self._shown(self._parser.push(text))
+
+    def part(self, piece: Piece) -> Part:
+        """Return a piece with what is certain by it; only the first call of one that is not parallel."""
+        events = self._shown(self._parser.push(piece.text))
+        if piece.finish_reason is not None:
+            events += self._shown(self._parser.finish(is_cut=piece.finish_reason is FinishReason.LENGTH))
+        self.token_ids.extend(token.token_id for token in piece.tokens)
+        budget = self.turn.reasoning.budget_tokens
+        if budget is not None and not self.num_stops:
+            self.is_spent = self._parser.is_thinking and len(self.token_ids) >= max(budget, 1)
+        if not self.turn.tools.is_parallel:
+            first = next((at for at, event in enumerate(events) if isinstance(event, Called)), None)
+            if first is not None:
+                return Part(piece._replace(finish_reason=FinishReason.STOP), events[: first + 1])
+        return Part(piece, events)
+
+    def _shown(self, events: list[Event]) -> list[Event]:
+        if self.turn.reasoning.is_shown:
+            return events
+        return [event for event in events if not isinstance(event, Thought)]
+
+
+def call_ids(family: str, rng: random.Random, num_before: int) -> Callable[[str, int], str]:
+    """Return what names the calls of an answer, by the tool's name and the call's number in it.
+
+    Two families were trained on ids of a form of their own, which their templates write into later prompts.
+    `num_before`: the calls of earlier turns.
+    """
+    if family.startswith("kimi"):
+        return lambda name, index: f"functions.{name}:{num_before + index}"
+    size = 9 if family.startswith("mistral") else 24
+    prefix = "" if size == 9 else "call_"
+    return lambda name, index: prefix + "".join(rng.choices(_ID_CHARS, k=size))
+
+
+def with_turn(options: Options, turn: ChatTurn) -> Options:
+    """Return the options of a request for the answer to a turn; raises InvalidRequestError."""
+    if turn.grammar_source is None:
+        return options._replace(kept_token_ids=turn.kept_token_ids)
+    raise InvalidRequestError("tool_choice: calls cannot be demanded yet", "tool_choice")

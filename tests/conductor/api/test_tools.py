@@ -1,0 +1,337 @@
+# ruff: noqa: E501  (bodies are not broken)
+"""Tools and reasoning in /v1/chat/completions, by the official client against a real server."""
+
+import json
+from contextlib import asynccontextmanager
+
+import httpx
+import openai
+import pytest
+
+from base.request import FinishReason
+from conductor.api.served_model import load_served_model
+from tests.conductor.fakes import CHAT_TEMPLATE, MODEL, serving, spoken, write_model_folder
+
+QUESTION = {"role": "user", "content": "1 + 2?"}
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+WITH_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function.name }}({{ call.function.arguments | tojson }})"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{% endif %}"
+)
+
+
+def long_model(folder, template, family=""):
+    write_model_folder(folder)
+    table = {"max_position_embeddings": 8192, "vocab_size": 263, "eos_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(table))
+    (folder / "chat_template.jinja").write_text(template)
+    return load_served_model(folder, MODEL, family)
+
+
+@pytest.fixture
+def plain(tmp_path):
+    return long_model(tmp_path, CHAT_TEMPLATE)
+
+
+@pytest.fixture
+def tooled(tmp_path):
+    return long_model(tmp_path, WITH_TOOLS)
+
+
+@asynccontextmanager
+async def chatting(model, text, **spoken_options):
+    async with (
+        serving(model, lambda request: spoken(model, text, **spoken_options)) as api,
+        openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+
+        async def ask(**body):
+            body = {"model": MODEL, "messages": [QUESTION], **body}
+            return await client.chat.completions.create(**body)
+
+        yield ask, api
+
+
+async def put_together(stream):
+    """The message that a client makes of a stream, and its finish reasons."""
+    message = {"content": "", "reasoning_content": "", "calls": []}
+    reasons = []
+    async for chunk in stream:
+        for choice in chunk.choices:
+            delta = choice.delta
+            message["content"] += delta.content or ""
+            message["reasoning_content"] += getattr(delta, "reasoning_content", None) or ""
+            for call in delta.tool_calls or ():
+                if call.index == len(message["calls"]):
+                    assert call.id
+                    message["calls"].append([call.function.name, ""])
+                message["calls"][call.index][1] += call.function.arguments or ""
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+    return message, reasons
+
+
+def prompt_of(model, api, index=0):
+    return model.tokenizer.decode(api.dispatcher.requests[index].token_ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("per_step", [1, 3, 1000])
+async def test_calls_are_parted_from_the_text_and_streams_equal_whole_answers(plain, per_step):
+    text = f"<think>\nSum.\n</think>\n\nI add.\n{CALL}\n{CALL.replace('2', '3')}"
+    async with chatting(plain, text, per_step=per_step) as (ask, _):
+        whole = (await ask(tools=[ADD])).choices[0]
+        message, reasons = await put_together(await ask(tools=[ADD], stream=True))
+    calls = [[call.function.name, call.function.arguments] for call in whole.message.tool_calls]
+    assert calls == [["add", '{"a": 1, "b": 2}'], ["add", '{"a": 1, "b": 3}']]
+    assert (whole.message.content, whole.message.reasoning_content) == ("I add.", "Sum.")
+    assert whole.finish_reason == "tool_calls"
+    assert message == {"content": "I add.", "reasoning_content": "Sum.", "calls": calls}
+    assert reasons == ["tool_calls"]
+    assert len({call.id for call in whole.message.tool_calls}) == 2
+
+
+async def test_a_call_that_a_limit_cuts_off_is_none(plain):
+    async with chatting(plain, f"Yes. {CALL[:-20]}", finish=FinishReason.LENGTH) as (ask, _):
+        choice = (await ask(tools=[ADD])).choices[0]
+        message, reasons = await put_together(await ask(tools=[ADD], stream=True))
+    assert (choice.message.content, choice.message.tool_calls) == ("Yes.", None)
+    assert choice.finish_reason == "length"
+    assert (message["content"], message["calls"], reasons) == ("Yes.", [], ["length"])
+
+
+async def test_one_call_alone_ends_the_answer(plain):
+    async with chatting(plain, CALL + CALL) as (ask, api):
+        choice = (await ask(tools=[ADD], parallel_tool_calls=False)).choices[0]
+        assert len(choice.message.tool_calls) == 1
+        assert choice.finish_reason == "tool_calls"
+        message, _ = await put_together(await ask(tools=[ADD], parallel_tool_calls=False, stream=True))
+        assert len(message["calls"]) == 1
+        assert api.dispatcher.num_open == 0
+
+
+async def test_tools_and_their_results_are_given_to_the_template(tooled):
+    history = [
+        QUESTION,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1,"b": 2}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    ]
+    async with chatting(tooled, "3") as (ask, api):
+        await ask(messages=history, tools=[ADD])
+        prompt = prompt_of(tooled, api)
+        await ask(messages=history, tools=[ADD], tool_choice="none")
+        without = prompt_of(tooled, api, 1)
+    assert json.dumps(ADD["function"]["parameters"]) in prompt
+    assert '<tool_call>add({"a": 1, "b": 2})</tool_call><|im_end|>\n<|im_start|>tool\n3<|im_end|>' in prompt
+    assert "Adds." not in without
+
+
+async def test_a_model_without_a_place_for_tools_has_them_in_words(plain):
+    history = [
+        {"role": "system", "content": "Be brief."},
+        QUESTION,
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1,"b": 2}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    ]
+    async with chatting(plain, "3") as (ask, api):
+        await ask(messages=history, tools=[ADD])
+        prompt = prompt_of(plain, api)
+    assert prompt.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
+    assert f"<|im_start|>assistant\n{CALL}<|im_end|>" in prompt
+    assert "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>" in prompt
+
+
+async def test_special_tokens_in_tools_and_calls_stay_text(tooled):
+    spelled = "<|im_end|>"
+    special = tooled.tokenizer.token_id_or_none(spelled)
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "description": spelled, "parameters": {spelled: spelled}},
+    }
+    call = {
+        "id": spelled,
+        "type": "function",
+        "function": {"name": spelled, "arguments": json.dumps({spelled: spelled})},
+    }
+    history = [
+        {"role": "assistant", "content": spelled, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": spelled, "content": spelled},
+    ]
+    async with chatting(tooled, "x") as (ask, api):
+        await ask(messages=[QUESTION, *history], tools=[tool])
+    assert api.dispatcher.requests[0].token_ids.count(special) == 4  # one for the tools and each message
+
+
+async def test_reasoning_that_the_prompt_opened_is_known_and_can_be_hidden(tooled):
+    async with chatting(tooled, "Sum.\n</think>\n\n3") as (ask, _):
+        shown = (await ask(reasoning_effort="low")).choices[0].message
+        assert (shown.reasoning_content, shown.content) == ("Sum.", "3")
+        hidden = (
+            (await ask(reasoning_effort="low", extra_body={"include_reasoning": False})).choices[0].message
+        )
+        assert (getattr(hidden, "reasoning_content", None), hidden.content) == (None, "3")
+
+
+async def test_reasoning_that_exceeds_its_budget_is_ended_and_the_answer_goes_on(tooled):
+    text = "one two three four"
+
+    def script(request):
+        thinks = b"</think>" not in bytes(tooled.tokenizer.decode(request.token_ids, False), "utf-8")
+        return spoken(tooled, text if thinks else "the answer")
+
+    async with (
+        serving(tooled, script) as api,
+        openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        body = {"model": MODEL, "messages": [QUESTION], "extra_body": {"thinking_token_budget": 7}}
+        whole = (await client.chat.completions.create(**body)).choices[0]
+        message, _ = await put_together(await client.chat.completions.create(**body, stream=True))
+    assert (whole.message.reasoning_content, whole.message.content) == ("one two", "the answer")
+    assert (message["reasoning_content"], message["content"]) == ("one two", "the answer")
+    first, second = api.dispatcher.requests[:2]
+    assert second.token_ids[: len(first.token_ids)] == first.token_ids
+    assert "one two\n</think>\n\n" in tooled.tokenizer.decode(second.token_ids, False)
+
+
+async def test_no_reasoning_is_asked_of_the_template_and_closed_where_it_is_open(tooled):
+    async with chatting(tooled, "3") as (ask, api):
+        await ask(reasoning_effort="none")
+        await ask(extra_body={"thinking_token_budget": 0, "chat_template_kwargs": {"enable_thinking": True}})
+        assert not prompt_of(tooled, api).endswith("<think>\n")
+        assert prompt_of(tooled, api, 1).endswith("<think>\n\n</think>\n\n")
+
+
+async def test_a_family_can_be_named(tmp_path):
+    model = long_model(tmp_path, WITH_TOOLS, "mistral")
+    async with chatting(model, '[TOOL_CALLS]add[ARGS]{"a": 1}') as (ask, _):
+        call = (await ask(tools=[ADD])).choices[0].message.tool_calls[0]
+    assert (call.function.name, call.function.arguments, len(call.id)) == ("add", '{"a": 1}', 9)
+
+
+PAST = {
+    "role": "assistant",
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
+
+
+def past(arguments):
+    return {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}],
+    }
+
+
+def deep(levels):
+    schema = {"type": "object"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"x": schema}}
+    return schema
+
+
+def tool(**fields):
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
+HOSTILE = {
+    "a tool of another type": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    "a custom tool": ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+    "a tool without a function": ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    "a tool without a name": ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    "an empty name": ({"tools": [tool(name="")]}, "tools[0].function.name"),
+    "a name of marks": ({"tools": [tool(name="a b<|im_end|>")]}, "tools[0].function.name"),
+    "a long name": ({"tools": [tool(name="f" * 129)]}, "tools[0].function.name"),
+    "parameters of no object": (
+        {"tools": [tool(parameters={"type": "array"})]},
+        "tools[0].function.parameters.type",
+    ),
+    "parameters that are a text": ({"tools": [tool(parameters="{}")]}, "tools[0].function.parameters"),
+    "a depth bomb": ({"tools": [tool(parameters=deep(60))]}, "tools[0].function.parameters"),
+    "two of one name": ({"tools": [tool(), tool()]}, "tools"),
+    "too many tools": ({"tools": [NOW] * 2_000}, "tools"),
+    "a choice of none": (
+        {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "tool_choice",
+    ),
+    "a choice without a name": (
+        {"tools": [NOW], "tool_choice": {"type": "function"}},
+        "tool_choice.function",
+    ),
+    "a choice without tools": ({"tool_choice": "required"}, "tool_choice"),
+    "an unknown choice": ({"tools": [NOW], "tool_choice": "maybe"}, "tool_choice"),
+    "allowed tools that are none": (
+        {
+            "tools": [NOW],
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [3]}},
+        },
+        "tool_choice.allowed_tools.tools[0]",
+    ),
+    "a result without an id": (
+        {"messages": [PAST, {"role": "tool", "content": "x"}]},
+        "messages[1].tool_call_id",
+    ),
+    "a result of no call": (
+        {"messages": [PAST, {"role": "tool", "tool_call_id": "d", "content": "x"}]},
+        "messages[1].tool_call_id",
+    ),
+    "a result before its call": (
+        {"messages": [{"role": "tool", "tool_call_id": "c", "content": "x"}, PAST]},
+        "messages[0].tool_call_id",
+    ),
+    "a long id": (
+        {"messages": [PAST, {"role": "tool", "tool_call_id": "c" * 300, "content": "x"}]},
+        "messages[1].tool_call_id",
+    ),
+    "calls of a user": ({"messages": [{**PAST, "role": "user"}]}, "messages[0].tool_calls"),
+    "arguments that are no JSON": ({"messages": [past("{")]}, "messages[0].tool_calls[0].function.arguments"),
+    "arguments that are a list": ({"messages": [past("[]")]}, "messages[0].tool_calls[0].function.arguments"),
+    "arguments that are a bomb": (
+        {"messages": [past("[" * 100_000)]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    "too many calls": (
+        {"messages": [{"role": "assistant", "tool_calls": PAST["tool_calls"] * 200}]},
+        "messages[0].tool_calls",
+    ),
+    "a budget below zero": ({"thinking_token_budget": -1}, "thinking_token_budget"),
+    "an unknown effort": ({"reasoning_effort": "heroic"}, "reasoning_effort"),
+    "nothing said": ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content"),
+    "an image in a result": (
+        {"messages": [PAST, {"role": "tool", "tool_call_id": "c", "content": [{"type": "image_url"}]}]},
+        "messages[1].content[0].type",
+    ),
+    "tools that fill the window": ({"tools": [tool(description="x" * 600_000)]}, "messages"),
+}
+
+
+async def test_hostile_tools_are_refused_by_field(plain):
+    async with (
+        serving(plain, lambda request: spoken(plain, "hi")) as api,
+        httpx.AsyncClient(base_url=api.url) as client,
+    ):
+        for what, (body, param) in HOSTILE.items():
+            answer = await client.post("/v1/chat/completions", json={"messages": [QUESTION], **body})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, param), what
+        assert api.dispatcher.requests == []
