@@ -1,6 +1,6 @@
 """Whether a measured cell is within what must be: met, missed, or not measured.
 
-A bound is written as `>= 1,500`, `<= 50 ms`, `= 0`, `within 5 %` of nothing, or `all` (`31 of 31`). Each
+A bound is written as `>= 1,500`, `<= 50 ms`, `= 0`, `within 5 %` either way, or `all` (`31 of 31`). Each
 figure of a cell has to keep it. What stands in brackets is not judged, and `74 of 84` is a share where the
 bound is one. Words that are no bound, and cells that are no figures, are not guessed at: their row says its
 verdict.
@@ -21,7 +21,7 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "within": lambda figure, bound: abs(figure) <= bound,
 }
 BOUND = re.compile(r"(?P<comparison><=|>=|<|=|within) (?P<figure>[\d.,]+)(?: (?P<unit>\S+))?")
-FIGURE = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?")
+FIGURE = re.compile(r"(?<!\d)[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?")
 UNITS = ("%", "us", "ms", "s", "GB/s", "tok/s", "MiB")
 PART = re.compile(r"(?P<count>[\d,]+) of (?P<whole>[\d,]+)")
 

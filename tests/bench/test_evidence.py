@@ -141,6 +141,7 @@ def test_bounds_that_name_their_columns_judge_those_alone():
         ("<= 1 s", "at once", "write the verdict"),
         ("<= 1 s", "3 ms, 0.1 s", "write the verdict"),
         ("<= 1 s", "3 ms", "different units"),
+        (">= 4 ms", "3-5 ms", "write the verdict"),
     ],
 )
 def test_what_is_no_figure_is_not_guessed_at(must, cell, problem):

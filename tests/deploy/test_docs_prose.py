@@ -105,6 +105,22 @@ def test_every_link_leads_somewhere(name):
             assert anchor in anchors(file.read_text()), f"{name}: {target}"
 
 
+ANSWERS = {
+    "docs/how-to/gpu-host.md": "prefill: {nodes: 3, gpus_per_node: 1}",
+    "docs/explanation/failures.md": "## What happens to my stream when a decode node dies?",
+    "docs/how-to/rejected.md": "# Why was my request rejected?",
+    "docs/how-to/add-transport.md": "base/transports.py",
+    "docs/explanation/costs.md": "## What does it cost me on short prompts?",
+}
+"""Pages that answer what a stranger asks first, and what of the answer has to stand there."""
+
+
+@pytest.mark.parametrize("page", ANSWERS)
+def test_what_a_stranger_asks_is_one_link_away_from_the_readme(page):
+    assert f"({page})" in WRITTEN["README.md"]
+    assert ANSWERS[page] in WRITTEN[page]
+
+
 EXPLANATIONS = [name for name in WRITTEN if name.startswith("docs/explanation/")]
 
 

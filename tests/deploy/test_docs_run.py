@@ -1,11 +1,13 @@
 """The commands of the documents that need a cluster are run as they stand there, on one with the real model.
 
-Only what a reader would fill in is filled in (ID, TEXT, NAME), and what would go on for ever is given an end.
-Commands of the replay are run in tests/replay; that a line is one the command line takes is in test_docs.py.
+Only what a reader would fill in is filled in (ID, TEXT, NAME, FOLDER), and what would go on for ever is given
+an end. Commands of a trace are run in test_docs_commands.py; that a line is one the command line takes is in
+test_docs.py.
 """
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -16,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.processes import marked_environment, marked_pids, wait_all_gone
-from tests.deploy.test_docs import COMMANDS
+from tests.deploy.processes import ROOT, marked_environment, marked_pids, wait_all_gone
+from tests.deploy.test_docs import COMMANDS, DOCUMENTS
+from tests.deploy.test_docs_commands import typed_lines
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -25,6 +28,7 @@ CLUSTER = """
 prefill: {engine: {kv_cache_gib: 0.1, threads: 1}}
 decode: {engine: {kv_cache_gib: 0.1, threads: 1}}
 scheduler: {decision_log: decisions.jsonl}
+trace_out: FOLDER
 slo: {ttft_s: 600.0, tbt_s: 60.0}
 """
 BEFORE = ("keys", "doctor")
@@ -40,6 +44,8 @@ WHILE_IT_RUNS = (
     "restart",
     "logs",
 )
+AFTERWARDS = ("profile", "replay")
+"""Commands of the decision log that the cluster wrote."""
 WITH_AN_END = {"top": "top --times 1"}
 FILLED_IN = {" --every 300": "", " -f": "", "ID": "asked-1", "TEXT": "hello", "NAME": "ops"}
 MODELS = Path("~/.cache/conductor-cluster").expanduser()
@@ -51,6 +57,16 @@ def lines(verb, told=""):
     if told.startswith("!"):
         return [line for line in found if told[1:] not in line]
     return [line for line in found if told in line]
+
+
+def calls():
+    """Return the calls of curl that stand in the documents, each once."""
+    found = (line for path in DOCUMENTS for line in typed_lines(path) if line.startswith("curl "))
+    return list(dict.fromkeys(re.sub(r"\s+#.*$", "", line) for line in found))
+
+
+def python_blocks(name):
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
 
 
 class Reader:
@@ -80,6 +96,25 @@ class Reader:
         told, _ = process.communicate(timeout=400)
         assert process.returncode == 0, f"conductor {line}: {told[-3000:]}\n{self.seen_of_the_cluster()}"
         return told
+
+    def call(self, line):
+        """Call with curl as it is written; an answer that is an error ends the test."""
+        program, *arguments = shlex.split(line.replace("/ID", "/asked-1"))
+        return self.run([program, "--fail-with-body", "--silent", "--show-error", *arguments])
+
+    def run(self, command):
+        done = subprocess.run(
+            command,
+            cwd=self.home,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+        assert done.stdout.strip(), f"{command} shows nothing"
+        return done.stdout
 
     def seen_of_the_cluster(self):
         """Return which processes there are, and the ends of their logs: what a failure is understood by."""
@@ -112,10 +147,18 @@ def test_the_documents_commands_work_as_written(tmp_path):
         for verb in WHILE_IT_RUNS:
             for line in lines(verb, "--address" if verb == "doctor" else ""):
                 reader.type(line)
+        for line in calls():
+            reader.call(line)
+        for block in python_blocks("README.md"):
+            reader.run([sys.executable, "-c", block])
         for line in lines("stop"):
             reader.type(line)
         told, _ = up.communicate(timeout=120)
         assert up.returncode == 0, told[-3000:]
+        (tmp_path / "other-day.jsonl").write_bytes((tmp_path / "decisions.jsonl").read_bytes())
+        for verb in AFTERWARDS:
+            for line in [each for each in lines(verb) if re.search("decisions|other-day", each)]:
+                reader.type(line)
         for line in lines("up", "--exit"):
             reader.type(line)
         assert set(reader.ran) >= {
