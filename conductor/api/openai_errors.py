@@ -26,7 +26,7 @@ from base.errors import (
     UnknownModelError,
     retry_after_s,
 )
-from conductor.api.options import ContextLengthError
+from conductor.api.tokenizer import ContextLengthError
 
 
 @dataclass(frozen=True, slots=True)

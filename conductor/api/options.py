@@ -25,6 +25,7 @@ from base.request import (
 )
 from conductor.api.headers import Caller
 from conductor.api.served_model import ServedModel
+from conductor.api.tokenizer import ContextLengthError, prompt_too_long
 
 MAX_MESSAGES = 2_048
 MAX_STOP_STRINGS = 16
@@ -186,18 +187,6 @@ def make_request(
         ),
         options=options,
         arrived_at_s=caller.arrived_at_s,
-    )
-
-
-class ContextLengthError(InvalidRequestError):
-    """Prompt and answer do not fit the model's context window."""
-
-
-def prompt_too_long(num_tokens: int, max_model_len: int) -> ContextLengthError:
-    return ContextLengthError(
-        f"This model's maximum context length is {max_model_len} tokens. However, your messages resulted in "
-        f"at least {num_tokens} tokens, and one is for the answer. Please reduce the length of the prompt.",
-        "prompt",
     )
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 from base.errors import InvalidRequestError
 from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
-from conductor.api.options import check_token_ids, prompt_too_long
+from conductor.api.options import check_token_ids
 from conductor.api.served_model import ServedModel
+from conductor.api.tokenizer import prompt_too_long
 from conductor.api.tool_prompt import with_tools_in_words
 
 INLINE_CHARS = 2_000
@@ -39,13 +40,8 @@ async def text_token_ids(
     if at_least >= model.max_model_len:
         raise prompt_too_long(at_least, model.max_model_len)
     if len(text) <= INLINE_CHARS:
-        return model.tokenizer.encode(text, add_special_tokens, cut)
-    token_ids = await asyncio.to_thread(
-        model.tokenizer.encode, text, add_special_tokens, cut, model.max_model_len
-    )
-    if len(token_ids) >= model.max_model_len:
-        raise prompt_too_long(len(token_ids), model.max_model_len)
-    return token_ids
+        return model.tokenizer.encode(text, add_special_tokens, cut, model.max_model_len)
+    return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens, cut, model.max_model_len)
 
 
 async def token_ids_text(
@@ -116,7 +112,7 @@ def _require_window(model: ServedModel, messages: Sequence[ChatMessage]) -> None
     """Raise InvalidRequestError if the messages have more tokens than the window, however rendered."""
     num_tokens = 0
     for message in messages:
-        found = model.tokenizer.encode(message.content, False, max_tokens=model.max_model_len)
+        found = model.tokenizer.encode(message.content, False, max_model_len=model.max_model_len)
         num_tokens += len(found)
         if num_tokens >= model.max_model_len:
             raise prompt_too_long(num_tokens, model.max_model_len)

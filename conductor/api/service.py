@@ -36,11 +36,11 @@ from conductor.api.options import (
     check_request_id,
     make_request,
     params_spelled,
-    prompt_too_long,
     require_model,
     unique_id,
 )
 from conductor.api.prompt import chat_token_ids, text_token_ids
+from conductor.api.tokenizer import prompt_too_long
 from protos import inference_pb2, inference_pb2_grpc
 
 NAME = "conductor.v1.Inference"

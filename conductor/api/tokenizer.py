@@ -38,6 +38,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PLAIN_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
+class ContextLengthError(InvalidRequestError):
+    """Prompt and answer do not fit the model's context window."""
+
+
 class Tokenizer:
     """A model's tokenizer.json. Reading only; any thread may use it."""
 
@@ -78,26 +82,30 @@ class Tokenizer:
         return token_id
 
     def encode(
-        self, text: str, add_special_tokens: bool, cut: str = "", max_tokens: int | None = None
+        self, text: str, add_special_tokens: bool, cut: str = "", max_model_len: int | None = None
     ) -> tuple[int, ...]:
-        """Return the token ids of `text`; of one that has more than `max_tokens`, some more than that.
+        """Return the token ids of `text`.
 
         Args:
             text: Names of special tokens in it become those tokens.
             add_special_tokens: Whether the model's own (a begin-of-sequence token, mostly) go
                 around it. Chat templates write them out, so not for their output.
             cut: The mark of `with_specials_cut`; the parts between marks are encoded apart.
-            max_tokens: A text is not encoded much further.
+            max_model_len: Tokens of the context window, which has room for one more than those of `text`.
 
-        Raises InvalidRequestError for a word that is longer than a slice may be.
+        Raises:
+            ContextLengthError: the text fills the context window; it is not encoded much further.
+            InvalidRequestError: a word is longer than a slice may be.
         """
         if not self._is_sliced or len(text) <= SLICE_CHARS:
-            return tuple(self._encoded(text.split(cut) if cut else [text], add_special_tokens))
+            found = tuple(self._encoded(text.split(cut) if cut else [text], add_special_tokens))
+            _require_fits(len(found), max_model_len)
+            return found
         token_ids = array("I", self._before if add_special_tokens else ())
         for batch in self._batches(text, cut):
             token_ids.extend(self._encoded(batch, add_special_tokens=False))
-            if max_tokens is not None and len(token_ids) > max_tokens:
-                break
+            # A tuple takes nine times the memory of this array: a text that is too long gets none.
+            _require_fits(len(token_ids), max_model_len)
         return (*token_ids, *(self._after if add_special_tokens else ()))
 
     def _encoded(self, parts: Sequence[str], add_special_tokens: bool) -> Iterable[int]:
@@ -226,6 +234,19 @@ class Detokenizer:
     def finish(self) -> str:
         """Return what waited in vain: U+FFFD for an unfinished character, or nothing."""
         return self._decoder.decode(b"", final=True)
+
+
+def prompt_too_long(num_tokens: int, max_model_len: int) -> ContextLengthError:
+    return ContextLengthError(
+        f"This model's maximum context length is {max_model_len} tokens. However, your messages resulted in "
+        f"at least {num_tokens} tokens, and one is for the answer. Please reduce the length of the prompt.",
+        "prompt",
+    )
+
+
+def _require_fits(num_tokens: int, max_model_len: int | None) -> None:
+    if max_model_len is not None and num_tokens >= max_model_len:
+        raise prompt_too_long(num_tokens, max_model_len)
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:

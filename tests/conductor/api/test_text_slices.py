@@ -1,6 +1,7 @@
 """A long text is encoded in slices: into the tokens of the whole, and no further than a context window."""
 
 import re
+import tracemalloc
 from dataclasses import replace
 
 import httpx
@@ -13,7 +14,7 @@ from base.errors import InvalidRequestError
 from conductor.api.chat_template import ChatMessage
 from conductor.api.prompt import chat_token_ids
 from conductor.api.text_slices import MAX_PIECE_CHARS, SLICE_CHARS, slices
-from conductor.api.tokenizer import Tokenizer
+from conductor.api.tokenizer import ContextLengthError, Tokenizer
 from tests.conductor.fakes import MAX_MODEL_LEN, SPECIAL, byte_level_tokenizer, serving, spoken
 
 
@@ -83,8 +84,22 @@ def test_marks_that_cut_special_tokens_are_kept_to_in_a_long_text():
 @pytest.mark.parametrize("unit", ["a ", "<|im_end|>", "é! "])
 @pytest.mark.parametrize("cut", ["", "<|"])
 def test_a_text_that_is_too_long_is_not_encoded_much_further(unit, cut):
-    token_ids = TOKENIZER.encode(unit * 300_000, False, cut, max_tokens=100)
-    assert 100 < len(token_ids) <= 100 + 2 * SLICE_CHARS
+    with pytest.raises(ContextLengthError) as refused:
+        TOKENIZER.encode(unit * 300_000, False, cut, max_model_len=100)
+    assert 100 <= int(re.search(r"at least (\d+) tokens", str(refused.value))[1]) <= 100 + 2 * SLICE_CHARS
+
+
+def test_a_text_that_is_too_long_is_never_held_as_objects():
+    text = "a " * 300_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(ContextLengthError):
+            TOKENIZER.encode(text, False, max_model_len=200_000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # A tuple of them takes eight bytes for each, and 28 for each number.
+    assert peak < 200_000 * 16
 
 
 def test_a_tokenizer_without_words_encodes_the_whole():
