@@ -3,7 +3,8 @@
 A closed loop (so many clients, each waiting for its answer) slows down with the server and hides
 its queues. Here a slow server meets the same arrivals as a fast one. Where `max_concurrency`
 bounds that, or this process falls behind, the delay is measured and told. Within a session each
-turn waits for the answer before it, as its user would.
+turn waits for the answer before it, as its user would; and where so many sessions at a time are asked
+for, each begins when another has ended.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ async def run_load(
     load: Iterable[LoadRequest],
     max_concurrency: int | None,
     progress: Callable[[int], None],
+    sessions: int | None = None,
 ) -> LoadRun:
     """Send a load and wait for all answers.
 
@@ -39,38 +41,73 @@ async def run_load(
         load: By arrival; taken one at a time.
         max_concurrency: Requests at once; None: no bound.
         progress: Told the number of answered requests.
+        sessions: At a time, whatever their arrivals; None: they come when they come.
     """
-    room = asyncio.Semaphore(max_concurrency) if max_concurrency else None
-    outcomes: list[Outcome] = []
-    delays_s: list[float] = []
+    run = _Run(server, max_concurrency, progress)
+    waiting, started_at_s = iter(load), time.monotonic()
 
-    async def send_all(request: LoadRequest | None, due_s: float) -> None:
+    async def one_after_another() -> None:
+        for request in waiting:
+            await run.session(request, time.monotonic())
+
+    async with asyncio.TaskGroup() as run.tasks:
+        if sessions is not None:
+            for _ in range(sessions):
+                run.tasks.create_task(one_after_another())
+        else:
+            for request in waiting:
+                due_s = started_at_s + request.at_s
+                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+                run.tasks.create_task(run.session(request, due_s))
+    return LoadRun(run.outcomes, run.delays_s, time.monotonic() - started_at_s)
+
+
+class _Run:
+    """A load that is being sent."""
+
+    def __init__(self, server: Server, max_concurrency: int | None, progress: Callable[[int], None]) -> None:
+        self.tasks = asyncio.TaskGroup()
+        self.outcomes: list[Outcome] = []
+        self.delays_s: list[float] = []
+        self._server = server
+        self._room = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+        self._progress = progress
+
+    async def session(self, first: LoadRequest, due_s: float) -> None:
         """Send a request, and what its session asks when it is answered."""
+        request: LoadRequest | None = first
+        context: list[int] = []
         while request is not None:
-            await send(request, due_s)
+            # what the session said and was answered, and then what is new
+            new_tokens = max(1, len(request.token_ids) - len(context))
+            prompt = context + list(request.token_ids)[-new_tokens:]
+            outcome = await self._send(prompt, request, due_s)
+            context = prompt + outcome.answer_ids if request.keeps_answer else []
+            answered_s = time.monotonic()
+            for fork in request.forks:
+                self.tasks.create_task(self._fork(fork, answered_s))
             request = request.next_turn
             if request is not None:
-                due_s = time.monotonic() + request.at_s
+                due_s = answered_s + request.at_s
                 await asyncio.sleep(request.at_s)
 
-    async def send(request: LoadRequest, due_s: float) -> None:
-        if room is not None:
-            await room.acquire()
-        try:
-            delays_s.append(time.monotonic() - due_s)
-            outcomes.append(await complete(server, list(request.token_ids), request.output_tokens))
-            progress(len(outcomes))
-        finally:
-            if room is not None:
-                room.release()
+    async def _fork(self, first: LoadRequest, answered_s: float) -> None:
+        await asyncio.sleep(first.at_s)
+        await self.session(first, answered_s + first.at_s)
 
-    started_at_s = time.monotonic()
-    async with asyncio.TaskGroup() as tasks:
-        for request in load:
-            due_s = started_at_s + request.at_s
-            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-            tasks.create_task(send_all(request, due_s))
-    return LoadRun(outcomes, delays_s, time.monotonic() - started_at_s)
+    async def _send(self, prompt: list[int], request: LoadRequest, due_s: float) -> Outcome:
+        if self._room is not None:
+            await self._room.acquire()
+        try:
+            self.delays_s.append(time.monotonic() - due_s)
+            keeps = request.keeps_answer and request.next_turn is not None
+            outcome = await complete(self._server, prompt, request.output_tokens, keeps)
+            self.outcomes.append(outcome)
+            self._progress(len(self.outcomes))
+            return outcome
+        finally:
+            if self._room is not None:
+                self._room.release()
 
 
 async def warm_up(server: Server, num_requests: int, input_tokens: int) -> None:

@@ -27,6 +27,8 @@ class Outcome:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    answer_ids: list[int] = field(default_factory=list)
+    """Its tokens, where they were asked for and the server says them."""
     error: str = ""
     """Empty: it was served."""
 
@@ -62,9 +64,11 @@ class Server:
         return f"{base or '/v1'}/{name}"
 
 
-async def complete(server: Server, token_ids: list[int], output_tokens: int) -> Outcome:
+async def complete(
+    server: Server, token_ids: list[int], output_tokens: int, wants_ids: bool = False
+) -> Outcome:
     """Ask for exactly `output_tokens` tokens after a prompt; a failure is told in the outcome."""
-    body = {
+    body: dict[str, Any] = {
         "model": server.model,
         "prompt": token_ids,
         "max_tokens": output_tokens,
@@ -73,6 +77,8 @@ async def complete(server: Server, token_ids: list[int], output_tokens: int) -> 
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if wants_ids:
+        body["return_token_ids"] = True
     outcome = Outcome(time.monotonic())
     try:
         async with asyncio.timeout(server.timeout_s):
@@ -95,6 +101,8 @@ def _take(outcome: Outcome, data: bytes) -> None:
         raise ValueError(event["error"].get("message", data.decode()))
     if any(choice.get("text") or choice.get("finish_reason") for choice in event.get("choices", [])):
         outcome.arrived_at_s.append(now_s)
+    for choice in event.get("choices", []):
+        outcome.answer_ids += choice.get("token_ids") or ()
     if usage := event.get("usage"):
         outcome.prompt_tokens = usage["prompt_tokens"]
         outcome.output_tokens = usage["completion_tokens"]

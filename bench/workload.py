@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
+from typing import overload
 
 from conductor.replay.trace import Trace, TraceRequest, arrivals
 from conductor.replay.trace import turns as turns_of
@@ -33,11 +34,52 @@ class LoadRequest:
     output_tokens: int
     next_turn: LoadRequest | None = None
     """What its session asks next; its `at_s` counts from the end of this answer."""
+    forks: tuple[LoadRequest, ...] = ()
+    """What is asked beside the session from then on, by a subagent each; `at_s` as of `next_turn`."""
+    keeps_answer: bool = False
+    """Whether the next turn's prompt begins with this prompt and the answer that it had: what `token_ids` of
+    the next turn has there are stand-ins."""
 
 
-def num_turns(request: LoadRequest | None) -> int:
-    """Return how many requests a session has."""
-    return 0 if request is None else 1 + num_turns(request.next_turn)
+class RebuiltPrompt(Sequence[int]):
+    """The tokens of a trace's prompt, made from its ids when they are wanted: a trace has billions."""
+
+    __slots__ = ("_chain", "_length", "_stride")
+
+    def __init__(self, chain: Sequence[int], num_tokens: int, stride: int) -> None:
+        self._chain = chain
+        self._length = num_tokens
+        self._stride = stride
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        return list(self)[at]
+
+    def __iter__(self) -> Iterator[int]:
+        left = self._length
+        for block in self._chain:
+            yield from _block(block, self._stride)[:left]
+            left -= self._stride
+            if left <= 0:
+                return
+
+
+def num_turns(request: LoadRequest) -> int:
+    """Return how many requests a session has, with what forks from it."""
+    waiting, count = [request], 0
+    while waiting:
+        each: LoadRequest | None = waiting.pop()
+        while each is not None:
+            count += 1
+            waiting.extend(each.forks)
+            each = each.next_turn
+    return count
 
 
 def gamma_arrivals(rate: float, burstiness: float, rng: Random) -> Iterator[float]:
@@ -76,8 +118,8 @@ def synthetic_load(
 def sessions(load: Iterator[LoadRequest], turns: int, think_s: float, rng: Random) -> Iterator[LoadRequest]:
     """Yield each request of `load` as the first of a session.
 
-    A turn's prompt is the one before it, as many tokens as its answer had, and as many new ones as
-    the first prompt had. The answer's own tokens are not known here: their stand-ins match no cache.
+    A turn's prompt is the one before it, its answer, and as many new ones as the first prompt had. The
+    answer's own tokens are not known here: stand-ins have their places.
 
     Args:
         turns: Of each session.
@@ -90,7 +132,7 @@ def sessions(load: Iterator[LoadRequest], turns: int, think_s: float, rng: Rando
             prompts.append([*prompts[-1], *rng.choices(TOKEN_IDS, k=grown)])
         turn: LoadRequest | None = None
         for prompt in reversed(prompts):
-            turn = LoadRequest(think_s, prompt, first.output_tokens, turn)
+            turn = LoadRequest(think_s, prompt, first.output_tokens, turn, keeps_answer=True)
         assert turn is not None
         yield replace(turn, at_s=first.at_s)
 
@@ -127,7 +169,12 @@ def trace_at(trace: Trace, rate: float, num_requests: int, max_tokens: int, copy
 
 
 def trace_load(
-    trace: Trace, speed: float, limit: int | None, block_tokens: int | None
+    trace: Trace,
+    speed: float,
+    limit: int | None,
+    block_tokens: int | None,
+    session_rate: float | None = None,
+    seed: int = 0,
 ) -> Iterator[LoadRequest]:
     """Yield a trace's requests, at their times, with their shared prefixes.
 
@@ -136,22 +183,28 @@ def trace_load(
         limit: Of the trace's first requests; None: all.
         block_tokens: Tokens for each id, instead of the trace's: a small model on a small
             machine can be given the same sharing at a fraction of the length.
+        session_rate: Sessions begin so often a second; None: when the trace says.
+        seed: Of that.
     """
-    stride = block_tokens or trace.block_size
-    for first in arrivals(trace, speed, scale=1, jitter_s=0.0, limit=limit, seed=0):
-        turn: LoadRequest | None = None
-        for row in reversed(turns_of(first)):
-            turn = _rebuilt(row, trace.block_size, stride, turn)
-        assert turn is not None
-        yield turn
+    for first in arrivals(trace, speed, 1, 0.0, limit, seed, session_rate):
+        yield _rebuilt_session(first, trace, block_tokens or trace.block_size)
 
 
-def _rebuilt(row: TraceRequest, block_size: int, stride: int, following: LoadRequest | None) -> LoadRequest:
-    last = row.num_tokens - (len(row.chain) - 1) * block_size
-    num_tokens = (len(row.chain) - 1) * stride + max(1, last * stride // block_size)
-    token_ids = [token for block in row.chain for token in _block(block, stride)][:num_tokens]
-    output_tokens = max(1, row.output_tokens * stride // block_size)
-    return LoadRequest(row.arrival_s, token_ids, output_tokens, following)
+def _rebuilt_session(first: TraceRequest, trace: Trace, stride: int) -> LoadRequest:
+    turn: LoadRequest | None = None
+    for row in reversed(turns_of(first)):
+        last = row.num_tokens - (len(row.chain) - 1) * trace.block_size
+        num_tokens = (len(row.chain) - 1) * stride + max(1, last * stride // trace.block_size)
+        turn = LoadRequest(
+            row.arrival_s,
+            RebuiltPrompt(row.chain, num_tokens, stride),
+            max(1, row.output_tokens * stride // trace.block_size),
+            turn,
+            tuple(_rebuilt_session(fork, trace, stride) for fork in row.forks),
+            trace.keeps_answers,
+        )
+    assert turn is not None
+    return turn
 
 
 @lru_cache(maxsize=4096)

@@ -20,10 +20,10 @@ from bench.papers.paper import EXPERIMENTS
 from bench.papers.peers import RULES, peer_policy
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Profile
+from conductor.replay.arguments import make_parser
 from conductor.replay.cluster import SimCluster
 from conductor.replay.command import (
     POLICY_SETS,
-    make_parser,
     name_bad_rows,
     plan_of,
     policies_of,
@@ -85,7 +85,7 @@ def _trace(args: argparse.Namespace) -> Trace:
     name = str(args.trace)
     if name in WORKLOADS and not args.trace.exists():
         return generate(name, args.until or GENERATED_REQUESTS, GENERATED_RATE, args.seed)
-    return read_trace(args.trace, args.block_size, args.skip_bad)
+    return read_trace(args.trace, args.block_size, args.skip_bad, args.format)
 
 
 def _plan(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str, slo: Slo) -> Plan:

@@ -18,7 +18,7 @@ from bench.papers.chart import Line, chart
 from conductor.replay.cluster import SimCluster
 from conductor.replay.outcome import Outcomes
 from conductor.replay.report import Report, table_rows
-from conductor.replay.trace import Trace, turns
+from conductor.replay.trace import Trace, every_request
 
 POINTS = 200
 """Of a line, at most: a page of five runs stays under a megabyte."""
@@ -49,7 +49,7 @@ Chart = tuple[str, str, list[tuple[str, Line]]]
 
 def hot_blocks(trace: Trace) -> tuple[int, ...]:
     """Return the blocks of HOT_RANKS, as far as the trace has so many."""
-    uses = Counter(block for first in trace.requests for turn in turns(first) for block in turn.chain)
+    uses = Counter(block for first in trace.requests for each in every_request(first) for block in each.chain)
     ranked = sorted(uses, key=lambda block: (-uses[block], block))
     return tuple(ranked[rank - 1] for rank in HOT_RANKS if rank <= len(ranked))
 

@@ -14,8 +14,9 @@ at once, first tokens and ends as they happen, KV events `view_delay_s` late.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ChainOf
+from itertools import islice
 from math import inf
 
 from base.errors import ConfigError
@@ -78,6 +79,8 @@ class SimCluster:
         self._is_arriving = False
         self._in_flight: dict[SimRequest, None] = {}
         self._num_turns_to_come = 0
+        self._later: Iterator[TraceRequest] | None = None
+        """Sessions that begin when others have ended."""
         self._roles = RoleController(self._cost, options.roles) if options.roles else None
         self._nodes = {spec.node_id: self._node(spec) for spec in specs}
         for node in self._nodes.values():
@@ -90,11 +93,19 @@ class SimCluster:
         """All nodes, those named p first."""
         return list(self._nodes.values())
 
-    def run(self, arrivals: Iterable[TraceRequest], watch: Watch | None = None) -> None:
+    def run(
+        self, arrivals: Iterable[TraceRequest], watch: Watch | None = None, sessions: int | None = None
+    ) -> None:
         """Serve every request of `arrivals`, which come in order of time, to its end.
 
-        `watch` gets the simulated time and the number of requests that arrived, now and then.
+        Args:
+            watch: Gets the simulated time and the number of requests that arrived, now and then.
+            sessions: So many at a time, in order, whatever their times: the next begins when one has ended.
+                None: they come when they come.
         """
+        if sessions is not None:
+            self._later = iter(arrivals)
+            arrivals = [row._replace(arrival_s=0.0) for row in islice(self._later, sessions)]
         if self.options.sample_every_s:
             self._at(self.options.sample_every_s, self._sample)
         if self._roles is not None:
@@ -208,10 +219,10 @@ class SimCluster:
 
     # The path of one request
 
-    def _arrived(self, row: TraceRequest) -> None:
+    def _arrived(self, row: TraceRequest, is_session: bool = True) -> None:
         number = self.outcomes.num_arrived
         self.outcomes.num_arrived = number + 1
-        self._conductor.ask(SimRequest(row, number, self.options.output_limit), self.now_s)
+        self._conductor.ask(SimRequest(row, number, self.options.output_limit, is_session), self.now_s)
 
     def _placed(self, request: SimRequest) -> None:
         placement = request.placement
@@ -369,20 +380,28 @@ class SimCluster:
         placement = request.placement
         tbt_s = worst_gaps_s(request.gaps, request.output_tokens - 1)
         self.outcomes.completed(request, tbt_s, placement.prefill_node, placement.decode_node, now_s)
-        if request.next_turn is not None:
-            self._next_turn(request)
+        self._next_turn(request)
 
     def _next_turn(self, request: SimRequest) -> None:
-        """Let a session go on, as long after this answer as its user took."""
+        """Let a session go on, as long after this answer as its user took; after its last, another begin."""
         row = request.next_turn
         if row is not None:
-            self._num_turns_to_come += 1
-            arrival_s = self.now_s + row.arrival_s
-            self._at(arrival_s, self._turn_came, row._replace(arrival_s=arrival_s))
+            self._come(row, row.arrival_s, request.is_session)
+        elif request.is_session and self._later is not None:
+            first = next(self._later, None)
+            if first is not None:
+                self._come(first, 0.0, True)
+        for fork in request.forks:
+            self._come(fork, fork.arrival_s, False)
 
-    def _turn_came(self, row: TraceRequest) -> None:
+    def _come(self, row: TraceRequest, after_s: float, is_session: bool) -> None:
+        self._num_turns_to_come += 1
+        arrival_s = self.now_s + after_s
+        self._at(arrival_s, self._turn_came, row._replace(arrival_s=arrival_s), is_session)
+
+    def _turn_came(self, row: TraceRequest, is_session: bool) -> None:
         self._num_turns_to_come -= 1
-        self._arrived(row)
+        self._arrived(row, is_session)
 
     def _store(self, node: SimNode, chain: ChainOf[Key]) -> int:
         """Put blocks into a node's cache and let the view know; return how many are new."""

@@ -1,4 +1,4 @@
-"""`conductor replay TRACE`: arguments to runs, runs to a table and a report.
+"""`conductor replay TRACE`: arguments (`arguments.py`) to runs, runs to a table and a report.
 
 Wall time comes from a clock that is handed in, and goes to the table alone: the report
 file holds nothing that two runs of the same trace and seed could differ in, unless
@@ -9,30 +9,29 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 
 from base.clock import Clock, SystemClock
-from base.config import SchedulerConfig
 from base.errors import ConfigError
 from base.request import Slo
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Profile
 from conductor.placing.roles import RoleSettings
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
-from conductor.profile_file import load_profile, preset_names
+from conductor.profile_file import load_profile
+from conductor.replay.arguments import DEFAULT_PROFILE, make_parser
 from conductor.replay.cluster import WATCH_EVERY, SimCluster
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.conformance import compared, comparison_rows, read_run, simulated
 from conductor.replay.faults import read_faults
-from conductor.replay.policies import PAPER_POLICIES, POLICIES
+from conductor.replay.policies import PAPER_POLICIES
 from conductor.replay.report import (
     Report,
     aligned,
+    reach_note,
     run_report,
     to_json,
     to_table,
@@ -42,19 +41,10 @@ from conductor.replay.requests_table import require_writable, write_requests
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace
 from conductor.replay.trace_formats import read_trace
-from kvstore.eviction import BY_NAME
 
 POLICY_SETS: dict[str, tuple[str, ...]] = {"all": PAPER_POLICIES}
 
 MakePlan = Callable[[argparse.Namespace, Trace, CostModel, str, Slo], Plan]
-
-DEFAULT_PROFILE = "a800-llama70b"
-
-SERVICE = SchedulerConfig()
-"""The settings that the service ships with, which replay takes unless it is asked for others."""
-
-# The paper's real-trace bounds (arXiv 2407.00079, section 8.1.3).
-DEFAULT_SLO = Slo(ttft_slo_s=30.0, tbt_slo_s=0.1)
 
 # Roles change for a mean queue well inside the TTFT bound, which is for the tail.
 FLIP_TTFT_SHARE = 5.0
@@ -66,126 +56,10 @@ def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
     return until_refused(lambda: _replay(args, clock or SystemClock()))
 
 
-def make_parser(more_policies: Sequence[str] = (), more_traces: str = "") -> argparse.ArgumentParser:
-    """Return the parser of the command's arguments, and of what a command that is built on it adds."""
-    parser = argparse.ArgumentParser(
-        prog="conductor replay", description="Run a trace through the scheduler in virtual time."
-    )
-    add = parser.add_argument
-    add("trace", type=Path, help=f"a file (docs/explanation/replay.md), plain or .gz{more_traces}")
-    add(
-        "--nodes",
-        type=parse_nodes,
-        default=(8, 8),
-        metavar="8P8D|16C",
-        help="prefill and decode, or colocated nodes",
-    )
-    add("--policy", choices=[*POLICIES, "all", *more_policies], default="global")
-    add("--reject", choices=[policy.value for policy in RejectPolicy], default="none")
-    _add_settings(add)
-    add("--no-retest", action="store_true", help="a decode node takes what was admitted, whatever its load")
-    add("--profile", help=f"file, or one of {', '.join(preset_names())}; {DEFAULT_PROFILE}, or the log's own")
-    add("--speed", type=_positive, default=1.0, help="arrivals so many times faster")
-    add("--scale", type=int, default=1, help="so many copies of the trace, each with its own blocks")
-    add("--jitter", type=float, default=0.0, metavar="S", help="spread each arrival over S seconds")
-    add("--until", type=int, metavar="N", help="the first N requests only")
-    add("--slo-ttft", type=_positive, default=DEFAULT_SLO.ttft_slo_s, metavar="S")
-    add("--slo-tbt", type=_positive, default=DEFAULT_SLO.tbt_slo_s, metavar="S")
-    add("--threshold", type=_positive, metavar="X", help="kvcache_balancing_threshold (cost model decides)")
-    add("--eviction", choices=list(BY_NAME), default="lru", help="policy of the nodes' caches")
-    add("--view-delay", type=float, default=0.0, metavar="S", help="KV events reach the conductor late")
-    add(
-        "--fault",
-        type=Path,
-        metavar="FILE",
-        help='nodes that die: {"at_s": 600, "node": "p3", "for_s": 120} a line',
-    )
-    add("--chunk-tokens", type=int, metavar="N", help="of a step (the profile says); 0: all of a prompt")
-    add("--stages", type=int, default=1, metavar="X", help="prefill nodes that pipeline each prompt (CPP)")
-    add("--disk", type=float, metavar="TOKENS", help="tokens of KV on each node's disk (the profile's)")
-    add("--disk-rate", type=_positive, metavar="B/S", help="bytes a second of a disk (the profile's)")
-    add("--decode-caches", action="store_true", help="decode nodes keep and lend the prompts they receive")
-    add("--flip-roles", action="store_true", help="nodes change roles with the load")
-    add("--block-size", type=int, metavar="N", help="tokens per hash id (the header's, or 512)")
-    add("--seed", type=int, default=0)
-    add("--skip-bad", action="store_true", help="count bad rows instead of stopping")
-    add("--report", type=Path, metavar="OUT.json")
-    add("--requests", type=Path, metavar="OUT", help="a row for each request: .csv, .csv.gz or .parquet")
-    add("--progress", action="store_true", help="say on stderr how far a run is")
-    add("--timing", action="store_true", help="put wall times into the report too")
-    add("--json", action="store_true", help="print the report instead of the table")
-    add(
-        "--conformance",
-        action="store_true",
-        help="TRACE is a decision log: what happened beside its simulation, with its own nodes",
-    )
-    return parser
-
-
-def _add_settings(add: Callable[..., object]) -> None:
-    """Add the options that stand for settings of the service, with what it ships with as defaults."""
-    add("--plain", action="store_true", help="as the papers: no --ahead or --headroom, nothing learned")
-    add("--ahead", type=_seconds, default=SERVICE.ahead_s, metavar="S", help="queued on a node, at most")
-    add("--headroom", type=_share, default=SERVICE.ttft_headroom, metavar="X", help="of a TTFT bound")
-    add(
-        "--inline-tokens",
-        type=int,
-        default=SERVICE.inline_tokens,
-        metavar="N",
-        help="that a decode node computes",
-    )
-    add(
-        "--max-waiting",
-        type=int,
-        default=SERVICE.max_waiting,
-        metavar="N",
-        help="requests, before one is let go",
-    )
-    add(
-        "--role-wait",
-        type=_seconds,
-        default=SERVICE.role_wait_s,
-        metavar="S",
-        help="for a role without a node",
-    )
-    add(
-        "--no-learning",
-        action="store_true",
-        help="predictions by the profile alone, not by what was measured",
-    )
-
-
-def parse_nodes(text: str) -> tuple[int, int]:
-    """Return (prefill, decode) of a text like 8P8D; (colocated, 0) of one like 16C."""
-    match = re.fullmatch(r"([1-9]\d*)(?:P([1-9]\d*)D|C)", text, re.IGNORECASE)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r}: like 8P8D, at least one of each, or 16C")
-    return int(match[1]), int(match[2] or 0)
-
-
-def _seconds(text: str) -> float:
-    return _number(text, "not negative", lambda value: value >= 0)
-
-
-def _share(text: str) -> float:
-    return _number(text, "above 0, at most 1", lambda value: 0 < value <= 1)
-
-
-def _positive(text: str) -> float:
-    return _number(text, "more than 0", lambda value: 0 < value < inf)
-
-
-def _number(text: str, wanted: str, is_so: Callable[[float], bool]) -> float:
-    value = float(text)
-    if not is_so(value):
-        raise argparse.ArgumentTypeError(f"{text}: {wanted}")
-    return value
-
-
 def _replay(args: argparse.Namespace, clock: Clock) -> int:
     if args.conformance:
         return show_conformance(args)
-    trace = read_trace(args.trace, args.block_size, args.skip_bad)
+    trace = read_trace(args.trace, args.block_size, args.skip_bad, args.format)
     name_bad_rows(trace)
     profile = read_profile(args)
     write(args, trace, profile, run_all(args, trace, profile, clock, policies_of(args, POLICY_SETS)))
@@ -268,7 +142,7 @@ def write(args: argparse.Namespace, trace: Trace, profile: Profile, runs: Sequen
     if args.report:
         args.report.write_text(text)
     table = to_table([run.timed for run in runs])
-    sys.stdout.write(text if args.json else f"{_heading(about, profile.source)}\n{table}\n")
+    sys.stdout.write(text if args.json else f"{_heading(args, trace, about, profile)}\n{table}\n")
 
 
 def read_profile(args: argparse.Namespace) -> Profile:
@@ -355,15 +229,31 @@ def plan_of(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str
         decode_caches=args.decode_caches,
         seed=args.seed,
     )
-    return Plan(trace, cost, options, args.speed, args.scale, args.jitter, args.until)
-
-
-def _heading(about: Report, source: str) -> str:
-    return (
-        f"{about['name']}: {about['requests']} requests over {about['span_s']:.0f} s, "
-        f"blocks of {about['block_size']}, speed {about['speed']:g}, scale {about['scale']}\n"
-        f"profile: {source}"
+    return Plan(
+        trace,
+        cost,
+        options,
+        args.speed,
+        args.scale,
+        args.jitter,
+        args.until,
+        args.session_rate,
+        args.sessions,
     )
+
+
+def _heading(args: argparse.Namespace, trace: Trace, about: Report, profile: Profile) -> str:
+    sessions = f" in {about['sessions']} sessions" if about["sessions"] else ""
+    lines = [
+        f"{about['name']} ({about['format']}): {about['requests']} requests{sessions} over "
+        f"{about['span_s']:.0f} s, blocks of {about['block_size']}, speed {about['speed']:g}, "
+        f"scale {about['scale']}",
+        f"profile: {profile.source}",
+        reach_note(trace, profile),
+    ]
+    if len(trace.requests) > 1 and not (trace.span_s or args.sessions or args.session_rate):
+        lines.append("all begin at once: --sessions or --session-rate says how they come")
+    return "\n".join(line for line in lines if line)
 
 
 if __name__ == "__main__":

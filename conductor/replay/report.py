@@ -13,9 +13,10 @@ from math import inf
 from typing import Any
 
 from base.request import Slo
+from conductor.placing.profile import Profile
 from conductor.replay.cluster import SimCluster
 from conductor.replay.outcome import distribution
-from conductor.replay.trace import Trace
+from conductor.replay.trace import Trace, every_request
 
 Report = dict[str, Any]
 
@@ -27,8 +28,10 @@ def trace_report(trace: Trace, speed: float, scale: int) -> Report:
     """Describe the trace."""
     return {
         "name": trace.name,
+        "format": trace.format,
         "block_size": trace.block_size,
         "requests": trace.num_requests,
+        "sessions": trace.num_sessions,
         "span_s": round(trace.span_s, DIGITS),
         "speed": speed,
         "scale": scale,
@@ -78,6 +81,28 @@ def run_report(cluster: SimCluster, slo: Slo) -> Report:
         "simulated_s": round(cluster.now_s, DIGITS),
         "events": cluster.num_events,
     }
+
+
+def reach_tokens(profile: Profile) -> int:
+    """Return the tokens of the longest context that a profile was measured at; 0: none is recorded."""
+    evidence = profile.evidence
+    prefill = [point.tokens + point.context for point in evidence.prefill]
+    decode = [point.context for point in evidence.decode]
+    steps = [point.chunk_tokens + point.prefix_tokens for point in evidence.steps]
+    return round(max([*prefill, *decode, *steps], default=0))
+
+
+def reach_note(trace: Trace, profile: Profile) -> str:
+    """Return a line where a trace has longer contexts than a profile was measured at; empty: it has none."""
+    reach = reach_tokens(profile)
+    if not reach or trace.longest_tokens <= reach:
+        return ""
+    longer = sum(each.num_tokens > reach for first in trace.requests for each in every_request(first))
+    return (
+        f"measured to contexts of {reach:,} tokens: {longer / trace.num_requests:.0%} of the prompts are "
+        f"longer, up to {trace.longest_tokens:,}; beyond, attention is taken to grow with the square of a "
+        "prompt and in proportion to what decodes"
+    )
 
 
 def to_json(trace: Report, runs: Sequence[Report], profile: Report) -> str:

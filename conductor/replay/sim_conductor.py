@@ -126,7 +126,15 @@ class SimConductor:
             by_s = UNBOUNDED.ttft_slo_s if request.has_begun else request.arrival_s + slo_s
             cost_s = self._cost.prefill_s(request.num_tokens, 0)
             is_retry = request.retries is not None
-            item = waiting(request.request_id, 0, "", request.arrival_s, slo_s, cost_s, is_retry)
+            item = waiting(
+                request.request_id,
+                request.priority,
+                request.tenant,
+                request.arrival_s,
+                slo_s,
+                cost_s,
+                is_retry,
+            )
             waits = self._queue.join(
                 item, _QueuedRequest(self, request), now_s, by_s, UNBOUNDED.ttft_slo_s, nobody_waits
             )
@@ -157,7 +165,7 @@ class SimConductor:
             request.num_tokens,
             request.tokens_left,
             slo,
-            0,
+            request.priority,
             now_s - request.arrival_s + ahead_s,
             request.is_promised,
             request.retries.avoid if request.retries else (),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from base.request import NodeId, RequestId
 from conductor.placing.placement import Placement, PlacementRequest
 from conductor.placing.retries import Retries
+from conductor.replay.chains import JoinedChain
 from conductor.replay.links import Flow
 from conductor.replay.trace import TraceRequest
 
@@ -23,6 +24,11 @@ class SimRequest:
     prompt_tokens: int
     chain: Sequence[int]
     next_turn: TraceRequest | None
+    forks: tuple[TraceRequest, ...]
+    priority: int
+    tenant: str
+    is_session: bool
+    """Whether a session that waits may begin when it and its turns are over: a subagent's may not."""
     number: int
     output_tokens: int
     request_id: RequestId
@@ -69,11 +75,25 @@ class SimRequest:
     finish_step: int
     join_number: int
 
-    def __init__(self, row: TraceRequest, number: int, output_limit: int | None = None) -> None:
-        self.arrival_s, self.prompt_tokens, output_tokens, self.chain, self.next_turn = row
+    def __init__(
+        self, row: TraceRequest, number: int, output_limit: int | None = None, is_session: bool = True
+    ) -> None:
+        (
+            self.arrival_s,
+            self.prompt_tokens,
+            output_tokens,
+            chain,
+            self.next_turn,
+            self.forks,
+            self.priority,
+            self.tenant,
+        ) = row
+        # in one piece while it is served, in which the caches cut it
+        self.chain = tuple(chain) if type(chain) is JoinedChain else chain
         if output_limit is not None and output_limit < output_tokens:
             output_tokens = output_limit
         self.number = number
+        self.is_session = is_session
         self.request_id = RequestId(str(number))
         self.num_tokens = self.prompt_tokens
         self.output_tokens = self.tokens_left = output_tokens

@@ -8,17 +8,24 @@ another question. `skip_bad` counts such rows instead.
 from __future__ import annotations
 
 import gzip
+import heapq
 import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain as joined
+from operator import itemgetter
 from pathlib import Path
 from random import Random
 from typing import Literal, NamedTuple, TextIO
 
+from conductor.replay.chains import Part, moved
+
 DEFAULT_BLOCK_SIZE = 512
 """Tokens of a block of Mooncake's public traces."""
+
+COPY_SPREAD_S = 60.0
+"""Seconds of the trace by which a copy is late, at most. Copies that came at the same instants would be one
+population in bursts as many times as high."""
 
 
 class TraceRequest(NamedTuple):
@@ -31,6 +38,10 @@ class TraceRequest(NamedTuple):
     """Ids of the prompt's blocks, the last one partial."""
     next_turn: TraceRequest | None = None
     """The next request of the session; its `arrival_s` counts from the end of this request."""
+    forks: tuple[TraceRequest, ...] = ()
+    """First requests of what goes on beside the session, a subagent each; `arrival_s` as of `next_turn`."""
+    priority: int = 0
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +55,8 @@ class Trace:
     num_bad: int = 0
     bad_rows: tuple[str, ...] = field(default=())
     """The first few reasons."""
+    format: str = "mooncake"
+    """The name of its format, one of `trace_formats.FORMATS`."""
 
     @property
     def span_s(self) -> float:
@@ -53,39 +66,92 @@ class Trace:
     @property
     def num_requests(self) -> int:
         """Requests, later turns included."""
-        return sum(len(turns(request)) for request in self.requests)
+        return sum(1 for first in self.requests for _ in every_request(first))
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions of two requests or more."""
+        return sum(first.next_turn is not None or bool(first.forks) for first in self.requests)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest prompt and its answer."""
+        return max(
+            each.num_tokens + each.output_tokens for first in self.requests for each in every_request(first)
+        )
+
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether each turn's prompt begins with the prompt before it and its answer."""
+        return self.format == "aiperf"
 
 
 def turns(request: TraceRequest) -> list[TraceRequest]:
-    """Return a request and the turns that follow it."""
+    """Return a request and the turns that follow it, without what forks from them."""
     found = [request]
     while (following := found[-1].next_turn) is not None:
         found.append(following)
     return found
 
 
+def every_request(first: TraceRequest) -> Iterator[TraceRequest]:
+    """Yield a request and all that follows from it."""
+    waiting = [first]
+    while waiting:
+        request: TraceRequest | None = waiting.pop()
+        while request is not None:
+            yield request
+            waiting.extend(request.forks)
+            request = request.next_turn
+
+
+def linked(session: Sequence[TraceRequest]) -> TraceRequest:
+    """Return the first of a session's requests, each with the one after it as its next turn."""
+    following: TraceRequest | None = None
+    for request in reversed(session):
+        following = request._replace(next_turn=following)
+    assert following is not None, "a session has a request"
+    return following
+
+
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write what `read_trace` reads, header included."""
+    """Write what `read_trace` reads, header included: rows that are whole prompts.
+
+    Raises:
+        ValueError: the trace has subagents, which this format has no row for.
+    """
     with open_trace(path, "w") as file:
-        file.write(json.dumps({"block_size": trace.block_size}) + "\n")
+        file.write(json.dumps({"block_size": trace.block_size, "format": "mooncake"}) + "\n")
         for number, first in enumerate(trace.requests):
             session = turns(first)
             for turn, request in enumerate(session):
+                if request.forks:
+                    raise ValueError(f"{trace.name}: subagents cannot be written")
                 row: dict[str, object] = {"session_id": str(number)} if len(session) > 1 else {}
                 row["delay_ms" if turn else "timestamp"] = round(request.arrival_s * 1000)
                 row["input_length"] = request.num_tokens
                 row["output_length"] = request.output_tokens
                 row["hash_ids"] = list(request.chain)
+                if request.priority:
+                    row["priority"] = request.priority
+                if request.tenant:
+                    row["tenant"] = request.tenant
                 file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
 def arrivals(
-    trace: Trace, speed: float, scale: int, jitter_s: float, limit: int | None, seed: int
+    trace: Trace,
+    speed: float,
+    scale: int,
+    jitter_s: float,
+    limit: int | None,
+    seed: int,
+    session_rate: float | None = None,
 ) -> Iterator[TraceRequest]:
     """Yield the requests of `scale` copies of a trace, by arrival.
 
-    A copy is another population of users with blocks of its own, arriving at the same
-    moments. Made one at a time, since a thousand-node trace is large as objects.
+    A copy is another population of users with blocks of its own, up to `COPY_SPREAD_S` later. Made one at a
+    time, since a thousand-node trace is large as objects.
 
     Args:
         trace: What to copy.
@@ -93,9 +159,24 @@ def arrivals(
         scale: Number of copies.
         jitter_s: Each arrival is moved by up to so many seconds of the trace, to undo the
             rounding of recorded times (the public conversation trace has bursts every 3 s).
-        limit: Requests of the trace to use; None: all.
-        seed: Of the jitter.
+        limit: Requests of the trace to use, first turns where it has sessions; None: all.
+        seed: Of the jitter, of how late copies are, and of the rate.
+        session_rate: Sessions (or requests of none) begin so often a second, by a Poisson process, in the
+            order in which they came; None: when the file says.
     """
+    rows = _copies(trace, speed, scale, jitter_s, limit, seed)
+    if session_rate is None:
+        yield from rows
+        return
+    rng, now_s = Random(f"rate {seed}"), 0.0
+    for row in rows:
+        now_s += rng.expovariate(session_rate)
+        yield row._replace(arrival_s=now_s)
+
+
+def _copies(
+    trace: Trace, speed: float, scale: int, jitter_s: float, limit: int | None, seed: int
+) -> Iterator[TraceRequest]:
     if speed == 1.0 and scale == 1 and not jitter_s:
         yield from trace.requests[:limit]
         return
@@ -104,30 +185,39 @@ def arrivals(
     for request in trace.requests[:limit]:
         shift_s = rng.random() * jitter_s if jitter_s else 0.0
         rows.append(((request.arrival_s + shift_s) / speed, request))
-    rows.sort(key=lambda row: row[0])
-    stride = (
-        1 + max(joined.from_iterable(_ids(request) for _, request in rows), default=0) if scale > 1 else 0
-    )
-    for arrival_s, request in rows:
-        for copy in range(scale):
-            yield _moved(request, arrival_s, speed, copy * stride)
+    rows.sort(key=itemgetter(0))
+    stride = 1 + max((_highest_id(request) for _, request in rows), default=0) if scale > 1 else 0
+    late_s = [0.0, *(rng.random() * COPY_SPREAD_S / speed for _ in range(1, scale))]
+
+    def copy(number: int) -> Iterator[tuple[float, int, TraceRequest]]:
+        return ((arrival_s + late_s[number], number, request) for arrival_s, request in rows)
+
+    for arrival_s, number, request in heapq.merge(*map(copy, range(scale)), key=itemgetter(0)):
+        yield _moved(request, arrival_s, speed, number * stride)
 
 
-def _ids(request: TraceRequest) -> Iterator[int]:
-    for turn in turns(request):
-        yield from turn.chain
+def _highest_id(first: TraceRequest) -> int:
+    return max((max(each.chain, default=0) for each in every_request(first)), default=0)
 
 
 def _moved(request: TraceRequest, arrival_s: float, speed: float, offset: int) -> TraceRequest:
-    """Return a request, and its later turns, at another pace and with other blocks."""
-    if not offset and request.next_turn is None:
+    """Return a request, and all that follows from it, at another pace and with other blocks."""
+    if not offset and request.next_turn is None and not request.forks:
         return request if arrival_s == request.arrival_s else request._replace(arrival_s=arrival_s)
-    following: TraceRequest | None = None
-    for turn in reversed(turns(request)):
-        chain = tuple([block + offset for block in turn.chain]) if offset else turn.chain
-        following = turn._replace(arrival_s=turn.arrival_s / speed, chain=chain, next_turn=following)
-    assert following is not None
-    return following._replace(arrival_s=arrival_s)
+    return _changed(request, speed, offset, {})._replace(arrival_s=arrival_s)
+
+
+def _changed(first: TraceRequest, speed: float, offset: int, known: dict[int, Part]) -> TraceRequest:
+    return linked(
+        [
+            turn._replace(
+                arrival_s=turn.arrival_s / speed,
+                chain=moved(turn.chain, offset, known) if offset else turn.chain,
+                forks=tuple(_changed(fork, speed, offset, known) for fork in turn.forks),
+            )
+            for turn in turns(first)
+        ]
+    )
 
 
 def open_trace(path: Path, mode: Literal["r", "w"]) -> TextIO:

@@ -1,16 +1,20 @@
 """Trace files: the formats that `conductor replay` reads, plain or gzipped.
 
-* Mooncake, JSON Lines: `{"timestamp": ms, "input_length": tokens, "output_length": tokens,
+* `mooncake`, JSON Lines: `{"timestamp": ms, "input_length": tokens, "output_length": tokens,
   "hash_ids": [int, ...]}`; `created_time`, `input_tokens` and `output_tokens` are other names
   for the first three. A header line `{"block_size": N}` or a flag says how many tokens an id
   stands for; without either it is 512, as in the public traces, and every row is checked.
-* The same with sessions: `session_id`, and `delay` or `delay_ms` instead of `timestamp`. Such a
-  row is sent that long after the row before it of its session was answered (closed loop).
-* Bailian (Qwen's usage traces), JSON Lines with `chat_id`: seconds, and ids of 16 tokens.
-* BurstGPT, CSV with `Request tokens` and `Response tokens`, seconds; and Azure's LLM traces,
-  CSV with `ContextTokens` and `GeneratedTokens` and a date. Neither has shared prefixes:
-  every prompt gets blocks of its own.
-* A conductor's decision log (docs/reference/decision-log.md): what was asked of a live cluster.
+  With `session_id`, and `delay` or `delay_ms` instead of `timestamp`, a row is sent that long
+  after the row before it of its session was answered (closed loop).
+* `aiperf`: the same rows, each with what is new in its turn (`trace_sessions.py`).
+* `weka` and `tracelab`: recorded agents (`trace_agents.py`).
+* `bailian` (Qwen's usage traces), JSON Lines with `chat_id`: seconds, and ids of 16 tokens.
+* `burstgpt` and `azure`: tables (`trace_tables.py`).
+* `decisions`: a conductor's decision log (docs/reference/decision-log.md), what was asked of a live cluster.
+
+Which it is shows in the fields of its first row, or is said by a header `{"format": NAME}` or by a flag. Rows
+of sessions may hold whole prompts or what is new: where neither shows, reading is refused, not guessed.
+A row may name its client's `priority` and `tenant`.
 
 An id names a block of tokens together with all before it, so what comes before an id is the
 same wherever it occurs. That is checked: the caches rely on it.
@@ -18,265 +22,173 @@ same wherever it occurs. That is checked: the caches rely on it.
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
+from collections.abc import Iterator
+from itertools import chain as joined
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from base.errors import ConfigError
-from conductor.replay.trace import DEFAULT_BLOCK_SIZE, Trace, TraceRequest, open_trace
+from conductor.replay.chains import KnownBlocks
+from conductor.replay.decision_log import asked_in_log
+from conductor.replay.trace import DEFAULT_BLOCK_SIZE, Trace, TraceRequest
+from conductor.replay.trace_agents import tracelab_sessions, weka_sessions
+from conductor.replay.trace_rows import (
+    Row,
+    TraceFile,
+    TraceRow,
+    block_ids,
+    client,
+    count,
+    json_object,
+    moment,
+    require_length,
+)
+from conductor.replay.trace_sessions import grown_sessions, holds_new_tokens, whole_sessions
+from conductor.replay.trace_tables import TABLES, read_table
+
+FORMATS = ("mooncake", "aiperf", "weka", "tracelab", "bailian", *TABLES, "decisions")
 
 BAILIAN_BLOCK_SIZE = 16
 
 ALIASES = {"created_time": "timestamp", "input_tokens": "input_length", "output_tokens": "output_length"}
 
-MAX_REASONS = 10
-
-Row = dict[str, Any]
+Lines = Iterator[tuple[int, str]]
 
 
-class _Read(NamedTuple):
-    """One good row: its request, and where it belongs."""
-
-    request: TraceRequest
-    session: str | None = None
-    follows: bool = False
-    """Whether `arrival_s` is a delay after the row before it of its session."""
-
-
-def read_trace(path: Path, block_size: int | None = None, skip_bad: bool = False) -> Trace:
+def read_trace(
+    path: Path, block_size: int | None = None, skip_bad: bool = False, name: str | None = None
+) -> Trace:
     """Read a trace in any of the formats.
 
     Args:
-        path: `.jsonl` or `.csv`, either with `.gz`.
+        path: `.jsonl` or `.csv`, either with `.gz`; or `.json`, one object.
         block_size: Tokens an id; None: the header's, or the format's.
         skip_bad: Count bad rows instead of raising at the first.
+        name: The format's, one of FORMATS; None: the one that the file shows.
 
     Raises:
-        ConfigError: the file is missing, has no good row, or has a bad row (file, line
-            and reason are named).
+        ConfigError: the file is missing, has no good row, has a bad row (file, line and reason
+            are named), or may be of two formats.
     """
-    rows = _Rows(path, skip_bad)
-    is_table = path.name.removesuffix(".gz").endswith(".csv")
-    read, size = _table(rows, block_size) if is_table else _json_lines(rows, block_size)
-    requests = _linked(read)
+    file = TraceFile(path, skip_bad)
+    if path.name.removesuffix(".gz").endswith(".csv"):
+        requests, size, known = read_table(file, block_size, name)
+    elif name in TABLES:
+        raise ConfigError(f"{path}: --format {name}: its files are named .csv")
+    else:
+        requests, size, known = _json_lines(file, block_size, name)
     if not requests:
         raise ConfigError(f"{path}: no request in it")
     requests.sort(key=lambda request: request.arrival_s)
-    return Trace(path.name, size, requests, rows.num_bad, tuple(rows.reasons))
+    return Trace(path.name, size, requests, file.num_bad, tuple(file.reasons), known)
 
 
-class _Rows:
-    """Walks over a file's rows; keeps count of the bad ones."""
-
-    def __init__(self, path: Path, skip_bad: bool) -> None:
-        self.path = path
-        self.num_bad = 0
-        self.reasons: list[str] = []
-        self._skip_bad = skip_bad
-
-    def lines(self) -> Iterator[tuple[int, str]]:
-        """Yield (number, line) of lines that are not empty."""
+def _json_lines(
+    file: TraceFile, block_size: int | None, name: str | None
+) -> tuple[list[TraceRequest], int, str]:
+    lines = file.lines()
+    if file.path.name.removesuffix(".gz").endswith(".json"):
+        # one object, over as many lines as it likes
+        lines = iter([(1, "".join(line for _, line in lines))])
+    header, first, rest = _opened(file, lines)
+    known = name or _named_format(header, file) or _shown_format(first)
+    size = block_size
+    if size is None and "block_size" in header:
         try:
-            with open_trace(self.path, "r") as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        yield number, line
-        except (OSError, EOFError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{self.path}: {error}") from error
-
-    def bad(self, number: int, error: ValueError) -> None:
-        """Count a bad row, or raise."""
-        reason = f"{self.path}:{number}: {error}"
-        if not self._skip_bad:
-            raise ConfigError(f"{reason} (--skip-bad passes over such rows)") from error
-        self.num_bad += 1
-        if len(self.reasons) < MAX_REASONS:
-            self.reasons.append(reason)
-
-
-class _Chains:
-    """Makes chains of ids: equal ids are one object, and each has one predecessor."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[int, int]] = {}
-
-    def chain(self, ids: Any, num_tokens: int, block_size: int) -> Sequence[int]:
-        if not isinstance(ids, list) or not all(type(block) is int and 0 <= block < 1 << 63 for block in ids):
-            raise ValueError("hash_ids: a list of numbers below 2^63 is wanted")
-        if len(ids) != -(-num_tokens // block_size):
-            raise ValueError(
-                f"{len(ids)} hash_ids for {num_tokens} tokens; blocks of {block_size} make "
-                f"{-(-num_tokens // block_size)} (--block-size says how long a block is)"
-            )
-        known, before, chain = self._known, -1, []
-        for block in ids:
-            block, predecessor = known.setdefault(block, (block, before))
-            if predecessor != before:
-                raise ValueError(
-                    f"id {block} follows {before} here and {predecessor} elsewhere: "
-                    "an id names a block with all before it"
-                )
-            chain.append(block)
-            before = block
-        return tuple(chain)
-
-
-def _json_lines(rows: _Rows, block_size: int | None) -> tuple[list[_Read], int]:
-    chains, read, size = _Chains(), list[_Read](), block_size
-    for number, line in rows.lines():
-        try:
-            row = _json_object(line)
-            if row.get("kind") == "conductor":
-                return _decision_log(rows, block_size)
-            if "block_size" in row and "input_length" not in row:
-                size = size or _count(row, "block_size", 1)
-                continue
-            for alias, name in ALIASES.items():
-                if alias in row:
-                    row.setdefault(name, row[alias])
-            is_bailian = "chat_id" in row
-            size = size or (BAILIAN_BLOCK_SIZE if is_bailian else DEFAULT_BLOCK_SIZE)
-            read.append(_request(row, chains, size, 1.0 if is_bailian else 1e-3))
+            size = count(header, "block_size", 1)
         except ValueError as error:
-            rows.bad(number, error)
-    return read, size or DEFAULT_BLOCK_SIZE
+            file.bad(1, error)
+    if known == "decisions":
+        return *asked_in_log(file, block_size), known
+    if known == "weka":
+        return *weka_sessions(file, rest, size), known
+    if known == "tracelab":
+        return *tracelab_sessions(file, rest, size), known
+    return _rows(file, rest, size, known)
 
 
-def _request(row: Row, chains: _Chains, block_size: int, tick_s: float) -> _Read:
+def _opened(file: TraceFile, lines: Lines) -> tuple[Row, Row, Lines]:
+    """Return a file's header, its first row, and the lines from that row on."""
+    header: Row = {}
+    for number, line in lines:
+        try:
+            row = json_object(line)
+        except ValueError as error:
+            file.bad(number, error)
+            continue
+        if row.keys() <= {"block_size", "format"}:
+            header |= row
+            continue
+        return header, row, joined([(number, line)], lines)
+    return header, {}, iter(())
+
+
+def _named_format(header: Row, file: TraceFile) -> str | None:
+    if "format" not in header:
+        return None
+    if header["format"] not in FORMATS:
+        raise ConfigError(f"{file.path}:1: format: one of {', '.join(FORMATS)} is wanted")
+    return str(header["format"])
+
+
+def _shown_format(first: Row) -> str | None:
+    """Return the format that a first row shows; None: rows that may be whole prompts or not."""
+    if first.get("kind") == "conductor":
+        return "decisions"
+    if "requests" in first and "input_length" not in first:
+        return "weka"
+    if "input_tokens_total" in first:
+        return "tracelab"
+    return "bailian" if "chat_id" in first else None
+
+
+def _rows(
+    file: TraceFile, lines: Lines, block_size: int | None, name: str | None
+) -> tuple[list[TraceRequest], int, str]:
+    """Read rows with `input_length`, in any of three formats."""
+    size = block_size or (BAILIAN_BLOCK_SIZE if name == "bailian" else DEFAULT_BLOCK_SIZE)
+    ids, read = KnownBlocks(), list[TraceRow]()
+    for number, line in lines:
+        try:
+            row = json_object(line)
+            for alias, other in ALIASES.items():
+                if alias in row:
+                    row.setdefault(other, row[alias])
+            read.append(_row(row, number, ids, size, name))
+        except ValueError as error:
+            file.bad(number, error)
+    if name == "aiperf" or (name is None and holds_new_tokens(read, file)):
+        return grown_sessions(read, size, file), size, "aiperf"
+    return whole_sessions([row for row in read if _is_whole(row, ids, file)]), size, name or "mooncake"
+
+
+def _is_whole(row: TraceRow, ids: KnownBlocks, file: TraceFile) -> bool:
+    """Return whether a row is good as a whole prompt."""
+    try:
+        ids.require_order(row.request.chain)
+    except ValueError as error:
+        file.bad(row.number, error)
+        return False
+    return True
+
+
+def _row(row: Row, number: int, ids: KnownBlocks, block_size: int, name: str | None) -> TraceRow:
     session = None if row.get("session_id") is None else str(row["session_id"])
     delay = next((key for key in ("delay_ms", "delay") if key in row), None)
     follows = session is not None and delay is not None and "timestamp" not in row
-    moment = delay if follows and delay is not None else "timestamp"
-    if missing := [key for key in (moment, "input_length", "output_length", "hash_ids") if key not in row]:
+    when = delay if follows and delay is not None else "timestamp"
+    wanted = ["input_length", "output_length"]
+    if name != "aiperf":
+        wanted = [when, *wanted, "hash_ids"]
+    if missing := [key for key in wanted if key not in row]:
         raise ValueError(f"{missing[0]} is missing")
-    num_tokens = _count(row, "input_length", 1)
-    chain = chains.chain(row["hash_ids"], num_tokens, block_size)
-    arrival_s = _moment(row, moment) * tick_s
-    return _Read(
-        TraceRequest(arrival_s, num_tokens, _count(row, "output_length", 1), chain), session, follows
-    )
-
-
-def _linked(read: list[_Read]) -> list[TraceRequest]:
-    """Return first turns, each with those that follow it."""
-    sessions: dict[str, list[list[TraceRequest]]] = {}
-    alone: list[TraceRequest] = []
-    for request, session, follows in read:
-        if session is None:
-            alone.append(request)
-            continue
-        loops = sessions.setdefault(session, [])
-        if follows and loops:
-            loops[-1].append(request)
-        else:
-            loops.append([request])
-    for loop in (loop for loops in sessions.values() for loop in loops):
-        following: TraceRequest | None = None
-        for request in reversed(loop):
-            following = request._replace(next_turn=following)
-        if following is not None:
-            alone.append(following)
-    return alone
-
-
-def _table(rows: _Rows, block_size: int | None) -> tuple[list[_Read], int]:
-    """Read a CSV file, of BurstGPT or Azure by its heads."""
-    lines = rows.lines()
-    heads = next(csv.reader([next(lines, (0, ""))[1]]), [])
-    for names in TABLES:
-        if set(names.columns) <= set(heads):
-            break
-    else:
-        raise ConfigError(f"{rows.path}:1: columns {heads}: neither BurstGPT's nor Azure's")
-    size, next_id, first_s, read = block_size or DEFAULT_BLOCK_SIZE, 0, None, list[_Read]()
-    for number, line in lines:
-        row = dict(zip(heads, next(csv.reader([line])), strict=False))
-        try:
-            if missing := [name for name in names.columns if not row.get(name)]:
-                raise ValueError(f"{missing[0]} is missing")
-            prompt, output = (_whole(row, name) for name in names.columns[1:])
-            arrival_s = names.moment(row[names.columns[0]])
-            first_s = arrival_s if first_s is None else first_s
-            num_blocks = -(-prompt // size)
-            chain = range(next_id, next_id + num_blocks)
-            next_id += num_blocks
-            read.append(_Read(TraceRequest(max(0.0, arrival_s - first_s), prompt, output, chain)))
-        except ValueError as error:
-            rows.bad(number, error)
-    return read, size
-
-
-class _Table(NamedTuple):
-    columns: tuple[str, str, str]
-    """Moment, prompt tokens, output tokens."""
-    moment: Callable[[str], float]
-
-
-def _date_s(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()
-
-
-TABLES = (
-    _Table(("Timestamp", "Request tokens", "Response tokens"), float),
-    _Table(("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _date_s),
-)
-
-
-def _decision_log(rows: _Rows, block_size: int | None) -> tuple[list[_Read], int]:
-    """Read the first attempts in a decision log, with the outputs that they had."""
-    asked: dict[str, Row] = {}
-    outputs: dict[str, int] = {}
-    size = block_size
-    for number, line in rows.lines():
-        row = _json_object(line)
-        if row.get("kind") == "decision":
-            size = size or int(row["seen"]["block_size"])
-            asked[row["request_id"]] = row
-        elif row.get("kind") == "outcome":
-            outputs[row["request_id"]] = int(row["num_output_tokens"])
-        elif number > 1:
-            rows.bad(number, ValueError("neither a decision nor an outcome"))
-    known: dict[object, int] = {}
-    first_s = min((row["arrived_at_s"] for row in asked.values()), default=0.0)
-    read = []
-    for request_id, row in asked.items():
-        told = row["asked"]
-        chain = tuple([known.setdefault(key, len(known)) for key in told["chain"]])
-        output = outputs.get(request_id, 0) or told["max_tokens"]
-        arrival_s = row["arrived_at_s"] - first_s
-        read.append(_Read(TraceRequest(arrival_s, told["num_tokens"], output, chain)))
-    return read, size or DEFAULT_BLOCK_SIZE
-
-
-def _json_object(line: str) -> Row:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"no JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError("a JSON object is wanted")
-    return row
-
-
-def _moment(row: Row, key: str) -> float:
-    moment = row[key]
-    if not isinstance(moment, int | float) or isinstance(moment, bool) or not 0 <= moment < 1e15:
-        raise ValueError(f"{key}: a time that is not negative is wanted, not {moment!r}")
-    return float(moment)
-
-
-def _count(row: Row, key: str, least: int) -> int:
-    value = row[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{key}: a whole number of at least {least} is wanted, not {value!r}")
-    return value
-
-
-def _whole(row: Row, key: str) -> int:
-    value = int(row[key])
-    if value < 1:
-        raise ValueError(f"{key}: {value}, a request that failed")
-    return value
+    num_tokens, output_tokens = count(row, "input_length", 1), count(row, "output_length", 1)
+    chain: tuple[int, ...] = ()
+    if has_ids := "hash_ids" in row:
+        given = block_ids(row, "hash_ids")
+        require_length(given, num_tokens, block_size)
+        chain = ids.interned(given)
+    arrival_s = moment(row, when) * (1.0 if name == "bailian" else 1e-3) if when in row else 0.0
+    priority, tenant = client(row)
+    request = TraceRequest(arrival_s, num_tokens, output_tokens, chain, None, (), priority, tenant)
+    is_restart = row.get("is_restart") is True
+    return TraceRow(number, request, session, follows, has_ids, is_restart, is_restart or "group_id" in row)

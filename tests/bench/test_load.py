@@ -227,6 +227,43 @@ async def test_a_turn_is_asked_when_the_one_before_it_was_answered():
     assert [outcome.prompt_tokens for outcome in run.outcomes] == [1, 2, 3]
 
 
+async def test_a_sessions_next_prompt_has_the_answer_that_it_was_given():
+    asked = []
+
+    async def answer(body, now):
+        asked.append(body["prompt"])
+        yield HEAD
+        yield event({"choices": [{"text": "x", "token_ids": [70, 71]}]})
+        yield event({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2}})
+        yield DONE
+
+    later = LoadRequest(0.0, [1, 2, 3, 9, 9, 4], 2)
+    session = LoadRequest(0.0, [1, 2, 3], 2, later, keeps_answer=True)
+    async with server_that(answer) as server:
+        await run_load(server, [session], None, lambda _: None)
+    assert asked == [[1, 2, 3], [1, 2, 3, 70, 71, 4]]
+
+
+async def test_a_session_begins_when_another_has_ended_and_its_subagents_beside_it():
+    asked, most = [], 0
+
+    async def answer(body, now):
+        nonlocal most
+        most = max(most, now)
+        asked.append(body["prompt"][0])
+        async for piece in echo(body, now):
+            yield piece
+
+    first = LoadRequest(99.0, [1], 1, LoadRequest(0.0, [2], 1), (LoadRequest(0.0, [3], 1),))
+    load = [first, LoadRequest(99.0, [4], 1), LoadRequest(99.0, [5], 1)]
+    async with server_that(answer) as server:
+        run = await run_load(server, load, None, lambda _: None, sessions=1)
+    assert [each for each in asked if each != 3] == [1, 2, 4, 5], "one session at a time, in order"
+    assert sorted(asked) == [1, 2, 3, 4, 5]
+    assert len(run.outcomes) == sum(map(num_turns, load)) == 5
+    assert most <= 2
+
+
 async def test_the_bound_on_concurrency_is_kept():
     most = 0
 

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bench.papers.command import main
-from conductor.replay.command import parse_nodes
+from conductor.replay.arguments import parse_nodes
 from conductor.replay.policies import POLICIES
 from conductor.replay.trace import write_trace
 from tests.conductor.replay.builders import small_trace

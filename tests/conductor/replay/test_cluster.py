@@ -263,6 +263,30 @@ def test_disk_gives_back_what_memory_dropped_for_the_seconds_of_reading_it() -> 
     assert cluster.outcomes.ttft_s[2] > 5_120 * COST.profile.kv_token_bytes / 1e9
 
 
+def test_a_session_begins_when_another_has_ended() -> None:
+    rows = [
+        TraceRequest(0.0, 512, 11, range(at, at + 1), TraceRequest(2.0, 512, 11, range(at, at + 1)))
+        for at in range(6)
+    ]
+    plan = Plan(Trace("loop", 512, rows), COST, ClusterOptions(1, 1, 512), sessions=2)
+    outcomes = simulate(plan).outcomes
+    assert outcomes.num_arrived == outcomes.num_completed == 12
+    arrived = sorted(outcomes.arrival_s)
+    assert arrived[:2] == [0.0, 0.0]
+    assert arrived[2] > 2.0
+    assert len(set(arrived)) == 11
+
+
+def test_a_subagent_works_beside_its_session_and_begins_no_other() -> None:
+    fork = TraceRequest(1.0, 512, 11, [7])
+    first = TraceRequest(0.0, 512, 11, [1], TraceRequest(9.0, 512, 11, [1]), (fork,))
+    trace = Trace("forks", 512, [first, TraceRequest(0.0, 512, 11, [8])])
+    outcomes = simulate(Plan(trace, COST, ClusterOptions(1, 1, 512), sessions=1)).outcomes
+    ends = sorted(outcomes.arrival_s)
+    assert len(ends) == 4
+    assert 1.0 < ends[1] < 9.0 < ends[2] < ends[3], "the fork, the next turn, and then the next session"
+
+
 def test_decode_nodes_that_keep_prompts_receive_less_of_the_next_turn() -> None:
     rows = [TraceRequest(0.0, 5_120, 2, range(10)), TraceRequest(50.0, 10_240, 2, range(20))]
     without, kept = (

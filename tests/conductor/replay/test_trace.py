@@ -76,11 +76,27 @@ def test_copies_have_blocks_of_their_own_and_come_in_order() -> None:
     trace = small_trace(40)
     rows = list(arrivals(trace, 2.0, 3, 0.0, None, 0))
     assert len(rows) == 120
-    copies = [{block for row in rows[copy::3] for block in row.chain} for copy in range(3)]
-    assert not copies[0] & copies[1]
-    assert not copies[1] & copies[2]
+    stride = 1 + max(block for row in trace.requests for block in row.chain)
+    copies: dict[int, list[float]] = {}
+    for row in rows:
+        (copy,) = {block // stride for block in row.chain}
+        copies.setdefault(copy, []).append(row.arrival_s)
+    assert [len(copies[copy]) for copy in range(3)] == [40] * 3
     assert [row.arrival_s for row in rows] == sorted(row.arrival_s for row in rows)
-    assert rows[-1].arrival_s == pytest.approx(trace.requests[-1].arrival_s / 2)
+    assert copies[0] == [row.arrival_s / 2 for row in trace.requests]
+
+
+def test_copies_do_not_arrive_at_the_same_instants() -> None:
+    rows = list(arrivals(small_trace(40), 1.0, 3, 0.0, None, 0))
+    assert len({row.arrival_s for row in rows}) == 120
+    assert rows == list(arrivals(small_trace(40), 1.0, 3, 0.0, None, 0))
+
+
+def test_sessions_begin_at_a_rate_whatever_their_times() -> None:
+    rows = list(arrivals(small_trace(400), 1.0, 1, 0.0, None, 3, 8.0))
+    assert [row.chain for row in rows] == [row.chain for row in small_trace(400).requests]
+    assert rows[-1].arrival_s == pytest.approx(50.0, rel=0.2)
+    assert [row.arrival_s for row in rows] == sorted(row.arrival_s for row in rows)
 
 
 def test_jitter_spreads_arrivals_and_keeps_their_order() -> None:
@@ -114,8 +130,9 @@ def test_session_is_a_first_turn_and_the_delays_of_the_others(tmp_path) -> None:
     assert (len(trace.requests), trace.num_requests, alone.next_turn) == (2, 3, None)
     assert first.next_turn is not None
     assert (first.next_turn.arrival_s, first.next_turn.num_tokens) == (4.0, 700)
-    row, copy = list(arrivals(trace, 2.0, 2, 0.0, None, 0))[2:]
+    row, copy = [each for each in arrivals(trace, 2.0, 2, 0.0, None, 0) if each.next_turn]
     assert (row.arrival_s, row.next_turn.arrival_s) == (0.75, 2.0)
+    assert copy.arrival_s > 0.75
     assert not set(row.next_turn.chain) & set(copy.next_turn.chain)
 
 
@@ -157,6 +174,28 @@ def test_azure_rows_are_dated(tmp_path) -> None:
     first, second = read_trace(file).requests
     assert (first.arrival_s, second.num_tokens) == (0.0, 396)
     assert second.arrival_s == pytest.approx(4.314579, abs=1e-5)
+
+
+def test_rows_of_a_table_come_in_any_order(tmp_path) -> None:
+    file = tmp_path / "b.csv"
+    file.write_text("Timestamp,Request tokens,Response tokens\n50,10,1\n20,20,2\n40,30,3\n")
+    rows = read_trace(file).requests
+    assert [(row.arrival_s, row.num_tokens) for row in rows] == [(0.0, 20), (20.0, 30), (30.0, 10)]
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e300", "soon"])
+def test_a_moment_that_is_none_is_a_bad_row_of_a_table(tmp_path, text: str) -> None:
+    file = tmp_path / "b.csv"
+    file.write_text(f"Timestamp,Request tokens,Response tokens\n1,10,1\n{text},20,2\n")
+    with pytest.raises(ConfigError, match=r"b\.csv:3: Timestamp: a time in seconds is wanted"):
+        read_trace(file)
+
+
+def test_a_prompt_of_more_tokens_than_any_is_a_bad_row_of_a_table(tmp_path) -> None:
+    file = tmp_path / "b.csv"
+    file.write_text(f"Timestamp,Request tokens,Response tokens\n1,{10**15},1\n")
+    with pytest.raises(ConfigError, match=r"b\.csv:2: Request tokens: at most"):
+        read_trace(file)
 
 
 def test_table_of_unknown_columns_is_refused(tmp_path) -> None:

@@ -1,0 +1,170 @@
+"""The arguments of `conductor replay`, and of what is built on it: their bounds, and their defaults.
+
+Every number is checked as it is read (`base/option_values.py`). What stands for a setting of the service has
+the service's default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from base.config import SchedulerConfig
+from base.option_values import real, whole
+from base.request import Slo
+from conductor.placing.scheduler_settings import RejectPolicy
+from conductor.profile_file import preset_names
+from conductor.replay.policies import POLICIES
+from conductor.replay.trace_formats import FORMATS
+from kvstore.eviction import BY_NAME
+
+DEFAULT_PROFILE = "a800-llama70b"
+
+SERVICE = SchedulerConfig()
+"""The settings that the service ships with, which replay takes unless it is asked for others."""
+
+# The paper's real-trace bounds (arXiv 2407.00079, section 8.1.3).
+DEFAULT_SLO = Slo(ttft_slo_s=30.0, tbt_slo_s=0.1)
+
+MAX_NODES = 10_000
+"""Nodes of a role. A mask of more is slow, and nobody has so many behind one conductor."""
+
+MAX_SECONDS = 1e9
+MAX_COUNT = 1 << 40
+
+seconds = real(0, MAX_SECONDS)
+positive_s = real(0, MAX_SECONDS, above=True)
+factor = real(0, 1e6, above=True)
+share = real(0, 1, above=True)
+
+
+def make_parser(more_policies: Sequence[str] = (), more_traces: str = "") -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments, and of what a command that is built on it adds."""
+    parser = argparse.ArgumentParser(
+        prog="conductor replay", description="Run a trace through the scheduler in virtual time."
+    )
+    add = parser.add_argument
+    add("trace", type=Path, help=f"a file (docs/explanation/replay.md), plain or .gz{more_traces}")
+    _add_trace(add)
+    _add_cluster(add)
+    add("--policy", choices=[*POLICIES, "all", *more_policies], default="global")
+    add("--reject", choices=[policy.value for policy in RejectPolicy], default="none")
+    add("--slo-ttft", type=positive_s, default=DEFAULT_SLO.ttft_slo_s, metavar="S")
+    add("--slo-tbt", type=positive_s, default=DEFAULT_SLO.tbt_slo_s, metavar="S")
+    _add_settings(add)
+    add("--seed", type=whole(0, MAX_COUNT), default=0)
+    add("--report", type=Path, metavar="OUT.json")
+    add("--requests", type=Path, metavar="OUT", help="a row for each request: .csv, .csv.gz or .parquet")
+    add("--progress", action="store_true", help="say on stderr how far a run is")
+    add("--timing", action="store_true", help="put wall times into the report too")
+    add("--json", action="store_true", help="print the report instead of the table")
+    add(
+        "--conformance",
+        action="store_true",
+        help="TRACE is a decision log: what happened beside its simulation, with its own nodes",
+    )
+    return parser
+
+
+def _add_trace(add: Callable[..., object]) -> None:
+    """Add the options that say how a trace is read and how its requests come."""
+    add("--format", choices=FORMATS, help="of the trace, where its rows do not show it")
+    add("--block-size", type=whole(1, 1 << 20), metavar="N", help="tokens per hash id (the header's, or 512)")
+    add("--skip-bad", action="store_true", help="count bad rows instead of stopping")
+    add("--until", type=whole(1, MAX_COUNT), metavar="N", help="the first N requests or sessions only")
+    add("--speed", type=factor, default=1.0, help="arrivals, and pauses of sessions, so many times faster")
+    add(
+        "--scale",
+        type=whole(1, 10_000),
+        default=1,
+        help="so many copies of the trace, each with its own blocks",
+    )
+    add("--jitter", type=seconds, default=0.0, metavar="S", help="spread each arrival over S seconds")
+    begin = "of the trace, whatever its times"
+    add(
+        "--sessions",
+        type=whole(1, MAX_COUNT),
+        metavar="N",
+        help=f"at a time, the next when one ends, {begin}",
+    )
+    add("--session-rate", type=factor, metavar="R", help=f"sessions that begin a second, {begin}")
+
+
+def _add_cluster(add: Callable[..., object]) -> None:
+    """Add the options that describe the nodes."""
+    add(
+        "--nodes",
+        type=parse_nodes,
+        default=(8, 8),
+        metavar="8P8D|16C",
+        help="prefill and decode, or colocated nodes",
+    )
+    add("--profile", help=f"file, or one of {', '.join(preset_names())}; {DEFAULT_PROFILE}, or the log's own")
+    add("--eviction", choices=list(BY_NAME), default="lru", help="policy of the nodes' caches")
+    add("--view-delay", type=seconds, default=0.0, metavar="S", help="KV events reach the conductor late")
+    add(
+        "--fault",
+        type=Path,
+        metavar="FILE",
+        help='nodes that die: {"at_s": 600, "node": "p3", "for_s": 120} a line',
+    )
+    chunk = "of a step (the profile says); 0: all of a prompt"
+    add("--chunk-tokens", type=whole(0, 1 << 20), metavar="N", help=chunk)
+    pipeline = "prefill nodes that pipeline each prompt (CPP)"
+    add("--stages", type=whole(1, MAX_NODES), default=1, metavar="X", help=pipeline)
+    disk = "tokens of KV on each node's disk (the profile's)"
+    add("--disk", type=real(0, 1e15), metavar="TOKENS", help=disk)
+    add(
+        "--disk-rate",
+        type=real(0, 1e15, above=True),
+        metavar="B/S",
+        help="bytes a second of a disk (the profile's)",
+    )
+    add("--decode-caches", action="store_true", help="decode nodes keep and lend the prompts they receive")
+    add("--flip-roles", action="store_true", help="nodes change roles with the load")
+
+
+def _add_settings(add: Callable[..., object]) -> None:
+    """Add the options that stand for settings of the service, with what it ships with as defaults."""
+    add("--plain", action="store_true", help="as the papers: no --ahead or --headroom, nothing learned")
+    ahead = real(0, finite=False)
+    add("--ahead", type=ahead, default=SERVICE.ahead_s, metavar="S", help="queued on a node, at most")
+    add("--headroom", type=share, default=SERVICE.ttft_headroom, metavar="X", help="of a TTFT bound")
+    threshold = "kvcache_balancing_threshold (cost model decides)"
+    add("--threshold", type=factor, metavar="X", help=threshold)
+    inline, tokens = SERVICE.inline_tokens, whole(0, 1 << 24)
+    add("--inline-tokens", type=tokens, default=inline, metavar="N", help="that a decode node computes")
+    waiting = whole(1, MAX_COUNT)
+    add(
+        "--max-waiting",
+        type=waiting,
+        default=SERVICE.max_waiting,
+        metavar="N",
+        help="requests, before one is let go",
+    )
+    add(
+        "--role-wait",
+        type=seconds,
+        default=SERVICE.role_wait_s,
+        metavar="S",
+        help="for a role without a node",
+    )
+    add(
+        "--no-learning",
+        action="store_true",
+        help="predictions by the profile alone, not by what was measured",
+    )
+    add("--no-retest", action="store_true", help="a decode node takes what was admitted, whatever its load")
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """Return (prefill, decode) of a text like 8P8D; (colocated, 0) of one like 16C."""
+    match = re.fullmatch(r"([1-9]\d{0,5})(?:P([1-9]\d{0,5})D|C)", text, re.IGNORECASE)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: like 8P8D, at least one of each, or 16C")
+    sizes = int(match[1]), int(match[2] or 0)
+    if max(sizes) > MAX_NODES:
+        raise argparse.ArgumentTypeError(f"{text!r}: at most {MAX_NODES} nodes of a role")
+    return sizes
