@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.processes import ROOT, marked_environment, marked_pids, wait_all_gone
+from tests.deploy.processes import marked_environment, marked_pids, wait_all_gone
 from tests.deploy.test_docs import COMMANDS, DOCUMENTS
 from tests.deploy.test_docs_commands import typed_lines
 
@@ -46,6 +46,7 @@ WHILE_IT_RUNS = (
 )
 AFTERWARDS = ("profile", "replay")
 """Commands of the decision log that the cluster wrote."""
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WITH_AN_END = {"top": "top --times 1"}
 FILLED_IN = {" --every 300": "", " -f": "", "ID": "asked-1", "TEXT": "hello", "NAME": "ops"}
 MODELS = Path("~/.cache/conductor-cluster").expanduser()
@@ -65,8 +66,10 @@ def calls():
     return list(dict.fromkeys(re.sub(r"\s+#.*$", "", line) for line in found))
 
 
-def python_blocks(name):
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
+def clients():
+    """Return the clients in Python that stand in the documents."""
+    blocks = [each for path in DOCUMENTS for each in re.findall(PYTHON, path.read_text())]
+    return [block for block in blocks if "base_url=" in block]
 
 
 class Reader:
@@ -149,7 +152,7 @@ def test_the_documents_commands_work_as_written(tmp_path):
                 reader.type(line)
         for line in calls():
             reader.call(line)
-        for block in python_blocks("README.md"):
+        for block in clients():
             reader.run([sys.executable, "-c", block])
         for line in lines("stop"):
             reader.type(line)

@@ -175,28 +175,43 @@ function table(columns, rows, mark = () => ({})) {
   return [element("thead", {}, head), element("tbody", {}, ...body)];
 }
 
-function drawTopology(nodes) {
-  const [width, rowHeight, boxWidth] = [760, 52, 190];
-  const columns = Object.entries(pools(nodes)).filter(([, members]) => members.length);
-  const rows = Math.max(1, ...columns.map(([, members]) => members.length));
-  const svg = element("svg:svg", { viewBox: `0 0 ${width} ${110 + rows * rowHeight}`, role: "img" });
-  const middle = width / 2;
-  columns.forEach(([pool, members], index) => {
-    const centre = (width * (index + 0.5)) / columns.length;
-    svg.append(element("svg:line", { x1: middle, y1: 36, x2: centre, y2: 84 }));
-    svg.append(element("svg:text", { x: centre, y: 98, "text-anchor": "middle" }, `${pool}: ${members.length}`));
-    members.forEach((node, row) => {
-      const [x, y] = [centre - boxWidth / 2, 106 + row * rowHeight];
-      const box = { x, y, width: boxWidth, height: rowHeight - 10, rx: 5, class: node.draining ? "draining" : "" };
-      svg.append(element("svg:rect", box));
-      svg.append(element("svg:rect", { x, y: y + rowHeight - 15, width: boxWidth * heldShare(node), height: 5, class: "use" }));
-      svg.append(element("svg:text", { x: x + 8, y: y + 16 }, clipped(`${node.id} · ${node.host}`, 30)));
-      const load = `${node.running ?? 0} running, ${node.waiting ?? 0} waiting${node.draining ? ", draining" : ""}`;
-      svg.append(element("svg:text", { x: x + 8, y: y + 31 }, load));
-    });
+// Where the conductor, the names of pools and the boxes of nodes are: side by side, or below each other on a telephone.
+function laidOut(groups, narrow) {
+  const [boxWidth, rowHeight] = [narrow ? 250 : 190, 52];
+  const width = narrow ? 340 : 760;
+  const names = [], boxes = [], lines = [];
+  let below = 84; // where the next pool begins, on a telephone
+  groups.forEach(([pool, members], index) => {
+    const centre = narrow ? 60 + boxWidth / 2 : (width * (index + 0.5)) / groups.length;
+    const top = narrow ? below : 84;
+    names.push({ x: centre, y: top + 14, text: `${pool}: ${members.length}` });
+    lines.push(narrow ? { x1: 30, y1: 36, x2: 30, y2: top + 40 } : { x1: width / 2, y1: 36, x2: centre, y2: top });
+    if (narrow) lines.push({ x1: 30, y1: top + 40, x2: 60, y2: top + 40 });
+    members.forEach((node, row) => boxes.push({ node, x: centre - boxWidth / 2, y: top + 22 + row * rowHeight }));
+    below = top + 40 + members.length * rowHeight;
   });
-  svg.append(element("svg:rect", { x: middle - 60, y: 8, width: 120, height: 28, rx: 5 }));
-  svg.append(element("svg:text", { x: middle, y: 26, "text-anchor": "middle" }, "conductor"));
+  const height = Math.max(120, ...boxes.map(({ y }) => y + rowHeight));
+  return { width, height, boxWidth, boxHeight: rowHeight - 10, middle: narrow ? 75 : width / 2, names, boxes, lines };
+}
+
+function drawTopology(nodes) {
+  const groups = Object.entries(pools(nodes)).filter(([, members]) => members.length);
+  const shown = laidOut(groups, matchMedia("(max-width: 40rem)").matches);
+  const svg = element("svg:svg", { viewBox: `0 0 ${shown.width} ${shown.height}`, role: "img" });
+  shown.lines.forEach((line) => svg.append(element("svg:line", line)));
+  shown.names.forEach(({ x, y, text }) => svg.append(element("svg:text", { x, y, "text-anchor": "middle" }, text)));
+  const [width, height] = [shown.boxWidth, shown.boxHeight];
+  shown.boxes.forEach(({ node, x, y }) => {
+    svg.append(element("svg:rect", { x, y, width, height, rx: 5, class: node.draining ? "draining" : "" }));
+    svg.append(element("svg:rect", { x, y: y + height - 5, width: width * heldShare(node), height: 5, class: "use" }));
+    const load = `${node.running ?? 0} running, ${node.waiting ?? 0} waiting${node.draining ? ", draining" : ""}`;
+    svg.append(element("svg:svg", { x: x + 8, y, width: width - 16, height }, // what is too long ends at the box
+      element("svg:title", {}, `${node.id} · ${node.host}`),
+      element("svg:text", { y: 16 }, clipped(`${node.id} · ${node.host}`, Math.floor(width / 8))),
+      element("svg:text", { y: 31 }, load)));
+  });
+  svg.append(element("svg:rect", { x: shown.middle - 60, y: 8, width: 120, height: 28, rx: 5 }));
+  svg.append(element("svg:text", { x: shown.middle, y: 26, "text-anchor": "middle" }, "conductor"));
   fill("topology", svg);
 }
 
@@ -222,13 +237,14 @@ function drawRequests(requests) {
 
 async function explain(id) {
   chosen = id;
+  for (const row of document.querySelectorAll("#requests tbody tr")) row.classList.toggle("chosen", row.dataset.id === id);
   document.getElementById("explained").textContent = id;
   document.getElementById("explanation").hidden = false;
   const told = JSON.parse(await ask(`v1/explain/${encodeURIComponent(id)}`));
   fill("attempts", ...told.attempts.flatMap((attempt) => {
     const { lines, tables } = explained(attempt);
     const story = lines.map(([name, text]) => element("tr", {}, element("th", {}, name), element("td", {}, text)));
-    return [element("table", {}, ...story), ...tables.flatMap(({ title, columns, rows, chosen: best }) => [
+    return [element("table", { class: "story" }, ...story), ...tables.flatMap(({ title, columns, rows, chosen: best }) => [
       element("h3", {}, title),
       element("table", {}, ...table(columns, rows, ([node]) => ({ class: node === best ? "chosen" : "" }))),
     ])];

@@ -22,6 +22,21 @@ pytestmark = [
 SIZES = {1440: 900, 390: 844}
 
 
+CUT_OFF = """(() => {
+  const found = [];
+  const right = document.documentElement.clientWidth;
+  const seen = (one) => one.getBoundingClientRect();
+  for (const text of document.querySelectorAll('#topology text'))
+    if (seen(text).right > right || seen(text).left < 0) found.push(text.textContent);
+  for (const inner of document.querySelectorAll('#topology svg svg'))
+    if (seen(inner).right > right) found.push(inner.textContent);
+  for (const cell of document.querySelectorAll('.story td, .number'))
+    if (cell.scrollWidth > cell.clientWidth + 1 || seen(cell).right > right) found.push(cell.textContent);
+  if (!document.querySelector('#requests tr.chosen')) found.push('no request is marked');
+  return found;
+})()"""
+
+
 def wide(picture: bytes) -> int:
     """Return the width of a PNG, which its header has."""
     assert picture.startswith(b"\x89PNG")
@@ -40,6 +55,7 @@ async def test_the_page_fits_the_screen_in_both_schemes(model, tmp_path, width, 
             page.until("document.querySelectorAll('#requests tbody tr').length")
             page.run("document.querySelector('#requests tbody tr:nth-child(2)').click()")
             page.until("document.querySelector('#attempts tr.chosen')")
+            assert page.run(CUT_OFF) == [], "what is cut off, or chosen and not marked"
             shade = page.run("getComputedStyle(document.querySelector('thead th')).color")
             return page.run("document.documentElement.scrollWidth"), shade, page.whole_page()
 
