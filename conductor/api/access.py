@@ -27,6 +27,8 @@ from conductor.api.headers import TENANT_HEADER
 from conductor.api.keys import KeyRing
 
 BEARER = "bearer "
+API_KEY_HEADER = "x-api-key"
+"""Where clients of Anthropic's API put their key."""
 
 
 class Who(Enum):
@@ -105,6 +107,8 @@ def metadata(context: Context) -> dict[str, str]:
 
 def _bearer(said: Mapping[str, str]) -> str:
     given = said.get("authorization", "")
+    if not given and (key := said.get(API_KEY_HEADER)):
+        return key.strip()
     if given[: len(BEARER)].lower() != BEARER:
-        raise UnauthenticatedError("an API key is wanted: Authorization: Bearer ck-...")
+        raise UnauthenticatedError("an API key is wanted: Authorization: Bearer ck-..., or x-api-key")
     return given[len(BEARER) :].strip()

@@ -6,6 +6,7 @@ import random
 from typing import NamedTuple
 
 from conductor.api.completion import Completions
+from conductor.api.responses.held import HeldResponses
 from conductor.api.served_model import ServedModel
 
 
@@ -17,6 +18,8 @@ class Backend(NamedTuple):
     """The source of request ids and seeds."""
     started_s: int
     """Seconds since the epoch."""
+    held: HeldResponses
+    """The responses that clients may go on from."""
 
     @property
     def model(self) -> ServedModel:

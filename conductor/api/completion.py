@@ -56,6 +56,8 @@ class Piece(NamedTuple):
     finish_reason: FinishReason | None
     """STOP or LENGTH in the last piece, and only there."""
     num_cached_tokens: int
+    stopped_by: str = ""
+    """The stop string that ended the answer, if one did."""
 
 
 class InProgress:
@@ -242,12 +244,13 @@ def _to_text(part: Generated, asked: TextRequest, stream: TextStream) -> Piece:
         if include_stop or not (is_end and token.token_id in asked.request.stop.stop_token_ids):
             text += stream.push(token.token_id)
         if stream.is_stopped:
-            return Piece(text, part.tokens[:count], FinishReason.STOP, part.num_cached_tokens)
+            tokens = part.tokens[:count]
+            return Piece(text, tokens, FinishReason.STOP, part.num_cached_tokens, stream.stopped_by)
     reason = part.finish_reason
     if reason is not None:
         text += stream.finish()
         reason = FinishReason.STOP if stream.is_stopped else reason
-    return Piece(text, part.tokens, reason, part.num_cached_tokens)
+    return Piece(text, part.tokens, reason, part.num_cached_tokens, stream.stopped_by)
 
 
 class _Book:

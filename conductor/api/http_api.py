@@ -36,9 +36,10 @@ from conductor.api.http_reply import (
     read_body,
     while_connected,
 )
-from conductor.api.openai_errors import HttpError, http_error, internal_error
+from conductor.api.openai_errors import OPENAI_ERRORS, ErrorForm, HttpError, http_error, internal_error
 from conductor.api.openai_schema import read_long_body
 from conductor.api.options import check_request_id
+from conductor.api.responses.held import HeldResponses
 from conductor.api.routes import ROUTES, HttpRoute, routes_at
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class HttpApi:
 
         Raises KeyError for a report that no route waits for.
         """
-        self._backend = Backend(completions, rng, int(wall_clock_s()))
+        self._backend = Backend(completions, rng, int(wall_clock_s()), HeldResponses(completions.clock))
         self._default_slo = default_slo
         self._max_body_bytes = max_body_bytes
         self._authorizer = authorizer or Authorizer()
@@ -84,7 +85,7 @@ class HttpApi:
                     return
         except ServeError as error:
             # The gate's: what a route raises is answered where it is called.
-            response = _refusal(error)
+            response = _refusal(error, gated.errors if gated else OPENAI_ERRORS)
         await response(scope, receive, send)
 
     async def _read(self, route: HttpRoute, name: str, scope: Scope) -> Response:
@@ -105,7 +106,7 @@ class HttpApi:
         self, route: HttpRoute, headers: Mapping[str, str], client: Client, receive: Receive, send: Send
     ) -> None:
         """Read a call's body and have its handler write the answer."""
-        reply = Reply(send, f"{self._backend.rng.getrandbits(64):016x}")
+        reply = Reply(send, f"{self._backend.rng.getrandbits(64):016x}", route.errors)
         try:
             require_own_page(headers)
             with self._backend.completions.call(client.tenant) as call:
@@ -165,7 +166,9 @@ def _error(error: HttpError, **headers: str) -> Response:
     return Response(error.body, status_code=error.status, headers={**error.headers, **headers})
 
 
-def _refusal(error: ServeError) -> Response:
+def _refusal(refused: ServeError, errors: ErrorForm) -> Response:
     # The body was not read, so nothing can follow it on this connection.
-    challenge = {"www-authenticate": "Bearer"} if isinstance(error, UnauthenticatedError) else {}
-    return _error(http_error(error), connection="close", **challenge)
+    challenge = {"www-authenticate": "Bearer"} if isinstance(refused, UnauthenticatedError) else {}
+    error = http_error(refused)
+    headers = {**error.headers, "connection": "close", **challenge}
+    return Response(errors.body(error, ""), status_code=error.status, headers=headers)

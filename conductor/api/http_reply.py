@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Send
 
 from base.alarm import Alarm
-from conductor.api.openai_errors import HttpError
+from conductor.api.openai_errors import OPENAI_ERRORS, ErrorForm, HttpError
 
 # ASCII alone: some clients split events at Unicode's line separators.
 to_json = json.JSONEncoder(separators=(",", ":")).encode
@@ -43,9 +43,11 @@ class ClientGoneError(Exception):
 class Reply:
     """The answer to one call. Owned by the event loop."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, errors: ErrorForm = OPENAI_ERRORS) -> None:
+        """Begin. `errors`: how the call's API words them."""
         self.request_id = request_id
         """Echoed in a header. May change until the first byte is sent."""
+        self._errors = errors
         self._send = send
         self._is_started = False
         # Choices write as their tokens come; a write that waits for a slow client must
@@ -82,15 +84,12 @@ class Reply:
         await self._send({"type": "http.response.body", "body": events.encode()})
 
     async def fail(self, error: HttpError) -> None:
-        """Send an error: as the answer, or as the event that ends a stream.
-
-        No [DONE] follows it: whoever looks for that knows that the answer is not whole.
-        """
+        """Send an error: as the answer, or as the event that ends a stream."""
         if self._is_started:
             async with self._turn:
-                await self.end(f"data: {error.body.decode()}\n\n")
+                await self.end(self._errors.event(error, self.request_id))
         else:
-            await self.whole([error.body], error.status, error.headers)
+            await self.whole([self._errors.body(error, self.request_id)], error.status, error.headers)
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._is_started = True

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from base.errors import (
     CapacityError,
@@ -56,6 +56,25 @@ class HttpError:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
         return headers
 
+
+class ErrorForm(NamedTuple):
+    """How an API words an error: as an answer, and in a stream that has begun."""
+
+    body: Callable[[HttpError, str], bytes]
+    """JSON of an error, by the error and the request's id."""
+    event: Callable[[HttpError, str], str]
+
+
+def _openai_body(error: HttpError, request_id: str) -> bytes:
+    return error.body
+
+
+def _openai_event(error: HttpError, request_id: str) -> str:
+    # No [DONE] follows it: whoever looks for that knows that the answer is not whole.
+    return f"data: {error.body.decode()}\n\n"
+
+
+OPENAI_ERRORS = ErrorForm(_openai_body, _openai_event)
 
 # First match wins, so a class stands before its parents.
 _STATUS: tuple[tuple[type[ServeError], int, str, str | None], ...] = (

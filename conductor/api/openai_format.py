@@ -267,13 +267,20 @@ class Choice:
         return details
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
-    """Return OpenAI's usage object."""
+def usage(
+    num_prompt_tokens: int,
+    num_completion_tokens: int,
+    num_cached_tokens: int,
+    num_reasoning_tokens: int | None = None,
+) -> dict[str, Any]:
+    """Return OpenAI's usage object; of reasoning only where it is parted from the answer."""
+    details = {"completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens}}
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+        **(details if num_reasoning_tokens is not None else {}),
     }
 
 

@@ -150,6 +150,7 @@ class _Generation:
             turn: Of a chat whose answers are taken apart.
         """
         self._turn = turn
+        self._num_reasoning_tokens: dict[int, int] = {}
         self._completions = backend.completions
         self._prompts = prompts
         self._reply = reply
@@ -221,7 +222,11 @@ class _Generation:
         choice, stream = self._choices[at], self._stream
         async with aclosing(self._answer_of(self._asked[at])) as items:
             async for item in items:
-                piece, found = item if isinstance(item, Part) else (item, ())
+                if isinstance(item, Part):
+                    piece, found = item.piece, item.events
+                    self._num_reasoning_tokens[at] = item.num_reasoning_tokens
+                else:
+                    piece, found = item, ()
                 if prefilled is not None:
                     prefilled.set()
                 if stream is None:
@@ -242,4 +247,5 @@ class _Generation:
             sum(len(prompt.token_ids) for prompt in self._prompts),
             sum(choice.num_tokens for choice in self._choices),
             sum(choice.num_cached_tokens for choice in self._choices[:: self._n]),
+            sum(self._num_reasoning_tokens.values()) if self._turn is not None else None,
         )

@@ -74,14 +74,17 @@ ToolChoice = Annotated[
 ]
 
 
-def tool_spec(function: FunctionTool, param: str) -> ToolSpec:
-    """Return a tool as a turn has it; raises InvalidRequestError for a name or a schema that cannot be."""
+def tool_spec(function: FunctionTool, param: str, schema_field: str = "parameters") -> ToolSpec:
+    """Return a tool as a turn has it; raises InvalidRequestError for a name or a schema that cannot be.
+
+    `schema_field`: what the API at hand calls the schema.
+    """
     if not _NAME.fullmatch(function.name):
         raise InvalidRequestError(
             f"{param}.name: 1 to 128 letters, digits and any of _ - . : / are wanted", f"{param}.name"
         )
     parameters = function.parameters or {}
-    check_schema(parameters, f"{param}.parameters")
+    check_schema(parameters, f"{param}.{schema_field}")
     return ToolSpec(function.name, function.description or "", parameters, bool(function.strict))
 
 

@@ -86,10 +86,45 @@ async def chat_token_ids(
     """
     if not messages:
         raise InvalidRequestError("messages: at least one is wanted", "messages")
+    cut = "" if parse_special_tokens else f"cut{secrets.token_hex(16)}"
+    text = await _rendered(model, messages, add_generation_prompt, variables, cut, tools)
+    # The template has written the special tokens out.
+    return await text_token_ids(model, text, add_special_tokens=False, cut=cut)
+
+
+async def following_token_ids(
+    model: ServedModel,
+    before: Sequence[int],
+    messages: Sequence[ChatMessage],
+    variables: Mapping[str, Any] | None,
+    tools: Sequence[ToolSpec],
+) -> tuple[int, ...] | None:
+    """Return a prompt that begins with tokens that were computed: those up to the last answer's end.
+
+    None where the template does not show the answer before `messages` once and as it is. Raises
+    InvalidRequestError as `chat_token_ids` does.
+    """
+    mark, cut = f"answer{secrets.token_hex(16)}", f"cut{secrets.token_hex(16)}"
+    shown = [ChatMessage("user", "-"), ChatMessage("assistant", mark), *messages]
+    text = await _rendered(model, shown, True, variables, cut, tools)
+    if text.count(mark) != 1:
+        return None
+    added = await text_token_ids(model, text.partition(mark)[2], add_special_tokens=False, cut=cut)
+    return (*before, *added)
+
+
+async def _rendered(
+    model: ServedModel,
+    messages: Sequence[ChatMessage],
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any] | None,
+    cut: str,
+    tools: Sequence[ToolSpec],
+) -> str:
+    """Return the text of a conversation, with the mark `cut` where clients spelled special tokens."""
     template = model.chat_template
     if template is None:
         raise InvalidRequestError(f"{model.name} has no chat template; it takes completions", "messages")
-    cut = "" if parse_special_tokens else f"cut{secrets.token_hex(16)}"
 
     def render() -> str:
         turns = [_with_cuts(model, message, cut) for message in messages] if cut else messages
@@ -99,13 +134,10 @@ async def chat_token_ids(
         return template.render(turns, add_generation_prompt, variables, offered)
 
     num_chars = sum(len(message.content) for message in messages) + _tool_chars(messages, tools)
-    is_short = num_chars <= INLINE_CHARS
     if num_chars > max(INLINE_CHARS, MANY_CHARS_A_TOKEN * model.max_model_len):
         # A template copies what it is given several times.
         await asyncio.to_thread(_require_window, model, messages)
-    text = render() if is_short else await asyncio.to_thread(render)
-    # The template has written the special tokens out.
-    return await text_token_ids(model, text, add_special_tokens=False, cut=cut)
+    return render() if num_chars <= INLINE_CHARS else await asyncio.to_thread(render)
 
 
 def _require_window(model: ServedModel, messages: Sequence[ChatMessage]) -> None:

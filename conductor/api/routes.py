@@ -17,8 +17,15 @@ from conductor.api import about
 from conductor.api.access import Who
 from conductor.api.backend import Backend
 from conductor.api.http_reply import to_json
+from conductor.api.messages.errors import ANTHROPIC_ERRORS
+from conductor.api.messages.generation import count_tokens, create_message
+from conductor.api.messages.schema import CountTokensBody, MessagesBody
+from conductor.api.openai_errors import OPENAI_ERRORS, ErrorForm
 from conductor.api.openai_generation import chat, completion
 from conductor.api.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from conductor.api.responses.errors import RESPONSES_ERRORS
+from conductor.api.responses.generation import create_response
+from conductor.api.responses.schema import ResponsesBody
 from conductor.api.texts import detokenize, tokenize
 from conductor.api.web_page import page
 
@@ -42,6 +49,8 @@ class HttpRoute(NamedTuple):
     """The schema that a body is read by; None: no body is read."""
     what: str
     """One line for the API reference; empty: the path is not described."""
+    errors: ErrorForm = OPENAI_ERRORS
+    """How errors are worded."""
 
     @property
     def has_name(self) -> bool:
@@ -60,8 +69,15 @@ def _get(path: str, who: Who, handler: Callable[..., Any] | None, what: str) -> 
     return HttpRoute("GET", path, who, handler, None, what)
 
 
-def _post(path: str, who: Who, handler: Callable[..., Any], body: Any, what: str) -> HttpRoute:
-    return HttpRoute("POST", path, who, handler, body, what)
+def _post(
+    path: str,
+    who: Who,
+    handler: Callable[..., Any],
+    body: Any,
+    what: str,
+    errors: ErrorForm = OPENAI_ERRORS,
+) -> HttpRoute:
+    return HttpRoute("POST", path, who, handler, body, what, errors)
 
 
 EVERYBODY, CLIENTS, OPERATORS, SCRAPERS = Who
@@ -76,6 +92,30 @@ ROUTES = (
         completion,
         CompletionBody,
         "What follows each prompt; with `stream`, as events.",
+    ),
+    _post(
+        "/v1/responses",
+        CLIENTS,
+        create_response,
+        ResponsesBody,
+        "The next response, as OpenAI's newer API has it; with `stream`, as events.",
+        RESPONSES_ERRORS,
+    ),
+    _post(
+        "/v1/messages",
+        CLIENTS,
+        create_message,
+        MessagesBody,
+        "The next message, as Anthropic's API has it; with `stream`, as events.",
+        ANTHROPIC_ERRORS,
+    ),
+    _post(
+        "/v1/messages/count_tokens",
+        CLIENTS,
+        count_tokens,
+        CountTokensBody,
+        "How many tokens such a conversation has.",
+        ANTHROPIC_ERRORS,
     ),
     _get("/v1/models", CLIENTS, about.models, "The one model that is served."),
     _get("/v1/models/{name}", CLIENTS, about.one_model, "The same, by its name."),

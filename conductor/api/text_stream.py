@@ -39,8 +39,12 @@ class TextStream:
         self._include_stop = include_stop
         self._unsearched_tokens = min_tokens
         self._held = ""
-        self.is_stopped = False
-        """A stop string is complete: nothing comes any more."""
+        self.stopped_by = ""
+        """The stop string that is complete: nothing comes any more."""
+
+    @property
+    def is_stopped(self) -> bool:
+        return bool(self.stopped_by)
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` sets free; may be empty."""
@@ -67,9 +71,9 @@ class TextStream:
         window = self._held + text
         ends = [(at + len(stop), at) for stop in self._stop if (at := window.find(stop)) >= 0]
         if ends:
-            self.is_stopped = True
             self._held = ""
             end, begin = min(ends)
+            self.stopped_by = window[begin:end]
             return window[: end if self._include_stop else begin]
         free = len(window) - self._held_chars(window)
         self._held = window[free:]

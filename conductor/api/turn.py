@@ -22,7 +22,7 @@ from conductor.api.chat_template import ChatMessage, ToolSpec
 from conductor.api.completion import Completions, Piece
 from conductor.api.options import Options, TextRequest
 from conductor.api.parsing.answer import AnswerParser, Form
-from conductor.api.parsing.events import Called, Event, Thought
+from conductor.api.parsing.events import Called, Event, Said, Thought
 from conductor.api.parsing.families import FORMS
 from conductor.api.parsing.forced import DEMANDED, demanded_schema
 from conductor.api.prompt import chat_token_ids
@@ -85,6 +85,8 @@ class Part(NamedTuple):
 
     piece: Piece
     events: Sequence[Event]
+    num_reasoning_tokens: int = 0
+    """Tokens of reasoning in the answer so far."""
 
 
 async def prepare_turn(
@@ -95,15 +97,19 @@ async def prepare_turn(
     variables: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
     parse_special_tokens: bool = False,
+    token_ids: tuple[int, ...] | None = None,
 ) -> ChatTurn:
     """Return the turn that answers a conversation; raises InvalidRequestError.
 
-    `variables` of the chat template go before those that `reasoning` names.
+    Args:
+        variables: Of the chat template; they go before those that `reasoning` names.
+        token_ids: The prompt, where it is known already.
     """
-    given = {**reasoning.variables, **(variables or {})}
-    token_ids = await chat_token_ids(
-        model, messages, add_generation_prompt, given, parse_special_tokens, tools.offered
-    )
+    if token_ids is None:
+        given = {**reasoning.variables, **(variables or {})}
+        token_ids = await chat_token_ids(
+            model, messages, add_generation_prompt, given, parse_special_tokens, tools.offered
+        )
     form = _form(model, tools)
     is_thinking = False
     if form is not None and form.think is not None:
@@ -138,10 +144,15 @@ def _stop_thinking(model: ServedModel, form: Form) -> tuple[int, ...]:
 async def parts_of(
     completions: Completions, turn: ChatTurn, asked: TextRequest
 ) -> AsyncGenerator[Part, None]:
-    """Yield the parts of an answer to a turn that has a form. Consume under `contextlib.aclosing`.
+    """Yield the parts of an answer to a turn. Consume under `contextlib.aclosing`.
 
     Raises ServeError: any of its kinds, before the first part or between two.
     """
+    if turn.form is None:
+        async with aclosing(completions.generate(asked)) as pieces:
+            async for piece in pieces:
+                yield Part(piece, [Said(piece.text)] if piece.text else [])
+        return
     state = _Answer(turn)
     while True:
         async with aclosing(completions.generate(asked)) as pieces:
@@ -153,10 +164,10 @@ async def parts_of(
                 if part.piece.finish_reason is not None:
                     return
             yield part
-        assert turn.form is not None
         stop = turn.form.stop_thinking
         asked = _continued(asked, state, _stop_thinking(completions.model, turn.form))
-        yield Part(Piece("", (), None, piece.num_cached_tokens), state.pushed(stop))
+        part = Part(Piece("", (), None, piece.num_cached_tokens), state.pushed(stop), state.num_reasoning)
+        yield part
         state.is_spent = False
 
 
@@ -184,6 +195,7 @@ class _Answer:
     is_spent: bool = False
     """Whether the budget of reasoning is spent, and reasoning is not at its end."""
     num_stops: int = 0
+    num_reasoning: int = 0
 
     def __post_init__(self) -> None:
         self._parser = self.turn.parser()
@@ -193,7 +205,10 @@ class _Answer:
 
     def part(self, piece: Piece) -> Part:
         """Return a piece with what is certain by it; only the first call of one that is not parallel."""
+        was_thinking = self._parser.is_thinking
         events = self._shown(self._parser.push(piece.text))
+        if was_thinking or self._parser.is_thinking:
+            self.num_reasoning += len(piece.tokens)
         if piece.finish_reason is not None:
             events += self._shown(self._parser.finish(is_cut=piece.finish_reason is FinishReason.LENGTH))
         self.token_ids.extend(token.token_id for token in piece.tokens)
@@ -203,8 +218,9 @@ class _Answer:
         if not self.turn.tools.is_parallel:
             first = next((at for at, event in enumerate(events) if isinstance(event, Called)), None)
             if first is not None:
-                return Part(piece._replace(finish_reason=FinishReason.STOP), events[: first + 1])
-        return Part(piece, events)
+                piece = piece._replace(finish_reason=FinishReason.STOP)
+                return Part(piece, events[: first + 1], self.num_reasoning)
+        return Part(piece, events, self.num_reasoning)
 
     def _shown(self, events: list[Event]) -> list[Event]:
         if self.turn.reasoning.is_shown:
@@ -212,7 +228,9 @@ class _Answer:
         return [event for event in events if not isinstance(event, Thought)]
 
 
-def call_ids(family: str, rng: random.Random, num_before: int) -> Callable[[str, int], str]:
+def call_ids(
+    family: str, rng: random.Random, num_before: int, prefix: str = "call_"
+) -> Callable[[str, int], str]:
     """Return what names the calls of an answer, by the tool's name and the call's number in it.
 
     Two families were trained on ids of a form of their own, which their templates write into later prompts.
@@ -221,8 +239,13 @@ def call_ids(family: str, rng: random.Random, num_before: int) -> Callable[[str,
     if family.startswith("kimi"):
         return lambda name, index: f"functions.{name}:{num_before + index}"
     size = 9 if family.startswith("mistral") else 24
-    prefix = "" if size == 9 else "call_"
-    return lambda name, index: prefix + "".join(rng.choices(_ID_CHARS, k=size))
+    start = "" if size == 9 else prefix
+    return lambda name, index: start + "".join(rng.choices(_ID_CHARS, k=size))
+
+
+def room_for(num_prompt_tokens: int, asked: int, model: ServedModel) -> int:
+    """Return how many tokens an answer may have: as many as were asked for, or are left in the window."""
+    return max(1, min(asked, model.max_model_len - num_prompt_tokens))
 
 
 def with_turn(options: Options, turn: ChatTurn) -> Options:

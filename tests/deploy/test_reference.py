@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from base.clock import SystemClock
 from base.metrics import process_registry
 from base.request import SamplingParams, Slo
 from conductor.api.http_api import HttpApi
@@ -15,7 +16,8 @@ from deploy.reference import ROUTES, openapi, reference
 async def test_every_path_of_it_is_answered():
     model = SimpleNamespace(name="m", max_model_len=8, sampling=SamplingParams())
     registry = process_registry()
-    completions = SimpleNamespace(model=model, is_ready=True, metrics=SimpleNamespace(registry=registry))
+    metrics = SimpleNamespace(registry=registry)
+    completions = SimpleNamespace(model=model, is_ready=True, metrics=metrics, clock=SystemClock())
     reports = {route.path: lambda *name: {"of": name} for route in ROUTES if route.handler is None}
     app = HttpApi(completions, Slo(), 1, random.Random(0), reports)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://conductor") as client:
@@ -27,7 +29,9 @@ async def test_every_path_of_it_is_answered():
 
 def test_a_report_that_no_path_waits_for_is_refused():
     with pytest.raises(KeyError):
-        HttpApi(SimpleNamespace(model=None), Slo(), 1, random.Random(0), {"/nowhere": dict})
+        HttpApi(
+            SimpleNamespace(model=None, clock=SystemClock()), Slo(), 1, random.Random(0), {"/nowhere": dict}
+        )
 
 
 def test_every_reference_of_the_openapi_leads_somewhere():

@@ -26,11 +26,15 @@ from tests.every_method import every_method
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 REPORTS = {"/status": dict, "/v1/explain/{name}": lambda name: {"of": name}}
-CLIENTS = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}"} | {
-    "/tokenize",
-    "/detokenize",
-    "/version",
-}
+CLIENTS = (
+    {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens"}
+    | {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}"}
+    | {
+        "/tokenize",
+        "/detokenize",
+        "/version",
+    }
+)
 
 OPEN = {"/", "/health", "/openapi.json", "/ui", "/ui/page.js", "/ui/style.css"}
 """The page's files hold nothing; what they ask for is closed."""
@@ -82,6 +86,7 @@ def strangers(secret):
     yield {"Authorization": "Bearer ck-00000000-nothing"}
     yield {"Authorization": "Bearer"}
     yield {"X-Tenant-Id": "a"}
+    yield {"X-Api-Key": f"{secret}x"}
 
 
 async def test_every_http_route_but_health_wants_a_key(model, keys):
@@ -96,6 +101,12 @@ async def test_every_http_route_but_health_wants_a_key(model, keys):
                 assert answer.status_code == expected, (method, path, headers)
         assert not api.dispatcher.requests
     assert answer.headers["www-authenticate"] == "Bearer"
+
+
+async def test_a_key_may_come_where_clients_of_anthropics_put_it(model, keys):
+    async with guarded(model, keys) as api, httpx.AsyncClient(base_url=api.url) as client:
+        headers = {"x-api-key": keys.secrets["a"]}
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200
 
 
 async def test_what_is_about_the_cluster_wants_an_operator(model, keys):

@@ -1,0 +1,228 @@
+"""The bodies of Anthropic's Messages API, and the turn that they ask for.
+
+A block that is no text, call, result or reasoning is refused by name, and so is a tool that a provider would
+run. Fields that change no answer (`cache_control`, `metadata`, ...) are ignored: prefixes are found by their
+tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from base.errors import InvalidRequestError
+from base.request import SAMPLING_FIELDS
+from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
+from conductor.api.openai_tools import MAX_TOOLS, FunctionTool, chosen, tool_spec
+from conductor.api.options import MAX_MESSAGES, MAX_SHOWN_CHARS, MAX_STOP_STRINGS, Options
+from conductor.api.strict_body import StrictBody
+from conductor.api.turn import Reasoning, Tools
+
+MAX_BLOCKS = 8_192
+_MAX_ID_CHARS = 256
+_Name = Annotated[str, Field(max_length=MAX_SHOWN_CHARS)]
+_Id = Annotated[str, Field(min_length=1, max_length=_MAX_ID_CHARS)]
+
+
+def _content_kind(value: Any) -> str:
+    """Return the tag of a form. Tags have spaces: errors leave them out of a field's name."""
+    return "a list of blocks" if isinstance(value, list) else "a string"
+
+
+class Block(StrictBody):
+    type: _Name
+    text: str | None = None
+    id: _Id | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: _Id | None = None
+    content: _Content | None = None
+    is_error: bool | None = None
+    thinking: str | None = None
+
+
+_Content = Annotated[
+    Annotated[str, Tag("a string")]
+    | Annotated[list[Block], Field(max_length=MAX_BLOCKS, fail_fast=True), Tag("a list of blocks")],
+    Discriminator(_content_kind),
+]
+
+
+class AnthropicMessage(StrictBody):
+    role: Literal["user", "assistant", "system"]
+    content: _Content
+
+
+class AnthropicTool(StrictBody):
+    type: _Name | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class AnthropicChoice(StrictBody):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(StrictBody):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class CountTokensBody(StrictBody):
+    """The fields that make a prompt."""
+
+    model: str
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: _Content | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: AnthropicChoice | None = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    output_format: None = None
+    mcp_servers: None = None
+    container: None = None
+
+    def asked_tools(self) -> Tools:
+        """Return the tools of the turn; raises InvalidRequestError."""
+        specs = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
+        choice = self.tool_choice
+        if choice is None:
+            return chosen(specs, "auto", None, is_parallel=True)
+        is_parallel = not choice.disable_parallel_tool_use
+        if choice.type != "tool":
+            mode = "required" if choice.type == "any" else choice.type
+            return chosen(specs, mode, None, is_parallel)
+        if choice.name is None:
+            raise InvalidRequestError("tool_choice.name is missing", "tool_choice.name")
+        return chosen(specs, "required", [choice.name], is_parallel=False)
+
+    def asked_reasoning(self) -> Reasoning:
+        """Return the wishes about reasoning: without `thinking` there is none to see."""
+        thinking = self.thinking
+        if thinking is None or thinking.type == "disabled":
+            off = {"enable_thinking": False, "thinking": False}
+            return Reasoning(is_shown=False, budget_tokens=None if thinking is None else 0, variables=off)
+        on = {"enable_thinking": True, "thinking": True}
+        return Reasoning(thinking.display != "omitted", thinking.budget_tokens, on)
+
+    def conversation(self) -> tuple[list[ChatMessage], str]:
+        """Return the turns so far, and the beginning of the answer; raises InvalidRequestError.
+
+        A last message of the assistant's is that beginning: the model goes on from there.
+        """
+        turns: list[ChatMessage] = []
+        if self.system is not None:
+            turns.append(ChatMessage("system", _text(self.system, "system")))
+        call_ids: set[str] = set()
+        for index, message in enumerate(self.messages):
+            turns += _turns(message, f"messages[{index}]", call_ids)
+        last = turns[-1]
+        if last.role == "assistant" and not last.calls:
+            return turns[:-1], last.content
+        return turns, ""
+
+
+class MessagesBody(CountTokensBody):
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 31)]
+    stream: bool | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+    def options(self, max_tokens: int) -> Options:
+        return Options(
+            sampling={
+                name: value for name in SAMPLING_FIELDS if (value := getattr(self, name, None)) is not None
+            },
+            max_tokens=max_tokens,
+            stop=tuple(text for text in self.stop_sequences or () if text.strip()),
+        )
+
+
+def _tool(tool: AnthropicTool, param: str) -> ToolSpec:
+    if tool.type not in (None, "custom"):
+        raise InvalidRequestError(
+            f"{param}.type: {tool.type!r} is a tool of the provider's; custom is supported", f"{param}.type"
+        )
+    if tool.input_schema is None:
+        raise InvalidRequestError(f"{param}.input_schema is missing", f"{param}.input_schema")
+    function = FunctionTool(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    return tool_spec(function, param, "input_schema")
+
+
+def _turns(message: AnthropicMessage, param: str, call_ids: set[str]) -> list[ChatMessage]:
+    """Return the turns that a message is: results of tools are turns of their own, before its text."""
+    if isinstance(message.content, str):
+        return [ChatMessage(message.role, message.content)]
+    results, calls = [], []
+    texts: list[str] = []
+    thoughts: list[str] = []
+    for index, block in enumerate(message.content):
+        where = f"{param}.content[{index}]"
+        match block.type, message.role:
+            case "text", _:
+                texts.append(_required(block.text, f"{where}.text"))
+            case "thinking", "assistant":
+                thoughts.append(_required(block.thinking, f"{where}.thinking"))
+            case "redacted_thinking", "assistant":
+                pass
+            case "tool_use", "assistant":
+                calls.append(_past_call(block, where))
+                call_ids.add(calls[-1].call_id)
+            case "tool_result", "user":
+                results.append(_result(block, where, call_ids))
+            case _:
+                raise InvalidRequestError(
+                    f"{where}.type: {block.type!r} is not supported from the {message.role}", f"{where}.type"
+                )
+    separator = "" if message.role == "assistant" else "\n"
+    text, thought = separator.join(texts), "".join(thoughts) or None
+    if results and not texts:
+        return results
+    return [*results, ChatMessage(message.role, text, calls=tuple(calls), reasoning=thought)]
+
+
+def _past_call(block: Block, where: str) -> PastCall:
+    arguments: Mapping[str, Any] = block.input if block.input is not None else {}
+    return PastCall(_required(block.id, f"{where}.id"), _required(block.name, f"{where}.name"), arguments)
+
+
+def _result(block: Block, where: str, call_ids: set[str]) -> ChatMessage:
+    call_id = _required(block.tool_use_id, f"{where}.tool_use_id")
+    if call_id not in call_ids:
+        raise InvalidRequestError(
+            f"{where}.tool_use_id: no tool_use before it has the id {call_id[:100]!r}", f"{where}.tool_use_id"
+        )
+    text = _text(block.content or "", f"{where}.content")
+    if block.is_error:
+        text = json.dumps({"error": text}, ensure_ascii=False)
+    return ChatMessage("tool", text, call_id=call_id)
+
+
+def _text(content: str | Sequence[Block], param: str) -> str:
+    if isinstance(content, str):
+        return content
+    lines = []
+    for index, block in enumerate(content):
+        if block.type != "text":
+            where = f"{param}[{index}].type"
+            raise InvalidRequestError(f"{where}: {block.type!r} is not supported, text is", where)
+        lines.append(_required(block.text, f"{param}[{index}].text"))
+    return "\n".join(lines)
+
+
+def _required(value: str | None, param: str) -> str:
+    if value is None:
+        raise InvalidRequestError(f"{param} is missing", param)
+    return value
+
+
+Block.model_rebuild()

@@ -1,0 +1,187 @@
+"""The call of the Responses API, from a body to an answer or its events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from base.clock import wall_clock_s
+from base.errors import InvalidRequestError
+from base.request import FinishReason
+from conductor.api.backend import Backend
+from conductor.api.chat_template import ChatMessage, PastCall
+from conductor.api.headers import Caller
+from conductor.api.http_reply import Reply, to_json
+from conductor.api.openai_format import DONE
+from conductor.api.openai_tools import past_arguments
+from conductor.api.options import check_options, make_request, params_spelled, require_model, unique_id
+from conductor.api.prompt import following_token_ids
+from conductor.api.responses.held import HeldResponse, answered
+from conductor.api.responses.items import OutputItems
+from conductor.api.responses.schema import ResponsesBody
+from conductor.api.turn import ChatTurn, call_ids, parts_of, prepare_turn, room_for, with_turn
+
+_SPELLED = {"prompt": "input", "max_tokens": "max_output_tokens"}
+
+
+class _Asked(NamedTuple):
+    """The turn of a body, with the conversation before it."""
+
+    turn: ChatTurn
+    messages: tuple[ChatMessage, ...]
+    """The whole conversation."""
+    setting: object
+
+
+async def create_response(backend: Backend, body: ResponsesBody, caller: Caller, reply: Reply) -> None:
+    """Answer a /v1/responses call; raises ServeError."""
+    model = backend.model
+    with params_spelled(_SPELLED):
+        require_model(model, body.model)
+        asked = await _asked(backend, body, caller)
+        turn = asked.turn
+        most = body.max_output_tokens or model.max_model_len
+        options = with_turn(body.options(room_for(len(turn.token_ids), most, model)), turn)
+        check_options(options, caller, model)
+        unique = unique_id(reply.request_id, backend.rng)
+        request = make_request(unique, turn.token_ids, options, caller, model, backend.rng)
+    num_calls = sum(len(message.calls) for message in asked.messages)
+    items = OutputItems(reply.request_id, call_ids(model.family, backend.rng, num_calls))
+    response = _Response(backend, body, reply, items, len(turn.token_ids))
+    generated: list[int] = []
+    last, reason = "", FinishReason.STOP
+    async with aclosing(parts_of(backend.completions, turn, request)) as parts:
+        async for part in parts:
+            generated += [token.token_id for token in part.piece.tokens]
+            begun = response.begun() if body.stream else ""
+            added = begun + items.add(part)
+            if part.piece.finish_reason is not None:
+                last, reason = added, part.piece.finish_reason
+            elif body.stream and added:
+                await reply.event(added)
+    if body.store is not False:
+        _hold(backend, caller, reply, asked, items, generated)
+    whole = response.ended(reason)
+    if body.stream:
+        await reply.end(last + items.event(f"response.{whole['status']}", response=whole) + DONE)
+    else:
+        await reply.whole([to_json(whole).encode()])
+
+
+async def _asked(backend: Backend, body: ResponsesBody, caller: Caller) -> _Asked:
+    model, tools, reasoning = backend.model, body.asked_tools(), body.asked_reasoning()
+    held = None
+    if body.previous_response_id is not None:
+        held = backend.held.find(caller.tenant, body.previous_response_id)
+    before = held.messages if held is not None else ()
+    known = {call.call_id for message in before for call in message.calls}
+    new = body.conversation_after(known)
+    if not new:
+        raise InvalidRequestError("input: at least one item is wanted", "input")
+    system = (ChatMessage("system", body.instructions),) if body.instructions else ()
+    variables = {**reasoning.variables, **(body.chat_template_kwargs or {})}
+    setting = (body.instructions, tools.offered, variables)
+    token_ids = None
+    if held is not None and held.setting == setting:
+        token_ids = await following_token_ids(model, held.token_ids, new, variables, tools.offered)
+    turn = await prepare_turn(
+        model, (*system, *before, *new), tools, reasoning, body.chat_template_kwargs, token_ids=token_ids
+    )
+    return _Asked(turn, (*before, *new), setting)
+
+
+def _hold(
+    backend: Backend, caller: Caller, reply: Reply, asked: _Asked, items: OutputItems, generated: list[int]
+) -> None:
+    calls = tuple(
+        PastCall(call_id, call.name, past_arguments(call.arguments, "arguments"))
+        for call_id, call in items.calls
+    )
+    answer = ChatMessage("assistant", items.text, calls=calls)
+    token_ids = answered(asked.turn.token_ids, generated, backend.model.eos_token_ids)
+    held = HeldResponse(token_ids, (*asked.messages, answer), asked.setting)
+    backend.held.hold(caller.tenant, f"resp_{reply.request_id}", held)
+
+
+class _Response:
+    """The response object, as it is shown in events and in the end."""
+
+    def __init__(
+        self, backend: Backend, body: ResponsesBody, reply: Reply, items: OutputItems, num_prompt_tokens: int
+    ) -> None:
+        self._items = items
+        self._num_prompt_tokens = num_prompt_tokens
+        self._is_begun = False
+        sampling = backend.model.sampling
+        asked = body.reasoning
+        self._shown: dict[str, Any] = {
+            "id": f"resp_{reply.request_id}",
+            "object": "response",
+            "created_at": int(wall_clock_s()),
+            "model": backend.model.name,
+            "previous_response_id": body.previous_response_id,
+            "instructions": body.instructions,
+            "error": None,
+            "tools": [_shown_tool(tool.model_dump()) for tool in body.tools or ()],
+            "tool_choice": _shown_choice(body),
+            "truncation": "disabled",
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "text": {"format": {"type": "text"}},
+            "top_p": sampling.top_p if body.top_p is None else body.top_p,
+            "temperature": sampling.temperature if body.temperature is None else body.temperature,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "top_logprobs": 0,
+            "reasoning": {
+                "effort": asked.effort if asked is not None else None,
+                "summary": asked.summary if asked is not None else None,
+            },
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "store": body.store is not False,
+            "background": False,
+            "service_tier": "default",
+            "metadata": body.metadata or {},
+            "safety_identifier": None,
+            "prompt_cache_key": None,
+        }
+
+    def begun(self) -> str:
+        """Return the events before all others, once."""
+        if self._is_begun:
+            return ""
+        self._is_begun = True
+        shown = self._at("in_progress", output=[], usage=None)
+        event = self._items.event
+        return event("response.created", response=shown) + event("response.in_progress", response=shown)
+
+    def ended(self, reason: FinishReason) -> Mapping[str, Any]:
+        output, usage = self._items.done, self._items.usage(self._num_prompt_tokens)
+        if reason is FinishReason.LENGTH:
+            if output and output[-1]["type"] == "message":
+                output[-1]["status"] = "incomplete"
+            return self._at(
+                "incomplete",
+                incomplete_details={"reason": "max_output_tokens"},
+                output=output,
+                usage=usage,
+                completed_at=None,
+            )
+        return self._at("completed", output=output, usage=usage, completed_at=int(wall_clock_s()))
+
+    def _at(self, status: str, **fields: Any) -> Mapping[str, Any]:
+        empty = {"incomplete_details": None, "completed_at": None}
+        return {**self._shown, "status": status, **empty, **fields}
+
+
+def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    names = ("type", "name", "description", "parameters", "strict")
+    return {name: tool.get(name) for name in names}
+
+
+def _shown_choice(body: ResponsesBody) -> Any:
+    choice = body.tool_choice
+    if choice is None or isinstance(choice, str):
+        return choice or "auto"
+    return {name: value for name, value in choice.model_dump().items() if value is not None}

@@ -1,0 +1,116 @@
+"""Responses that a client may go on from, by `previous_response_id`.
+
+A conversation is held as the tokens that the nodes have computed, so that the next turn's prompt begins with
+exactly these and they are found in caches. Its messages are held beside them, for a turn whose tools or
+instructions differ: then the prompt is rendered anew. All is in the memory of one conductor, within a bound
+and for a time; what is gone is said to be gone.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from base.clock import Clock
+from base.errors import InvalidRequestError
+from conductor.api.chat_template import ChatMessage
+
+MAX_HELD_BYTES = 64 << 20
+MAX_TENANT_BYTES = 16 << 20
+HELD_S = 3_600.0
+
+
+class HeldResponse(NamedTuple):
+    """A conversation up to and with one answer."""
+
+    token_ids: array[int]
+    """Prompt and answer, without the token that ended it."""
+    messages: tuple[ChatMessage, ...]
+    setting: object
+    """Equal where a new turn goes on from the tokens: instructions, tools and variables."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it is charged with."""
+        texts = sum(len(turn.content) + len(turn.reasoning or "") for turn in self.messages)
+        return len(self.token_ids) * self.token_ids.itemsize + 2 * texts + 512 * len(self.messages) + 512
+
+
+class _Holding(NamedTuple):
+    response: HeldResponse
+    until_s: float
+    num_bytes: int
+
+
+class HeldResponses:
+    """The responses of one conductor. Owned by the event loop."""
+
+    def __init__(
+        self, clock: Clock, max_bytes: int = MAX_HELD_BYTES, max_tenant_bytes: int = MAX_TENANT_BYTES
+    ) -> None:
+        self._clock = clock
+        self._max_bytes = max_bytes
+        self._max_tenant_bytes = max_tenant_bytes
+        self._entries: OrderedDict[tuple[str, str], _Holding] = OrderedDict()
+        self._tenant_bytes: dict[str, int] = {}
+        self.num_bytes = 0
+
+    def find(self, tenant: str, response_id: str) -> HeldResponse:
+        """Return a response; raises InvalidRequestError for one that is not held, or another tenant's."""
+        self._forget_old()
+        entry = self._entries.get((tenant, response_id))
+        if entry is None:
+            raise InvalidRequestError(
+                f"previous_response_id: {response_id[:100]!r} is not held here: it was not stored, is older "
+                f"than {HELD_S / 60:g} minutes or made room for others; send the whole conversation as input",
+                "previous_response_id",
+            )
+        return entry.response
+
+    def hold(self, tenant: str, response_id: str, response: HeldResponse) -> None:
+        """Hold a response for a time; the oldest of this tenant, then of all, make room."""
+        num_bytes = response.num_bytes
+        if num_bytes > self._max_tenant_bytes:
+            return
+        self._forget_old()
+        while self._tenant_bytes.get(tenant, 0) + num_bytes > self._max_tenant_bytes:
+            self._forget(next(key for key in self._entries if key[0] == tenant))
+        while self.num_bytes + num_bytes > self._max_bytes:
+            self._forget(next(iter(self._entries)))
+        self._entries[tenant, response_id] = _Holding(response, self._clock.now_s() + HELD_S, num_bytes)
+        self.num_bytes += num_bytes
+        self._tenant_bytes[tenant] = self._tenant_bytes.get(tenant, 0) + num_bytes
+
+    def check(self) -> None:
+        """Assert that the counts are those of what is held."""
+        counts: dict[str, int] = {}
+        for (tenant, _), entry in self._entries.items():
+            counts[tenant] = counts.get(tenant, 0) + entry.num_bytes
+        assert counts == self._tenant_bytes
+        assert sum(counts.values()) == self.num_bytes <= self._max_bytes
+
+    def _forget_old(self) -> None:
+        now_s = self._clock.now_s()
+        while self._entries:
+            key, entry = next(iter(self._entries.items()))
+            if entry.until_s > now_s:
+                return
+            self._forget(key)
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        entry = self._entries.pop(key)
+        self.num_bytes -= entry.num_bytes
+        left = self._tenant_bytes[key[0]] - entry.num_bytes
+        if left:
+            self._tenant_bytes[key[0]] = left
+        else:
+            del self._tenant_bytes[key[0]]
+
+
+def answered(token_ids: Sequence[int], generated: Sequence[int], end_ids: Sequence[int]) -> array[int]:
+    """Return the tokens of a prompt and its answer, without the token that ended it."""
+    held = array("I", token_ids)
+    held.extend(generated[:-1] if generated and generated[-1] in end_ids else generated)
+    return held

@@ -1,0 +1,139 @@
+"""The output items of a response and the events that bring them, in the order in which they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from conductor.api.http_reply import to_json
+from conductor.api.parsing.events import Called, Event, Thought
+from conductor.api.turn import Part
+
+DELTA_CHARS = 1 << 14
+"""The most of a call's arguments in one event."""
+
+
+class OutputItems:
+    """The output of one response on its way."""
+
+    def __init__(self, request_id: str, call_id: Callable[[str, int], str]) -> None:
+        """Begin. `call_id` names a call by its tool and its number."""
+        self.num_tokens = self.num_cached_tokens = self.num_reasoning_tokens = 0
+        self.done: list[dict[str, Any]] = []
+        """The items that are whole."""
+        self.calls: list[tuple[str, Called]] = []
+        """The calls among them, with their ids."""
+        self._said: list[str] = []
+        self._request_id = request_id
+        self._call_id = call_id
+        self._texts: list[str] = []
+        self._open = ""
+        self._sequence_number = -1
+
+    @property
+    def text(self) -> str:
+        """All text of the answer."""
+        return "".join(self._said)
+
+    def event(self, kind: str, **fields: Any) -> str:
+        self._sequence_number += 1
+        numbered = {"type": kind, "sequence_number": self._sequence_number, **fields}
+        return f"event: {kind}\ndata: {to_json(numbered)}\n\n"
+
+    def add(self, part: Part) -> str:
+        """Take a part in; returns the events that bring it."""
+        piece = part.piece
+        self.num_tokens += len(piece.tokens)
+        self.num_cached_tokens = piece.num_cached_tokens
+        self.num_reasoning_tokens = part.num_reasoning_tokens
+        events = "".join(self._added(part.events))
+        return events + (self._closed() if piece.finish_reason is not None else "")
+
+    def _added(self, events: Sequence[Event]) -> Iterable[str]:
+        for found in events:
+            if isinstance(found, Called):
+                yield self._closed()
+                yield from self._call(found)
+                continue
+            kind = "reasoning" if isinstance(found, Thought) else "message"
+            if self._open != kind:
+                yield self._closed()
+                yield self._begun(kind)
+            self._texts.append(found.text)
+            if kind == "reasoning":
+                yield self.event("response.reasoning_text.delta", **self._place(), delta=found.text)
+            else:
+                self._said.append(found.text)
+                yield self.event("response.output_text.delta", **self._place(), delta=found.text, logprobs=[])
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item_id(self._open), "output_index": len(self.done), "content_index": 0}
+
+    def _item_id(self, kind: str) -> str:
+        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
+        return f"{prefix}_{self._request_id}_{len(self.done)}"
+
+    def _begun(self, kind: str) -> str:
+        self._open = kind
+        item = self._item(kind, "", "in_progress")
+        item["content"] = []
+        events = self.event("response.output_item.added", output_index=len(self.done), item=item)
+        if kind == "reasoning":
+            return events
+        return events + self.event("response.content_part.added", **self._place(), part=_part(kind, ""))
+
+    def _closed(self) -> str:
+        """End the item that is open, if one is."""
+        kind, text = self._open, "".join(self._texts)
+        if not kind:
+            return ""
+        place = self._place()
+        if kind == "reasoning":
+            events = self.event("response.reasoning_text.done", **place, text=text)
+        else:
+            events = self.event("response.output_text.done", **place, text=text, logprobs=[])
+            events += self.event("response.content_part.done", **place, part=_part(kind, text))
+        item = self._item(kind, text, "completed")
+        events += self.event("response.output_item.done", output_index=len(self.done), item=item)
+        self.done.append(item)
+        self._open, self._texts = "", []
+        return events
+
+    def _item(self, kind: str, text: str, status: str) -> dict[str, Any]:
+        item: dict[str, Any] = {"type": kind, "id": self._item_id(kind), "status": status}
+        if kind == "reasoning":
+            return {**item, "summary": [], "content": [_part(kind, text)]}
+        return {**item, "role": "assistant", "content": [_part(kind, text)]}
+
+    def _call(self, call: Called) -> Iterable[str]:
+        index, item_id = len(self.done), self._item_id("function_call")
+        call_id = self._call_id(call.name, len(self.calls))
+        head = {"type": "function_call", "id": item_id, "call_id": call_id, "name": call.name}
+        begun = {**head, "arguments": "", "status": "in_progress"}
+        yield self.event("response.output_item.added", output_index=index, item=begun)
+        place = {"item_id": item_id, "output_index": index}
+        for at in range(0, len(call.arguments), DELTA_CHARS):
+            delta = call.arguments[at : at + DELTA_CHARS]
+            yield self.event("response.function_call_arguments.delta", **place, delta=delta)
+        yield self.event(
+            "response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments
+        )
+        item = {**head, "arguments": call.arguments, "status": "completed"}
+        self.done.append(item)
+        self.calls.append((call_id, call))
+        yield self.event("response.output_item.done", output_index=index, item=item)
+
+    def usage(self, num_prompt_tokens: int) -> Mapping[str, Any]:
+        return {
+            "input_tokens": num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "output_tokens": self.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
+            "total_tokens": num_prompt_tokens + self.num_tokens,
+        }
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,0 +1,235 @@
+"""The body of the Responses API, and the turn that it asks for.
+
+Items that are no message, call, result or reasoning are refused by name, and so are tools that a provider
+would run and answers that would be made in the background.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from base.errors import InvalidRequestError
+from conductor.api.chat_template import ChatMessage, ChatRole, PastCall, ToolSpec
+from conductor.api.openai_schema import MAX_PARTS
+from conductor.api.openai_tools import MAX_TOOLS, FunctionTool, chosen, past_arguments, tool_spec
+from conductor.api.options import MAX_MESSAGES, MAX_SHOWN_CHARS, Options
+from conductor.api.strict_body import StrictBody
+from conductor.api.turn import Reasoning, Tools
+
+_Name = Annotated[str, Field(max_length=MAX_SHOWN_CHARS)]
+_Id = Annotated[str, Field(min_length=1, max_length=256)]
+_TEXT_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def _text_kind(value: Any) -> str:
+    """Return the tag of a form. Tags have spaces: errors leave them out of a field's name."""
+    return "a list of parts" if isinstance(value, list) else "a string"
+
+
+class ItemPart(StrictBody):
+    type: _Name
+    text: str | None = None
+    refusal: str | None = None
+
+
+_Parts = Annotated[list[ItemPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("a list of parts")]
+_Text = Annotated[Annotated[str, Tag("a string")] | _Parts, Discriminator(_text_kind)]
+
+
+class InputItem(StrictBody):
+    type: _Name | None = None
+    role: ChatRole | None = None
+    content: _Text | None = None
+    id: str | None = None
+    call_id: _Id | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: _Text | None = None
+    summary: Annotated[list[ItemPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+
+
+_Items = Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True), Tag("a list of parts")]
+
+
+class ResponsesTool(StrictBody):
+    type: _Name
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponsesChoice(StrictBody):
+    type: Literal["function", "allowed_tools"]
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[Any], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+
+
+def _choice_kind(value: Any) -> str:
+    return "an object" if isinstance(value, dict) else "a word"
+
+
+_Choice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("a word")]
+    | Annotated[ResponsesChoice, Tag("an object")],
+    Discriminator(_choice_kind),
+]
+
+
+class ReasoningWish(StrictBody):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class TextFormat(StrictBody):
+    type: Literal["text"] = "text"
+
+
+class TextWish(StrictBody):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponsesBody(StrictBody):
+    model: str
+    input: Annotated[Annotated[str, Tag("a string")] | _Items, Discriminator(_text_kind)] = Field(
+        default_factory=list
+    )
+    instructions: str | None = None
+    previous_response_id: _Id | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: _Choice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningWish | None = None
+    text: TextWish | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    conversation: None = None
+    prompt: None = None
+    top_logprobs: Literal[0] | None = None
+
+    def options(self, max_tokens: int) -> Options:
+        named = {"temperature": self.temperature, "top_p": self.top_p}
+        sampling = {name: value for name, value in named.items() if value is not None}
+        return Options(sampling=sampling, max_tokens=max_tokens)
+
+    def asked_tools(self) -> Tools:
+        """Return the tools of the turn; raises InvalidRequestError."""
+        specs = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
+        is_parallel = self.parallel_tool_calls is not False
+        choice = self.tool_choice
+        if choice is None or isinstance(choice, str):
+            return chosen(specs, choice or "auto", None, is_parallel)
+        if choice.type == "function":
+            return chosen(specs, "required", [_required(choice.name, "tool_choice.name")], is_parallel)
+        names = []
+        for index, tool in enumerate(choice.tools or ()):
+            name = tool.get("name") if isinstance(tool, dict) else None
+            names.append(
+                _required(name if isinstance(name, str) else None, f"tool_choice.tools[{index}].name")
+            )
+        return chosen(specs, choice.mode or "auto", names, is_parallel)
+
+    def asked_reasoning(self) -> Reasoning:
+        effort = self.reasoning.effort if self.reasoning is not None else None
+        if effort is None:
+            return Reasoning()
+        on = {"enable_thinking": effort != "none", "thinking": effort != "none"}
+        if effort == "none":
+            return Reasoning(budget_tokens=0, variables=on)
+        return Reasoning(variables={**on, "reasoning_effort": effort})
+
+    def conversation_after(self, call_ids: set[str]) -> list[ChatMessage]:
+        """Return the turns of `input`; raises InvalidRequestError.
+
+        `call_ids`: those of calls that were made before; new ones are added.
+        """
+        if isinstance(self.input, str):
+            return [ChatMessage("user", self.input)]
+        turns: list[ChatMessage] = []
+        for index, item in enumerate(self.input):
+            _add(turns, item, f"input[{index}]", call_ids)
+        return turns
+
+
+def _tool(tool: ResponsesTool, param: str) -> ToolSpec:
+    if tool.type != "function":
+        raise InvalidRequestError(
+            f"{param}.type: {tool.type!r} is not supported, function is", f"{param}.type"
+        )
+    name = _required(tool.name, f"{param}.name")
+    function = FunctionTool(
+        name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
+    return tool_spec(function, param)
+
+
+def _add(turns: list[ChatMessage], item: InputItem, param: str, call_ids: set[str]) -> None:
+    """Add an item: the assistant's reasoning, text and calls that follow one another are one turn."""
+    kind = item.type or ("message" if item.role is not None else "nothing")
+    match kind:
+        case "message":
+            role = item.role or "user"
+            text = _plain(item.content, f"{param}.content")
+            if role == "assistant" and _is_open(turns) and not turns[-1].content and not turns[-1].calls:
+                turns[-1] = replace(turns[-1], content=text)
+            else:
+                turns.append(ChatMessage(role, text))
+        case "function_call":
+            call_id = _required(item.call_id, f"{param}.call_id")
+            name = _required(item.name, f"{param}.name")
+            arguments = past_arguments(item.arguments or "", f"{param}.arguments")
+            call_ids.add(call_id)
+            if not _is_open(turns):
+                turns.append(ChatMessage("assistant", ""))
+            turns[-1] = replace(turns[-1], calls=(*turns[-1].calls, PastCall(call_id, name, arguments)))
+        case "function_call_output":
+            call_id = _required(item.call_id, f"{param}.call_id")
+            if call_id not in call_ids:
+                raise InvalidRequestError(
+                    f"{param}.call_id: no call before it has the id {call_id[:100]!r}", f"{param}.call_id"
+                )
+            turns.append(ChatMessage("tool", _plain(item.output, f"{param}.output"), call_id=call_id))
+        case "reasoning":
+            thought = _plain(item.content or item.summary or "", f"{param}.content")
+            turns.append(ChatMessage("assistant", "", reasoning=thought or None))
+        case _:
+            raise InvalidRequestError(f"{param}.type: {kind!r} is not supported", f"{param}.type")
+
+
+def _is_open(turns: Sequence[ChatMessage]) -> bool:
+    return bool(turns) and turns[-1].role == "assistant"
+
+
+def _plain(content: str | Sequence[ItemPart] | None, param: str) -> str:
+    if content is None:
+        raise InvalidRequestError(f"{param} is missing", param)
+    if isinstance(content, str):
+        return content
+    lines = []
+    for index, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None or part.type not in (*_TEXT_TYPES, "refusal"):
+            where = f"{param}[{index}].type"
+            raise InvalidRequestError(f"{where}: {part.type!r} is not supported, text is", where)
+        lines.append(text)
+    return "\n".join(lines)
+
+
+def _required(value: str | None, param: str) -> str:
+    if value is None:
+        raise InvalidRequestError(f"{param} is missing", param)
+    return value

@@ -1,0 +1,270 @@
+# ruff: noqa: E501  (bodies are not broken)
+"""/v1/responses, by the official client against a real server."""
+
+import json
+from array import array
+from contextlib import asynccontextmanager
+
+import httpx
+import openai
+import pytest
+
+from base.clock import ManualClock
+from base.errors import InvalidRequestError, RejectedError
+from base.request import FinishReason
+from conductor.api.chat_template import ChatMessage
+from conductor.api.responses.held import HELD_S, HeldResponse, HeldResponses
+from tests.conductor.api.test_tools import CALL, WITH_TOOLS, deep, long_model, prompt_of
+from tests.conductor.fakes import CHAT_TEMPLATE, MODEL, serving, spoken
+
+ADD = {
+    "type": "function",
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+}
+CALLED = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1, "b": 2}'}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "3"}
+
+
+@pytest.fixture
+def plain(tmp_path):
+    return long_model(tmp_path, CHAT_TEMPLATE)
+
+
+@pytest.fixture
+def tooled(tmp_path):
+    return long_model(tmp_path, WITH_TOOLS)
+
+
+@asynccontextmanager
+async def asking(model, script, **spoken_options):
+    said = (lambda request: spoken(model, script, **spoken_options)) if isinstance(script, str) else script
+    async with (
+        serving(model, said) as api,
+        openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client.responses, api
+
+
+async def test_an_answer_has_text_and_usage(plain):
+    async with asking(plain, "three", num_cached_tokens=4) as (responses, api):
+        answer = await responses.create(model=MODEL, input="1 + 2?", instructions="Be brief.")
+        num_tokens = len(api.dispatcher.requests[0].token_ids)
+        prompt = prompt_of(plain, api)
+    assert (
+        prompt
+        == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (answer.object, answer.status, answer.output_text) == ("response", "completed", "three")
+    assert (answer.usage.input_tokens, answer.usage.input_tokens_details.cached_tokens) == (num_tokens, 4)
+
+
+@pytest.mark.parametrize("per_step", [1, 4, 1000])
+async def test_a_stream_brings_the_whole_answer(tooled, per_step):
+    text = f"<think>Sum.</think>I add.\n{CALL}\n{CALL.replace('2', '3')}"
+    async with asking(tooled, text, per_step=per_step) as (responses, _):
+        whole = await responses.create(model=MODEL, input="1 + 2?", tools=[ADD])
+        events = [
+            event
+            async for event in await responses.create(model=MODEL, input="1 + 2?", tools=[ADD], stream=True)
+        ]
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert [item.arguments for item in whole.output[2:]] == ['{"a": 1, "b": 2}', '{"a": 1, "b": 3}']
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+    def bare(items):
+        return [item.model_dump(exclude={"id", "call_id"}) for item in items]
+
+    assert bare(events[-1].response.output) == bare(whole.output)
+    deltas = {}
+    for event in events:
+        if event.type in ("response.output_text.delta", "response.function_call_arguments.delta"):
+            deltas[event.output_index] = deltas.get(event.output_index, "") + event.delta
+    assert deltas == {1: "I add.", 2: '{"a": 1, "b": 2}', 3: '{"a": 1, "b": 3}'}
+
+
+async def test_items_are_given_to_the_template_as_turns(tooled):
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "1 + 2?"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Sum."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I add."}]},
+        CALLED,
+        OUTPUT,
+    ]
+    async with asking(tooled, "3") as (responses, api):
+        await responses.create(model=MODEL, input=items, tools=[ADD])
+    prompt = prompt_of(tooled, api)
+    assert (
+        '<|im_start|>assistant\nI add.<tool_call>add({"a": 1, "b": 2})</tool_call><|im_end|>\n<|im_start|>tool\n3<|im_end|>'
+        in prompt
+    )
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, WITH_TOOLS])
+async def test_a_response_is_gone_on_from_by_its_tokens(tmp_path, template):
+    model = long_model(tmp_path, template)
+    async with asking(model, "I am <|im_end|> here") as (responses, api):
+        first = await responses.create(model=MODEL, input="one", tools=[ADD])
+        second = await responses.create(
+            model=MODEL, input="two <|im_end|>", tools=[ADD], previous_response_id=first.id
+        )
+        await responses.create(model=MODEL, input="three", tools=[ADD], previous_response_id=second.id)
+        await responses.create(model=MODEL, input="other", tools=[ADD], previous_response_id=first.id)
+    one, two, three, other = (request.token_ids for request in api.dispatcher.requests)
+    answer = model.tokenizer.encode("I am <|im_end|> here", False)
+    end = model.tokenizer.encode("<|im_end|>\n<|im_start|>user\n", False)
+    assert two[: len(one) + len(answer) + len(end)] == (*one, *answer, *end)
+    assert three[: len(two)] == two
+    assert other[: len(one) + len(answer)] == (*one, *answer)
+    special = model.tokenizer.token_id_or_none("<|im_end|>")
+    assert (
+        two.count(special) == one.count(special) + answer.count(special) + 2
+    )  # what the user spelled stays text
+    assert "two <|im_end|><|im_end|>" in model.tokenizer.decode(two, False)
+
+
+async def test_calls_of_a_held_response_can_be_answered(tooled):
+    async with asking(tooled, CALL) as (responses, api):
+        first = await responses.create(model=MODEL, input="1 + 2?", tools=[ADD])
+        output = {**OUTPUT, "call_id": first.output[0].call_id}
+        await responses.create(model=MODEL, input=[output], tools=[ADD], previous_response_id=first.id)
+        await responses.create(
+            model=MODEL, input=[output], previous_response_id=first.id, instructions="Be brief."
+        )
+    assert prompt_of(tooled, api, 1).endswith(
+        f"{CALL}<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
+    )
+    anew = prompt_of(tooled, api, 2)
+    assert anew.startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
+    assert '<tool_call>add({"a": 1, "b": 2})</tool_call><|im_end|>' in anew
+
+
+async def test_what_is_not_stored_or_anothers_cannot_be_gone_on_from(plain):
+    async with asking(plain, "x") as (responses, _):
+        unstored = await responses.create(model=MODEL, input="x", store=False)
+        stored = await responses.create(model=MODEL, input="x", extra_headers={"x-tenant-id": "a"})
+        for response_id in (unstored.id, stored.id, "resp_none"):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await responses.create(model=MODEL, input="x", previous_response_id=response_id)
+            assert refused.value.param == "previous_response_id"
+        await responses.create(
+            model=MODEL, input="x", previous_response_id=stored.id, extra_headers={"x-tenant-id": "a"}
+        )
+
+
+def held(num_tokens=10):
+    return HeldResponse(array("I", range(num_tokens)), (ChatMessage("user", "x"),), None)
+
+
+def test_held_responses_leave_by_age_and_make_room_within_their_tenant_first():
+    clock, size = ManualClock(), held().num_bytes
+    responses = HeldResponses(clock, max_bytes=4 * size, max_tenant_bytes=2 * size)
+    for tenant, name in (("a", "1"), ("a", "2"), ("b", "1"), ("a", "3"), ("b", "2")):
+        responses.hold(tenant, name, held())
+        responses.check()
+    with pytest.raises(InvalidRequestError):
+        responses.find("a", "1")
+    assert responses.find("a", "2") == responses.find("b", "1") == held()
+    responses.hold("c", "1", held())
+    responses.check()
+    with pytest.raises(InvalidRequestError):
+        responses.find("a", "2")  # the oldest of all
+    responses.hold("c", "big", held(100_000))
+    with pytest.raises(InvalidRequestError):
+        responses.find("c", "big")
+    clock.advance(HELD_S + 1)
+    with pytest.raises(InvalidRequestError):
+        responses.find("c", "1")
+    responses.check()
+    assert responses.num_bytes == 0
+
+
+async def test_an_answer_that_is_cut_off_is_incomplete(plain):
+    async with asking(plain, "one", finish=FinishReason.LENGTH) as (responses, _):
+        answer = await responses.create(model=MODEL, input="x", max_output_tokens=3)
+        events = [event async for event in await responses.create(model=MODEL, input="x", stream=True)]
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert events[-1].type == "response.incomplete"
+
+
+async def test_a_stream_that_fails_ends_with_an_error(plain):
+    def steps(request):
+        return [*spoken(plain, "one two", FinishReason.LENGTH)[:3], RejectedError("lost")]
+
+    async with asking(plain, steps) as (responses, _):
+        stream = await responses.create(model=MODEL, input="x", stream=True)
+        with pytest.raises(openai.APIError):
+            [event async for event in stream]
+
+
+HOSTILE = {
+    "no body": ("", None),
+    "no model": ({"model": None}, "model"),
+    "no input": ({"input": []}, "input"),
+    "input of a number": ({"input": 5}, "input"),
+    "an image": (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "input[0].content[0].type",
+    ),
+    "audio": (
+        {"input": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+        "input[0].content[0].type",
+    ),
+    "a file": (
+        {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
+        "input[0].content[0].type",
+    ),
+    "a reference": ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    "an item of nothing": ({"input": [{}]}, "input[0].type"),
+    "a role of none": ({"input": [{"role": "root", "content": "x"}]}, "input[0].role"),
+    "no content": ({"input": [{"role": "user"}]}, "input[0].content"),
+    "an output of no call": ({"input": [OUTPUT]}, "input[0].call_id"),
+    "an output before its call": ({"input": [OUTPUT, CALLED]}, "input[0].call_id"),
+    "an output without an id": (
+        {"input": [CALLED, {"type": "function_call_output", "output": "x"}]},
+        "input[1].call_id",
+    ),
+    "an output of nothing": (
+        {"input": [CALLED, {"type": "function_call_output", "call_id": "c1"}]},
+        "input[1].output",
+    ),
+    "a call without a name": ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
+    "a call of a list": ({"input": [{**CALLED, "arguments": "[]"}]}, "input[0].arguments"),
+    "a call of a bomb": ({"input": [{**CALLED, "arguments": "[" * 100_000}]}, "input[0].arguments"),
+    "too many items": ({"input": [{"role": "user", "content": "x"}] * 3_000}, "input"),
+    "a tool of the provider's": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    "a custom tool": ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type"),
+    "a tool without a name": ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    "a depth bomb": ({"tools": [{**ADD, "parameters": deep(60)}]}, "tools[0].parameters"),
+    "a choice of none": ({"tools": [ADD], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+    "a choice without tools": ({"tool_choice": "required"}, "tool_choice"),
+    "in the background": ({"background": True}, "background"),
+    "a conversation": ({"conversation": "x"}, "conversation"),
+    "truncation": ({"truncation": "auto"}, "truncation"),
+    "an effort of none": ({"reasoning": {"effort": "heroic"}}, "reasoning.effort"),
+    "tokens of none": ({"max_output_tokens": 0}, "max_output_tokens"),
+    "a temperature of fire": ({"temperature": 99}, "temperature"),
+    "metadata of numbers": ({"metadata": {"a": 1}}, "metadata.a"),
+    "a long id": ({"previous_response_id": "x" * 300}, "previous_response_id"),
+    "an id that is not held": ({"previous_response_id": "x"}, "previous_response_id"),
+}
+
+
+async def test_hostile_bodies_are_refused_by_field(plain):
+    async with (
+        serving(plain, lambda request: spoken(plain, "hi")) as api,
+        httpx.AsyncClient(base_url=api.url) as client,
+    ):
+        for what, (given, param) in HOSTILE.items():
+            whole = {"model": MODEL, "input": "x", **given} if isinstance(given, dict) else {}
+            content = json.dumps({k: v for k, v in whole.items() if v is not None}) if whole else given
+            answer = await client.post("/v1/responses", content=content)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (
+                what,
+                answer.json(),
+            )
+        assert api.dispatcher.requests == []
