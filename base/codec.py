@@ -30,7 +30,7 @@ class Codec(NamedTuple, Generic[V]):
     """Whether the message may lack the field, which is None in the value then."""
 
 
-def message_of(kind: type[V], check: Callable[[V], None] | None = None, **fields: Codec[Any]) -> Codec[V]:
+def message_of(kind: type[V], /, check: Callable[[V], None] | None = None, **fields: Codec[Any]) -> Codec[V]:
     """Return the codec of a class; `check` raises ProtocolError for a value that cannot be."""
     names: tuple[str, ...] = kind.__match_args__  # type: ignore[attr-defined]
     make: Callable[..., V] = kind

@@ -14,7 +14,7 @@ from base.grants import Grant, PeerDescriptor, RankGrant
 from base.kv_layout import KvPart
 from base.request import FinishReason, NodeId, RequestId, Role, SampledToken, SamplingParams, StopParams
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Version of protos/nodes.proto. A node of another version is refused, with both named."""
 
 

@@ -32,6 +32,24 @@ class Role(Enum):
     DECODE = "decode"
 
 
+class GrammarKind(Enum):
+    """The languages in which a grammar may be written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+MAX_GRAMMAR_CHARS = 1 << 17
+
+
+class Grammar(NamedTuple):
+    """The form that an answer must have: its tokens are such that their text is in this language."""
+
+    kind: GrammarKind
+    source: str
+
+
 SEED_RANGE = 1 << 64
 """Seeds are taken modulo this: a client's may be negative."""
 
@@ -67,12 +85,14 @@ class SamplingParams(NamedTuple):
     frequency_penalty: Annotated[float, SamplingField(-2.0, 2.0)] = 0.0
     seed: Annotated[int, SamplingField(-(1 << 63), SEED_RANGE - 1)] = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: Grammar | None = None
+    """None: any text will do."""
 
 
 SAMPLING_FIELDS: dict[str, SamplingField] = {
     name: get_args(hint)[1]
     for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
-    if name != "logit_bias"
+    if name not in ("logit_bias", "grammar")
 }
 """The numbers among them, in their order."""
 

@@ -51,6 +51,8 @@ from base.messages import (
 )
 from base.request import (
     FinishReason,
+    Grammar,
+    GrammarKind,
     RequestId,
     Role,
     SampledToken,
@@ -137,11 +139,12 @@ _LOGIT_BIAS: Codec[tuple[tuple[int, float], ...]] = Codec(
     lambda biases: [{"token_id": token_id, "bias": bias} for token_id, bias in biases],
     lambda items: tuple((item.token_id, item.bias) for item in items),
 )
+_GRAMMAR = message_of(Grammar, kind=enum_of(GrammarKind, "work.sampling.grammar.kind"))
 _WORK = message_of(
     Work,
     _check_work,
     token_ids=Codec(lambda token_ids: array("I", token_ids).tobytes(), _unpack_token_ids),
-    sampling=message_of(SamplingParams, logit_bias=_LOGIT_BIAS),
+    sampling=message_of(SamplingParams, logit_bias=_LOGIT_BIAS, grammar=optional(_GRAMMAR)),
     stop=message_of(StopParams, stop_token_ids=TUPLE),
     num_logprobs=OPTIONAL,
 )

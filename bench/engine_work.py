@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from base.block_hash import BlockHash
@@ -87,15 +88,23 @@ class Driver:
         return (await self._run(sequences))[-1]
 
     async def decode_step_s(
-        self, batch: int, context: int, steps: int, sampling: SamplingParams = GREEDY
+        self,
+        batch: int,
+        context: int,
+        steps: int,
+        sampling: SamplingParams = GREEDY,
+        change: Callable[[int, Sequence], None] | None = None,
     ) -> float:
         """Return the mean seconds of a decode step of `batch` sequences.
 
         Their first `context` tokens count as computed, as after a hand-off from another
-        node; the KV is whatever the blocks hold. The first step is left out.
+        node; the KV is whatever the blocks hold. The first step is left out. `change` is called with each
+        sequence and its place, before it is added.
         """
         sequences = [self._prompts.sequence(context, steps + 1, sampling) for _ in range(batch)]
-        for sequence in sequences:
+        for at, sequence in enumerate(sequences):
+            if change is not None:
+                change(at, sequence)
             blocks = self._engine.layout.num_blocks(context)
             sequence.block_table += self._engine.pool.allocate(blocks)
             sequence.num_computed_tokens = context - 1

@@ -23,6 +23,7 @@ from pathlib import Path
 from bench.about_run import about_run
 from bench.frontend_live import quick_profile
 from bench.hostile_bodies import Body, filled, fillings_of, http_sites, let_by
+from bench.hostile_grammars import grammar_bodies
 from bench.hostile_messages import MESSAGE_FILLINGS, fields_let_by, grpc_sites, message
 from bench.hostile_sending import Sender
 from bench.hostile_server import Watch
@@ -82,6 +83,13 @@ def generated() -> Iterator[Body]:
                     name = f"{place.name}: {kind}, {word}"
                     make = lambda p=place, k=kind, n=size: message(p, k, n)  # noqa: E731
                     yield Body(place.path, name, make, place.is_stream)
+
+
+def all_bodies() -> Iterator[Body]:
+    """Yield the bodies that are not drawn."""
+    yield from small_bodies()
+    yield from grammar_bodies()
+    yield from generated()
 
 
 def drawn(count: int, seed: int) -> Iterator[Body]:
@@ -185,7 +193,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a part of it is changed, named for what was run")
     options = parser.parse_args()
     about = about_run("grpcio", "protobuf", "pydantic", "tokenizers", "uvloop")
-    bodies = drawn(options.fuzz, options.seed) if options.fuzz else (*small_bodies(), *generated())
+    bodies = drawn(options.fuzz, options.seed) if options.fuzz else all_bodies()
     asked = (body for body in bodies if options.only in f"{body.path} {body.name}")
     found = measured((body for at, body in enumerate(asked) if at % options.every == 0), options.show)
     ranked = sorted(found, key=lambda pair: -pair[1].badness)

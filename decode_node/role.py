@@ -66,6 +66,7 @@ class DecodeRole:
 
     async def _serve(self, work: Work) -> None:
         held: list[Sequence] = []
+        self._engine.grammars.expect(work.sampling.grammar)
         try:
             async with asyncio.timeout(work.deadline_s):
                 reservation, start = await self._receive(work, held)
@@ -109,6 +110,7 @@ class DecodeRole:
         answer = TokenStream(sequence.request_id, self._send)
         with self._held(reservation.block_ids):
             proof = intact_in_order(self._kv, reservation, start)
+            await self._engine.grammars.constrain(sequence)
             if proof is None:
                 await require_intact(self._kv, reservation, start, LAST)
             self._engine.add(sequence, answer.on_output)

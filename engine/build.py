@@ -10,6 +10,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from base.clock import Clock
 from base.config import GIB, EngineConfig
 from base.errors import ConfigError
+from base.grammar import Vocabulary
 from base.kv_layout import KvLayout, KvPart, whole_layout
 from base.tables import from_table
 from engine.block_pool import BlockPool
@@ -34,6 +36,7 @@ from engine.scheduler import Scheduler
 from engine.self_check import eager_logits, require_faithful
 from engine.swap_space import HostBlocks, SwapSpace
 from engine.tensor_parallel import TensorGroup, cut_causal_model
+from engine.token_masks import Grammars, no_vocabulary
 from engine.weights import load_model, random_model
 
 Allocate = Callable[[int], memoryview]
@@ -92,13 +95,15 @@ def build_engine(
     num_threads = max(1, num_threads // shape.size)
     torch.set_num_threads(num_threads)
     if shape.size == 1:
-        return assemble_engine(config, load_rank(config, model_path, None), clock, allocate)
+        return assemble_engine(
+            config, load_rank(config, model_path, None), clock, allocate, tokenizer=Path(model_path)
+        )
     spec = {"engine": dataclasses.asdict(config), "model_path": model_path, "threads": num_threads}
     is_gpu = device_of(config).type == "cuda"
     ranks, group = start_ranks(rank_module, {**spec, **(for_ranks or {})}, shape, is_gpu)
     try:
         model = load_rank(config, model_path, group.tensor)
-        engine = assemble_engine(config, model, clock, allocate, group, ranks)
+        engine = assemble_engine(config, model, clock, allocate, group, ranks, Path(model_path))
         ranks.is_starting = False
         return engine
     except BaseException:
@@ -141,6 +146,7 @@ def assemble_engine(
     allocate: Allocate | None = None,
     group: RankGroup | None = None,
     ranks: Ranks | None = None,
+    tokenizer: Path | None = None,
 ) -> Engine:
     """Put an engine around a model that is loaded.
 
@@ -149,8 +155,10 @@ def assemble_engine(
         allocate: Gives that many writable bytes for a CPU cache to lie in; None: the engine's own memory.
         group: The ranks that hold the model, of which `model` is this one's share; each calls this.
         ranks: The others, on rank 0.
+        tokenizer: The folder of the model's tokenizer, for grammars; None: sequences have none.
 
     Raises ConfigError if the model cannot be served, or no block fits into the cache."""
+    load_vocabulary = partial(Vocabulary.load, tokenizer, model.vocab_size) if tokenizer else no_vocabulary
     stage = group.stage if group is not None else None
     split = split_layers(model.shape.num_layers, config.pipeline_parallel, config.stage_layers)
     parts = _parts(split, model.shape.num_kv_heads, config.tensor_parallel)
@@ -172,7 +180,7 @@ def assemble_engine(
         tensor = group.tensor if group is not None else None
         runner = _runner(config, model, cache, max_model_len, clock, tensor, ranks, host_blocks)
     return Engine(
-        loop=EngineLoop(runner, scheduler, pool, clock),
+        loop=EngineLoop(runner, scheduler, pool, clock, grammars=Grammars(load_vocabulary)),
         runner=runner,
         scheduler=scheduler,
         pool=pool,

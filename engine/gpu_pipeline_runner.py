@@ -22,9 +22,11 @@ from engine.long_chunks import long_chunks, padded_tokens
 from engine.pipeline import Stage
 from engine.pipeline_runner import stage_groups
 from engine.ranks import Ranks
+from engine.runner import WaitForMasks, masks_of
 from engine.sampler import sample
 from engine.step import LaunchedStep, StepPlan, StepResult, arrivals_of, loads_of, result_of
 from engine.step_memory import StepShape, StepWriter
+from engine.token_masks import TokenMasks
 
 
 class GpuPipelineRunner:
@@ -58,6 +60,7 @@ class GpuPipelineRunner:
             padded_tokens(chunk_tokens + max_batch), max_batch, max(2, max_batch), self._max_blocks
         )
         stage.on_taken_in = self._begin
+        self._masks = TokenMasks()
         self._began: torch.Event | None = None
         self._memory = torch.zeros(largest.size, dtype=torch.int32, device=model.device)
         self._no_tokens = torch.zeros(largest.num_rows, dtype=torch.int64, device=model.device)
@@ -92,7 +95,8 @@ class GpuPipelineRunner:
             logits = self._compute(numbers)
         wait, times = self._mark(), (self._began, self._timed())
         groups = stage_groups(self._stage_layers, self._ranks, wait)
-        return LaunchedStep(partial(self._resolve, plan, logits, wait, times), groups)
+        wait_masks = masks_of(plan, self._masks)
+        return LaunchedStep(partial(self._resolve, plan, logits, wait, times, wait_masks), groups)
 
     def _resolve(
         self,
@@ -100,13 +104,14 @@ class GpuPipelineRunner:
         logits: torch.Tensor,
         wait: Callable[[], None],
         times: tuple[torch.Event | None, torch.Event | None],
+        wait_masks: WaitForMasks,
     ) -> StepResult:
         """Wait for a launched step and return its tokens; `times` are when this rank began and ended it."""
         wait()
         rows = [index for index, entry in enumerate(plan.entries) if entry.samples]
         # Not in line behind the steps that are queued already.
         with torch.cuda.stream(self._beside):
-            sampled = sample(logits[rows], plan.sampling)
+            sampled = sample(logits[rows], plan.sampling, wait_masks())
         began, ended = times
         busy_s = 0.0
         if began is not None and ended is not None:

@@ -9,24 +9,22 @@ being copied.
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from functools import partial
 
 import torch
 
 from base.clock import Clock
 from base.config import EngineConfig
-from base.request import SampledToken, TokenLogprobs
 from engine.arrivals import PrefixArrivals, prefix_parts
 from engine.cuda_graph import GRAPH_CHUNKS, MIXED_TOKENS, StepGraphs
+from engine.drawing import Drawer, reached_on_stream
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
 from engine.kernels.sample_rows import sample_rows
 from engine.long_chunks import long_chunks, padded_tokens
 from engine.runner import SendStep
-from engine.sampler import logprobs_of, needs_logits, shape_logits
 from engine.sequence import Sequence
-from engine.step import LaunchedStep, StepPlan, StepResult, arrivals_of, result_of, wait_for_prefixes
+from engine.step import LaunchedStep, StepPlan, StepResult, arrivals_of, wait_for_prefixes
 from engine.step_memory import StepShape, StepWriter, carve
 from engine.swap_space import HostBlocks
 from engine.tensor_parallel import TensorGroup
@@ -67,6 +65,7 @@ class GpuRunner:
         largest = StepShape(max_tokens, max_batch, max_chunks, self._max_blocks)
         self._memory = torch.zeros(largest.size, dtype=torch.int32, device=model.device)
         self._last_tokens = torch.zeros(largest.num_rows, dtype=torch.int64, device=model.device)
+        self._drawer = Drawer(self._memory, self._last_tokens)
         self._logits: dict[StepShape, torch.Tensor] = {}
         self._writers = [StepWriter(largest.size, block_size, pinned=True) for _ in range(2)]
         self._copied = [torch.Event("cuda") for _ in range(2)]
@@ -90,7 +89,7 @@ class GpuRunner:
         if self._host_blocks is not None:
             self._host_blocks.move(plan.swaps)
         if not plan.entries:
-            return LaunchedStep(partial(_moved, _recorded()))
+            return LaunchedStep(partial(_moved, reached_on_stream()))
         shape = self._graphs.shape_of(plan)
         captured = shape is not None
         if shape is None:
@@ -107,7 +106,9 @@ class GpuRunner:
             self._model.hooks.begin(arrivals_of(plan))
         logits = self._compute(shape, header, captured)
         groups = () if captured else self._model.hooks.end()
-        resolve = self._finish(plan, shape, logits)
+        rows = _rows(plan, shape)
+        self._rows_of = dict(zip(plan.sampling, rows, strict=True))
+        resolve = self._drawer.draw(plan, shape, logits, rows)
         self.num_launches += 1
         self.launch_total_s += self._clock.now_s() - started_s
         return LaunchedStep(resolve, groups)
@@ -146,58 +147,11 @@ class GpuRunner:
     def _run_captured(self, shape: StepShape) -> None:
         self._logits[shape] = self._run(shape, step_header(shape))
 
-    def _finish(self, plan: StepPlan, shape: StepShape, logits: torch.Tensor) -> Callable[[], StepResult]:
-        """Sample again where a sequence asks for more than a draw; return what waits for the tokens."""
-        rows = _rows(plan, shape)
-        sequences = plan.sampling
-        special = tuple(index for index, sequence in enumerate(sequences) if needs_logits(sequence))
-        kept = None
-        if special:
-            special_rows, asking = [rows[index] for index in special], [sequences[index] for index in special]
-            kept = self._sample_special(shape, logits, special_rows, asking)
-        self._rows_of = dict(zip(sequences, rows, strict=True))
-        tokens = torch.empty(shape.num_rows, dtype=torch.int64, pin_memory=True)
-        tokens.copy_(self._last_tokens[: shape.num_rows], non_blocking=True)
-        ended = _recorded()
 
-        def resolve() -> StepResult:
-            ended.synchronize()  # the host needs the tokens for its listeners
-            chosen = tokens[list(rows)]
-            logprobs: dict[int, TokenLogprobs] = {}
-            if kept is not None:
-                asked = chosen[list(special)].to(kept.device)
-                found = logprobs_of(kept, asked, [sequences[index] for index in special])
-                logprobs = {special[row]: values for row, values in found.items()}
-            token_ids = enumerate(chosen.tolist())
-            return result_of(
-                plan, (SampledToken(token_id, logprobs.get(index)) for index, token_id in token_ids)
-            )
-
-        return resolve
-
-    def _sample_special(
-        self, shape: StepShape, logits: torch.Tensor, rows: list[int], sequences: Rows[Sequence]
-    ) -> torch.Tensor:
-        """Sample rows after penalties, bias and held-back stop tokens; return their logits before that."""
-        index = torch.tensor(rows, pin_memory=True).to(logits.device, non_blocking=True)
-        wanted = logits[index].float()
-        tokens = torch.empty_like(index)
-        sample_rows(shape_logits(wanted, sequences), carve(self._memory, shape).sampling[index], tokens)
-        self._last_tokens[index] = tokens
-        return wanted
-
-
-def _moved(ended: torch.Event) -> StepResult:
+def _moved(wait: Callable[[], None]) -> StepResult:
     """Wait for a step that only moves blocks."""
-    ended.synchronize()
+    wait()
     return StepResult(())
-
-
-def _recorded() -> torch.Event:
-    """Return an event behind all that is queued on the current stream."""
-    ended = torch.Event("cuda")
-    ended.record()
-    return ended
 
 
 def _rows(plan: StepPlan, shape: StepShape) -> tuple[int, ...]:

@@ -38,6 +38,7 @@ from engine.runner import ThreadBound
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step import LaunchedChunk, LaunchedStep, SequenceOutput, StepPlan, StepResult
+from engine.token_masks import Grammars, no_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,9 @@ class EngineLoop:
         pool: BlockPool,
         clock: Clock,
         thread: Callable[[str], Executor] = one_thread,
+        grammars: Grammars | None = None,
     ) -> None:
+        """Begin; without `grammars`, every one is refused."""
         # Which kind it is, is asked once: of a protocol, that takes some 40 us.
         self._launching: LaunchingRunner | None = None
         self._executing: StepRunner | None = None
@@ -129,6 +132,7 @@ class EngineLoop:
         self._thread = thread
         self.scheduler = scheduler
         self.pool = pool
+        self.grammars = grammars or Grammars(no_vocabulary)
         self._listeners: dict[Sequence, Listener] = {}
         self._launch_listeners: dict[Sequence, LaunchListener] = {}
         self._flights: list[_Flight] = []

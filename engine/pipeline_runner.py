@@ -28,8 +28,9 @@ from engine.model import PagedModel
 from engine.paged_cache import PagedCache
 from engine.pipeline import Stage, layers_of
 from engine.ranks import Ranks
-from engine.runner import run_batch
+from engine.runner import WaitForMasks, masks_of, run_batch
 from engine.step import LaunchedStep, LayerGroup, StepPlan, StepResult, arrivals_of, loads_of
+from engine.token_masks import TokenMasks
 
 
 class PipelineRunner:
@@ -53,6 +54,7 @@ class PipelineRunner:
         self._clock = clock
         self._ranks = ranks
         self._began_s = 0.0
+        self._masks = TokenMasks()
         stage.on_taken_in = self._begin
         self._hooks = LayerHooks(layers_of(model.module), 1)
 
@@ -73,13 +75,16 @@ class PipelineRunner:
         self._ranks.send_step(batch_numbers(batch), loads_of(plan))
         own: Future[None] = Future()
         groups = stage_groups(self._stage_layers, self._ranks, own.result)
-        return LaunchedStep(partial(self._resolve, plan, batch, own), groups)
+        wait_masks = masks_of(plan, self._masks)
+        return LaunchedStep(partial(self._resolve, plan, batch, own, wait_masks), groups)
 
-    def _resolve(self, plan: StepPlan, batch: Batch, own: Future[None]) -> StepResult:
+    def _resolve(
+        self, plan: StepPlan, batch: Batch, own: Future[None], wait_masks: WaitForMasks
+    ) -> StepResult:
         """Run the last stage's share of a step, once the stages before have run theirs; then end `own`."""
         try:
             with self._hooks.waiting_for(arrivals_of(plan)):
-                result = run_batch(self._model, self._cache, batch, plan)
+                result = run_batch(self._model, self._cache, batch, plan, wait_masks)
             own.set_result(None)
             return replace(result, busy_s=self._clock.now_s() - self._began_s)
         finally:

@@ -17,6 +17,7 @@ from engine.paged_cache import PagedCache
 from engine.sampler import sample
 from engine.step import StepPlan, StepResult, result_of, wait_for_prefixes
 from engine.swap_space import HostBlocks
+from engine.token_masks import TokenMasks, constrained
 
 SendStep = Callable[[torch.Tensor], None]
 """Sends a row of int64 on the host to the other ranks of a model, for their `follow`."""
@@ -64,6 +65,7 @@ class Runner:
         self._cache = cache
         self._send_step = send_step
         self._host_blocks = host_blocks
+        self._masks = TokenMasks()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens, write their KV, and sample where the plan says so."""
@@ -72,16 +74,29 @@ class Runner:
             self._host_blocks.move(plan.swaps)
         if not plan.entries:
             return StepResult(())
+        wait_masks = masks_of(plan, self._masks)
         batch = build_batch(plan, self._cache.layout.block_size, self._model.device)
         if self._send_step is not None:
             self._send_step(batch_numbers(batch))
-        return run_batch(self._model, self._cache, batch, plan)
+        return run_batch(self._model, self._cache, batch, plan, wait_masks)
 
     def follow(self, numbers: torch.Tensor, arrivals: list[PrefixArrivals]) -> None:
         """Run this rank's share of a step of the first rank's, which samples and has waited for prefixes."""
         self._model.forward(batch_from_numbers(numbers, self._model.device), self._cache)
 
 
-def run_batch(model: PagedModel, cache: PagedCache, batch: Batch, plan: StepPlan) -> StepResult:
+WaitForMasks = Callable[[], torch.Tensor | None]
+
+
+def masks_of(plan: StepPlan, masks: TokenMasks) -> WaitForMasks:
+    """Begin to compute a plan's masks, if there are any; return what waits for them."""
+    sequences = constrained(plan.sampling)
+    return masks.begin(sequences) if sequences else lambda: None
+
+
+def run_batch(
+    model: PagedModel, cache: PagedCache, batch: Batch, plan: StepPlan, wait_masks: WaitForMasks
+) -> StepResult:
     """Compute a plan's tokens, write their KV, and sample where the plan says so."""
-    return result_of(plan, sample(model.forward(batch, cache), plan.sampling))
+    logits = model.forward(batch, cache)
+    return result_of(plan, sample(logits, plan.sampling, wait_masks()))

@@ -1,8 +1,8 @@
 """Sampler: logits to token ids, for a whole batch at once.
 
-The order is fixed: penalties, logit bias, stop tokens held back by `min_tokens`, temperature, min-p, top-k,
-top-p, draw. Log probabilities are those of the model, before all that, as OpenAI's are. Work that no sequence
-of the batch asks for is not done; a greedy batch is one argmax.
+The order is fixed: penalties, logit bias, what a grammar allows or stop tokens held back by `min_tokens`,
+temperature, min-p, top-k, top-p, draw. Log probabilities are those of the model, before all that, as OpenAI's
+are. Work that no sequence of the batch asks for is not done; a greedy batch is one argmax.
 
 The draw divides each probability by exponential noise of its own and takes the largest (the Gumbel-max
 trick). The noise is a pure function of (seed, position), on one kind of device: a sequence that is preempted,
@@ -37,13 +37,22 @@ GREEDY_BELOW = 1e-4
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[SampledToken]:
-    """Return the next token of each sequence from logits [num_seqs, vocab_size], which are not changed."""
+def sample(
+    logits: torch.Tensor, sequences: Rows[Sequence], masks: torch.Tensor | None = None
+) -> list[SampledToken]:
+    """Return the next token of each sequence from logits [num_seqs, vocab_size], which are not changed.
+
+    `masks` are of those of the sequences that have a constraint, as `TokenMasks.begin` returns them."""
     if not sequences:
         return []
     logits = logits.float()
     params = [sequence.sampling for sequence in sequences]
-    token_ids = _choose(shape_logits(logits, sequences), params, [item.num_tokens for item in sequences])
+    shaped = shape_logits(logits, sequences)
+    if masks is not None:
+        rows = [row for row, sequence in enumerate(sequences) if sequence.constraint is not None]
+        shaped = logits.clone() if shaped is logits else shaped
+        mask_logits(shaped, rows, masks.to(logits.device))
+    token_ids = _choose(shaped, params, [item.num_tokens for item in sequences])
     # The host waits for the device here: the tokens are what the step is for.
     chosen: list[int] = token_ids.tolist()
     logprobs = logprobs_of(logits, token_ids, sequences)
@@ -87,9 +96,17 @@ def shape_logits(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tenso
     return shaped
 
 
+def mask_logits(logits: torch.Tensor, rows: Rows[int], masks: torch.Tensor) -> None:
+    """Give minus infinity to what the masks, int32 [len(rows), words], do not allow in those rows."""
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    for row, mask in zip(rows, masks, strict=True):
+        allowed = (mask[:, None] >> bits & 1).view(-1)[: logits.shape[1]]
+        logits[row].masked_fill_(allowed == 0, float("-inf"))
+
+
 def _held_back(sequence: Sequence) -> list[int]:
-    """Return the stop tokens that may not be sampled yet."""
-    if sequence.num_generated_tokens >= sequence.stop.min_tokens:
+    """Return the stop tokens that may not be sampled yet; a grammar's mask holds them back itself."""
+    if sequence.constraint is not None or sequence.num_generated_tokens >= sequence.stop.min_tokens:
         return []
     return list(sequence.stop.stop_token_ids)
 

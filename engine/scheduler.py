@@ -191,7 +191,9 @@ class Scheduler:
             sequence.num_computed_tokens = entry.context_len
             sequence.num_launched_tokens -= entry.num_tokens
             reason = None
-            if sampled is not None:
+            if sampled is not None and sequence.constraint is not None and sequence.constraint.error:
+                sampled, reason = None, FinishReason.ERROR  # it was not drawn from the grammar
+            elif sampled is not None:
                 sequence.token_ids.append(sampled.token_id)
                 reason = sequence.finish_reason_of(sampled.token_id, self.max_model_len)
             self.publish(sequence)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from base.block_hash import BlockHash, hash_chain
+from base.grammar import Constraint
 from base.messages import Work
 from base.request import FinishReason, RequestId, SamplingParams, StopParams
 from engine.arrivals import PrefixArrivals
@@ -65,6 +66,8 @@ class Sequence:
     """The load that is still filling the blocks; None: what counts as computed is there."""
     is_proven: bool = True
     """Whether the KV that the sequence came with is known to be intact; before, none is published."""
+    constraint: Constraint | None = None
+    """Where the sequence is in its grammar; None: it has none. Belongs to the threads that compute masks."""
     swapped: Swapped | None = None
     """KV of a preempted sequence in host memory, which comes back when it runs again."""
     num_published_blocks: int = 0
@@ -110,7 +113,9 @@ class Sequence:
 
     def finish_reason_of(self, token_id: int, max_model_len: int) -> FinishReason | None:
         """Return why the sequence ends with `token_id` as its last token, None if it goes on."""
-        if token_id in self.stop.stop_token_ids and self.num_generated_tokens > self.stop.min_tokens:
+        if token_id in self.stop.stop_token_ids and (
+            self.num_generated_tokens > self.stop.min_tokens or self.constraint is not None
+        ):
             return FinishReason.STOP
         if self.num_generated_tokens >= self.stop.max_tokens or self.num_tokens >= max_model_len:
             return FinishReason.LENGTH

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from base.errors import LostError
+from base.errors import InvalidRequestError, LostError, ServeError
 from base.messages import Tokens
 from base.request import FinishReason, RequestId
+from engine.sequence import Sequence
 from engine.step import SequenceOutput
 
 
@@ -23,12 +24,12 @@ class TokenStream:
         self._send = send
         self._kept: list[Tokens] | None = []
         self._finished = asyncio.Event()
-        self._is_broken = False
+        self._failure: ServeError | None = None
 
     def on_output(self, output: SequenceOutput) -> None:
         """Take one output of the engine, as its listener."""
         if output.finish_reason is FinishReason.ERROR:
-            self._is_broken = True
+            self._failure = failure_of(output.sequence)
         elif output.tokens or output.finish_reason is not None:
             tokens = Tokens(self._request_id, output.tokens, output.finish_reason)
             if self._kept is None:
@@ -45,7 +46,19 @@ class TokenStream:
             self._send(tokens)
 
     async def ended(self) -> None:
-        """Return when the last token is sent; raises LostError if the engine gave the sequence up."""
+        """Return when the last token is sent.
+
+        Raises:
+            LostError: the engine gave the sequence up.
+            InvalidRequestError: its grammar cannot be followed.
+        """
         await self._finished.wait()
-        if self._is_broken:
-            raise LostError("the step that this sequence was in failed; see the node's log")
+        if self._failure is not None:
+            raise self._failure
+
+
+def failure_of(sequence: Sequence) -> ServeError:
+    """Return what to raise for a sequence that the engine gave up."""
+    if sequence.constraint is not None and sequence.constraint.error:
+        return InvalidRequestError(sequence.constraint.error, "grammar")
+    return LostError("the engine gave this sequence up; see the node's log")

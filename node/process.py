@@ -103,6 +103,9 @@ async def serve(config: NodeProcess, lifetime: Lifetime) -> None:
                 background.append(tasks.create_task(beside.run()))
             host, port = config.metrics_host, config.metrics_port
             port = serve_metrics(partial(exposition, registry), host, port)
+            if engine.cache.tensor.is_cuda:
+                # A CPU has other things to do than to get ready for what may never come.
+                engine.loop.grammars.warm()
             await lifetime.ready(node_id=config.node_id, metrics_host=host, metrics_port=port)
             await lifetime.stopped()
             await _drain(state, works)

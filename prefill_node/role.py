@@ -18,14 +18,14 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from base.clock import Clock
-from base.errors import DeadlineError, LostError
+from base.errors import DeadlineError
 from base.messages import FromNode, Prefill, Prefilled, PrefillTimes, Source, Work
 from base.request import FinishReason
 from base.request_tasks import RequestTasks
 from engine.loop import EngineLoop
 from engine.sequence import Sequence, sequence_of
 from engine.step import LaunchedChunk, SequenceOutput
-from engine.token_stream import TokenStream
+from engine.token_stream import TokenStream, failure_of
 from kvstore.engine_store import EngineStore
 from prefill_node.prefix_loader import Prefix, PrefixSource, loaded_prefix
 from prefill_node.sender import KvSender, PrefillObserver
@@ -79,6 +79,7 @@ class PrefillRole:
 
     async def _prefill(self, message: Prefill) -> None:
         arrived_at_s = self._clock.now_s()
+        self._engine.grammars.expect(message.work.sampling.grammar)
         try:
             async with asyncio.timeout(message.work.deadline_s):
                 done = await self._computed(message, arrived_at_s, self._engine.prefix_parts)
@@ -152,6 +153,7 @@ class PrefillRole:
         try:
             async with self._loaded_prefix(message, parts) as prefix:
                 loaded_at_s = self._clock.now_s()
+                await self._engine.grammars.constrain(sequence)
                 prefix.give_to(sequence, self._kv.layout.block_size)
                 self._engine.add(sequence, listen, news.put_nowait if sender else None)
                 async with asyncio.TaskGroup() as writes:
@@ -197,7 +199,7 @@ class PrefillRole:
                 sender.send_launched(writes, output)
                 continue
             if output.finish_reason is FinishReason.ERROR:
-                raise LostError("the engine gave this prompt up; see the node's log")
+                raise failure_of(sequence)
             if sender is not None:
                 sender.send_finished(writes, sequence.block_table, sequence.num_computed_tokens)
             if output.tokens:

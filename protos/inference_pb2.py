@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\x0c\x63onductor.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\";\n\x0c\x43hatMessages\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.conductor.v1.ChatMessage\"\x82\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.conductor.v1.TokenIdsH\x00\x12*\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1a.conductor.v1.ChatMessagesH\x00\x12(\n\x08sampling\x18\x06 \x01(\x0b\x32\x16.conductor.v1.Sampling\x12 \n\x04stop\x18\x07 \x01(\x0b\x32\x12.conductor.v1.Stop\x12\x19\n\x0cnum_logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x1e\n\x03slo\x18\t \x01(\x0b\x32\x11.conductor.v1.Slo\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x1c\n\x14parse_special_tokens\x18\x0c \x01(\x08\x42\x07\n\x05inputB\x0f\n\r_num_logprobs\"\xb9\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x07\x88\x01\x01\x12\x39\n\nlogit_bias\x18\t \x03(\x0b\x32%.conductor.v1.Sampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"z\n\x04Stop\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x0f\n\x07strings\x18\x03 \x03(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokens\"C\n\x03Slo\x12\x13\n\x06ttft_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05tbt_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\t\n\x07_ttft_sB\x08\n\x06_tbt_s\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"e\n\rTokenLogprobs\x12+\n\x07sampled\x18\x01 \x01(\x0b\x32\x1a.conductor.v1.TokenLogprob\x12\'\n\x03top\x18\x02 \x03(\x0b\x32\x1a.conductor.v1.TokenLogprob\"\xb1\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.conductor.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\"\n\x05usage\x18\x06 \x01(\x0b\x32\x13.conductor.v1.Usage\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x13\n\x11ListModelsRequest\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.conductor.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\xa9\x01\n\tInference\x12K\n\x08Generate\x12\x1d.conductor.v1.GenerateRequest\x1a\x1e.conductor.v1.GenerateResponse0\x01\x12O\n\nListModels\x12\x1f.conductor.v1.ListModelsRequest\x1a .conductor.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\x0c\x63onductor.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\";\n\x0c\x43hatMessages\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.conductor.v1.ChatMessage\"\x82\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.conductor.v1.TokenIdsH\x00\x12*\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x1a.conductor.v1.ChatMessagesH\x00\x12(\n\x08sampling\x18\x06 \x01(\x0b\x32\x16.conductor.v1.Sampling\x12 \n\x04stop\x18\x07 \x01(\x0b\x32\x12.conductor.v1.Stop\x12\x19\n\x0cnum_logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x1e\n\x03slo\x18\t \x01(\x0b\x32\x11.conductor.v1.Slo\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x1c\n\x14parse_special_tokens\x18\x0c \x01(\x08\x42\x07\n\x05inputB\x0f\n\r_num_logprobs\"\xe1\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x07\x88\x01\x01\x12\x39\n\nlogit_bias\x18\t \x03(\x0b\x32%.conductor.v1.Sampling.LogitBiasEntry\x12&\n\x07grammar\x18\n \x01(\x0b\x32\x15.conductor.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"s\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x03 \x01(\tH\x00\x12(\n\x07\x63hoices\x18\x04 \x01(\x0b\x32\x15.conductor.v1.ChoicesH\x00\x42\x06\n\x04\x66orm\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"z\n\x04Stop\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x0f\n\x07strings\x18\x03 \x03(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\r\n\x0b_max_tokens\"C\n\x03Slo\x12\x13\n\x06ttft_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05tbt_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\t\n\x07_ttft_sB\x08\n\x06_tbt_s\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"e\n\rTokenLogprobs\x12+\n\x07sampled\x18\x01 \x01(\x0b\x32\x1a.conductor.v1.TokenLogprob\x12\'\n\x03top\x18\x02 \x03(\x0b\x32\x1a.conductor.v1.TokenLogprob\"\xb1\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.conductor.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\"\n\x05usage\x18\x06 \x01(\x0b\x32\x13.conductor.v1.Usage\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x13\n\x11ListModelsRequest\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.conductor.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\xa9\x01\n\tInference\x12K\n\x08Generate\x12\x1d.conductor.v1.GenerateRequest\x1a\x1e.conductor.v1.GenerateResponse0\x01\x12O\n\nListModels\x12\x1f.conductor.v1.ListModelsRequest\x1a .conductor.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,27 +42,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=173
   _globals['_GENERATEREQUEST']._serialized_end=559
   _globals['_SAMPLING']._serialized_start=562
-  _globals['_SAMPLING']._serialized_end=1003
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=834
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=882
-  _globals['_STOP']._serialized_start=1005
-  _globals['_STOP']._serialized_end=1127
-  _globals['_SLO']._serialized_start=1129
-  _globals['_SLO']._serialized_end=1196
-  _globals['_TOKENLOGPROB']._serialized_start=1198
-  _globals['_TOKENLOGPROB']._serialized_end=1247
-  _globals['_TOKENLOGPROBS']._serialized_start=1249
-  _globals['_TOKENLOGPROBS']._serialized_end=1350
-  _globals['_GENERATERESPONSE']._serialized_start=1353
-  _globals['_GENERATERESPONSE']._serialized_end=1530
-  _globals['_USAGE']._serialized_start=1532
-  _globals['_USAGE']._serialized_end=1612
-  _globals['_LISTMODELSREQUEST']._serialized_start=1614
-  _globals['_LISTMODELSREQUEST']._serialized_end=1633
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1635
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1692
-  _globals['_MODEL']._serialized_start=1694
-  _globals['_MODEL']._serialized_end=1736
-  _globals['_INFERENCE']._serialized_start=1739
-  _globals['_INFERENCE']._serialized_end=1908
+  _globals['_SAMPLING']._serialized_end=1043
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=874
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=922
+  _globals['_GRAMMAR']._serialized_start=1045
+  _globals['_GRAMMAR']._serialized_end=1160
+  _globals['_CHOICES']._serialized_start=1162
+  _globals['_CHOICES']._serialized_end=1186
+  _globals['_STOP']._serialized_start=1188
+  _globals['_STOP']._serialized_end=1310
+  _globals['_SLO']._serialized_start=1312
+  _globals['_SLO']._serialized_end=1379
+  _globals['_TOKENLOGPROB']._serialized_start=1381
+  _globals['_TOKENLOGPROB']._serialized_end=1430
+  _globals['_TOKENLOGPROBS']._serialized_start=1432
+  _globals['_TOKENLOGPROBS']._serialized_end=1533
+  _globals['_GENERATERESPONSE']._serialized_start=1536
+  _globals['_GENERATERESPONSE']._serialized_end=1713
+  _globals['_USAGE']._serialized_start=1715
+  _globals['_USAGE']._serialized_end=1795
+  _globals['_LISTMODELSREQUEST']._serialized_start=1797
+  _globals['_LISTMODELSREQUEST']._serialized_end=1816
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1818
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1875
+  _globals['_MODEL']._serialized_start=1877
+  _globals['_MODEL']._serialized_end=1919
+  _globals['_INFERENCE']._serialized_start=1922
+  _globals['_INFERENCE']._serialized_end=2091
 # @@protoc_insertion_point(module_scope)

@@ -60,6 +60,8 @@ DOORS: dict[str, tuple[str, ...]] = {
     "gguf": ("engine/weights.py",),
     "grafana_foundation_sdk": ("deploy/dashboards.py",),
     "jinja2": ("conductor/api/chat_template.py",),
+    "jsonschema": ("conductor/api/schema_narrowing.py", "bench/schemas.py"),
+    "llguidance": ("base/grammar.py",),
     "opentelemetry": ("base/tracing.py",),
     "prometheus_client": ("base/metrics.py",),
     "pydantic": ("conductor/api/",),

@@ -25,6 +25,7 @@ from base.errors import (
 from base.metrics import ConductorMetrics
 from base.request import FinishReason, SampledToken
 from base.turns import TurnBudget
+from conductor.api.grammar_checker import GrammarChecker
 from conductor.api.options import TextRequest
 from conductor.api.served_model import ServedModel
 from conductor.api.shares import Shares
@@ -141,6 +142,7 @@ class Completions:
         self.metrics = metrics
         self.clock = clock
         self._dispatcher = dispatcher
+        self.grammars = GrammarChecker(model.folder, model.vocab_size)
         self.places = Shares(max_calls, has_tenants)
         self.bodies = Shares(MAX_BODIES * max_body_bytes, has_tenants)
         self._turns = TurnBudget()
@@ -188,6 +190,7 @@ class Completions:
         Raises:
             ServeError: any of its kinds, before the first piece or between two.
         """
+        asked = await self._checked(asked)
         request, options = asked.request, asked.options
         num_biases = len(request.sampling.logit_bias)
         await self.turn(
@@ -214,6 +217,14 @@ class Completions:
             raise
         finally:
             book.close()
+
+    async def _checked(self, asked: TextRequest) -> TextRequest:
+        """Return a request with its grammar as nodes are to have it; raises ServeError."""
+        sampling = asked.request.sampling
+        if sampling.grammar is None:
+            return asked
+        grammar = await self.grammars.checked(sampling.grammar, asked.options.grammar_param)
+        return asked._replace(request=asked.request._replace(sampling=sampling._replace(grammar=grammar)))
 
     async def turn(self, units: int) -> None:
         """Return when the event loop has time for so much work."""

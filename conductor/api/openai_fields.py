@@ -16,9 +16,8 @@ from typing import Any
 _REFUSED_BUT_FOR: tuple[tuple[tuple[Any, ...], str], ...] = (
     (
         (None,),
-        "audio chat_template guided_choice guided_grammar guided_json guided_regex "
-        "kv_transfer_params prompt_embeds repetition_detection structural_tag "
-        "structured_outputs truncate_prompt_tokens truncation_side "
+        "audio chat_template kv_transfer_params prompt_embeds repetition_detection structural_tag "
+        "truncate_prompt_tokens truncation_side "
         "web_search_options",
     ),
     (
@@ -36,7 +35,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (None, 1, 1.0),
     "modalities": (None, ["text"]),
     "prompt_logprobs": (None, 0),
-    "response_format": (None, {"type": "text"}),
     "spaces_between_special_tokens": (None, True),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
@@ -45,8 +43,8 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 """The refused fields, each with the values that change nothing, and so are taken."""
 
 IGNORED: Mapping[str, str] = {
-    "guided_decoding_backend": "says how a guided answer is made; those are refused",
-    "guided_whitespace_pattern": "says how a guided answer is made; those are refused",
+    "guided_decoding_backend": "says what follows a grammar; here one library does",
+    "guided_whitespace_pattern": "says what may stand between parts of JSON: little, whoever asks",
     "metadata": "is kept with a stored answer; none is stored",
     "moderation": "asks for a moderation of the provider's; none is done",
     "prediction": "makes an answer sooner, never another one",

@@ -30,6 +30,7 @@ from base.off_loop import on_body
 from base.request import MAX_TOP_LOGPROBS, SAMPLING_FIELDS, SamplingField, SamplingParams
 from conductor.api.body_bounds import MAX_VALUES
 from conductor.api.chat_template import ChatMessage, ChatRole, PastCall
+from conductor.api.grammar_fields import GrammarFields
 from conductor.api.openai_fields import refused_or_none
 from conductor.api.openai_tools import (
     MAX_TOOL_CALLS,
@@ -89,7 +90,7 @@ _sampling_fields: dict[str, Any] = {
 _Sampling = create_model("_Sampling", __base__=StrictBody, **_sampling_fields)
 
 
-class _GenerationBody(_Sampling):  # type: ignore[valid-type, misc]
+class _GenerationBody(_Sampling, GrammarFields):  # type: ignore[valid-type, misc]
     """The fields that chats and completions have in common."""
 
     model: str | None = None
@@ -333,10 +334,15 @@ def _lines(content: Sequence[_ContentPart], param: str) -> str:
 
 
 def to_options(body: ChatBody | CompletionBody, max_tokens: int | None, num_logprobs: int | None) -> Options:
-    """Return the body's choices by their common names; raises InvalidRequestError for a bias of no token."""
+    """Return the body's choices by their common names.
+
+    Raises InvalidRequestError for a bias of no token, or two grammars."""
+    asked = body.asked_grammar()
     return Options(
         sampling={name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None},
         logit_bias=_logit_bias(body.logit_bias or {}),
+        grammar=asked.grammar if asked is not None else None,
+        grammar_param=asked.param if asked is not None else "",
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
         stop=tuple(body.stop),

@@ -18,6 +18,7 @@ from base.request import (
     MAX_TOP_LOGPROBS,
     SAMPLING_FIELDS,
     SEED_RANGE,
+    Grammar,
     Request,
     RequestId,
     SamplingParams,
@@ -43,6 +44,10 @@ class Options(NamedTuple):
     sampling: Mapping[str, Any] = MappingProxyType({})
     """The numbers of `SamplingParams` that the client named, by name."""
     logit_bias: Mapping[int, float] = MappingProxyType({})
+    grammar: Grammar | None = None
+    """The form that the answer must have; `GrammarChecker` sees whether there is such a grammar."""
+    grammar_param: str = "grammar"
+    """The field that it was given in."""
     max_tokens: int | None = None
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -170,7 +175,9 @@ def make_request(
     # The length first: each of a few is looked at, not each of millions.
     max_tokens = _max_tokens(len(token_ids), options.max_tokens, default_max_tokens, model.max_model_len)
     check_token_ids(token_ids, model, "prompt")
-    stop_token_ids = {*options.stop_token_ids, *(() if options.ignore_eos else model.eos_token_ids)}
+    # An answer of a form ends where that is complete, whoever ignores the end of sequence.
+    is_endless = options.ignore_eos and options.grammar is None
+    stop_token_ids = {*options.stop_token_ids, *(() if is_endless else model.eos_token_ids)}
     return TextRequest(
         request=Request(
             request_id=request_id,
@@ -214,6 +221,7 @@ def _sampling_params(options: Options, model: ServedModel, rng: random.Random) -
         top_k=max(sampling.top_k, 0),
         seed=sampling.seed % SEED_RANGE if "seed" in options.sampling else rng.getrandbits(64),
         logit_bias=tuple(sorted(options.logit_bias.items())),
+        grammar=options.grammar,
     )
 
 

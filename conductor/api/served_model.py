@@ -41,6 +41,8 @@ class ServedModel:
     vocab_size: int
     """Token ids are below it."""
     eos_token_ids: tuple[int, ...]
+    folder: Path
+    """The model's, with its tokenizer."""
     sampling: SamplingParams
     """How the model is sampled where the client does not say; the seed is drawn."""
     family: str = ""
@@ -91,6 +93,7 @@ def load_served_model(folder: Path, name: str, family: str = "") -> ServedModel:
         max_model_len=max_model_len,
         vocab_size=text_config.get("vocab_size", tokenizer.vocab_size),
         eos_token_ids=_eos_token_ids(tokenizer, special_tokens, generation, text_config),
+        folder=folder,
         sampling=SamplingParams()._replace(**_recommended(generation)),
     )
 

@@ -110,6 +110,7 @@ async def listening(
             raise _first_failure(failed) from None
         finally:
             await grpc_server.stop(STOP_S)
+            await completions.grammars.close()
 
 
 def _first_failure(failed: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -12,6 +12,7 @@ import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, get_args
 
 import grpc
@@ -19,11 +20,12 @@ import grpc
 from base.errors import InvalidRequestError
 from base.message_bounds import FREE_BYTES, MAX_NUMBERS, parsed
 from base.off_loop import on_body
-from base.request import SAMPLING_FIELDS, SampledToken, SamplingParams, Slo
+from base.request import SAMPLING_FIELDS, Grammar, GrammarKind, SampledToken, SamplingParams, Slo
 from base.rpc import Service
 from conductor.api.access import Authorizer, Client, metadata
 from conductor.api.chat_template import ChatMessage, ChatRole
 from conductor.api.completion import Completions, Piece
+from conductor.api.grammar_fields import MAX_CHOICE_TEXTS, choice_grammar
 from conductor.api.headers import Caller, header_slo, header_traceparent
 from conductor.api.options import (
     MAX_LOGIT_BIASES,
@@ -58,6 +60,7 @@ MAX_ELEMENTS = {
     "token_ids.ids": MAX_NUMBERS,
     "chat.messages": MAX_MESSAGES,
     "sampling.logit_bias": MAX_LOGIT_BIASES,
+    "sampling.grammar.choices.texts": MAX_CHOICE_TEXTS,
     "stop.strings": MAX_STOP_STRINGS,
     "stop.token_ids": MAX_STOP_TOKEN_IDS,
 }
@@ -191,8 +194,7 @@ def _check_empty(data: bytes) -> None:
 def _check_lists(message: inference_pb2.GenerateRequest) -> None:
     """Raise InvalidRequestError, naming the field, for a list that is too long, before it is read."""
     for name, limit in MAX_ELEMENTS.items():
-        part, _, field = name.partition(".")
-        count = len(getattr(getattr(message, part), field))
+        count = len(attrgetter(name)(message))
         if count > limit:
             raise InvalidRequestError(f"{name}: at most {limit} elements, not {count}", name)
 
@@ -209,6 +211,8 @@ def _options(message: inference_pb2.GenerateRequest) -> Options:
     return Options(
         sampling={name: getattr(sampling, name) for name in SAMPLING_FIELDS if sampling.HasField(name)},
         logit_bias=dict(sampling.logit_bias),
+        grammar=_grammar(sampling) if sampling.HasField("grammar") else None,
+        grammar_param="sampling.grammar",
         max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
         min_tokens=stop.min_tokens,
         stop=tuple(stop.strings),
@@ -218,6 +222,23 @@ def _options(message: inference_pb2.GenerateRequest) -> Options:
         priority=message.priority,
         cache_salt=message.cache_salt,
     )
+
+
+def _grammar(sampling: inference_pb2.Sampling) -> Grammar | None:
+    given = sampling.grammar
+    match given.WhichOneof("form"):
+        case "json_schema":
+            return Grammar(GrammarKind.JSON_SCHEMA, given.json_schema)
+        case "regex":
+            return Grammar(GrammarKind.REGEX, given.regex)
+        case "lark":
+            return Grammar(GrammarKind.LARK, given.lark)
+        case "choices":
+            return choice_grammar(list(given.choices.texts))
+        case _:
+            raise InvalidRequestError(
+                "grammar: one of json_schema, regex, lark and choices is wanted", "grammar"
+            )
 
 
 def _slo(given: inference_pb2.Slo, default: Slo, deadline_s: float | None) -> Slo:

@@ -28,7 +28,16 @@ from base.messages import (
     Tokens,
     Work,
 )
-from base.request import FinishReason, Role, SampledToken, SamplingParams, StopParams, TokenLogprobs
+from base.request import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Role,
+    SampledToken,
+    SamplingParams,
+    StopParams,
+    TokenLogprobs,
+)
 from base.wire import (
     add_state,
     from_node,
@@ -69,6 +78,7 @@ SAMPLING = st.builds(
     frequency_penalty=REALS,
     seed=U64,
     logit_bias=st.lists(st.tuples(U32, REALS), max_size=3).map(tuple),
+    grammar=st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), st.text()),
 )
 STOPS = st.builds(StopParams, st.integers(1, 2**31), U32, st.lists(U32, max_size=3).map(tuple))
 TOKEN_IDS = st.lists(U32, min_size=3, max_size=20).map(tuple)

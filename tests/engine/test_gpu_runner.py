@@ -8,11 +8,21 @@ import torch
 
 from base.clock import SystemClock
 from base.config import EngineConfig
+from base.grammar import Vocabulary
 from base.request import SamplingParams, StopParams
 from engine.build import Engine, assemble_engine
 from engine.cuda_graph import MIXED_TOKENS, decode_ladder, mixed_ladder
 from engine.model import PagedModel
+from engine.sequence import Sequence
+from tests.conductor.fakes import write_model_folder
 from tests.engine.builders import make_sequence, run_sequences
+from tests.engine.grammars import (
+    GRAMMARS,
+    VOCAB_SIZE,
+    constrained_reference,
+    constrained_sequence,
+    make_spelling_model,
+)
 from tests.engine.test_gpu_model import make_family
 
 
@@ -65,6 +75,38 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
         same += got == expected[len(text) :]
         total += 1
     assert same == total
+
+
+@pytest.mark.gpu
+def test_sequences_under_grammars_say_the_same_launched_ahead_beside_others_and_alone(tmp_path) -> None:
+    vocabulary = Vocabulary.load(write_model_folder(tmp_path), VOCAB_SIZE)
+    reference = make_spelling_model().cuda()
+    config = EngineConfig(
+        device="cuda", dtype="float32", block_size=16, kv_cache_gib=0.02, chunk_tokens=48, max_batch=16
+    )
+    engine = assemble_engine(config, PagedModel(make_spelling_model().cuda()), SystemClock())
+    texts = [[70 + index, 80, 90, 100 + index] for index in range(6)]
+    expected = [
+        constrained_reference(reference, vocabulary, text, GRAMMARS[at % 3]) for at, text in enumerate(texts)
+    ]
+
+    def asked(**fields) -> list[Sequence]:
+        return [
+            constrained_sequence(vocabulary, f"r{at}", text, GRAMMARS[at % 3], **fields)
+            for at, text in enumerate(texts)
+        ]
+
+    async def run_twice() -> None:
+        free = [make_sequence(f"free{at}", text, 40) for at, text in enumerate(texts)]
+        together = await run_sequences(engine.loop, [*asked(), *free])
+        assert [[token.token_id for token in together[f"r{at}"]] for at in range(6)] == expected
+        alone = await run_sequences(engine.loop, asked(num_logprobs=2))
+        assert [[token.token_id for token in alone[f"r{at}"]] for at in range(6)] == expected
+        bias = SamplingParams(temperature=0.9, logit_bias=((70, 3.0),), seed=7)
+        drawn = [await run_sequences(engine.loop, asked(sampling=bias)) for _ in range(2)]
+        assert drawn[0] == drawn[1]
+
+    asyncio.run(run_twice())
 
 
 @pytest.mark.gpu

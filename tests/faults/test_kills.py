@@ -1,5 +1,6 @@
 """A node is killed under a request: the client waits longer and sees nothing else."""
 
+import json
 import os
 import signal
 
@@ -42,6 +43,47 @@ def kill(cluster, name):
 
 def all_back(cluster):
     until(lambda: len(cluster.status()["nodes"]) == 4)
+
+
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 30},
+            "places": {"type": "array", "items": {"enum": ["north", "south", "west"]}, "minItems": 6},
+        },
+        "required": ["name", "places"],
+        "additionalProperties": False,
+    }
+)
+
+
+def generated_in_form(address, on_tokens=lambda tokens: None):
+    """Return the tokens of an answer of the schema; `on_tokens` is called with those so far."""
+    request = generate_request(PROMPT, 60)
+    request.sampling.grammar.json_schema = SCHEMA
+    tokens = []
+    with grpc.insecure_channel(address) as channel:
+        for response in InferenceStub(channel).Generate(request, timeout=PATIENCE_S * 5):
+            tokens += response.token_ids
+            on_tokens(tokens)
+    return tokens
+
+
+@pytest.mark.parametrize("num_tokens", [3, 9, 25])
+def test_a_decode_node_killed_in_the_middle_of_an_object_costs_it_nothing(pools, num_tokens):
+    all_back(pools)
+    whole = generated_in_form(pools.grpc_address)
+    killed = []
+
+    def on_tokens(tokens):
+        if len(tokens) >= num_tokens and not killed:
+            killed.append(at_work(pools, "decode"))
+            kill(pools, killed[0])
+
+    assert generated_in_form(pools.grpc_address, on_tokens) == whole
+    assert len(whole) > num_tokens
+    assert killed
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 10])

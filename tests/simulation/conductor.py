@@ -91,9 +91,7 @@ class Client:
 
     def __init__(self, world, conductor, request):
         self.world, self.conductor, self.request = world, conductor, request
-        self.expected, self._stops = continuation(
-            request.token_ids, request.stop.max_tokens, request.stop.stop_token_ids[0]
-        )
+        self.expected, self._stops = continuation(request.token_ids, request.stop, request.sampling.grammar)
         self.tokens = []
         self.end = None
         """A FinishReason, an error's class name, 'left' or 'conductor lost'."""

@@ -12,23 +12,26 @@ from __future__ import annotations
 from base.kv_layout import KvLayout
 from base.request import SampledToken
 from engine.step import LayerGroup, StepResult
+from tests.simulation.grammars import VOCAB, begun, next_token
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
 """In each layer of a block, 8 bytes for each token."""
-VOCAB = 50
 _FACTORS = (1_000_003, 1_000_033)
 _MODULUS = 1 << 61
 
 
-def continuation(token_ids, max_tokens, stop_token_id=None):
+def continuation(token_ids, stop, grammar=None):
     """What the device answers a prompt with, and whether it stopped by itself."""
     state, tokens = 0, []
+    constraint = begun(grammar, stop) if grammar is not None else None
     for token_id in token_ids:
         state = (state * _FACTORS[0] + token_id + 1) % _MODULUS
-    while len(tokens) < max_tokens:
-        tokens.append(state % VOCAB)
-        if tokens[-1] == stop_token_id:
+    while len(tokens) < stop.max_tokens:
+        tokens.append(state % VOCAB if constraint is None else next_token(constraint, state))
+        if tokens[-1] in stop.stop_token_ids:
             return tokens, True
+        if constraint is not None:
+            constraint.follow(tokens[-1:])
         state = (state * _FACTORS[0] + tokens[-1] + 1) % _MODULUS
     return tokens, False
 
@@ -40,6 +43,8 @@ class _Digests:
         self._states = [0, 0]
         self.bytes = (bytearray(), bytearray())
         self.last = [0]
+        self.drawn = {}
+        """The token after so many, by its number, under a constraint."""
         self.is_wrong = False
         """Something that its sequence read was."""
 
@@ -77,14 +82,28 @@ class SimDevice:
         digests.extend(entry.sequence.token_ids[: entry.context_len])
         if len(digests.last) == entry.context_len:
             # launched ahead, and the sequence was ended before its last token was told
-            digests.extend([*entry.sequence.token_ids, digests.last[-1] % VOCAB])
+            known = entry.sequence.token_ids
+            digests.extend([*known, self._drawn(entry.sequence, digests, len(known))])
         return digests
+
+    def _drawn(self, sequence, digests, count):
+        """Return the token after the first `count`, all of which are known."""
+        state, constraint = digests.last[count] + digests.is_wrong, sequence.constraint
+        if constraint is None:
+            return state % VOCAB
+        if count not in digests.drawn:
+            constraint.follow(sequence.token_ids[sequence.num_prompt_tokens + constraint.num_tokens :])
+            before = digests.drawn.get(count - 1)
+            if constraint.num_tokens < count - sequence.num_prompt_tokens and before is not None:
+                constraint.follow([before])  # drawn by a step that is not committed yet
+            digests.drawn[count] = next_token(constraint, state)
+        return digests.drawn[count]
 
     def _sampled(self, entry):
         if not entry.samples:
             return None
         digests = self._digests_of(entry)
-        return SampledToken((digests.last[entry.context_len] + digests.is_wrong) % VOCAB)
+        return SampledToken(self._drawn(entry.sequence, digests, entry.context_len))
 
     def _compute(self, entry, layer):
         digests = self._digests_of(entry)

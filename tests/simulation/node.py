@@ -26,6 +26,7 @@ from engine.build import Engine
 from engine.loop import EngineLoop
 from engine.paged_cache import PagedCache
 from engine.scheduler import Scheduler
+from engine.token_masks import Grammars
 from kvstore.access import LocalAccess
 from kvstore.block_mover import SegmentMover
 from kvstore.client import BlockCache
@@ -45,6 +46,7 @@ from protos import nodes_pb2 as pb
 from tests.kvstore.memory_directory import MemoryDirectory
 from tests.simulation.device import LAYOUT, VOCAB, LaunchingDevice, SimDevice
 from tests.simulation.disk import SimDisk
+from tests.simulation.grammars import vocabulary
 from tests.simulation.loop import InlineExecutor, Process
 from tests.simulation.watch import WatchedAgent, WatchedHostPool, WatchedPool
 
@@ -162,7 +164,8 @@ class SimNode:
         scheduler = Scheduler(pool, LAYOUT.block_size, plan.chunk_tokens, 4, limit, VOCAB)
         device = SimDevice(segment.memory, pool, lambda: world.chance("step"))
         runner = LaunchingDevice(device) if plan.is_launching else device
-        loop = EngineLoop(runner, scheduler, pool, self.clock, InlineExecutor)
+        grammars = Grammars(vocabulary, InlineExecutor)
+        loop = EngineLoop(runner, scheduler, pool, self.clock, InlineExecutor, grammars)
         return Engine(loop, runner, scheduler, pool, cache, LAYOUT, limit, VOCAB, "simulated", (WHOLE,))
 
     async def _store(self, segment, tasks):

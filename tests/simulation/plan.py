@@ -11,6 +11,7 @@ from conductor.placing.scheduler_settings import SchedulerSettings
 from kvstore.eviction import BY_NAME
 from tests.simulation.device import VOCAB
 from tests.simulation.disk import DiskFaults
+from tests.simulation.grammars import END, GRAMMARS
 from tests.simulation.node import NodePlan
 
 FAULTS_END_S = 6.0
@@ -119,10 +120,14 @@ def _requests(rng, is_tight):
         prompt = rng.choice(documents)[: rng.choice((0, 20, 50, 70, 70))]
         prompt = [*prompt, *(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 24)))]
         stop = StopParams(rng.randrange(1, 40 if is_tight else 12), stop_token_ids=(rng.randrange(VOCAB),))
+        grammar = GRAMMARS[number % 6] if number % 6 < len(GRAMMARS) else None
+        if grammar is not None:
+            # Long enough to be in the middle of it when something goes wrong.
+            stop = stop._replace(max_tokens=stop.max_tokens + 12, stop_token_ids=(END,))
         request = Request(
             RequestId(f"r{number}"),
             tuple(prompt),
-            SamplingParams(temperature=0),
+            SamplingParams(temperature=0, grammar=grammar),
             stop,
             deadline_s=rng.uniform(0.1, 8.0) if rng.random() < 0.1 else None,
             priority=rng.choice((-1, 0, 0, 1)),
