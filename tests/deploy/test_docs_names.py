@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from conductor.api.routes import ROUTES
 from tests.deploy.processes import ROOT
 
 REFERENCE = ROOT / "docs" / "reference"
@@ -69,3 +70,9 @@ def test_every_option_that_is_named_is_one(page):
     modules = re.findall(r"python -m (bench\.\w+|tests\.\w+)", PAGES[page])
     text = "".join(map(source_of, modules))
     assert not {option for option in named - OPTIONS if option not in text}
+
+
+@pytest.mark.parametrize("route", sorted({route.path for route in ROUTES if route.what}))
+def test_every_path_is_in_the_guide_of_the_apis(route):
+    begin = re.escape(re.sub(r"\{.*", "", route))
+    assert re.search(rf"`(?:GET |POST )?{begin}[{{`]", PAGES["docs/reference/client-api.md"]), route
