@@ -71,7 +71,8 @@ class Lifetime:
         # A process whose parent has died leaves the socket to the one that was started in its place.
         if self._path is not None and _has_parent():
             listening = listen_at(self._path)
-            await loop.create_unix_server(lambda: _Holder(self), sock=listening)
+            # A server that nobody keeps is garbage, and uvloop's closes its socket then.
+            self._server = await loop.create_unix_server(lambda: _Holder(self), sock=listening)
         self._stdin, _ = await loop.connect_read_pipe(lambda: _Parent(self), sys.stdin)
         gc.freeze()
         gc.set_threshold(NEW_OBJECTS)

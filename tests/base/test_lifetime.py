@@ -1,6 +1,7 @@
 """Who holds a process, and when it ends."""
 
 import asyncio
+import gc
 import json
 import os
 import resource
@@ -8,6 +9,7 @@ import signal
 import socket
 import stat
 import sys
+import weakref
 
 import pytest
 
@@ -55,6 +57,26 @@ async def begin(tmp_path, monkeypatch):
 async def held(path, kind):
     """Return a reader and a writer of a new lifeline."""
     return await asyncio.open_connection(sock=hold(path, kind))
+
+
+async def test_the_server_of_lifelines_is_kept(begin, monkeypatch):
+    class ServerOfUvloop:
+        """A server that nothing but its owner keeps, and that closes its socket when it is collected."""
+
+    made = []
+
+    async def create_unix_server(factory, sock):
+        sock.close()
+        server = ServerOfUvloop()
+        made.append(weakref.ref(server))
+        return server
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_unix_server", create_unix_server)
+    process = await begin()
+    gc.collect()
+    assert made[0]() is not None
+    process.parent.close()
+    await process.ended
 
 
 async def test_a_process_says_that_it_is_ready_and_sigterm_ends_it(begin):
