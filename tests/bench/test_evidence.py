@@ -159,7 +159,7 @@ def test_a_page_says_the_verdict_and_the_overview_counts_it():
     assert "| a | <= 5 ms | 4 ms | met |" in evidence.page("t", claims)
     overview = evidence.overview({"t": claims})
     assert "| [T](t.md) | 1 | 1 | 0 |" in overview
-    assert "| [t](t.md) | It is fast | b | soon | missed |" in overview
+    assert "| [t](t.md) | It is fast | b | soon | late | missed |" in overview
 
 
 def test_what_was_measured_of_earlier_commits_comes_last_and_is_not_counted():
