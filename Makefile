@@ -43,7 +43,7 @@ bench-gpu:
 docs: $(VENV)/.installed
 	@$(INSTALL) -e '.[docs]'
 	$(BIN)/python docs/generate.py
-	$(BIN)/python -m deploy.reference
+	$(BIN)/python docs/generate_api.py
 	$(BIN)/python -m bench.evidence
 	$(BIN)/mkdocs build --strict --quiet
 
@@ -66,7 +66,7 @@ $(VENV)/.model: $(VENV)/.installed
 protos: $(VENV)/.installed
 	$(BIN)/python -m grpc_tools.protoc -I. --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	  --python_out=. --pyi_out=. --grpc_python_out=. --mypy_grpc_out=. $(wildcard protos/*.proto)
-	$(BIN)/python -m deploy.reference
+	$(BIN)/python docs/generate_api.py
 
 # What is installed now becomes what is installed everywhere.
 lock: $(VENV)/.installed

@@ -25,22 +25,6 @@ class SystemClock:
         return time.monotonic()
 
 
-class ManualClock:
-    """A clock that moves by `advance` alone: tests and simulation."""
-
-    def __init__(self, start_s: float = 0.0) -> None:
-        self._now_s = start_s
-
-    def now_s(self) -> float:
-        return self._now_s
-
-    def advance(self, seconds: float) -> None:
-        """Move forward by `seconds`; raises ValueError if that is backwards."""
-        if seconds < 0:
-            raise ValueError(f"a monotonic clock does not go back ({seconds} s)")
-        self._now_s += seconds
-
-
 def wall_clock_s() -> float:
     """Return seconds since 1970, for `created` fields and log lines only."""
     return time.time()

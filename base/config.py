@@ -9,11 +9,10 @@ that travels on, never a field written back.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from base.errors import ConfigError
 from base.spans import TracingConfig
@@ -418,11 +417,6 @@ class NodeProcess:
     trace_out: str = ""
     """A folder for a timeline, written at the end; empty: none is kept."""
     tracing: TracingConfig = field(default_factory=TracingConfig)
-
-
-def process_config_json(config: Any) -> str:
-    """Return a process configuration as the JSON that `read_process_config` reads."""
-    return json.dumps(dataclasses.asdict(config), indent=1)
 
 
 def read_process_config(path: Path, into: type[T]) -> T:

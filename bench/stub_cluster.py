@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import uvloop
@@ -30,7 +30,6 @@ from base.config import (
     SchedulerConfig,
     ServerConfig,
     TlsConfig,
-    process_config_json,
 )
 from base.grants import PeerDescriptor
 from base.messages import NodeInfo
@@ -104,7 +103,7 @@ def stub_cluster(
             decode=pool,
             scheduler=replace(scheduler or SchedulerConfig(), role_wait_s=NODES_WAIT_S),
         )
-        config_path.write_text(process_config_json(conductor_process(cluster, model)))
+        config_path.write_text(json.dumps(asdict(conductor_process(cluster, model))))
         conductor = _started(module, "--config", str(config_path))
         nodes = None
         try:

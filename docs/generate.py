@@ -1,8 +1,8 @@
 """Reference pages made from what is in force: `python docs/generate.py` writes them.
 
 reference/configuration.md is deploy/cluster.example.yaml as a table, reference/metrics.md what each kind of
-process registers, reference/cli.md what `--help` of each command says. `python -m deploy.reference` writes
-the API's page. tests/deploy/test_docs_generated.py makes them again and compares.
+process registers, reference/cli.md what `--help` of each command says. `generate_api.py` writes the
+API's page. tests/deploy/test_docs_generated.py makes them again and compares.
 """
 
 from __future__ import annotations

@@ -1,17 +1,33 @@
 """Attention over the paged cache, behind two functions: one token each, and chunks.
 
-They compute what `engine/attention_rule.py : attend` defines for one sequence; the tests hold this file to
-it. What is fast on a CPU is to gather the blocks, then torch's fused attention on what was gathered.
-Gathering copies the KV of a step once a layer: 0.37 ms of 0.8 at 8 sequences of 320 tokens (SmolLM2, one
-thread of a 2.5 GHz Xeon, 2026-11-21). It runs on any device.
+They compute what `tests/engine/definitions.py : attend` defines for one sequence. What is fast on a CPU is to
+gather the blocks, then torch's fused attention on what was gathered. Gathering copies the KV of a step once a
+layer: 0.37 ms of 0.8 at 8 sequences of 320 tokens (SmolLM2, one thread of a 2.5 GHz Xeon, 2026-11-21).
+It runs on any device.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention_rule import AttentionRule
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How the scores of one layer are made.
+
+    The soft cap is Gemma 2's (arXiv 2408.00118, section 2). Sinks are gpt-oss's: a learned logit for each
+    head that takes part in the softmax and has no value.
+    """
+
+    scale: float
+    """Multiplies query . key."""
+    sliding_window: int = 0
+    """A query sees itself and the `sliding_window - 1` positions before it; 0: all."""
+    soft_cap: float = 0.0
+    """Scores become soft_cap * tanh(score / soft_cap); 0: they stay."""
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:

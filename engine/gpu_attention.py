@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 
-from engine.attention_rule import AttentionRule
+from engine.attention import AttentionRule
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.write_kv import write_kv

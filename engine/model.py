@@ -22,8 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from base.errors import ConfigError
 from base.kv_layout import KvLayout
-from engine.attention import paged_decode_attention, paged_prefill_attention, write_kv
-from engine.attention_rule import AttentionRule
+from engine.attention import AttentionRule, paged_decode_attention, paged_prefill_attention, write_kv
 from engine.batch import Batch
 from engine.paged_cache import PagedCache
 from engine.pipeline import Stage, cut_to_stage, run_stage

@@ -28,7 +28,6 @@ import struct
 from collections import OrderedDict
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -100,16 +99,6 @@ class Directory(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class RedisHealth:
-    """How the directory does; for metrics and the doctor."""
-
-    is_readable: bool
-    is_writable: bool
-    num_waiting: int
-    """Changes in the outbox."""
-
-
 class RedisDirectory:
     """The shared directory. `run` must be running; everything else works without Redis."""
 
@@ -148,14 +137,15 @@ class RedisDirectory:
         self._num_begun = self._num_settled = 0
         """Rounds of `run`."""
         self._is_joined = False
-        self._is_readable = True
-        self._is_writable = True
+        self.is_readable = True
+        self.is_writable = True
         self._backoff_s = MIN_BACKOFF_S
         self._republish_at_s = clock.now_s() + BLOCK_LIFE_S / 2
 
     @property
-    def health(self) -> RedisHealth:
-        return RedisHealth(self._is_readable, self._is_writable, len(self._outbox))
+    def num_waiting(self) -> int:
+        """Changes that Redis has not been told."""
+        return len(self._outbox)
 
     def publish(self, hashes: Iterable[BlockHash]) -> None:
         self._note(hashes, is_held=True)
@@ -178,7 +168,7 @@ class RedisDirectory:
         return found[: found.index(())] if () in found else found
 
     async def members(self) -> list[Member]:
-        if self._is_readable:
+        if self.is_readable:
             try:
                 await self._refresh_members(self._reader)
             except (RedisError, OSError) as error:
@@ -212,13 +202,13 @@ class RedisDirectory:
             self._num_begun += 1
             try:
                 await self._carry()
-                self._is_readable = self._is_writable = True
+                self.is_readable = self.is_writable = True
                 self._backoff_s = MIN_BACKOFF_S
                 wait_s = HEARTBEAT_S
             except (RedisError, OSError) as error:
-                if self._is_writable:
+                if self.is_writable:
                     event(log, "redis refuses", level=logging.WARNING, error=error)
-                self._is_writable = False
+                self.is_writable = False
                 wait_s = self._backoff_s * (0.5 + self._rng.random())
                 self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
             self._num_settled = self._num_begun
@@ -241,13 +231,13 @@ class RedisDirectory:
             # Withdrawals are lost with it: those replicas are refused when asked for.
             self._outbox.clear()
             self._is_joined = False
-        if self._is_writable:
+        if self.is_writable:
             self._has_news.set()
 
     async def _holders(self, chain: Sequence[BlockHash]) -> list[bytes]:
         """Return the packed epochs for each leading block that somebody is known to hold."""
         found: list[bytes] = []
-        if self._is_readable:
+        if self.is_readable:
             try:
                 while len(found) < len(chain):
                     part = await self._found(chain[len(found) : len(found) + LOOKUP_BATCH])
@@ -257,7 +247,7 @@ class RedisDirectory:
             except (RedisError, OSError) as error:
                 self._lost_reading(error)
         # Without our own join in it, what is missing from Redis may have been lost there.
-        if not self._is_readable or (self._member is not None and not self._is_joined):
+        if not self.is_readable or (self._member is not None and not self._is_joined):
             found = [
                 _union(found[at] if at < len(found) else b"", self._view.get(block_hash, b""))
                 for at, block_hash in enumerate(chain)
@@ -290,9 +280,9 @@ class RedisDirectory:
         return found
 
     def _lost_reading(self, error: Exception) -> None:
-        if self._is_readable:
+        if self.is_readable:
             event(log, "redis does not answer", level=logging.WARNING, error=error)
-        self._is_readable = False
+        self.is_readable = False
         self._has_news.set()  # `run` finds out when it is back
 
     # --- carrying -----------------------------------------------------------------------
@@ -366,7 +356,7 @@ class RedisDirectory:
             self._members = {**self._members, **found}
 
     async def _wait_for_news(self, wait_s: float) -> None:
-        if self._is_writable and self._is_readable:
+        if self.is_writable and self.is_readable:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._has_news.wait()

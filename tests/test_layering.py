@@ -58,7 +58,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "accelerate": (),
     "fastapi": (),
     "gguf": ("engine/weights.py",),
-    "grafana_foundation_sdk": ("deploy/dashboards.py",),
+    "grafana_foundation_sdk": (),
     "jinja2": ("conductor/api/chat_template.py",),
     "jsonschema": ("conductor/api/schema_narrowing.py", "bench/schemas.py"),
     "llguidance": ("base/grammar.py",),

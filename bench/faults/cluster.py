@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from base.config import (
     PoolConfig,
     ServerConfig,
     StoreConfig,
-    process_config_json,
 )
 from deploy.api_client import ApiError, read_json
 from deploy.plan import LocalModel, conductor_process, node_environment, planned_nodes
@@ -184,7 +184,7 @@ def fault_cluster(
     try:
         cluster = FaultCluster(conductor, conductor.wait_ready(), forks, folder)
         for node in planned_nodes(config, model, (f"127.0.0.1:{cluster.attach_port}",), 1):
-            (folder / f"{node.process.node_id}.json").write_text(process_config_json(node.process))
+            (folder / f"{node.process.node_id}.json").write_text(json.dumps(asdict(node.process)))
             cluster.start(node.process.node_id)
         wait_until(lambda: len(cluster.nodes()) == prefill + decode)
         yield cluster

@@ -5,7 +5,7 @@ refused by name, but for the values that ask for what we do anyway: an answer th
 the tool call or the choice that was asked for is worse than none. One that changes no answer is ignored, and
 here is why. Fields that stand in neither API are ignored too, because clients send many.
 
-`python -m deploy.reference` writes this table into docs/reference/api.md.
+`python docs/generate_api.py` writes this table into docs/reference/api.md.
 """
 
 from __future__ import annotations

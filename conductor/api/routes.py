@@ -1,7 +1,7 @@
 """The table of the HTTP listener: each path, its method, who may call it, its handler, body and description.
 
 All that depends on a path is read from here: who is admitted (`access.py`), what answers (`http_api.py`),
-/openapi.json, and the reference in docs/ (`deploy/reference.py`). A new client API is a file with its
+/openapi.json, and the reference in docs/ (`docs/generate_api.py`). A new client API is a file with its
 handlers, and a line for each here.
 """
 

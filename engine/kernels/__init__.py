@@ -1,1 +1,1 @@
-"""Triton kernels, each with its launcher and its plain-torch definition."""
+"""Triton kernels, each with its launcher; `tests/engine/definitions.py` says what they compute."""

@@ -30,19 +30,6 @@ def num_items(num_seqs: int, num_kv_heads: int, programs: int = PROGRAMS_WANTED)
     return num_seqs + -(-programs // num_kv_heads)
 
 
-def decode_parts_definition(
-    context_lens: torch.Tensor, num_kv_heads: int, programs: int = PROGRAMS_WANTED
-) -> torch.Tensor:
-    """The readable definition; arguments and result as `decode_parts`."""
-    lens = context_lens.tolist()
-    room = num_items(len(lens), num_kv_heads, programs)
-    fair = max(LEAST_TOKENS, -(-sum(lens) // (room - len(lens))))
-    counts = [min(MAX_SPLITS.value, max(1, (length + fair // 2) // fair)) if length else 0 for length in lens]
-    items = [seq * MAX_SPLITS.value + split for seq, count in enumerate(counts) for split in range(count)]
-    firsts = [sum(counts[:seq]) for seq in range(len(counts))]
-    return torch.tensor([*items, *[-1] * (room - len(items)), *counts, *firsts], dtype=torch.int32)
-
-
 def decode_parts(
     context_lens: torch.Tensor, num_kv_heads: int, programs: int = PROGRAMS_WANTED
 ) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Two attentions of the same queries over different keys become one: definition, launcher, kernel.
+"""Two attentions of the same queries over different keys become one: launcher and kernel.
 
 A softmax over two sets of keys is the two softmaxes, each weighted by its share of the sum of exponentials.
 So whoever attends in parts keeps, beside each part's result, only the logarithm of that sum (lse).
@@ -9,15 +9,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-
-
-def merge_part_definition(
-    output: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The readable definition; arguments as `merge_part`. Returns output and lse, changes nothing."""
-    weight = torch.sigmoid(part_lse - lse).transpose(0, 1)[..., None]  # [num_rows, num_heads, 1]
-    merged = output.float() * (1 - weight) + part.float() * weight
-    return merged.to(output.dtype), torch.logaddexp(lse, part_lse)
 
 
 def merge_part(output: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence over its paged KV: definition, launcher, kernel.
+"""Attention of one new token per sequence over its paged KV: launcher and kernel.
 
 A program owns one KV head of one part of a sequence's context (`decode_parts.py`), so that a single long
 sequence still fills the device; a second kernel joins the parts of those that have several. The query heads
@@ -20,33 +20,12 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.attention_rule import AttentionRule, attend, gathered
+from engine.attention import AttentionRule
 from engine.kernels.decode_parts import MAX_SPLITS, decode_parts
 from engine.kernels.paged_layer import kernel_constants, require_new_rows, require_paged_layer
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 """exp(x) = exp2(x * LOG2_E); the device has exp2 as one instruction."""
-
-
-def paged_decode_definition(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    rule: AttentionRule,
-    sinks: torch.Tensor | None = None,
-    added: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """The readable definition; arguments and result as `paged_decode`."""
-    output = torch.zeros_like(query)
-    for seq, length in enumerate(context_lens.tolist()):
-        if length and added is not None:
-            block, offset = divmod(length - 1, kv_cache.shape[2])
-            kv_cache[block_tables[seq, block], :, offset] = torch.stack([rows[seq] for rows in added])
-        if length:
-            key, value = gathered(kv_cache, block_tables[seq], length)
-            output[seq] = attend(query[seq, None], key, value, rule, sinks)[0]
-    return output
 
 
 @dataclass(frozen=True, slots=True)

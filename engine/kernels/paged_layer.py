@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from engine.attention_rule import AttentionRule
+from engine.attention import AttentionRule
 
 
 def require_paged_layer(

@@ -1,4 +1,4 @@
-"""Attention of the chunks of several sequences over their paged KV: definition, launcher, kernel.
+"""Attention of the chunks of several sequences over their paged KV: launcher and kernel.
 
 The chunks lie packed one after the other, of any lengths, each after a cached prefix of any length (none
 too): one launch takes them all, and a sequence of one new token is a chunk like any other. The chunk's own K
@@ -19,28 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.attention_rule import AttentionRule, attend, gathered
+from engine.attention import AttentionRule
 from engine.kernels.paged_decode import LOG2_E
 from engine.kernels.paged_layer import kernel_constants, require_paged_layer
-
-
-def paged_prefill_definition(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_starts: torch.Tensor,
-    context_lens: torch.Tensor,
-    rule: AttentionRule,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The readable definition; arguments and result as `paged_prefill`."""
-    output = torch.zeros_like(query)
-    starts = query_starts.tolist()
-    for seq, length in enumerate(context_lens.tolist()):
-        chunk = slice(starts[seq], starts[seq + 1])
-        key, value = gathered(kv_cache, block_tables[seq], length)
-        output[chunk] = attend(query[chunk], key, value, rule, sinks)
-    return output
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Sample one token of each row of logits: definition, launcher, kernel.
+"""Sample one token of each row of logits: launcher and kernel.
 
 How a row is sampled lies in the memory of the step, so that a CUDA graph that ends with this kernel serves
 greedy and sampled steps alike, and the host neither waits nor launches anything for them. A program owns a
@@ -16,13 +16,11 @@ numbers: as easy as 1, 2, 3", SC 2011).
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
-from engine.step_memory import FIELDS, POSITION
+from engine.step_memory import FIELDS
 
 NUM_WARPS = 16
 
@@ -34,47 +32,6 @@ TILE = 4096
 
 A call of Philox gives the noise of four, a quarter of a tile apart, so the numbers drawn depend on this one.
 """
-
-
-def noise_definition(seed: int, position: int, vocab_size: int) -> NDArray[np.float64]:
-    """Return the exponential noise of each token, [vocab_size]; Philox-4x32-10 written out."""
-    groups = np.arange(-(-vocab_size // TILE) * TILE // 4, dtype=np.uint64)
-    words = [groups, np.full_like(groups, position), np.zeros_like(groups), np.zeros_like(groups)]
-    low = np.uint64(0xFFFFFFFF)
-    keys = [np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32 & 0xFFFFFFFF)]
-    for _ in range(10):
-        first, second = words[0] * np.uint64(0xD2511F53), words[2] * np.uint64(0xCD9E8D57)
-        words = [
-            (second >> np.uint64(32)) ^ words[1] ^ keys[0],
-            second & low,
-            (first >> np.uint64(32)) ^ words[3] ^ keys[1],
-            first & low,
-        ]
-        keys = [keys[0] + np.uint64(0x9E3779B9) & low, keys[1] + np.uint64(0xBB67AE85) & low]
-    by_tile = np.stack(words).reshape(4, -1, TILE // 4).transpose(1, 0, 2).reshape(-1)[:vocab_size]
-    return -np.log1p(-(by_tile.astype(np.float64) + 0.5) / 2**32)
-
-
-def sample_rows_definition(logits: torch.Tensor, sampling: torch.Tensor) -> torch.Tensor:
-    """The readable definition; arguments and result as `sample_rows`."""
-    tokens = []
-    for row, numbers in zip(logits.double().numpy(), sampling.numpy(), strict=True):
-        temperature, min_p, top_p = (float(number) for number in numbers[:3].view(np.float32))
-        seed = int(numbers[4:6].view(np.uint64)[0])
-        if temperature <= 0:
-            tokens.append(int(row.argmax()))
-            continue
-        weights = np.exp((row - row.max()) / temperature)
-        weights[weights < min_p] = 0.0
-        if 0 < numbers[3] < len(row):
-            weights[row < np.sort(row)[-numbers[3]]] = 0.0
-        if top_p < 1:
-            # every token goes whose betters, equals aside, have the mass already
-            better = np.array([weights[row > value].sum() for value in row])
-            weights[(better >= top_p * weights.sum()) & (better > 0)] = 0.0
-        noise = noise_definition(seed, int(numbers[POSITION]), len(row))
-        tokens.append(int((weights / noise).argmax()))
-    return torch.tensor(tokens)
 
 
 def sample_rows(logits: torch.Tensor, sampling: torch.Tensor, tokens: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Checksums of blocks on the device: definition, launcher, kernel.
+"""Checksums of blocks on the device: launcher and kernel.
 
     sum over the words i of a range, modulo 2^64:  (low_i + key_i) * (high_i + other_key_i) + word_i
 
@@ -19,31 +19,11 @@ import triton.language as tl
 
 from base.kv_layout import Spread
 
-WORD_BYTES = 8
 TILE_WORDS = 4096
 """Words of each program: 32 KiB, 32 words a thread."""
 
 KEY_STEP = 0x9E3779B1
 OTHER_KEY = 0x85EBCA77
-_LOW = 0xFFFFFFFF
-
-
-def sum_words_definition(
-    words: torch.Tensor,
-    block_ids: torch.Tensor,
-    first_word: int,
-    num_words: int,
-    places: Spread | None = None,
-) -> torch.Tensor:
-    """The readable definition; arguments and result as `sum_words`."""
-    places = places or Spread(first_word, num_words, num_words)
-    part = words[block_ids.long(), first_word : first_word + num_words]
-    index = torch.arange(num_words, device=words.device)
-    place = places.first + index // places.run * places.stride + index % places.run
-    key = place * KEY_STEP & _LOW
-    low = (part & _LOW) + key & _LOW
-    high = (part >> 32 & _LOW) + (key ^ OTHER_KEY) & _LOW
-    return (low * high + part).sum(1)  # int64 wraps
 
 
 def sum_words(

@@ -1,4 +1,4 @@
-"""Matrix product of a few rows by a large weight: definition, launcher, two kernels.
+"""Matrix product of a few rows by a large weight: launcher and two kernels.
 
 With so few rows the product is a reading of the weight, and cuBLAS does not read it as fast as the memory
 goes: 13.3 us for 4096 x 4096 and one row, where one program for eight columns takes 10.9 and the bytes alone
@@ -16,11 +16,6 @@ import triton.language as tl
 
 MAX_ROWS = 32
 """Number of rows up to which this is faster than cuBLAS."""
-
-
-def thin_product_definition(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The readable definition; arguments and result as `thin_product`."""
-    return (rows.float() @ weight.float().t()).to(rows.dtype)
 
 
 def thin_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Write the K and V of new tokens into the paged cache: definition, launcher, kernel.
+"""Write the K and V of new tokens into the paged cache: launcher and kernel.
 
 One program writes one token, K and V of all heads: a layer slice keeps both within one block, so the token's
 rows are two runs of contiguous bytes.
@@ -11,18 +11,6 @@ import triton
 import triton.language as tl
 
 from engine.kernels.paged_layer import require_new_rows
-
-
-def write_kv_definition(
-    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
-) -> None:
-    """The readable definition; arguments as `write_kv`."""
-    block_size = kv_cache.shape[2]
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            block, offset = divmod(slot, block_size)
-            kv_cache[block, 0, offset] = key[token]
-            kv_cache[block, 1, offset] = value[token]
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:

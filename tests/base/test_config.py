@@ -1,6 +1,7 @@
 """Process configuration: read back as it was written, and refused by file and key."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -13,7 +14,6 @@ from base.config import (
     ServerConfig,
     SloConfig,
     TransferConfig,
-    process_config_json,
     read_process_config,
 )
 from base.errors import ConfigError
@@ -34,7 +34,7 @@ CONDUCTOR = ConductorProcess("/models/m", "m", "m", 64, "cpu-smollm2", ServerCon
 @pytest.mark.parametrize("config", [NODE, CONDUCTOR])
 def test_a_process_reads_what_it_was_given(tmp_path, config):
     file = tmp_path / "process.json"
-    file.write_text(process_config_json(config))
+    file.write_text(json.dumps(asdict(config)))
     assert read_process_config(file, type(config)) == config
 
 
@@ -54,7 +54,7 @@ def test_a_process_reads_what_it_was_given(tmp_path, config):
 )
 def test_a_wrong_value_is_refused_by_file_and_key(tmp_path, change, complaint):
     file = tmp_path / "node.json"
-    file.write_text(json.dumps(json.loads(process_config_json(NODE)) | change))
+    file.write_text(json.dumps(asdict(NODE) | change))
     with pytest.raises(ConfigError, match=complaint) as caught:
         read_process_config(file, NodeProcess)
     assert str(file) in str(caught.value)
@@ -70,7 +70,7 @@ def test_every_missing_key_is_named(tmp_path):
 
 def test_a_number_too_large_for_a_float_is_refused(tmp_path):
     file = tmp_path / "node.json"
-    file.write_text(json.dumps(json.loads(process_config_json(NODE)) | {"engine": {"swap_gib": 10**400}}))
+    file.write_text(json.dumps(asdict(NODE) | {"engine": {"swap_gib": 10**400}}))
     with pytest.raises(ConfigError, match=r"engine\.swap_gib"):
         read_process_config(file, NodeProcess)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from base.clock import ManualClock
 from base.resting import Resting
+from tests.manual_clock import ManualClock
 
 
 @pytest.fixture

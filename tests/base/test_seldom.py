@@ -2,8 +2,8 @@ import logging
 
 import pytest
 
-from base.clock import ManualClock
 from base.seldom import MAX_KINDS, PAUSE_S, Seldom
+from tests.manual_clock import ManualClock
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from base.clock import ManualClock
 from base.config import EngineConfig
 from base.request import Slo
 from bench.goodput import goodput, headers_of, parse_bounds, share_within
@@ -18,6 +17,7 @@ from conductor.api.served_model import load_served_model
 from deploy.plan import LocalModel, planned_nodes
 from engine.build import build_engine
 from engine.weights import random_model
+from tests.manual_clock import ManualClock
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import random
 import grpc
 import pytest
 
-from base.clock import ManualClock
 from base.errors import SloUnreachableError
 from base.request import RequestId
 from conductor.placing.fair_queue import Criticality, Waiting
@@ -17,6 +16,7 @@ from conductor.placing.placement_queue import PlacementQueue
 from conductor.serving.waiting import wait_until_placed
 from protos import inference_pb2, inference_pb2_grpc
 from tests.conductor.fakes import serving
+from tests.manual_clock import ManualClock
 
 BODY = json.dumps({"prompt": "hello", "stream": True}).encode()
 

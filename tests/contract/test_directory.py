@@ -262,7 +262,7 @@ async def test_lookups_go_on_with_the_last_view_while_redis_is_gone(redis_world,
     assert await holders(two, "ab") == [["one"]] * 2
     two.publish(chain_of("abc"))
     assert await holders(two, "abc") == [["one", "two"], ["one", "two"], ["two"]]
-    assert not two.health.is_readable
+    assert not two.is_readable
 
 
 async def test_a_redis_that_comes_back_empty_is_told_everything_again(redis_world, fast):
@@ -302,8 +302,8 @@ async def test_a_redis_that_refuses_writes_is_still_read(redis_world, fast):
         await client.config_set("min-replicas-to-write", 1)
         one.publish(chain_of("abc"))
         await one.flush()
-        assert one.health.num_waiting == 3
-        assert not one.health.is_writable
+        assert one.num_waiting == 3
+        assert not one.is_writable
         assert await holders(two, "abc") == [["one"]] * 2
         await client.config_set("min-replicas-to-write", 0)
 
@@ -321,7 +321,7 @@ async def test_a_slow_redis_costs_one_lookup_its_bound_and_the_next_nothing(redi
         await client.client_pause(600_000)
         async with asyncio.timeout(60):
             assert await holders(one, "ab") == [["one"]] * 2
-        assert not one.health.is_readable
+        assert not one.is_readable
         with pytest.raises(StopIteration) as answered:
             one.lookup(chain_of("ab")).send(None)  # it waits for nothing
         assert len(answered.value.value) == 2

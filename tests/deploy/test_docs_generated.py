@@ -6,19 +6,18 @@ import sys
 
 import pytest
 
-from deploy import reference
+from tests.deploy.generators import loaded
 from tests.deploy.processes import ROOT
 
-SPEC = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-GENERATE = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(GENERATE)
+reference = loaded("generate_api")
+GENERATE = loaded("generate")
 PAGES = ROOT / "docs" / "reference"
 STALE = "stale: python docs/generate.py"
 
 
 @pytest.mark.parametrize("file", reference.files(), ids=lambda file: file.name)
 def test_the_reference_of_the_api_is_current(file):
-    assert file.read_text() == reference.files()[file], "stale: python -m deploy.reference"
+    assert file.read_text() == reference.files()[file], "stale: python docs/generate_api.py"
 
 
 @pytest.mark.parametrize("name", ["configuration", "metrics"])

@@ -13,7 +13,9 @@ import yaml
 from base.lifetime import Lifetime
 from base.metrics import ConductorMetrics, NodeMetrics, StoreMetrics, export_supervised, process_registry
 from conductor.api.panels import DASHBOARDS
-from deploy import dashboards
+from tests.deploy.generators import loaded
+
+dashboards = loaded("generate_dashboards")
 
 ROOT = Path(__file__).parent.parent.parent
 PROMETHEUS = ROOT / "deploy" / "prometheus"

@@ -10,7 +10,10 @@ from base.clock import SystemClock
 from base.metrics import process_registry
 from base.request import SamplingParams, Slo
 from conductor.api.http_api import HttpApi
-from deploy.reference import ROUTES, openapi, reference
+from conductor.api.routes import ROUTES, openapi
+from tests.deploy.generators import loaded
+
+reference = loaded("generate_api").reference
 
 
 async def test_every_path_of_it_is_answered():

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from base.clock import ManualClock
 from deploy.held import HeldProcess, end_at
 from deploy.supervisor import HANG_S, NOTHING_SEEN, STEADY_S, ProcessSpec, Supervisor
 from tests.deploy.processes import wait_gone
+from tests.manual_clock import ManualClock
 
 STUB = (sys.executable, str(Path(__file__).parent / "stub_process.py"))
 CONDUCTOR_CONFIG = {"model_path": "m", "server": {"http_port": 0, "grpc_port": 0}}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.attention import paged_decode_attention, paged_prefill_attention, write_kv
-from engine.attention_rule import AttentionRule, attend, gathered
+from engine.attention import AttentionRule, paged_decode_attention, paged_prefill_attention, write_kv
+from tests.engine.definitions import attend, gathered
 
 BLOCK_SIZE = 16
 RULES = {

@@ -6,8 +6,8 @@ import torch
 from base.checksum import checksum, is_checksum_of, sum_of_words
 from base.kv_layout import KvLayout
 from engine.block_sums import UNSIGNED, block_sums, sum_kind
-from engine.kernels.sum_words import sum_words_definition
 from engine.paged_cache import PagedCache
+from tests.engine.definitions import sum_words_definition
 
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
 

@@ -5,9 +5,8 @@ import random
 import pytest
 import torch
 
-from engine.attention_rule import AttentionRule
-from engine.kernels.merge_part import merge_part, merge_part_definition
-from engine.kernels.paged_prefill import paged_prefill_definition
+from engine.attention import AttentionRule
+from engine.kernels.merge_part import merge_part
 from engine.long_chunks import (
     KEYS_STEP,
     ChunkSegment,
@@ -21,6 +20,7 @@ from engine.long_chunks import (
 )
 from engine.step import StepEntry, StepPlan
 from tests.engine.builders import make_sequence
+from tests.engine.definitions import merge_part_definition, paged_prefill_definition
 from tests.engine.kernels.paged import DEVICE, paged_layer, relative_error, tolerance
 
 BLOCK = 64

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from base.block_hash import BlockHash
 from base.checksum import checksum
-from base.clock import ManualClock, SystemClock
+from base.clock import SystemClock
 from base.config import TransferConfig
 from base.request import NodeId
 from base.rpc import Port, start_server
@@ -19,6 +19,7 @@ from kvstore.pool import HostPool, PoolLimits
 from kvstore.service import store_service
 from kvstore.store import Store
 from tests.kvstore.memory_directory import MemoryBoard, MemoryDirectory
+from tests.manual_clock import ManualClock
 from transfer.agent import TransferAgent
 
 BLOCK_BYTES = 64 << 10

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from base.checksum import checksum
-from base.clock import ManualClock
 from base.errors import ConfigError
 from kvstore.disk import FILE_NAME, DiskTier, opened
 from kvstore.disk_growth import MAX_REST_S, Growth
 from kvstore.record import HEADER_BYTES, RecordHeader, encode_header, header_or_none
 from tests.kvstore.disk_writer import BLOCK_BYTES, name_of, page_aligned, payload_of, read_back
+from tests.manual_clock import ManualClock
 from tests.simulation.disk import PAGE_BYTES, DiskFaults, SimDisk
 
 ROOT = Path(__file__).parent.parent.parent

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from base.block_hash import BlockHash
-from base.clock import ManualClock
 from base.errors import LeaseExpiredError, ProtocolError
 from kvstore.eviction import BY_NAME
 from kvstore.pool import Accounts, HostPool, PoolLimits
+from tests.manual_clock import ManualClock
 
 
 def chain_of(path):

@@ -13,12 +13,12 @@ from base.checksum import CHECKSUM_KIND, DEVICE_CHECKSUM_KIND, checksum, sum_of_
 from base.clock import SystemClock
 from base.errors import LostError, TransferFailedError
 from base.kv_layout import KvLayout, KvPart, part_runs, spread
-from engine.kernels.sum_words import sum_words_definition
 from kvstore.client import Stripes
 from kvstore.eviction import BY_NAME
 from kvstore.pool import HostPool
 from kvstore.shard_mover import ShardMover, part_bytes
 from kvstore.store import Store
+from tests.engine.definitions import sum_words_definition
 from tests.kvstore.cluster import chain_of
 from tests.rank_caches import GROUPS, LAYOUT, NUM_BLOCKS, RankedNode
 from transfer.shard import NodeKv

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from base.clock import ManualClock, SystemClock
+from base.clock import SystemClock
 from base.config import (
     EngineConfig,
     NodeProcess,
@@ -26,6 +26,7 @@ from kvstore.settings import StoreProcess, of_node
 from protos import kvstore_pb2 as pb
 from tests.certificates import Authority
 from tests.kvstore.cluster import BLOCK_BYTES, chain_of, load, save
+from tests.manual_clock import ManualClock
 from transfer.agent import TransferAgent
 
 POOL_GIB = 8 * BLOCK_BYTES / (1 << 30)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from base.checksum import CHECKSUM_KIND
-from base.clock import ManualClock, SystemClock
+from base.clock import SystemClock
 from base.messages import Failed, Lend, Lent, Source
 from kvstore.engine_store import EngineStore
 from kvstore.eviction import BY_NAME
@@ -21,6 +21,7 @@ from node.ranked_cache import RankedCache
 from node.store import PagedBlocks
 from prefill_node.prefix_loader import Prefix
 from tests.kvstore.cluster import chain_of
+from tests.manual_clock import ManualClock
 from tests.rank_caches import GROUPS, LAYOUT, NUM_BLOCKS, RankedNode
 
 CHAIN = tuple(chain_of("abcd"))

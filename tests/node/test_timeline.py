@@ -2,13 +2,13 @@
 
 import json
 
-from base.clock import ManualClock
 from base.kv_layout import KvPart
 from base.messages import PrefillTimes
 from base.timeline import Timeline
 from engine.rank_group import GroupShape
 from engine.step import StepPlan
 from node.timeline import NodeTimeline, StageSteps
+from tests.manual_clock import ManualClock
 
 PLAN = StepPlan((), 0)
 

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from base.clock import ManualClock
 from base.errors import TransferFailedError
 from base.messages import Failed, Prefill, Prefilled, PrefillTimes, Release, Reserve, Start, Tokens
 from base.metrics import NodeMetrics, process_registry, samples_of
@@ -12,6 +11,7 @@ from base.metrics import exposition as text_of
 from base.request import FinishReason, SampledToken
 from node.metrics import TransferMetrics
 from node.tracing import NodeTracing, TransferSpans, WorkSpans
+from tests.manual_clock import ManualClock
 from tests.node.recorded_spans import RecordedTracer
 from tests.node_parts import work
 from tests.transfer.test_router import GRANT, PEER, PIECES, Stub

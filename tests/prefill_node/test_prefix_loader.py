@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from base.block_hash import hash_chain
-from base.clock import ManualClock, SystemClock
+from base.clock import SystemClock
 from base.grants import Operation
 from base.messages import Failed, Lend, Lent, Prefill, Prefilled, Source
 from decode_node.role import DecodeRole
@@ -25,6 +25,7 @@ from node.own_cache import Lender, SegmentCache
 from node.store import PagedBlocks
 from prefill_node.role import PrefillRole
 from tests.kvstore.memory_directory import MemoryBoard, MemoryDirectory
+from tests.manual_clock import ManualClock
 from tests.node_parts import LAYOUT, ROOT, CountingRunner, parts, work
 
 CHAIN = hash_chain(range(100, 180), 16, ROOT)

@@ -5,9 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from base.clock import ManualClock
 from base.errors import StaleError, TransferFailedError
 from base.grants import Grant, Operation, PeerDescriptor
+from tests.manual_clock import ManualClock
 from transfer.batch import Pieces, Priority
 from transfer.owned import segment as segments
 from transfer.router import COOLDOWN_S, RANKED_FOR_S, Router

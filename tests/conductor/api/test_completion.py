@@ -6,7 +6,6 @@ from contextlib import aclosing, nullcontext
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from base.clock import ManualClock
 from base.errors import CapacityError, LostError, SloUnreachableError, UnavailableError
 from base.messages import PrefillTimes
 from base.metrics import ConductorMetrics, exposition, process_registry
@@ -15,6 +14,7 @@ from conductor.api.completion import Completions
 from conductor.api.headers import Caller
 from conductor.api.options import Options, make_request
 from tests.conductor.fakes import MODEL, spoken
+from tests.manual_clock import ManualClock
 
 UNBOUNDED = Slo()
 TIMES = PrefillTimes(queue_s=0.25, compute_s=0.5, exposed_transfer_s=0.125)

@@ -6,7 +6,6 @@ If it is not much, and somebody waits for it.
 import asyncio
 from functools import partial
 
-from base.clock import ManualClock
 from base.messages import Registered, Release, Start
 from base.request import RequestId
 from base.wire import register, to_node_from
@@ -15,6 +14,7 @@ from conductor.serving.membership import Membership
 from protos import nodes_pb2 as pb
 from tests.conductor.builders import BLOCK_SIZE, make_view
 from tests.conductor.scripted_node import MODEL_ID, node_info
+from tests.manual_clock import ManualClock
 from tests.simulation.loop import SimLoop
 
 START = partial(Start, first_token_id=1, checksums=())

@@ -3,13 +3,13 @@
 import itertools
 
 from base.block_hash import HASH_BYTES
-from base.clock import ManualClock
 from base.messages import Heartbeat, KvEvents, TellBlocks
 from conductor.serving.membership import MAX_SNAPSHOT_PAUSE_S, Membership
 from conductor.serving.nodes import NodeSession
 from tests.conductor.builders import BLOCK_SIZE, make_view
 from tests.conductor.dispatching import conductor, until
 from tests.conductor.scripted_node import MODEL_ID, ScriptedWork, node_info
+from tests.manual_clock import ManualClock
 
 
 class Attached:

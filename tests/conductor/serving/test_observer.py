@@ -2,7 +2,6 @@
 
 import pytest
 
-from base.clock import ManualClock
 from base.messages import Prefilled, PrefillTimes
 from base.metrics import ConductorMetrics, exposition, process_registry
 from base.request import Role, SampledToken
@@ -12,6 +11,7 @@ from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.serving.observer import Observer
 from tests.conductor.builders import make_cost, make_info, make_request, make_view, require_placement
+from tests.manual_clock import ManualClock
 
 COST = make_cost()
 

@@ -5,8 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from engine.kernels.merge_part import merge_part, merge_part_definition
-from engine.kernels.sum_words import sum_words, sum_words_definition
+from engine.kernels.merge_part import merge_part
+from engine.kernels.sum_words import sum_words
+from tests.engine.definitions import merge_part_definition, sum_words_definition
 from tests.engine.kernels.paged import DEVICE
 
 ROUNDS = 20

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention_rule import AttentionRule
-from engine.kernels.decode_parts import MAX_SPLITS, decode_parts, decode_parts_definition, num_items
-from engine.kernels.paged_decode import DecodeTiles, paged_decode, paged_decode_definition
+from engine.attention import AttentionRule
+from engine.kernels.decode_parts import MAX_SPLITS, decode_parts, num_items
+from engine.kernels.paged_decode import DecodeTiles, paged_decode
+from tests.engine.definitions import decode_parts_definition, paged_decode_definition
 from tests.engine.kernels.paged import DEVICE, MULTIPLIED, paged_layer, relative_error, tolerance
 
 

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention_rule import AttentionRule
+from engine.attention import AttentionRule
 from engine.kernels.paged_decode import paged_decode
-from engine.kernels.paged_prefill import PrefillTiles, paged_prefill, paged_prefill_definition
+from engine.kernels.paged_prefill import PrefillTiles, paged_prefill
+from tests.engine.definitions import paged_prefill_definition
 from tests.engine.kernels.paged import DEVICE, MULTIPLIED, paged_layer, relative_error, tolerance
 
 SMALL = PrefillTiles(rows=16, tokens=16, num_warps=4, num_stages=1)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.sample_rows import FIELDS, noise_definition, sample_rows, sample_rows_definition
+from engine.kernels.sample_rows import FIELDS, sample_rows
+from tests.engine.definitions import noise_definition, sample_rows_definition
 from tests.engine.kernels.paged import DEVICE
 
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from base.kv_layout import Spread
-from engine.kernels.sum_words import TILE_WORDS, sum_words, sum_words_definition
+from engine.kernels.sum_words import TILE_WORDS, sum_words
+from tests.engine.definitions import sum_words_definition
 from tests.engine.kernels.paged import DEVICE
 
 RANDOM = (-(2**63), 2**63 - 1)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from engine.kernels.thin_product import MAX_ROWS, thin_product, thin_product_definition
+from engine.kernels.thin_product import MAX_ROWS, thin_product
+from tests.engine.definitions import thin_product_definition
 from tests.engine.kernels.paged import DEVICE, MULTIPLIED, relative_error, tolerance
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from engine.kernels.write_kv import write_kv, write_kv_definition
+from engine.kernels.write_kv import write_kv
+from tests.engine.definitions import write_kv_definition
 from tests.engine.kernels.paged import DEVICE
 
 

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from base.clock import ManualClock
 from base.errors import CapacityError, LeaseExpiredError, ProtocolError, StaleError
 from base.grants import Grant, Operation
+from tests.manual_clock import ManualClock
 from transfer.owned.grant import GrantTable
 
 SEGMENT = 7

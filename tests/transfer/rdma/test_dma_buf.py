@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from base.clock import ManualClock
 from base.config import TransferConfig
 from base.errors import TransferFailedError
 from base.grants import Endpoint, Operation, PeerDescriptor
+from tests.manual_clock import ManualClock
 from tests.transfer.gpu.fake_device import device_memory
 from tests.transfer.rdma.made_up_rails import NOWHERE, FakeRail
 from transfer.agent import TransferAgent

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from base.clock import ManualClock
 from base.config import TransferConfig
 from base.errors import LeaseExpiredError, ProtocolError, StaleError
 from base.grants import Grant, Operation
+from tests.manual_clock import ManualClock
 from tests.transfer.rdma.made_up_rails import FakeRail
 from transfer.agent import TransferAgent
 from transfer.batch import pieces_of

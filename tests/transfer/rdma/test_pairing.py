@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from base.clock import ManualClock
 from base.errors import TransferFailedError
 from base.grants import Endpoint, Operation, PeerDescriptor
+from tests.manual_clock import ManualClock
 from tests.transfer.rdma.made_up_rails import NOWHERE, FakeRail
 from transfer.batch import Pieces, Priority
 from transfer.owned import segment as segments

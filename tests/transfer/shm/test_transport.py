@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from base.clock import Clock, ManualClock, SystemClock
+from base.clock import Clock, SystemClock
 from base.config import TransferConfig
 from base.errors import ProtocolError, StaleError, TransferFailedError
 from base.grants import Grant, Operation
+from tests.manual_clock import ManualClock
 from transfer.agent import TransferAgent
 from transfer.batch import Priority, pieces_of
 from transfer.owned.segment import Segment

@@ -11,10 +11,11 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from base.clock import ManualClock, SystemClock
+from base.clock import SystemClock
 from base.config import TransferConfig
 from base.errors import LeaseExpiredError, ProtocolError, ServeError, StaleError, TransferFailedError
 from base.grants import Endpoint, Grant, Operation, PeerDescriptor
+from tests.manual_clock import ManualClock
 from tests.transfer.rdma.made_up_rails import FakeRail
 from transfer.agent import TransferAgent
 from transfer.batch import pieces_of

@@ -1,4 +1,4 @@
-"""Grafana dashboards, of the table in `conductor/api/panels.py`; `python -m deploy.dashboards` writes them.
+"""Grafana dashboards, written from the table in `conductor/api/panels.py`.
 
 Grafana's own SDK builds them (places, what Grafana calls a query's target), so that the files are of a form
 that its authors vouch for. They are committed, and a test compares: who only runs needs no SDK.
@@ -16,7 +16,7 @@ from grafana_foundation_sdk.models.dashboard import DashboardLinkType, DataSourc
 
 from conductor.api.panels import DASHBOARDS, Dashboard, Panel
 
-FOLDER = Path(__file__).parent / "grafana" / "dashboards"
+FOLDER = Path(__file__).resolve().parent.parent / "deploy" / "grafana" / "dashboards"
 
 COLUMNS = 24
 PANEL_WIDTH = 8

@@ -1,4 +1,4 @@
-"""The API reference: `python -m deploy.reference` writes openapi.json and api.md of docs/reference.
+"""The API reference: `python docs/generate_api.py` writes openapi.json and api.md of docs/reference.
 
 Made from what is in force: the bodies that `conductor/api/openai_schema.py` reads, and the protos with their
 comments. A test compares. What the fields mean, and how the two listeners behave, is in
@@ -23,7 +23,7 @@ PROTOS = ("inference", "nodes", "transfer", "kvstore")
 def reference() -> str:
     """Return docs/reference/api.md."""
     parts = [
-        "# API reference\n\nMade by `python -m deploy.reference`; "
+        "# API reference\n\nMade by `python docs/generate_api.py`; "
         "[the API guide](client-api.md) says what the fields do.\n\n"
     ]
     parts.append("## HTTP\n\n| | |\n|---|---|\n")
