@@ -71,7 +71,6 @@ class TransferAgent:
         random_bits: Callable[[int], int] = secrets.randbits,
         observers: Sequence[TransferObserver] = (),
     ) -> None:
-        self._observers = observers
         self._wrap = wrap
         self._node_id = node_id
         self._epoch = epoch
@@ -89,7 +88,8 @@ class TransferAgent:
         self._endpoints += [] if board is None else [Endpoint(name, board.address) for name in on_host]
         self._offers: list[OfferedTransport] = []
         self._wires: list[Transport] = []
-        self._router: Router | None = None
+        self._absent: dict[str, str] = {}
+        self._router = Router((), clock, self._absent, observers)
         # Batches of one grant follow each other, and a grant may have thousands of ranges.
         self._ranges_of = functools.lru_cache(KNOWN_GRANTS)(
             lambda grant: with_table(ranges_of(grant.offsets, grant.length))
@@ -102,26 +102,26 @@ class TransferAgent:
 
     async def start(self) -> None:
         """Listen, and be ready to reach peers. Raises OSError if the port is taken."""
-        absent: dict[str, str] = {}
         if self._carriage is not None:
             self._offers = [OfferedTransport(transport) for transport in self._carriage.transports]
         else:
-            self._offers = [made for name in self._names if (made := self._made(name, absent)) is not None]
+            self._offers = [made for name in self._names if (made := self._made(name)) is not None]
         self._endpoints += [
             Endpoint(made.transport.name, made.address) for made in self._offers if made.address
         ]
         self._wires = [made.transport for made in self._offers if made.is_wire]
-        transports = [self._wrap(made.transport) for made in self._offers]
-        self._router = Router(transports, self._clock, absent, self._observers)
+        for made in self._offers:
+            self._router.add(self._wrap(made.transport))
 
-    def _made(self, name: str, absent: dict[str, str]) -> OfferedTransport | None:
-        """Return the transport of that name; None: it cannot work here, and `absent` has the reason."""
+    def _made(self, name: str) -> OfferedTransport | None:
+        """Return the transport of that name; None: it cannot work here, and why is kept."""
         try:
             # By name, because some import torch: seconds that a process without a GPU need not spend.
             made: OfferedTransport = importlib.import_module(TRANSPORTS[name].module).offer(self._host)
         except (AbsentError, ImportError) as error:
-            absent[name] = f"not installed: {error}" if isinstance(error, ImportError) else str(error)
-            event(log, "transport absent", level=logging.WARNING, transport=name, reason=absent[name])
+            reason = f"not installed: {error}" if isinstance(error, ImportError) else str(error)
+            self._absent[name] = reason
+            event(log, "transport absent", level=logging.WARNING, transport=name, reason=reason)
             return None
         return made
 
@@ -129,8 +129,7 @@ class TransferAgent:
         """End every batch and grant, and release every segment."""
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
-        if self._router is not None:
-            await self._router.close()
+        await self._router.close()
         await self._host.close()
         self._holdings.close()
 
@@ -186,7 +185,7 @@ class TransferAgent:
         segment = self._holdings.register_device(memory, is_served=self._host.server is not None)
         while self._wires:
             staged = StagedTransport(self._wires.pop(), self._holdings.register)
-            self._started().add(self._wrap(staged))
+            self._router.add(self._wrap(staged))
         return self._pinned(segment)
 
     def grant(
@@ -270,7 +269,7 @@ class TransferAgent:
         Raises:
             TransferFailedError: nothing reaches it.
         """
-        return self._started().choose(peer, grant.segment_id, device)
+        return self._router.choose(peer, grant.segment_id, device)
 
     async def _move(
         self,
@@ -300,7 +299,7 @@ class TransferAgent:
     async def _carry(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         await self._permits.acquire(priority)
         try:
-            await self._started().move(peer, grant, pieces, priority)
+            await self._router.move(peer, grant, pieces, priority)
         finally:
             self._permits.release()
 
@@ -323,11 +322,6 @@ class TransferAgent:
                 # Batches that would need it are refused likewise, and go by another transport.
                 event(log, "not registered", level=logging.WARNING, reason=error)
         return segment
-
-    def _started(self) -> Router:
-        if self._router is None:
-            raise RuntimeError("the agent is not started")
-        return self._router
 
     def _drain(self, generation: int) -> asyncio.Future[None]:
         """Return what is done once nothing in flight can touch an ended grant's memory."""

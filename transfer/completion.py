@@ -5,40 +5,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Generator
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any
 
 
-def begin(work: Coroutine[Any, Any, None]) -> Begun | None:
-    """Run `work` until it has to wait; return what is left of it, or None if that was all. Raises as it does.
+def begin(work: Coroutine[Any, Any, None]) -> Awaitable[None] | None:
+    """Run `work` until it has to wait; return its rest, for the same task, or None. Raises as it does.
 
     A timer and its end cost 12 us, more than a small batch over shared memory, which mostly has
     nothing to wait for.
     """
     try:
-        return Begun(work, work.send(None))
+        return _rest_of(work, work.send(None))
     except StopIteration:
         return None
 
 
-class Begun:
-    """The rest of a coroutine that was begun by hand, to be awaited by the same task."""
-
-    def __init__(self, work: Coroutine[Any, Any, None], waits_for: object) -> None:
-        self._work = work
-        self._waits_for = waits_for
-
-    def __await__(self) -> Generator[object, None, None]:
-        while True:
+@types.coroutine
+def _rest_of(work: Coroutine[Any, Any, None], waits_for: object) -> Generator[object, None, None]:
+    while True:
+        try:
             try:
-                try:
-                    yield self._waits_for
-                except BaseException as error:
-                    self._waits_for = self._work.throw(error)
-                else:
-                    self._waits_for = self._work.send(None)
-            except StopIteration:
-                return
+                yield waits_for
+            except BaseException as error:
+                waits_for = work.throw(error)
+            else:
+                waits_for = work.send(None)
+        except StopIteration:
+            return
 
 
 def post(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

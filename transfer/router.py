@@ -44,6 +44,8 @@ class _PeerRates:
         self.resting = Resting(clock, COOLDOWN_S, MAX_COOLDOWN_S)
         self.bytes_per_s: dict[str, float] = {}
         """The rate of each transport by its name, once measured."""
+        self.refusals: dict[str, str] = {}
+        """Why each transport last refused this peer, as it was logged."""
 
     def rate(self, name: str) -> float:
         return self.bytes_per_s.get(name, prior_bytes_per_s(name))
@@ -67,7 +69,7 @@ class Router:
     ) -> None:
         """`absent`: why each configured transport that cannot work here cannot."""
         self._observers = observers
-        self._absent = dict(absent or {})
+        self._absent = {} if absent is None else absent
         self._transports = {transport.name: transport for transport in transports}
         self._clock = clock
         self._peers: dict[str, _PeerRates] = {}
@@ -154,8 +156,11 @@ class Router:
             refusal = transport.refusal_or_none(peer, segment_id, device)
             if refusal is None:
                 usable.append(name)
-            else:
-                refused.append((name, refusal))
+                continue
+            refused.append((name, refusal))
+            if known.refusals.get(name) != refusal:
+                known.refusals[name] = refusal
+                event(log, "transport refused", peer=peer.node_id, transport=name, reason=refusal)
         if not usable:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
             raise TransferFailedError(f"nothing reaches {peer.node_id}: {reasons or 'no transport'}")

@@ -1,8 +1,8 @@
 """The dashboards: a table of panels, each a title, a unit and PromQL.
 
 Who shows them: the page at /ui (`panel_values.py` asks Prometheus), and Grafana, whose files
-`docs/generate_dashboards.py` writes from this table. A test parses every query and looks each metric up in `base/metrics.py`;
-another has a real Prometheus that scrapes a cluster at work answer them.
+`docs/generate_dashboards.py` writes from this table. A test parses every query and looks each metric up in
+`base/metrics.py`; another has a real Prometheus that scrapes a cluster at work answer them.
 """
 
 from __future__ import annotations

@@ -83,6 +83,18 @@ def test_when_nothing_reaches_the_segment_every_reason_is_told(router: Router, s
         router.choose(PEER, 5)
 
 
+def test_why_a_transport_is_refused_is_logged_once_for_each_reason(
+    router: Router, shm: Stub, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for refusal in ("another host", "another host", "no room in /dev/shm"):
+        shm.refusal = refusal
+        clock.advance(RANKED_FOR_S)
+        router.choose(PEER, GRANT.segment_id)
+    logged = [record.getMessage() for record in caplog.records if "transport refused" in record.getMessage()]
+    assert [line.partition("reason=")[2] for line in logged] == ['"another host"', '"no room in /dev/shm"']
+
+
 async def test_measured_bandwidth_outweighs_the_prior(router: Router, shm: Stub, tcp: Stub) -> None:
     shm.seconds = 0.1
     for _ in range(20):

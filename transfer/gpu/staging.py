@@ -33,24 +33,16 @@ class PinnedStaging:
         self._answers = self.buffer()
 
     def buffer(self) -> Segment:
-        """Return pinned memory for the payload of one frame; raises TransferFailedError if none is left."""
         try:
             return segments.over(0, self._access.pinned(self._buffer_bytes))
         except RuntimeError as error:
             raise TransferFailedError(f"no pinned host memory: {error}") from error
 
     def put(self, buffer: Segment, offsets: Offsets, lengths: Offsets) -> None:
-        """Copy what lies in `buffer`, range after range, to where it belongs.
-
-        Raises:
-            ProtocolError: the ranges are not aligned as the device wants them.
-            TransferFailedError: the device refuses.
-        """
         with self._lock:
             self._copy(Operation.READ, buffer, offsets, lengths)
 
     def fetched(self, offsets: Offsets, lengths: Offsets) -> memoryview:
-        """Return a copy of some ranges, one after the other; raises as `put`."""
         with self._lock:
             self._copy(Operation.WRITE, self._answers, offsets, lengths)
             # The pinned memory is wanted for the next answer while this one waits for its turn on the wire.

@@ -27,6 +27,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -277,17 +278,18 @@ class _Reach:
         self._pinned[address] = num_bytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Imported:
     """Memory of a peer as an address of ours; keeps what must live as long."""
 
-    def __init__(
-        self, owner: MappedPeer, address: int, num_bytes: int, kept: torch.UntypedStorage | memoryview | None
-    ) -> None:
-        self.owner = owner
-        self.address = address
-        self.num_bytes = num_bytes
-        self.is_host = isinstance(kept, memoryview)
-        self._kept = kept
+    owner: MappedPeer
+    address: int
+    num_bytes: int
+    kept: torch.UntypedStorage | memoryview | None
+
+    @property
+    def is_host(self) -> bool:
+        return isinstance(self.kept, memoryview)
 
 
 def _import(mapped: MappedPeer, segment_id: int, device: int) -> _Imported:

@@ -46,7 +46,6 @@ class GrantState(Enum):
     EXPIRED = 3
 
 
-_LIVE = GrantState.LIVE
 _NOWHERE = ranges_of((0,), 1)
 
 
@@ -175,7 +174,7 @@ class GrantTable:
             raise AssertionError("a slot is lost or in two places")
         for generation, slot in (*self._live.items(), *self._ended.items()):
             entry = self._entries[slot]
-            if entry is None or entry.grant.generation != generation or _slot_of(generation) != slot:
+            if entry is None or entry.grant.generation != generation or generation & _SLOT_MASK != slot:
                 raise AssertionError(f"slot {slot} holds another grant")
             if (entry.state is GrantState.LIVE) != (generation in self._live):
                 raise AssertionError(f"slot {slot} is {entry.state} in the wrong place")
@@ -202,9 +201,9 @@ class GrantTable:
         entry = self._entries[slot] if slot < len(self._entries) else None
         if entry is None or entry.grant.generation != generation:
             raise StaleError(f"no grant {generation:#x}")
-        if entry.state is not _LIVE and entry.state is GrantState.REVOKED:
+        if entry.state is GrantState.REVOKED:
             raise StaleError(f"grant {generation:#x} was revoked")
-        if entry.state is not _LIVE or entry.expires_at_s <= self._clock.now_s():
+        if entry.state is GrantState.EXPIRED or entry.expires_at_s <= self._clock.now_s():
             raise LeaseExpiredError(f"the lease of grant {generation:#x} ran out")
         return entry
 
@@ -221,7 +220,3 @@ class GrantTable:
     def _expires_at_s(self, slot: int) -> float:
         entry = self._entries[slot]
         return entry.expires_at_s if entry is not None else float("inf")
-
-
-def _slot_of(generation: int) -> int:
-    return generation & _SLOT_MASK

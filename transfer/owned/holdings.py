@@ -31,7 +31,12 @@ class Staging(Protocol):
         ...
 
     def put(self, buffer: Segment, offsets: Offsets, lengths: Offsets) -> None:
-        """Copy what lies in `buffer`, range after range, to where it belongs; raises ServeError."""
+        """Copy what lies in `buffer`, range after range, to where it belongs.
+
+        Raises:
+            ProtocolError: the ranges are not aligned as the device wants them.
+            TransferFailedError: the device refuses.
+        """
         ...
 
     def fetched(self, offsets: Offsets, lengths: Offsets) -> memoryview:
@@ -63,8 +68,7 @@ class Holdings:
     def allocate(self, num_bytes: int) -> Segment:
         """Return a new zeroed shared segment; raises ValueError or OSError."""
         segment = segments.allocate_shared(self._draw_id(), num_bytes)
-        if self._board is not None:
-            self._show(self._board, segment)
+        self._show(segment)
         self._segments[segment.segment_id] = segment
         return segment
 
@@ -89,8 +93,7 @@ class Holdings:
         except BaseException:
             segments.release(segment)
             raise
-        if self._board is not None:
-            self._show(self._board, segment)
+        self._show(segment)
         if staging is not None:
             self.staging[segment.segment_id] = staging
         self._segments[segment.segment_id] = segment
@@ -138,7 +141,10 @@ class Holdings:
         Any thread. Raises as `GrantTable.check` does.
         """
         self.grants.check(segment_id, generation, operation, offsets, lengths)
-        memory = self._host_memory(segment_id)
+        segment = self.segment(segment_id)
+        if segment.device is not None:
+            raise ProtocolError("the segment is a GPU's memory")
+        memory = segment.memory
         ranges = zip(offsets.tolist(), lengths.tolist(), strict=True)
         return [memory[offset : offset + length] for offset, length in ranges]
 
@@ -160,12 +166,6 @@ class Holdings:
             raise StaleError(f"no segment {segment_id:#x}")
         return segment
 
-    def _host_memory(self, segment_id: int) -> memoryview:
-        segment = self.segment(segment_id)
-        if segment.device is not None:
-            raise ProtocolError("the segment is a GPU's memory")
-        return segment.memory
-
     def close(self) -> None:
         """Close every segment and the board. Memory lives on while somebody maps it."""
         if self._board is not None:
@@ -174,9 +174,10 @@ class Holdings:
             segments.release(segment)
         self._segments.clear()
 
-    def _show(self, board: Board, segment: Segment) -> None:
+    def _show(self, segment: Segment) -> None:
         try:
-            board.show(segment)
+            if self._board is not None:
+                self._board.show(segment)
         except ValueError:
             segments.release(segment)
             raise

@@ -25,8 +25,9 @@ from base.clock import Clock
 from base.grants import Grant
 from transfer.owned.board import digest_of
 from transfer.rdma.registrations import Reach, unpack_reach
-from transfer.tcp.express import Call, ExpressLink
+from transfer.tcp.call import Call
 from transfer.tcp.frame import FrameKind
+from transfer.tcp.link import ClientLink
 
 SWEEP_S = 0.001
 """Batches of one request follow each other within this. A revocation waits for an idle hold at most as long
@@ -65,7 +66,7 @@ class Hold:
 class Holds:
     """Owns the holds on one peer's grants. `take` or `ask`, then `release` once."""
 
-    def __init__(self, link: ExpressLink, clock: Clock) -> None:
+    def __init__(self, link: ClientLink, clock: Clock) -> None:
         self._link = link
         self._clock = clock
         self._loop = asyncio.get_running_loop()

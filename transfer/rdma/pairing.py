@@ -33,9 +33,11 @@ from transfer.rdma.verbs import (
     Rail,
     unpack_ends,
 )
-from transfer.tcp.express import Call, ExpressLink
+from transfer.tcp.call import Call
 from transfer.tcp.frame import FrameKind
 from transfer.tcp.greeting import PeerKey
+from transfer.tcp.link import ClientLink
+from transfer.tcp.reactor import LoopPoller
 
 WORK_BYTES = 1 << 20
 """One work request at most: 21 us on a 400 Gb/s link, several times the cost of posting it."""
@@ -159,8 +161,13 @@ class Pairing:
         self._pairing = asyncio.Lock()
         self._is_paired = False
         self._has_lost = False
-        self.link = ExpressLink(
-            address, key, self._on_link_closed, lambda generation: self.holds.recall(generation)
+        self._poller = LoopPoller()
+        self.link = ClientLink(
+            address,
+            key,
+            self._poller,
+            self._on_link_closed,
+            lambda generation: self.holds.recall(generation),
         )
         self.holds = Holds(self.link, clock)
         self.link.connect()
@@ -174,6 +181,10 @@ class Pairing:
     def has_queued(self) -> bool:
         """Whether work waits for a lane."""
         return any(line.urgent or line.background for line in self._lines.values())
+
+    def catch_up(self) -> None:
+        """Take in what the peer sent while the loop had no turn: it may have ended the connection."""
+        self._poller.catch_up()
 
     async def ready(self) -> None:
         """Return when the lanes are open; raises TransferFailedError or StaleError."""
@@ -225,15 +236,21 @@ class Pairing:
             asyncio.get_running_loop().call_later(STUCK_AFTER_S, self._give_up, batch)
 
     def pump(self) -> None:
-        """Post as much as lanes take, a burst to each in turn."""
+        """Post as much as lanes take, a burst to each in turn; a short queue is shared out evenly."""
+        bursts = {
+            id(queue): min(BURST, -(-len(queue) // len(line.lanes)))
+            for line in self._lines.values()
+            for queue in (line.urgent, line.background)
+            if queue and line.lanes
+        }
         is_moving = True
         while is_moving:
             is_moving = False
             for lane in self._lanes:
-                capacity = min(BURST, MAX_OUTSTANDING - len(lane.under_way))
+                capacity = MAX_OUTSTANDING - len(lane.under_way)
                 queue = self._next_or_none(lane) if lane.is_open and capacity > 0 else None
                 if queue:
-                    self._post_burst(lane, queue, capacity)
+                    self._post_burst(lane, queue, min(capacity, bursts.get(id(queue), BURST)))
                     is_moving = True
 
     def on_ended(self, lane: Lane, ended: Ended) -> None:

@@ -107,11 +107,15 @@ class Registrations:
         return known
 
     def _registered(self, segment: Segment) -> tuple[Reach, Reach]:
-        self._require_untried(segment)
+        device = segment.device
+        if device is not None:
+            refusal = self._refused.get(segment.segment_id) or self._refusal_of(device)
+            if refusal:
+                raise TransferFailedError(refusal)
         keys: list[tuple[int, int]] = []
         distances: list[int] = []
         refusals = []
-        for rail, near in zip(self.rails, self._distances_to(segment.device), strict=True):
+        for rail, near in zip(self.rails, self._distances_to(device), strict=True):
             try:
                 keys.append(rail.keys(segment))
                 distances.append(near)
@@ -120,24 +124,14 @@ class Registrations:
                 keys.append((0, 0))
                 distances.append(UNREACHED)
         if len(refusals) == len(self.rails):
-            self._remember(segment, "; ".join(refusals))
-            raise TransferFailedError("; ".join(refusals))
-        if segment.device is not None:
-            self._refused_of.pop(segment.device, None)
+            refusal = "; ".join(refusals)
+            if device is not None:
+                self._refused[segment.segment_id] = self._refused_of[device] = refusal
+            raise TransferFailedError(refusal)
+        if device is not None:
+            self._refused_of.pop(device, None)
         (local, remote), address = zip(*keys, strict=True), address_of(segment)
         return Reach(address, local, tuple(distances)), Reach(address, remote, tuple(distances))
-
-    def _require_untried(self, segment: Segment) -> None:
-        """Raises TransferFailedError for memory of a GPU of which it is known that no rail takes it."""
-        if segment.device is not None:
-            refusal = self._refused.get(segment.segment_id) or self._refusal_of(segment.device)
-            if refusal:
-                raise TransferFailedError(refusal)
-
-    def _remember(self, segment: Segment, refusal: str) -> None:
-        if segment.device is not None:
-            self._refused[segment.segment_id] = refusal
-            self._refused_of[segment.device] = refusal
 
     def _distances_to(self, device: int | None) -> tuple[Distance, ...]:
         known = self._distances.get(device)

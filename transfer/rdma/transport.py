@@ -164,8 +164,7 @@ class RdmaTransport(Transport):
     async def _paired(self, peer: PeerDescriptor) -> Pairing:
         known = self._pairings.get(peer.node_id)
         if known is not None:
-            # The owner may have ended the connection while the loop was busy elsewhere.
-            known.link.catch_up()
+            known.catch_up()
         if known is None or known.epoch != peer.epoch or known.is_spent():
             if known is not None:
                 known.close()

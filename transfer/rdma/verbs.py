@@ -21,6 +21,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import NamedTuple
 
@@ -168,7 +169,7 @@ class Rail:
         self.mtu = int(port.active_mtu)
         self.lid = int(port.lid)
         self.gid_index = _gid_index(name)
-        self.gid = _gid_bytes(str(self._context.query_gid(_PORT, self.gid_index)))
+        self.gid = IPv6Address(str(self._context.query_gid(_PORT, self.gid_index))).packed
         self._domain = PD(self._context)
         descriptors = _descriptors()
         self._channel = CompChannel(self._context)
@@ -312,7 +313,7 @@ class QueuePair:
         attributes.pkey_index = 0
         attributes.qp_access_flags = verbs.IBV_ACCESS_REMOTE_WRITE | verbs.IBV_ACCESS_REMOTE_READ
         self._pair.to_init(attributes)
-        route = GlobalRoute(dgid=GID(_gid_text(peer.gid)), sgid_index=self.rail.gid_index)
+        route = GlobalRoute(dgid=GID(IPv6Address(peer.gid).exploded), sgid_index=self.rail.gid_index)
         attributes = QPAttr(port_num=_PORT)
         attributes.path_mtu = min(self.rail.mtu, peer.mtu)
         attributes.dest_qp_num = peer.number
@@ -354,12 +355,3 @@ def _gid_index(name: str) -> int:
         if is_v2 and gid.startswith("0000:0000:0000:0000:0000:ffff:"):
             return int(entry.name)
     return 0
-
-
-def _gid_bytes(text: str) -> bytes:
-    return bytes.fromhex(text.replace(":", ""))
-
-
-def _gid_text(gid: bytes) -> str:
-    digits = gid.hex()
-    return ":".join(digits[at : at + 4] for at in range(0, 32, 4))

@@ -128,8 +128,15 @@ class ClientLink:
         self._stream: FrameStream | None = None
         self._error: ServeError = TransferFailedError("not connected")
 
+    @property
+    def is_closed(self) -> bool:
+        return self.state is LinkState.CLOSED
+
     def connect(self) -> None:
-        """Begin to connect; frames may be submitted from now on."""
+        """Begin to connect; frames may be submitted from now on.
+
+        Where that is out of the question, `on_closed` is called within this call.
+        """
         host, _, port = self._address.rpartition(":")
         try:
             self._sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -137,10 +144,10 @@ class ClientLink:
             code = self._sock.connect_ex((host, int(port)))
         except (OSError, ValueError, OverflowError, TypeError) as error:
             # A peer's word is no host's name where it has a zero in it: TypeError.
-            self._fail(TransferFailedError(f"cannot connect to {self._address}: {error}"))
+            self._not_connected(str(error))
             return
         if code not in (0, errno.EINPROGRESS):
-            self._fail(TransferFailedError(f"cannot connect to {self._address}: {os.strerror(code)}"))
+            self._not_connected(os.strerror(code))
             return
         self._poller.watch(self._sock.fileno(), WRITABLE, self._on_connected)
 
@@ -222,13 +229,16 @@ class ClientLink:
         self._poller.forget(sock.fileno())
         code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
-            self._fail(TransferFailedError(f"cannot connect to {self._address}: {os.strerror(code)}"))
+            self._not_connected(os.strerror(code))
             return
         limit_on_host(sock)
         self.state = LinkState.GREETING
         self._stream = FrameStream(sock, self._poller, self)
         generation, offset = self._nonces.asker
         self._stream.send(pack(Header(FrameKind.HELLO, generation=generation, offset=offset)))
+
+    def _not_connected(self, reason: str) -> None:
+        self._fail(TransferFailedError(f"cannot connect to {self._address}: {reason}"))
 
     def _prove(self, header: Header) -> None:
         if self._stream is not None:

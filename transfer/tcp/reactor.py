@@ -24,8 +24,10 @@ READABLE = select.EPOLLIN
 WRITABLE = select.EPOLLOUT
 MAX_EVENTS = 64
 """Events taken in one call, for which memory is set aside each time."""
+MAX_CAUGHT_UP = 256
+"""Times that sockets are looked at in one call: a peer that goes on sending must not hold the event loop."""
 PROCESSORS_EACH = 4
-"""A reactor copies for as long as bytes come: so many processors of a node are for one."""
+"""Processors of a node for each reactor, which copies for as long as bytes come."""
 
 
 def num_reactors(connections: int) -> int:
@@ -78,15 +80,15 @@ class LoopPoller:
             self._loop.remove_writer(fd)
             self._ready.unregister(fd)
 
-    def is_ready(self) -> bool:
-        """Return whether there is anything to do for the sockets."""
-        return bool(self._ready.poll(0))
-
-    def turn(self) -> None:
-        """Do what the sockets are ready for now, as the loop would a little later."""
-        for fd, events in self._ready.poll(0):
-            if fd in self._watched:
-                self._watched[fd][1](events)
+    def catch_up(self) -> None:
+        """Do now what the sockets are ready for, which the loop would do in its next turns."""
+        for _ in range(MAX_CAUGHT_UP):
+            ready = self._ready.poll(0)
+            if not ready:
+                return
+            for fd, events in ready:
+                if fd in self._watched:
+                    self._watched[fd][1](events)
 
     def post(self, call: Callable[[], None]) -> None:
         call()

@@ -213,12 +213,9 @@ class _ServerLink:
 
     def __init__(self, sock: socket.socket, desk: _Desk) -> None:
         self._desk = desk
-        self._key = desk.key
         self._awaited: FrameKind | None = FrameKind.HELLO
         """The only frame that may come before it is greeted; None: none, because its proof was wrong."""
         self._nonces = Nonces((0, 0), nonce())
-        self._holdings = desk.holdings
-        self._one_sided = desk.one_sided
         self.is_greeted = False
         self._held: dict[int, int] = {}
         self._buffers: dict[int, Segment] = {}
@@ -283,22 +280,22 @@ class _ServerLink:
         self._stream.send(pack(Header(FrameKind.CHALLENGE, generation=generation, offset=offset)))
 
     def _welcome(self, header: Header) -> None:
-        if not proves(header, *self._key, self._nonces):
+        if not proves(header, *self._desk.key, self._nonces):
             # The answer does not show an outsider whether the epoch was right.
             self._awaited = None
             self._stream.send(pack_refusal(0, StaleError("this is not the process of that descriptor")))
             return
         self.is_greeted = True
-        self._stream.send(pack(proof(FrameKind.WELCOME, *self._key, self._nonces)))
+        self._stream.send(pack(proof(FrameKind.WELCOME, *self._desk.key, self._nonces)))
 
     def _checked(self, header: Header, table: memoryview, operation: Operation) -> Incoming:
         kind, segment_id, generation = header.kind, header.segment_id, header.generation
-        staging = self._holdings.staging.get(segment_id)
+        staging = self._desk.holdings.staging.get(segment_id)
         if staging is not None:
             return self._staged(header, table, operation, staging)
         ranges = unpack_ranges(header, table)
         try:
-            views = self._holdings.views(segment_id, generation, operation, *ranges)
+            views = self._desk.holdings.views(segment_id, generation, operation, *ranges)
         except ServeError as error:
             return Incoming(detached=True, error=error)
         return Incoming(views, generation) if kind is FrameKind.WRITE else Incoming(answer=views)
@@ -307,7 +304,9 @@ class _ServerLink:
         """Do as `_checked` for memory of a GPU."""
         offsets, lengths = unpack_ranges(header, table)
         try:
-            self._holdings.grants.check(header.segment_id, header.generation, operation, offsets, lengths)
+            self._desk.holdings.grants.check(
+                header.segment_id, header.generation, operation, offsets, lengths
+            )
             if header.kind is FrameKind.READ:
                 return Incoming(answer=(staging.fetched(offsets, lengths),))
             # A connection has one frame coming in at a time.
@@ -320,7 +319,8 @@ class _ServerLink:
         return Incoming((buffer.memory[: header.num_bytes],), header.generation, arrived=arrived)
 
     def _serve_one_sided(self, header: Header, offer: bytes) -> None:
-        if self._one_sided is None:
+        one_sided = self._desk.one_sided
+        if one_sided is None:
             raise ProtocolError("nothing but tcp is offered here")
         if header.kind is FrameKind.LET_GO:
             generation = self._held.pop(header.offset, None)
@@ -332,9 +332,9 @@ class _ServerLink:
             raise ProtocolError("this is held already, or there are too many")
         try:
             if header.kind is FrameKind.PAIR:
-                answer = self._one_sided.pair(self, offer)
+                answer = one_sided.pair(self, offer)
             else:
-                answer = self._one_sided.admit(header.generation, header.offset)
+                answer = one_sided.admit(header.generation, header.offset)
                 self._held[header.frame_id] = header.generation
         except ServeError as error:
             self._stream.send(pack_refusal(header.frame_id, error))
@@ -344,7 +344,7 @@ class _ServerLink:
 
     def _why_ended(self, header: Header) -> ServeError:
         try:
-            self._holdings.grants.require_live(header.generation)
+            self._desk.holdings.grants.require_live(header.generation)
         except ServeError as error:
             return error
         return StaleError("the grant was revoked")

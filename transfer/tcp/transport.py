@@ -14,12 +14,11 @@ from base.errors import ServeError, TransferFailedError
 from base.grants import Grant, PeerDescriptor
 from transfer.batch import Pieces, Priority
 from transfer.completion import Completion
-from transfer.tcp.express import ExpressLink
 from transfer.tcp.frame import MAX_FRAME_BYTES, MAX_RANGES, SMALL_BYTES
 from transfer.tcp.greeting import PeerKey, key_of
 from transfer.tcp.host import TransferHost
-from transfer.tcp.link import ClientLink, Frame, LinkState, frame_of
-from transfer.tcp.reactor import Poller, Reactor
+from transfer.tcp.link import ClientLink, Frame, frame_of
+from transfer.tcp.reactor import LoopPoller, Poller, Reactor
 from transfer.transport import OfferedTransport, Transport
 
 
@@ -50,20 +49,19 @@ class TcpTransport(Transport):
     async def move(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
         connected, pieces = self._connected(peer), pieces.merged()
         if pieces.num_bytes <= SMALL_BYTES and len(pieces) <= MAX_RANGES:
-            completion = Completion()
-            await connected.express().carry(completion, frame_of(completion, grant, pieces, priority))
-            return
-        groups = pieces.grouped(MAX_FRAME_BYTES, MAX_RANGES)
-        batch = _Batch(len(groups))
+            groups, links = [pieces], [connected.link_of_loop()]
+        else:
+            groups = pieces.grouped(MAX_FRAME_BYTES, MAX_RANGES)
+            links = connected.least_busy(len(groups))
+        batch = _Batch(len(groups), links)
         frames = [frame_of(batch, grant, group, priority) for group in groups]
-        batch.links = connected.least_busy(len(frames))
-        for index, link in enumerate(batch.links):
+        for index, link in enumerate(links):
             link.num_batches += 1
-            link.submit(frames[index :: len(batch.links)])
+            link.submit(frames[index :: len(links)])
         try:
             await batch.completion.wait(batch.cancel)
         finally:
-            for link in batch.links:
+            for link in links:
                 link.num_batches -= 1
 
     async def close(self) -> None:
@@ -93,37 +91,30 @@ class _Peer:
     def __init__(self, address: str, key: PeerKey, reactors: Sequence[Reactor], connections: int) -> None:
         self.key = key
         self._address = address
-        self._express: ExpressLink | None = None
         self._pollers = [reactors[index % len(reactors)] for index in range(connections)]
-        self._bulk: list[_RemoteLink] = []
+        self._bulk: list[_PeerLink] = []
+        self._small: list[_PeerLink] = []
 
-    def express(self) -> ExpressLink:
+    def link_of_loop(self) -> _PeerLink:
         """Return the link of the event loop."""
-        if self._express is None or self._express.is_closed:
-            self._express = ExpressLink(self._address, self.key)
-            self._express.connect()
-        return self._express
+        if not self._small or self._small[0].is_closed:
+            self._small = [_PeerLink(self._address, self.key, LoopPoller())]
+        return self._small[0]
 
-    def least_busy(self, count: int) -> list[_RemoteLink]:
+    def least_busy(self, count: int) -> list[_PeerLink]:
         """Return at most `count` links of the reactors. One batch after another finds a thread awake."""
-        self._bulk = [
-            link if not link.is_closed else self._open(poller)
-            for link, poller in zip(self._bulk, self._pollers, strict=False)
-        ] or [self._open(poller) for poller in self._pollers]
+        for index, poller in enumerate(self._pollers):
+            if index == len(self._bulk) or self._bulk[index].is_closed:
+                self._bulk[index : index + 1] = [_PeerLink(self._address, self.key, poller)]
         return sorted(self._bulk, key=lambda link: link.num_batches)[:count]
 
     def close(self) -> None:
-        for link in self._bulk:
+        for link in (*self._bulk, *self._small):
             link.close()
-        if self._express is not None:
-            self._express.close()
-
-    def _open(self, poller: Poller) -> _RemoteLink:
-        return _RemoteLink(self._address, self.key, poller)
 
 
-class _RemoteLink:
-    """A link of a reactor, called from the event loop."""
+class _PeerLink:
+    """A link that a reactor or the event loop runs, called from the loop."""
 
     def __init__(self, address: str, key: PeerKey, poller: Poller) -> None:
         self.num_batches = 0
@@ -134,7 +125,7 @@ class _RemoteLink:
 
     @property
     def is_closed(self) -> bool:
-        return self._link.state is LinkState.CLOSED
+        return self._link.is_closed
 
     def submit(self, frames: Sequence[Frame]) -> None:
         self._poller.post(lambda: self._link.submit(frames))
@@ -149,9 +140,9 @@ class _RemoteLink:
 class _Batch:
     """Counts the frames of one batch down, from the threads of several links."""
 
-    def __init__(self, num_frames: int) -> None:
+    def __init__(self, num_frames: int, links: Sequence[_PeerLink]) -> None:
         self.completion = Completion()
-        self.links: list[_RemoteLink] = []
+        self._links = links
         self._lock = threading.Lock()
         self._left = num_frames
         self._error: ServeError | None = None
@@ -170,5 +161,5 @@ class _Batch:
 
     def cancel(self) -> None:
         """Take the memory of every frame back."""
-        for link in self.links:
+        for link in self._links:
             link.detach(self)

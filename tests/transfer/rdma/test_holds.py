@@ -37,13 +37,17 @@ class FakeLink:
         self.let_go_ids: list[int] = []
         self.on_answer: Callable[[], None] = lambda: None
 
-    async def carry(self, single, frame) -> None:
+    def submit(self, frames) -> None:
+        (frame,) = frames
         self.num_asked += 1
         frame.frame_id = self.num_asked
         self.clock.advance(2.0)
         frame.incoming[0][:] = pack_admission(LEASE_S, REACH)
         self.on_answer()
-        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(frame.owner.end, None)
+
+    def detach(self, owner) -> None:
+        """Leave the answer to come."""
 
     def let_go(self, frame) -> None:
         self.let_go_ids.append(frame.frame_id)

@@ -111,6 +111,12 @@ async def test_a_batch_is_spread_over_the_rails_and_ends_when_all_of_it_has(bed:
     await batch.ended(lambda: None)
 
 
+async def test_a_batch_of_less_than_a_burst_is_spread_over_the_rails_too(bed: Bed) -> None:
+    pairing = await bed.paired()
+    submit(pairing, 1, 15)
+    assert [len(rail.pairs[0].posted) for rail in bed.rails] == [8, 7]
+
+
 @pytest.mark.parametrize("how", ["completion", "posting"])
 async def test_the_work_of_a_rail_that_fails_goes_to_the_other_after_it_was_destroyed(
     bed: Bed, how: str
