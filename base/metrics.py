@@ -356,7 +356,7 @@ class StoreMetrics:
         )
         self.disk_growth = gauge(
             "kvstore_disk_growth",
-            "1 at the state of the disk tier's file: growing, resting (the disk is full), probing it again",
+            "1 at the state of the disk tier's file: growing, or resting (the disk is full)",
             ["state"],
         )
         self.damaged = gauge(

@@ -1,4 +1,4 @@
-"""Peers, transports or NICs that rest because they failed: each rest is twice as long as the last.
+"""Peers, transports, NICs or files that rest because they failed: each rest is twice as long as the last.
 
     usable   --failed, as often as is allowed-->  resting
     resting  --failed, succeeded-->               resting   (calls that were under way before say nothing new)
@@ -23,7 +23,8 @@ from base.clock import Clock
 class _Failures:
     at_s: deque[float] = field(default_factory=deque)
     """Times of the failures since the last rest that may still count."""
-    rests: int = 0
+    rest_s: float = 0.0
+    """The last rest; 0: there was none."""
     until_s: float = -math.inf
 
 
@@ -61,14 +62,13 @@ class Resting:
             known.at_s.popleft()
         if len(known.at_s) < self._max_failures:
             return None
-        rest_s = min(self._max_rest_s, math.ldexp(self._min_rest_s, known.rests))
-        known.until_s = now_s + rest_s
-        known.rests += 1
+        known.rest_s = min(2 * known.rest_s or self._min_rest_s, self._max_rest_s)
+        known.until_s = now_s + known.rest_s
         known.at_s.clear()
-        return rest_s
+        return known.rest_s
 
     def succeeded(self, name: Hashable) -> None:
         """Forget the rests of what works again."""
         known = self._known.get(name)
-        if known is not None and known.rests and name not in self:
+        if known is not None and known.rest_s and name not in self:
             del self._known[name]

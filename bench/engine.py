@@ -31,8 +31,8 @@ from bench.about_run import current_commit
 from bench.engine_rank import build_rank
 from bench.engine_shapes import SHAPES
 from bench.engine_work import GREEDY, Driver, Prompts, Worker
+from bench.launch_times import LaunchTimes
 from engine.build import Engine, assemble_engine
-from engine.gpu_runner import GpuRunner
 from engine.rank_group import GroupShape
 from engine.ranks import start_ranks
 
@@ -336,6 +336,7 @@ def main() -> None:
     torch.cuda.synchronize()
     start_up_s = time.perf_counter() - started_s
     print(f"{options.model}: start-up (build, check, compile, capture) {start_up_s:.1f} s", flush=True)
+    launches = LaunchTimes(engine.runner)
     outcomes, sampled_ms = asyncio.run(run_rows(options.model, work, engine, options.repeats, options.rows))
     card = measure_card()
     print(
@@ -345,9 +346,8 @@ def main() -> None:
     )
     if engine.ranks is not None:
         engine.ranks.close()
-    assert isinstance(engine.runner, GpuRunner)
-    launch_s = engine.runner.launch_total_s / engine.runner.num_launches
-    print(f"\nCPU time of a launch: {1e3 * launch_s:.2f} ms (mean of {engine.runner.num_launches} steps)")
+    launch_s = launches.total_s / launches.num_launches
+    print(f"\nCPU time of a launch: {1e3 * launch_s:.2f} ms (mean of {launches.num_launches} steps)")
     print_table(outcomes)
     report = {
         "model": options.model,

@@ -10,7 +10,6 @@ from engine.arrivals import ArrivingBlocks
 from engine.build import assemble_engine
 from engine.model import PagedModel
 from engine.ranks import follow_steps, join_ranks
-from engine.runner import Follower
 from engine.tensor_parallel import TensorGroup, cut_causal_model
 
 
@@ -28,7 +27,6 @@ def main() -> None:
     config = from_table(EngineConfig, spec["engine"], ("engine",))
     model = build_rank(spec["shape"], group.tensor)
     runner = assemble_engine(config, model, clock, group=group).runner
-    assert isinstance(runner, Follower)
     follow_steps(pipe, group.device, runner, lambda message: None, ArrivingBlocks((), clock))
 
 

@@ -35,6 +35,7 @@ from base.config import GIB, EngineConfig, TransferConfig
 from base.messages import Work
 from base.request import RequestId, SamplingParams, StopParams
 from bench.about_run import about_run
+from bench.launch_times import LaunchTimes
 from bench.shapes import about, write_model
 from engine.block_sums import block_sums
 from engine.build import Engine, build_engine
@@ -180,13 +181,13 @@ async def rounds(bench: Bench, repeats: int) -> dict[str, Any]:
     """Return the medians of all ways in turn; the first round warms up."""
     parts = bench.engine.loop.prefix_parts or (1,) * bench.engine.cache.layout.num_layers
     taken: dict[str, list[float]] = {"load": [], "compute": [], "together": [], "in_turn": []}
-    runner = bench.engine.runner
+    launches = LaunchTimes(bench.engine.runner)
     launch_s: list[float] = []
     for _ in range(repeats + 1):
         taken["load"].append(await bench.load_s())
-        launched_s = getattr(runner, "launch_total_s", 0.0)
+        launched_s = launches.total_s
         taken["compute"].append(await bench.prompt_s(is_there=True, parts=()))
-        launch_s.append(getattr(runner, "launch_total_s", 0.0) - launched_s)
+        launch_s.append(launches.total_s - launched_s)
         taken["together"].append(await bench.prompt_s(is_there=False, parts=parts))
         taken["in_turn"].append(await bench.prompt_s(is_there=False, parts=()))
     row = {f"{name}_ms": 1e3 * statistics.median(values[1:]) for name, values in taken.items()}

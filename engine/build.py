@@ -23,7 +23,7 @@ from base.grammar import Vocabulary
 from base.kv_layout import KvLayout, KvPart, whole_layout
 from base.tables import from_table
 from engine.block_pool import BlockPool
-from engine.loop import EngineLoop, LaunchingRunner
+from engine.loop import EngineLoop
 from engine.model import PagedModel
 from engine.packed_linear import pack_linears
 from engine.paged_cache import TORCH_DTYPES, PagedCache
@@ -31,7 +31,7 @@ from engine.pipeline import Stage, split_layers
 from engine.pipeline_runner import PipelineRunner
 from engine.rank_group import GroupShape, RankGroup
 from engine.ranks import Ranks, start_ranks
-from engine.runner import Runner
+from engine.runner import Runner, StepRunner
 from engine.scheduler import Scheduler
 from engine.self_check import eager_logits, require_faithful
 from engine.swap_space import HostBlocks, SwapSpace
@@ -56,7 +56,7 @@ class Engine:
     """A loaded engine and what was found out while loading it."""
 
     loop: EngineLoop
-    runner: Runner | LaunchingRunner
+    runner: StepRunner
     scheduler: Scheduler
     pool: BlockPool
     cache: PagedCache
@@ -172,13 +172,13 @@ def assemble_engine(
         chunk_attention=max(config.chunk_attention, 0.0),
         swap_space=SwapSpace(host_blocks.num_slots, host_blocks.measure(clock)) if host_blocks else None,
     )  # fmt: skip
-    runner: Runner | LaunchingRunner
+    runner: StepRunner
     if stage is not None:
         sizes = config.chunk_tokens, config.max_batch, layout.num_blocks(max_model_len)
         runner = _stage_runner(model, cache, stage, sizes, split, clock, ranks)
     else:
         tensor = group.tensor if group is not None else None
-        runner = _runner(config, model, cache, max_model_len, clock, tensor, ranks, host_blocks)
+        runner = _runner(config, model, cache, max_model_len, tensor, ranks, host_blocks)
     return Engine(
         loop=EngineLoop(runner, scheduler, pool, clock, grammars=Grammars(load_vocabulary)),
         runner=runner,
@@ -226,7 +226,7 @@ def _stage_runner(
     split: tuple[int, ...],
     clock: Clock,
     ranks: Ranks | None,
-) -> LaunchingRunner:
+) -> StepRunner:
     if model.device.type == "cpu":
         return PipelineRunner(model, cache, stage, split, clock, ranks)
     # As in `_runner`.
@@ -242,11 +242,10 @@ def _runner(
     model: PagedModel,
     cache: PagedCache,
     max_model_len: int,
-    clock: Clock,
     group: TensorGroup | None,
     ranks: Ranks | None,
     host_blocks: HostBlocks | None,
-) -> Runner | LaunchingRunner:
+) -> StepRunner:
     send_step = ranks.send_step if ranks is not None else None
     if model.device.type == "cpu":
         return Runner(model, cache, send_step, host_blocks)
@@ -255,7 +254,7 @@ def _runner(
     from engine.gpu_runner import GpuRunner  # noqa: PLC0415
 
     gpu_model = GpuModel(model.module, cache, layer_groups=config.layer_groups)
-    return GpuRunner(gpu_model, config, max_model_len, clock, group, send_step, host_blocks)
+    return GpuRunner(gpu_model, config, max_model_len, group, send_step, host_blocks)
 
 
 def device_of(config: EngineConfig) -> torch.device:

@@ -22,23 +22,23 @@ from engine.long_chunks import long_chunks, padded_tokens
 from engine.pipeline import Stage
 from engine.pipeline_runner import stage_groups
 from engine.ranks import Ranks
-from engine.runner import WaitForMasks, masks_of
+from engine.runner import StepRunner, WaitForMasks, masks_of
 from engine.sampler import sample
 from engine.step import LaunchedStep, StepPlan, StepResult, arrivals_of, loads_of, result_of
 from engine.step_memory import StepShape, StepWriter
 from engine.token_masks import TokenMasks
 
 
-class GpuPipelineRunner:
+class GpuPipelineRunner(StepRunner):
     """Owns one rank's share of a pipeline's steps on a GPU. Belongs to the device thread.
-
-    `launch` may be called while another thread resolves a step.
 
     Args:
         sizes: The largest step: chunk tokens, sequences, blocks of one.
         stage_layers: Number of layers of each stage.
         ranks: The others, on the first.
     """
+
+    is_pipelined = True
 
     def __init__(
         self,
@@ -54,6 +54,9 @@ class GpuPipelineRunner:
         self._model = model
         self._longest = chunk_tokens, self._max_blocks * block_size
         self._stage_layers = stage_layers
+        # As in `PipelineRunner`.
+        self.max_steps = len(stage_layers) + 1
+        self.prefix_parts = prefix_parts(model.hooks.num_layers)
         self._ranks = ranks
         self._mark = mark
         largest = StepShape(
@@ -70,16 +73,6 @@ class GpuPipelineRunner:
     def begin(self) -> None:
         """Make what cuDNN keeps for each thread."""
         self._model.make_plans(*self._longest)
-
-    @property
-    def num_steps_under_way(self) -> int:
-        """One for each stage, and one that waits for the first: it never waits for the event loop."""
-        return len(self._stage_layers) + 1
-
-    @property
-    def prefix_parts(self) -> tuple[int, ...]:
-        """Parts in which this rank's layers of a prefix come; every rank waits for its own."""
-        return prefix_parts(self._model.hooks.num_layers)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Send a step to the others, and queue this rank's share."""

@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 
-from base.clock import Clock
 from base.config import EngineConfig
 from engine.arrivals import PrefixArrivals, prefix_parts
 from engine.cuda_graph import GRAPH_CHUNKS, MIXED_TOKENS, StepGraphs
@@ -22,7 +21,7 @@ from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
 from engine.kernels.sample_rows import sample_rows
 from engine.long_chunks import long_chunks, padded_tokens
-from engine.runner import SendStep
+from engine.runner import SendStep, StepRunner
 from engine.sequence import Sequence
 from engine.step import LaunchedStep, StepPlan, StepResult, arrivals_of, wait_for_prefixes
 from engine.step_memory import StepShape, StepWriter, carve
@@ -30,24 +29,22 @@ from engine.swap_space import HostBlocks
 from engine.tensor_parallel import TensorGroup
 
 
-class GpuRunner:
+class GpuRunner(StepRunner):
     """Owns the model's steps on one GPU. Belongs to the device thread.
 
     Args:
         group: The ranks that a model is cut into; None: one alone.
         send_step: Reaches the other ranks, on the first.
         host_blocks: Memory that preempted sequences' blocks go to; None: plans move none.
-
-    Attributes:
-        num_launches, launch_total_s: Steps launched, and the seconds of CPU that launching took.
     """
+
+    max_steps = 2
 
     def __init__(
         self,
         model: GpuModel,
         config: EngineConfig,
         max_model_len: int,
-        clock: Clock,
         group: TensorGroup | None = None,
         send_step: SendStep | None = None,
         host_blocks: HostBlocks | None = None,
@@ -57,7 +54,6 @@ class GpuRunner:
         self._group = group
         self._send_step = send_step
         self._host_blocks = host_blocks
-        self._clock = clock
         self._chunk_tokens, self._max_model_len = chunk_tokens, max_model_len
         self._max_blocks = -(-max_model_len // block_size)
         max_tokens = max(padded_tokens(chunk_tokens + max_batch), MIXED_TOKENS[-1])
@@ -70,8 +66,8 @@ class GpuRunner:
         self._writers = [StepWriter(largest.size, block_size, pinned=True) for _ in range(2)]
         self._copied = [torch.Event("cuda") for _ in range(2)]
         self._rows_of: dict[Sequence, int] = {}
-        self.num_launches = 0
-        self.launch_total_s = 0.0
+        if group is None:
+            self.prefix_parts = prefix_parts(model.hooks.num_layers)
         self._graphs = StepGraphs(self._run_captured, max_batch, self._max_blocks)
         self._graphs.capture(chunk_tokens)
 
@@ -79,13 +75,8 @@ class GpuRunner:
         """Make what cuDNN keeps for each thread."""
         self._model.make_plans(self._chunk_tokens, self._max_model_len)
 
-    @property
-    def prefix_parts(self) -> tuple[int, ...]:
-        return () if self._group is not None else prefix_parts(self._model.hooks.num_layers)
-
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue a step. Tokens it needs may still be on the device, sampled by the step before."""
-        started_s = self._clock.now_s()
         if self._host_blocks is not None:
             self._host_blocks.move(plan.swaps)
         if not plan.entries:
@@ -108,10 +99,7 @@ class GpuRunner:
         groups = () if captured else self._model.hooks.end()
         rows = _rows(plan, shape)
         self._rows_of = dict(zip(plan.sampling, rows, strict=True))
-        resolve = self._drawer.draw(plan, shape, logits, rows)
-        self.num_launches += 1
-        self.launch_total_s += self._clock.now_s() - started_s
-        return LaunchedStep(resolve, groups)
+        return LaunchedStep(self._drawer.draw(plan, shape, logits, rows), groups)
 
     def follow(self, numbers: torch.Tensor, arrivals: list[PrefixArrivals]) -> None:
         """Run this rank's share of a step that the first rank launches, which has waited for prefixes."""

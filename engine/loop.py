@@ -25,8 +25,6 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol, runtime_checkable
 
 from base.clock import Clock
 from base.errors import ServeError
@@ -34,7 +32,7 @@ from base.logs import event
 from base.request import FinishReason
 from base.uninterrupted import uninterrupted
 from engine.block_pool import BlockPool
-from engine.runner import ThreadBound
+from engine.runner import StepRunner
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step import LaunchedChunk, LaunchedStep, SequenceOutput, StepPlan, StepResult
@@ -50,30 +48,6 @@ STALL_S = 2.0
 """Longest wait of a sequence for blocks while nothing else goes on.
 
 What holds them is then most likely a reservation, whose prefill may wait for blocks itself: for these."""
-
-
-class StepRunner(Protocol):
-    """Runs steps on the device thread, one at a time."""
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's tokens and sample; may raise anything."""
-
-
-@runtime_checkable
-class LaunchingRunner(Protocol):
-    """A runner whose steps can be queued on the device before earlier ones have ended."""
-
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue a step; may raise anything."""
-
-
-@runtime_checkable
-class PipelinedRunner(LaunchingRunner, Protocol):
-    """A runner that has several steps under way, and knows no token before a step is resolved."""
-
-    @property
-    def num_steps_under_way(self) -> int:
-        """Number of steps that keep all stages at work."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,21 +68,12 @@ def one_thread(name: str) -> Executor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
 
-@runtime_checkable
-class WaitingRunner(Protocol):
-    """A runner whose steps can wait inside for what they read."""
-
-    @property
-    def prefix_parts(self) -> tuple[int, ...]:
-        """Number of layers of each part in which a prefix may come while a step runs; empty: it may not."""
-
-
 class EngineLoop:
     """Owns one engine's pool, scheduler and device thread. Belongs to the event loop."""
 
     def __init__(
         self,
-        runner: StepRunner | LaunchingRunner,
+        runner: StepRunner,
         scheduler: Scheduler,
         pool: BlockPool,
         clock: Clock,
@@ -116,18 +81,8 @@ class EngineLoop:
         grammars: Grammars | None = None,
     ) -> None:
         """Begin; without `grammars`, every one is refused."""
-        # Which kind it is, is asked once: of a protocol, that takes some 40 us.
-        self._launching: LaunchingRunner | None = None
-        self._executing: StepRunner | None = None
-        if isinstance(runner, LaunchingRunner):
-            self._launching, self._max_flights = runner, 2
-        else:
-            self._executing, self._max_flights = runner, 1
-        self._is_pipelined = isinstance(runner, PipelinedRunner)
-        if isinstance(runner, PipelinedRunner):
-            self._max_flights = runner.num_steps_under_way
-        self.prefix_parts = runner.prefix_parts if isinstance(runner, WaitingRunner) else ()
-        """See `WaitingRunner`."""
+        self._runner = runner
+        self.prefix_parts = runner.prefix_parts
         self._clock = clock
         self._thread = thread
         self.scheduler = scheduler
@@ -156,8 +111,8 @@ class EngineLoop:
         """Run `sequence`; call `listener` on the event loop for each step that it was in.
 
         The listener is called until an output has a finish reason, or `release`; the sequence keeps its
-        blocks until `release`. `on_launch` is called when a step with the sequence is queued on the device,
-        before it has run; never by a runner that cannot queue.
+        blocks until `release`. `on_launch` is called when a step with the sequence is launched, before it has
+        run.
 
         Raises:
             InvalidRequestError, CapacityError: as `Scheduler.add`; nothing was taken.
@@ -191,10 +146,8 @@ class EngineLoop:
         unmapped once this has returned."""
         with self._thread("device") as device, self._thread("pipeline-end") as end:
             # A step must be launched into a pipeline while another one is waited for.
-            waiting = end if self._is_pipelined else device
-            runner = self._launching or self._executing
-            if isinstance(runner, ThreadBound):
-                await uninterrupted(asyncio.get_running_loop().run_in_executor(device, runner.begin))
+            waiting = end if self._runner.is_pipelined else device
+            await uninterrupted(asyncio.get_running_loop().run_in_executor(device, self._runner.begin))
             self.has_begun.set()
             try:
                 while True:
@@ -207,9 +160,9 @@ class EngineLoop:
 
     def _next_plan(self) -> StepPlan | None:
         """Return a step to launch now; None: first something has to land or to change."""
-        if len(self._flights) == self._max_flights:
+        if len(self._flights) == self._runner.max_steps:
             return None
-        if not self._flights or self._is_pipelined:
+        if not self._flights or self._runner.is_pipelined:
             return self.scheduler.schedule()
         # Once the device thread waits for a step, it launches nothing before that has ended.
         is_waited_for = self._flights[0].landing is not None
@@ -225,11 +178,8 @@ class EngineLoop:
         self._flights.append(_Flight(plan, sequences, self._begun(thread, plan), now_s))
 
     def _begun(self, thread: Executor, plan: StepPlan) -> Callable[[], StepResult]:
-        """Launch a step, if the runner does that, and return what waits for its result."""
-        if (runner := self._launching) is None:
-            assert self._executing is not None
-            return partial(self._executing.execute, plan)
-        launched = thread.submit(runner.launch, plan)
+        """Launch a step, and return what waits for its result."""
+        launched = thread.submit(self._runner.launch, plan)
         self._listen(plan, launched)
         return lambda: launched.result().resolve()
 

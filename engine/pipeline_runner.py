@@ -28,16 +28,18 @@ from engine.model import PagedModel
 from engine.paged_cache import PagedCache
 from engine.pipeline import Stage, layers_of
 from engine.ranks import Ranks
-from engine.runner import WaitForMasks, masks_of, run_batch
+from engine.runner import StepRunner, WaitForMasks, masks_of, run_batch
 from engine.step import LaunchedStep, LayerGroup, StepPlan, StepResult, arrivals_of, loads_of
 from engine.token_masks import TokenMasks
 
 
-class PipelineRunner:
+class PipelineRunner(StepRunner):
     """Owns this rank's share of the model while a step runs. Belongs to the device thread.
 
-    `launch` may be called while another thread resolves a step. Only the first rank has `ranks`, the others.
+    Only the first rank has `ranks`, the others.
     """
+
+    is_pipelined = True
 
     def __init__(
         self,
@@ -57,16 +59,10 @@ class PipelineRunner:
         self._masks = TokenMasks()
         stage.on_taken_in = self._begin
         self._hooks = LayerHooks(layers_of(model.module), 1)
-
-    @property
-    def num_steps_under_way(self) -> int:
-        """One for each stage, and one that waits for the first: it never waits for the event loop."""
-        return len(self._stage_layers) + 1
-
-    @property
-    def prefix_parts(self) -> tuple[int, ...]:
-        """Parts in which this rank's layers of a prefix come; every rank waits for its own."""
-        return prefix_parts(self._hooks.num_layers)
+        # One waits for the first stage, which never waits for the event loop.
+        self.max_steps = len(stage_layers) + 1
+        # Of this rank's layers: every rank waits for its own.
+        self.prefix_parts = prefix_parts(self._hooks.num_layers)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Have the stages before begin with a step."""

@@ -14,7 +14,6 @@ from base.errors import ConfigError
 from engine.arrivals import ArrivingBlocks
 from engine.build import build_rank
 from engine.ranks import follow_steps, join_ranks
-from engine.runner import Follower
 
 
 def main() -> NoReturn:
@@ -25,7 +24,6 @@ def main() -> NoReturn:
         engine = build_rank(spec, group, clock)
     except ConfigError:
         sys.exit(1)
-    assert isinstance(engine.runner, Follower)
     nothing = ArrivingBlocks((), clock)
     follow_steps(pipe, group.device, engine.runner, lambda message: None, nothing)
 

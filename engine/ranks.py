@@ -32,7 +32,7 @@ import torch
 from base.errors import LostError
 from engine.arrivals import ArrivingBlocks
 from engine.rank_group import GroupShape, RankGroup, join_group
-from engine.runner import Follower, ThreadBound
+from engine.runner import StepRunner
 
 END_S = 10.0
 """Time that a rank has to end by itself."""
@@ -244,7 +244,7 @@ def join_ranks() -> tuple[dict[str, Any], RankGroup, Pipe]:
 
 
 def follow_steps(
-    pipe: Pipe, device: torch.device, runner: Follower, on_message: OnMessage, arriving: ArrivingBlocks
+    pipe: Pipe, device: torch.device, runner: StepRunner, on_message: OnMessage, arriving: ArrivingBlocks
 ) -> NoReturn:
     """Run the steps that rank 0 sends until its pipe ends; that is the end of the process.
 
@@ -275,8 +275,7 @@ def follow_steps(
         if wait is not None:
             _or_end(waiting.submit(report, wait))
 
-    if isinstance(runner, ThreadBound):
-        _or_end(running.submit(runner.begin))
+    _or_end(running.submit(runner.begin))
     while (frame := pipe.receive()) is not None:
         kind, payload = frame
         if kind is PipeFrame.STEP:

@@ -6,7 +6,7 @@ Called by the device thread alone (`engine/loop.py`), so nothing in here is shar
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from functools import partial
 
 import torch
 
@@ -15,7 +15,7 @@ from engine.batch import Batch, batch_from_numbers, batch_numbers, build_batch
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
 from engine.sampler import sample
-from engine.step import StepPlan, StepResult, result_of, wait_for_prefixes
+from engine.step import LaunchedStep, StepPlan, StepResult, result_of, wait_for_prefixes
 from engine.swap_space import HostBlocks
 from engine.token_masks import TokenMasks, constrained
 
@@ -26,27 +26,37 @@ Wait = Callable[[], None]
 """Blocks until a step has run, on any thread."""
 
 
-@runtime_checkable
-class ThreadBound(Protocol):
-    """A runner that has something to make ready on the device thread, which no other thread can."""
+class StepRunner:
+    """Runs steps in the order in which they are launched. Any method may raise anything."""
+
+    max_steps = 1
+    """Steps under way at a time; a second is launched before the tokens of the first are known."""
+    is_pipelined = False
+    """Whether steps are launched while another thread waits for one, and take no token of one under way."""
+    prefix_parts: tuple[int, ...] = ()
+    """Number of layers of each part in which a prefix may come while a step runs; empty: it may not."""
 
     def begin(self) -> None:
-        """Make it ready, on the device thread before its first step; may raise anything."""
+        """Make ready, before the first step, what the device thread alone can."""
 
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Queue a step; without a queue, run it when it is waited for."""
+        return LaunchedStep(partial(self.execute, plan))
 
-@runtime_checkable
-class Follower(Protocol):
-    """The runner of a rank that is not the first."""
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a step, of a device without a queue."""
+        raise NotImplementedError
 
     def follow(self, numbers: torch.Tensor, arrivals: list[PrefixArrivals]) -> Wait | None:
-        """Run or queue this rank's share of a step that the first rank has sent; may raise anything.
+        """Run or queue this rank's share of a step that the first rank has sent.
 
         The step reads `arrivals`, which are still being loaded on this rank. Returns what waits for the step,
         where somebody has to know that this rank has run it; None: it has when the first rank has.
         """
+        raise NotImplementedError
 
 
-class Runner:
+class Runner(StepRunner):
     """Owns the model and the cache while a step runs.
 
     Args:

@@ -10,7 +10,7 @@ on threads of its own, straight from and into the pool's memory. Nothing is flus
 a crash each record proves itself (`record.py`), and one that cannot is a miss.
 
 Failure is a miss. A write that fails where the file would have grown, or for want of room,
-stops its growth for a while (`disk_growth.py`), and blocks are overwritten where they are;
+stops its growth for a while (`base/resting.py`), and blocks are overwritten where they are;
 one that fails elsewhere ends the use of its slot. No OSError leaves this file after it has
 been opened.
 
@@ -40,8 +40,8 @@ from base.checksum import checksum
 from base.clock import Clock
 from base.errors import ConfigError
 from base.logs import event
+from base.resting import Resting
 from base.uninterrupted import uninterrupted
-from kvstore.disk_growth import DiskGrowth, Growth
 from kvstore.record import HEADER_BYTES, RecordHeader, encode_header, header_or_none
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,9 @@ NUM_THREADS = 16
 MAX_PENDING_WRITES = 64
 """More would let memory wait for the disk; a block beyond it is dropped instead."""
 PAGE_BYTES = 4096
+MIN_REST_S = 1.0
+MAX_REST_S = 300.0
+"""The rests of a file that could not grow, the first and the longest."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -135,7 +138,8 @@ class DiskTier:
         self._free: deque[int] = deque()
         self._num_used = 0
         """Slots the file has ever had; the next new one."""
-        self._growth = DiskGrowth(clock)
+        self._resting = Resting(clock, MIN_REST_S, MAX_REST_S)
+        """Holds the file's name while the file is not to grow."""
         self._growing: set[int] = set()
         """Slots that are being written for the first time."""
         self._unwritten: deque[int] = deque()
@@ -156,8 +160,9 @@ class DiskTier:
         return len(self._slots)
 
     @property
-    def growth(self) -> Growth:
-        return self._growth.state
+    def is_full(self) -> bool:
+        """Whether a write found no room, and none tries again yet."""
+        return FILE_NAME in self._resting
 
     @property
     def hashes(self) -> list[BlockHash]:
@@ -271,7 +276,7 @@ class DiskTier:
         self._slots[block_hash] = _Slot(index, block_checksum)
         if index in self._growing:
             self._growing.discard(index)
-            self._growth.stored()
+            self._resting.succeeded(FILE_NAME)
         return True
 
     async def _read(self, slot: _Slot, block_hash: BlockHash, into: memoryview) -> int | None:
@@ -290,7 +295,7 @@ class DiskTier:
     def _take_slot(self) -> int | None:
         if self._free:
             return self._free.popleft()
-        if (self._unwritten or self._num_used < self._num_slots) and self._growth.begin():
+        if (self._unwritten or self._num_used < self._num_slots) and not self.is_full:
             index = self._unwritten.popleft() if self._unwritten else self._num_used
             self._num_used = max(self._num_used, index + 1)
             self._growing.add(index)
@@ -307,7 +312,7 @@ class DiskTier:
         if index in self._growing or error_number in NO_ROOM:
             self._growing.discard(index)
             self._unwritten.append(index)
-            if self._growth.failed():
+            if self._resting.failed(FILE_NAME) is not None:
                 event(log, "disk is full for now", level=logging.WARNING, blocks=len(self._slots))
         else:
             self._num_bad += 1

@@ -29,7 +29,6 @@ from base.metrics import StoreMetrics
 from base.uninterrupted import uninterrupted
 from kvstore.directory import Directory
 from kvstore.disk import DiskTier
-from kvstore.disk_growth import Growth
 from kvstore.pool import HostPool, Record
 from transfer.agent import TransferAgent
 from transfer.owned.segment import Segment
@@ -258,8 +257,8 @@ class Store:
         if self.disk is not None:
             self._balance("disk", asdict(self.disk.accounts()), self.disk.damaged)
             if self._metrics is not None:
-                for state in Growth:
-                    self._metrics.disk_growth.labels(state.value).set(state is self.disk.growth)
+                self._metrics.disk_growth.labels("growing").set(not self.disk.is_full)
+                self._metrics.disk_growth.labels("resting").set(self.disk.is_full)
 
     async def persist(self) -> None:
         """Write to disk what is in memory alone, heads of chains first, as the process ends."""

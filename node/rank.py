@@ -23,7 +23,6 @@ from engine.block_sums import block_sums
 from engine.build import build_rank
 from engine.rank_group import RankGroup
 from engine.ranks import Pipe, PipeFrame, follow_steps, join_ranks
-from engine.runner import Follower
 from node.kv import local_shard, node_segment, transfer_config
 from node.remote_shard import ShardServer
 from transfer.agent import TransferAgent
@@ -46,7 +45,6 @@ async def serve(spec: dict[str, Any], group: RankGroup, pipe: Pipe) -> None:
         arriving = ArrivingBlocks(prefix_parts(engine.cache.layout.num_layers), clock)
         server = ShardServer(shard, partial(pipe.send, PipeFrame.MESSAGE), arriving)
         loop = asyncio.get_running_loop()
-        assert isinstance(engine.runner, Follower)
 
         def on_message(message: bytes) -> None:
             loop.call_soon_threadsafe(server.receive, server.expect(message))

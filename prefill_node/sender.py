@@ -89,11 +89,13 @@ class KvSender:
     def send_launched(self, writes: asyncio.TaskGroup, chunk: LaunchedChunk) -> None:
         """Start writing what a chunk will have finished, by groups of layers as they are computed.
 
-        What was finished before it, a prefix that was matched, need not wait for anything.
+        What was finished before it, a prefix that was matched, need not wait for anything; one that is still
+        being loaded is there when the chunk's layers are.
         """
         entry = chunk.entry
-        # Of a pipeline, earlier chunks may be under way too; they were launched, and are sent.
-        self.send_finished(writes, entry.block_table, entry.start)
+        if entry.sequence.arrivals is None:
+            # Of a pipeline, earlier chunks may be under way too; they were launched, and are sent.
+            self.send_finished(writes, entry.block_table, entry.start)
         if chunk.groups:
             self.send_finished(writes, entry.block_table, entry.context_len, chunk.groups)
 

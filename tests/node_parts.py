@@ -19,6 +19,7 @@ from engine.block_pool import BlockPool
 from engine.block_sums import block_sums
 from engine.loop import EngineLoop
 from engine.paged_cache import PagedCache
+from engine.runner import StepRunner
 from engine.scheduler import Scheduler
 from engine.step import LaunchedStep, LayerGroup, StepResult
 from node.own_cache import SegmentCache
@@ -32,7 +33,7 @@ NUM_BLOCKS = 12
 WHOLE = KvPart(0, LAYOUT.num_layers, 0, LAYOUT.num_kv_heads)
 
 
-class CountingRunner:
+class CountingRunner(StepRunner):
     """Samples 1, 2, 3 ...; writes into each block it computes the hash of what it is for.
 
     `broken` makes every step raise.
@@ -64,10 +65,12 @@ class CountingRunner:
         )
 
 
-class LayeredRunner:
+class LayeredRunner(StepRunner):
     """Computes a launched step layer by layer, each when it is waited for, the last only once
     `may_end` is set. As a GPU, it tells when which layers of a step are complete, and `is_broken` is noticed
     there."""
+
+    max_steps = 2
 
     def __init__(self, cache):
         self._counting = CountingRunner(cache)

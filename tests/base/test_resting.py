@@ -49,6 +49,14 @@ def test_each_rest_is_twice_as_long_up_to_the_longest(resting: Resting, clock: M
         assert "a" not in resting
 
 
+def test_what_fails_for_days_goes_on_resting(resting: Resting, clock: ManualClock) -> None:
+    for _ in range(2000):
+        rest_s = resting.failed("a")
+        assert rest_s is not None
+        clock.advance(rest_s)
+    assert resting.failed("a") == 30.0
+
+
 def test_a_success_during_a_rest_changes_nothing_and_one_after_it_starts_anew(
     resting: Resting, clock: ManualClock
 ) -> None:

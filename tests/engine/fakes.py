@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Items
 
 from base.request import SampledToken
+from engine.runner import StepRunner
 from engine.sequence import Sequence
 from engine.step import LaunchedStep, StepEntry, StepPlan, StepResult
 
@@ -26,7 +27,7 @@ def continuation(token_ids: Items[int], count: int) -> list[int]:
     return tokens[len(token_ids) :]
 
 
-class FakeDevice:
+class FakeDevice(StepRunner):
     """Writes the digest of each token's prefix to its slot, and refuses to read a wrong one."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -64,8 +65,10 @@ class FakeDevice:
             assert block[offset] == digest, f"{entry.sequence.request_id} reads a foreign token at {position}"
 
 
-class LaunchingFakeDevice:
+class LaunchingFakeDevice(StepRunner):
     """The same for steps that are launched before the tokens of earlier ones are known."""
+
+    max_steps = 2
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._device = FakeDevice(num_blocks, block_size)

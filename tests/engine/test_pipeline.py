@@ -20,6 +20,7 @@ from engine.build import build_engine
 from engine.model import PagedModel
 from engine.pipeline import cut_to_stage, layers_of, split_layers
 from engine.rank_group import GroupShape
+from engine.runner import StepRunner
 from tests.engine.builders import ROOT, make_loop, make_sequence, run_sequences
 from tests.engine.stages import Stages, deep_llama
 from tests.engine.test_gpu_model import make_family
@@ -84,15 +85,17 @@ async def test_stages_on_gpus_generate_the_tokens_of_one_process(family):
         assert said(await run_sequences(loop, some())) == expected
 
 
-class OrderedRunner:
+class OrderedRunner(StepRunner):
     """Refuses to begin a step in the last stage before the first has run the next one."""
+
+    is_pipelined = True
 
     def __init__(self, runner, ranks, num_chunks):
         self._runner = runner
         self._ranks = ranks
         self._num_chunks = num_chunks
         self._num_resolved = 0
-        self.num_steps_under_way = runner.num_steps_under_way
+        self.max_steps = runner.max_steps
 
     def launch(self, plan):
         step = self._runner.launch(plan)

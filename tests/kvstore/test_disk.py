@@ -14,8 +14,7 @@ import pytest
 
 from base.checksum import checksum
 from base.errors import ConfigError
-from kvstore.disk import FILE_NAME, DiskTier, opened
-from kvstore.disk_growth import MAX_REST_S, Growth
+from kvstore.disk import FILE_NAME, MAX_REST_S, DiskTier, opened
 from kvstore.record import HEADER_BYTES, RecordHeader, encode_header, header_or_none
 from tests.kvstore.disk_writer import BLOCK_BYTES, name_of, page_aligned, payload_of, read_back
 from tests.manual_clock import ManualClock
@@ -292,7 +291,7 @@ async def test_a_disk_that_was_full_grows_again_when_there_is_room():
     disk, clock = FullDisk(3), ManualClock()
     tier = DiskTier(disk, BLOCK_BYTES, 8, clock)
     assert await stored(tier, range(4)) == [0, 1, 2]
-    assert tier.growth is Growth.RESTING
+    assert tier.is_full
     assert await stored(tier, range(4, 7)) == [4, 5, 6]  # in the places of the first three
     assert len(tier) == 3
     disk.make_room(8)
@@ -300,7 +299,7 @@ async def test_a_disk_that_was_full_grows_again_when_there_is_room():
     assert len(tier) == 3
     clock.advance(1.0)
     assert await stored(tier, range(10, 15)) == list(range(10, 15))
-    assert (len(tier), tier.growth) == (8, Growth.GROWING)
+    assert (len(tier), tier.is_full) == (8, False)
     assert tier.accounts().bad == 0
     await tier.close()
 

@@ -157,6 +157,43 @@ async def test_a_prompt_is_computed_while_its_prefix_comes_layer_by_layer():
         warm.check_nothing_is_held()
 
 
+class LateSource:
+    """Blocks of `work`'s prompt, of which the last layer comes when the test lets it."""
+
+    def __init__(self, cache):
+        self._cache = cache
+        self.may_end = asyncio.Event()
+
+    async def reach(self, chain, first):
+        return len(chain)
+
+    async def load(self, chain, block_ids, first, stripes=None):
+        for layer in range(LAYOUT.num_layers):
+            for block, block_id in enumerate(block_ids, first):
+                self._cache.layer(layer)[block_id] = sum(range(100, 100 + 16 * (block + 1)))
+            stripes.on_arrived(layer + 1)
+            await self.may_end.wait()
+        return len(block_ids)
+
+
+async def test_a_prefix_is_not_sent_before_it_is_there():
+    async with (
+        parts(WaitingRunner, warm=PrefillRole, decode=DecodeRole) as made,
+        asyncio.TaskGroup() as group,
+    ):
+        warm, decode = made["warm"], made["decode"]
+        expected = await prefilled(warm, decode, work(num_tokens=80))
+        forget(warm)
+        late = LateSource(warm.cache)
+        warm.role = PrefillRole(warm.loop, warm.kv, group, warm.send, SystemClock(), None, late)
+        late.computed = late.offer = lambda *_: None
+        answering = group.create_task(prefilled(warm, decode, work(num_tokens=80, name="again")))
+        await asyncio.sleep(0.1)
+        late.may_end.set()
+        assert (await answering).checksums == expected.checksums
+        warm.check_nothing_is_held()
+
+
 async def test_a_request_that_ends_while_its_prefix_comes_leaves_nothing():
     async with (
         parts(WaitingRunner, warm=PrefillRole, decode=DecodeRole) as made,

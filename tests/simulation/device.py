@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from base.kv_layout import KvLayout
 from base.request import SampledToken
+from engine.runner import StepRunner
 from engine.step import LayerGroup, StepResult
 from tests.simulation.grammars import VOCAB, begun, next_token
 
@@ -56,7 +57,7 @@ class _Digests:
             self.last.append(self._states[0])
 
 
-class SimDevice:
+class SimDevice(StepRunner):
     """Runs steps on the memory of one node. `fails()` says whether a step raises."""
 
     def __init__(self, memory, pool, fails):
@@ -127,8 +128,10 @@ class SimDevice:
             memory[at + computed : at + end] = written
 
 
-class LaunchingDevice:
+class LaunchingDevice(StepRunner):
     """The same for steps that are launched ahead, and tell which layers are complete."""
+
+    max_steps = 2
 
     def __init__(self, device):
         self._device = device
