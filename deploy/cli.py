@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -45,6 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; ends by SystemExit."""
+    _open_streams()
     arguments = sys.argv[1:] if argv is None else argv
     wanted = next((argument for argument in arguments if not argument.startswith("-")), "")
     expected: tuple[type[Exception], ...] = (ApiError, ConnectionError, TimeoutError)
@@ -55,6 +57,16 @@ def main(argv: list[str] | None = None) -> None:
     except expected as error:
         print(error, file=sys.stderr)
         sys.exit(1)
+
+
+def _open_streams() -> None:
+    """Let standard streams that the caller has closed (`>&-`) lead nowhere.
+
+    Else the next file or socket that is opened would be the standard output of all that is started.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def app(wanted: str = "") -> typer.Typer:

@@ -36,6 +36,20 @@ except SystemExit:
         assert name in done.stdout
 
 
+def test_a_standard_output_that_is_closed_leads_nowhere():
+    code = """
+import os, sys
+from deploy.cli import main
+os.close(1)
+sys.stdout = None  # as Python itself has it after `>&-`
+try:
+    main(["--version"])
+except SystemExit:
+    print(os.readlink("/proc/self/fd/1"), sys.stdout.fileno(), file=sys.stderr)
+"""
+    assert run(code).stderr == "/dev/null 1\n"
+
+
 def test_a_mistyped_command_is_answered_with_the_nearest():
     done = run("from deploy.cli import main; main(['statsu'])")
     assert done.returncode == 2
