@@ -144,7 +144,7 @@ class RedisDirectory:
 
     @property
     def num_waiting(self) -> int:
-        """Changes that Redis has not been told."""
+        """Changes that Redis does not know of."""
         return len(self._outbox)
 
     def publish(self, hashes: Iterable[BlockHash]) -> None:

@@ -188,7 +188,11 @@ async def test_a_prefix_is_not_sent_before_it_is_there():
         warm.role = PrefillRole(warm.loop, warm.kv, group, warm.send, SystemClock(), None, late)
         late.computed = late.offer = lambda *_: None
         answering = group.create_task(prefilled(warm, decode, work(num_tokens=80, name="again")))
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(60):
+            while warm.runner.num_waits < 1:
+                await asyncio.sleep(0)
+        for _ in range(10):  # in which what is sent would be summed
+            await block_sums(warm.cache, [0])
         late.may_end.set()
         assert (await answering).checksums == expected.checksums
         warm.check_nothing_is_held()
