@@ -45,7 +45,7 @@ from kvstore.engine_store import EngineStore
 from kvstore.hosting import hosted_store
 from kvstore.settings import StoreProcess
 from node.kv import node_segment
-from node.store import PagedBlocks, pin_pool
+from node.store import pin_pool
 from prefill_node.prefix_loader import loaded_prefix
 from prefill_node.role import one_token_sequence
 from transfer.agent import TransferAgent
@@ -162,10 +162,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         async with hosted_store(settings, agent, clock) as hosted:
             if is_gpu:
                 await pin_pool(hosted.store, agent, segment)
-            blocks = PagedBlocks(engine.loop.pool, layout)
             sums = partial(block_sums, engine.cache)
             mover = SegmentMover(hosted.cache, segment, layout.block_bytes, sums)
-            beside = EngineStore(blocks, mover, hosted.store, NO_LIMIT, clock)
+            beside = EngineStore(engine.loop.pool, layout, mover, hosted.store, NO_LIMIT, clock)
             tokens = [random.randrange(engine.vocab_size) for _ in range(options.tokens)]
             bench = Bench(engine, segment, beside, tokens, num_cached, clock)
             tasks = [asyncio.create_task(engine.loop.run()), asyncio.create_task(beside.run())]

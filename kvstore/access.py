@@ -1,27 +1,32 @@
 """How a client reaches one member's store: by call within a process, or over gRPC.
 
 Both give the same answers and raise the same errors, so a client does not know which it
-has. Every call over gRPC has a deadline.
+has. Every call over gRPC has a deadline; a member that does not answer rests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+import logging
+from collections.abc import Awaitable, Hashable, Sequence
 from typing import Protocol, TypeVar
 
 import grpc
 
 from base.block_hash import BlockHash
+from base.clock import Clock
 from base.codec import TUPLE, message_of, optional
-from base.errors import CapacityError, UnavailableError
+from base.errors import CapacityError, ServeError, UnavailableError
+from base.logs import event
+from base.resting import Resting
 from base.wire import GRANT
-from kvstore.member import Member
 from kvstore.store import Found, Leased, OpenPut, Store
-from kvstore.wire import MEMBER, chain_to
+from kvstore.wire import MEMBER, Member, chain_to
 from protos import kvstore_pb2 as pb
 from protos.kvstore_pb2_grpc import KvStoreStub
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 2.0
 """Limit of a call that decides; loopback and a datacentre need milliseconds."""
@@ -156,3 +161,15 @@ async def _answer(call: Awaitable[T]) -> T:
         if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
             raise CapacityError(error.details() or "no room") from error
         raise UnavailableError(f"{error.code().name}: {error.details()}") from error
+
+
+def resting_peers(clock: Clock) -> Resting:
+    """Return a memory of failed peers, by whatever names them: they rest for a second to half a minute."""
+    return Resting(clock, 1.0, 30.0)
+
+
+def note_failure(resting: Resting, peer: Hashable, error: ServeError) -> None:
+    """Let `peer` rest, and log that unless it rests already."""
+    rest_s = resting.failed(peer)
+    if rest_s is not None:
+        event(log, "peer failed", level=logging.WARNING, peer=peer, rest_s=rest_s, error=error)

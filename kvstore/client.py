@@ -32,11 +32,10 @@ from base.errors import CapacityError, ProtocolError, ServeError
 from base.grants import Grant
 from base.together import together
 from base.uninterrupted import uninterrupted
-from kvstore.access import LocalAccess, RemoteAccess, StoreAccess
+from kvstore.access import LocalAccess, RemoteAccess, StoreAccess, note_failure, resting_peers
 from kvstore.directory import Directory, Replicas
-from kvstore.member import Member
-from kvstore.resting import note_failure, resting_peers
 from kvstore.store import Leased, OpenPut, Store
+from kvstore.wire import Member
 from transfer.agent import TransferAgent
 from transfer.batch import Priority, pieces_of
 from transfer.owned.segment import Segment

@@ -38,8 +38,7 @@ from base.block_hash import HASH_BYTES, BlockHash
 from base.clock import Clock
 from base.errors import ProtocolError
 from base.logs import event
-from kvstore.member import Member
-from kvstore.wire import MEMBER, member_from_bytes
+from kvstore.wire import MEMBER, Member, member_from_bytes
 from protos import kvstore_pb2 as pb
 
 T = TypeVar("T")
@@ -90,10 +89,6 @@ class Directory(Protocol):
         """Return the members that live, by node id."""
         ...
 
-    async def flush(self) -> None:
-        """Return when what was published before is known to all, or cannot be for now."""
-        ...
-
     async def leave(self) -> None:
         """End this process's membership: its replicas are nobody's."""
         ...
@@ -133,19 +128,11 @@ class RedisDirectory:
         self._members: dict[int, Member] = {} if member is None else {member.epoch: member}
         self._outbox: OrderedDict[BlockHash, bool] = OrderedDict()
         self._has_news = asyncio.Event()
-        self._settled = asyncio.Event()
-        self._num_begun = self._num_settled = 0
-        """Rounds of `run`."""
         self._is_joined = False
         self.is_readable = True
         self.is_writable = True
         self._backoff_s = MIN_BACKOFF_S
         self._republish_at_s = clock.now_s() + BLOCK_LIFE_S / 2
-
-    @property
-    def num_waiting(self) -> int:
-        """Changes that Redis does not know of."""
-        return len(self._outbox)
 
     def publish(self, hashes: Iterable[BlockHash]) -> None:
         self._note(hashes, is_held=True)
@@ -175,17 +162,6 @@ class RedisDirectory:
                 self._lost_reading(error)
         return sorted(self._members.values(), key=lambda member: member.node_id)
 
-    async def ping(self) -> None:
-        """Ask Redis for nothing: what a lookup costs at least. Raises what Redis raises."""
-        await _answer(self._reader.ping())
-
-    async def flush(self) -> None:
-        wanted = self._num_begun + 1  # a round under way may be past what was published last
-        while self._num_settled < wanted:
-            self._settled.clear()
-            self._has_news.set()
-            await self._settled.wait()
-
     async def leave(self) -> None:
         if self._member is not None:
             with suppress(RedisError, OSError):
@@ -199,7 +175,6 @@ class RedisDirectory:
     async def run(self) -> None:
         """Keep Redis up to date, until cancelled."""
         while True:
-            self._num_begun += 1
             try:
                 await self._carry()
                 self.is_readable = self.is_writable = True
@@ -211,8 +186,6 @@ class RedisDirectory:
                 self.is_writable = False
                 wait_s = self._backoff_s * (0.5 + self._rng.random())
                 self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
-            self._num_settled = self._num_begun
-            self._settled.set()
             await self._wait_for_news(wait_s)
 
     # --- the view -----------------------------------------------------------------------

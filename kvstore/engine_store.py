@@ -24,6 +24,7 @@ from typing import Protocol
 from base.block_hash import BlockHash
 from base.clock import Clock
 from base.errors import ServeError
+from base.kv_layout import KvLayout
 from base.logs import event
 from kvstore.block_mover import BlockMover
 from kvstore.client import Stripes
@@ -38,15 +39,9 @@ GROUP_S = 0.1
 
 
 class EngineBlocks(Protocol):
-    """An engine's cache as it is seen from here: equal blocks, found by hash."""
+    """An engine's cache as it is seen from here: `engine/block_pool.py`."""
 
-    @property
-    def block_bytes(self) -> int: ...
-
-    @property
-    def block_tokens(self) -> int: ...
-
-    def hold(self, chain: Sequence[BlockHash]) -> list[int]:
+    def match(self, chain: Sequence[BlockHash]) -> list[int]:
         """Hold the leading blocks of `chain` that are there, until `release`; return their ids."""
         ...
 
@@ -59,6 +54,7 @@ class EngineStore:
     def __init__(
         self,
         engine: EngineBlocks,
+        layout: KvLayout,
         mover: BlockMover,
         own: Store | None,
         bytes_per_s: float,
@@ -68,18 +64,19 @@ class EngineStore:
     ) -> None:
         """Begin. `own` is this process's store; None: blocks are saved to others.
 
-        `pause` waits so many seconds, which is what keeps saving within `bytes_per_s`. With
-        quotas a tenant pays for its blocks; without, tenants are not kept apart, and eviction
-        learns from all of them together.
+        `layout` is of whole blocks. `pause` waits so many seconds, which is what keeps saving within
+        `bytes_per_s`. With quotas a tenant pays for its blocks; without, tenants are not kept apart, and
+        eviction learns from all of them together.
         """
         self._engine = engine
+        self._block_bytes = layout.block_bytes
         self._mover = mover
-        self._own = own
+        self.own = own
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._pause = pause
         self._has_quotas = has_quotas
-        self._costs = LoadCosts(engine.block_tokens)
+        self._costs = LoadCosts(layout.block_size)
         self._offers: OrderedDict[BlockHash, tuple[tuple[BlockHash, ...], str]] = OrderedDict()
         self._offered = asyncio.Event()
         self._saving = asyncio.Lock()
@@ -144,16 +141,16 @@ class EngineStore:
 
     def _place(self, chain: Sequence[BlockHash]) -> str:
         """Return by what sort of way `chain` would come: they differ by ten times and more."""
-        if self._own is None:
+        if self.own is None:
             return "elsewhere"
-        found = self._own.match(chain)
+        found = self.own.match(chain)
         if found.num_blocks < len(chain):
             return "elsewhere"
         return "memory" if found.num_in_memory == len(chain) else "disk"
 
     async def _save(self, chain: Sequence[BlockHash], tenant: str) -> None:
         """Save what is missing of `chain`; drop what cannot be, from the first such block on."""
-        size = self._engine.block_bytes
+        size = self._block_bytes
         group = max(1, int(self._bytes_per_s * GROUP_S) // size)
         at = 0
         try:
@@ -171,7 +168,7 @@ class EngineStore:
         self.num_dropped += len(chain) - at
 
     async def _save_part(self, chain: Sequence[BlockHash], first: int, tenant: str) -> int:
-        block_ids = self._engine.hold(chain)
+        block_ids = self._engine.match(chain)
         try:
             if len(block_ids) <= first:
                 return 0

@@ -34,12 +34,12 @@ from kvstore.client import BlockCache
 from kvstore.directory import RedisDirectory
 from kvstore.disk import DiskTier, opened
 from kvstore.eviction import BY_NAME
-from kvstore.member import Member
 from kvstore.peers import PeerDirectory
 from kvstore.pool import HostPool, PoolLimits
 from kvstore.service import admit_nodes, store_service
 from kvstore.settings import StoreProcess
 from kvstore.store import Store
+from kvstore.wire import Member
 from transfer.agent import TransferAgent
 
 log = logging.getLogger(__name__)

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from base.block_hash import BlockHash
 from base.clock import Clock
 from base.errors import ServeError
-from kvstore.access import RemoteAccess
+from kvstore.access import RemoteAccess, note_failure, resting_peers
 from kvstore.directory import Replicas
-from kvstore.member import Member
-from kvstore.resting import note_failure, resting_peers
 from kvstore.store import Store
+from kvstore.wire import Member
 
 
 class PeerDirectory:
@@ -53,9 +52,6 @@ class PeerDirectory:
         """Return who answered the last lookup; who is asked for the first time is asked now."""
         answered = self._answered or [member for member, _ in await self._ask(())]
         return sorted(answered, key=lambda member: member.node_id)
-
-    async def flush(self) -> None:
-        """Nothing waits."""
 
     async def leave(self) -> None:
         """Nothing was published."""

@@ -19,10 +19,9 @@ from base.errors import CapacityError, ForbiddenError, InvalidRequestError, Leas
 from base.rpc import Service
 from base.tls import NODE_NAME
 from kvstore.access import LEASED, OPEN_PUT
-from kvstore.member import Member
 from kvstore.peer_holds import PeerHolds, TicketKind
 from kvstore.store import LEASE_S, PUT_S, Store
-from kvstore.wire import MEMBER, chain_from
+from kvstore.wire import MEMBER, Member, chain_from
 from protos import kvstore_pb2 as pb
 from protos.kvstore_pb2_grpc import KvStoreServicer, add_KvStoreServicer_to_server
 

@@ -34,7 +34,6 @@ from base.together import together
 from base.uninterrupted import uninterrupted
 from kvstore.client import Stripes
 from kvstore.store import Store
-from transfer.batch import Priority
 from transfer.shard import BlockMove, KvShard, NodeKv
 
 log = logging.getLogger(__name__)
@@ -119,7 +118,7 @@ class ShardMover:
 
         async def write(shard: KvShard) -> list[int]:
             sums = await shard.sums(block_ids, shard.part)
-            await shard.write(self._move(shard, grant, block_ids, Priority.BACKGROUND))
+            await shard.write(self._move(shard, grant, block_ids, is_background=True))
             return sums
 
         made = await self._by_each(write)
@@ -141,7 +140,7 @@ class ShardMover:
         block_ids = block_ids[: len(grant.offsets)]
 
         async def read(shard: KvShard) -> list[int]:
-            move = self._move(shard, grant, block_ids, Priority.FOREGROUND)
+            move = self._move(shard, grant, block_ids)
             if stripes is None:
                 await shard.read(move)
             else:
@@ -167,7 +166,9 @@ class ShardMover:
         done = await together(work(shard) for shard in reversed(self._kv.shards))
         return done[::-1]
 
-    def _move(self, shard: KvShard, grant: Grant, block_ids: Sequence[int], priority: Priority) -> BlockMove:
+    def _move(
+        self, shard: KvShard, grant: Grant, block_ids: Sequence[int], is_background: bool = False
+    ) -> BlockMove:
         return BlockMove(
             peer=self._own,
             grant=grant,
@@ -176,7 +177,7 @@ class ShardMover:
             peer_part=self._kv.whole,
             part=shard.part,
             deadline_s=grant.expires_in_s,
-            priority=priority,
+            is_background=is_background,
         )
 
     # --- the whole of it, in the pool, on a thread ----------------------------------------

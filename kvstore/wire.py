@@ -1,19 +1,38 @@
-"""The store's values to protobuf messages and back. What comes in is not trusted."""
+"""What stores say to each other, as values and as protobuf messages. What comes in is not trusted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
 from base.block_hash import HASH_BYTES, BlockHash
 from base.codec import message_of
 from base.errors import ProtocolError
+from base.grants import PeerDescriptor
+from base.request import NodeId
 from base.wire import PEER
-from kvstore.member import Member
 from protos import kvstore_pb2 as pb
 
 MAX_CHAIN_BLOCKS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process that holds part of the block cache, as a directory knows it."""
+
+    node_id: NodeId
+    epoch: int
+    """64 bits, random at each start; replicas of an earlier start are nobody's."""
+    address: str
+    """host:port of its KvStore service."""
+    host: str
+    """The machine; replicas go to different ones."""
+    peer: PeerDescriptor
+    """The member's transfer agent."""
+    block_bytes: int
+
 
 MEMBER = message_of(Member, peer=PEER)
 

@@ -75,15 +75,15 @@ async def serve(config: NodeProcess, lifetime: Lifetime) -> None:
         info = _info(config, epoch, engine, agent)
         secured = dialling_context(config.tls, "nodes.tls")
         async with (
-            node_store(config, engine, kv, segment, agent, clock, StoreMetrics(registry)) as stored,
+            node_store(config, engine, kv, segment, agent, clock, StoreMetrics(registry)) as beside,
             asyncio.TaskGroup() as tasks,
         ):
-            state, beside = SharedState(engine, info.roles, stored.own), stored.beside
+            state = SharedState(engine, info.roles, beside.own if beside is not None else None)
             prefills: list[PrefillObserver] = [PrefillMetrics(metrics)]
             if timeline is not None:
                 timeline.watch(engine)
                 prefills.append(timeline)
-            here = own_cache(engine, segment, agent, stored)
+            here = own_cache(engine, segment, agent, beside)
             lent = here.lent if here is not None else None
             works = []
             background = [tasks.create_task(engine.loop.run())]

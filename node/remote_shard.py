@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from base.codec import TUPLE, message_of
 from base.errors import LostError, ServeError, error_named
 from base.grants import Grant, RankGrant
 from base.kv_layout import KvPart
@@ -22,13 +23,16 @@ from base.wire import GRANT, PART, PEER, RANK_GRANT
 from engine.arrivals import ArrivingBlocks
 from engine.ranks import Ranks
 from protos import ranks_pb2 as pb
-from transfer.batch import Priority
 from transfer.shard import BlockMove, KvShard, OnArrived
 
 Answer = asyncio.Future[pb.RankAnswer]
 Call = asyncio.Task[pb.RankAnswer]
 
 log = logging.getLogger(__name__)
+
+_MOVE = message_of(
+    BlockMove, peer=PEER, grant=GRANT, block_ids=TUPLE, offsets=TUPLE, peer_part=PART, part=PART
+)
 
 
 class RemoteShard:
@@ -49,11 +53,11 @@ class RemoteShard:
         ranks.on_message(rank, on_message)
 
     async def write(self, move: BlockMove) -> None:
-        await self._call(pb.RankCall(write=_move_to(move)))
+        await self._call(pb.RankCall(write=_MOVE.pack(move)))
 
     async def read(self, move: BlockMove, on_arrived: OnArrived | None = None) -> None:
-        message = _move_to(move)
-        message.comes_in_parts = on_arrived is not None
+        comes_in_parts = on_arrived is not None
+        message = pb.MoveBlocks(**_MOVE.pack(move), comes_in_parts=comes_in_parts)
         await self._call(pb.RankCall(read=message))
 
     async def sums(self, block_ids: Sequence[int], part: KvPart) -> list[int]:
@@ -144,7 +148,7 @@ class ShardServer:
         answer = pb.RankAnswer()
         match call.WhichOneof("call"):
             case "write":
-                await self._shard.write(_move_from(call.write))
+                await self._shard.write(_MOVE.unpack(call.write))
             case "read":
                 await self._read(call.read)
             case "sum":
@@ -160,7 +164,7 @@ class ShardServer:
         on_arrived = None
         if message.comes_in_parts:
             on_arrived = partial(self._arriving.arrived, message.block_ids[0])
-        await self._shard.read(_move_from(message), on_arrived)
+        await self._shard.read(_MOVE.unpack(message), on_arrived)
 
 
 def _answer_of(task: Call) -> pb.RankAnswer:
@@ -173,29 +177,3 @@ def _answer_of(task: Call) -> pb.RankAnswer:
         log.error("call of rank 0 broke", exc_info=error)
         error = LostError("an error inside the rank; see its log")
     return pb.RankAnswer(reason=type(error).__name__, message=str(error))
-
-
-def _move_to(move: BlockMove) -> pb.MoveBlocks:
-    return pb.MoveBlocks(
-        peer=PEER.pack(move.peer),
-        grant=GRANT.pack(move.grant),
-        block_ids=move.block_ids,
-        offsets=move.offsets,
-        peer_part=PART.pack(move.peer_part),
-        part=PART.pack(move.part),
-        deadline_s=move.deadline_s,
-        is_background=move.priority is Priority.BACKGROUND,
-    )
-
-
-def _move_from(message: pb.MoveBlocks) -> BlockMove:
-    return BlockMove(
-        peer=PEER.unpack(message.peer),
-        grant=GRANT.unpack(message.grant),
-        block_ids=tuple(message.block_ids),
-        offsets=tuple(message.offsets),
-        peer_part=PART.unpack(message.peer_part),
-        part=PART.unpack(message.part),
-        deadline_s=message.deadline_s,
-        priority=Priority.BACKGROUND if message.is_background else Priority.FOREGROUND,
-    )

@@ -39,7 +39,8 @@ class BlockMove:
     part: KvPart
     """The part that is moved: both have it."""
     deadline_s: float
-    priority: Priority = Priority.FOREGROUND
+    is_background: bool = False
+    """Whether no request waits for it."""
 
 
 OnArrived = Callable[[int], None]
@@ -135,7 +136,7 @@ class LocalShard:
         self._layer_parts = tuple(layer_parts)
 
     async def write(self, move: BlockMove) -> None:
-        await self._agent.write(move.peer, move.grant, self._pieces(move), move.deadline_s, move.priority)
+        await self._agent.write(move.peer, move.grant, self._pieces(move), move.deadline_s, _priority(move))
 
     async def read(self, move: BlockMove, on_arrived: OnArrived | None = None) -> None:
         if on_arrived is None:
@@ -148,7 +149,7 @@ class LocalShard:
             on_arrived(index)
 
     async def _read(self, move: BlockMove) -> None:
-        await self._agent.read(move.peer, move.grant, self._pieces(move), move.deadline_s, move.priority)
+        await self._agent.read(move.peer, move.grant, self._pieces(move), move.deadline_s, _priority(move))
 
     async def sums(self, block_ids: Sequence[int], part: KvPart) -> list[int]:
         return await self._sums(block_ids, part.within(self.part))
@@ -173,3 +174,7 @@ class LocalShard:
         ours = starts[:, None] + np.array(runs.source_offsets, np.int64)
         theirs = np.array(move.offsets, np.int64)[:, None] + np.array(runs.target_offsets, np.int64)
         return pieces_of(self._segment, ours.ravel(), theirs.ravel(), runs.length)
+
+
+def _priority(move: BlockMove) -> Priority:
+    return Priority.BACKGROUND if move.is_background else Priority.FOREGROUND

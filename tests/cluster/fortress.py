@@ -30,8 +30,7 @@ from base.tls import NODE_NAME
 from bench.local_cluster import LocalCluster, local_cluster
 from conductor.api.keys import KeyFile, Quota, made_key, write_keys
 from deploy.plan import LocalModel
-from kvstore.member import Member
-from kvstore.wire import member_from_bytes
+from kvstore.wire import Member, member_from_bytes
 from tests.certificates import Authority
 from tests.cluster.asking import PATIENCE_S, until
 from tests.cluster.test_store import storage_process

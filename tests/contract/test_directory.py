@@ -14,8 +14,8 @@ from base.clock import SystemClock
 from base.grants import Endpoint, PeerDescriptor
 from base.request import NodeId
 from kvstore import directory as under_test
-from kvstore.directory import RedisDirectory
-from kvstore.member import Member
+from kvstore.wire import Member
+from tests.kvstore.flushed_directory import FlushedDirectory
 from tests.kvstore.memory_directory import MemoryBoard, MemoryDirectory
 from tests.kvstore.redis_server import running_server, server_binary
 
@@ -55,7 +55,7 @@ class RedisWorld:
 
     async def join(self, name=None, epoch=0):
         member = None if name is None else member_of(name, epoch)
-        directory = RedisDirectory(self.server.url, SystemClock(), random.Random(epoch), member)
+        directory = FlushedDirectory(self.server.url, SystemClock(), random.Random(epoch), member)
         self.running.append((directory, asyncio.ensure_future(directory.run())))
         await directory.flush()
         return directory
@@ -329,7 +329,9 @@ async def test_a_slow_redis_costs_one_lookup_its_bound_and_the_next_nothing(redi
 
 
 async def test_a_process_that_starts_without_redis_serves_what_it_holds():
-    directory = RedisDirectory("unix:///nowhere/at/all", SystemClock(), random.Random(0), member_of("one", 1))
+    directory = FlushedDirectory(
+        "unix:///nowhere/at/all", SystemClock(), random.Random(0), member_of("one", 1)
+    )
     task = asyncio.ensure_future(directory.run())
     directory.publish(chain_of("ab"))
     await directory.flush()

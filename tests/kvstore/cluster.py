@@ -14,10 +14,10 @@ from kvstore.client import BlockCache
 from kvstore.context import private_segment
 from kvstore.disk import opened
 from kvstore.eviction import BY_NAME
-from kvstore.member import Member
 from kvstore.pool import HostPool, PoolLimits
 from kvstore.service import store_service
 from kvstore.store import Store
+from kvstore.wire import Member
 from tests.kvstore.memory_directory import MemoryBoard, MemoryDirectory
 from tests.manual_clock import ManualClock
 from transfer.agent import TransferAgent

@@ -4,19 +4,19 @@ import asyncio
 
 from base.block_hash import BlockHash
 from base.checksum import checksum
+from base.kv_layout import KvLayout
 from kvstore.block_mover import SegmentMover
 from kvstore.engine_store import EngineStore
 from tests.kvstore.cluster import BLOCK_BYTES, bytes_of, chain_of
 
 NUM_BLOCKS = 8
 ROOT = BlockHash(bytes(16))
+LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=512, block_size=16, dtype="float32")
+assert LAYOUT.block_bytes == BLOCK_BYTES
 
 
 class Engine:
     """An engine's cache of a few blocks, which computes instantly."""
-
-    block_bytes = BLOCK_BYTES
-    block_tokens = 16
 
     def __init__(self, segment, memory=None, sum_of=checksum):
         """`memory`: what the segment is of, where it shows none."""
@@ -40,7 +40,7 @@ class Engine:
     def view(self, block_id):
         return self.memory[block_id * BLOCK_BYTES : (block_id + 1) * BLOCK_BYTES]
 
-    def hold(self, chain):
+    def match(self, chain):
         held = []
         for name in chain:
             if name not in self.at:
@@ -65,7 +65,7 @@ class Beside:
         self.paused_s = []
         self.mover = SegmentMover(node.cache, self.engine.segment, BLOCK_BYTES, self.engine.checksums)
         self.store = EngineStore(
-            self.engine, self.mover, node.store, bytes_per_s, node.clock, self.pause, has_quotas
+            self.engine, LAYOUT, self.mover, node.store, bytes_per_s, node.clock, self.pause, has_quotas
         )
 
     async def pause(self, seconds):

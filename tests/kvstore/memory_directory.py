@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from base.block_hash import BlockHash
 from kvstore.directory import Replicas
-from kvstore.member import Member
+from kvstore.wire import Member
 
 
 class MemoryBoard:

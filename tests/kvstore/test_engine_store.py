@@ -10,7 +10,7 @@ from base.checksum import sum_of_words
 from base.errors import ChecksumError, UnavailableError
 from kvstore.engine_store import MAX_OFFERS, EngineStore
 from tests.kvstore.cluster import BLOCK_BYTES, chain_of, running_cluster
-from tests.kvstore.engine_beside import NUM_BLOCKS, ROOT, Beside, Engine, contents
+from tests.kvstore.engine_beside import LAYOUT, NUM_BLOCKS, ROOT, Beside, Engine, contents
 from tests.kvstore.fake_gpu import FakeGpu
 
 
@@ -91,7 +91,7 @@ async def test_an_offer_that_fails_is_dropped_and_the_next_is_saved(call, error,
     async with running_cluster() as cluster:
         one = Beside(await cluster.node("one"), 1e9)
         mover = Failing(one.mover, call, error)
-        one.store = EngineStore(one.engine, mover, one.node.store, 1e9, one.node.clock, one.pause)
+        one.store = EngineStore(one.engine, LAYOUT, mover, one.node.store, 1e9, one.node.clock, one.pause)
         one.engine.compute("abc")
         one.store.offer(chain_of("abc"), ROOT)
         one.store.offer(chain_of("ab"), ROOT)
@@ -163,7 +163,7 @@ async def test_what_is_sooner_computed_is_not_loaded():
         one.engine.compute("ab")
         one.store.offer(chain_of("ab"), ROOT)
         await one.saved(2)
-        slow = EngineStore(one.engine, one.mover, one.node.store, 1e9, TickingClock())
+        slow = EngineStore(one.engine, LAYOUT, one.mover, one.node.store, 1e9, TickingClock())
         slow.computed(1000, 0.1)
         assert await slow.reach(chain_of("ab"), 0) == 2
         assert await slow.load(chain_of("ab"), [6, 7], 0) == 2

@@ -29,9 +29,9 @@ PATIENCE_S = 60
 class AskedNode:
     """Answers prompts by itself: what it computes stays with it."""
 
-    def __init__(self, engine, agent, kv, stored, own, group, clock):
+    def __init__(self, engine, agent, kv, beside, own, group, clock):
         self.engine, self.agent, self.kv = engine, agent, kv
-        self.beside, self.store = stored.beside, stored.own
+        self.beside, self.store = beside, beside.own
         self._told, self._lent = asyncio.Queue(), asyncio.Queue()
         send = self._told.put_nowait
         self.role = PrefillRole(engine.loop, kv, group, send, clock, own.lent, self.beside)
@@ -127,12 +127,12 @@ async def asked_node(folder, tensor, stages, name="node"):
             kv = node_kv(built, segment, agent)
             metrics = StoreMetrics(process_registry())
             async with (
-                node_store(config, built, kv, segment, agent, clock, metrics) as stored,
+                node_store(config, built, kv, segment, agent, clock, metrics) as beside,
                 asyncio.TaskGroup() as group,
             ):
-                running = [group.create_task(built.loop.run()), group.create_task(stored.beside.run())]
-                own = own_cache(built, segment, agent, stored)
-                node = AskedNode(built, agent, kv, stored, own, group, clock)
+                running = [group.create_task(built.loop.run()), group.create_task(beside.run())]
+                own = own_cache(built, segment, agent, beside)
+                node = AskedNode(built, agent, kv, beside, own, group, clock)
                 yield node
                 node.role.tasks.end_all()
                 await node.end_loans()

@@ -18,7 +18,6 @@ from kvstore.shard_mover import ShardMover
 from kvstore.store import Store
 from node.own_cache import Lender, SegmentCache
 from node.ranked_cache import RankedCache
-from node.store import PagedBlocks
 from prefill_node.prefix_loader import Prefix
 from tests.kvstore.cluster import chain_of
 from tests.manual_clock import ManualClock
@@ -44,8 +43,7 @@ class LendingNode(RankedNode):
             self.store = Store(agent, HostPool(8, BY_NAME["lru"], SystemClock()), LAYOUT.block_bytes)
             stack.push_async_callback(self.store.close)
             mover = ShardMover(self.kv, self.store, agent.descriptor, CHECKSUM_KIND)
-            blocks = PagedBlocks(self.pool, LAYOUT)
-            self.beside = EngineStore(blocks, mover, self.store, 1e9, ManualClock())
+            self.beside = EngineStore(self.pool, LAYOUT, mover, self.store, 1e9, ManualClock())
             self.own = RankedCache(self.beside, self.store, agent)
         self.sent = asyncio.Queue()
         self.lender = Lender(self.own, group, self.sent.put_nowait)

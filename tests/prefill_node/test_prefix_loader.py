@@ -18,11 +18,10 @@ from kvstore.block_mover import SegmentMover
 from kvstore.client import BlockCache
 from kvstore.engine_store import EngineStore
 from kvstore.eviction import BY_NAME
-from kvstore.member import Member
 from kvstore.pool import HostPool
 from kvstore.store import Store
+from kvstore.wire import Member
 from node.own_cache import Lender, SegmentCache
-from node.store import PagedBlocks
 from prefill_node.role import PrefillRole
 from tests.kvstore.memory_directory import MemoryBoard, MemoryDirectory
 from tests.manual_clock import ManualClock
@@ -59,8 +58,7 @@ async def with_store(part, group):
     )
     part.store.join(cache.directory)
     mover = SegmentMover(cache, part.segment, LAYOUT.block_bytes, partial(block_sums, part.cache))
-    blocks = PagedBlocks(part.pool, LAYOUT)
-    part.beside = EngineStore(blocks, mover, part.store, 1e9, ManualClock())
+    part.beside = EngineStore(part.pool, LAYOUT, mover, part.store, 1e9, ManualClock())
     own = SegmentCache(part.pool, part.cache, part.segment, part.agent, part.store)
     part.role = PrefillRole(part.loop, part.kv, group, part.send, SystemClock(), own.lent, part.beside)
     part.lender = Lender(own, group, part.send)

@@ -34,12 +34,11 @@ from kvstore.disk import DiskTier
 from kvstore.engine_store import EngineStore
 from kvstore.eviction import BY_NAME
 from kvstore.hosting import keep_up
-from kvstore.member import Member
 from kvstore.pool import PoolLimits
 from kvstore.store import Store
+from kvstore.wire import Member
 from node.kv import node_kv
 from node.own_cache import Lender, SegmentCache
-from node.store import PagedBlocks
 from node.work import ConductorWork, SharedState
 from prefill_node.role import PrefillRole
 from protos import nodes_pb2 as pb
@@ -194,9 +193,8 @@ class SimNode:
         world.stores[address] = (self, store)
         store.join(directory)
         cache = BlockCache(agent, directory, self.clock, (member, store), reach=self._reach)
-        blocks = PagedBlocks(self.engine.pool, LAYOUT)
         mover = SegmentMover(cache, segment, LAYOUT.block_bytes, partial(block_sums, self.engine.cache))
-        beside = EngineStore(blocks, mover, store, 64 * LAYOUT.block_bytes, self.clock)
+        beside = EngineStore(self.engine.pool, LAYOUT, mover, store, 64 * LAYOUT.block_bytes, self.clock)
         tasks.create_task(keep_up(store))
         tasks.create_task(beside.run())
         return beside
