@@ -38,7 +38,7 @@ from conductor.placing.roles import RoleController, RoleSettings
 from conductor.profile_file import load_profile
 from conductor.serving.attach import AttachService
 from conductor.serving.decision_log import DecisionLog
-from conductor.serving.dispatch import Dispatcher, Limits, RequestObserver
+from conductor.serving.dispatch import Dispatcher, RequestObserver
 from conductor.serving.link_check import LinkCheck
 from conductor.serving.membership import Membership
 from conductor.serving.observer import Observer
@@ -65,7 +65,7 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
     if tracer is not None:
         observers.append(RequestSpans(tracer))
     server = config.server
-    dispatcher = Dispatcher(membership, view, cost, observers, clock, settings, _limits(config))
+    dispatcher = Dispatcher(membership, view, cost, observers, clock, settings, server, config.scheduler)
     bounds = (server.max_waiting, int(server.max_body_mib * (1 << 20)), bool(server.keys_file))
     completions = Completions(model, dispatcher, metrics, clock, *bounds)
     lease = Registered(server.lease_s, server.heartbeat_s, rng.getrandbits(63))
@@ -98,15 +98,6 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
                 changing.cancel()
     if tracer is not None:
         await asyncio.to_thread(tracer.close)
-
-
-def _limits(config: ConductorProcess) -> Limits:
-    return Limits(
-        config.server.request_timeout_s,
-        config.scheduler.max_waiting,
-        config.scheduler.role_wait_s,
-        config.server.stream_interval_ms / 1e3,
-    )
 
 
 def _role_changes(config: ConductorProcess, cost: CostModel) -> RoleController | None:

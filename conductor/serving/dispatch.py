@@ -18,10 +18,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from base.clock import Clock
+from base.config import SchedulerConfig, ServerConfig
 from base.errors import (
     CapacityError,
     LostError,
@@ -97,22 +97,6 @@ class RequestObserver:
         """Note that a request is over. `outcome`: as in `RequestState`; `reason`: why it failed, or empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How long requests may take and how many may wait."""
-
-    request_timeout_s: float = 600.0
-    max_waiting: int = 512
-    """Requests that wait to be placed."""
-    role_wait_s: float = 10.0
-    """How long requests wait for a role that has no node left."""
-    stream_interval_s: float = 0.0
-    """The least time between two pieces of one stream; what comes meanwhile goes out together."""
-
-
-DEFAULT_LIMITS = Limits()
-
-
 class Dispatcher:
     """Runs requests on the attached nodes."""
 
@@ -124,22 +108,31 @@ class Dispatcher:
         observers: Sequence[RequestObserver],
         clock: Clock,
         settings: SchedulerSettings = DEFAULT_SETTINGS,
-        limits: Limits = DEFAULT_LIMITS,
+        server: ServerConfig | None = None,
+        waiting: SchedulerConfig | None = None,
     ) -> None:
-        """Begin. `settings`: an operator's; by default the cost model decides."""
+        """Begin.
+
+        Args:
+            settings: An operator's; by default the cost model decides.
+            server: How long requests may take, and how seldom their streams are written to.
+            waiting: How many requests may wait to be placed, and how long for a role without a node.
+        """
+        server, waiting = server or ServerConfig(), waiting or SchedulerConfig()
         self._membership = membership
         self._view = view
         self._cost = cost
         self._observers = observers
         self._clock = clock
         self._settings = settings
-        self._limits = limits
+        self._request_timeout_s = server.request_timeout_s
+        self._stream_interval_s = server.stream_interval_ms / 1e3
         self.num_running = 0
         """Requests taken in and not finished."""
         self._num_streaming = 0
         self.queue = PlacementQueue(
-            limits.max_waiting,
-            limits.role_wait_s,
+            waiting.max_waiting,
+            waiting.role_wait_s,
             lambda: view.missing_role,
             lambda: view.prefill_mask.bit_count(),
             clock.now_s(),
@@ -164,7 +157,7 @@ class Dispatcher:
             DeadlineError: the request's time ran out.
             LostError: nodes were lost as often as this request may lose them.
         """
-        state = RequestState(request, self._limits.request_timeout_s, self._clock)
+        state = RequestState(request, self._request_timeout_s, self._clock)
         for observer in self._observers:
             state.traceparent = observer.begun(request) or state.traceparent
         self.num_running += 1
@@ -317,7 +310,7 @@ class Dispatcher:
         try:
             session = self._membership.session(node)
             attempt.begin(session, name, mailbox)
-            session.send(Lend(name, blocks, self._limits.request_timeout_s, first))
+            session.send(Lend(name, blocks, self._request_timeout_s, first))
             async with asyncio.timeout(LEND_TIMEOUT_S):
                 lent = await mailbox.next(Lent)
         except (ServeError, TimeoutError) as error:
@@ -367,7 +360,7 @@ class Dispatcher:
 
     def _pace_s(self) -> float:
         """Return the seconds between two pieces of a stream, so that all streams leave time for the rest."""
-        return max(self._limits.stream_interval_s, self._num_streaming * PIECE_S / STREAMING_SHARE)
+        return max(self._stream_interval_s, self._num_streaming * PIECE_S / STREAMING_SHARE)
 
 
 def _may_try_again(state: RequestState, error: LostError | RejectedError) -> bool:

@@ -6,6 +6,7 @@ from contextlib import aclosing, asynccontextmanager
 
 from base.attach import AttachClient
 from base.clock import SystemClock
+from base.config import SchedulerConfig, ServerConfig
 from base.link import listen
 from base.messages import Prefill, Registered, Reserve, Start, Tokens
 from base.request import Request, Role, SamplingParams, StopParams
@@ -15,7 +16,7 @@ from conductor.placing.cost_model import CostModel
 from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.profile_file import load_profile
 from conductor.serving.attach import AttachService
-from conductor.serving.dispatch import Dispatcher, Limits, RequestObserver
+from conductor.serving.dispatch import Dispatcher, RequestObserver
 from conductor.serving.membership import Membership
 from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, ScriptedWork, node_info
 
@@ -39,14 +40,16 @@ class Watched(RequestObserver):
 class Conductor:
     """A conductor's node side on a real port, and the scripted nodes attached to it."""
 
-    def __init__(self, limits, settings, observers=()):
+    def __init__(self, server, waiting, settings, observers=()):
         clock = SystemClock()
         cost = CostModel(load_profile("cpu-smollm2"))
         self.view = ClusterView(cost, BLOCK_SIZE)
         self.membership = Membership(MODEL_ID, self.view, clock)
         self.seen = Watched()
         observers = [self.seen, *observers]
-        self.dispatcher = Dispatcher(self.membership, self.view, cost, observers, clock, settings, limits)
+        self.dispatcher = Dispatcher(
+            self.membership, self.view, cost, observers, clock, settings, server, waiting
+        )
         self.service = AttachService(self.membership, LEASE, clock)
         self.address = ""
         self.clients = {}
@@ -83,8 +86,9 @@ class Conductor:
 
 @asynccontextmanager
 async def conductor(request_timeout_s=5.0, role_wait_s=0.0, max_waiting=8, observers=(), **settings):
-    limits = Limits(request_timeout_s, max_waiting, role_wait_s)
-    async with Conductor(limits, SchedulerSettings(**settings), observers).serving() as running:
+    server = ServerConfig(request_timeout_s=request_timeout_s)
+    waiting = SchedulerConfig(max_waiting=max_waiting, role_wait_s=role_wait_s)
+    async with Conductor(server, waiting, SchedulerSettings(**settings), observers).serving() as running:
         yield running
 
 

@@ -12,7 +12,7 @@ from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.explain import Decisions
 from conductor.placing.roles import RoleController
-from conductor.serving.dispatch import DEFAULT_LIMITS, Dispatcher
+from conductor.serving.dispatch import Dispatcher
 from conductor.serving.membership import Membership
 from conductor.serving.nodes import NodeSession
 from conductor.serving.observer import Observer
@@ -51,7 +51,7 @@ async def cluster(
     num_prefill=2,
     num_decode=2,
     role_settings=None,
-    limits=DEFAULT_LIMITS,
+    server=None,
     decision_log=None,
 ):
     """A dispatcher with stub nodes; gives it and its view. At the end nothing is in flight."""
@@ -68,7 +68,7 @@ async def cluster(
             session = NodeSession(stub_info(f"n{number}", role, "m"), lambda *_, said=said: said.set())
             tasks.append(group.create_task(attached(membership, session, said, node, clock)))
             tasks.append(group.create_task(node.run()))
-        dispatcher = Dispatcher(membership, view, COST, [observer], clock, settings, limits)
+        dispatcher = Dispatcher(membership, view, COST, [observer], clock, settings, server)
         if role_settings is not None:
             controller = RoleController(COST, role_settings)
             changes = change_roles(controller, view, membership, dispatcher, clock)

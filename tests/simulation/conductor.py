@@ -9,6 +9,7 @@ import asyncio
 import functools
 from contextlib import aclosing
 
+from base.config import SchedulerConfig, ServerConfig
 from base.errors import ProtocolError, RejectedError, ServeError
 from base.messages import Registered
 from base.metrics import ConductorMetrics, process_registry
@@ -18,7 +19,7 @@ from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.explain import Decisions
 from conductor.serving.attach import AttachService
-from conductor.serving.dispatch import Dispatcher, Limits
+from conductor.serving.dispatch import Dispatcher
 from conductor.serving.membership import Membership
 from conductor.serving.observer import Observer
 from tests.simulation.attach_stream import AttachStream
@@ -28,7 +29,8 @@ from tests.simulation.node import MODEL_ID, OffsetClock
 
 LEASE_S = 10.0
 HEARTBEAT_S = 2.0
-LIMITS = Limits(request_timeout_s=60.0, max_waiting=16, role_wait_s=10.0)
+SERVER = ServerConfig(request_timeout_s=60.0)
+WAITING = SchedulerConfig(max_waiting=16, role_wait_s=10.0)
 
 
 @functools.cache
@@ -57,7 +59,9 @@ class SimConductor:
         self.membership = Membership(MODEL_ID, self.view, clock)
         settings = world.plan.scheduler
         observer = Observer(_metrics(), self.view, _cost(), Decisions(_cost(), settings), clock)
-        self.dispatcher = Dispatcher(self.membership, self.view, _cost(), [observer], clock, settings, LIMITS)
+        self.dispatcher = Dispatcher(
+            self.membership, self.view, _cost(), [observer], clock, settings, SERVER, WAITING
+        )
         lease = Registered(LEASE_S, HEARTBEAT_S, world.rng.getrandbits(63))
         self.service = self.process.context.run(AttachService, self.membership, lease, clock)
 

@@ -6,10 +6,11 @@ from itertools import pairwise
 
 import pytest
 
+from base.config import ServerConfig
 from base.request import FinishReason, Request, RequestId, SamplingParams, StopParams
 from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.serving import dispatch
-from conductor.serving.dispatch import STREAMING_SHARE, Limits
+from conductor.serving.dispatch import STREAMING_SHARE
 from tests.conductor.stub_cluster import COST, cluster
 from tests.conductor.virtual_loop import run
 
@@ -19,13 +20,13 @@ TOKENS = 60
 @pytest.mark.parametrize("steps", [0, 5])
 def test_tokens_that_come_within_the_interval_go_out_together(steps):
     step_s = COST.decode_step_s(1, 0)
-    limits = Limits(stream_interval_s=steps * step_s * 0.999)
+    server = ServerConfig(stream_interval_ms=steps * step_s * 999)
 
     async def scenario(clock):
         asked = Request(RequestId("r"), tuple(range(50)), SamplingParams(), StopParams(TOKENS))
         pieces = []
         async with (
-            cluster(clock, SchedulerSettings(), limits=limits) as (dispatcher, _),
+            cluster(clock, SchedulerSettings(), server=server) as (dispatcher, _),
             aclosing(dispatcher.generate(asked)) as generated,
         ):
             async for piece in generated:
@@ -37,7 +38,7 @@ def test_tokens_that_come_within_the_interval_go_out_together(steps):
     assert pieces[-1][2] is FinishReason.LENGTH
     assert len(pieces) == (TOKENS if steps == 0 else pytest.approx(TOKENS / steps, abs=2))
     for (before_s, *_), (at_s, *_) in pairwise(pieces[:-1]):
-        assert at_s - before_s >= limits.stream_interval_s - 1e-9
+        assert at_s - before_s >= server.stream_interval_ms / 1e3 - 1e-9
 
 
 def test_many_streams_take_no_more_than_their_share_of_the_event_loop(monkeypatch):
