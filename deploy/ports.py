@@ -6,14 +6,12 @@ import contextlib
 import errno
 import os
 import socket
-from pathlib import Path
+
+import psutil
 
 from base.config import ClusterConfig
 from base.errors import ConfigError
 from deploy.clusters import Running
-
-LISTENS = "0A"
-"""The kernel's state of a socket that listens, in /proc/net/tcp."""
 
 
 def wanted_ports(config: ClusterConfig) -> dict[int, str]:
@@ -65,19 +63,10 @@ def taken(host: str, port: int, clusters: list[Running]) -> str:
 
 def listener(port: int) -> str:
     """Return which process listens on a port, in words."""
-    sockets = set()
-    for kind in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
-                    sockets.add(f"socket:[{fields[9]}]")
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if os.readlink(descriptor) in sockets:
-                process = descriptor.parent.parent
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                return f"process {process.name} ({command.strip()[:80]})"
+    for found in psutil.net_connections("tcp"):
+        if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid is not None:
+            with contextlib.suppress(psutil.Error):
+                return f"process {found.pid} ({' '.join(psutil.Process(found.pid).cmdline())[:80]})"
     return "a process that this user may not look at"
 
 
