@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from base.clock import Clock, SystemClock
+from base.clock import SystemClock
 from base.seldom import Seldom
 
 log = logging.getLogger(__name__)
@@ -57,9 +57,9 @@ class _Handshake:
 class OpenConnections:
     """The connections of one listener. Belongs to the event loop."""
 
-    def __init__(self, limit: int, clock: Clock | None = None) -> None:
+    def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.seldom = Seldom(log, clock or SystemClock())
+        self.seldom = Seldom(log, SystemClock())
         self._idle: dict[Connection, None] = {}
         """Who has been idle for longest first."""
         self._busy: set[Connection] = set()

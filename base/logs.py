@@ -15,11 +15,11 @@ import logging
 import sys
 
 
-def configure(process: str, level: str = "INFO") -> None:
+def configure(process: str) -> None:
     """Send this process's events to standard error, each line naming `process`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {process} %(name)s %(message)s"))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
 def event(log: logging.Logger, message: str, /, *, level: int = logging.INFO, **fields: object) -> None:

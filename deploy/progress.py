@@ -18,9 +18,9 @@ from base.clock import Clock
 class Progress:
     """Stages of a start, which may overlap."""
 
-    def __init__(self, clock: Clock, console: Console | None = None) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._console = console or Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False)
         self._running: dict[str, str] = {}
         self._status: Status | None = None
 

@@ -78,20 +78,18 @@ def build_engine(
     model_path: str,
     clock: Clock,
     allocate: Allocate | None = None,
-    nodes_on_host: int = 1,
     rank_module: str = "engine.rank",
     for_ranks: dict[str, Any] | None = None,
 ) -> Engine:
     """Load a prepared model and lay out its cache, as `assemble_engine`. Blocks for seconds.
 
     Args:
-        nodes_on_host: Nodes that share this host's cores, where `threads` is 0.
         rank_module: Module that the other ranks run.
         for_ranks: More for its `join_ranks` to return; JSON.
 
     Raises ConfigError if the model cannot be served, or no block fits into the cache."""
     shape = GroupShape(config.tensor_parallel, config.pipeline_parallel)
-    num_threads = config.threads or max(1, len(os.sched_getaffinity(0)) // nodes_on_host)
+    num_threads = config.threads or len(os.sched_getaffinity(0))
     num_threads = max(1, num_threads // shape.size)
     torch.set_num_threads(num_threads)
     if shape.size == 1:

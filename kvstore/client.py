@@ -75,7 +75,6 @@ class _Landing:
     """Where loaded blocks go, and how they are looked at there."""
 
     into: Segment
-    priority: Priority
     sums: Sums | None
     stripes: Stripes | None = None
 
@@ -128,7 +127,6 @@ class BlockCache:
         into: Segment,
         offsets: Sequence[int],
         first: int = 0,
-        priority: Priority = Priority.FOREGROUND,
         sums: Sums | None = None,
         stripes: Stripes | None = None,
     ) -> int:
@@ -142,7 +140,7 @@ class BlockCache:
         """
         end = min(first + len(offsets), len(chain))
         replicas = await self.directory.lookup(chain[:end])
-        landing = _Landing(into, priority, sums)
+        landing = _Landing(into, sums)
         tries: Counter[int] = Counter()
         at = first
         while at < len(replicas):
@@ -338,12 +336,10 @@ class BlockCache:
             expected = leased.checksums[at : at + group]
             if landing.sums is None:
                 async with room:
-                    found = await self._agent.read_summed(
-                        member.peer, grant, pieces, priority=landing.priority
-                    )
+                    found = await self._agent.read_summed(member.peer, grant, pieces)
                 return _num_right(found, expected)
             async with room:
-                await self._agent.read(member.peer, grant, pieces, priority=landing.priority)
+                await self._agent.read(member.peer, grant, pieces)
             return _num_right(await landing.sums(here), expected)
 
         if landing.stripes is not None and grant.length % sum(landing.stripes.shares) == 0:
@@ -368,7 +364,7 @@ class BlockCache:
             at, size = unit * begins[number], unit * stripes.shares[number]
             async with room:
                 pieces = pieces_of(landing.into, targets + at, sources + at, size)
-                await self._agent.read(member.peer, grant, pieces, priority=landing.priority)
+                await self._agent.read(member.peer, grant, pieces)
             has_arrived[number] = True
             while num_reported < len(has_arrived) and has_arrived[num_reported]:
                 num_reported += 1

@@ -9,7 +9,7 @@ short bound; when Redis does not answer, or answers without what we know to be s
 view is used. So Redis may restart, be flushed, refuse writes, be slow or be gone: lookups
 go on, with what was known. When it is back, the member joins and publishes all it holds.
 
-In Redis (keys under one prefix; values are bytes):
+In Redis (keys after `conductor:`; values are bytes):
 
     b:<hash>     epochs of the holders, 8 bytes each; lives BLOCK_LIFE_S unless published again
     m:<epoch>    the member, as a StoreMember message; lives LEASE_S unless renewed
@@ -62,6 +62,7 @@ MAX_REPLICAS = 16
 WRITE_BATCH = 1_024
 LOOKUP_BATCH = 2_048
 """Blocks in one script; Lua unpacks some 8,000 values at most."""
+_BLOCK, _MEMBER, _MEMBERS, _NODES = (b"conductor:" + key for key in (b"b:", b"m:", b"members", b"nodes"))
 _EPOCH = struct.Struct("<Q")
 _RUN = struct.Struct("<HB")
 """Blocks with the same holders, and the number of those."""
@@ -103,7 +104,6 @@ class RedisDirectory:
         clock: Clock,
         rng: random.Random,
         member: Member | None = None,
-        prefix: str = "conductor:",
     ) -> None:
         """Begin; connects later.
 
@@ -112,14 +112,12 @@ class RedisDirectory:
             clock: For the waits between two attempts.
             rng: Spreads the attempts of many processes.
             member: Ours; None only looks up.
-            prefix: Of every key.
         """
         self._reader = _connect(url, LOOKUP_TIMEOUT_S)
         self._writer = _connect(url, WRITE_TIMEOUT_S)
         self._clock = clock
         self._rng = rng
         self._member = member
-        self._prefix = prefix.encode()
         self._scripts = {
             path.stem: self._writer.register_script(path.read_text()) for path in sorted(_LUA.glob("*.lua"))
         }
@@ -165,7 +163,7 @@ class RedisDirectory:
     async def leave(self) -> None:
         if self._member is not None:
             with suppress(RedisError, OSError):
-                await _answer(self._writer.delete(self._prefix + b"m:" + _EPOCH.pack(self._member.epoch)))
+                await _answer(self._writer.delete(_MEMBER + _EPOCH.pack(self._member.epoch)))
 
     async def close(self) -> None:
         """Close the connections."""
@@ -241,8 +239,7 @@ class RedisDirectory:
         ]
 
     async def _found(self, chain: Sequence[BlockHash]) -> list[bytes]:
-        prefix = self._prefix + b"b:"
-        args: list[bytes | int] = [prefix + prefix.join(chain), len(prefix) + HASH_BYTES]
+        args: list[bytes | int] = [_BLOCK + _BLOCK.join(chain), len(_BLOCK) + HASH_BYTES]
         answer: bytes = await _answer(self._scripts["lookup"](args=args, client=self._reader))
         found: list[bytes] = []
         at = 0
@@ -265,7 +262,7 @@ class RedisDirectory:
         if self._member is None:
             await self._refresh_members(self._writer)
             return
-        key = self._prefix + b"m:" + _EPOCH.pack(self._member.epoch)
+        key = _MEMBER + _EPOCH.pack(self._member.epoch)
         is_due = self._clock.now_s() >= self._republish_at_s
         if not self._is_joined or is_due or not await _answer(self._writer.pexpire(key, int(LEASE_S * 1000))):
             await self._join(self._member, key)
@@ -279,13 +276,13 @@ class RedisDirectory:
         description = pb.StoreMember(**MEMBER.pack(member)).SerializeToString()
         await _answer(
             self._scripts["join"](
-                keys=[self._prefix + b"members", self._prefix + b"nodes", key],
+                keys=[_MEMBERS, _NODES, key],
                 args=[
                     member.node_id.encode(),
                     epoch,
                     description,
                     int(LEASE_S * 1000),
-                    self._prefix + b"m:",
+                    _MEMBER,
                 ],
             )
         )
@@ -299,9 +296,9 @@ class RedisDirectory:
 
     async def _carry_batch(self, member: Member) -> None:
         batch = dict(list(self._outbox.items())[:WRITE_BATCH])
-        epoch, prefix = _EPOCH.pack(member.epoch), self._prefix + b"b:"
-        stored = [prefix + block_hash for block_hash, is_held in batch.items() if is_held]
-        gone = [prefix + block_hash for block_hash, is_held in batch.items() if not is_held]
+        epoch = _EPOCH.pack(member.epoch)
+        stored = [_BLOCK + block_hash for block_hash, is_held in batch.items() if is_held]
+        gone = [_BLOCK + block_hash for block_hash, is_held in batch.items() if not is_held]
         if stored:
             life = int(BLOCK_LIFE_S * 1000)
             args: list[bytes | int] = [epoch, life, MAX_REPLICAS * _EPOCH.size]
@@ -313,11 +310,7 @@ class RedisDirectory:
                 del self._outbox[block_hash]
 
     async def _refresh_members(self, client: redis.asyncio.Redis) -> None:
-        answer = await _answer(
-            self._scripts["members"](
-                keys=[self._prefix + b"members"], args=[self._prefix + b"m:"], client=client
-            )
-        )
+        answer = await _answer(self._scripts["members"](keys=[_MEMBERS], args=[_MEMBER], client=client))
         found: dict[int, Member] = {}
         for epoch, description in zip(answer[::2], answer[1::2], strict=True):
             with suppress(ProtocolError, struct.error):
