@@ -8,13 +8,13 @@ set: those who begin spans (`conductor/serving/request_spans.py`, `node/tracing.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TYPE_CHECKING
 
 from base.errors import ConfigError
 
-Attribute = str | int | float | bool
+if TYPE_CHECKING:
+    from base.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,39 +33,6 @@ class TracingConfig:
             raise ValueError("sample: between 0 and 1")
 
 
-class Span(Protocol):
-    """Something that is going on, for one request."""
-
-    @property
-    def traceparent(self) -> str:
-        """The line of text by which spans below this one are begun, here or elsewhere."""
-        ...
-
-    def event(self, name: str, **attributes: Attribute) -> None:
-        """Note a moment in it."""
-        ...
-
-    def end(self, error: str = "", **attributes: Attribute) -> None:
-        """End the span; again: no effect. `error`: why it failed."""
-        ...
-
-
-class Tracer(Protocol):
-    """Where one process begins its spans."""
-
-    def begin(self, name: str, parent: str, **attributes: Attribute) -> Span:
-        """Begin a span below `parent`; an empty one begins a trace."""
-        ...
-
-    def past(self, name: str, parent: str, began_ago_s: float, ended_ago_s: float) -> None:
-        """Note a span that is over, by how long ago it began and ended."""
-        ...
-
-    def close(self) -> None:
-        """Send what is not yet sent. Blocks, two seconds at most where nobody answers."""
-        ...
-
-
 def tracer_or_none(config: TracingConfig, process: str) -> Tracer | None:
     """Return a tracer of `process`; None: nothing is to be traced.
 
@@ -75,10 +42,10 @@ def tracer_or_none(config: TracingConfig, process: str) -> Tracer | None:
     if not config.endpoint:
         return None
     try:
-        # By name: most installations have no OpenTelemetry, and who does not trace does not pay for it.
-        tracing = importlib.import_module("base.tracing")
+        # Most installations have no OpenTelemetry, and who does not trace does not pay for it.
+        from base.tracing import Tracer  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
             f"tracing.endpoint: {error}; pip install 'conductor-cluster[tracing]', or leave it empty"
         ) from error
-    return cast(Tracer, tracing.OtlpTracer(config, process))
+    return Tracer(config, process)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from base.attach import MessageObserver
 from base.grants import Grant
@@ -28,8 +29,10 @@ from base.messages import (
     ToNode,
 )
 from base.request import RequestId
-from base.spans import Span, Tracer
 from transfer.transport import TransferFacts, TransferObserver
+
+if TYPE_CHECKING:
+    from base.tracing import Span, Tracer
 
 
 class NodeTracing:

@@ -9,12 +9,16 @@ the span's name on to the nodes with the request.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from base.messages import Prefilled
 from base.request import Request, RequestId
-from base.spans import Span, Tracer
 from conductor.placing.decisions import Decision
 from conductor.placing.placement import Placement, PlacementRequest
 from conductor.serving.dispatch import RequestObserver
+
+if TYPE_CHECKING:
+    from base.tracing import Span, Tracer
 
 
 class RequestSpans(RequestObserver):
