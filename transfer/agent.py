@@ -32,15 +32,12 @@ from transfer.owned.holdings import Holdings
 from transfer.owned.ranges import ranges_of, with_table
 from transfer.owned.segment import DeviceMemory, Segment
 from transfer.router import Router
-from transfer.semaphore import PrioritySemaphore
 from transfer.tcp.frame import MAX_FRAME_BYTES
 from transfer.tcp.greeting import SECRET_BYTES, PeerKey
 from transfer.tcp.host import TransferHost
 from transfer.tcp.server import TcpServer
 from transfer.transport import AbsentError, Carriage, OfferedTransport, Route, TransferObserver, Transport
 
-MAX_BATCHES = 256
-"""Batches under way at once; more wait, within their deadlines."""
 MAX_KEPT_S = 0.001
 """Time for which batches that wait for nothing follow each other before other tasks have the loop."""
 KNOWN_GRANTS = 128
@@ -94,7 +91,6 @@ class TransferAgent:
         self._ranges_of = functools.lru_cache(KNOWN_GRANTS)(
             lambda grant: with_table(ranges_of(grant.offsets, grant.length))
         )
-        self._permits = PrioritySemaphore(MAX_BATCHES)
         self._turn_begun_s: float | None = None
         self._draining: dict[int, asyncio.Future[None]] = {}
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -286,7 +282,7 @@ class TransferAgent:
             return
         require_allowed(self._ranges_of(grant), pieces)
         timeout_s = self._config.timeout_s if deadline_s is None else min(deadline_s, self._config.timeout_s)
-        rest = begin(self._carry(peer, grant, pieces, priority))
+        rest = begin(self._router.move(peer, grant, pieces, priority))
         if rest is not None:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -295,13 +291,6 @@ class TransferAgent:
                 raise TransferFailedError(f"no end within {timeout_s:.3g} s") from error
         elif self._is_late():
             await asyncio.sleep(0)
-
-    async def _carry(self, peer: PeerDescriptor, grant: Grant, pieces: Pieces, priority: Priority) -> None:
-        await self._permits.acquire(priority)
-        try:
-            await self._router.move(peer, grant, pieces, priority)
-        finally:
-            self._permits.release()
 
     def _is_late(self) -> bool:
         """Return whether this turn of the loop has had batches for so long that it is others'."""
