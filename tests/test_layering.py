@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # What rooms of transfer share: a batch, its end, its permit, and what a transport is.
-BATCHES = {"transfer/batch", "transfer/completion", "transfer/transport", "transfer/semaphore"}
+BATCHES = {"transfer/batch", "transfer/completion", "transfer/transport", "transfer/priority_pool"}
 
 # package, or room of one (a folder with a line of its own) -> what its files may import: a package with its
 # rooms, a room, or a file

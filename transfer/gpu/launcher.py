@@ -21,7 +21,7 @@ from transfer.batch import Pieces, Priority
 from transfer.completion import Completion, post
 from transfer.gpu import copy_engine
 from transfer.owned.device_access import CopyStream
-from transfer.semaphore import PrioritySemaphore
+from transfer.priority_pool import PriorityPool
 
 MAX_LAUNCHES = 8
 """Launches under way on one GPU. While one batch is copied the next are planned, and several keep the
@@ -81,8 +81,7 @@ class Launcher:
 
     def __init__(self, make_stream: Callable[[], CopyStream], loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._free = [Slot(make_stream()) for _ in range(MAX_LAUNCHES)]
-        self._permits = PrioritySemaphore(MAX_LAUNCHES)
+        self._slots = PriorityPool(Slot(make_stream()) for _ in range(MAX_LAUNCHES))
         # An executor and its futures cost 20 us a batch, a tenth of 64 MiB over NVLink.
         self._launched: SimpleQueue[tuple[Slot, Completion] | None] = SimpleQueue()
         self._ended: deque[tuple[Completion, BaseException | None]] = deque()
@@ -104,8 +103,7 @@ class Launcher:
             ProtocolError: something is not aligned.
             RuntimeError: CUDA failed, or nobody waits for copies any more.
         """
-        await self._permits.acquire(priority)
-        slot = self._free.pop()
+        slot = await self._slots.take(priority)
         try:
             if self._is_closed:
                 raise RuntimeError("this process is stopping")
@@ -114,8 +112,7 @@ class Launcher:
             self._launched.put((slot, completion))
             await completion.wait(cannot_be_cancelled)
         finally:
-            self._free.append(slot)
-            self._permits.release()
+            self._slots.give_back(slot)
 
     def close(self) -> None:
         """End the thread, after what is under way."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from transfer.batch import Pieces, Priority
 from transfer.gpu.launcher import NUM_ROWS, Launcher
 from transfer.owned.device_access import DeviceAccess
 from transfer.owned.segment import Segment
-from transfer.semaphore import PrioritySemaphore
+from transfer.priority_pool import PriorityPool
 from transfer.transport import STAGED, Transport
 
 PART_BYTES = 8 << 20
@@ -78,8 +79,7 @@ class StagedTransport(Transport):
     async def _carry(
         self, bay: _Bay, peer: PeerDescriptor, grant: Grant, part: Pieces, priority: Priority
     ) -> None:
-        await bay.permits.acquire(priority)
-        buffer = bay.buffers.pop()
+        buffer = await bay.buffers.take(priority)
         lengths = part.lengths
         places = lengths.cumsum() - lengths
         inside = Pieces(part.segment, np.stack((part.offsets, lengths, places)))
@@ -92,8 +92,7 @@ class StagedTransport(Transport):
                 await self._carrier.move(peer, grant, outside, priority)
                 await _copy(bay, grant.operation, inside, buffer, priority)
         finally:
-            bay.buffers.append(buffer)
-            bay.permits.release()
+            bay.buffers.give_back(buffer)
 
     async def _opened(self, ours: Segment) -> _Bay:
         """Return the buffers of our memory's device. Making them takes seconds, and not the loop's."""
@@ -115,16 +114,15 @@ class StagedTransport(Transport):
         except RuntimeError as error:
             raise TransferFailedError(f"no buffers between the GPU and host memory: {error}") from error
         parts = [memory[at : at + PART_BYTES] for at in range(0, len(memory), PART_BYTES)]
-        return _Bay(launcher, [self._register(part) for part in parts])
+        return _Bay(launcher, PriorityPool(map(self._register, parts)))
 
 
+@dataclass(frozen=True, slots=True)
 class _Bay:
-    """Buffers of one GPU, permits for them, and the launcher that copies."""
+    """Buffers of one GPU, and the launcher that copies."""
 
-    def __init__(self, launcher: Launcher, buffers: list[Segment]) -> None:
-        self.launcher = launcher
-        self.buffers = buffers
-        self.permits = PrioritySemaphore(len(buffers))
+    launcher: Launcher
+    buffers: PriorityPool[Segment]
 
 
 async def _copy(bay: _Bay, operation: Operation, inside: Pieces, buffer: Segment, priority: Priority) -> None:
