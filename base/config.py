@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from base.errors import ConfigError
-from base.spans import TracingConfig
 from base.tables import TableError, from_table
 from base.transports import TRANSPORTS
 
@@ -278,6 +277,22 @@ class SloConfig:
 
     ttft_s: float = 0.0
     tbt_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TracingConfig:
+    """Where spans of requests are sent, by OTLP over gRPC."""
+
+    endpoint: str = ""
+    """http://host:4317, or https://. Empty: nothing is traced."""
+    sample: float = 1.0
+    """Share of requests that are traced, of those whose client does not say."""
+
+    def __post_init__(self) -> None:
+        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
+            raise ValueError("endpoint: http://host:4317, https://host:4317, or empty")
+        if not 0 <= self.sample <= 1:
+            raise ValueError("sample: between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True)

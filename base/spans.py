@@ -8,29 +8,13 @@ set: those who begin spans (`conductor/serving/request_spans.py`, `node/tracing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from base.config import TracingConfig
 from base.errors import ConfigError
 
 if TYPE_CHECKING:
     from base.tracing import Tracer
-
-
-@dataclass(frozen=True, slots=True)
-class TracingConfig:
-    """Where spans of requests are sent, by OTLP over gRPC."""
-
-    endpoint: str = ""
-    """http://host:4317, or https://. Empty: nothing is traced."""
-    sample: float = 1.0
-    """Share of requests that are traced, of those whose client does not say."""
-
-    def __post_init__(self) -> None:
-        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
-            raise ValueError("endpoint: http://host:4317, https://host:4317, or empty")
-        if not 0 <= self.sample <= 1:
-            raise ValueError("sample: between 0 and 1")
 
 
 def tracer_or_none(config: TracingConfig, process: str) -> Tracer | None:

@@ -17,7 +17,7 @@ from opentelemetry.trace import Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from base.clock import wall_clock_s
-from base.spans import TracingConfig
+from base.config import TracingConfig
 
 Attribute = str | int | float | bool
 MAX_WAITING = 4096

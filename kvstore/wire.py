@@ -1,4 +1,4 @@
-"""What stores say to each other, as values and as protobuf messages. What comes in is not trusted."""
+"""Members of the block cache and chains, as protobuf messages and back. What comes in is not trusted."""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ from base.config import (
     PoolConfig,
     ServerConfig,
     SloConfig,
+    TracingConfig,
     TransferConfig,
     read_process_config,
 )
 from base.errors import ConfigError
-from base.spans import TracingConfig
 
 NODE = NodeProcess(
     node_id="p0",

@@ -14,9 +14,9 @@ from base.config import (
     SchedulerConfig,
     ServerConfig,
     StoreConfig,
+    TracingConfig,
     TransferConfig,
 )
-from base.spans import TracingConfig
 from bench.local_cluster import LocalCluster, local_cluster
 from deploy.plan import LocalModel
 from engine.model_store import prepare

@@ -8,7 +8,7 @@ import grpc
 import httpx
 import pytest
 
-from base.spans import TracingConfig
+from base.config import TracingConfig
 from protos.inference_pb2_grpc import InferenceStub
 from tests.cluster.asking import PATIENCE_S, generate_request
 from tests.cluster.conftest import running

@@ -6,9 +6,10 @@ from contextlib import aclosing
 
 import pytest
 
+from base.config import TracingConfig
 from base.errors import ConfigError, LostError, UnavailableError
 from base.messages import Prefill
-from base.spans import TracingConfig, tracer_or_none
+from base.spans import tracer_or_none
 from conductor.api.headers import header_traceparent
 from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.serving.request_spans import RequestSpans
