@@ -21,6 +21,8 @@ from conductor.api.routes import ROUTES
 HOLE = "\N{OBJECT REPLACEMENT CHARACTER}hole"
 SPARE_PARTS = 40
 """Of the bounds on parts, for the body around a filling."""
+MAX_NESTING = 4
+"""Lists within each other that are walked."""
 NUMBER_DIGITS = 4_300
 """Of the longest numbers that JSON's readers here take for integers."""
 
@@ -94,6 +96,8 @@ class _Walk:
         kind = "list" if lists else "map" if maps else "one"
         element = json.dumps(self._example(lists[0]["items"])).encode() if lists else b"1"
         yield self._site(name, kind, wrap, (lists or maps or [{}])[0], element)
+        if name.count("[0]") == MAX_NESTING:
+            return  # parts of contents may hold parts again
         for form in lists:
             yield from self._at(form["items"], f"{name}[0]", _element(wrap))
         for form in forms:

@@ -39,7 +39,17 @@ LEAST_OPEN_FILES = 4096
 REDIS_PORT = 6379
 PROBE_TIMEOUT_S = 2.0
 
-REQUIRED = ("torch", "transformers", "grpcio", "protobuf", "ray", "safetensors", "tokenizers", "xxhash")
+REQUIRED = (
+    "torch",
+    "transformers",
+    "grpcio",
+    "protobuf",
+    "ray",
+    "safetensors",
+    "tokenizers",
+    "llguidance",
+    "xxhash",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ from base.request import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from conductor.api.strict_body import StrictBody
 
 MAX_CHOICE_TEXTS = 4_096
+MAX_SCHEMA_KEYS = 4_096
+"""Members of a schema itself; those within are bounded with its length."""
 JSON_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 """The grammar of any JSON object."""
 
@@ -47,6 +49,8 @@ def choice_grammar(texts: list[str]) -> Grammar:
 
 def _schema_text(value: Any) -> Any:
     """Return a schema as JSON; a text is taken to be that already."""
+    if isinstance(value, dict) and len(value) > MAX_SCHEMA_KEYS:
+        raise PydanticCustomError("too_long", f"at most {MAX_SCHEMA_KEYS} members, not {len(value)}")
     try:
         text = value if isinstance(value, str) else json_schema(value).source
     except ValueError:
@@ -60,7 +64,8 @@ def _short(text: Any) -> Any:
     return text
 
 
-_Schema = Annotated[str, BeforeValidator(_schema_text, json_schema_input_type=dict[str, Any] | bool | str)]
+_SchemaForms = Annotated[dict[str, Any], Field(max_length=MAX_SCHEMA_KEYS)] | bool | str
+_Schema = Annotated[str, BeforeValidator(_schema_text, json_schema_input_type=_SchemaForms)]
 _Source = Annotated[str, BeforeValidator(_short)]
 _Choice = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICE_TEXTS, fail_fast=True)]
 
