@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -123,20 +124,36 @@ def constraining(vocabulary: Vocabulary, every: int) -> Callable[[int, Sequence]
     return constrain
 
 
-async def step_ms(
-    engine: Engine, vocabulary: Vocabulary, sampling: SamplingParams, repeats: int
-) -> dict[str, list[float]]:
-    """Return the milliseconds of a decode step for each share of sequences under grammars, by turns."""
+async def measured(engine: Engine, vocabulary: Vocabulary, repeats: int) -> dict[str, dict[str, Any]]:
+    """Return what a step takes by sampling and share; print each when it is known."""
+    # One driver: the engine's loop belongs to one event loop.
     driver = Driver(engine, Prompts(engine.vocab_size, 0))
-    times: dict[str, list[float]] = {name: [] for name in SHARES}
+    rows: dict[str, dict[str, Any]] = {}
     try:
-        for _ in range(repeats + 1):
-            for name, every in SHARES.items():
-                constrain = constraining(vocabulary, every)
-                seconds = await driver.decode_step_s(BATCH, CONTEXT, STEPS, sampling, constrain)
-                times[name].append(1e3 * seconds)
+        for sampling, params in SAMPLINGS.items():
+            times = await step_ms(driver, vocabulary, params, repeats)
+            none_ms = statistics.median(times["none"])
+            for name, values in times.items():
+                must, ratio = MUST.get(name), statistics.median(values) / none_ms
+                rows[f"{sampling}, {name}"] = {"step_ms": values, "ratio": ratio, "must": must}
+                verdict = "  SHORT" if must is not None and ratio > must else ""
+                value = statistics.median(values)
+                print(f"{sampling:7} {name:5} {value:8.3f} ms {ratio:7.4f}{verdict}", flush=True)
     finally:
         await driver.close()
+    return rows
+
+
+async def step_ms(
+    driver: Driver, vocabulary: Vocabulary, sampling: SamplingParams, repeats: int
+) -> dict[str, list[float]]:
+    """Return the milliseconds of a decode step for each share of sequences under grammars, by turns."""
+    times: dict[str, list[float]] = {name: [] for name in SHARES}
+    for _ in range(repeats + 1):
+        for name, every in SHARES.items():
+            constrain = constraining(vocabulary, every)
+            seconds = await driver.decode_step_s(BATCH, CONTEXT, STEPS, sampling, constrain)
+            times[name].append(1e3 * seconds)
     return {name: values[1:] for name, values in times.items()}
 
 
@@ -155,17 +172,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), engine.vocab_size)
         vocabulary = Vocabulary.load(Path(folder), engine.vocab_size)
-    rows = {}
-    for sampling, params in SAMPLINGS.items():
-        times = asyncio.run(step_ms(engine, vocabulary, params, options.repeats))
-        none_ms = statistics.median(times["none"])
-        for name, values in times.items():
-            ratio = statistics.median(values) / none_ms
-            rows[f"{sampling}, {name}"] = {"step_ms": values, "ratio": ratio, "must": MUST.get(name)}
-            verdict = "" if ratio <= MUST.get(name, 2.0) else "  SHORT"
-            print(
-                f"{sampling:7} {name:5} {statistics.median(values):8.3f} ms {ratio:7.4f}{verdict}", flush=True
-            )
+    rows = asyncio.run(measured(engine, vocabulary, options.repeats))
     report = {
         "model": options.model,
         "gpu": torch.cuda.get_device_name(),

@@ -155,5 +155,7 @@ class Driver:
             loop.add(sequence, listen)
         waiting = asyncio.create_task(ended.wait())
         done, _ = await asyncio.wait([self._steps, waiting], return_when=asyncio.FIRST_COMPLETED)
-        assert waiting in done, "the engine's loop ended"
+        if waiting not in done:
+            waiting.cancel()
+            self._steps.result()  # raises what ended the engine's loop
         return [at[step] for step in sorted(at)]

@@ -195,16 +195,18 @@ def measured(cluster: LocalCluster, rows: list[Json], max_tokens: int, at_once: 
         "refused": {
             rows[at]["name"]: whole[at].text[:200] for at in range(len(rows)) if at not in set(taken)
         },
+        "num_refused": len(rows) - len(taken),
         "refused_statuses": sorted({answer.status for answer in whole if answer.status != 200}),
         "answered": len(taken),
         "valid": sum(whole[at].finish_reason == "stop" for at in taken) - len(faults),
         "cut_by_length": sum(whole[at].finish_reason == "length" for at in taken),
+        "num_invalid": len(faults),
         "invalid": faults,
-        "streams_equal": sum(stream == whole[at] for at, stream in zip(taken, streams, strict=True)),
+        "streams_different": sum(stream != whole[at] for at, stream in zip(taken, streams, strict=True)),
         "hurt": len(hurt),
         "kills": kills,
         "requests_on_killed_nodes": num_hit,
-        "hurt_equal": sum(answer == whole[at] for at, answer in zip(hurt, after, strict=True)),
+        "hurt_different": sum(answer != whole[at] for at, answer in zip(hurt, after, strict=True)),
         "hurt_invalid": sum(
             answer.status != 200 or bool(fault_of(schemas[at], answer))
             for at, answer in zip(hurt, after, strict=True)
