@@ -219,7 +219,8 @@ def _errors(found: Recorded, profile: Profile, decode_caches: bool) -> dict[str,
     """Simulate all of a round; return how its undisturbed requests compare."""
     outcomes = simulated(found.live, profile, decode_caches).outcomes
     live = replace(found.live, served=[found.live.served[at] for at in sorted(found.kept)])
-    measures = compared(live, _only(outcomes, found.kept))
+    numbers = found.live.numbers()
+    measures = compared(live, _only(outcomes, frozenset(numbers[at] for at in found.kept)))
     print(f"{profile.name}\n{aligned(comparison_rows(live, measures))}", flush=True)
     return {
         each.name: {"live": each.live, "simulated": each.simulated, "error": each.error} for each in measures

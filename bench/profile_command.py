@@ -41,12 +41,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--cache-dir", type=Path, default=Path("~/.cache/conductor-cluster"))
     add("--link-bytes-per-s", type=float, default=1.5e9, help="of one node, each way; not measured here")
     add("--link-latency-s", type=float, default=0.002, help="of a hand-off; not measured here")
-    add(
-        "--request-s",
-        type=float,
-        default=0.0,
-        help="of a prefill node, beside each prefill; not measured here",
-    )
     add("--start-s", type=float, default=0.0, help="of a hand-off, until it decodes; not measured here")
     add("--join-s", type=float, default=0.0, help="the same, of its first step; not measured here")
     add("--dispatch-s", type=float, default=0.0, help="of TTFT, outside of nodes; not measured here")

@@ -44,7 +44,6 @@ def profile_from_run(run: LiveRun, name: str) -> Profile:
         name=name,
         source="fitted to a decision log; links and capacities are as they were given to the conductor",
         transfer_fixed_s=known.num_layers * max(0.0, median(map(_after_prefill_s, run.served))),
-        request_s=0.0,
         dispatch_s=0.0,
         dispatch_token_s=0.0,
     )

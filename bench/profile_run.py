@@ -202,7 +202,6 @@ def make_profile(options: argparse.Namespace, engine: Engine, points: Points) ->
         transfer_fixed_s=options.link_latency_s,
         device_kv_tokens=device_tokens,
         host_kv_tokens=options.host_kv_tokens or device_tokens,
-        request_s=options.request_s,
         start_s=options.start_s,
         join_s=options.join_s,
         dispatch_s=options.dispatch_s,

@@ -159,7 +159,6 @@ def profile_from_steps(
         device_kv_tokens=capacity_tokens,
         # what is found again is in the paged cache: a node with a store has more
         host_kv_tokens=capacity_tokens,
-        request_s=0.0,
         dispatch_s=0.0,
         dispatch_token_s=0.0,
         evidence=Evidence(device="see the cluster's own"),

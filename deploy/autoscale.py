@@ -27,6 +27,7 @@ import typer
 
 from base.config import ClusterConfig
 from base.errors import ConfigError
+from conductor.replay.arguments import service_arguments
 from deploy.api_client import read_json
 from deploy.clusters import chosen
 from deploy.config_file import read_cluster_config
@@ -133,10 +134,7 @@ def _arrivals(rows: list[dict[str, Any]]) -> list[float]:
 def replayed_share(trace: Path, config: ClusterConfig, sizes: Sizes) -> float:
     """Return the share of a log's requests that a cluster would have served in bounds; raises ConfigError."""
     command = [sys.executable, "-m", "conductor.replay", str(trace), "--json"]
-    command += ["--nodes", f"{sizes.prefill}P{sizes.decode}D", "--profile", config.profile]
-    command += ["--reject", config.scheduler.reject]
-    for option, bound_s in (("--slo-ttft", config.slo.ttft_s), ("--slo-tbt", config.slo.tbt_s)):
-        command += [option, str(bound_s)] if bound_s else []
+    command += ["--nodes", f"{sizes.prefill}P{sizes.decode}D", *service_arguments(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=REPLAY_TIMEOUT_S, check=False)
     if done.returncode:
         raise ConfigError(done.stderr.strip() or f"the replay ended with status {done.returncode}")

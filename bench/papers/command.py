@@ -13,14 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from base.clock import Clock, SystemClock
+from base.errors import ConfigError
 from base.request import Slo
 from bench.papers.generate import WORKLOADS, generate
 from bench.papers.page import POINTS, RunLines, hot_blocks, page, run_lines
 from bench.papers.paper import EXPERIMENTS
 from bench.papers.peers import RULES, peer_policy
+from bench.papers.published import SIZES
 from conductor.placing.cost_model import CostModel
 from conductor.placing.profile import Profile
-from conductor.replay.arguments import make_parser
+from conductor.replay.arguments import Nodes, make_parser, service_arguments
 from conductor.replay.cluster import SimCluster
 from conductor.replay.command import (
     POLICY_SETS,
@@ -38,6 +40,7 @@ from conductor.replay.report import Report, aligned, run_report
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace
 from conductor.replay.trace_formats import read_trace
+from deploy.config_file import read_cluster_config
 
 SETS = {**POLICY_SETS, "peers": (*RULES, "global")}
 
@@ -53,13 +56,24 @@ def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
     add("--html", type=Path, metavar="OUT.html", help="a page with charts")
     add("--sweep", action="store_true", help="on that page, also every split of as many nodes")
     add("--paper", choices=[*EXPERIMENTS, "all"], help="a published experiment, the paper's row beside ours")
-    args = parser.parse_args(argv)
-    return until_refused(lambda: _run(args, clock or SystemClock()))
+    config = "cluster.yaml whose profile, scheduler and bounds to take; other options go before it"
+    add("-c", "--config", type=Path, help=config)
+    given = list(sys.argv[1:] if argv is None else argv)
+
+    def run() -> int:
+        args = parser.parse_args(given)
+        if args.config:
+            args = parser.parse_args([*service_arguments(read_cluster_config(args.config)), *given])
+        return _run(args, clock or SystemClock())
+
+    return until_refused(run)
 
 
 def _run(args: argparse.Namespace, clock: Clock) -> int:
     if args.conformance:
         return show_conformance(args)
+    if args.sweep and not (args.html and args.nodes.decode):
+        raise ConfigError("--sweep: a part of --html, of nodes that prefill and nodes that decode")
     trace = _trace(args)
     name_bad_rows(trace)
     profile = read_profile(args)
@@ -73,7 +87,7 @@ def _run(args: argparse.Namespace, clock: Clock) -> int:
 
     runs = run_all(args, trace, profile, clock, policies_of(args, SETS), _plan, ran)
     if args.html:
-        sweep = _sweep(args, trace, profile) if args.sweep and args.nodes[1] else []
+        sweep = _sweep(args, trace, profile) if args.sweep else []
         args.html.write_text(
             page(f"conductor replay {trace.name}", [run.report for run in runs], lines, sweep)
         )
@@ -84,7 +98,9 @@ def _run(args: argparse.Namespace, clock: Clock) -> int:
 def _trace(args: argparse.Namespace) -> Trace:
     name = str(args.trace)
     if name in WORKLOADS and not args.trace.exists():
-        return generate(name, args.until or GENERATED_REQUESTS, GENERATED_RATE, args.seed)
+        whole = SIZES[name][0] if args.paper else GENERATED_REQUESTS
+        count = args.until or whole
+        return generate(name, count, GENERATED_RATE, args.seed)
     return read_trace(args.trace, args.block_size, args.skip_bad, args.format)
 
 
@@ -104,7 +120,8 @@ def _sweep(args: argparse.Namespace, trace: Trace, profile: Profile) -> list[Rep
     policy, num_nodes, slo = policies_of(args, SETS)[-1], sum(args.nodes), slo_of(args)
     reports = []
     for prefill in range(args.stages, num_nodes, args.stages):
-        split = argparse.Namespace(**vars(args) | {"nodes": (prefill, num_nodes - prefill), "html": None})
+        nodes = Nodes(prefill, num_nodes - prefill, 0)
+        split = argparse.Namespace(**vars(args) | {"nodes": nodes, "html": None})
         reports.append(run_report(simulate(_plan(split, trace, CostModel(profile), policy, slo)), slo))
     return reports
 

@@ -57,8 +57,7 @@ class CostModel:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         # read once: these are evaluated several times for each placement
-        fixed_s = profile.prefill_fixed_s + profile.request_s
-        self._prefill = (fixed_s, profile.prefill_token_s, profile.prefill_token2_s)
+        self._prefill = (profile.prefill_fixed_s, profile.prefill_token_s, profile.prefill_token2_s)
         half = profile.prefill_small_tokens
         self._small = (profile.prefill_small_s * half, half, profile.prefix_token_s)
         computed_bytes_per_s = profile.kv_token_bytes / profile.prefill_token_s
@@ -134,7 +133,7 @@ class CostModel:
             return load_s
         fixed, _, _ = self._prefill
         small, half, _ = self._small
-        return load_s + fixed - self.profile.request_s + small / (new_tokens + half)
+        return load_s + fixed + small / (new_tokens + half)
 
     def transfer_s(self, tokens: int, share: float = 1.0) -> float:
         """Return the seconds to move the KV of `tokens` at `share` of a link; 0 tokens cost nothing."""

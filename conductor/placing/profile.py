@@ -91,8 +91,6 @@ class Profile:
     disk_kv_tokens: int = 0
     disk_bytes_per_s: float = 0.0
     evidence: Evidence = Evidence()
-    request_s: float = 0.0
-    """Seconds of a prefill node that a request takes beside its prefill: scheduling, sampling, storing."""
     step_tokens: tuple[int, ...] = ()
     """Lengths, rising, that a step with a chunk is padded to; past the last it is as long as it is."""
     launches_ahead: bool = False

@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
-from base.config import SchedulerConfig
+from base.config import ClusterConfig, EngineConfig, SchedulerConfig
 from base.option_values import real, whole
 from base.request import Slo
 from conductor.placing.scheduler_settings import RejectPolicy
@@ -35,7 +37,6 @@ MAX_SECONDS = 1e9
 MAX_COUNT = 1 << 40
 
 seconds = real(0, MAX_SECONDS)
-positive_s = real(0, MAX_SECONDS, above=True)
 factor = real(0, 1e6, above=True)
 share = real(0, 1, above=True)
 
@@ -50,15 +51,14 @@ def make_parser(more_policies: Sequence[str] = (), more_traces: str = "") -> arg
     _add_trace(add)
     _add_cluster(add)
     add("--policy", choices=[*POLICIES, "all", *more_policies], default="global")
-    add("--reject", choices=[policy.value for policy in RejectPolicy], default="none")
-    add("--slo-ttft", type=positive_s, default=DEFAULT_SLO.ttft_slo_s, metavar="S")
-    add("--slo-tbt", type=positive_s, default=DEFAULT_SLO.tbt_slo_s, metavar="S")
+    bound = real(0, above=True, finite=False)
+    add("--slo-ttft", type=bound, default=DEFAULT_SLO.ttft_slo_s, metavar="S", help="a bound; inf: none")
+    add("--slo-tbt", type=bound, default=DEFAULT_SLO.tbt_slo_s, metavar="S", help="a bound; inf: none")
     _add_settings(add)
     add("--seed", type=whole(0, MAX_COUNT), default=0)
     add("--report", type=Path, metavar="OUT.json")
     add("--requests", type=Path, metavar="OUT", help="a row for each request: .csv, .csv.gz or .parquet")
     add("--progress", action="store_true", help="say on stderr how far a run is")
-    add("--timing", action="store_true", help="put wall times into the report too")
     add("--json", action="store_true", help="print the report instead of the table")
     add(
         "--conformance",
@@ -97,10 +97,13 @@ def _add_cluster(add: Callable[..., object]) -> None:
     add(
         "--nodes",
         type=parse_nodes,
-        default=(8, 8),
-        metavar="8P8D|16C",
-        help="prefill and decode, or colocated nodes",
+        default=Nodes(8, 8, 0),
+        metavar="8P8D|16C|4P4D2C",
+        help="nodes p0, p1 ... that prefill, d0 ... that decode, c0 ... that do both",
     )
+    other, slow = "nodes of another profile: p0-3=FILE|NAME", "nodes that compute slower: d0=3"
+    add("--node-profile", type=parse_node_profile, action="append", default=[], metavar="N=P", help=other)
+    add("--slow-node", type=parse_slow_node, action="append", default=[], metavar="N=X", help=slow)
     add("--profile", help=f"file, or one of {', '.join(preset_names())}; {DEFAULT_PROFILE}, or the log's own")
     add("--eviction", choices=list(BY_NAME), default="lru", help="policy of the nodes' caches")
     add("--view-delay", type=seconds, default=0.0, metavar="S", help="KV events reach the conductor late")
@@ -128,7 +131,11 @@ def _add_cluster(add: Callable[..., object]) -> None:
 
 def _add_settings(add: Callable[..., object]) -> None:
     """Add the options that stand for settings of the service, with what it ships with as defaults."""
-    add("--plain", action="store_true", help="as the papers: no --ahead or --headroom, nothing learned")
+    plain = "as the papers: nobody waits or is refused, nothing is learned"
+    add("--plain", action="store_true", help=plain)
+    reject = f"when decode load is tested ({SERVICE.reject}; with --plain none)"
+    add("--reject", choices=[policy.value for policy in RejectPolicy], help=reject)
+    add("--no-fetch", action="store_true", help="no prefix is loaded from another node")
     ahead = real(0, finite=False)
     add("--ahead", type=ahead, default=SERVICE.ahead_s, metavar="S", help="queued on a node, at most")
     add("--headroom", type=share, default=SERVICE.ttft_headroom, metavar="X", help="of a TTFT bound")
@@ -159,12 +166,65 @@ def _add_settings(add: Callable[..., object]) -> None:
     add("--no-retest", action="store_true", help="a decode node takes what was admitted, whatever its load")
 
 
-def parse_nodes(text: str) -> tuple[int, int]:
-    """Return (prefill, decode) of a text like 8P8D; (colocated, 0) of one like 16C."""
-    match = re.fullmatch(r"([1-9]\d{0,5})(?:P([1-9]\d{0,5})D|C)", text, re.IGNORECASE)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r}: like 8P8D, at least one of each, or 16C")
-    sizes = int(match[1]), int(match[2] or 0)
+class Nodes(NamedTuple):
+    """How many nodes of each kind."""
+
+    prefill: int
+    decode: int
+    both: int
+
+
+def parse_nodes(text: str) -> Nodes:
+    """Return the nodes of a text like 8P8D, 16C or 4P4D2C."""
+    match = re.fullmatch(r"(?:([1-9]\d{0,5})P([1-9]\d{0,5})D)?(?:([1-9]\d{0,5})C)?", text, re.IGNORECASE)
+    if not match or not text:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: like 8P8D, at least one of each, 16C or 4P4D2C")
+    sizes = Nodes(*(int(size or 0) for size in match.groups()))
     if max(sizes) > MAX_NODES:
-        raise argparse.ArgumentTypeError(f"{text!r}: at most {MAX_NODES} nodes of a role")
+        raise argparse.ArgumentTypeError(f"{text!r}: at most {MAX_NODES} nodes of a kind")
     return sizes
+
+
+def parse_node_profile(text: str) -> list[tuple[str, str]]:
+    """Return (node, profile) for each node that a text like p0-3=h100-llama8b names."""
+    names, profile = _named_nodes(text)
+    return [(name, profile) for name in names]
+
+
+def parse_slow_node(text: str) -> list[tuple[str, float]]:
+    """Return (node, times slower) for each node that a text like d0-1=3 names."""
+    names, times = _named_nodes(text)
+    slower = real(0.01, 1000)(times)
+    return [(name, slower) for name in names]
+
+
+def _named_nodes(text: str) -> tuple[list[str], str]:
+    match = re.fullmatch(r"([pdc])(\d{1,5})(?:-(\d{1,5}))?=(.+)", text)
+    first, last = (int(match[2]), int(match[3] or match[2])) if match else (1, 0)
+    if not match or not first <= last < MAX_NODES:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: like p0=VALUE, or p0-3=VALUE")
+    return [f"{match[1]}{number}" for number in range(first, last + 1)], match[4]
+
+
+def service_arguments(config: ClusterConfig) -> list[str]:
+    """Return the arguments under which replay does as a cluster of this configuration, but for its nodes."""
+    scheduler, slo = config.scheduler, config.slo
+    given: dict[str, object] = {
+        "--profile": config.profile,
+        "--policy": scheduler.policy,
+        "--reject": scheduler.reject,
+        "--headroom": scheduler.ttft_headroom,
+        "--ahead": scheduler.ahead_s,
+        "--inline-tokens": scheduler.inline_tokens,
+        "--max-waiting": scheduler.max_waiting,
+        "--role-wait": scheduler.role_wait_s,
+        "--slo-ttft": slo.ttft_s or inf,
+        "--slo-tbt": slo.tbt_s or inf,
+    }
+    if scheduler.kvcache_balancing_threshold:
+        given["--threshold"] = scheduler.kvcache_balancing_threshold
+    if (chunk_tokens := config.prefill.engine.chunk_tokens) != EngineConfig().chunk_tokens:
+        given["--chunk-tokens"] = chunk_tokens
+    switches = {"--no-fetch": not scheduler.fetch, "--flip-roles": scheduler.change_roles}
+    words = [word for name, value in given.items() for word in (name, str(value))]
+    return words + [name for name, is_on in switches.items() if is_on]

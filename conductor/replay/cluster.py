@@ -236,7 +236,7 @@ class SimCluster:
             node.engine.add(request, self.now_s)
 
     def _refused(self, request: SimRequest, reason: str, wasted_prefill_s: float = 0.0) -> None:
-        self.outcomes.rejected(request.number, request.arrival_s, reason, wasted_prefill_s)
+        self.outcomes.rejected(request, reason, wasted_prefill_s)
         self._next_turn(request)
 
     def _fetch(self, request: SimRequest, node: SimNode, source: SimNode) -> None:
@@ -270,12 +270,10 @@ class SimCluster:
         if node.spec.chunk_tokens:
             # each of its chunks leaves when it is computed
             self._hand_off(request, node, 0.0)
-            return node.request_s + node.cost.beside_chunks_s(new_tokens, prefix) + shown_s
+            return node.cost.beside_chunks_s(new_tokens, prefix) + shown_s
         seconds = prefill_s = prefill_s + shown_s
         if node.free_at_s:
-            free_at_s, ends_at_s = run_through(
-                node.free_at_s, now_s + node.request_s, self._chunks(request, node)
-            )
+            free_at_s, ends_at_s = run_through(node.free_at_s, now_s, self._chunks(request))
             seconds, prefill_s = free_at_s - now_s, ends_at_s - now_s
             if ends_at_s > free_at_s:
                 # the first stage is free for the next prompt while later stages work on this one
@@ -291,11 +289,11 @@ class SimCluster:
         load_s = self._alone.load_s(tokens, from_disk=True)
         return max(0.0, load_s - prefill_s) + min(load_s, prefill_s) / node.spec.profile.num_layers
 
-    def _chunks(self, request: SimRequest, node: SimNode) -> list[float]:
+    def _chunks(self, request: SimRequest) -> list[float]:
         """Return the seconds that one node alone would take for each chunk of a prompt."""
         prefix, end, size = request.prefix_tokens, request.num_tokens, CHUNK_TOKENS
-        alone_s, request_s = self._alone.prefill_s, node.request_s
-        return [alone_s(min(size, end - at), at) - request_s for at in range(prefix, end, size)]
+        alone_s = self._alone.prefill_s
+        return [alone_s(min(size, end - at), at) for at in range(prefix, end, size)]
 
     def _left_pipeline(self, request: SimRequest, attempt: RequestId) -> None:
         if request.request_id == attempt:

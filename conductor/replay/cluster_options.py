@@ -41,7 +41,7 @@ class ClusterOptions:
 
     prefill_nodes: int
     decode_nodes: int
-    """0: every node has both roles."""
+    """0: every node has both roles, those of `prefill_nodes`."""
     block_size: int
     policy: str = "global"
     """The name of the policy; of those of replay alone, `random` has no settings."""
@@ -79,6 +79,10 @@ class ClusterOptions:
     """Tokens of a step; 0: a step with a prompt is all of it, as in the paper's model and in a pipelined
     group. None: the engine's default where the profile knows what a chunk costs or nodes have both roles,
     else 0."""
+    both_nodes: int = 0
+    """Nodes with both roles, beside the others."""
+    other_profiles: tuple[tuple[str, Profile], ...] = ()
+    """Names of nodes, and the profile of each where it is not that of the others."""
     slow_nodes: tuple[tuple[str, float], ...] = ()
     """Names of nodes, and how many times slower than the profile says each of them computes."""
     believed: Profile | None = None
@@ -98,6 +102,17 @@ class ClusterOptions:
             ConfigError: they cannot be grouped so, or a slow node is none of them.
         """
         specs = {spec.node_id: spec for spec in self._alike(profile)}
+        for name, other in self.other_profiles:
+            node_id = NodeId(name)
+            if node_id not in specs or self.stages > 1:
+                raise ConfigError(f"node {name!r} of another profile: there is none of that name")
+            if other.kv_token_bytes != profile.kv_token_bytes:
+                raise ConfigError(
+                    f"node {name!r}: its profile has {other.kv_token_bytes} bytes of KV a token and the "
+                    f"others {profile.kv_token_bytes}: nodes of one cluster run one model"
+                )
+            chunk_tokens = self._chunk_tokens(other, specs[node_id].roles)
+            specs[node_id] = replace(specs[node_id], profile=other, chunk_tokens=chunk_tokens)
         for name, factor in self.slow_nodes:
             node_id = NodeId(name)
             if node_id not in specs:
@@ -120,23 +135,31 @@ class ClusterOptions:
                 f"{self.prefill_nodes} prefill nodes in groups of {self.stages}: --stages divides them, "
                 "and nodes with both roles are in none"
             )
-        chunk_tokens = self.chunk_tokens
-        if chunk_tokens is None:
-            has_chunks = self.is_colocated or profile.chunk_step_s
-            chunk_tokens = DEFAULT_CHUNK_TOKENS if has_chunks else 0
-        if self.is_colocated:
-            # what a request takes beside its prefill was measured on nodes that only prefill
-            both, alone = frozenset({Role.PREFILL, Role.DECODE}), replace(profile, request_s=0.0)
-            names = [NodeId(f"c{number}") for number in range(self.prefill_nodes)]
-            return [NodeSpec(name, both, alone, chunk_tokens) for name in names]
-        if self.stages > 1:
-            chunk_tokens = 0
-        group = grouped(profile, self.stages) if self.stages > 1 else profile
         prefill, decode = frozenset({Role.PREFILL}), frozenset({Role.DECODE})
+        both = prefill | decode
+        if self.is_colocated:
+            count, chunk_tokens = self.prefill_nodes + self.both_nodes, self._chunk_tokens(profile, both)
+            return [NodeSpec(NodeId(f"c{number}"), both, profile, chunk_tokens) for number in range(count)]
+        group = grouped(profile, self.stages) if self.stages > 1 else profile
+        chunk_tokens = self._chunk_tokens(profile, prefill)
         specs = [
             NodeSpec(NodeId(f"p{number}"), prefill, group, chunk_tokens, self.stages)
             for number in range(self.prefill_nodes // self.stages)
         ]
-        for number in range(self.decode_nodes):
-            specs.append(NodeSpec(NodeId(f"d{number}"), decode, profile, chunk_tokens))
-        return specs
+        specs += [
+            NodeSpec(NodeId(f"d{number}"), decode, profile, chunk_tokens)
+            for number in range(self.decode_nodes)
+        ]
+        chunk_tokens = self._chunk_tokens(profile, both)
+        return specs + [
+            NodeSpec(NodeId(f"c{number}"), both, profile, chunk_tokens) for number in range(self.both_nodes)
+        ]
+
+    def _chunk_tokens(self, profile: Profile, roles: frozenset[Role]) -> int:
+        """Return the tokens of a step of a node with these roles."""
+        if self.stages > 1:
+            return 0
+        if self.chunk_tokens is not None:
+            return self.chunk_tokens
+        has_chunks = len(roles) > 1 or profile.chunk_step_s
+        return DEFAULT_CHUNK_TOKENS if has_chunks else 0

@@ -1,8 +1,7 @@
 """`conductor replay TRACE`: arguments (`arguments.py`) to runs, runs to a table and a report.
 
-Wall time comes from a clock that is handed in, and goes to the table alone: the report
-file holds nothing that two runs of the same trace and seed could differ in, unless
-`--timing` asks for it.
+Wall time comes from a clock that is handed in. `wall_s` and `requests_per_s` are all that two reports of the
+same trace and seed may differ in.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from base.clock import Clock, SystemClock
@@ -22,7 +22,7 @@ from conductor.placing.profile import Profile
 from conductor.placing.roles import RoleSettings
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.profile_file import load_profile
-from conductor.replay.arguments import DEFAULT_PROFILE, make_parser
+from conductor.replay.arguments import DEFAULT_PROFILE, SERVICE, Nodes, make_parser
 from conductor.replay.cluster import WATCH_EVERY, SimCluster
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.conformance import compared, comparison_rows, read_run, simulated
@@ -137,7 +137,7 @@ def run_all(
 def write(args: argparse.Namespace, trace: Trace, profile: Profile, runs: Sequence[TimedReport]) -> None:
     """Write the report and the table of some runs."""
     about = trace_report(trace, args.speed, args.scale)
-    reports = [run.timed if args.timing else run.report for run in runs]
+    reports = [run.timed for run in runs]
     text = to_json(about, reports, dataclasses.asdict(profile))
     if args.report:
         args.report.write_text(text)
@@ -197,7 +197,8 @@ def show_conformance(args: argparse.Namespace) -> int:
 def settings_of(args: argparse.Namespace) -> SchedulerSettings:
     """Return the scheduler's settings: the service's, but for what was asked for."""
     settings = SchedulerSettings(
-        reject=RejectPolicy(args.reject),
+        reject=RejectPolicy(args.reject or ("none" if args.plain else SERVICE.reject)),
+        fetches=not args.no_fetch,
         kvcache_balancing_threshold=args.threshold,
         inline_tokens=args.inline_tokens,
     )
@@ -206,12 +207,36 @@ def settings_of(args: argparse.Namespace) -> SchedulerSettings:
     return dataclasses.replace(settings, ttft_headroom=args.headroom, ahead_s=args.ahead)
 
 
+def require_possible(args: argparse.Namespace) -> None:
+    """Raise ConfigError for an option that the nodes have no use for: it is honoured or refused."""
+    nodes: Nodes = args.nodes
+    unused = {
+        "--stages": args.stages > 1 and nodes.both > 0,
+        "--decode-caches": args.decode_caches and not nodes.decode,
+        "--inline-tokens": args.inline_tokens > 0 and not nodes.decode,
+        "--flip-roles": args.flip_roles and nodes.both > 0,
+        "--no-retest": args.no_retest and args.reject == RejectPolicy.NONE.value,
+    }
+    for option in (option for option, is_unused in unused.items() if is_unused):
+        raise ConfigError(f"{option}: of no use on nodes with both roles, or without rejection; leave it out")
+    if args.flip_roles and not args.slo_ttft < inf > args.slo_tbt:
+        raise ConfigError("--flip-roles: load is measured by --slo-ttft and --slo-tbt, which are wanted then")
+
+
 def plan_of(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str, slo: Slo) -> Plan:
     """Return what to run under one policy."""
-    prefill_nodes, decode_nodes = args.nodes
+    nodes: Nodes = args.nodes
+    require_possible(args)
+    slow = tuple(pair for pairs in args.slow_node for pair in pairs)
+    others = [pair for pairs in args.node_profile for pair in pairs]
+    profiles = {name: load_profile(name) for _, name in others}
     options = ClusterOptions(
-        prefill_nodes=prefill_nodes,
-        decode_nodes=decode_nodes,
+        # where every node does both, those are counted as prefill nodes
+        prefill_nodes=nodes.prefill or nodes.both,
+        decode_nodes=nodes.decode,
+        both_nodes=nodes.both if nodes.prefill else 0,
+        other_profiles=tuple((node, profiles[name]) for node, name in others),
+        slow_nodes=slow,
         block_size=trace.block_size,
         policy=policy,
         settings=settings_of(args),

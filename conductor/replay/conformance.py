@@ -8,6 +8,9 @@ and what came of it. From it this module makes two comparisons:
 * the whole run is simulated, from the arrivals alone, with as many nodes and a profile: what
   comes out is compared with what happened.
 
+Requests that were refused when they were to be placed are simulated too, each with the mean output of those
+that were served. Those that waited in vain before they were to be placed are in no log.
+
 The second is only as good as the profile, so a profile should be one measured on the nodes
 (`conductor profile`), or fitted to another run of theirs (`conductor profile --from-log`).
 """
@@ -20,15 +23,15 @@ from pathlib import Path
 from statistics import fmean
 
 from base.errors import ConfigError
-from base.request import RequestId
+from base.request import RequestId, Slo
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decision_lines import Shared
 from conductor.placing.decisions import Actual, Decision, decide_again
-from conductor.placing.placement import Placement
+from conductor.placing.placement import Placement, Rejection
 from conductor.placing.profile import Profile
 from conductor.replay.cluster import SimCluster
 from conductor.replay.cluster_options import ClusterOptions
-from conductor.replay.decision_log import read_log
+from conductor.replay.decision_log import read_log, request_of
 from conductor.replay.outcome import Outcomes
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace, TraceRequest
@@ -55,12 +58,25 @@ class LiveRequest:
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """A decision log: all its decisions, and the requests that were served at the first attempt."""
+    """A decision log: all its decisions, the requests served at the first attempt, and those refused."""
 
     shared: Shared
     decisions: Sequence[Decision]
     served: Sequence[LiveRequest]
     """The requests, by arrival."""
+    refused: Sequence[Decision] = ()
+    """The first decisions of requests that were refused, by arrival."""
+
+    def slo(self) -> Slo:
+        """Return the bounds that every request named.
+
+        Raises:
+            ConfigError: some named others.
+        """
+        named = {made.asked.slo for made in (*self.refused, *(request.made for request in self.served))}
+        if len(named) > 1:
+            raise ConfigError(f"requests of {len(named)} different bounds: a run of one kind is simulated")
+        return named.pop()
 
     def nodes(self) -> tuple[int, int]:
         """Return how many nodes prefilled and how many decoded, when there were most.
@@ -81,19 +97,33 @@ class LiveRun:
         self.nodes()
         return min(node.capacity_tokens for made in self.decisions for node in made.seen.nodes or ())
 
+    def arrivals(self) -> list[tuple[Decision, int]]:
+        """Return what was asked, by arrival, with the output of each: the mean where it was refused."""
+        mean = max(1, round(fmean(request.actual.num_output_tokens for request in self.served)))
+        asked = [(request.made, request.actual.num_output_tokens) for request in self.served]
+        asked += [(made, min(mean, made.asked.max_tokens)) for made in self.refused]
+        return sorted(asked, key=lambda row: row[0].arrived_at_s)
+
     def trace(self) -> Trace:
-        """Return the served requests as a trace, from their first arrival on."""
-        first_s = self.served[0].made.arrived_at_s
+        """Return what was asked as a trace, from the first arrival on."""
+        asked = self.arrivals()
+        first_s = asked[0][0].arrived_at_s
         rows = [
             TraceRequest(
-                request.made.arrived_at_s - first_s,
-                request.made.asked.num_tokens,
-                request.actual.num_output_tokens,
-                request.made.asked.chain,  # type: ignore[arg-type]  # any hashable names a block
+                made.arrived_at_s - first_s,
+                made.asked.num_tokens,
+                output_tokens,
+                made.asked.chain,  # type: ignore[arg-type]  # any hashable names a block
+                priority=made.asked.priority,
             )
-            for request in self.served
+            for made, output_tokens in asked
         ]
         return Trace("live", self.served[0].made.seen.block_size, rows)
+
+    def numbers(self) -> list[int]:
+        """Return the place of each served request in the trace."""
+        places = {made.asked.request_id: place for place, (made, _) in enumerate(self.arrivals())}
+        return [places[request.made.asked.request_id] for request in self.served]
 
 
 def read_run(path: Path) -> LiveRun:
@@ -116,7 +146,10 @@ def read_run(path: Path) -> LiveRun:
     served.sort(key=lambda request: request.made.arrived_at_s)
     if not served:
         raise ConfigError(f"{path}: no request was served in it")
-    return LiveRun(shared, list(decisions.values()), served)
+    refused = [made for made in decisions.values() if isinstance(made.result, Rejection)]
+    firsts = [made for made in refused if request_of(made.asked.request_id)[1] == 1]
+    firsts.sort(key=lambda made: made.arrived_at_s)
+    return LiveRun(shared, list(decisions.values()), served, firsts)
 
 
 def num_made_alike(run: LiveRun) -> int:
@@ -131,7 +164,17 @@ def simulated(run: LiveRun, profile: Profile, decode_caches: bool = False) -> Si
     trace, settings = run.trace(), run.shared.settings
     policy = settings.policy if settings.fetches else "local"
     options = ClusterOptions(
-        prefill, decode, trace.block_size, policy, None, settings, learns=True, decode_caches=decode_caches
+        prefill,
+        decode,
+        trace.block_size,
+        policy,
+        None,
+        settings,
+        learns=True,
+        decode_caches=decode_caches,
+        slo=run.slo(),
+        # a conductor predicted by the profile that its log names, whatever its nodes take
+        believed=run.shared.profile,
     )
     return simulate(Plan(trace, CostModel(profile), options))
 
@@ -165,6 +208,7 @@ def compared(run: LiveRun, outcomes: Outcomes) -> list[Comparison]:
             Comparison(f"TBT p{percent}", ranked(live_tbt_s, percent), ranked(our_tbt_s, percent))
             for percent in (50, 99)
         ),
+        Comparison("refused", float(len(run.refused)), float(outcomes.num_rejected)),
         Comparison(
             "hit tokens", sum(request.cached_tokens for request in run.served), sum(outcomes.prefix_tokens)
         ),
@@ -181,7 +225,7 @@ def comparison_rows(run: LiveRun, comparisons: Sequence[Comparison]) -> list[lis
     """Return a table of it for people."""
     rows = [["", "live", "simulated", "error"]]
     for each in comparisons:
-        shown = "{:.0f}" if each.name.endswith("tokens") else "{:.4f}"
+        shown = "{:.0f}" if each.name in ("hit tokens", "refused") else "{:.4f}"
         rows.append([each.name, shown.format(each.live), shown.format(each.simulated), f"{each.error:+.1%}"])
     alike, count = num_made_alike(run), len(run.decisions)
     rows.append(["decisions made again alike", str(count), str(alike), f"{alike / count - 1:+.1%}"])

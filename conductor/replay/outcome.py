@@ -23,15 +23,18 @@ class Rejected(NamedTuple):
     number: int
     arrival_s: float
     reason: str
+    num_tokens: int
+    """Tokens of its prompt."""
+    output_tokens: int
+    """Tokens that its answer would have had."""
 
 
 class Outcomes:
     """Counts every request once: completed, or rejected with a reason."""
 
     def __init__(self, block_size: int, profile: Profile | None = None) -> None:
-        """`profile`: its `request_s` of each `prefill_s` is no prefill, and every TTFT has its dispatch."""
+        """`profile`: every TTFT has its dispatch."""
         self._block_size = block_size
-        self._request_s = profile.request_s if profile else 0.0
         self._dispatch_s = profile.dispatch_s if profile else 0.0
         self._dispatch_token_s = profile.dispatch_token_s if profile else 0.0
         self.num_arrived = 0
@@ -55,9 +58,10 @@ class Outcomes:
         self.gaps: list[Segment] | None = None
         """Of all requests that completed, where somebody wants them."""
 
-    def rejected(self, number: int, arrival_s: float, reason: str, wasted_prefill_s: float) -> None:
+    def rejected(self, request: SimRequest, reason: str, wasted_prefill_s: float) -> None:
         """A request was refused; `wasted_prefill_s` had been spent on it."""
-        self.refused.append(Rejected(number, arrival_s, reason))
+        tokens = request.prompt_tokens, request.output_tokens
+        self.refused.append(Rejected(request.number, request.arrival_s, reason, *tokens))
         self.wasted_prefill_s += wasted_prefill_s
 
     def completed(
@@ -109,15 +113,36 @@ class Outcomes:
         return matched / max(1, sum(-(-tokens // size) for tokens in self.num_tokens))
 
     def mean_prefill_s(self) -> float:
-        """Return the seconds of prefill of a completed request, without what goes beside it."""
-        return sum(self.prefill_s) / max(1, self.num_completed) - self._request_s
+        """Return the seconds of prefill of a completed request."""
+        return sum(self.prefill_s) / max(1, self.num_completed)
 
     def share_within(self, ttft_slo_s: float, tbt_slo_s: float) -> float:
         """Return the share of all requests that completed within both bounds: effective capacity."""
-        good = sum(
+        return sum(self._within(ttft_slo_s, tbt_slo_s)) / max(1, self.num_arrived)
+
+    def token_share_within(self, ttft_slo_s: float, tbt_slo_s: float) -> float:
+        """Return the share of all tokens whose requests completed within both bounds, prompts and answers.
+
+        Long requests are refused and late first: by requests a cluster looks better than by tokens.
+        """
+        good = self.tokens_within(ttft_slo_s, tbt_slo_s)
+        refused = sum(each.num_tokens + each.output_tokens for each in self.refused)
+        return good / max(1, sum(self.num_tokens) + sum(self.output_tokens) + refused)
+
+    def tokens_within(self, ttft_slo_s: float, tbt_slo_s: float) -> int:
+        """Return the tokens of prompts and answers whose requests completed within both bounds."""
+        rows = zip(self._within(ttft_slo_s, tbt_slo_s), self.num_tokens, self.output_tokens, strict=True)
+        return sum(prompt + output for is_good, prompt, output in rows if is_good)
+
+    def refused_prompt_share(self) -> float:
+        """Return the share of all prompt tokens that were of refused requests."""
+        refused = sum(each.num_tokens for each in self.refused)
+        return refused / max(1, refused + sum(self.num_tokens))
+
+    def _within(self, ttft_slo_s: float, tbt_slo_s: float) -> list[bool]:
+        return [
             ttft <= ttft_slo_s and tbt <= tbt_slo_s for ttft, tbt in zip(self.ttft_s, self.tbt_s, strict=True)
-        )
-        return good / max(1, self.num_arrived)
+        ]
 
 
 def distribution(values: array[float]) -> dict[str, float]:

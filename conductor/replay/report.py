@@ -47,6 +47,7 @@ def run_report(cluster: SimCluster, slo: Slo) -> Report:
         slo: The bounds that effective capacity is judged by.
     """
     outcomes, options = cluster.outcomes, cluster.options
+    bounds, span_s = (slo.ttft_slo_s, slo.tbt_slo_s), max(cluster.now_s, 1e-9)
     settings, reject = options.settings, options.settings.reject.value
     nodes: Report = {
         "prefill_nodes": options.prefill_nodes,
@@ -55,6 +56,7 @@ def run_report(cluster: SimCluster, slo: Slo) -> Report:
     }
     return {
         "policy": options.policy,
+        "chunk_tokens": options.chunk_tokens,
         "threshold": settings.kvcache_balancing_threshold,
         "reject": reject if options.retests else f"{reject}, once",
         "headroom": settings.ttft_headroom,
@@ -68,7 +70,13 @@ def run_report(cluster: SimCluster, slo: Slo) -> Report:
         "ttft_s": _rounded(distribution(outcomes.ttft_s)),
         "tbt_s": _rounded(distribution(outcomes.tbt_s)),
         "queue_s": _rounded(distribution(outcomes.queue_s)),
-        "effective_capacity": round(outcomes.share_within(slo.ttft_slo_s, slo.tbt_slo_s), DIGITS),
+        "effective_capacity": round(outcomes.share_within(*bounds), DIGITS),
+        "effective_tokens": round(outcomes.token_share_within(*bounds), DIGITS),
+        "goodput_requests_per_s": round(
+            outcomes.share_within(*bounds) * outcomes.num_arrived / span_s, DIGITS
+        ),
+        "goodput_tokens_per_s": round(outcomes.tokens_within(*bounds) / span_s, DIGITS),
+        "rejected_prompt_tokens": round(outcomes.refused_prompt_share(), DIGITS),
         "hit_rate_blocks": round(outcomes.hit_rate_blocks(), DIGITS),
         "hit_rate_tokens": round(outcomes.hit_rate_tokens(), DIGITS),
         "prefill_gpu_s_per_request": round(outcomes.mean_prefill_s(), DIGITS),
@@ -113,6 +121,7 @@ def to_json(trace: Report, runs: Sequence[Report], profile: Report) -> str:
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("policy", "policy", "{}"),
     ("threshold", "threshold", "{:g}"),
+    ("chunk", "chunk_tokens", "{}"),
     ("reject", "reject", "{}"),
     ("P", "prefill_nodes", "{}"),
     ("stages", "stages", "{}"),
@@ -120,6 +129,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("C", "colocated_nodes", "{}"),
     ("done", "completed", "{}"),
     ("rejected", "rejected", "{}"),
+    ("why", "rejected_by_reason", "{}"),
     ("TTFT mean", "ttft_s.mean", "{:.2f}"),
     ("p50", "ttft_s.p50", "{:.2f}"),
     ("p90", "ttft_s.p90", "{:.2f}"),
@@ -127,6 +137,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("TBT ms", "tbt_s.mean", "{:.1f}"),
     ("p99 ms", "tbt_s.p99", "{:.1f}"),
     ("capacity", "effective_capacity", "{:.1%}"),
+    ("of tokens", "effective_tokens", "{:.1%}"),
     ("hit", "hit_rate_tokens", "{:.1%}"),
     ("prefill s", "prefill_gpu_s_per_request", "{:.3f}"),
     ("wasted s", "wasted_prefill_s", "{:.0f}"),
@@ -167,8 +178,10 @@ def _cell(run: Report, column: tuple[str, str, str]) -> str:
     value: Any = run
     for key in path.split("."):
         value = value.get(key, "")
-    if value in ("", None):
+    if value in ("", None, {}):
         return "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{reason} {number}" for reason, number in value.items())
     return pattern.format(value * SCALES[path] if path in SCALES else value)
 
 

@@ -82,7 +82,10 @@ def _rows(outcomes: Outcomes) -> list[tuple[Value, ...]]:
             strict=True,
         )
     )
-    nothing = (None,) * (len(COLUMNS) - 3)
-    rows += [(refused.number, refused.arrival_s, refused.reason, *nothing) for refused in outcomes.refused]
+    nothing = (None,) * (len(COLUMNS) - 5)
+    rows += [
+        (each.number, each.arrival_s, each.reason, each.num_tokens, each.output_tokens, *nothing)
+        for each in outcomes.refused
+    ]
     rows.sort(key=itemgetter(0))
     return rows

@@ -22,7 +22,6 @@ class SimNode:
         self.cache = cache
         self.disk = cache if isinstance(cache, TieredCache) else None
         self.engine = engine
-        self.request_s = spec.profile.request_s
         self.free_at_s = [0.0] * spec.stages if spec.stages > 1 else []
         """When each stage of a pipelined group is free."""
         self.sends = SimLink(spec.profile.transfer_bytes_per_s)

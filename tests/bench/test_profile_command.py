@@ -43,7 +43,7 @@ def test_a_profile_holds_each_point_of_the_grid_and_what_it_says_to_them(tmp_pat
     # How long a tiny model takes for 16 and for 64 tokens is alike on a busy machine, and no profile then.
     points.prefill[:] = [replace(point, seconds=0.001 + 1e-4 * point.tokens) for point in points.prefill]
     points.decode[:] = [replace(point, seconds=0.001 + 1e-5 * point.tokens) for point in points.decode]
-    profile = make_profile(make_parser().parse_args(["--request-s", "0.002"]), engine, points)
+    profile = make_profile(make_parser().parse_args(["--dispatch-s", "0.002"]), engine, points)
     file = tmp_path / "profile.json"
     file.write_text(profile_json(profile))
     assert load_profile(str(file)) == profile
@@ -56,7 +56,7 @@ def test_a_profile_holds_each_point_of_the_grid_and_what_it_says_to_them(tmp_pat
     ]
     assert all(step.measured_s > 0 for step in profile.evidence.steps)
     assert profile.chunk_step_s > 0
-    assert profile.request_s == 0.002
+    assert profile.dispatch_s == 0.002
     print_profile(profile)
     assert capsys.readouterr().out.count("%") == 6 + 6 + 12 + 4
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 
+from base.attach import STATE_GAP_S
 from base.metrics import ConductorMetrics, process_registry
 from base.request import Role
 from bench.overload import stub_profile
@@ -28,11 +29,16 @@ async def attached(membership, session, said, node, clock):
         loop.call_soon(deliver, item)
 
     def deliver(item):
+        nonlocal stated_at_s
         if events := node.kv_events():
             membership.kv_events(session, events)
         session.deliver([item])
+        # the state goes with what a node says, as base/attach.py has it
+        if clock.now_s() >= stated_at_s + STATE_GAP_S:
+            stated_at_s = clock.now_s()
+            membership.heartbeat(session, node.heartbeat(), stated_at_s)
 
-    loop = asyncio.get_running_loop()
+    loop, stated_at_s = asyncio.get_running_loop(), 0.0
     node.send = send
     membership.join(session)
     while True:

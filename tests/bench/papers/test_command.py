@@ -38,7 +38,8 @@ def test_report_has_what_the_contract_names(trace_file, tmp_path) -> None:
         for key in (
             "reject", "prefill_nodes", "decode_nodes", "tbt_s", "effective_capacity", "hit_rate_blocks",
             "hit_rate_tokens", "prefill_gpu_s_per_request", "wasted_prefill_s", "bytes_moved",
-            "replicas_created", "simulated_s",
+            "replicas_created", "simulated_s", "wall_s", "requests_per_s", "effective_tokens",
+            "goodput_requests_per_s", "goodput_tokens_per_s", "rejected_prompt_tokens",
         ):  # fmt: skip
             assert key in run
 
@@ -53,7 +54,10 @@ def test_report_and_page_are_the_same_bytes_whatever_the_hash_seed(trace_file, t
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         subprocess.run(command, check=True, cwd=ROOT, env=environment, capture_output=True, timeout=60)
         rows = [tmp_path / f"{policy}-{seed}.csv" for policy in POLICIES]
-        reports.append([path.read_bytes() for path in (out, page, *rows)])
+        report = json.loads(out.read_text())
+        for run in report["runs"]:
+            del run["wall_s"], run["requests_per_s"]
+        reports.append([json.dumps(report), *[path.read_bytes() for path in (page, *rows)]])
     assert reports[0] == reports[1]
 
 
@@ -79,17 +83,83 @@ def test_bad_rows_are_named_and_passed_over_when_asked(trace_file, capsys) -> No
 
 
 def test_nodes_are_parsed_or_refused() -> None:
-    assert parse_nodes("10p2D") == (10, 2)
-    for wrong in ("8P", "0P1D", "8D8P", ""):
+    assert parse_nodes("10p2D") == (10, 2, 0)
+    assert [parse_nodes(text) for text in ("16C", "4P4D2C")] == [(0, 0, 16), (4, 4, 2)]
+    for wrong in ("8P", "0P1D", "8D8P", "", "4P2C", "1" * 10_000 + "C"):
         with pytest.raises(Exception, match="8P8D"):
             parse_nodes(wrong)
 
 
-def test_published_experiment_prints_the_papers_row(trace_file, capsys) -> None:
+def test_published_experiment_prints_the_row_of_its_trace_or_none(trace_file, capsys) -> None:
+    assert main(["conversation", "--until", "150", "--paper", "fig8"]) == 0
+    out = capsys.readouterr().out
+    assert "paper ~" in out
+    assert "1.66" in out
     assert main([str(trace_file), "--paper", "fig8"]) == 0
     out = capsys.readouterr().out
-    assert "1.66" in out
+    assert "paper" not in out
     assert "ours" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--stages", "0"], "--stages: a whole number from 1"),
+        (["--chunk-tokens", "-5"], "--chunk-tokens: a whole number from 0"),
+        (["--nodes", "1000000P1D"], "--nodes: '1000000P1D'"),
+        (["--nodes", "20000P1D"], "at most 10000 nodes of a kind"),
+        (["--speed", "nan"], "--speed: a number of more than 0"),
+        (["--jitter", "inf"], "--jitter: a number of at least 0"),
+        (["--max-waiting", "0"], "--max-waiting: a whole number from 1"),
+        (["--disk", "-1"], "--disk: a number of at least 0"),
+        (["--slow-node", "x0=2"], "--slow-node: 'x0=2'"),
+        (["--slow-node", "p0=0"], "--slow-node: a number of at least 0.01"),
+        (["--node-profile", "p3-1=h100-llama8b"], "--node-profile: 'p3-1"),
+    ],
+)
+def test_a_number_past_its_bounds_is_refused_with_its_option(trace_file, capsys, arguments, wanted) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([str(trace_file), *arguments])
+    assert caught.value.code == 2
+    assert wanted in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--nodes", "4C", "--stages", "2"], "--stages"),
+        (["--nodes", "4C", "--decode-caches"], "--decode-caches"),
+        (["--nodes", "4C", "--flip-roles"], "--flip-roles"),
+        (["--nodes", "4C", "--inline-tokens", "64"], "--inline-tokens"),
+        (["--nodes", "4C", "--sweep"], "--sweep"),
+        (["--nodes", "2P2D", "--slow-node", "p2=3"], "p2"),
+        (["--nodes", "2P2D", "--node-profile", "d5=h100-llama8b"], "d5"),
+        (["--nodes", "2P2D", "--node-profile", "d1=h100-llama8b"], "bytes of KV a token"),
+        (["--nodes", "2P2D", "--flip-roles", "--slo-ttft", "inf"], "--slo-ttft"),
+    ],
+)
+def test_an_option_that_the_nodes_cannot_honour_is_refused(trace_file, capsys, arguments, wanted) -> None:
+    assert main([str(trace_file), *arguments]) == 2
+    assert wanted in capsys.readouterr().err
+
+
+def test_nodes_of_several_kinds_serve_one_trace(trace_file, capsys) -> None:
+    kinds = ["--nodes", "2P2D1C", "--slow-node", "p0=3", "--node-profile", "d1=h100-llama8b"]
+    assert main([str(trace_file), *kinds, "--profile", "h200-llama8b", "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["completed"] == 150
+
+
+def test_replay_does_as_the_cluster_that_is_deployed(trace_file, tmp_path, capsys) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "profile: a800-llama70b\nslo: {ttft_s: 5.0}\n"
+        "scheduler: {reject: early, ttft_headroom: 0.5, ahead_s: 2.0, policy: load}\n"
+    )
+    assert main([str(trace_file), "-c", str(file), "--nodes", "2P2D", "--ahead", "3", "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["policy"], run["reject"], run["headroom"], run["ahead_s"]) == ("load", "early", 0.5, 3.0)
+    assert run["rejected_by_reason"].keys() == {"ttft"}
 
 
 def test_faults_and_role_changes_are_asked_for_on_the_command_line(trace_file, tmp_path, capsys) -> None:

@@ -1,6 +1,7 @@
 """The papers' experiments: what they measure is what they say, on runs whose answer is known."""
 
 import math
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -8,15 +9,18 @@ import pytest
 from base.request import Slo
 from bench.papers.generate import generate
 from bench.papers.paper import correlation, deviation, halves, highest_rate, loads, swing
+from bench.papers.published import known_trace
 from conductor.placing.cost_model import CostModel
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.profile_file import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.outcome import Outcomes
+from conductor.replay.sim_request import SimRequest
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import Trace, TraceRequest
 
-PROFILE = load_profile("a800-llama70b")
+# the paper's nodes with something that each request takes of one beside its prompt: short prompts swing most
+PROFILE = replace(load_profile("a800-llama70b"), prefill_fixed_s=0.38)
 
 
 def answering(ttft_s: float, tbt_s: float) -> Outcomes:
@@ -32,6 +36,20 @@ def test_highest_rate_is_the_last_before_either_bound_breaks(worse_ttft, worse_t
         return answering(worse_ttft, 0.03 * worse_tbt) if rate > 1.0 else answering(1.0, 0.03)
 
     assert 1.0 / 1.125 < highest_rate(run) <= 1.0
+
+
+def test_a_refused_request_has_waited_for_ever() -> None:
+    refusing = answering(0.5, 0.03)
+    for number in range(3):
+        refusing.rejected(SimRequest(TraceRequest(0.0, 512, 8, [1]), number), "ttft", 0.0)
+    assert highest_rate(lambda rate: refusing if rate > 1.0 else answering(1.0, 0.03)) <= 1.0
+
+
+def test_a_trace_is_known_by_its_size_or_by_what_it_imitates() -> None:
+    assert known_trace(generate("synthetic", 20, 3.0, 0)) == "synthetic"
+    rows = [TraceRequest(3_537.0 * at / 12_030, 512, 8, [at]) for at in range(12_031)]
+    assert known_trace(Trace("renamed.jsonl", 512, rows)) == "conversation"
+    assert known_trace(Trace("conversation_trace.jsonl", 512, rows[:100])) is None
 
 
 def test_half_of_each_prompt_is_one_of_a_few() -> None:

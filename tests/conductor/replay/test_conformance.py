@@ -5,13 +5,14 @@ machine's noise is in it. `python -m bench.conformance` does the same over socke
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import random
 
 import pytest
 
-from base.errors import ConfigError
+from base.errors import ConfigError, SloUnreachableError
 from base.request import Request, RequestId, SamplingParams, Slo, StopParams
 from base.timeline import Timeline
 from bench.conformance import busy_periods
@@ -19,6 +20,7 @@ from bench.profile_log import profile_from_run
 from bench.profile_steps import profile_from_steps
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decision_lines import Shared
+from conductor.placing.placement import UNBOUNDED
 from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.replay.command import main
 from conductor.replay.conformance import compared, num_made_alike, read_run, simulated
@@ -36,22 +38,28 @@ PROFILE = dataclasses.replace(
 NUM_REQUESTS = 150
 
 
-def prompts(rng):
+# as cluster.yaml has them, but for fetching, which stubs do not
+SHIPPED = dataclasses.replace(SETTINGS, ttft_headroom=0.85, ahead_s=0.5)
+BOUNDS = Slo(2.0, 0.1)
+
+
+def prompts(rng, count):
     """Half of them go on from an earlier one."""
     made = []
-    for _ in range(NUM_REQUESTS):
+    for _ in range(count):
         tokens = tuple(rng.randrange(20_000) for _ in range(rng.randrange(40, 800)))
         made.append((rng.choice(made) + tokens)[:3_000] if made and rng.random() < 0.5 else tokens)
     return made
 
 
-async def answer(dispatcher, number, tokens, max_tokens):
-    asked = Request(RequestId(f"r{number}"), tokens, SamplingParams(), StopParams(max_tokens), None, Slo(), 0)
-    async for _ in dispatcher.generate(asked):
-        pass
+async def answer(dispatcher, number, tokens, max_tokens, slo):
+    asked = Request(RequestId(f"r{number}"), tokens, SamplingParams(), StopParams(max_tokens), None, slo, 0)
+    with contextlib.suppress(SloUnreachableError):
+        async for _ in dispatcher.generate(asked):
+            pass
 
 
-def logged(path, settings, rate):
+def logged(path, settings, rate, slo=UNBOUNDED, count=NUM_REQUESTS):
     """Write the decision log of a live run, so many requests a second."""
     log = DecisionLog(path, Shared(COST.profile, settings, "m"), 1 << 30)
 
@@ -62,8 +70,8 @@ def logged(path, settings, rate):
             asyncio.TaskGroup() as group,
         ):
             due_s = clock.now_s()
-            for number, tokens in enumerate(prompts(rng)):
-                group.create_task(answer(dispatcher, number, tokens, rng.randrange(4, 60)))
+            for number, tokens in enumerate(prompts(rng, count)):
+                group.create_task(answer(dispatcher, number, tokens, rng.randrange(4, 60), slo))
                 due_s += rng.expovariate(rate)
                 await asyncio.sleep(due_s - clock.now_s())
 
@@ -118,6 +126,41 @@ def test_requests_that_waited_are_placed_and_answered_in_simulation_as_they_were
     assert abs(errors["hit tokens"]) < 0.01
     assert abs(errors["TTFT mean"]) < 0.01
     assert abs(errors["TTFT p99"]) < 0.01
+
+
+def test_with_shipped_settings_simulation_refuses_as_the_live_conductor_does(tmp_path):
+    live = read_run(logged(tmp_path / "decisions.jsonl", SHIPPED, 40.0, BOUNDS, 120))
+    outcomes = simulated(live, PROFILE).outcomes
+    assert outcomes.num_arrived == len(live.served) + len(live.refused) == 120
+    assert len(live.refused) > 20
+    assert abs(outcomes.num_rejected - len(live.refused)) <= 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rate", [16.0, 20.0, 40.0])
+def test_with_shipped_settings_as_many_are_refused_in_simulation_as_were_live(tmp_path, rate):
+    # who is tried a moment earlier changes who is before whom: in fewer requests that is not averaged out
+    count = 1_500
+    live = read_run(logged(tmp_path / "decisions.jsonl", SHIPPED, rate, BOUNDS, count))
+    outcomes = simulated(live, PROFILE).outcomes
+    assert outcomes.num_arrived == len(live.served) + len(live.refused) == count
+    assert len(live.refused) > 0.05 * count
+    errors = {each.name: each.error for each in compared(live, outcomes)}
+    assert abs(errors["refused"]) < 0.04
+    assert abs(errors["TTFT mean"]) < 0.05
+    ours = zip(outcomes.ttft_s, outcomes.mean_tbt_s, strict=True)
+    theirs = ((request.actual.ttft_s, request.actual.mean_tbt_s or 0.0) for request in live.served)
+    good = [sum(ttft <= 2.0 and tbt <= 0.1 for ttft, tbt in pairs) / count for pairs in (ours, theirs)]
+    assert abs(good[0] - good[1]) < 0.01
+
+
+def test_a_run_of_requests_with_several_bounds_is_not_simulated(live_log):
+    live = read_run(live_log)
+    other = dataclasses.replace(live, served=live.served[1:], refused=[live.served[0].made])
+    asked = live.served[0].made.asked._replace(slo=BOUNDS)
+    other = dataclasses.replace(other, refused=[live.served[0].made._replace(asked=asked)])
+    with pytest.raises(ConfigError, match="2 different bounds"):
+        simulated(other, PROFILE)
 
 
 def test_profile_fitted_to_the_log_is_the_one_that_the_nodes_took_their_time_from(live_log):

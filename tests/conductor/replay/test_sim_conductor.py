@@ -54,7 +54,11 @@ def test_no_more_is_queued_on_a_node_than_is_asked_for_and_nobody_is_later_for_i
 def test_one_too_many_that_waits_is_let_go() -> None:
     cluster = run(burst(12), "1P1D", settings=SHIPPED, max_waiting=4)
     check_ends(cluster, 12)
-    assert cluster.outcomes.rejections == {"max_waiting": 6}
+    # until the last of them comes the node has time for three, half a second of the third ahead
+    assert (
+        2 * COST.prefill_s(5_120, 0) - SHIPPED.ahead_s < 1.1 < 3 * COST.prefill_s(5_120, 0) - SHIPPED.ahead_s
+    )
+    assert cluster.outcomes.rejections == {"max_waiting": 12 - 3 - 4}
 
 
 def test_a_request_waits_for_a_role_and_no_longer_than_it_may() -> None:
