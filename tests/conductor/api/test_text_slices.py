@@ -119,6 +119,8 @@ async def test_a_long_conversation_is_refused_before_it_is_rendered(model):
     rendered = []
 
     class Template:
+        has_tools = False
+
         def render(self, *given):
             rendered.append(given)
             return ""
