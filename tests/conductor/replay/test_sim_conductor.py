@@ -104,3 +104,29 @@ def test_bounds_of_requests_that_wait_are_kept_or_refused_in_time() -> None:
     check_ends(cluster, 20)
     assert cluster.outcomes.rejections["ttft"] == cluster.outcomes.num_rejected > 5
     assert max(cluster.outcomes.ttft_s) <= slo.ttft_slo_s * 1.02
+
+
+def test_a_critical_request_goes_before_those_that_wait_and_a_sheddable_one_after() -> None:
+    rows = [
+        row._replace(priority=1 if at == 9 else -1 if at == 2 else 0)
+        for at, row in enumerate(burst(10).requests)
+    ]
+    outcomes = run(Trace("classes", 512, rows), "1P1D", settings=SHIPPED).outcomes
+    began = sorted(
+        (arrival_s + queue_s, number)
+        for arrival_s, queue_s, number in zip(
+            outcomes.arrival_s, outcomes.queue_s, outcomes.number, strict=True
+        )
+    )
+    places = [number for _, number in began]
+    assert places[-1] == 2
+    assert places.index(9) < 5
+
+
+def test_a_tenant_with_few_requests_does_not_wait_for_one_with_many() -> None:
+    rows = [
+        row._replace(tenant="few" if at in (10, 11) else "many") for at, row in enumerate(burst(12).requests)
+    ]
+    outcomes = run(Trace("tenants", 512, rows), "1P1D", settings=SHIPPED).outcomes
+    waited_s = dict(zip(outcomes.number, outcomes.queue_s, strict=True))
+    assert max(waited_s[10], waited_s[11]) < min(waited_s[number] for number in (7, 8, 9))
