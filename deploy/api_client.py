@@ -17,7 +17,7 @@ import os
 import socket
 import ssl
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 TIMEOUT_S = 30.0
 """The longest that an answer to a question about the cluster may take."""
@@ -82,6 +82,30 @@ def _read(address: str, path: str, is_secret: bool = True) -> bytes:
     return body
 
 
+class Answer(NamedTuple):
+    """The whole answer to one call."""
+
+    status: int
+    request_id: str
+    retry_after_s: float | None
+    body: bytes
+
+
+def post(address: str, path: str, body: bytes) -> Answer:
+    """Return what POST `path` answers, refusals too; raises ApiError: nobody did."""
+    headers = {"Content-Type": "application/json", **_headers()}
+    with contextlib.closing(_connection(address, SILENCE_S)) as connection:
+        try:
+            connection.request("POST", path, body, headers)
+            response = connection.getresponse()
+            text = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ApiError(f"{url(address)}{path}: {error}") from error
+    after = response.headers.get("retry-after", "")
+    request_id = response.headers.get("x-request-id", "")
+    return Answer(response.status, request_id, float(after) if after.isdecimal() else None, text)
+
+
 def is_healthy(address: str) -> bool:
     """Return whether the conductor can serve: it answers /health, and not with an error.
 
@@ -97,8 +121,10 @@ def is_healthy(address: str) -> bool:
 class ChatStream:
     """One chat completion, streamed."""
 
-    def __init__(self, address: str, model: str, messages: list[dict[str, str]], **options: Any) -> None:
+    def __init__(self, address: str, model: str, messages: list[dict[str, Any]], **options: Any) -> None:
         """Take what to ask, and further keys of the request's body; nothing is sent yet."""
+        self.calls: list[dict[str, Any]] = []
+        """The calls of tools that came so far, as a later message has them."""
         self._address = address
         self._connection = _connection(address, SILENCE_S)
         self._socket: socket.socket | None = None
@@ -140,7 +166,17 @@ class ChatStream:
         chunk = json.loads(data)
         if "error" in chunk:
             raise ApiError(chunk["error"].get("message", data.decode()))
+        for choice in chunk["choices"]:
+            for delta in choice["delta"].get("tool_calls") or ():
+                self._add_call(delta)
         return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+
+    def _add_call(self, delta: dict[str, Any]) -> None:
+        function = delta["function"]
+        if delta["index"] == len(self.calls):
+            named = {"name": function["name"], "arguments": ""}
+            self.calls.append({"id": delta["id"], "type": "function", "function": named})
+        self.calls[delta["index"]]["function"]["arguments"] += function.get("arguments") or ""
 
 
 def _refusal(address: str, status: int, body: bytes) -> str:

@@ -9,9 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
+from deploy import calculator
 from deploy.api_client import ChatStream, read_json
 from deploy.options import ADDRESS, Address
 
+MAX_ROUNDS = 8
+"""Answers to one message that may call the tool, so that a model that always calls comes to an end."""
 CALM_TEMPERATURE = 0.2
 """The temperature for models that name none of their own: small ones answer with nonsense at OpenAI's 1."""
 
@@ -28,19 +31,41 @@ def main(
         ),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print each answer as a JSON object")] = False,
+    with_calculator: Annotated[
+        bool, typer.Option("--calculator", help="Let the model compute by a tool that runs here")
+    ] = False,
 ) -> None:
     """Talk to the cluster. Ctrl-C ends an answer; at the prompt, Ctrl-C or Ctrl-D ends the chat."""
-    messages = [{"role": "system", "content": system}] if system else []
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     model = read_json(address, "/v1/models")["data"][0]
     options: dict[str, Any] = {"max_tokens": max_tokens}
     if temperature is not None or not model.get("sampling"):
         options["temperature"] = CALM_TEMPERATURE if temperature is None else temperature
+    if with_calculator:
+        options["tools"] = [calculator.TOOL]
     while said := message or _asked():
         messages.append({"role": "user", "content": said})
-        answer = _print_answer(ChatStream(address, model["id"], messages, **options), json_)
-        messages.append({"role": "assistant", "content": answer})
+        for _ in range(MAX_ROUNDS):
+            stream = ChatStream(address, model["id"], messages, **options)
+            answer = _print_answer(stream, json_)
+            messages += (
+                [{"role": "assistant", "content": answer}] if not stream.calls else _called(stream, answer)
+            )
+            if not stream.calls:
+                break
         if message:
             return
+
+
+def _called(stream: ChatStream, answer: str) -> list[dict[str, Any]]:
+    """Carry out the calls of an answer; returns its message and those of the results."""
+    messages: list[dict[str, Any]] = [{"role": "assistant", "content": answer, "tool_calls": stream.calls}]
+    for call in stream.calls:
+        arguments = call["function"]["arguments"]
+        result = calculator.result_of(arguments)
+        print(f"[calculator {arguments} = {result}]", file=sys.stderr)
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    return messages
 
 
 def _asked() -> str:

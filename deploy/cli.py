@@ -24,6 +24,10 @@ from deploy.api_client import ApiError
 COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("deploy.up:main", "Start a cluster, serve, drain on Ctrl-C."),
     "chat": ("deploy.chat:main", "Talk to a running cluster."),
+    "batch": (
+        "deploy.batch:main",
+        "Ask a file of requests of a running cluster; a run goes on where it stopped.",
+    ),
     "status": ("deploy.status:main", "Show nodes, blocks and queues of a running cluster."),
     "top": ("deploy.status:top", "Watch a running cluster."),
     "explain": ("deploy.explain:main", "Show why a request went where it went, and how it went."),

@@ -68,6 +68,9 @@ class Api(BaseHTTPRequestHandler):
         text = body["messages"][-1]["content"].upper()
         if text == "TEMPERATURE":
             text = str(body.get("temperature"))
+        if body["messages"][-1]["role"] == "user" and text == "COMPUTE" and body.get("tools"):
+            self._call("6 * 7")
+            return
         if text == "REFUSE":
             self._answer(400, json.dumps({"error": {"message": "refused, as asked"}}))
             return
@@ -83,6 +86,18 @@ class Api(BaseHTTPRequestHandler):
             if text == "WAIT" or (text == "STAY" and delta.get("content")):
                 self.rfile.read(1)  # until the client hangs up
                 return
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _call(self, expression):
+        """Answer with a call of the first tool, in two parts."""
+        arguments = json.dumps({"expression": expression})
+        head = {"index": 0, "id": "c1", "type": "function", "function": {"name": "calculator", "arguments": ""}}
+        parts = ({"index": 0, "function": {"arguments": part}} for part in (arguments[:9], arguments[9:]))
+        self.send_response(200)
+        self.end_headers()
+        for call in (head, *parts):
+            chunk = {"choices": [{"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": None}]}
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _answer(self, status, text):

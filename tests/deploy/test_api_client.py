@@ -11,6 +11,7 @@ import pytest
 
 from deploy import cli
 from deploy.api_client import ApiError, ChatStream, read_json
+from deploy.calculator import result_of
 from deploy.chat import CALM_TEMPERATURE
 
 STUB = (sys.executable, str(Path(__file__).parent / "stub_process.py"), "conductor")
@@ -116,6 +117,31 @@ def test_a_chat_asks_for_the_temperature_that_is_said_or_a_calm_one(address, cap
     with pytest.raises(SystemExit):
         cli.main(["chat", "temperature", "--address", address, *asked])
     assert capsys.readouterr().out == f"{sent}\n"
+
+
+def test_a_chat_carries_out_the_calls_of_its_calculator(address, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["chat", "compute", "--calculator", "--address", address])
+    shown = capsys.readouterr()
+    assert shown.out.split() == ["42"]
+    assert '[calculator {"expression": "6 * 7"} = 42]' in shown.err
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("3 * (4 + 5) - -2 ** 2", "31"),
+        ("7 // 2 + 7 % 4 + 1 / 4", "6.25"),
+        ("1 / 0", "error: division by zero"),
+        ("9 ** 9 ** 9", "error: a power that is too great"),
+        ("__import__('os')", "error: no arithmetic"),
+        ("(" * 190 + "1" + ")" * 9, "error: "),
+        ("1" * 500, "error: expression"),
+    ],
+)
+def test_the_calculator_computes_arithmetic_and_nothing_else(expression, result):
+    assert result_of(json.dumps({"expression": expression})).startswith(result)
+    assert result_of("[]").startswith("error: ")
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(address):
