@@ -65,7 +65,7 @@ def _short(text: Any) -> Any:
 
 
 _SchemaForms = Annotated[dict[str, Any], Field(max_length=MAX_SCHEMA_KEYS)] | bool | str
-_Schema = Annotated[str, BeforeValidator(_schema_text, json_schema_input_type=_SchemaForms)]
+SchemaText = Annotated[str, BeforeValidator(_schema_text, json_schema_input_type=_SchemaForms)]
 _Source = Annotated[str, BeforeValidator(_short)]
 _Choice = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICE_TEXTS, fail_fast=True)]
 
@@ -74,7 +74,7 @@ class _NamedSchema(StrictBody):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
-    json_schema: _Schema | None = Field(default=None, alias="schema")
+    json_schema: SchemaText | None = Field(default=None, alias="schema")
 
 
 class ResponseFormat(StrictBody):
@@ -98,7 +98,7 @@ class ResponseFormat(StrictBody):
 class StructuredOutputs(StrictBody):
     """vLLM's `structured_outputs`."""
 
-    schema_text: _Schema | None = Field(default=None, alias="json")
+    schema_text: SchemaText | None = Field(default=None, alias="json")
     regex: _Source | None = None
     choice: _Choice | None = None
     grammar: _Source | None = None
@@ -111,7 +111,7 @@ class GrammarFields(StrictBody):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: _Schema | None = None
+    guided_json: SchemaText | None = None
     guided_regex: _Source | None = None
     guided_choice: _Choice | None = None
     guided_grammar: _Source | None = None

@@ -46,7 +46,7 @@ from conductor.api.options import (
 from conductor.api.prompt import text_token_ids, token_ids_text
 from conductor.api.served_model import ServedModel
 from conductor.api.texts import asked_turn
-from conductor.api.turn import ChatTurn, Part, call_ids, parts_of, with_turn
+from conductor.api.turn import ChatTurn, Part, call_ids, parts_of, with_turn, without_thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,8 @@ async def chat(backend: Backend, body: ChatBody, caller: Caller, reply: Reply) -
         check_options(options, caller, model)
         caller.charge((body.n or 1) - 1)
         turn = await asked_turn(model, body, body.messages)
+        if options.grammar is not None:
+            turn = without_thinking(model, turn)
         prompts = [_Prompt(turn.token_ids)]
         requests = _requests(backend, prompts, with_turn(options, turn), caller, reply, None)
     turn_or_none = turn if turn.form is not None else None

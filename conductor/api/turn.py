@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from base.errors import InvalidRequestError
-from base.request import FinishReason, RequestId
+from base.request import MAX_GRAMMAR_CHARS, FinishReason, Grammar, GrammarKind, RequestId
 from conductor.api.chat_template import ChatMessage, ToolSpec
 from conductor.api.completion import Completions, Piece
 from conductor.api.options import Options, TextRequest
@@ -116,15 +116,22 @@ async def prepare_turn(
         tail = model.tokenizer.decode(token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
         is_thinking = tail.rstrip().endswith(form.think[0])
     turn = ChatTurn(token_ids, form, tools, reasoning, is_thinking)
-    if form is not None and is_thinking and (tools.demanded or reasoning.budget_tokens == 0):
-        # Reasoning that is open here is closed at once: what follows is not to be any.
-        turn = replace(turn, token_ids=(*token_ids, *_stop_thinking(model, form)), is_thinking=False)
+    if tools.demanded or reasoning.budget_tokens == 0:
+        turn = without_thinking(model, turn)
     if tools.demanded:
         schemas = {tool.name: tool.parameters for tool in tools.offered if tool.name in tools.demanded}
         return replace(turn, form=DEMANDED, grammar_source=demanded_schema(schemas, tools.is_parallel))
     if form is None:
         return turn
     return replace(turn, kept_token_ids=model.tokenizer.specials_within(form.marks))
+
+
+def without_thinking(model: ServedModel, turn: ChatTurn) -> ChatTurn:
+    """Return a turn in which reasoning that the prompt opens is closed at once: what follows is none."""
+    if turn.form is None or not turn.is_thinking:
+        return turn
+    closed = (*turn.token_ids, *_stop_thinking(model, turn.form))
+    return replace(turn, token_ids=closed, is_thinking=False)
 
 
 def _form(model: ServedModel, tools: Tools) -> Form | None:
@@ -252,4 +259,13 @@ def with_turn(options: Options, turn: ChatTurn) -> Options:
     """Return the options of a request for the answer to a turn; raises InvalidRequestError."""
     if turn.grammar_source is None:
         return options._replace(kept_token_ids=turn.kept_token_ids)
-    raise InvalidRequestError("tool_choice: calls cannot be demanded yet", "tool_choice")
+    if options.grammar is not None:
+        raise InvalidRequestError(
+            f"{options.grammar_param} and tool_choice: an answer has one form; leave one out", "tool_choice"
+        )
+    if len(turn.grammar_source) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(
+            f"tool_choice: schemas of {MAX_GRAMMAR_CHARS} characters at most can be demanded", "tool_choice"
+        )
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, turn.grammar_source)
+    return options._replace(grammar=grammar, grammar_param="tool_choice")

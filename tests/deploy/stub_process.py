@@ -91,7 +91,12 @@ class Api(BaseHTTPRequestHandler):
     def _call(self, expression):
         """Answer with a call of the first tool, in two parts."""
         arguments = json.dumps({"expression": expression})
-        head = {"index": 0, "id": "c1", "type": "function", "function": {"name": "calculator", "arguments": ""}}
+        head = {
+            "index": 0,
+            "id": "c1",
+            "type": "function",
+            "function": {"name": "calculator", "arguments": ""},
+        }
         parts = ({"index": 0, "function": {"arguments": part}} for part in (arguments[:9], arguments[9:]))
         self.send_response(200)
         self.end_headers()

@@ -22,7 +22,15 @@ from conductor.api.options import (
     unique_id,
 )
 from conductor.api.served_model import ServedModel
-from conductor.api.turn import ChatTurn, call_ids, parts_of, prepare_turn, room_for, with_turn
+from conductor.api.turn import (
+    ChatTurn,
+    call_ids,
+    parts_of,
+    prepare_turn,
+    room_for,
+    with_turn,
+    without_thinking,
+)
 
 _SPELLED = {"prompt": "messages", "stop": "stop_sequences"}
 
@@ -32,6 +40,8 @@ async def create_message(backend: Backend, body: MessagesBody, caller: Caller, r
     model = backend.model
     with params_spelled(_SPELLED):
         turn = await _turn(model, body)
+        if body.options(1).grammar is not None:
+            turn = without_thinking(model, turn)
         max_tokens = room_for(len(turn.token_ids), body.max_tokens, model)
         options = with_turn(body.options(max_tokens), turn)
         check_options(options, caller, model)

@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from base.errors import InvalidRequestError
-from base.request import SAMPLING_FIELDS
+from base.request import SAMPLING_FIELDS, Grammar, GrammarKind
 from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
+from conductor.api.grammar_fields import SchemaText
 from conductor.api.openai_tools import MAX_TOOLS, FunctionTool, chosen, tool_spec
 from conductor.api.options import MAX_MESSAGES, MAX_SHOWN_CHARS, MAX_STOP_STRINGS, Options
 from conductor.api.strict_body import StrictBody
@@ -32,6 +33,13 @@ def _content_kind(value: Any) -> str:
     return "a list of blocks" if isinstance(value, list) else "a string"
 
 
+class ResultBlock(StrictBody):
+    """A block of a tool's result, or of the system's message."""
+
+    type: _Name
+    text: str | None = None
+
+
 class Block(StrictBody):
     type: _Name
     text: str | None = None
@@ -39,11 +47,16 @@ class Block(StrictBody):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: _Id | None = None
-    content: _Content | None = None
+    content: _Result | None = None
     is_error: bool | None = None
     thinking: str | None = None
 
 
+_Result = Annotated[
+    Annotated[str, Tag("a string")]
+    | Annotated[list[ResultBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), Tag("a list of blocks")],
+    Discriminator(_content_kind),
+]
 _Content = Annotated[
     Annotated[str, Tag("a string")]
     | Annotated[list[Block], Field(max_length=MAX_BLOCKS, fail_fast=True), Tag("a list of blocks")],
@@ -75,17 +88,28 @@ class Thinking(StrictBody):
     display: Literal["summarized", "omitted"] | None = None
 
 
+class OutputFormat(StrictBody):
+    type: Literal["json_schema"]
+    json_schema: SchemaText = Field(alias="schema")
+
+
+class OutputConfig(StrictBody):
+    format: OutputFormat | None = None
+    effort: _Name | None = None
+
+
 class CountTokensBody(StrictBody):
     """The fields that make a prompt."""
 
     model: str
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    system: _Content | None = None
+    system: _Result | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
-    output_format: None = None
+    output_format: OutputFormat | None = None
+    output_config: OutputConfig | None = None
     mcp_servers: None = None
     container: None = None
 
@@ -144,7 +168,14 @@ class MessagesBody(CountTokensBody):
             },
             max_tokens=max_tokens,
             stop=tuple(text for text in self.stop_sequences or () if text.strip()),
+            grammar=self._grammar(),
+            grammar_param="output_config.format",
         )
+
+    def _grammar(self) -> Grammar | None:
+        asked = self.output_config.format if self.output_config is not None else None
+        asked = asked or self.output_format
+        return Grammar(GrammarKind.JSON_SCHEMA, asked.json_schema) if asked is not None else None
 
 
 def _tool(tool: AnthropicTool, param: str) -> ToolSpec:
@@ -207,7 +238,7 @@ def _result(block: Block, where: str, call_ids: set[str]) -> ChatMessage:
     return ChatMessage("tool", text, call_id=call_id)
 
 
-def _text(content: str | Sequence[Block], param: str) -> str:
+def _text(content: str | Sequence[ResultBlock], param: str) -> str:
     if isinstance(content, str):
         return content
     lines = []

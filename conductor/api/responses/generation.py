@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Any, NamedTuple
@@ -20,7 +21,15 @@ from conductor.api.prompt import following_token_ids
 from conductor.api.responses.held import HeldResponse, answered
 from conductor.api.responses.items import OutputItems
 from conductor.api.responses.schema import ResponsesBody
-from conductor.api.turn import ChatTurn, call_ids, parts_of, prepare_turn, room_for, with_turn
+from conductor.api.turn import (
+    ChatTurn,
+    call_ids,
+    parts_of,
+    prepare_turn,
+    room_for,
+    with_turn,
+    without_thinking,
+)
 
 _SPELLED = {"prompt": "input", "max_tokens": "max_output_tokens"}
 
@@ -41,6 +50,8 @@ async def create_response(backend: Backend, body: ResponsesBody, caller: Caller,
         require_model(model, body.model)
         asked = await _asked(backend, body, caller)
         turn = asked.turn
+        if body.options(1).grammar is not None:
+            turn = without_thinking(model, turn)
         most = body.max_output_tokens or model.max_model_len
         options = with_turn(body.options(room_for(len(turn.token_ids), most, model)), turn)
         check_options(options, caller, model)
@@ -127,7 +138,7 @@ class _Response:
             "tool_choice": _shown_choice(body),
             "truncation": "disabled",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _shown_format(body)},
             "top_p": sampling.top_p if body.top_p is None else body.top_p,
             "temperature": sampling.temperature if body.temperature is None else body.temperature,
             "presence_penalty": sampling.presence_penalty,
@@ -178,6 +189,14 @@ class _Response:
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
     names = ("type", "name", "description", "parameters", "strict")
     return {name: tool.get(name) for name in names}
+
+
+def _shown_format(body: ResponsesBody) -> Mapping[str, Any]:
+    asked = body.text.format if body.text is not None else None
+    if asked is None or asked.type != "json_schema":
+        return {"type": asked.type if asked is not None else "text"}
+    schema = json.loads(asked.json_schema or "{}")
+    return {"type": asked.type, "name": asked.name, "schema": schema, "description": None, "strict": True}
 
 
 def _shown_choice(body: ResponsesBody) -> Any:

@@ -13,7 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from base.errors import InvalidRequestError
+from base.request import Grammar, GrammarKind
 from conductor.api.chat_template import ChatMessage, ChatRole, PastCall, ToolSpec
+from conductor.api.grammar_fields import JSON_OBJECT, SchemaText
 from conductor.api.openai_schema import MAX_PARTS
 from conductor.api.openai_tools import MAX_TOOLS, FunctionTool, chosen, past_arguments, tool_spec
 from conductor.api.options import MAX_MESSAGES, MAX_SHOWN_CHARS, Options
@@ -88,7 +90,9 @@ class ReasoningWish(StrictBody):
 
 
 class TextFormat(StrictBody):
-    type: Literal["text"] = "text"
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    json_schema: SchemaText | None = Field(default=None, alias="schema")
 
 
 class TextWish(StrictBody):
@@ -122,9 +126,19 @@ class ResponsesBody(StrictBody):
     top_logprobs: Literal[0] | None = None
 
     def options(self, max_tokens: int) -> Options:
+        """Return the body's choices; raises InvalidRequestError where a schema is missing."""
         named = {"temperature": self.temperature, "top_p": self.top_p}
         sampling = {name: value for name, value in named.items() if value is not None}
-        return Options(sampling=sampling, max_tokens=max_tokens)
+        grammar, param = self._grammar(), "text.format"
+        return Options(sampling=sampling, max_tokens=max_tokens, grammar=grammar, grammar_param=param)
+
+    def _grammar(self) -> Grammar | None:
+        asked = self.text.format if self.text is not None else None
+        if asked is None or asked.type == "text":
+            return None
+        if asked.type == "json_object":
+            return JSON_OBJECT
+        return Grammar(GrammarKind.JSON_SCHEMA, _required(asked.json_schema, "text.format.schema"))
 
     def asked_tools(self) -> Tools:
         """Return the tools of the turn; raises InvalidRequestError."""

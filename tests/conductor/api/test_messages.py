@@ -235,7 +235,7 @@ HOSTILE = {
     "a temperature of fire": ({"temperature": 99}, "temperature"),
     "many stops": ({"stop_sequences": ["x"] * 99}, "stop_sequences"),
     "a long conversation": ({"messages": [{"role": "user", "content": "x" * 900_000}]}, "prompt"),
-    "an output of a form": ({"output_format": {"type": "json_schema", "schema": {}}}, "output_format"),
+    "an output of a form": ({"output_format": {"type": "xml"}}, "output_format"),
 }
 
 

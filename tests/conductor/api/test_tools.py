@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from base.request import FinishReason
+from conductor.api.parsing.forced import demanded_schema
 from conductor.api.served_model import load_served_model
 from tests.conductor.fakes import CHAT_TEMPLATE, MODEL, serving, spoken, write_model_folder
 
@@ -221,6 +222,55 @@ async def test_no_reasoning_is_asked_of_the_template_and_closed_where_it_is_open
         await ask(extra_body={"thinking_token_budget": 0, "chat_template_kwargs": {"enable_thinking": True}})
         assert not prompt_of(tooled, api).endswith("<think>\n")
         assert prompt_of(tooled, api, 1).endswith("<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "most"),
+    [
+        ("required", ["add", "now"], 8),
+        ({"type": "function", "function": {"name": "now"}}, ["now"], 8),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "required",
+                    "tools": [{"type": "function", "function": {"name": "add"}}],
+                },
+            },
+            ["add"],
+            8,
+        ),
+    ],
+)
+async def test_calls_that_are_demanded_are_held_to_by_a_grammar(plain, choice, names, most):
+    said = '[{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]'
+    async with chatting(plain, said) as (ask, api):
+        whole = (await ask(tools=[ADD, NOW], tool_choice=choice)).choices[0]
+        message, reasons = await put_together(await ask(tools=[ADD, NOW], tool_choice=choice, stream=True))
+        await ask(tools=[ADD, NOW], tool_choice=choice, parallel_tool_calls=False)
+    calls = [[call.function.name, call.function.arguments] for call in whole.message.tool_calls]
+    assert calls == message["calls"] == [["add", '{"a": 1}'], ["now", "{}"]]
+    assert [whole.finish_reason] == reasons == ["tool_calls"]
+    grammars = [json.loads(request.sampling.grammar.source) for request in api.dispatcher.requests]
+    assert [item["properties"]["name"]["const"] for item in grammars[0]["items"]["anyOf"]] == names
+    assert [grammar["maxItems"] for grammar in grammars] == [most, most, 1]
+
+
+async def test_an_answer_has_one_form(plain):
+    async with chatting(plain, "[]") as (ask, _):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask(tools=[NOW], tool_choice="required", response_format={"type": "json_object"})
+        assert refused.value.param == "tool_choice"
+
+
+def test_references_of_a_schema_hold_where_it_is_put():
+    schema = {
+        "$defs": {"x": {"type": "integer"}},
+        "properties": {"a": {"$ref": "#/$defs/x"}, "b": {"$ref": "#"}},
+    }
+    whole = json.loads(demanded_schema({"f": schema}, is_parallel=True))
+    moved = whole["$defs"]["tool0"]
+    assert moved["properties"] == {"a": {"$ref": "#/$defs/tool0/$defs/x"}, "b": {"$ref": "#/$defs/tool0"}}
 
 
 async def test_a_family_can_be_named(tmp_path):
