@@ -334,7 +334,7 @@ CHAT = Shape(
     logprobs=_chat_logprobs,
     logprob_lists=("content",),
     logprobs_end=b'],"refusal":null}',
-    whole=('"message":{"role":"assistant","content":"', '","refusal":null}'),
+    whole=('"message":{"role":"assistant","content":"', '","refusal":null,"annotations":[]}'),
 )
 COMPLETION = Shape(
     id_prefix="cmpl-",

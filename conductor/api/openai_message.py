@@ -62,7 +62,7 @@ class ChatParts:
             parts.append(f',"reasoning_content":{thoughts},"reasoning":{thoughts}')
         if self._calls:
             parts.append(f',"tool_calls":[{",".join(self._calls)}]')
-        parts.append(',"refusal":null}')
+        parts.append(',"refusal":null,"annotations":[]}')
         return "".join(parts)
 
     def finish_name(self, reason: FinishReason) -> str:

@@ -99,8 +99,13 @@ class MessageBlocks:
 
     def _call(self, call: Called) -> Iterable[str]:
         index = len(self._blocks)
-        block = {"type": "tool_use", "id": self._call_id(call.name, self._num_calls), "name": call.name}
+        block: dict[str, Any] = {
+            "type": "tool_use",
+            "id": self._call_id(call.name, self._num_calls),
+            "name": call.name,
+        }
         self._num_calls += 1
+        block["caller"] = {"type": "direct"}
         self._blocks.append({**block, "input": json.loads(call.arguments)})
         yield event("content_block_start", index=index, content_block={**block, "input": {}})
         for at in range(0, len(call.arguments), DELTA_CHARS):
