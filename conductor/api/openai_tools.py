@@ -19,13 +19,15 @@ MAX_TOOL_CALLS = 128
 MAX_SCHEMA_DEPTH = 100
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
-Schema = dict[str, Any]
+MAX_KEYS = 1_024
+"""Members of a schema, or of the arguments of a call, at the top; a body has bounds for all of its own."""
+Table = Annotated[dict[str, Any], Field(max_length=MAX_KEYS)]
 
 
 class FunctionTool(StrictBody):
     name: str
     description: str | None = None
-    parameters: Schema | None = None
+    parameters: Table | None = None
     strict: bool | None = None
 
 

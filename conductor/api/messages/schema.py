@@ -17,7 +17,7 @@ from base.errors import InvalidRequestError
 from base.request import SAMPLING_FIELDS, Grammar, GrammarKind
 from conductor.api.chat_template import ChatMessage, PastCall, ToolSpec
 from conductor.api.grammar_fields import SchemaText
-from conductor.api.openai_tools import MAX_TOOLS, FunctionTool, chosen, tool_spec
+from conductor.api.openai_tools import MAX_TOOLS, FunctionTool, Table, chosen, tool_spec
 from conductor.api.options import MAX_MESSAGES, MAX_SHOWN_CHARS, MAX_STOP_STRINGS, Options
 from conductor.api.strict_body import StrictBody
 from conductor.api.turn import Reasoning, Tools
@@ -45,7 +45,7 @@ class Block(StrictBody):
     text: str | None = None
     id: _Id | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Table | None = None
     tool_use_id: _Id | None = None
     content: _Result | None = None
     is_error: bool | None = None
@@ -73,7 +73,7 @@ class AnthropicTool(StrictBody):
     type: _Name | None = None
     name: str
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: Table | None = None
 
 
 class AnthropicChoice(StrictBody):
@@ -89,8 +89,8 @@ class Thinking(StrictBody):
 
 
 class OutputFormat(StrictBody):
-    type: Literal["json_schema"]
     json_schema: SchemaText = Field(alias="schema")
+    type: Literal["json_schema"]
 
 
 class OutputConfig(StrictBody):

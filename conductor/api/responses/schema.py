@@ -17,7 +17,7 @@ from base.request import Grammar, GrammarKind
 from conductor.api.chat_template import ChatMessage, ChatRole, PastCall, ToolSpec
 from conductor.api.grammar_fields import JSON_OBJECT, SchemaText
 from conductor.api.openai_schema import MAX_PARTS
-from conductor.api.openai_tools import MAX_TOOLS, FunctionTool, chosen, past_arguments, tool_spec
+from conductor.api.openai_tools import MAX_TOOLS, FunctionTool, Table, chosen, past_arguments, tool_spec
 from conductor.api.options import MAX_MESSAGES, MAX_SHOWN_CHARS, Options
 from conductor.api.strict_body import StrictBody
 from conductor.api.turn import Reasoning, Tools
@@ -42,9 +42,16 @@ _Parts = Annotated[list[ItemPart], Field(max_length=MAX_PARTS, fail_fast=True), 
 _Text = Annotated[Annotated[str, Tag("a string")] | _Parts, Discriminator(_text_kind)]
 
 
+class InputMessage(StrictBody):
+    type: Literal["message"] = "message"
+    role: ChatRole
+    content: _Text
+
+
 class InputItem(StrictBody):
-    type: _Name | None = None
-    role: ChatRole | None = None
+    """An item that is no message."""
+
+    type: _Name
     content: _Text | None = None
     id: str | None = None
     call_id: _Id | None = None
@@ -54,14 +61,22 @@ class InputItem(StrictBody):
     summary: Annotated[list[ItemPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
 
 
-_Items = Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True), Tag("a list of parts")]
+def _item_kind(value: Any) -> str:
+    return "a message" if isinstance(value, dict) and "role" in value else "an item of another type"
+
+
+_Item = Annotated[
+    Annotated[InputMessage, Tag("a message")] | Annotated[InputItem, Tag("an item of another type")],
+    Discriminator(_item_kind),
+]
+_Items = Annotated[list[_Item], Field(max_length=MAX_MESSAGES, fail_fast=True), Tag("a list of parts")]
 
 
 class ResponsesTool(StrictBody):
     type: _Name
     name: str | None = None
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Table | None = None
     strict: bool | None = None
 
 
@@ -90,9 +105,9 @@ class ReasoningWish(StrictBody):
 
 
 class TextFormat(StrictBody):
+    json_schema: SchemaText | None = Field(default=None, alias="schema")
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
-    json_schema: SchemaText | None = Field(default=None, alias="schema")
 
 
 class TextWish(StrictBody):
@@ -116,14 +131,14 @@ class ResponsesBody(StrictBody):
     tool_choice: _Choice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningWish | None = None
-    text: TextWish | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+    text: TextWish | None = None
     conversation: None = None
     prompt: None = None
-    top_logprobs: Literal[0] | None = None
 
     def options(self, max_tokens: int) -> Options:
         """Return the body's choices; raises InvalidRequestError where a schema is missing."""
@@ -173,6 +188,9 @@ class ResponsesBody(StrictBody):
         """
         if isinstance(self.input, str):
             return [ChatMessage("user", self.input)]
+        for key, value in (self.metadata or {}).items():
+            if not isinstance(value, str):
+                raise InvalidRequestError(f"metadata.{key[:100]}: a text is wanted", "metadata")
         turns: list[ChatMessage] = []
         for index, item in enumerate(self.input):
             _add(turns, item, f"input[{index}]", call_ids)
@@ -191,17 +209,16 @@ def _tool(tool: ResponsesTool, param: str) -> ToolSpec:
     return tool_spec(function, param)
 
 
-def _add(turns: list[ChatMessage], item: InputItem, param: str, call_ids: set[str]) -> None:
+def _add(turns: list[ChatMessage], item: InputMessage | InputItem, param: str, call_ids: set[str]) -> None:
     """Add an item: the assistant's reasoning, text and calls that follow one another are one turn."""
-    kind = item.type or ("message" if item.role is not None else "nothing")
-    match kind:
-        case "message":
-            role = item.role or "user"
-            text = _plain(item.content, f"{param}.content")
-            if role == "assistant" and _is_open(turns) and not turns[-1].content and not turns[-1].calls:
-                turns[-1] = replace(turns[-1], content=text)
-            else:
-                turns.append(ChatMessage(role, text))
+    if isinstance(item, InputMessage):
+        text = _plain(item.content, f"{param}.content")
+        if item.role == "assistant" and _is_open(turns) and not turns[-1].content and not turns[-1].calls:
+            turns[-1] = replace(turns[-1], content=text)
+        else:
+            turns.append(ChatMessage(item.role, text))
+        return
+    match item.type:
         case "function_call":
             call_id = _required(item.call_id, f"{param}.call_id")
             name = _required(item.name, f"{param}.name")
@@ -221,7 +238,7 @@ def _add(turns: list[ChatMessage], item: InputItem, param: str, call_ids: set[st
             thought = _plain(item.content or item.summary or "", f"{param}.content")
             turns.append(ChatMessage("assistant", "", reasoning=thought or None))
         case _:
-            raise InvalidRequestError(f"{param}.type: {kind!r} is not supported", f"{param}.type")
+            raise InvalidRequestError(f"{param}.type: {item.type!r} is not supported", f"{param}.type")
 
 
 def _is_open(turns: Sequence[ChatMessage]) -> bool:

@@ -9,13 +9,13 @@ import httpx
 import openai
 import pytest
 
-from base.clock import ManualClock
 from base.errors import InvalidRequestError, RejectedError
 from base.request import FinishReason
 from conductor.api.chat_template import ChatMessage
 from conductor.api.responses.held import HELD_S, HeldResponse, HeldResponses
 from tests.conductor.api.test_tools import CALL, WITH_TOOLS, deep, long_model, prompt_of
 from tests.conductor.fakes import CHAT_TEMPLATE, MODEL, serving, spoken
+from tests.manual_clock import ManualClock
 
 ADD = {
     "type": "function",
@@ -248,7 +248,7 @@ HOSTILE = {
     "an effort of none": ({"reasoning": {"effort": "heroic"}}, "reasoning.effort"),
     "tokens of none": ({"max_output_tokens": 0}, "max_output_tokens"),
     "a temperature of fire": ({"temperature": 99}, "temperature"),
-    "metadata of numbers": ({"metadata": {"a": 1}}, "metadata.a"),
+    "metadata of numbers": ({"metadata": {"a": 1}, "input": [{"role": "user", "content": "x"}]}, "metadata"),
     "a long id": ({"previous_response_id": "x" * 300}, "previous_response_id"),
     "an id that is not held": ({"previous_response_id": "x"}, "previous_response_id"),
 }
