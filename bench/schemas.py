@@ -44,6 +44,8 @@ SHOWN_CHARS = 120
 """Characters of a schema that the prompt shows: a small model copes with no more."""
 MARKS = ('"', '",', '":', '"}', "}", "]", "},", "}}", '"]', ",")
 MARK_BIAS = 20.0
+TOKENIZER_TOKENS = 49_152
+"""SmolLM2's."""
 PIECES_BEFORE_KILL = 4
 TIMEOUT_S = 600.0
 
@@ -237,7 +239,7 @@ def measured(asking: Asking, cluster: LocalCluster, rows: list[Json], at_once: i
 def _model(name: str, folder: Path) -> LocalModel:
     (folder / "run").mkdir()
     if name == "small":
-        return small_model(folder / "model")
+        return small_model(folder / "model", TOKENIZER_TOKENS)
     prepared = prepare("smollm2", Path("~/.cache/conductor-cluster"), print)
     return LocalModel(str(prepared.path), prepared.model_id, prepared.name)
 

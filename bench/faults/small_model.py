@@ -21,11 +21,11 @@ CACHE_DIR = Path("~/.cache/conductor-cluster")
 MAX_MODEL_LEN = 4096
 
 
-def small_model(folder: Path) -> LocalModel:
-    """Write the model into `folder` and return it."""
+def small_model(folder: Path, vocab_size: int = VOCAB) -> LocalModel:
+    """Write the model into `folder` and return it; for grammars it has all tokens of the tokenizer."""
     tokenizer = Path(prepare("smollm2", CACHE_DIR, print).path)
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=4,
