@@ -112,7 +112,7 @@ class EngineLoop:
 
         The listener is called until an output has a finish reason, or `release`; the sequence keeps its
         blocks until `release`. `on_launch` is called when a step with the sequence is launched, before it has
-        run.
+        run; not of a step that moves blocks in or out.
 
         Raises:
             InvalidRequestError, CapacityError: as `Scheduler.add`; nothing was taken.
@@ -185,7 +185,8 @@ class EngineLoop:
 
     def _listen(self, plan: StepPlan, launched: Future[LaunchedStep]) -> None:
         """Have the plan's launch listeners called, on the event loop, once it is launched."""
-        if not any(entry.sequence in self._launch_listeners for entry in plan.entries):
+        # Blocks that a step moves in are there when it has ended.
+        if plan.swaps or not any(entry.sequence in self._launch_listeners for entry in plan.entries):
             return
         loop = asyncio.get_running_loop()
 

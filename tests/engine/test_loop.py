@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from engine.loop import STALL_S, EngineLoop
 from engine.runner import StepRunner
 from engine.scheduler import Scheduler
 from engine.step import SequenceOutput, StepPlan, StepResult
+from engine.swap_space import Swap
 from tests.engine.builders import make_sequence
 from tests.engine.fakes import FakeDevice, LaunchingFakeDevice, continuation
 from tests.simulation.loop import InlineExecutor, SimLoop
@@ -307,3 +309,27 @@ def test_a_sequence_whose_blocks_do_not_come_free_is_ended_and_not_waited_for():
     finally:
         loop.close()
     assert reasons == (FinishReason.ERROR, pytest.approx(STALL_S, abs=0.05), FinishReason.LENGTH)
+
+
+class MovingScheduler(Scheduler):
+    """Plans moves of no block beside every prompt of an odd number of tokens."""
+
+    def schedule(self) -> StepPlan | None:
+        plan = super().schedule()
+        if plan is None or not plan.entries[0].num_tokens % 2:
+            return plan
+        return replace(plan, swaps=(Swap(plan.entries[0].sequence, (), (), is_out=False),))
+
+
+async def test_a_launch_is_not_told_of_where_blocks_move_in():
+    pool = BlockPool(NUM_BLOCKS)
+    scheduler = MovingScheduler(pool, BLOCK_SIZE, 8, 4, max_model_len=200)
+    loop, told = EngineLoop(FakeDevice(NUM_BLOCKS, BLOCK_SIZE), scheduler, pool, SystemClock()), []
+    async with running(loop):
+        for num_tokens in (4, 5):
+            collected = Collected()
+            sequence = make_sequence(str(num_tokens), range(num_tokens), 1)
+            loop.add(sequence, collected, lambda chunk: told.append(chunk.entry.num_tokens))
+            await collected.ended()
+            loop.release(sequence)
+    assert told == [4]
