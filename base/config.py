@@ -318,6 +318,9 @@ class SchedulerConfig:
     """Whether a node may change from prefill to decode and back, by the load of both pools. Load is
     measured by the bounds of the slo section, which must be set then."""
     max_waiting: int = 512  # There; more are let go, of the tenant with the most.
+    patience_s: float = 60.0
+    """Seconds that a request without a TTFT bound waits there at most. One that would wait longer is rejected
+    at once, unless `reject` is none."""
     role_wait_s: float = 10.0  # For a node of a role to come back when none is left.
     decision_log: str = ""
     """A file for every decision, as JSON lines. Empty: none."""
@@ -332,6 +335,7 @@ class SchedulerConfig:
         require(0 < self.ttft_headroom <= 1, "ttft_headroom", "above 0, at most 1")
         require(self.ahead_s >= 0, "ahead_s", "not negative")
         require(self.max_waiting >= 1, "max_waiting", "at least 1")
+        require(self.patience_s > 0, "patience_s", "more than 0")
         require(self.role_wait_s >= 0, "role_wait_s", "not negative")
         require(self.decision_log_mib > 0, "decision_log_mib", "more than 0")
 

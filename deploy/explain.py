@@ -19,6 +19,7 @@ PREFILL_COLUMNS = (
     "fetch_s",
     "prefill_s",
     "ready_s",
+    "others_s",
     "local_blocks",
     "matched_blocks",
     "fetch_from",

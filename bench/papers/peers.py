@@ -25,9 +25,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from conductor.placing.cluster_view import ClusterView, NodeState
+from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.load_order import bits_of
+from conductor.placing.node_state import NodeState
 from conductor.placing.placement import PlacementRequest
 from conductor.placing.prefill_policies import PrefillChoice, PrefillPolicy, candidate
 from conductor.placing.scheduler_settings import SchedulerSettings

@@ -12,8 +12,7 @@ Three rules for the decode side, after arXiv 2407.00079 section 7:
 * PREDICT: admission looks at the decode pool's load projected to the moment that this
   request's prefill ends (`decode_projection.py`).
 
-EARLY and PREDICT are tested again at the decode node, as in the paper; PREDICT with some
-slack there, since its first test was for that moment.
+EARLY and PREDICT are tested again at the decode node, as in the paper.
 
 NONE admits whatever can be placed. A request without an SLO is never rejected for time.
 Pure functions of the view.
@@ -24,8 +23,9 @@ from __future__ import annotations
 from math import inf
 
 from base.request import Slo
-from conductor.placing.cluster_view import ClusterView, NodeState
+from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
+from conductor.placing.node_state import NodeState
 from conductor.placing.placement import Placement, PlacementRequest, RejectReason
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 
@@ -39,8 +39,13 @@ RETRY_AFTER_S = (0.5, 60.0)
 # 10P2D, TBT 60 to 70 ms, all three rules alike).
 TBT_HEADROOM = 0.85
 
-# Of the second test under PREDICT: hysteresis against refusing what was promised.
-RETEST_SLACK = 1.05
+# A request that joins a full pool counts so often under PREDICT: a long context displaces several of the
+# usual length, and as many requests as possible are to be served. EARLY does it without meaning to: who is
+# tested twice has to fit twice, and a long context fits less often.
+DISPLACED = 4.0
+
+# Share of requests refused lately for the decode pool's sake, from which on that counts in full.
+MANY_REFUSED = 0.2
 
 
 def refusal(
@@ -62,7 +67,11 @@ def refusal(
         return RejectReason.TTFT, _bounded(ttft_s - bound_s)
     if slo.tbt_slo_s == inf or policy is RejectPolicy.LATE:
         return None
-    if decode_tbt_s(request, placement, view, cost, policy, now_s) > slo.tbt_slo_s * TBT_HEADROOM:
+    tbt_s = decode_tbt_s(request, placement, view, cost, policy, now_s)
+    bound_s = slo.tbt_slo_s * TBT_HEADROOM
+    if policy is RejectPolicy.PREDICT:
+        tbt_s += displaced_s(request, placement, view, cost)
+    if tbt_s > bound_s:
         # one sequence leaves the pool every t_d / n seconds
         in_pool = max(1, view.running_sequences)
         return RejectReason.TBT, _bounded(view.projection.decode_s / in_pool)
@@ -78,13 +87,25 @@ def decode_tbt_s(
     now_s: float,
 ) -> float:
     """Return the step time that this request would meet in the mean node: now, or when it is prefilled."""
-    sequences, tokens = view.running_sequences, view.running_context_tokens
+    sequences, tokens = float(view.running_sequences), view.running_context_tokens
     if policy is RejectPolicy.PREDICT:
-        sequences, expected_tokens = view.projected(now_s + placement.predicted_ttft_s)
-        tokens = float(expected_tokens)
+        sequences, tokens = view.projected(now_s + placement.predicted_ttft_s, now_s)
     num_nodes = view.decode_mask.bit_count()
     ratio = view.corrections.ratio(placement.decode_node, "decode")
     return cost.decode_step_s(sequences / num_nodes + 1, tokens / num_nodes + request.num_tokens) * ratio
+
+
+def displaced_s(request: PlacementRequest, placement: Placement, view: ClusterView, cost: CostModel) -> float:
+    """Return the seconds of a step that this request takes from others that could be served instead of it.
+
+    Nothing while the pool takes all that come, and `DISPLACED` - 1 times its own where it refuses many.
+    """
+    share = min(1.0, view.refused_share / MANY_REFUSED)
+    if not share:
+        return 0.0
+    ratio = view.corrections.ratio(placement.decode_node, "decode")
+    own_s = cost.decode_step_s(1, request.num_tokens) - cost.decode_step_s(0, 0)
+    return (DISPLACED - 1.0) * own_s * ratio * share
 
 
 def admit_to_decode(
@@ -101,8 +122,7 @@ def admit_to_decode(
     """
     if policy is RejectPolicy.NONE:
         return True
-    slack = RETEST_SLACK if policy is RejectPolicy.PREDICT else 1.0
-    return joined_tbt_s(node, cost, context_tokens, ratio) <= slo.tbt_slo_s * TBT_HEADROOM * slack
+    return joined_tbt_s(node, cost, context_tokens, ratio) <= slo.tbt_slo_s * TBT_HEADROOM
 
 
 def joined_tbt_s(node: NodeState, cost: CostModel, context_tokens: int, ratio: float) -> float:

@@ -20,97 +20,35 @@ replay drive this very class.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import inf
 
 from base.errors import StaleError
-from base.grants import PeerDescriptor
 from base.messages import Heartbeat, NodeInfo
 from base.request import NodeId, RequestId, Role
+from conductor.placing.copy_price import CopyPrice
 from conductor.placing.cost_model import Corrections, CostModel
 from conductor.placing.decode_projection import DecodeProjection
 from conductor.placing.load_order import LoadOrder, bits_of
-from conductor.placing.placement import Placement, PlacementRequest
+from conductor.placing.node_state import InFlight, NodeState
+from conductor.placing.pace_classes import PaceClasses
+from conductor.placing.placement import Placement, PlacementRequest, RejectReason
 from kvstore.index import Key, NodeEvents, PrefixIndex
 
 # Of outputs seen so far; a new request is expected to be as long, up to its max_tokens.
 OUTPUT_GAIN = 0.02
 INITIAL_OUTPUT_TOKENS = 256.0
 
+# Of the last few dozen requests, in how many the decode pool refuses.
+REFUSED_GAIN = 0.03
+
+# Of the last few stored prompts, in how much they made a node evict.
+EVICT_GAIN = 0.2
+
 # Stays below any need, whatever is given back before the node's next heartbeat.
 NO_ROOM = -1e15
 # What a node refused, its heartbeat of the same moment may not show: blocks can be promised.
 FULL_S = 0.25
-
-
-@dataclass(slots=True, eq=False)
-class NodeState:
-    """One node: what it reports, and what this conductor has placed on it."""
-
-    info: NodeInfo
-    slot: int
-    events: NodeEvents
-    capacity_tokens: int
-    reported_free_tokens: float
-    is_member: bool = True
-    # the conductor's own wish, and the node's word; either keeps new work away
-    draining: bool = False
-    reports_draining: bool = False
-    num_queued: int = 0
-    queued_s: float = 0.0
-    queued_tokens: int = 0
-    foreign_queue_s: float = 0.0
-    # to decode here, in prefill ones included; with what other conductors have running here
-    decode_sequences: int = 0
-    decode_context_tokens: float = 0.0
-    peak_tokens: float = 0.0
-    # of those, decoding already
-    running_sequences: int = 0
-    running_context_tokens: float = 0.0
-    # another conductor's, of those that run
-    foreign_context_tokens: int = 0
-    foreign_sequences: int = 0
-    full_until_s: float = 0.0
-    num_outgoing: int = 0
-    # of what was placed here to decode: how many have each bound, and the least
-    tbt_bounds: dict[float, int] = field(default_factory=dict)
-    tightest_tbt_s: float = inf
-
-    def bind_tbt(self, bound_s: float, count: int) -> None:
-        """Count `count` more sequences with a TBT bound; -1: one less."""
-        self.tbt_bounds[bound_s] = self.tbt_bounds.get(bound_s, 0) + count
-        if not self.tbt_bounds[bound_s]:
-            del self.tbt_bounds[bound_s]
-        self.tightest_tbt_s = min(self.tbt_bounds, default=inf)
-
-    @property
-    def free_tokens(self) -> float:
-        """Tokens of KV that are free or evictable, as far as we know."""
-        return min(self.capacity_tokens - self.peak_tokens, self.reported_free_tokens)
-
-
-@dataclass(slots=True, eq=False)
-class InFlight:
-    """One placed request, as the conductor counts it."""
-
-    prefill: NodeState
-    decode: NodeState
-    source: NodeState | None
-    prefill_s: float
-    new_tokens: int
-    context_tokens: int
-    peak_tokens: float
-    decode_from_s: float
-    tbt_slo_s: float
-    is_decoding: bool = False
-
-
-def bare_node(
-    node_id: NodeId, roles: frozenset[Role], num_blocks: int, block_size: int, epoch: int = 0
-) -> NodeInfo:
-    """Return a node that nobody can connect to: what placement reads of one, and no more."""
-    peer = PeerDescriptor(node_id, epoch, ())
-    return NodeInfo(node_id, epoch, roles, "", "", 0, num_blocks, block_size, peer, "")
 
 
 class ClusterView:
@@ -120,7 +58,9 @@ class ClusterView:
         """`block_size` is that of the chains and of every node."""
         self.block_size = block_size
         self.index = PrefixIndex()
+        self.copy_price = CopyPrice(self.index)
         self.corrections = Corrections()
+        self.paces = PaceClasses()
         self.prefill_order = LoadOrder()
         self.decode_order = LoadOrder()
         self.prefill_mask = 0
@@ -128,11 +68,17 @@ class ClusterView:
         self.projection = DecodeProjection(initial_decode_s)
         self.running_sequences = 0
         self.running_context_tokens = 0.0
-        self.foreign_sequences = 0
+        self.foreign_sequences: float = 0
         """Running sequences of other conductors, by heartbeats."""
-        self.foreign_context_tokens = 0
+        self.foreign_context_tokens: float = 0
         self.num_in_flight = 0
         """Requests placed and not finished."""
+        self.num_queued = 0
+        """Prompts placed and not computed."""
+        self.num_waiting = 0
+        """Requests that are not placed yet: their owner says how many."""
+        self.refused_share = 0.0
+        """Share of the requests that were refused lately because their tokens would have come too late."""
         self.mean_output_tokens = INITIAL_OUTPUT_TOKENS
         self._cost = cost
         self._nodes: dict[NodeId, NodeState] = {}
@@ -190,6 +136,7 @@ class ClusterView:
         self._refresh_roles(node, 0.0)
         self._slots[node.slot] = None
         self.index.remove_node(node.slot)
+        self.paces.remove(node.slot)
         self.corrections.forget(node_id)
 
     def set_draining(self, node_id: NodeId, now_s: float, draining: bool = True) -> None:
@@ -275,7 +222,14 @@ class ClusterView:
     ) -> bool:
         """Apply a node's KV events; False where some were lost and a snapshot is awaited."""
         node = self._nodes.get(node_id)
-        return node is not None and node.events.apply(first_number, stored, removed, is_snapshot)
+        if node is None or not node.events.apply(first_number, stored, removed, is_snapshot):
+            return False
+        if stored and not is_snapshot:
+            share = min(1.0, len(removed) / len(stored))
+            node.evict_share += EVICT_GAIN * (share - node.evict_share)
+        if removed:
+            self.copy_price.evicted(removed)
+        return True
 
     def awaits_snapshot(self, node_id: NodeId) -> bool:
         """Return whether KV events of a node were lost, so that it has to list all its blocks anew."""
@@ -294,6 +248,10 @@ class ClusterView:
         new_tokens = num_tokens - placement.matched_tokens
         context_tokens, peak_tokens = num_tokens + int(output_tokens / 2), num_tokens + output_tokens
         decode_from_s = now_s + placement.predicted_ttft_s
+        handoff_s = 0.0
+        if decode is not prefill:
+            moved_tokens = num_tokens - placement.decode_matched_blocks * self.block_size
+            handoff_s = self._cost.transfer_s(moved_tokens)
         # by position: one is made for each request
         self._in_flight[request.request_id] = InFlight(
             prefill,
@@ -303,17 +261,14 @@ class ClusterView:
             new_tokens,
             context_tokens,
             peak_tokens,
+            handoff_s,
             decode_from_s,
             tbt_slo_s,
         )
         self.num_in_flight += 1
-
-        prefill.num_queued += 1
-        prefill.queued_s += prefill_s
-        prefill.queued_tokens += new_tokens
-        if self.prefill_mask >> prefill.slot & 1:
-            start_s = max(self.prefill_order.value(prefill.slot), now_s + placement.fetch_s)
-            self.prefill_order.set(prefill.slot, start_s + prefill_s)
+        self.refused_share -= REFUSED_GAIN * self.refused_share
+        self._note_missed(request, placement.matched_blocks)
+        self._join_queue(self._in_flight[request.request_id], now_s + placement.fetch_s)
         decode.decode_sequences += 1
         if tbt_slo_s != inf:
             decode.bind_tbt(tbt_slo_s, 1)
@@ -366,13 +321,18 @@ class ClusterView:
             self.projection.observe(now_s - flight.decode_from_s)
             self.mean_output_tokens += OUTPUT_GAIN * (output_tokens - self.mean_output_tokens)
 
-    def projected(self, moment_s: float) -> tuple[int, int]:
+    def projected(self, moment_s: float, now_s: float) -> tuple[float, float]:
         """Return (sequences, context tokens) expected to decode at a moment, on all nodes.
 
         Of another conductor's requests it is known that they run, not since when: they stay.
         """
-        sequences, tokens = self.projection.at(moment_s)
+        sequences, tokens = self.projection.at(moment_s, now_s)
         return sequences + self.foreign_sequences, tokens + self.foreign_context_tokens
+
+    def rejected(self, reason: RejectReason) -> None:
+        """A request was rejected before any work was done for it, and not let wait."""
+        if reason is RejectReason.TBT:
+            self.refused_share += REFUSED_GAIN * (1.0 - self.refused_share)
 
     def refused(self, node_id: NodeId, now_s: float) -> None:
         """A node had no blocks for a reservation: it is full until it says otherwise, a while from now."""
@@ -385,11 +345,67 @@ class ClusterView:
         mean = self.mean_output_tokens
         return mean if mean < max_tokens else float(max_tokens)
 
+    def computing_s(self, chain: Sequence[Key], num_tokens: int) -> float:
+        """Return the predicted seconds to compute a prompt after what some node holds of it."""
+        groups = self.index.match(chain)
+        prefix = min(groups[0][0] * self.block_size, num_tokens - 1) if groups else 0
+        return self._cost.prefill_s(num_tokens - prefix, prefix)
+
     def can_hold(self, num_tokens: int) -> bool:
         """Return whether a decode node's whole cache has room for so many tokens and one more."""
         return any(self.node_at(slot).capacity_tokens > num_tokens for slot in bits_of(self.decode_mask))
 
     # Private
+
+    @property
+    def num_behind(self) -> float:
+        """Requests that a second of a prefill node's time delays: its share of those that wait or queue."""
+        return (self.num_waiting + self.num_queued) / max(1, self.prefill_mask.bit_count())
+
+    def settle(self, now_s: float) -> None:
+        """Bring what changes by itself up to a moment, before anything is chosen."""
+        self.prefill_order.settle(now_s)
+        if self.corrections.changed:
+            self._settle_paces()
+
+    # Private again
+
+    def _settle_paces(self) -> None:
+        changed = self.corrections.changed
+        for node_id in changed:
+            if node := self._nodes.get(NodeId(node_id)):
+                self.paces.set(node.slot, self.corrections.ratio(node_id, "prefill"))
+        changed.clear()
+
+    def _note_missed(self, request: PlacementRequest, depth: int) -> None:
+        """Learn what it costs that blocks of this prompt were evicted, if any were not long ago."""
+        price, chain = self.copy_price, request.chain
+        missed = price.num_missed(chain, depth)
+        if missed:
+            last = request.num_tokens - 1
+            prefix, end = min(depth * self.block_size, last), min((depth + missed) * self.block_size, last)
+            prefill_s = self._cost.prefill_s
+            seconds = prefill_s(request.num_tokens - prefix, prefix) - prefill_s(
+                request.num_tokens - end, end
+            )
+            price.recomputed(chain, depth, missed, max(0.0, seconds))
+
+    def _join_queue(self, flight: InFlight, start_s: float) -> None:
+        """Count a prefill, which begins at `start_s` or after those before it, and its hand-off."""
+        node, decode = flight.prefill, flight.decode
+        prefills = self.prefill_mask >> node.slot & 1
+        if prefills:
+            start_s = max(start_s, self.prefill_order.value(node.slot))
+        self.num_queued += 1
+        node.num_queued += 1
+        node.queued_s += flight.prefill_s
+        node.queued_tokens += flight.new_tokens
+        node.sending_s += flight.handoff_s
+        node.sends_until_s = max(node.sends_until_s, start_s) + flight.handoff_s
+        decode.receiving_s += flight.handoff_s
+        decode.receives_until_s = max(decode.receives_until_s, start_s) + flight.handoff_s
+        if prefills:
+            self.prefill_order.set(node.slot, max(start_s + flight.prefill_s, node.sends_until_s))
 
     def _foreign_queue_s(self, node: NodeState, beat: Heartbeat) -> float:
         """Return the seconds of prefill that a node has to do for other conductors, by its heartbeat."""
@@ -422,9 +438,15 @@ class ClusterView:
 
     def _leave_prefill(self, flight: InFlight, now_s: float) -> None:
         node = flight.prefill
+        self.num_queued -= 1
         node.num_queued -= 1
         # an empty queue is exactly empty: sums of floats drift
         node.queued_s = node.queued_s - flight.prefill_s if node.num_queued else 0.0
+        node.sending_s = max(0.0, node.sending_s - flight.handoff_s) if node.num_queued else 0.0
+        node.sends_until_s = now_s + node.sending_s
+        decode = flight.decode
+        decode.receiving_s = max(0.0, decode.receiving_s - flight.handoff_s)
+        decode.receives_until_s = now_s + decode.receiving_s
         node.queued_tokens -= flight.new_tokens
         if flight.source is not None:
             flight.source.num_outgoing -= 1
@@ -432,7 +454,8 @@ class ClusterView:
 
     def _requeue(self, node: NodeState, now_s: float) -> None:
         if self.prefill_mask >> node.slot & 1 and node.is_member:
-            self.prefill_order.set(node.slot, now_s + node.queued_s + node.foreign_queue_s)
+            ends_s = now_s + max(node.queued_s, node.sending_s) + node.foreign_queue_s
+            self.prefill_order.set(node.slot, ends_s)
 
     def _reorder(self, node: NodeState) -> None:
         if self.decode_mask >> node.slot & 1 and node.is_member:

@@ -224,6 +224,8 @@ class Corrections:
     def __init__(self) -> None:
         self._learned: dict[tuple[str, str], _Learned] = {}
         self._added_s: dict[str, float] = {}
+        self.changed: set[str] = set()
+        """Nodes of which the pace of prefill was learned anew; whoever takes it in empties it."""
         self.has_learned = False
         """Whether anything ever was: who asks often looks here first."""
 
@@ -238,7 +240,7 @@ class Corrections:
             self._learned[node_id, term] = _Learned(math.exp(log_ratio), predicted_s / count)
         else:
             known.observe(log_ratio, predicted_s / count)
-        self.has_learned = True
+        self._has_learned(node_id, term)
 
     def ratio(self, node_id: str, term: str) -> float:
         """Return what to multiply a prediction with, of usual size; 1 before anything was measured."""
@@ -288,14 +290,20 @@ class Corrections:
     ) -> None:
         """Make this exactly what is known of a node: for decisions made again."""
         self._learned[node_id, term] = _Learned(ratio, usual_s, trend)
-        self.has_learned = True
+        self._has_learned(node_id, term)
 
     def relax(self, factor: float) -> None:
         """Believe what was learned less: keep `factor` of it, as logarithms; 0 leaves the profile alone."""
-        for known in self._learned.values():
+        for (node_id, term), known in self._learned.items():
             known.relax(factor)
+            self._has_learned(node_id, term)
         for node_id in self._added_s:
             self._added_s[node_id] *= factor
+
+    def _has_learned(self, node_id: str, term: str) -> None:
+        self.has_learned = True
+        if term == "prefill":
+            self.changed.add(node_id)
 
     def forget(self, node_id: str) -> None:
         """Drop what was learned of a node that left."""

@@ -17,8 +17,9 @@ from math import inf
 from typing import NamedTuple
 
 from base.request import NodeId, Role
-from conductor.placing.cluster_view import ClusterView, NodeState, bare_node
+from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
+from conductor.placing.node_state import NodeState, bare_node
 from conductor.placing.placement import Placement, PlacementRequest, Rejection
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import SchedulerSettings
@@ -67,6 +68,12 @@ class NodeSeen(NamedTuple):
     """The power of the profile's seconds that the ratio grows with."""
     prefill_usual_s: float = 1.0
     """The profile's seconds of which the ratio is as it stands."""
+    pace_class: int = 0
+    """The node's class in `PaceClasses`."""
+    evict_share: float = 0.0
+    """The share of the blocks that it stored lately for which another one had to go."""
+    receives_until_s: float = 0.0
+    """The moment when its link has received all that is expected of it; in the past: idle."""
 
 
 class ViewSeen(NamedTuple):
@@ -78,11 +85,19 @@ class ViewSeen(NamedTuple):
     running_sequences: int
     running_context_tokens: float
     decode_s: float
-    """t_d of the projection."""
-    projected: tuple[int, int]
+    """Mean seconds that a sequence decodes."""
+    projected: tuple[float, float]
     """Sequences and context tokens expected to decode when this prefill ends."""
     nodes: tuple[NodeSeen, ...] | None
     """The nodes in the order of their slots, which ties go by. None: there were too many."""
+    num_queued: int = 0
+    """Prompts placed and not computed."""
+    num_waiting: int = 0
+    """Requests not placed yet."""
+    block_price_s: float = 0.0
+    """Seconds of recompute that a block stored in a full cache costs."""
+    refused_share: float = 0.0
+    """Share of the requests that were refused lately for the decode pool's sake."""
 
 
 class Decision(NamedTuple):
@@ -140,6 +155,10 @@ def view_of(made: Decision, cost: CostModel) -> ClusterView:
     view.num_in_flight = seen.num_in_flight
     view.running_sequences = seen.running_sequences
     view.running_context_tokens = seen.running_context_tokens
+    view.num_queued = seen.num_queued
+    view.num_waiting = seen.num_waiting
+    view.copy_price.restore(seen.block_price_s)
+    view.refused_share = seen.refused_share
     # as if all were other conductors': those are expected at any moment, whatever t_d is
     view.foreign_sequences, view.foreign_context_tokens = seen.projected
     return view
@@ -161,10 +180,14 @@ def _seen(
         view.running_sequences,
         view.running_context_tokens,
         view.projection.decode_s,
-        view.projected(now_s + result.predicted_ttft_s),
+        view.projected(now_s + result.predicted_ttft_s, now_s),
         tuple(_node_seen(view, node, matched[node.slot]) for node in nodes)
         if len(nodes) <= MAX_NODES
         else None,
+        view.num_queued,
+        view.num_waiting,
+        view.copy_price.block_s,
+        view.refused_share,
     )
 
 
@@ -193,6 +216,9 @@ def _node_seen(view: ClusterView, node: NodeState, matched_blocks: int) -> NodeS
         None if node.tightest_tbt_s == inf else node.tightest_tbt_s,
         node.capacity_tokens,
         *view.corrections.trend(node.info.node_id, "prefill"),
+        view.paces.class_of(slot),
+        node.evict_share,
+        node.receives_until_s,
     )
 
 
@@ -217,6 +243,9 @@ def _restore(view: ClusterView, node: NodeSeen, made: Decision) -> None:
     view.corrections.restore_added(node.node_id, node.dispatch_s)
     blocks: tuple[Key, ...] = tuple(made.asked.chain[: node.matched_blocks])
     view.kv_events(node.node_id, 1, blocks, ())
+    state.evict_share = node.evict_share
+    state.receives_until_s = node.receives_until_s
+    view.paces.restore(state.slot, node.pace_class)
     if node.prefills:
         view.prefill_order.set(state.slot, node.queue_ends_at_s)
     if node.decodes:

@@ -12,19 +12,11 @@ from itertools import islice
 from typing import Any, Protocol
 
 from base.request import NodeId, RequestId
-from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decision_lines import decision_to
 from conductor.placing.decisions import Actual, Decision, NodeSeen, decide_again, view_of
 from conductor.placing.placement import Placement
-from conductor.placing.prefill_policies import (
-    PrefillChoice,
-    best_source,
-    candidate,
-    deepest_holders,
-    fetching_candidate,
-    prefers_fetch,
-)
+from conductor.placing.prefill_policies import PrefillComparison
 from conductor.placing.scheduler import tokens_needed
 from conductor.placing.scheduler_settings import SchedulerSettings
 
@@ -155,11 +147,17 @@ def _listed(made: Decision, actual: Actual | None, now_s: float) -> dict[str, An
 def _prefill_candidates(
     made: Decision, nodes: tuple[NodeSeen, ...], cost: CostModel, settings: SchedulerSettings
 ) -> list[dict[str, Any]]:
-    """Return what each node that could prefill would have taken, soonest first, those to avoid last."""
+    """Return what each node that could prefill would have taken, the least first, those to avoid last."""
     view = view_of(made, cost)
-    choices = [(node, _choice(made, node, view, cost, settings)) for node in nodes if node.prefills]
+    groups = view.index.match(made.asked.chain)
+    known = PrefillComparison(made.asked, groups, view, cost, settings, made.decided_at_s)
+    choices = [
+        (node, known.choice(view.node(node.node_id).slot, node.matched_blocks))
+        for node in nodes
+        if node.prefills
+    ]
     avoid = made.asked.avoid
-    choices.sort(key=lambda pair: (pair[0].node_id in avoid, pair[1].ready_s, pair[1].slot))
+    choices.sort(key=lambda pair: (pair[0].node_id in avoid, pair[1].cost_s, pair[1].slot))
     return [
         {
             "node": node.node_id,
@@ -173,22 +171,11 @@ def _prefill_candidates(
             "prefill_s": choice.prefill_s,
             "prefill_ratio": node.prefill_ratio,
             "ready_s": choice.ready_s,
+            "others_s": choice.cost_s - choice.ready_s,
             "is_avoided": node.node_id in avoid,
         }
         for node, choice in choices
     ]
-
-
-def _choice(
-    made: Decision, node: NodeSeen, view: ClusterView, cost: CostModel, settings: SchedulerSettings
-) -> PrefillChoice:
-    slot = view.node(node.node_id).slot
-    own = candidate(made.asked, slot, node.matched_blocks, view, cost, made.decided_at_s)
-    blocks, holders = deepest_holders(made.asked, view.index.match(made.asked.chain), view)
-    if not settings.fetches or node.matched_blocks >= blocks:
-        return own
-    fetching = fetching_candidate(made.asked, own, blocks, best_source(holders, view), view, cost)
-    return fetching if prefers_fetch(own, fetching, settings) else own
 
 
 def _decode_candidates(made: Decision, nodes: tuple[NodeSeen, ...], cost: CostModel) -> list[dict[str, Any]]:

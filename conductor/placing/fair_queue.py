@@ -25,6 +25,7 @@ from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from enum import IntEnum
+from math import inf
 from typing import NamedTuple
 
 from base.request import RequestId
@@ -36,6 +37,11 @@ clients name as many tenants as they like; those past the limit begin at the pre
 
 PATIENCE_S = 30.0
 """A request without a TTFT bound is ordered as if it had this one: it is not passed by for ever."""
+
+STRETCH = 20.0
+"""A request without a TTFT bound that comes to a long line is ordered by so many times its own prefill.
+
+Past capacity most are then served within a small multiple of that, and none is passed by for ever."""
 
 
 class Criticality(IntEnum):
@@ -63,6 +69,8 @@ class Waiting(NamedTuple):
     """When its first token is wanted, by which the requests of its tenant are ordered."""
     cost_s: float
     """Predicted seconds of prefill."""
+    pressed_due_at_s: float = inf
+    """When it is wanted by where the line is long; infinity: as always."""
 
 
 def waiting(
@@ -72,11 +80,22 @@ def waiting(
     arrived_at_s: float,
     ttft_slo_s: float,
     cost_s: float,
+    whole_s: float,
     is_retry: bool = False,
 ) -> Waiting:
-    """Return a request as one that waits; a retry, which has lost its node, goes first."""
+    """Return a request as one that waits; a retry, which has lost its node, goes first.
+
+    `whole_s` is what its prompt takes where nothing of it is cached.
+    """
     level = Criticality.BEGUN if is_retry else criticality(priority)
-    return Waiting(request_id, level, tenant, arrived_at_s + min(ttft_slo_s, PATIENCE_S), cost_s)
+    due_at_s = arrived_at_s + min(ttft_slo_s, PATIENCE_S)
+    pressed_s = STRETCH * whole_s if ttft_slo_s == inf else inf
+    return Waiting(request_id, level, tenant, due_at_s, cost_s, arrived_at_s + pressed_s)
+
+
+def pressed(item: Waiting) -> Waiting:
+    """Return a request as it is ordered in a long line."""
+    return item if item.pressed_due_at_s == inf else item._replace(due_at_s=item.pressed_due_at_s)
 
 
 class FairQueue:

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from math import inf
 
 from base.request import NodeId
-from conductor.placing.cluster_view import ClusterView, NodeState
+from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
+from conductor.placing.node_state import NodeState
 from conductor.placing.placement import Placement, PlacementRequest
 from conductor.placing.scheduler_settings import SchedulerSettings
 from kvstore.index import Group

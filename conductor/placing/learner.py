@@ -26,8 +26,9 @@ DOUBT_HALF_LIFE_S = 0.7
 @dataclass(slots=True)
 class _Running:
     placement: Placement
-    profile_step_s: float
-    is_prefilled: bool = False
+    num_tokens: int = 0
+    first_step_s: float = 0.0
+    """The profile's seconds of a step of the batch that it joined; 0: it was not prefilled."""
 
 
 class Learner:
@@ -42,8 +43,7 @@ class Learner:
 
     def placed(self, placement: Placement, now_s: float) -> None:
         """Take in an attempt that begins."""
-        ratio = self._view.corrections.ratio(placement.decode_node, "decode")
-        self._running[placement.request_id] = _Running(placement, placement.predicted_tbt_s / ratio)
+        self._running[placement.request_id] = _Running(placement)
         self._pace.placed(placement.prefill_node, now_s)
 
     def refused(self, now_s: float) -> None:
@@ -67,11 +67,13 @@ class Learner:
         placement: Placement,
         now_s: float,
     ) -> None:
-        """Take in an attempt's first token; `ttft_s` is None where the request had one before."""
+        """Take in an attempt's first token, after its view; `ttft_s` is None where it had one before."""
         self._learned_at_s = now_s
         node_id, new_tokens = placement.prefill_node, asked.num_tokens - placement.matched_tokens
         profile_s = self._cost.prefill_s(new_tokens, placement.matched_tokens)
-        self._running[asked.request_id].is_prefilled = True
+        running = self._running[asked.request_id]
+        running.num_tokens = asked.num_tokens
+        running.first_step_s = self._step_s(placement.decode_node, 0, 0)
         paced = self._pace.done(node_id, now_s, profile_s, times.compute_s)
         if paced is not None:
             self._learn(node_id, "prefill", *paced)
@@ -84,14 +86,29 @@ class Learner:
             self._view.corrections.observe_added(node_id, max(0.0, ttft_s - known_s))
 
     def ended(self, request_id: RequestId, mean_tbt_s: float | None, now_s: float) -> Placement:
-        """Take in that an attempt is over, and how long a token took; return where it was placed."""
+        """Take in that an attempt is over, and has left the view, and how long a token took.
+
+        What a step was to take is the mean of the batches that it joined and left: at its placement those in
+        prefill were counted too, many of which came when it had gone.
+        """
         running = self._running.pop(request_id)
         placement = running.placement
-        if not running.is_prefilled:
+        if not running.first_step_s:
             self._pace.lost(placement.prefill_node, now_s)
-        if mean_tbt_s:
-            self._learn(placement.decode_node, "decode", running.profile_step_s, mean_tbt_s)
+        elif mean_tbt_s:
+            last_step_s = self._step_s(placement.decode_node, 1, running.num_tokens)
+            profile_s = (running.first_step_s + last_step_s) / 2
+            self._learn(placement.decode_node, "decode", profile_s, mean_tbt_s)
         return placement
+
+    def _step_s(self, node_id: NodeId, more_sequences: int, more_tokens: int) -> float:
+        """Return the profile's seconds of a step, of what runs on a node and more."""
+        if not self._view.is_member(node_id):
+            return self._cost.decode_step_s(1, more_tokens)
+        node = self._view.node(node_id)
+        return self._cost.decode_step_s(
+            node.running_sequences + more_sequences, node.running_context_tokens + more_tokens
+        )
 
     def _learn(self, node_id: NodeId, term: str, profile_s: float, measured_s: float, count: int = 1) -> None:
         if self._view.is_member(node_id):

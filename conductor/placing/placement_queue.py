@@ -20,7 +20,10 @@ from typing import Protocol
 
 from base.errors import DeadlineError, RejectedError, ServeError, SloUnreachableError, UnavailableError
 from base.request import RequestId
-from conductor.placing.fair_queue import FairQueue, Waiting
+from conductor.placing.fair_queue import FairQueue, Waiting, pressed
+
+LONG_LINE_S = 5.0
+"""Predicted seconds of waiting from which on who comes without a bound is ordered by what it takes."""
 
 SHORTEST_LOOK_S = 1.0
 """Seconds between two looks for a lost role, at least."""
@@ -108,18 +111,23 @@ class PlacementQueue:
             item: The request.
             waiter: Tried with no other request between two, so that each sees the last.
             now_s: Of its arrival in the queue.
-            first_token_by_s: By the request's SLO; infinity: there is none.
+            first_token_by_s: By the request's SLO, or by patience; infinity: there is neither.
             give_up_at_s: The request's end.
             was_tried: Its owner, to whom the queue was empty, has tried it at this very moment.
 
         Raises:
-            ServeError: what its try raised.
+            ServeError: what its try raised, or those before it take longer than it may wait.
         """
         self._note_roles(now_s)
         ahead_s = self._queue.seconds_ahead(item) / max(1, self._num_prefill_nodes())
+        if ahead_s > LONG_LINE_S:
+            item = pressed(item)
+            ahead_s = self._queue.seconds_ahead(item) / max(1, self._num_prefill_nodes())
         may_try = not was_tried and (ahead_s or not len(self._queue))
         if may_try and waiter.try_to_place(ahead_s):
             return False
+        if now_s + ahead_s > first_token_by_s:
+            raise SloUnreachableError("the first token is due before those who wait could be placed")
         self.places[item.request_id] = WaitingPlace(item, waiter, now_s, first_token_by_s, give_up_at_s)
         shed = self._queue.push(item)
         if shed is not None:

@@ -12,15 +12,19 @@ from operator import attrgetter
 
 from base.config import SchedulerConfig
 from base.errors import ConfigError
-from conductor.placing.cluster_view import ClusterView, NodeState
+from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.load_order import bits_of
+from conductor.placing.node_state import NodeState
 from conductor.placing.placement import PlacementRequest
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from kvstore.index import Group
 
 # Holders to compare as a source: enough to spread over, few enough not to be a scan.
 MAX_SOURCES = 8
+
+# A second of recompute to come against one of this request: it is one of a queue that may be longer by then.
+LATER = 2.0
 
 NOBODY: Group = (0, 0)
 
@@ -29,6 +33,7 @@ class PrefillChoice:
     """One candidate for the prefill of a request; a bare class because several are made for each."""
 
     __slots__ = (
+        "cost_s",
         "fetch_s",
         "local_blocks",
         "matched_blocks",
@@ -58,6 +63,8 @@ class PrefillChoice:
         self.prefill_s = prefill_s
         self.ready_s = (queue_s if queue_s > fetch_s else fetch_s) + prefill_s
         """Until its last layer is computed: the longer of queue and fetch, and prefill."""
+        self.cost_s = self.ready_s
+        """What candidates are compared by: `ready_s`, and what it takes from others."""
 
 
 PrefillPolicy = Callable[
@@ -66,7 +73,7 @@ PrefillPolicy = Callable[
 """Chooses among `view.prefill_mask`, which is not empty; the groups are of all holders."""
 
 
-def least_ttft(
+def least_cost(
     request: PlacementRequest,
     groups: list[Group],
     view: ClusterView,
@@ -74,32 +81,94 @@ def least_ttft(
     settings: SchedulerSettings,
     now_s: float,
 ) -> PrefillChoice:
-    """Return the prefill node with the smallest predicted seconds to the last layer."""
-    best_blocks, holders = deepest_holders(request, groups, view) if settings.fetches else NOBODY
-    source: NodeState | None = None
+    """Return the prefill node that costs the fewest predicted seconds, this request's and those of others."""
+    known = PrefillComparison(request, groups, view, cost, settings, now_s)
     best: PrefillChoice | None = None
     rest = preferred(view.prefill_mask, request, view)
     least = view.prefill_order.least
+    classes = view.paces.masks()
     for depth, mask in (*groups, (0, rest)):
         members = mask & rest
         if not members:
             continue
         rest ^= members
-        slot = least(members)
-        if slot is None:
-            continue
-        choice = candidate(request, slot, depth, view, cost, now_s)
-        if depth < best_blocks:
-            source = source or best_source(holders, view)
-            fetching = fetching_candidate(request, choice, best_blocks, source, view, cost)
-            if prefers_fetch(choice, fetching, settings):
-                choice = fetching
-        if best is None or choice.ready_s < best.ready_s:
-            best = choice
-        if best.ready_s <= best.prefill_s:
-            break  # idle already: a shallower group can only compute or fetch more
+        for pace in classes:
+            slot = least(members & pace)
+            if slot is not None:
+                choice = known.choice(slot, depth)
+                if best is None or choice.cost_s < best.cost_s:
+                    best = choice
+        if len(classes) == 1 and best is not None and best.ready_s <= best.prefill_s:
+            break  # idle already: a shallower group of the same pace can only compute or fetch more
     assert best is not None, "prefill_mask is not empty, so some node is in some group"
     return best
+
+
+class PrefillComparison:
+    """Candidates for one request in one view: what each would take, from the request and from others.
+
+        cost = max(ready, queue + hand-off)
+               + (1 + behind) x LATER x blocks copied x share that evicts x price of a block
+
+    A block that some node holds already is copied, whether it is fetched or computed, and what it evicts is
+    computed again by somebody, and whoever is behind waits for that. That each second of this prefill delays
+    those behind too was weighed, and lost: it sends prompts to their holders past the point where queues are
+    even (`python -m bench.regimes`).
+    """
+
+    __slots__ = (
+        "_best_blocks",
+        "_block_s",
+        "_cost",
+        "_handoff_s",
+        "_holders",
+        "_most_blocks",
+        "_now_s",
+        "_request",
+        "_settings",
+        "_source",
+        "_view",
+    )
+
+    def __init__(
+        self,
+        request: PlacementRequest,
+        groups: list[Group],
+        view: ClusterView,
+        cost: CostModel,
+        settings: SchedulerSettings,
+        now_s: float,
+    ) -> None:
+        """`groups` are of all holders, as in a policy."""
+        self._request, self._view, self._cost = request, view, cost
+        self._settings, self._now_s = settings, now_s
+        self._best_blocks, self._holders = NOBODY
+        if settings.fetches:
+            self._best_blocks, self._holders = deepest_holders(request, groups, view)
+        self._most_blocks = groups[0][0] if groups else 0
+        self._source: NodeState | None = None
+        self._block_s = LATER * view.copy_price.block_s * (1.0 + view.num_behind)
+        self._handoff_s = cost.transfer_s(request.num_tokens)
+
+    def choice(self, slot: int, depth: int) -> PrefillChoice:
+        """Return how a node that holds `depth` blocks would do it: by itself, or by a fetch."""
+        request, view = self._request, self._view
+        own = candidate(request, slot, depth, view, self._cost, self._now_s)
+        self._weigh(own)
+        if depth >= self._best_blocks:
+            return own
+        if self._source is None:
+            self._source = best_source(self._holders, view)
+        fetching = fetching_candidate(request, own, self._best_blocks, self._source, view, self._cost)
+        self._weigh(fetching)
+        return fetching if prefers_fetch(own, fetching, self._settings) else own
+
+    def _weigh(self, choice: PrefillChoice) -> None:
+        sent_s = choice.queue_s + self._handoff_s
+        cost_s = choice.ready_s if choice.ready_s > sent_s else sent_s
+        if self._block_s and (copied := self._most_blocks - choice.local_blocks):
+            cost_s += self._block_s * copied * self._view.node_at(choice.slot).evict_share
+        choice.cost_s = cost_s
 
 
 def least_loaded(
@@ -116,7 +185,7 @@ def least_loaded(
     return candidate(request, slot, depth_at(slot, groups), view, cost, now_s)
 
 
-POLICIES: dict[str, PrefillPolicy] = {"global": least_ttft, "load": least_loaded}
+POLICIES: dict[str, PrefillPolicy] = {"global": least_cost, "load": least_loaded}
 """Every policy by the name that `scheduler.policy` of cluster.yaml and `conductor replay` know it by."""
 
 
@@ -170,7 +239,7 @@ def prefers_fetch(own: PrefillChoice, fetching: PrefillChoice, settings: Schedul
     """Return whether a node should fetch rather than compute all it lacks."""
     threshold = settings.kvcache_balancing_threshold
     if threshold is None:
-        return fetching.ready_s < own.ready_s
+        return fetching.cost_s < own.cost_s
     return fetching.matched_blocks >= threshold * own.local_blocks
 
 

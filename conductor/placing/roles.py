@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from base.request import NodeId, Role
-from conductor.placing.cluster_view import ClusterView, NodeState
+from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.load_order import bits_of
+from conductor.placing.node_state import NodeState
 
 
 @dataclass(frozen=True, slots=True)

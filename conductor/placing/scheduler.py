@@ -36,9 +36,10 @@ from math import inf
 
 from base.request import Slo
 from conductor.placing.admission import RETRY_AFTER_S, refusal
-from conductor.placing.cluster_view import ClusterView, NodeState
+from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.inline_prefill import inline_placement
+from conductor.placing.node_state import NodeState
 from conductor.placing.placement import UNBOUNDED, Placement, PlacementRequest, Rejection, RejectReason
 from conductor.placing.prefill_policies import (
     POLICIES,
@@ -52,6 +53,9 @@ from kvstore.index import Group
 
 # A decode node that saves bytes may cost this much of TBT against the least loaded one.
 DECODE_AFFINITY = 1.05
+
+# Decode nodes that are looked at where a hand-off would wait for others on the link of the least loaded one.
+LINK_TRIES = 8
 
 # If the least loaded decode nodes cannot hold a prompt, others can only where nodes differ.
 DECODE_TRIES = 4
@@ -79,14 +83,14 @@ def place(
     settings = settings or DEFAULT_SETTINGS
     if not view.prefill_mask:
         return Rejection(request.request_id, RejectReason.NO_PREFILL_NODE, RETRY_AFTER_S[0])
-    view.prefill_order.settle(now_s)
+    view.settle(now_s)
     groups = view.index.match(request.chain)
     choose = choose_prefill or POLICIES[settings.policy]
     prefill = choose(request, groups, view, cost, settings, now_s)
-    decode = choose_decode(request, groups, view, prefill)
+    decode = choose_decode(request, groups, view, prefill, now_s)
     if isinstance(decode, RejectReason):
         return Rejection(request.request_id, decode, until_a_finish_s(view))
-    placement = _combine(request, prefill, decode, view, cost)
+    placement = _combine(request, prefill, decode, view, cost, now_s)
     if settings.inline_tokens:
         placement = inline_placement(request, placement, groups, view, cost, settings)
     refused = refusal(request, placement, view, cost, settings, now_s)
@@ -146,7 +150,7 @@ def tokens_needed(request: PlacementRequest, view: ClusterView) -> float:
 
 
 def choose_decode(
-    request: PlacementRequest, groups: list[Group], view: ClusterView, prefill: PrefillChoice
+    request: PlacementRequest, groups: list[Group], view: ClusterView, prefill: PrefillChoice, now_s: float
 ) -> tuple[NodeState, int] | RejectReason:
     """Return the decode node and how many leading blocks it holds already."""
     if not view.decode_mask:
@@ -159,7 +163,23 @@ def choose_decode(
         slot = _least_with_room(members, view, peak_tokens, request.num_tokens)
     if slot is None:
         return RejectReason.NO_FREE_BLOCKS
+    if view.node_at(slot).receives_until_s - now_s > prefill.ready_s:
+        slot = _least_receiving(slot, members, view, peak_tokens)
     return _nearer_decode(slot, members, groups, view, peak_tokens, prefill)
+
+
+def _least_receiving(least: int, members: int, view: ClusterView, peak_tokens: float) -> int:
+    """Return the node whose link is free first, of the few with the shortest steps, `least` first."""
+    best = view.node_at(least)
+    for _ in range(LINK_TRIES):
+        members &= ~(1 << least)
+        slot = view.decode_order.least(members)
+        if slot is None:
+            break
+        least, node = slot, view.node_at(slot)
+        if node.receives_until_s < best.receives_until_s and node.free_tokens >= peak_tokens:
+            best = node
+    return best.slot
 
 
 def _least_with_room(members: int, view: ClusterView, peak_tokens: float, num_tokens: int) -> int | None:
@@ -205,6 +225,7 @@ def _combine(
     decode: tuple[NodeState, int],
     view: ClusterView,
     cost: CostModel,
+    now_s: float,
 ) -> Placement:
     decode_node, decode_blocks = decode
     prefill_node = view.node_at(prefill.slot)
@@ -219,6 +240,10 @@ def _combine(
         handoff_s *= view.corrections.ratio(prefill_node.info.node_id, "handoff")
         step_s *= view.corrections.ratio(decode_node.info.node_id, "decode")
         dispatch_s = view.corrections.added_s(prefill_node.info.node_id)
+    if handoff_s:
+        # after what the links have to move before it
+        link_free_s = max(decode_node.receives_until_s - now_s, prefill.queue_s)
+        handoff_s = max(handoff_s, link_free_s + cost.transfer_s(tokens) - prefill.ready_s)
     source = None if prefill.source_slot is None else view.node_at(prefill.source_slot).info.node_id
     # by position: a call with fourteen keywords takes half as long again
     return Placement(

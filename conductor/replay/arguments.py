@@ -159,6 +159,13 @@ def _add_settings(add: Callable[..., object]) -> None:
         help="for a role without a node",
     )
     add(
+        "--patience",
+        type=real(0, MAX_SECONDS, above=True),
+        default=SERVICE.patience_s,
+        metavar="S",
+        help="that a request without bounds waits, unless nobody is refused",
+    )
+    add(
         "--no-learning",
         action="store_true",
         help="predictions by the profile alone, not by what was measured",

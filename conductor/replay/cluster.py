@@ -21,9 +21,9 @@ from math import inf
 
 from base.errors import ConfigError
 from base.request import NodeId, RequestId, Role
-from conductor.placing.cluster_view import bare_node
 from conductor.placing.cost_model import CostModel
 from conductor.placing.load_order import bits_of
+from conductor.placing.node_state import bare_node
 from conductor.placing.roles import RoleController, RoleStep
 from conductor.placing.scheduler import place
 from conductor.replay.block_cache import make_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 
 from base.config import EngineConfig
 from base.errors import ConfigError
@@ -54,6 +55,8 @@ class ClusterOptions:
     """Requests that wait to be placed, at most; then one is let go."""
     role_wait_s: float = 10.0
     """Seconds that a request waits for a role that has no node left."""
+    patience_s: float = inf
+    """Seconds that a request without a TTFT bound waits to be placed, unless nobody is refused."""
     retests: bool = True
     """Whether its decode node tests a request again; False: what was admitted decodes."""
     slo: Slo = UNBOUNDED

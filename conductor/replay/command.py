@@ -243,6 +243,7 @@ def plan_of(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str
         learns=not (args.plain or args.no_learning),
         max_waiting=args.max_waiting,
         role_wait_s=args.role_wait,
+        patience_s=args.patience,
         retests=not args.no_retest,
         slo=slo,
         eviction=args.eviction,

@@ -18,7 +18,13 @@ from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.fair_queue import waiting
 from conductor.placing.learner import Learner
-from conductor.placing.placement import UNBOUNDED, Placement, PlacementRequest, Rejection
+from conductor.placing.placement import (
+    UNBOUNDED,
+    Placement,
+    PlacementRequest,
+    Rejection,
+    RejectReason,
+)
 from conductor.placing.placement_queue import PlacementQueue
 from conductor.placing.prefill_policies import POLICIES, PrefillPolicy
 from conductor.placing.scheduler import Turn, is_final, place, turn_of
@@ -91,6 +97,7 @@ class SimConductor:
             self._choose = RandomPrefill(options.seed).choose
         reject = self._settings.reject
         self._slo = UNBOUNDED if reject is RejectPolicy.NONE else options.slo
+        self._patience_s = inf if reject is RejectPolicy.NONE else options.patience_s
         self._retests = options.retests and reject is not RejectPolicy.NONE
         self._schedule = schedule
         self._on_placed = on_placed
@@ -125,8 +132,8 @@ class SimConductor:
             if nobody_waits and self.try_to_place(request, 0.0):
                 return
             slo_s = self._slo.ttft_slo_s
-            by_s = UNBOUNDED.ttft_slo_s if request.has_begun else request.arrival_s + slo_s
-            cost_s = self._cost.prefill_s(request.num_tokens, 0)
+            by_s = inf if request.has_begun else request.arrival_s + min(slo_s, self._patience_s)
+            cost_s = self.view.computing_s(request.chain, request.num_tokens)
             is_retry = request.retries is not None
             item = waiting(
                 request.request_id,
@@ -135,11 +142,10 @@ class SimConductor:
                 request.arrival_s,
                 slo_s,
                 cost_s,
+                self._cost.prefill_s(request.num_tokens, 0),
                 is_retry,
             )
-            waits = self._queue.join(
-                item, _QueuedRequest(self, request), now_s, by_s, UNBOUNDED.ttft_slo_s, nobody_waits
-            )
+            waits = self._queue.join(item, _QueuedRequest(self, request), now_s, by_s, inf, nobody_waits)
         except ServeError as error:
             self.refuse(request, error)
             return
@@ -156,6 +162,7 @@ class SimConductor:
         view, now_s, settings = self.view, self.now_s, self._settings
         has_begun = request.first_token_s is not None
         slo = UNBOUNDED if has_begun else self._slo
+        view.num_waiting = len(self._waiting)
         turn = turn_of(slo, ahead_s, view, settings, now_s)
         if turn is Turn.LATER:
             return False
@@ -177,6 +184,7 @@ class SimConductor:
             request.is_promised = isinstance(result, Placement)
             return False
         if isinstance(result, Rejection):
+            view.rejected(result.reason)
             if self._learner is not None:
                 self._learner.refused(now_s)
             raise _RefusedError(result.reason.value)
@@ -195,6 +203,7 @@ class SimConductor:
             ratio = view.corrections.ratio(placement.decode_node, "decode")
             asked = request.asked
             if not admit_to_decode(node, self._cost, asked.num_tokens, asked.slo, settings.reject, ratio):
+                view.rejected(RejectReason.TBT)
                 return False
         view.prefill_done(request.request_id, now_s)
         if self._learner is not None:

@@ -19,6 +19,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
+from math import inf
 
 from base.clock import Clock
 from base.config import SchedulerConfig, ServerConfig
@@ -50,10 +51,11 @@ from conductor.placing.admission import admit_to_decode, joined_tbt_s
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decisions import Actual, Decision, decision
+from conductor.placing.fair_queue import Waiting
 from conductor.placing.placement import Placement, PlacementRequest, Rejection, RejectReason
 from conductor.placing.placement_queue import PlacementQueue
 from conductor.placing.scheduler import Turn, is_final, place, turn_of, until_a_finish_s
-from conductor.placing.scheduler_settings import DEFAULT_SETTINGS, SchedulerSettings
+from conductor.placing.scheduler_settings import DEFAULT_SETTINGS, RejectPolicy, SchedulerSettings
 from conductor.serving.attempt import Attempt, Placed
 from conductor.serving.generated import Generated
 from conductor.serving.membership import Membership
@@ -116,7 +118,7 @@ class Dispatcher:
         Args:
             settings: An operator's; by default the cost model decides.
             server: How long requests may take, and how seldom their streams are written to.
-            waiting: How many requests may wait to be placed, and how long for a role without a node.
+            waiting: How many requests may wait to be placed and how long, also for a role without a node.
         """
         server, waiting = server or ServerConfig(), waiting or SchedulerConfig()
         self._membership = membership
@@ -126,6 +128,7 @@ class Dispatcher:
         self._clock = clock
         self._settings = settings
         self._request_timeout_s = server.request_timeout_s
+        self._patience_s = inf if settings.reject is RejectPolicy.NONE else waiting.patience_s
         self._stream_interval_s = server.stream_interval_ms / 1e3
         self.num_running = 0
         """Requests taken in and not finished."""
@@ -186,9 +189,9 @@ class Dispatcher:
     async def _first(self, attempt: Attempt) -> Generated:
         """Place the attempt and return its first token."""
         state = attempt.state
-        item = state.waiting(self._cost.prefill_s(len(state.token_ids), 0))
+        item = self._waiting(state)
         place_it = partial(self._place, attempt)
-        bounds = state.first_token_by_s, state.give_up_at_s
+        bounds = state.first_token_by_s(self._patience_s), state.give_up_at_s
         await wait_until_placed(self.queue, item, place_it, *bounds, self._clock)
         assert attempt.placed is not None
         placement, work = attempt.placed.placement, state.work(attempt.placed.root)
@@ -215,6 +218,15 @@ class Dispatcher:
                 decode.send(Start(state.attempt_id, token_id, sums, parts))
         return state.add((prefilled.first_token,), finish)
 
+    def _waiting(self, state: RequestState) -> Waiting:
+        """Return a request as one that waits, by the seconds that it is expected to take."""
+        num_tokens = len(state.token_ids)
+        whole_s = self._cost.prefill_s(num_tokens, 0)
+        if self._view.missing_role is not None:
+            return state.waiting(whole_s, whole_s)  # how its blocks are named is for nodes to say
+        chain = state.chain(self._view.block_size, self._membership.chain_root(state.request))
+        return state.waiting(self._view.computing_s(chain, num_tokens), whole_s)
+
     def _place(self, attempt: Attempt, ahead_s: float) -> bool:
         """Place the attempt and return True; False: it has to wait. Others take `ahead_s` before it.
 
@@ -222,6 +234,7 @@ class Dispatcher:
             RejectedError: waiting would not help.
         """
         state, now_s = attempt.state, self._clock.now_s()
+        self._view.num_waiting = len(self.queue)
         turn = turn_of(state.slo, ahead_s, self._view, self._settings, now_s)
         if turn is Turn.LATER:
             return False
@@ -247,6 +260,7 @@ class Dispatcher:
         for observer in self._observers:
             observer.decided(made)
         if isinstance(result, Rejection):
+            self._view.rejected(result.reason)
             raise refusal(result, asked.waited_s)
         self._view.placed(asked, result, now_s)
         attempt.placed = Placed(asked, result, root)
@@ -258,6 +272,7 @@ class Dispatcher:
         node = self._view.decode_node(state.attempt_id)
         ratio = self._view.corrections.ratio(placement.decode_node, "decode")
         if not admit_to_decode(node, self._cost, asked.num_tokens, asked.slo, self._settings.reject, ratio):
+            self._view.rejected(RejectReason.TBT)
             tbt_s = joined_tbt_s(node, self._cost, asked.num_tokens, ratio)
             raise SloUnreachableError(
                 "decode load rose past the SLO while the prompt was computed: "

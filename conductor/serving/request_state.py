@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf
 
 from base.block_hash import BlockHash, hash_chain
 from base.clock import Clock
@@ -147,12 +148,13 @@ class RequestState:
         """Unbounded once a token is out: what was begun is not rejected."""
         return Slo() if self.generated else self.request.slo
 
-    @property
-    def first_token_by_s(self) -> float:
-        """When the first token is due by its SLO, on the clock; infinity: there is none."""
-        return self.arrived_at_s + self.slo.ttft_slo_s
+    def first_token_by_s(self, patience_s: float) -> float:
+        """Return when the first token is due, by its SLO or by patience; infinity: it is out already."""
+        if self.generated:
+            return inf
+        return self.arrived_at_s + min(self.slo.ttft_slo_s, patience_s)
 
-    def waiting(self, cost_s: float) -> Waiting:
+    def waiting(self, cost_s: float, whole_s: float) -> Waiting:
         """Return the attempt as one that waits to be placed. What lost its node goes first."""
         request, is_retry = self.request, self.retries.num_attempts > 1
         return waiting(
@@ -162,6 +164,7 @@ class RequestState:
             self.arrived_at_s,
             request.slo.ttft_slo_s,
             cost_s,
+            whole_s,
             is_retry,
         )
 

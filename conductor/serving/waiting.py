@@ -52,7 +52,7 @@ async def wait_until_placed(
 
     Args:
         attempt: Called with no await between two requests, so that each sees the last.
-        first_token_by_s: When its first token is due by its SLO, on `clock`; infinity: there is none.
+        first_token_by_s: When its first token is due, on `clock`; infinity: whenever it comes.
         give_up_at_s: The request's end, on `clock`.
 
     Raises:

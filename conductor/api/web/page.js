@@ -123,7 +123,7 @@ function explained(attempt) {
     rows: (rows ?? []).map((row) => [row.node, ...columns.map((name) => cell(name, row[name]))]),
     chosen,
   });
-  const prefill = ["queue_s", "fetch_s", "prefill_s", "ready_s", "local_blocks", "matched_blocks", "fetch_from"];
+  const prefill = ["queue_s", "fetch_s", "prefill_s", "ready_s", "others_s", "local_blocks", "matched_blocks", "fetch_from"];
   const decode = ["tbt_s", "sequences", "free_tokens", "matched_blocks", "fits"];
   return {
     lines,

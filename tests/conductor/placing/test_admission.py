@@ -6,11 +6,13 @@ import pytest
 
 from base.request import NodeId, Slo
 from conductor.placing.admission import (
-    RETEST_SLACK,
+    DISPLACED,
+    MANY_REFUSED,
     RETRY_AFTER_S,
     TBT_HEADROOM,
     admit_to_decode,
     decode_tbt_s,
+    displaced_s,
     refusal,
 )
 from conductor.placing.placement import RejectReason
@@ -20,6 +22,7 @@ from tests.conductor.builders import BLOCK_SIZE, make_cost, make_request, make_v
 
 COST = make_cost()
 PREDICT, EARLY = RejectPolicy.PREDICT, RejectPolicy.EARLY
+PREDICTING = SchedulerSettings(reject=PREDICT)
 
 
 class Steps:
@@ -85,6 +88,38 @@ def test_a_step_may_take_a_share_of_its_bound_and_no_more(policy):
     assert refused(Slo(tbt_slo_s=1.0), settings, cost=slow)[0] is RejectReason.TBT
 
 
+def test_a_long_context_counts_more_where_the_pool_refuses_many_and_no_more_where_it_takes_all():
+    view = make_view(1, 1)
+    long, short = (make_request(blocks=blocks) for blocks in (200, 20))
+    shown = {request.num_tokens: placed(view, request) for request in (long, short)}
+    at_ease = [displaced_s(each, shown[each.num_tokens], view, COST) for each in (long, short)]
+    assert at_ease == [0.0, 0.0]
+    for _ in range(200):
+        view.rejected(RejectReason.TBT)
+    assert view.refused_share > MANY_REFUSED
+    pressed = [displaced_s(each, shown[each.num_tokens], view, COST) for each in (long, short)]
+    own_s = COST.decode_step_s(1, long.num_tokens) - COST.decode_step_s(0, 0)
+    assert pressed[0] == pytest.approx((DISPLACED - 1) * own_s)
+    assert pressed[0] > pressed[1] > 0.0
+    # a bound that the long one keeps alone, and not as one that displaces others
+    slo = Slo(tbt_slo_s=(COST.decode_step_s(1, long.num_tokens) + own_s) / TBT_HEADROOM)
+    assert (
+        refusal(long._replace(slo=slo), shown[long.num_tokens], make_view(1, 1), COST, PREDICTING, 0.0)
+        is None
+    )
+    reason, _ = refusal(long._replace(slo=slo), shown[long.num_tokens], view, COST, PREDICTING, 0.0)
+    assert reason is RejectReason.TBT
+    for number in range(200):
+        view.placed(make_request(f"p{number}", blocks=1), shown[short.num_tokens], 0.0)
+    assert view.refused_share < 0.01, "who is taken makes it forget"
+
+
+def test_who_is_refused_for_want_of_prefill_says_nothing_of_the_decode_pool():
+    view = make_view(1, 1)
+    view.rejected(RejectReason.TTFT)
+    assert view.refused_share == 0.0
+
+
 def test_who_has_no_bound_or_is_asked_late_is_not_judged_by_steps():
     endless = Steps(1e9)
     assert refused(Slo(ttft_slo_s=1e9), cost=endless) is None
@@ -122,7 +157,7 @@ def test_early_looks_at_the_mean_node_and_predict_at_that_of_then():
     assert decode_tbt_s(request, placement, view, early, EARLY, 0.0) == 1.0
     assert decode_tbt_s(request, placement, view, predict, PREDICT, 0.0) == 1.0
     assert early.asked == [(4 / 2 + 1, running / 2 + 3 * BLOCK_SIZE)]
-    sequences, tokens = view.projected(placement.predicted_ttft_s)
+    sequences, tokens = view.projected(placement.predicted_ttft_s, 0.0)
     assert 0 < sequences <= 4
     assert predict.asked == [(sequences / 2 + 1, tokens / 2 + 3 * BLOCK_SIZE)]
 
@@ -132,17 +167,15 @@ def test_predict_looks_past_the_prefill_from_now_on():
     placement = placed(view, request)._replace(predicted_ttft_s=25.0)
     then = Steps(0.5)
     decode_tbt_s(request, placement, view, then, PREDICT, 20.0)
-    sequences, tokens = view.projected(45.0)
-    assert (sequences, tokens) != view.projected(5.0)
+    sequences, tokens = view.projected(45.0, 20.0)
+    assert (sequences, tokens) != view.projected(5.0, 0.0)
     assert then.asked == [(sequences / 2 + 1, tokens / 2 + 3 * BLOCK_SIZE)]
 
 
-@pytest.mark.parametrize(
-    ("policy", "slack"), [(EARLY, 1.0), (RejectPolicy.LATE, 1.0), (PREDICT, RETEST_SLACK)]
-)
-def test_the_second_test_has_some_slack_where_the_first_one_was_a_prediction(policy, slack):
+@pytest.mark.parametrize("policy", [EARLY, RejectPolicy.LATE, PREDICT])
+def test_the_second_test_is_for_the_same_share_of_the_bound(policy):
     node = busy_view(4).node(NodeId("d0"))
-    bound_s = 1.0 * TBT_HEADROOM * slack
+    bound_s = 1.0 * TBT_HEADROOM
     fits, slow = Steps(bound_s / 2), Steps(nextafter(bound_s, 2) / 2)
     assert admit_to_decode(node, fits, 700, Slo(tbt_slo_s=1.0), policy, 2.0)
     assert not admit_to_decode(node, slow, 700, Slo(tbt_slo_s=1.0), policy, 2.0)

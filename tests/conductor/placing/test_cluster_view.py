@@ -40,7 +40,7 @@ def test_account_is_empty_when_every_request_ended(seed: int) -> None:
         view.finished(request_id, now_s)
     assert view.num_in_flight == 0
     assert view.running_sequences == 0
-    assert view.projection.at(now_s) == (0, 0)
+    assert view.projection.at(now_s, now_s) == (0, 0)
     for node_id in view.node_ids():
         node = view.node(node_id)
         assert (node.num_queued, node.queued_s, node.queued_tokens) == (0, 0.0, 0)
@@ -122,7 +122,7 @@ def test_a_view_that_heard_of_anothers_load_places_nearly_as_well_as_that_one_do
             num_context_tokens=int(node.running_context_tokens),
         )
         theirs.heartbeat(node.info.node_id, beat, 0.0)
-    assert theirs.projected(0.0)[0] == ours.running_sequences
+    assert theirs.projected(0.0, 0.0)[0] == ours.running_sequences
     request = make_request("q", first_block=9_000)
     own, other = (require_placement(place(request, view, COST, 0.0)) for view in (ours, theirs))
     waits_s = {
@@ -140,11 +140,11 @@ def test_load_of_another_conductor_goes_when_its_heartbeat_says_so_and_with_the_
     busy = make_heartbeat(num_running=5, num_context_tokens=9_000)
     view.heartbeat(NodeId("d0"), busy, 0.0)
     view.heartbeat(NodeId("d1"), busy, 0.0)
-    assert view.projected(0.0) == (10, 18_000)
+    assert view.projected(0.0, 0.0) == (10, 18_000)
     view.heartbeat(NodeId("d0"), make_heartbeat(), 1.0)
     assert require_placement(place(make_request(), view, COST, 1.0)).decode_node == "d0"
     view.remove_node(NodeId("d1"))
-    assert view.projected(1.0) == (0, 0)
+    assert view.projected(1.0, 1.0) == (0, 0)
     assert (view.running_sequences, view.running_context_tokens) == (0, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""The projection of decode load against a count of all sequences."""
+"""The projection of decode load against the survivors of a count of all sequences."""
 
 import random
 
@@ -8,7 +8,7 @@ from conductor.placing.decode_projection import BUCKET_S, DECODE_TIMES, DecodePr
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_projection_agrees_with_a_count_of_those_whose_time_has_come_and_not_gone(seed: int) -> None:
+def test_before_any_ended_each_is_expected_to_decode_the_initial_time(seed: int) -> None:
     rng = random.Random(seed)
     projection = DecodeProjection(initial_decode_s=10.0)
     alive = []
@@ -21,23 +21,58 @@ def test_projection_agrees_with_a_count_of_those_whose_time_has_come_and_not_gon
             projection.add(*alive[-1])
         moment_s = rng.randrange(120) * BUCKET_S
         present = [tokens for start_s, tokens in alive if moment_s - 10.0 < start_s <= moment_s]
-        assert projection.at(moment_s) == (len(present), sum(present))
+        assert projection.at(moment_s, 0.0) == (len(present), sum(present))
 
 
-def test_decode_time_is_the_tail_of_those_seen() -> None:
+def test_mean_decode_time_is_that_of_those_seen_lately() -> None:
     projection = DecodeProjection(initial_decode_s=30.0)
     for number in range(DECODE_TIMES):
-        projection.observe(float(number % 100))
-    assert projection.decode_s == pytest.approx(98.0, abs=1.5)
+        projection.observe(float(number % 64))
+    assert projection.decode_s == pytest.approx(31.5)
     for _ in range(DECODE_TIMES):
         projection.observe(5.0)
     assert projection.decode_s == 5.0
 
 
+def test_as_many_survive_as_of_those_that_ended() -> None:
+    projection = DecodeProjection(initial_decode_s=30.0)
+    for number in range(DECODE_TIMES):
+        projection.observe(2.0 if number % 4 else 20.0)
+    projection.add(100.0, 1_000)
+    assert projection.at(101.0, 90.0) == (1.0, 1_000.0)
+    assert projection.at(110.0, 90.0) == (0.25, 250.0)
+    assert projection.at(121.0, 90.0) == (0.0, 0.0)
+
+
+def test_one_that_has_come_so_far_is_expected_to_go_further() -> None:
+    projection = DecodeProjection(initial_decode_s=30.0)
+    for number in range(DECODE_TIMES):
+        projection.observe(2.0 if number % 4 else 20.0)
+    projection.add(100.0, 1_000)
+    # a quarter is expected ten seconds on; of those that are there after five, all
+    assert projection.at(110.0, 105.0) == (1.0, 1_000.0)
+    # longer than any that was seen: nothing is known of its end
+    assert projection.at(200.0, 130.0) == (1.0, 1_000.0)
+
+
+def test_expected_number_is_the_mean_of_many_runs() -> None:
+    rng = random.Random(1)
+    projection = DecodeProjection(initial_decode_s=30.0)
+    for _ in range(DECODE_TIMES):
+        projection.observe(rng.expovariate(0.1))
+    starts = [rng.randrange(160) * BUCKET_S for _ in range(400)]
+    for start_s in starts:
+        projection.add(start_s, 10)
+    expected, tokens = projection.at(80.0, 0.0)
+    runs = [sum(start_s + rng.expovariate(0.1) > 80.0 for start_s in starts) for _ in range(200)]
+    assert expected == pytest.approx(sum(runs) / len(runs), rel=0.15)
+    assert tokens == pytest.approx(10 * expected)
+
+
 def test_nothing_is_left_of_what_was_discarded() -> None:
-    projection = DecodeProjection(initial_decode_s=1e6)
+    projection = DecodeProjection(initial_decode_s=1e3)
     for number in range(50):
         projection.add(number * 0.3, number)
     for number in range(50):
         projection.discard(number * 0.3, number)
-    assert projection.at(1e5) == (0, 0)
+    assert projection.at(100.0, 0.0) == (0, 0)

@@ -36,7 +36,7 @@ class Line:
         self.queue = PlacementQueue(max_waiting, role_wait_s, lambda: self.missing, lambda: 2, 0.0)
 
     def join(self, name, now_s=0.0, by_s=inf, priority=0, is_retry=False, end_s=600.0):
-        item = waiting(RequestId(name), priority, "", now_s, by_s, 1.0, is_retry)
+        item = waiting(RequestId(name), priority, "", now_s, by_s, 1.0, 1.0, is_retry)
         return self.queue.join(item, Asking(name, self.log, self.places), now_s, by_s, end_s)
 
 

@@ -1,0 +1,90 @@
+"""A node and a placed request, as one conductor counts them. `cluster_view.py` keeps the account."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+from base.grants import PeerDescriptor
+from base.messages import NodeInfo
+from base.request import NodeId, Role
+from kvstore.index import NodeEvents
+
+
+@dataclass(slots=True, eq=False)
+class NodeState:
+    """One node: what it reports, and what this conductor has placed on it."""
+
+    info: NodeInfo
+    slot: int
+    events: NodeEvents
+    capacity_tokens: int
+    reported_free_tokens: float
+    is_member: bool = True
+    # the conductor's own wish, and the node's word; either keeps new work away
+    draining: bool = False
+    reports_draining: bool = False
+    num_queued: int = 0
+    queued_s: float = 0.0
+    queued_tokens: int = 0
+    foreign_queue_s: float = 0.0
+    # to decode here, in prefill ones included; with what other conductors have running here
+    decode_sequences: int = 0
+    decode_context_tokens: float = 0.0
+    peak_tokens: float = 0.0
+    # of those, decoding already
+    running_sequences: int = 0
+    running_context_tokens: float = 0.0
+    # another conductor's, of those that run
+    foreign_context_tokens: int = 0
+    foreign_sequences: int = 0
+    full_until_s: float = 0.0
+    num_outgoing: int = 0
+    # of prompts that are placed and not handed over, at the whole rate of its link
+    sending_s: float = 0.0
+    receiving_s: float = 0.0
+    # when its link has moved all of that
+    sends_until_s: float = 0.0
+    receives_until_s: float = 0.0
+    # of the blocks stored lately, how many another one had to go for
+    evict_share: float = 0.0
+    # of what was placed here to decode: how many have each bound, and the least
+    tbt_bounds: dict[float, int] = field(default_factory=dict)
+    tightest_tbt_s: float = inf
+
+    def bind_tbt(self, bound_s: float, count: int) -> None:
+        """Count `count` more sequences with a TBT bound; -1: one less."""
+        self.tbt_bounds[bound_s] = self.tbt_bounds.get(bound_s, 0) + count
+        if not self.tbt_bounds[bound_s]:
+            del self.tbt_bounds[bound_s]
+        self.tightest_tbt_s = min(self.tbt_bounds, default=inf)
+
+    @property
+    def free_tokens(self) -> float:
+        """Tokens of KV that are free or evictable, as far as we know."""
+        return min(self.capacity_tokens - self.peak_tokens, self.reported_free_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """One placed request, as the conductor counts it."""
+
+    prefill: NodeState
+    decode: NodeState
+    source: NodeState | None
+    prefill_s: float
+    new_tokens: int
+    context_tokens: int
+    peak_tokens: float
+    handoff_s: float
+    decode_from_s: float
+    tbt_slo_s: float
+    is_decoding: bool = False
+
+
+def bare_node(
+    node_id: NodeId, roles: frozenset[Role], num_blocks: int, block_size: int, epoch: int = 0
+) -> NodeInfo:
+    """Return a node that nobody can connect to: what placement reads of one, and no more."""
+    peer = PeerDescriptor(node_id, epoch, ())
+    return NodeInfo(node_id, epoch, roles, "", "", 0, num_blocks, block_size, peer, "")
