@@ -225,6 +225,7 @@ def service_arguments(config: ClusterConfig) -> list[str]:
         "--inline-tokens": scheduler.inline_tokens,
         "--max-waiting": scheduler.max_waiting,
         "--role-wait": scheduler.role_wait_s,
+        "--patience": scheduler.patience_s,
         "--slo-ttft": slo.ttft_s or inf,
         "--slo-tbt": slo.tbt_s or inf,
     }
