@@ -403,7 +403,6 @@ class ClusterView:
         node.sending_s += flight.handoff_s
         node.sends_until_s = max(node.sends_until_s, start_s) + flight.handoff_s
         decode.receiving_s += flight.handoff_s
-        decode.receives_until_s = max(decode.receives_until_s, start_s) + flight.handoff_s
         if prefills:
             self.prefill_order.set(node.slot, max(start_s + flight.prefill_s, node.sends_until_s))
 
@@ -446,7 +445,6 @@ class ClusterView:
         node.sends_until_s = now_s + node.sending_s
         decode = flight.decode
         decode.receiving_s = max(0.0, decode.receiving_s - flight.handoff_s)
-        decode.receives_until_s = now_s + decode.receiving_s
         node.queued_tokens -= flight.new_tokens
         if flight.source is not None:
             flight.source.num_outgoing -= 1

@@ -72,8 +72,8 @@ class NodeSeen(NamedTuple):
     """The node's class in `PaceClasses`."""
     evict_share: float = 0.0
     """The share of the blocks that it stored lately for which another one had to go."""
-    receives_until_s: float = 0.0
-    """The moment when its link has received all that is expected of it; in the past: idle."""
+    receiving_s: float = 0.0
+    """Seconds that its link takes for all that is to be handed over to it."""
 
 
 class ViewSeen(NamedTuple):
@@ -218,7 +218,7 @@ def _node_seen(view: ClusterView, node: NodeState, matched_blocks: int) -> NodeS
         *view.corrections.trend(node.info.node_id, "prefill"),
         view.paces.class_of(slot),
         node.evict_share,
-        node.receives_until_s,
+        node.receiving_s,
     )
 
 
@@ -244,7 +244,7 @@ def _restore(view: ClusterView, node: NodeSeen, made: Decision) -> None:
     blocks: tuple[Key, ...] = tuple(made.asked.chain[: node.matched_blocks])
     view.kv_events(node.node_id, 1, blocks, ())
     state.evict_share = node.evict_share
-    state.receives_until_s = node.receives_until_s
+    state.receiving_s = node.receiving_s
     view.paces.restore(state.slot, node.pace_class)
     if node.prefills:
         view.prefill_order.set(state.slot, node.queue_ends_at_s)

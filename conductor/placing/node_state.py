@@ -43,9 +43,8 @@ class NodeState:
     # of prompts that are placed and not handed over, at the whole rate of its link
     sending_s: float = 0.0
     receiving_s: float = 0.0
-    # when its link has moved all of that
+    # when its link has sent all of that
     sends_until_s: float = 0.0
-    receives_until_s: float = 0.0
     # of the blocks stored lately, how many another one had to go for
     evict_share: float = 0.0
     # of what was placed here to decode: how many have each bound, and the least

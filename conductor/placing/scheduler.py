@@ -87,10 +87,10 @@ def place(
     groups = view.index.match(request.chain)
     choose = choose_prefill or POLICIES[settings.policy]
     prefill = choose(request, groups, view, cost, settings, now_s)
-    decode = choose_decode(request, groups, view, prefill, now_s)
+    decode = choose_decode(request, groups, view, prefill)
     if isinstance(decode, RejectReason):
         return Rejection(request.request_id, decode, until_a_finish_s(view))
-    placement = _combine(request, prefill, decode, view, cost, now_s)
+    placement = _combine(request, prefill, decode, view, cost)
     if settings.inline_tokens:
         placement = inline_placement(request, placement, groups, view, cost, settings)
     refused = refusal(request, placement, view, cost, settings, now_s)
@@ -150,7 +150,7 @@ def tokens_needed(request: PlacementRequest, view: ClusterView) -> float:
 
 
 def choose_decode(
-    request: PlacementRequest, groups: list[Group], view: ClusterView, prefill: PrefillChoice, now_s: float
+    request: PlacementRequest, groups: list[Group], view: ClusterView, prefill: PrefillChoice
 ) -> tuple[NodeState, int] | RejectReason:
     """Return the decode node and how many leading blocks it holds already."""
     if not view.decode_mask:
@@ -163,7 +163,7 @@ def choose_decode(
         slot = _least_with_room(members, view, peak_tokens, request.num_tokens)
     if slot is None:
         return RejectReason.NO_FREE_BLOCKS
-    if view.node_at(slot).receives_until_s - now_s > prefill.ready_s:
+    if view.node_at(slot).receiving_s > prefill.ready_s:
         slot = _least_receiving(slot, members, view, peak_tokens)
     return _nearer_decode(slot, members, groups, view, peak_tokens, prefill)
 
@@ -177,7 +177,7 @@ def _least_receiving(least: int, members: int, view: ClusterView, peak_tokens: f
         if slot is None:
             break
         least, node = slot, view.node_at(slot)
-        if node.receives_until_s < best.receives_until_s and node.free_tokens >= peak_tokens:
+        if node.receiving_s < best.receiving_s and node.free_tokens >= peak_tokens:
             best = node
     return best.slot
 
@@ -225,7 +225,6 @@ def _combine(
     decode: tuple[NodeState, int],
     view: ClusterView,
     cost: CostModel,
-    now_s: float,
 ) -> Placement:
     decode_node, decode_blocks = decode
     prefill_node = view.node_at(prefill.slot)
@@ -242,7 +241,7 @@ def _combine(
         dispatch_s = view.corrections.added_s(prefill_node.info.node_id)
     if handoff_s:
         # after what the links have to move before it
-        link_free_s = max(decode_node.receives_until_s - now_s, prefill.queue_s)
+        link_free_s = max(decode_node.receiving_s, prefill.queue_s)
         handoff_s = max(handoff_s, link_free_s + cost.transfer_s(tokens) - prefill.ready_s)
     source = None if prefill.source_slot is None else view.node_at(prefill.source_slot).info.node_id
     # by position: a call with fourteen keywords takes half as long again
