@@ -35,9 +35,21 @@ class Line:
         self.log, self.places, self.missing = [], [], None
         self.queue = PlacementQueue(max_waiting, role_wait_s, lambda: self.missing, lambda: 2, 0.0)
 
-    def join(self, name, now_s=0.0, by_s=inf, priority=0, is_retry=False, end_s=600.0):
-        item = waiting(RequestId(name), priority, "", now_s, by_s, 1.0, 1.0, is_retry)
+    def join(
+        self, name, now_s=0.0, by_s=inf, priority=0, is_retry=False, end_s=600.0, cost_s=1.0, slo_s=None
+    ):
+        slo_s = by_s if slo_s is None else slo_s
+        item = waiting(RequestId(name), priority, "", now_s, slo_s, cost_s, cost_s, is_retry)
         return self.queue.join(item, Asking(name, self.log, self.places), now_s, by_s, end_s)
+
+    def order(self, now_s):
+        """Return who is placed one after the other."""
+        placed = []
+        while len(self.queue):
+            self.places.append("free")
+            self.queue.pump(now_s)
+            placed.append(self.log[-1][0])
+        return "".join(placed)
 
 
 def test_who_comes_while_nobody_waits_is_placed_at_once_and_later_ones_in_order():
@@ -53,6 +65,36 @@ def test_who_comes_while_nobody_waits_is_placed_at_once_and_later_ones_in_order(
     line.queue.pump(4.0)
     assert line.log == ["a", "d", ("d", "NoneType"), "c", ("c", "NoneType")]
     assert "b" in line.queue
+
+
+def test_who_comes_to_a_long_line_without_a_bound_is_ordered_by_what_it_takes():
+    line = Line(max_waiting=20)
+    # two nodes: "c" has four seconds before it, the others more
+    for name, cost_s in (("a", 4.0), ("b", 4.0), ("c", 4.0), ("d", 9.0), ("e", 0.2), ("f", 1.0)):
+        assert line.join(name, cost_s=cost_s)
+    assert line.order(1.0) == "efabcd"
+
+
+def test_a_bound_keeps_its_place_in_a_long_line_and_none_is_passed_by_for_ever():
+    line = Line(max_waiting=40)
+    assert line.join("l", cost_s=30.0, by_s=1e6, slo_s=20.0)
+    assert line.join("m", cost_s=9.0)
+    for number in range(30):
+        assert line.join(f"{number}", now_s=10.0 * number, cost_s=1.0)
+    order = line.order(400.0)
+    assert order.startswith(("l0", "0l"))
+    assert not order.endswith("m"), (
+        "twenty times nine seconds after it came it goes before those that come then"
+    )
+
+
+def test_who_would_wait_longer_than_it_may_is_rejected_at_once():
+    line = Line()
+    assert line.join("a", cost_s=50.0)
+    assert line.join("b", by_s=26.0, slo_s=inf, cost_s=2.0)
+    with pytest.raises(SloUnreachableError, match="before those who wait"):
+        line.join("c", by_s=20.0, slo_s=inf, cost_s=2.0)
+    assert len(line.queue) == 2
 
 
 def test_who_is_refused_while_waiting_is_told_why_and_the_next_one_is_tried():
