@@ -103,7 +103,8 @@ class Reader:
     def call(self, line):
         """Call with curl as it is written; an answer that is an error ends the test."""
         program, *arguments = shlex.split(line.replace("/ID", "/asked-1"))
-        return self.run([program, "--fail-with-body", "--silent", "--show-error", *arguments])
+        told = self.run([program, "--fail-with-body", "--silent", "--show-error", *arguments])
+        assert told.strip(), f"{line} shows nothing"
 
     def run(self, command):
         done = subprocess.run(
@@ -116,7 +117,6 @@ class Reader:
             check=False,
         )
         assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
-        assert done.stdout.strip(), f"{command} shows nothing"
         return done.stdout
 
     def seen_of_the_cluster(self):
