@@ -27,7 +27,7 @@ CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 REPORTS = {"/status": dict, "/v1/explain/{name}": lambda name: {"of": name}}
 CLIENTS = (
-    {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens"}
+    {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings"}
     | {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}"}
     | {
         "/tokenize",
