@@ -39,6 +39,9 @@ BEAT_S = 2.0
 SHORTEST_BEAT_S = 0.01
 """Seconds between two reports of a node's state, at least, after each of which those who wait are tried."""
 
+CLOCK_S = 1e-6
+"""Seconds that a node's clock shows, at least."""
+
 Placer = Callable[
     [PlacementRequest, ClusterView, CostModel, float, SchedulerSettings, PrefillPolicy],
     Placement | Rejection,
@@ -209,7 +212,9 @@ class SimConductor:
         if self._learner is not None:
             compute_s = request.computed_at_s - request.started_at_s
             queue_s = request.started_at_s - request.arrival_s - request.asked.waited_s
-            times = PrefillTimes(max(0.0, queue_s), compute_s, now_s - request.computed_at_s)
+            shown_s = now_s - request.computed_at_s
+            # nobody learns from what no clock shows, as where a hand-off takes no time
+            times = PrefillTimes(max(0.0, queue_s), compute_s, shown_s if shown_s > CLOCK_S else 0.0)
             ttft_s = None if request.has_begun else now_s - request.arrival_s + self._dispatch_s(request)
             self._learner.first_token(ttft_s, times, request.asked, placement, now_s)
         if self._waiting:
