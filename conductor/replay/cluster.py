@@ -382,15 +382,15 @@ class SimCluster:
 
     def _next_turn(self, request: SimRequest) -> None:
         """Let a session go on, as long after this answer as its user took; after its last, another begin."""
-        row = request.next_turn
+        row, dispatch_s = request.next_turn, self.outcomes.dispatch_s(request.prompt_tokens)
         if row is not None:
-            self._come(row, row.arrival_s, request.is_session)
+            self._come(row, dispatch_s + row.arrival_s, request.is_session)
         elif request.is_session and self._later is not None:
             first = next(self._later, None)
             if first is not None:
-                self._come(first, 0.0, True)
+                self._come(first, dispatch_s, True)
         for fork in request.forks:
-            self._come(fork, fork.arrival_s, False)
+            self._come(fork, dispatch_s + fork.arrival_s, False)
 
     def _come(self, row: TraceRequest, after_s: float, is_session: bool) -> None:
         self._num_turns_to_come += 1

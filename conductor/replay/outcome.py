@@ -73,7 +73,7 @@ class Outcomes:
         prompt_tokens, prefix_tokens = request.prompt_tokens, request.prefix_tokens
         self.number.append(request.number)
         self.arrival_s.append(arrival_s)
-        dispatch_s = self._dispatch_s + prompt_tokens * self._dispatch_token_s
+        dispatch_s = self.dispatch_s(prompt_tokens)
         self.ttft_s.append(first_token_s - arrival_s + dispatch_s)
         self.tbt_s.append(tbt_s)
         self.num_tokens.append(prompt_tokens)
@@ -86,6 +86,10 @@ class Outcomes:
         self.decode_node.append(decode_node)
         if self.gaps is not None:
             self.gaps += request.gaps
+
+    def dispatch_s(self, prompt_tokens: int) -> float:
+        """Return the seconds by which a client has its answer later than the nodes made it."""
+        return self._dispatch_s + prompt_tokens * self._dispatch_token_s
 
     @property
     def num_completed(self) -> int:
