@@ -61,7 +61,7 @@ class OpenConnections:
         self.limit = limit
         self.seldom = Seldom(log, SystemClock())
         self._idle: dict[Connection, None] = {}
-        """Who has been idle for longest first."""
+        """Connections that are idle, the one that has been for longest first."""
         self._busy: set[Connection] = set()
 
     def __len__(self) -> int:

@@ -47,7 +47,7 @@ class Lifetime:
         self._holders: set[object] = set()
         self._supervisors: set[object] = set()
         self.was_held = False
-        """By a lifeline, standard input left aside."""
+        """Whether anybody has ever held a lifeline of the process; standard input is none."""
         self._line = b""
         self._waiting: asyncio.TimerHandle | None = None
 

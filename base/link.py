@@ -94,12 +94,12 @@ class TcpMessageStream(asyncio.Protocol):
         self._end = end
         self._turns = turns or TurnBudget(TURN_BYTES)
         self._is_waiting = False
-        """For a turn: `_partial` has messages, and nothing is read."""
+        """Whether messages in `_partial` wait for a turn, in which nothing is read."""
         self._arrivals = arrivals
         self._transport: asyncio.Transport | None = None
         self._partial = bytearray()
         self._wanted_bytes = LENGTH_BYTES
-        """That `_partial` has to have for there to be a message, or its length, in it."""
+        """Bytes at which `_partial` has a message, or the length of one, in it."""
         self._max_bytes = MAX_FIRST_BYTES
         self._is_choked = self._is_over = False
 

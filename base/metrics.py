@@ -402,7 +402,7 @@ class FunctionGauge(Collector):
     def __init__(self, name: str, help_text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
         self._name, self._help_text, self._labels = name, help_text, labels
         self.values: Callable[[], Mapping[tuple[str, ...], float]] = dict
-        """By the labels' values; set by who keeps them."""
+        """Returns the gauge's values by those of its labels; set by who keeps them."""
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:

@@ -27,7 +27,7 @@ class RequestTasks:
         self._send = send
         self._tasks: dict[RequestId, asyncio.Task[None]] = {}
         self._ended: set[RequestId] = set()
-        """Those whose task `end` cancelled. The task's own count of cancellations does not say it: that of
+        """Requests whose task `end` cancelled. The task's own count of cancellations does not say it: that of
         a time limit inside the work is taken back there, and the work goes on."""
         self._idle = asyncio.Event()
         self._idle.set()

@@ -283,7 +283,7 @@ class _Border(grpc.GenericRpcHandler):
         self._admit = admit
         self._services = {service.full_name: service for service in services}
         self._handlers: dict[str, Any] = {}
-        """By method."""
+        """Handlers of gRPC by the path of their method."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         return self._handlers.get(handler_call_details.method)

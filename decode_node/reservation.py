@@ -31,7 +31,7 @@ class Reservation:
     def __init__(self, kv: NodeKv, chain: list[BlockHash], block_ids: list[int], num_matched: int) -> None:
         self._kv = kv
         self.chain = chain
-        """Of the full blocks."""
+        """Hashes of the prompt's full blocks."""
         self.block_ids = block_ids
         self.num_matched = num_matched
         """Leading blocks that were here; the others are to be written."""

@@ -24,7 +24,7 @@ class Change:
 
     def __init__(self, what: str, say: Callable[[str], None]) -> None:
         self.what = what
-        """As it was typed: scale prefill=3."""
+        """The command as it was typed: scale prefill=3."""
         self.say = say
         self.progress = "nothing was changed yet"
         self.why = ""

@@ -58,7 +58,7 @@ class Admission(Generic[Block]):
 
     def __init__(self) -> None:
         self.share = 1.0
-        """Of conversations admitted, 0..1."""
+        """The share of conversations that are admitted, 0..1."""
         self.patience = 0.0
         """Requests that a use of a block makes it worth keeping longer."""
         self.credits = MAX_CREDITS

@@ -22,9 +22,9 @@ class LoadCosts:
         """Begin. `block_tokens`: in one block."""
         self._block_tokens = block_tokens
         self._compute_s = 0.0
-        """Per token; 0: unknown."""
+        """Seconds to compute a token; 0: unknown."""
         self._load_s: dict[str, float] = {}
-        """Per block, by place."""
+        """Seconds to load a block, by the place where it lies."""
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Learn from a prefill of `num_tokens` tokens that were not in the cache."""

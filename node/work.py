@@ -45,7 +45,7 @@ class Control:
     def __init__(self, roles: frozenset[Role]) -> None:
         self.roles = roles
         self.is_draining = False
-        """By order; ends with the control of who ordered it."""
+        """Whether a conductor ordered the node to drain; the order ends with that conductor's control."""
         self._attached: list[int] = []
         self._fence = 0
 

@@ -60,13 +60,13 @@ def clean_files() -> tuple[tuple[str, ast.Module], ...]:
 
 
 def docstrings(tree: ast.Module) -> Iterator[Docstring]:
-    """Yield what documents modules, classes, functions, and the values of modules and classes."""
+    """Yield what documents modules, classes, functions, and the attributes that stand in them."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
                 yield Docstring(getattr(node, "name", "the module"), node.body[0].lineno, text)
-        if isinstance(node, ast.Module | ast.ClassDef):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for value, below in zip(node.body, node.body[1:], strict=False):
                 if isinstance(value, ast.Assign | ast.AnnAssign) and _is_text(below):
                     target = value.targets[0] if isinstance(value, ast.Assign) else value.target

@@ -62,9 +62,9 @@ class PrefillChoice:
         self.fetch_s = fetch_s
         self.prefill_s = prefill_s
         self.ready_s = (queue_s if queue_s > fetch_s else fetch_s) + prefill_s
-        """Until its last layer is computed: the longer of queue and fetch, and prefill."""
+        """Seconds until its last layer is computed: the longer of queue and fetch, and prefill."""
         self.cost_s = self.ready_s
-        """What candidates are compared by: `ready_s`, and what it takes from others."""
+        """Seconds that candidates are compared by: `ready_s`, and what others lose by the placement."""
 
 
 PrefillPolicy = Callable[

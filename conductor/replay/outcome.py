@@ -56,7 +56,7 @@ class Outcomes:
         self.prefill_node: list[str] = []
         self.decode_node: list[str] = []
         self.gaps: list[Segment] | None = None
-        """Of all requests that completed, where somebody wants them."""
+        """Gaps between the tokens of all requests that completed; None: nobody wants them."""
 
     def rejected(self, request: SimRequest, reason: str, wasted_prefill_s: float) -> None:
         """A request was refused; `wasted_prefill_s` had been spent on it."""

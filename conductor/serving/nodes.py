@@ -50,7 +50,7 @@ class Mailbox:
         self._is_urgent = False
         self._when_reserved: Callable[[Reserved], None] | None = None
         self.failed: Failed | None = None
-        """What `next` raised an error for."""
+        """The node's message for which `next` raised an error."""
         self.has_heard = False
         """A node has said something of the request, be it that it failed."""
 
@@ -140,10 +140,10 @@ class NodeSession:
         self._outbox: list[ToNode] = []
         self._mailboxes: dict[RequestId, Mailbox] = {}
         self.snapshot_after_s = 0.0
-        """From then on a snapshot may be asked for, on the conductor's clock."""
+        """The time from which a snapshot may be asked for, on the conductor's clock."""
         self.snapshot_pause_s = SNAPSHOT_PAUSE_S
         self.is_lost = False
-        """Its requests were ended; nothing is sent to it any more."""
+        """Whether the node's requests were ended: nothing is sent to it any more."""
 
     def begin(self, request_id: RequestId, mailbox: Mailbox) -> None:
         """Begin an exchange: deliver to `mailbox` what the node says of `request_id`, until `end`.

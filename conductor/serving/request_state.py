@@ -33,7 +33,7 @@ class RequestState:
         self.outcome = "cancelled"
         """How the request ended: the finish reason, the class of the error, or cancelled."""
         self.reason = ""
-        """What the error says, where it failed."""
+        """The words of the error of a request that failed."""
         self.mailbox = Mailbox()
         self.arrived_at_s = clock.now_s()
         self._clock = clock

@@ -72,7 +72,7 @@ class Holds:
         self._loop = asyncio.get_running_loop()
         self._all: set[Hold] = set()
         self._kept: dict[int, Hold] = {}
-        """For each generation, the hold that the next batch takes."""
+        """Holds that the next batch takes, one for each generation."""
         self._timer: asyncio.TimerHandle | None = None
 
     def take(self, grant: Grant) -> Hold | None:
