@@ -71,19 +71,21 @@ class Authorizer:
             return nullcontext()
         return self.call(SERVICES.get(method.split("/")[1], Who.OPERATORS), metadata(context))
 
-    @contextmanager
-    def call(self, who: Who, said: Mapping[str, str]) -> Iterator[Client]:
-        """Count a call of a route or service for `who` in its tenant's quota; `said`: headers or metadata.
+    def call(self, who: Who, said: Mapping[str, str]) -> AbstractContextManager[Client]:
+        """Return a call of a route or service for `who`, to be entered; `said`: headers or metadata.
 
-        Raises ServeError for a call that may not be made.
+        It counts in its tenant's quota. Raises ServeError, here or on entering, for one that may not be made.
         """
         if self._keys is None or who in self._open:
-            yield self._unknown(said)
-            return
-        key = self._keys.find(_bearer(said))
+            return nullcontext(self._unknown(said))
+        return self._counted(self._keys, who, said)
+
+    @contextmanager
+    def _counted(self, keys: KeyRing, who: Who, said: Mapping[str, str]) -> Iterator[Client]:
+        key = keys.find(_bearer(said))
         if who is not Who.CLIENTS and not key.operator:
             raise ForbiddenError("this is for operators: conductor keys add NAME --operator")
-        with self._keys.request(key) as charge:
+        with keys.request(key) as charge:
             yield Client(key.tenant, key.critical, charge)
 
     def client(self, said: Mapping[str, str]) -> Client:

@@ -118,6 +118,8 @@ class GrammarFields(StrictBody):
 
     def asked_grammar(self) -> AskedGrammar | None:
         """Return the one grammar that the body asks for; raises InvalidRequestError if there are two."""
+        if self.model_fields_set.isdisjoint(GRAMMAR_FIELDS):
+            return None
         asked = [item for item in self._all_asked() if item is not None]
         if len(asked) > 1:
             first, second = asked[0].param, asked[1].param
@@ -139,6 +141,9 @@ class GrammarFields(StrictBody):
             _written(GrammarKind.LARK, self.guided_grammar, "guided_grammar"),
             AskedGrammar(choice_grammar(self.guided_choice), "guided_choice") if self.guided_choice else None,
         ]
+
+
+GRAMMAR_FIELDS = frozenset(GrammarFields.model_fields)
 
 
 def _written(kind: GrammarKind, source: str | None, param: str) -> AskedGrammar | None:

@@ -49,6 +49,8 @@ AFTERWARDS = ("profile", "replay")
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WITH_AN_END = {"top": "top --times 1"}
 FILLED_IN = {" --every 300": "", " -f": "", "ID": "asked-1", "TEXT": "hello", "NAME": "ops"}
+STEPS_OF_A_FIT = 30
+"""Prompts of different lengths, a step each: more than the 20 that `conductor profile --from-log` takes."""
 MODELS = Path("~/.cache/conductor-cluster").expanduser()
 
 
@@ -146,7 +148,7 @@ def test_the_documents_commands_work_as_written(tmp_path):
         up = reader.start(serve, stdin=subprocess.DEVNULL)
         told = list(until(up.stdout, "Ctrl-C drains"))
         assert "Ctrl-C drains" in told[-1], "".join(told) + reader.seen_of_the_cluster()
-        ask()
+        ask("asked-1", "A lease is")
         for verb in WHILE_IT_RUNS:
             for line in lines(verb, "--address" if verb == "doctor" else ""):
                 reader.type(line)
@@ -154,6 +156,7 @@ def test_the_documents_commands_work_as_written(tmp_path):
             reader.call(line)
         for block in clients():
             reader.run([sys.executable, "-c", block])
+        ask_for_a_fit()
         for line in lines("stop"):
             reader.type(line)
         told, _ = up.communicate(timeout=120)
@@ -181,10 +184,16 @@ def until(lines_of_text, wanted):
             return
 
 
-def ask():
-    """The request of which `conductor explain` is asked."""
-    body = json.dumps({"model": "smollm2", "prompt": "A lease is", "max_tokens": 4}).encode()
-    headers = {"Content-Type": "application/json", "X-Request-Id": "asked-1"}
+def ask_for_a_fit():
+    """Send what a profile is fitted to, after the restarts: a node's timeline begins with its process."""
+    for number in range(STEPS_OF_A_FIT):
+        ask(f"fitted-{number}", f"{number} " + "a lease " * (number + 1))
+
+
+def ask(request_id, prompt):
+    """Send a request, and check that it is answered."""
+    body = json.dumps({"model": "smollm2", "prompt": prompt, "max_tokens": 4}).encode()
+    headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
     request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", body, headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         assert answer.status == 200
