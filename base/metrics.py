@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -122,14 +123,14 @@ class FastCounter(Collector):
     def __init__(self, name: str, help_text: str, registry: CollectorRegistry) -> None:
         self._name = name
         self._help_text = help_text
-        self._total = 0
+        self.total = 0
         registry.register(self)
 
-    def inc(self, amount: int) -> None:
-        self._total += amount
+    def inc(self, amount: int = 1) -> None:
+        self.total += amount
 
     def collect(self) -> Iterable[Metric]:
-        yield CounterMetricFamily(self._name, self._help_text, value=self._total)
+        yield CounterMetricFamily(self._name, self._help_text, value=self.total)
 
 
 class Observations:
@@ -192,6 +193,29 @@ class FastHistograms(Collector):
         yield family
 
 
+class Totals(NamedTuple):
+    """Sequences and tokens since a conductor's start."""
+
+    good: float
+    """Served to the end within their bounds."""
+    late: float
+    """Served to the end, and past a bound."""
+    rejected: float
+    failed: float
+    cancelled: float
+    prompt_tokens: float
+    cached_tokens: float
+    output_tokens: float
+
+
+def _values(counter: Counter) -> Iterator[tuple[Mapping[str, str], float]]:
+    """Yield the labels and the value of each of a counter's series."""
+    for family in counter.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                yield sample.labels, sample.value
+
+
 class ConductorMetrics:
     """The metrics of a conductor. Owned by its event loop."""
 
@@ -228,6 +252,9 @@ class ConductorMetrics:
         self.rejections = counter("conductor_rejections", "Sequences not taken, by reason", ["reason"])
         self.rejection_seconds = fast_histogram(
             "conductor_rejection_seconds", "Arrival to the rejection", REJECTION_BUCKETS
+        )
+        self.good_sequences = fast_counter(
+            "conductor_good_sequences", "Served to the end within their bounds"
         )
         self.slo_misses = counter(
             "conductor_slo_misses",
@@ -274,6 +301,22 @@ class ConductorMetrics:
             _Alias("vllm:num_requests_running", self.running),
             _Alias("vllm:num_requests_waiting", self.waiting),
             _Alias("vllm:kv_cache_usage_perc", self.kv_usage),
+        )
+
+    def totals(self) -> Totals:
+        """Return what was counted since the start."""
+        ended = {labels["outcome"]: value for labels, value in _values(self.sequences)}
+        served = ended.pop("stop", 0.0) + ended.pop("length", 0.0)
+        cancelled, rejected = ended.pop("cancelled", 0.0), sum(value for _, value in _values(self.rejections))
+        return Totals(
+            good=self.good_sequences.total,
+            late=served - self.good_sequences.total,
+            rejected=rejected,
+            failed=sum(ended.values()) - rejected,
+            cancelled=cancelled,
+            prompt_tokens=self.prompt_tokens.total,
+            cached_tokens=self.cached_tokens.total,
+            output_tokens=self.generation_tokens.total,
         )
 
     def first_token(self, ttft_s: float, times: PrefillTimes) -> None:

@@ -39,9 +39,11 @@ from conductor.profile_file import load_profile
 from conductor.serving.attach import AttachService
 from conductor.serving.decision_log import DecisionLog
 from conductor.serving.dispatch import Dispatcher, RequestObserver
+from conductor.serving.history import History
 from conductor.serving.link_check import LinkCheck
 from conductor.serving.membership import Membership
 from conductor.serving.observer import Observer
+from conductor.serving.page_data import PageData
 from conductor.serving.request_spans import RequestSpans
 from conductor.serving.role_changes import change_roles
 from conductor.serving.status import export_gauges, status
@@ -60,7 +62,8 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
     decisions = Decisions(
         cost, settings, _decision_log(config, Shared(cost.profile, settings, config.model_id))
     )
-    observers: list[RequestObserver] = [Observer(metrics, view, cost, decisions, clock)]
+    history = History(metrics, membership, view, cost, clock, wall_clock_s)
+    observers: list[RequestObserver] = [Observer(metrics, view, cost, decisions, clock), history]
     tracer = tracer_or_none(config.tracing, "conductor")
     if tracer is not None:
         observers.append(RequestSpans(tracer))
@@ -71,11 +74,13 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
     lease = Registered(server.lease_s, server.heartbeat_s, rng.getrandbits(63))
     nodes = AttachService(membership, lease, clock, server.tls.is_set)
     panels = PanelValues(server.prometheus, wall_clock_s)
+    page = PageData(history, dispatcher, membership, view, config.slo, clock)
     reports: dict[str, Callable[..., object]] = {
         "/status": partial(status, dispatcher, membership, view, lifetime),
         "/v1/explain": lambda: decisions.recent(clock.now_s()),
         "/v1/explain/{name}": decisions.explain,
         "/v1/links/{name}": LinkCheck(membership, rng).measure,
+        "/v1/page/{name}": page.answer,
         "/v1/panels": panels.boards,
         "/v1/panels/{name}": panels.values,
     }
@@ -89,13 +94,12 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
             http_port=ports.http_port, grpc_port=ports.grpc_port, attach_port=ports.attach_port
         )
         async with asyncio.TaskGroup() as tasks:
-            roles = _role_changes(config, cost)
-            changing = None
-            if roles:
-                changing = tasks.create_task(change_roles(roles, view, membership, dispatcher, clock))
+            beside = [tasks.create_task(history.keep(dispatcher))]
+            if roles := _role_changes(config, cost):
+                beside.append(tasks.create_task(change_roles(roles, view, membership, dispatcher, clock)))
             await lifetime.stopped()
-            if changing is not None:
-                changing.cancel()
+            for task in beside:
+                task.cancel()
     if tracer is not None:
         await asyncio.to_thread(tracer.close)
 

@@ -32,8 +32,9 @@ WATCH_AFTER_S = 0.05
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """Return an answer that was not streamed and has no request's id."""
-    return Response(to_json(value), status_code=status, media_type="application/json")
+    """Return an answer that was not streamed and has no request's id; bytes are JSON already."""
+    content = value if isinstance(value, bytes) else to_json(value)
+    return Response(content, status_code=status, media_type="application/json")
 
 
 class ClientGoneError(Exception):

@@ -135,6 +135,7 @@ ROUTES = (
         None,
         "Sends KV from PREFILL_NODE to DECODE_NODE, NAME being both with a comma.",
     ),
+    _get("/v1/page/{name}", OPERATORS, None, "The data of /ui: history, nodes, requests."),
     _get("/v1/panels", OPERATORS, None, "The dashboards' panels and their queries."),
     _get(
         "/v1/panels/{name}", OPERATORS, None, "What a panel shows of the last hour, by `server.prometheus`."

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
+from math import inf, nan
 
 from base.errors import StaleError
 from base.messages import Heartbeat, NodeInfo
@@ -188,6 +188,19 @@ class ClusterView:
     def node_ids(self) -> list[NodeId]:
         """Return the members, in the order they came."""
         return list(self._nodes)
+
+    def load_of(self, node_id: NodeId, now_s: float) -> tuple[float, float]:
+        """Return the predicted seconds of a member's queue of prompts and of its next decode step.
+
+        NaN where it has not the role, or takes nothing more.
+        """
+        slot = self._nodes[node_id].slot
+        queue_s = step_s = nan
+        if self.prefill_mask >> slot & 1:
+            queue_s = max(0.0, self.prefill_order.value(slot) - now_s)
+        if self.decode_mask >> slot & 1:
+            step_s = self.decode_order.value(slot)
+        return queue_s, step_s
 
     # What nodes report
 

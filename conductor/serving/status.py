@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from base.clock import Clock
@@ -29,6 +30,13 @@ def status(
     }
 
 
+def held_share(beats: Iterable[Heartbeat]) -> float:
+    """Return the share of all KV blocks of some nodes that requests hold."""
+    blocks = [(beat.num_held_blocks, beat.num_free_blocks) for beat in beats]
+    held = sum(held for held, _ in blocks)
+    return held / max(1, held + sum(free for _, free in blocks))
+
+
 def export_gauges(metrics: ConductorMetrics, membership: Membership, clock: Clock) -> None:
     """Let the gauges of the cluster be read from the last heartbeats when they are scraped."""
 
@@ -39,12 +47,8 @@ def export_gauges(metrics: ConductorMetrics, membership: Membership, clock: Cloc
     def beats() -> list[Heartbeat]:
         return [session.last_heartbeat for session in membership.sessions if session.last_heartbeat]
 
-    def kv_usage() -> float:
-        held = sum(beat.num_held_blocks for beat in beats())
-        return held / max(1, held + sum(beat.num_free_blocks for beat in beats()))
-
     metrics.waiting.set_function(lambda: sum(beat.num_waiting for beat in beats()))
-    metrics.kv_usage.set_function(kv_usage)
+    metrics.kv_usage.set_function(lambda: held_share(beats()))
     metrics.view_age.set_function(view_age_s)
 
 

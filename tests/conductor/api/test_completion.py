@@ -94,6 +94,7 @@ async def test_bound_that_was_missed_is_counted_by_its_cause(model, slo, missed)
     samples = await run(model, slo=slo)
     counted = [key[1] for key in samples if key[0] == "conductor_slo_misses_total"]
     assert counted == ([] if missed is None else [missed])
+    assert samples[("conductor_good_sequences_total",)] == (missed is None)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,143 @@
+"""The data of the page at /ui and of `conductor top`: all that GET /v1/page/NAME answers.
+
+    hour, day                    the history of the cluster, packed (`history.py`)
+    hour.ROW, day.ROW            the same from a row on: what a page asks again and again
+    node.ID, node-day.ID         the history of a node
+    now                          nodes, links and prefixes at this moment
+
+What many pages ask is worked out once: an answer without a name of its own is kept for `KEPT_S`, as bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from base.clock import Clock
+from base.config import SloConfig
+from base.request import NodeId
+from conductor.placing.cluster_view import ClusterView
+from conductor.serving.dispatch import Dispatcher
+from conductor.serving.history import History, NodeTrack, Ring
+from conductor.serving.membership import Membership
+from conductor.serving.nodes import NodeSession
+from kvstore.index import Key
+
+KEPT_S = 0.9
+MAX_LINKS = 64
+MAX_PREFIXES = 12
+LEAST_RATE = 1e-3
+"""Bytes or requests a second: less is shown as none."""
+
+NODE_COLUMNS = (
+    *("id", "host", "roles", "draining", "silent_s", "blocks", "held", "cached", "running", "waiting"),
+    *("queued_tokens", "context_tokens", "queue_s", "step_s", "placed"),
+)
+"""What `now` says of each node: blocks, sequences, tokens, seconds. None: not known, or not its role."""
+
+
+class _Kept(NamedTuple):
+    made_at_s: float
+    body: bytes
+
+
+class PageData:
+    """Answers by name. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        history: History,
+        dispatcher: Dispatcher,
+        membership: Membership,
+        view: ClusterView,
+        slo: SloConfig,
+        clock: Clock,
+    ) -> None:
+        self._history, self._dispatcher, self._membership = history, dispatcher, membership
+        self._view, self._slo, self._clock = view, slo, clock
+        self._kept: dict[str, _Kept] = {}
+        self._answers: dict[str, Callable[[], dict[str, Any]]] = {"now": self._now}
+        self._named: dict[str, Callable[[str], dict[str, Any] | None]] = {
+            "hour": lambda row: self._rows(history.hour, row),
+            "day": lambda row: self._rows(history.day, row),
+            "node": lambda node_id: self._node(node_id, lambda track: track.hour),
+            "node-day": lambda node_id: self._node(node_id, lambda track: track.day),
+        }
+
+    def answer(self, name: str) -> bytes | dict[str, Any] | None:
+        """Return the answer as JSON, packed or for packing; None: nothing has such a name."""
+        if (kept := self._kept.get(name)) and self._clock.now_s() - kept.made_at_s < KEPT_S:
+            return kept.body
+        if make := self._answers.get(name):
+            body = json.dumps(make(), separators=(",", ":"), allow_nan=False).encode()
+            self._kept[name] = _Kept(self._clock.now_s(), body)
+            return body
+        kind, _, rest = name.partition(".")
+        named = self._named.get(kind)
+        return named(rest) if named else None
+
+    def _rows(self, ring: Ring, row: str) -> dict[str, Any] | None:
+        if row and not (row.isdecimal() and len(row) < 16):
+            return None
+        return {**self._state(), **ring.to_json(int(row or 0))}
+
+    def _node(self, node_id: str, ring: Callable[[NodeTrack], Ring]) -> dict[str, Any] | None:
+        track = self._history.nodes.get(NodeId(node_id))
+        return None if track is None else {**self._state(), **ring(track).to_json()}
+
+    def _state(self) -> dict[str, Any]:
+        """Return what every answer begins with."""
+        return {
+            "at_s": self._history.now_s,
+            "ready": self._dispatcher.is_ready,
+            "bounds": {"ttft_s": self._slo.ttft_s or None, "tbt_s": self._slo.tbt_s or None},
+        }
+
+    def _now(self) -> dict[str, Any]:
+        now_s, view, history = self._clock.now_s(), self._view, self._history
+        sessions = sorted(self._membership.sessions, key=lambda session: session.info.node_id)
+        links = history.links.highest(MAX_LINKS, now_s)
+        prefixes = history.prefixes.highest(MAX_PREFIXES, now_s)
+        return {
+            **self._state(),
+            "running": self._dispatcher.num_running,
+            "waiting": len(self._dispatcher.queue),
+            "in_control": self._membership.in_control(),
+            "columns": NODE_COLUMNS,
+            "nodes": [self._row(session, now_s) for session in sessions],
+            "links": [[*pair, round(rate)] for pair, rate in links if rate > LEAST_RATE],
+            "prefixes": [
+                [_name(key), depth, round(rate, 3), view.index.holders(key).bit_count()]
+                for (key, depth), rate in prefixes
+                if rate > LEAST_RATE
+            ],
+        }
+
+    def _row(self, session: NodeSession, now_s: float) -> list[Any]:
+        info, beat = session.info, session.last_heartbeat
+        node = self._view.node(info.node_id)
+        queue_s, step_s = self._view.load_of(info.node_id, now_s)
+        roles = "+".join(sorted(role.value for role in node.info.roles))
+        draining = node.draining or node.reports_draining
+        row: list[Any] = [info.node_id, info.host, roles, draining]
+        if beat is None:
+            row += [None, info.num_blocks, *[None] * 6]
+        else:
+            cached = min(self._view.index.num_blocks(node.slot), info.num_blocks)
+            row += [
+                round(now_s - session.last_heartbeat_at_s, 1),
+                info.num_blocks,
+                beat.num_held_blocks,
+                cached,
+            ]
+            row += [beat.num_running, beat.num_waiting, beat.num_queued_tokens, beat.num_context_tokens]
+        return [*row, _known(queue_s), _known(step_s), session.num_requests]
+
+
+def _known(seconds: float) -> float | None:
+    return None if seconds != seconds else round(seconds, 6)
+
+
+def _name(key: Key) -> str:
+    return key.hex()[:12] if isinstance(key, bytes) else str(key)

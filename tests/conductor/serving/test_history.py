@@ -1,0 +1,311 @@
+"""The hour and the day that a conductor keeps: what rows say, what is passed over, how much it takes."""
+
+import base64
+import json
+import math
+import tracemalloc
+from array import array
+from itertools import pairwise
+
+import pytest
+
+from base.config import SloConfig
+from base.messages import Prefilled, PrefillTimes
+from base.metrics import ConductorMetrics, process_registry
+from base.request import Role, SampledToken
+from conductor.placing.cluster_view import ClusterView
+from conductor.placing.decisions import Actual
+from conductor.placing.scheduler import place
+from conductor.serving.history import (
+    CLUSTER_SERIES,
+    MAX_NODES,
+    MAX_RATES,
+    MAX_SAMPLES,
+    NODE_SERIES,
+    History,
+    Rates,
+    Ring,
+    Samples,
+)
+from conductor.serving.membership import Membership
+from conductor.serving.nodes import NodeSession
+from conductor.serving.page_data import NODE_COLUMNS, PageData
+from tests.conductor.builders import (
+    BLOCK_SIZE,
+    make_cost,
+    make_heartbeat,
+    make_info,
+    make_request,
+    require_placement,
+)
+from tests.manual_clock import ManualClock
+
+COST = make_cost()
+SINCE_1970_S = 1_000_000_200.0
+MOST_BYTES = 8 << 20
+
+
+class Cluster:
+    """A history of nodes that beat once."""
+
+    def __init__(self, num_nodes=2):
+        self.clock = ManualClock()
+        self.view = ClusterView(COST, BLOCK_SIZE)
+        self.metrics = ConductorMetrics(process_registry(), "m")
+        self.membership = Membership("m", self.view, self.clock)
+        self.history = History(
+            self.metrics,
+            self.membership,
+            self.view,
+            COST,
+            self.clock,
+            lambda: SINCE_1970_S + self.clock.now_s(),
+        )
+        for number in range(num_nodes):
+            self.join(f"n{number}", Role.DECODE if number % 2 else Role.PREFILL)
+
+    def join(self, name, role):
+        session = NodeSession(make_info(name, role, model_id="m"))
+        self.membership.join(session)
+        beat = make_heartbeat(num_free_blocks=2_000, num_running=3)
+        self.membership.heartbeat(session, beat, self.clock.now_s())
+        return session
+
+    def pass_seconds(self, seconds):
+        for _ in range(seconds):
+            self.clock.advance(1.0)
+            self.history.take(num_waiting=5)
+
+    def serve(self, ttft_s, tbt_s, name="r"):
+        request = make_request(name)
+        placement = require_placement(place(request, self.view, COST, 0.0))
+        prefilled = Prefilled(name, SampledToken(1), None, 0, (), PrefillTimes(0.0, ttft_s, 0.0))
+        self.history.first_token(ttft_s, prefilled, request, placement)
+        self.history.ended(request.request_id, Actual(1.0, "finished", mean_tbt_s=tbt_s))
+        return request, placement
+
+
+def last_of(ring):
+    return dict(zip(ring.names, ring.rows()[1][-1], strict=True))
+
+
+def test_a_row_says_what_happened_in_its_second():
+    cluster = Cluster()
+    cluster.pass_seconds(1)
+    for number in range(10):
+        cluster.serve(ttft_s=0.1 * (number + 1), tbt_s=0.01, name=f"r{number}")
+        cluster.metrics.sequences.labels("stop").inc()
+        cluster.metrics.prompt_tokens.inc(5_120)
+    cluster.metrics.good_sequences.inc(7)
+    cluster.metrics.sequences.labels("SloUnreachableError").inc(4)
+    cluster.metrics.rejections.labels("slo").inc(4)
+    cluster.metrics.sequences.labels("LostError").inc()
+    cluster.pass_seconds(1)
+    row = last_of(cluster.history.hour)
+    told = {name: row[name] for name in ("good", "late", "rejected", "failed", "prompt_tokens", "waiting")}
+    assert told == {"good": 7, "late": 3, "rejected": 4, "failed": 1, "prompt_tokens": 51_200, "waiting": 5}
+    assert [row[f"ttft_p{share}"] for share in (50, 90, 99)] == pytest.approx([0.5, 0.9, 1.0])
+    assert row["tbt_p99"] == pytest.approx(0.01)
+    assert row["kv_moved_bytes"] == 10 * 5_120 * COST.profile.kv_token_bytes
+    cluster.pass_seconds(1)
+    row = last_of(cluster.history.hour)
+    assert (row["good"], row["kv_moved_bytes"]) == (0, 0)
+    assert math.isnan(row["ttft_p50"]), "nobody's first token came in that second"
+
+
+def test_the_day_has_means_of_rates_and_percentiles_of_all_its_requests():
+    cluster = Cluster()
+    cluster.pass_seconds(30)
+    before = cluster.history.day.next_row
+    for second in range(30):
+        cluster.serve(ttft_s=second + 1.0, tbt_s=0.01, name=f"r{second}")
+        cluster.metrics.good_sequences.inc(second % 2 * 2)
+        cluster.metrics.sequences.labels("stop").inc(second % 2 * 2)
+        cluster.pass_seconds(1)
+    assert cluster.history.day.next_row == before + 1
+    row = last_of(cluster.history.day)
+    assert row["good"] == pytest.approx(1.0, abs=0.1)
+    assert row["ttft_p50"] == pytest.approx(15.0, abs=1.0), "of a row's seconds, not of its seconds' medians"
+
+
+def test_nodes_have_rows_of_their_own_and_a_day_of_means():
+    cluster = Cluster()
+    cluster.pass_seconds(700)
+    track = cluster.history.nodes["n0"]
+    row = last_of(track.hour)
+    assert (row["queue_s"], row["running"]) == (0.0, 3.0)
+    assert math.isnan(row["step_s"]), "it does not decode"
+    assert 0.0 <= row["kv_held"] <= 1.0
+    assert last_of(track.day)["running"] == 3.0
+    assert math.isnan(last_of(cluster.history.nodes["n1"].hour)["queue_s"])
+
+
+def test_seconds_in_which_the_process_stood_still_say_nothing():
+    cluster = Cluster()
+    cluster.pass_seconds(2)
+    cluster.clock.advance(5.0)
+    cluster.pass_seconds(1)
+    _, rows = cluster.history.hour.rows()
+    assert [math.isnan(row[0]) for row in rows] == [False, False, *[True] * 5, False]
+
+
+def test_a_ring_keeps_its_last_rows_and_tells_of_those_asked_for():
+    ring = Ring(("a", "b"), 1, 10)
+    for number in range(100, 125):
+        ring.put(number, [number, -number])
+    ring.put(110, [0.0, 0.0])
+    assert ring.rows() == (115, [(float(at), float(-at)) for at in range(115, 125)])
+    assert ring.rows(123) == (123, [(123.0, -123.0), (124.0, -124.0)])
+    assert ring.rows(999) == (999, [])
+    ring.put(1_000, [1.0, 2.0])
+    first, rows = ring.rows()
+    assert (first, rows[-1]) == (991, (1.0, 2.0))
+    assert all(math.isnan(value) for row in rows[:-1] for value in row)
+    assert Ring(("a",), 1, 10).rows() == (0, [])
+    packed = ring.to_json(1_000)
+    assert (packed["first"], packed["next"]) == (1_000, 1_001)
+    assert array("f", base64.b64decode(packed["rows"])).tolist() == [1.0, 2.0]
+
+
+def test_a_number_past_what_a_ring_holds_is_its_largest():
+    ring = Ring(("a",), 1, 10, is_half=True)
+    ring.put(1, [1e9])
+    assert ring.rows()[1] == [(65_504.0,)]
+
+
+def test_percentiles_of_too_many_are_of_some_of_them():
+    samples = Samples()
+    for number in range(100_000):
+        samples.add(float(number % 1_000))
+    p50, p90, p99 = samples.take()
+    assert (p50, p90, p99) == (
+        pytest.approx(500, abs=30),
+        pytest.approx(900, abs=30),
+        pytest.approx(990, abs=15),
+    )
+    assert all(map(math.isnan, samples.take())), "taken is taken"
+    assert MAX_SAMPLES < 10_000
+
+
+def test_rates_fade_and_those_longest_without_any_go():
+    rates = Rates()
+    for _ in range(100):
+        rates.add("a", 10.0, 0.0)
+    [(key, now)] = rates.highest(5, 0.0)
+    assert (key, now) == ("a", pytest.approx(100.0))
+    [(_, later)] = rates.highest(5, 10.0)
+    assert later == pytest.approx(100.0 / math.e)
+    for number in range(MAX_RATES):
+        rates.add(number, 1.0, 1.0)
+    kept = [key for key, _ in rates.highest(10_000, 1.0)]
+    assert len(kept) == MAX_RATES
+    assert "a" not in kept
+
+
+def test_a_thousand_nodes_take_less_than_eight_mb():
+    cluster = Cluster(MAX_NODES)
+    tracemalloc.start()
+    try:
+        cluster.history.nodes.clear()
+        before, _ = tracemalloc.get_traced_memory()
+        kept = History(
+            cluster.metrics, cluster.membership, cluster.view, COST, cluster.clock, lambda: SINCE_1970_S
+        )
+        for _ in range(62):
+            cluster.clock.advance(10.0)
+            kept.take(0)
+        for number in range(2 * MAX_SAMPLES):
+            cluster.history = kept
+            for samples in (*kept._percentiles[0], *kept._percentiles[1]):
+                samples.add(number / 7)
+            kept.links.add((f"n{number}", "n1"), 1e6, float(number))
+            kept.prefixes.add((number.to_bytes(16, "big"), number), 1e6, float(number))
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(kept.nodes) == MAX_NODES
+    assert all(track.day.next_row for track in kept.nodes.values()), "every ring has its memory"
+    assert 4 << 20 < after - before < MOST_BYTES
+
+
+def test_a_node_that_comes_when_it_is_full_takes_the_place_of_one_that_left():
+    cluster = Cluster(0)
+    sessions = [cluster.join(f"n{number}", Role.PREFILL) for number in range(MAX_NODES)]
+    cluster.pass_seconds(10)
+    cluster.join("late", Role.DECODE)
+    cluster.pass_seconds(10)
+    assert "late" not in cluster.history.nodes
+    cluster.membership.leave([sessions[3]], "it left")
+    cluster.pass_seconds(10)
+    assert "late" in cluster.history.nodes
+    assert "n3" not in cluster.history.nodes
+    assert len(cluster.history.nodes) == MAX_NODES
+
+
+class Idle:
+    """A dispatcher without requests."""
+
+    is_ready = True
+    num_running = 0
+    queue = ()
+
+
+def data_of(cluster):
+    slo = SloConfig(ttft_s=2.0)
+    return PageData(cluster.history, Idle(), cluster.membership, cluster.view, slo, cluster.clock)
+
+
+def test_the_page_is_given_all_rows_and_then_those_that_are_new():
+    cluster = Cluster()
+    data = data_of(cluster)
+    cluster.pass_seconds(20)
+    whole = data.answer("hour")
+    assert whole["bounds"] == {"ttft_s": 2.0, "tbt_s": None}
+    assert whole["next"] - whole["first"] == 20
+    assert whole["at_s"] == pytest.approx(SINCE_1970_S + cluster.clock.now_s())
+    cluster.pass_seconds(3)
+    news = data.answer(f"hour.{whole['next']}")
+    assert (news["first"], news["next"]) == (whole["next"], whole["next"] + 3)
+    rows = array("f", base64.b64decode(news["rows"]))
+    assert len(rows) == 3 * len(CLUSTER_SERIES)
+    assert data.answer("node.n0")["names"] == NODE_SERIES
+    assert data.answer("node-day.n1")["step_s"] == 300
+
+
+@pytest.mark.parametrize(
+    "name", ["", "x", "hour.x", "hour.-1", "hour." + "9" * 400, "node.", "node.n9", "now.1"]
+)
+def test_other_names_have_no_answer(name):
+    cluster = Cluster()
+    cluster.pass_seconds(10)
+    assert data_of(cluster).answer(name) is None
+
+
+def test_what_the_cluster_does_now_is_worked_out_once_for_all_pages():
+    cluster = Cluster()
+    data = data_of(cluster)
+    cluster.serve(1.0, 0.1)
+    shared, placement = cluster.serve(1.0, 0.1)
+    prefilled = Prefilled("r", SampledToken(1), None, 0, (), PrefillTimes(0.0, 1.0, 0.0))
+    fetched = placement._replace(matched_blocks=4, source_node="n1")
+    cluster.view.kv_events("n1", 1, shared.chain[:4], ())
+    cluster.history.first_token(1.0, prefilled, shared, fetched)
+    packed = data.answer("now")
+    assert data.answer("now") is packed
+    now = json.loads(packed)
+    assert now["links"][0][:2] == ["n0", "n1"]
+    assert now["links"][1][:2] == ["n1", "n0"]
+    assert all(before[2] >= after[2] for before, after in pairwise(now["links"]))
+    [(_, depth, rate, copies)] = now["prefixes"]
+    assert (depth, copies) == (4, 1)
+    assert rate > 0
+    first = dict(zip(NODE_COLUMNS, now["nodes"][0], strict=True))
+    assert (first["id"], first["roles"], first["running"], first["queue_s"]) == ("n0", "prefill", 3, 0.0)
+    assert first["step_s"] is None
+    cluster.clock.advance(1.0)
+    assert data.answer("now") is not packed
+
+
+def test_a_thousand_nodes_are_told_of_in_few_bytes():
+    cluster = Cluster(MAX_NODES)
+    assert len(data_of(cluster).answer("now")) < 100 * MAX_NODES
