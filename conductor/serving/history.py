@@ -52,7 +52,7 @@ MAX_NODES = 1_000
 
 QUANTILES = (0.5, 0.9, 0.99)
 MAX_SAMPLES = 2_048
-"""Of a percentile: where more come, every second of them is dropped, then every fourth, and so on."""
+"""Values behind a percentile: where more come, every second one is dropped, then every fourth, and so on."""
 
 RATE_S = 10.0
 """The time over which rates of links and prefixes fade to a third."""
@@ -119,7 +119,7 @@ class Ring:
 
 
 class Samples:
-    """What percentiles are taken of, thinned where there is too much."""
+    """Values that percentiles are taken of, thinned where there are too many."""
 
     def __init__(self) -> None:
         self._kept: list[float] = []

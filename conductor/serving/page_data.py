@@ -34,7 +34,7 @@ NODE_COLUMNS = (
     *("id", "host", "roles", "draining", "silent_s", "blocks", "held", "cached", "running", "waiting"),
     *("queued_tokens", "context_tokens", "queue_s", "step_s", "placed"),
 )
-"""What `now` says of each node: blocks, sequences, tokens, seconds. None: not known, or not its role."""
+"""Columns of the nodes in `now`: blocks, sequences, tokens, seconds. None: not known, or not its role."""
 
 
 class _Kept(NamedTuple):
