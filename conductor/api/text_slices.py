@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from base.errors import InvalidRequestError
 
 SLICE_CHARS = 16_384
-MAX_PIECE_CHARS = 65_536
+MAX_PIECE_CHARS = 32_768
 """The most of a text without a place to cut it: no words, nor anything else that has a meaning."""
 MIN_CHARS = 256
 """The least that is cut into pieces."""
