@@ -63,7 +63,7 @@ class Driver:
         self._engine = engine
         self._prompts = prompts
         # What a sequence finds in blocks that count as computed; a GPU multiplies zeros faster.
-        engine.cache.tensor.normal_()
+        engine.cache.randomize()
         self._steps = asyncio.create_task(engine.loop.run())
 
     async def close(self) -> None:

@@ -26,7 +26,7 @@ import torch
 from base.block_hash import BlockHash
 from base.clock import SystemClock
 from base.config import GIB, TransferConfig
-from base.kv_layout import KvLayout
+from base.kv_layout import head_layout
 from bench.about_run import about_run
 from engine.block_sums import block_sums
 from engine.paged_cache import PagedCache
@@ -37,8 +37,8 @@ from transfer.agent import TransferAgent
 from transfer.gpu.transport import described
 from transfer.owned.segment import Segment
 
-LAYOUT = KvLayout(
-    num_layers=32, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16"
+LAYOUT = head_layout(
+    num_layers=32, block_size=16, num_heads=8, head_dim=128, dtype="bfloat16"
 )  # 2 MiB: the shape of Llama-3.1-8B
 NUM_BLOCKS = 256
 """In one save or load: 512 MiB, a prompt of 4,096 tokens."""
@@ -105,7 +105,7 @@ def fresh_chain() -> list[BlockHash]:
 async def measure(rounds: int) -> dict[str, object]:
     """Return GB/s of both ways, bare and by the store: medians over the rounds."""
     cache = PagedCache(LAYOUT, NUM_BLOCKS, torch.device("cuda", 0))
-    cache.tensor.normal_()
+    cache.randomize()
     torch.cuda.synchronize()
     config = TransferConfig(transports=("cuda_ipc", "shm", "tcp"))
     settings = StoreProcess("node", LAYOUT.block_bytes, POOL_GIB, policy="lru", transfer=config)

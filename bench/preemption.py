@@ -84,9 +84,7 @@ def main() -> None:
     config = EngineConfig(options.device, options.dtype, 64, swap_gib=4.0, chunk_tokens=2048, max_batch=64)
     model = build_rank(options.model, None)
     shape = model.shape
-    width = torch.finfo(getattr(torch, options.dtype)).bits // 8
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * width
-    needed_gib = options.requests * (options.prompt + options.answer) * token_bytes / 2**30
+    needed_gib = options.requests * (options.prompt + options.answer) * shape.token_bytes / 2**30
     config = replace(config, kv_cache_gib=options.share * needed_gib)
     engine = assemble_engine(config, model, SystemClock())
     block_s = HostBlocks(engine.cache, 16).measure(SystemClock())

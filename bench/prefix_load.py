@@ -76,7 +76,7 @@ class Bench:
         pool = self.engine.loop.pool
         block_ids = pool.allocate(self.num_cached)
         for block_id, block_hash in zip(block_ids, self.chain, strict=True):
-            self.engine.cache.tensor[block_id].normal_()
+            self.engine.cache.heads()[block_id].normal_()
             pool.publish(block_id, block_hash)
         self.beside.offer(self.chain, ROOT)
         while self.beside.num_saved < self.num_cached:

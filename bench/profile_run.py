@@ -224,8 +224,7 @@ def _origin(options: argparse.Namespace, engine: Engine) -> Evidence:
     layout = engine.layout
     return Evidence(
         device=device,
-        model=f"{engine.family}, {layout.num_layers} layers, {layout.num_kv_heads} KV heads of "
-        f"{layout.head_dim}, vocabulary {engine.vocab_size}, {layout.dtype}",
+        model=f"{engine.family}, vocabulary {engine.vocab_size}, {layout.layout_id}",
         versions=f"torch {torch.__version__}, transformers {version('transformers')}",
         commit=options.commit or current_commit(),
         date=time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),

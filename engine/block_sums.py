@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from base.checksum import CHECKSUM_KIND, DEVICE_CHECKSUM_KIND, checksum
-from base.kv_layout import KvLayout, KvPart, Spread, spread
+from base.kv_layout import KvLayout, KvPart, Spread, all_of, part_columns, spreads
 from engine.paged_cache import PagedCache
 
 UNSIGNED = (1 << 64) - 1
@@ -38,11 +38,12 @@ class CachePlace:
     part: KvPart
     whole: KvLayout
 
-    def of(self, part: KvPart) -> Spread:
+    def of(self, part: KvPart) -> tuple[Spread, ...]:
         """Return where the words of a part, counted from the cache's first layer and head, are."""
         own = self.part
         first_layer, first_head = own.first_layer + part.first_layer, own.first_head + part.first_head
-        return spread(self.whole, replace(part, first_layer=first_layer, first_head=first_head)).of_words(8)
+        in_whole = replace(part, first_layer=first_layer, first_head=first_head)
+        return tuple(each.of_words(8) for each in spreads(self.whole, in_whole))
 
 
 async def block_sums(
@@ -56,7 +57,8 @@ async def block_sums(
             of a block of a cache that has no others, on a GPU what they add to the whole block's.
         place: Where the blocks are in whole blocks, if the cache has only a part of each.
     """
-    part, place = part or _all_of(cache), place or CachePlace(_all_of(cache), cache.layout)
+    everything = all_of(cache.layout)
+    part, place = part or everything, place or CachePlace(everything, cache.layout)
     if not _is_summed_in_place(cache, part):
         return await asyncio.to_thread(_sums, cache, list(block_ids), part, place)
     # A stream of its own, and before the steps' kernels in line: a request waits for this.
@@ -77,39 +79,40 @@ def block_sums_in_order(
     return asyncio.get_running_loop().run_in_executor(None, wait)
 
 
-def _all_of(cache: PagedCache) -> KvPart:
-    return KvPart(0, cache.layout.num_layers, 0, cache.layout.num_kv_heads)
-
-
 def _is_summed_in_place(cache: PagedCache, part: KvPart) -> bool:
-    return cache.tensor.is_cuda and part == _all_of(cache)
+    return cache.tensor.is_cuda and part == all_of(cache.layout)
 
 
 def _sums(cache: PagedCache, block_ids: list[int], part: KvPart, place: CachePlace) -> list[int]:
-    if part == _all_of(cache):
+    if part == all_of(cache.layout):
         return [checksum(cache.block_bytes_view(block_id)) for block_id in block_ids]
-    layers = slice(part.first_layer, part.first_layer + part.num_layers)
-    heads = slice(part.first_head, part.first_head + part.num_heads)
     sums: list[int] = []
     for start in range(0, len(block_ids), COPIED_BLOCKS):
         some = block_ids[start : start + COPIED_BLOCKS]
-        copied = cache.tensor[some, layers, :, :, heads].contiguous()
+        columns = part_columns(cache.tensor[some], cache.layout, part)
+        copied = torch.cat(columns, dim=1) if columns else cache.tensor.new_empty(len(some), 0)
         if copied.is_cuda:
             sums += _launched(copied, range(len(some)), place.of(part))()
         else:
-            sums += [checksum(block.view(-1).view(torch.uint8).numpy().data) for block in copied]
+            sums += [checksum(block.numpy().data) for block in copied]
     return sums
 
 
-def _launched(blocks: torch.Tensor, block_ids: Sequence[int], places: Spread) -> Callable[[], list[int]]:
+def _launched(
+    blocks: torch.Tensor, block_ids: Sequence[int], places: Sequence[Spread]
+) -> Callable[[], list[int]]:
     """Take the sums on the current stream; return what waits for them."""
     # Triton is 1 GB and only machines with a GPU have it.
     from engine.kernels.sum_words import sum_words  # noqa: PLC0415
 
-    words = blocks.view(len(blocks), -1).view(torch.int64)
+    words = blocks.view(torch.int64)
     with torch.cuda.device(words.device):  # a thread's own matter
         ids = torch.tensor(block_ids, dtype=torch.int32, pin_memory=True).to(words.device, non_blocking=True)
-        sums = sum_words(words, ids, 0, words.shape[1], places)
+        sums = torch.zeros(len(block_ids), dtype=torch.int64, device=words.device)
+        first = 0
+        for each in places:
+            sum_words(words, ids, first, each.num_bytes, each, sums)
+            first += each.num_bytes
         copied = torch.empty(len(sums), dtype=torch.int64, pin_memory=True)
         copied.copy_(sums, non_blocking=True)
         ended = torch.Event("cuda")

@@ -159,7 +159,7 @@ def assemble_engine(
     load_vocabulary = partial(Vocabulary.load, tokenizer, model.vocab_size) if tokenizer else no_vocabulary
     stage = group.stage if group is not None else None
     split = split_layers(model.shape.num_layers, config.pipeline_parallel, config.stage_layers)
-    parts = _parts(split, model.shape.num_kv_heads, config.tensor_parallel)
+    parts = _parts(split, model.shape.num_heads, config.tensor_parallel)
     layout = _checked_layout(model, config.block_size, stage, split)
     cache = _cache(layout, config.kv_cache_gib, model.device, allocate, group)
     max_model_len = min(_max_model_len(config, model), cache.num_blocks * config.block_size)

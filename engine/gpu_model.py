@@ -43,8 +43,8 @@ class GpuModel:
         config = model.config.get_text_config()
         self._stage = stage
         is_last = stage is None or stage.is_last
-        attach_cache(model, cache.tensor)
-        self._kv_layer = cache.tensor[:, 0]
+        attach_cache(model, cache.heads())
+        self._kv_layer = cache.heads()[:, 0]
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._num_ranks: int = max(1, kv_heads // self._kv_layer.shape[3])  # among which heads are cut
         model.set_attn_implementation(GPU_ATTENTION_NAME)

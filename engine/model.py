@@ -21,7 +21,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from base.errors import ConfigError
-from base.kv_layout import KvLayout
+from base.kv_layout import KvLayout, head_layout
 from engine.attention import AttentionRule, paged_decode_attention, paged_prefill_attention, write_kv
 from engine.batch import Batch
 from engine.paged_cache import PagedCache
@@ -47,6 +47,7 @@ def paged_attention(batch: Batch, cache: PagedCache) -> Attend:
     # Gathered whole: the tables of chunks may be longer.
     most = int(views.single_lens.max()) if middle else 0
     single_tables = views.single_tables[:, : cache.layout.num_blocks(most)]
+    heads = cache.heads()
 
     def attend(
         layer: int,
@@ -56,7 +57,7 @@ def paged_attention(batch: Batch, cache: PagedCache) -> Attend:
         rule: AttentionRule,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        kv_cache = cache.layer(layer)
+        kv_cache = heads[:, layer]
         write_kv(key, value, kv_cache, slots)
         output = torch.empty_like(query)
         if middle:
@@ -162,7 +163,9 @@ class PagedModel:
                 f"same number of KV heads (layers {layers}, KV heads {sorted(heads)})"
             )
         dtype = str(self.dtype).removeprefix("torch.")
-        return KvLayout(len(layers), heads.pop(), max(dim for _, dim in seen.values()), MIN_BLOCK_SIZE, dtype)
+        return head_layout(
+            len(layers), heads.pop(), max(dim for _, dim in seen.values()), MIN_BLOCK_SIZE, dtype
+        )
 
 
 def _attention(

@@ -86,7 +86,7 @@ class ContextCache:
         self._tenant = tenant
         self._checksum = checksum_of_kind(checksum_kind)
         # As nodes name what they hand off with this checksum: their blocks are ours too.
-        self._root = chain_root(model_id, f"{layout.layout_id}/{checksum_kind}", tenant_salt)
+        self._root = chain_root(model_id, f"{layout.layout_id}/checksum={checksum_kind}", tenant_salt)
 
     def chain(self, token_ids: Sequence[int]) -> list[BlockHash]:
         """Return the names of the full blocks of `token_ids`."""
@@ -114,8 +114,7 @@ class ContextCache:
     async def put(self, token_ids: Sequence[int], source: Segment) -> int:
         """Store the KV of the full blocks of `token_ids`; return the tokens newly stored.
 
-        `source` holds block i at i * block_bytes, `[num_layers, 2, block_size,
-        num_kv_heads, head_dim]`. What is stored already costs no bytes.
+        `source` holds block i at i * block_bytes, as `layout` says. What is stored already costs no bytes.
         """
         chain = self.chain(token_ids)
         offsets = self._offsets(len(chain))

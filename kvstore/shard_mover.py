@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from base.block_hash import BlockHash
 from base.checksum import DEVICE_CHECKSUM_KIND, checksum_of_kind
 from base.errors import CapacityError
 from base.grants import Grant, PeerDescriptor
-from base.kv_layout import KvLayout, KvPart
+from base.kv_layout import KvLayout, KvPart, part_columns
 from base.logs import event
 from base.together import together
 from base.uninterrupted import uninterrupted
@@ -41,10 +42,8 @@ log = logging.getLogger(__name__)
 
 def part_bytes(block: memoryview, layout: KvLayout, part: KvPart) -> memoryview:
     """Return a part of a whole block, in the order in which a rank that has only that has it."""
-    rows = np.frombuffer(block, np.uint8).reshape(*layout.block_shape[:-1], -1)
-    layers = slice(part.first_layer, part.first_layer + part.num_layers)
-    heads = slice(part.first_head, part.first_head + part.num_heads)
-    return np.ascontiguousarray(rows[layers, :, :, heads]).data.cast("B")
+    columns = part_columns(np.frombuffer(block, np.uint8)[None], layout, part)
+    return np.concatenate([column[0] for column in columns]).data if columns else memoryview(b"")
 
 
 def _added(sums: Sequence[int]) -> int:
@@ -117,8 +116,9 @@ class ShardMover:
         """Copy blocks to where they were reserved; return their checksums, None for what came wrong."""
 
         async def write(shard: KvShard) -> list[int]:
-            sums = await shard.sums(block_ids, shard.part)
-            await shard.write(self._move(shard, grant, block_ids, is_background=True))
+            share = self._share(shard)
+            sums = await shard.sums(block_ids, share)
+            await shard.write(self._move(share, grant, block_ids, is_background=True))
             return sums
 
         made = await self._by_each(write)
@@ -140,7 +140,7 @@ class ShardMover:
         block_ids = block_ids[: len(grant.offsets)]
 
         async def read(shard: KvShard) -> list[int]:
-            move = self._move(shard, grant, block_ids)
+            move = self._move(shard.part, grant, block_ids)
             if stripes is None:
                 await shard.read(move)
             else:
@@ -149,9 +149,7 @@ class ShardMover:
             return await shard.sums(block_ids, shard.part)
 
         if self._adds_up:
-            landed = await self._by_each(read)
-            sums = [_added(of_parts) for of_parts in zip(*landed, strict=True)]
-            return _num_equal(sums, checksums)
+            return _num_equal(await self._added_up(block_ids, await self._by_each(read)), checksums)
         expecting = asyncio.create_task(asyncio.to_thread(self._expected, grant, checksums))
         try:
             landed = await self._by_each(read)
@@ -166,8 +164,35 @@ class ShardMover:
         done = await together(work(shard) for shard in reversed(self._kv.shards))
         return done[::-1]
 
+    async def _added_up(self, block_ids: Sequence[int], landed: list[list[int]]) -> list[int | None]:
+        """Return the sums of whole blocks from those of what each rank has.
+
+        None: two ranks have different bytes where both have all, as of what has no heads."""
+        shards = self._kv.shards
+        if all(self._share(shard) == shard.part for shard in shards):
+            return [_added(of_parts) for of_parts in zip(*landed, strict=True)]
+
+        async def with_heads(shard: KvShard) -> list[int]:
+            return await shard.sums(block_ids, replace(shard.part, has_headless=False))
+
+        headed = await self._by_each(with_heads)
+        found: list[int | None] = []
+        for of_all, of_heads in zip(zip(*landed, strict=True), zip(*headed, strict=True), strict=True):
+            of_layers: dict[int, set[int]] = {}
+            for shard, one, other in zip(shards, of_all, of_heads, strict=True):
+                of_layers.setdefault(shard.part.first_layer, set()).add(_added((one, -other)))
+            is_one = all(len(values) == 1 for values in of_layers.values())
+            found.append(_added([*of_heads, *map(sum, of_layers.values())]) if is_one else None)
+        return found
+
+    def _share(self, shard: KvShard) -> KvPart:
+        """Return what a rank puts into a whole block: of what each has, one alone."""
+        share = shard.part.share_for(self._kv.whole)
+        assert share is not None, "a rank has a part of the whole"
+        return share
+
     def _move(
-        self, shard: KvShard, grant: Grant, block_ids: Sequence[int], is_background: bool = False
+        self, part: KvPart, grant: Grant, block_ids: Sequence[int], is_background: bool = False
     ) -> BlockMove:
         return BlockMove(
             peer=self._own,
@@ -175,7 +200,7 @@ class ShardMover:
             block_ids=tuple(block_ids),
             offsets=grant.offsets,
             peer_part=self._kv.whole,
-            part=shard.part,
+            part=part,
             deadline_s=grant.expires_in_s,
             is_background=is_background,
         )
@@ -184,22 +209,24 @@ class ShardMover:
 
     def _sealed(self, grant: Grant, made: list[list[int]]) -> list[int | None]:
         sums: list[int | None] = []
+        shares = [self._share(shard) for shard in self._kv.shards]
         for offset, of_parts in zip(grant.offsets, zip(*made, strict=True), strict=True):
             whole = self._sum_of(self._block(offset))
-            sums.append(whole if self._part_sums(offset) == list(of_parts) else None)
+            sums.append(whole if self._part_sums(offset, shares) == list(of_parts) else None)
         return sums
 
     def _expected(self, grant: Grant, checksums: Sequence[int]) -> list[list[int] | None]:
         """Return the sums of each block's parts; None: the block is not what the record says."""
         sums: list[list[int] | None] = []
+        parts = [shard.part for shard in self._kv.shards]
         for offset, checksum in zip(grant.offsets, checksums, strict=True):
-            of_parts = self._part_sums(offset)
+            of_parts = self._part_sums(offset, parts)
             sums.append(of_parts if self._sum_of(self._block(offset)) == checksum else None)
         return sums
 
-    def _part_sums(self, offset: int) -> list[int]:
+    def _part_sums(self, offset: int, parts: list[KvPart]) -> list[int]:
         block, layout = self._block(offset), self._kv.layout
-        return [self._sum_of(part_bytes(block, layout, shard.part)) for shard in self._kv.shards]
+        return [self._sum_of(part_bytes(block, layout, part)) for part in parts]
 
     def _block(self, offset: int) -> memoryview:
         return self._store.segment.memory[offset : offset + self._kv.layout.block_bytes]

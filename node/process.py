@@ -172,7 +172,7 @@ def _info(config: NodeProcess, epoch: int, engine: Engine, agent: TransferAgent)
         epoch=epoch,
         roles=frozenset(Role(role) for role in config.roles),
         model_id=config.model_id,
-        layout_id=f"{engine.layout.layout_id}/{sum_kind(engine.cache)}",
+        layout_id=f"{engine.layout.layout_id}/checksum={sum_kind(engine.cache)}",
         max_model_len=engine.max_model_len,
         num_blocks=engine.loop.pool.num_blocks,
         block_size=engine.cache.layout.block_size,

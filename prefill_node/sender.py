@@ -43,7 +43,7 @@ class _Path:
     shard: KvShard
     target: RankGrant
     part: KvPart
-    """The layers and heads that both ranks have."""
+    """The layers and heads that both ranks have, and what has no heads on one path to each rank."""
 
 
 class KvSender:
@@ -71,7 +71,7 @@ class KvSender:
             _Path(shard, target, part)
             for shard in kv.shards
             for target in targets
-            if (part := shard.part.overlap(target.part))
+            if (part := shard.part.share_for(target.part))
         ]
 
     @property

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/transfer.proto\x12\x0c\x63onductor.v1\"k\n\x0ePeerDescriptor\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12)\n\tendpoints\x18\x03 \x03(\x0b\x32\x16.conductor.v1.Endpoint\x12\x0e\n\x06secret\x18\x04 \x01(\x0c\".\n\x08\x45ndpoint\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\x92\x01\n\x05Grant\x12\x12\n\nsegment_id\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\x06\x12*\n\toperation\x18\x03 \x01(\x0e\x32\x17.conductor.v1.Operation\x12\x0f\n\x07offsets\x18\x04 \x03(\x04\x12\x0e\n\x06length\x18\x05 \x01(\x04\x12\x14\n\x0c\x65xpires_in_s\x18\x06 \x01(\x01\"X\n\x06KvPart\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x12\n\nfirst_head\x18\x03 \x01(\r\x12\x11\n\tnum_heads\x18\x04 \x01(\r\"\x7f\n\tRankGrant\x12*\n\x04peer\x18\x01 \x01(\x0b\x32\x1c.conductor.v1.PeerDescriptor\x12\"\n\x04part\x18\x02 \x01(\x0b\x32\x14.conductor.v1.KvPart\x12\"\n\x05grant\x18\x03 \x01(\x0b\x32\x13.conductor.v1.Grant*O\n\tOperation\x12\x19\n\x15OPERATION_UNSPECIFIED\x10\x00\x12\x12\n\x0eOPERATION_READ\x10\x01\x12\x13\n\x0fOPERATION_WRITE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/transfer.proto\x12\x0c\x63onductor.v1\"k\n\x0ePeerDescriptor\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12)\n\tendpoints\x18\x03 \x03(\x0b\x32\x16.conductor.v1.Endpoint\x12\x0e\n\x06secret\x18\x04 \x01(\x0c\".\n\x08\x45ndpoint\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\x92\x01\n\x05Grant\x12\x12\n\nsegment_id\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\x06\x12*\n\toperation\x18\x03 \x01(\x0e\x32\x17.conductor.v1.Operation\x12\x0f\n\x07offsets\x18\x04 \x03(\x04\x12\x0e\n\x06length\x18\x05 \x01(\x04\x12\x14\n\x0c\x65xpires_in_s\x18\x06 \x01(\x01\"n\n\x06KvPart\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x12\n\nfirst_head\x18\x03 \x01(\r\x12\x11\n\tnum_heads\x18\x04 \x01(\r\x12\x14\n\x0chas_headless\x18\x05 \x01(\x08\"\x7f\n\tRankGrant\x12*\n\x04peer\x18\x01 \x01(\x0b\x32\x1c.conductor.v1.PeerDescriptor\x12\"\n\x04part\x18\x02 \x01(\x0b\x32\x14.conductor.v1.KvPart\x12\"\n\x05grant\x18\x03 \x01(\x0b\x32\x13.conductor.v1.Grant*O\n\tOperation\x12\x19\n\x15OPERATION_UNSPECIFIED\x10\x00\x12\x12\n\x0eOPERATION_READ\x10\x01\x12\x13\n\x0fOPERATION_WRITE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OPERATION']._serialized_start=564
-  _globals['_OPERATION']._serialized_end=643
+  _globals['_OPERATION']._serialized_start=586
+  _globals['_OPERATION']._serialized_end=665
   _globals['_PEERDESCRIPTOR']._serialized_start=39
   _globals['_PEERDESCRIPTOR']._serialized_end=146
   _globals['_ENDPOINT']._serialized_start=148
@@ -40,7 +40,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GRANT']._serialized_start=197
   _globals['_GRANT']._serialized_end=343
   _globals['_KVPART']._serialized_start=345
-  _globals['_KVPART']._serialized_end=433
-  _globals['_RANKGRANT']._serialized_start=435
-  _globals['_RANKGRANT']._serialized_end=562
+  _globals['_KVPART']._serialized_end=455
+  _globals['_RANKGRANT']._serialized_start=457
+  _globals['_RANKGRANT']._serialized_end=584
 # @@protoc_insertion_point(module_scope)

@@ -53,16 +53,18 @@ class Grant(_message.Message):
     def __init__(self, segment_id: _Optional[int] = ..., generation: _Optional[int] = ..., operation: _Optional[_Union[Operation, str]] = ..., offsets: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., expires_in_s: _Optional[float] = ...) -> None: ...
 
 class KvPart(_message.Message):
-    __slots__ = ("first_layer", "num_layers", "first_head", "num_heads")
+    __slots__ = ("first_layer", "num_layers", "first_head", "num_heads", "has_headless")
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
     NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HAS_HEADLESS_FIELD_NUMBER: _ClassVar[int]
     first_layer: int
     num_layers: int
     first_head: int
     num_heads: int
-    def __init__(self, first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ...) -> None: ...
+    has_headless: bool
+    def __init__(self, first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., has_headless: _Optional[bool] = ...) -> None: ...
 
 class RankGrant(_message.Message):
     __slots__ = ("peer", "part", "grant")

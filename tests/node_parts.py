@@ -12,7 +12,7 @@ import torch
 from base.block_hash import chain_root
 from base.clock import SystemClock
 from base.config import TransferConfig
-from base.kv_layout import KvLayout, KvPart
+from base.kv_layout import KvPart, head_layout
 from base.messages import Work
 from base.request import SampledToken, SamplingParams, StopParams
 from engine.block_pool import BlockPool
@@ -27,10 +27,10 @@ from prefill_node.role import PrefillRole
 from transfer.agent import TransferAgent
 from transfer.shard import LocalShard, NodeKv
 
-LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
+LAYOUT = head_layout(num_layers=2, num_heads=1, head_dim=4, block_size=16, dtype="float32")
 ROOT = chain_root("model", LAYOUT.layout_id)
 NUM_BLOCKS = 12
-WHOLE = KvPart(0, LAYOUT.num_layers, 0, LAYOUT.num_kv_heads)
+WHOLE = KvPart(0, LAYOUT.num_layers, 0, LAYOUT.num_heads)
 
 
 class CountingRunner(StepRunner):
@@ -54,7 +54,7 @@ class CountingRunner(StepRunner):
         for entry in plan.entries:
             for block in range(entry.start // 16, -(-entry.context_len // 16)):
                 content = sum(entry.sequence.token_ids[: min((block + 1) * 16, entry.context_len)])
-                self._cache.layer(layer)[entry.block_table[block]] = content
+                self._cache.heads()[:, layer][entry.block_table[block]] = content
 
     def sampled(self, plan):
         return StepResult(

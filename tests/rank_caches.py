@@ -9,14 +9,25 @@ import torch
 
 from base.clock import SystemClock
 from base.config import TransferConfig
-from base.kv_layout import KvLayout, KvPart
+from base.kv_layout import KvField, KvLayout, KvPart, part_columns
 from engine.block_pool import BlockPool
 from engine.block_sums import block_sums
 from engine.paged_cache import PagedCache
 from transfer.agent import TransferAgent
 from transfer.shard import LocalShard, NodeKv
 
-LAYOUT = KvLayout(num_layers=4, num_kv_heads=4, head_dim=4, block_size=16, dtype="float32")
+LAYOUT = KvLayout(
+    num_layers=4,
+    num_heads=4,
+    block_size=16,
+    fields=(
+        KvField("key", 4, "float32"),
+        KvField("value", 8, "bfloat16"),
+        KvField("latent", 12, "bfloat16", has_heads=False),
+        KvField("scale", 4, "float32", is_per_token=False),
+    ),
+)
+"""All kinds of fields that there are."""
 NUM_BLOCKS = 6
 GROUPS = {"1": (1, 1), "2 stages": (1, 2), "2 heads": (2, 1), "2 x 2": (2, 2), "4 heads": (4, 1)}
 
@@ -55,5 +66,10 @@ class RankedNode:
             yield self
 
     def of(self, whole, part):
-        layers = slice(part.first_layer, part.first_layer + part.num_layers)
-        return whole[:, layers, :, :, part.first_head : part.first_head + part.num_heads]
+        """Return what a rank has of blocks [num_blocks, block_bytes]."""
+        return torch.cat(part_columns(whole, LAYOUT, part), dim=1)
+
+
+def random_blocks():
+    """Return bytes for all blocks, as a node of one rank has them."""
+    return torch.randint(256, (NUM_BLOCKS, LAYOUT.block_bytes), dtype=torch.uint8)

@@ -19,9 +19,10 @@ from typing import Protocol
 import numpy as np
 
 from base.grants import Grant, Operation, PeerDescriptor, RankGrant
-from base.kv_layout import KvLayout, KvPart, part_runs
+from base.kv_layout import KvLayout, KvPart, all_of, part_runs
 from transfer.agent import TransferAgent
 from transfer.batch import Pieces, Priority, pieces_of
+from transfer.owned.ranges import Offsets
 from transfer.owned.segment import Segment
 
 
@@ -100,7 +101,7 @@ class NodeKv:
 
     @property
     def whole(self) -> KvPart:
-        return KvPart(0, self.layout.num_layers, 0, self.layout.num_kv_heads)
+        return all_of(self.layout)
 
 
 Sums = Callable[[Sequence[int], KvPart], Awaitable[list[int]]]
@@ -173,7 +174,8 @@ class LocalShard:
         starts = np.array(move.block_ids, np.int64) * self._layout.block_bytes
         ours = starts[:, None] + np.array(runs.source_offsets, np.int64)
         theirs = np.array(move.offsets, np.int64)[:, None] + np.array(runs.target_offsets, np.int64)
-        return pieces_of(self._segment, ours.ravel(), theirs.ravel(), runs.length)
+        lengths: int | Offsets = runs.lengths[0] if runs.are_alike else np.tile(runs.lengths, len(starts))
+        return pieces_of(self._segment, ours.ravel(), theirs.ravel(), lengths)
 
 
 def _priority(move: BlockMove) -> Priority:

@@ -24,6 +24,7 @@ from dataclasses import replace
 from math import inf, nan
 
 from base.errors import StaleError
+from base.kv_layout import layout_difference
 from base.messages import Heartbeat, NodeInfo
 from base.request import NodeId, RequestId, Role
 from conductor.placing.copy_price import CopyPrice
@@ -122,8 +123,9 @@ class ClusterView:
         for other in self._nodes.values():
             if other.info.node_id != info.node_id and other.info.layout_id not in ("", info.layout_id):
                 raise StaleError(
-                    f"node {info.node_id} has KV layout {info.layout_id}, node {other.info.node_id} "
-                    f"{other.info.layout_id}: give both the same device, block_size and dtype"
+                    f"node {info.node_id} and node {other.info.node_id} differ in the layout of KV: "
+                    f"{layout_difference(info.layout_id, other.info.layout_id)}: give both the same model, "
+                    "device, block_size, dtype and kv_dtype"
                 )
 
     def remove_node(self, node_id: NodeId) -> None:

@@ -32,6 +32,7 @@ def sum_words(
     first_word: int,
     num_words: int,
     places: Spread | None = None,
+    sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the sums [num_ids] int64 of words [first_word, first_word + num_words) of blocks.
 
@@ -39,6 +40,7 @@ def sum_words(
         words: [num_blocks, block_words] int64, contiguous; fewer than 2^31 words a block.
         block_ids: [num_ids] int32 on the same device; within `words`, which is not checked.
         places: Places of these words in the whole block, in words; None: they are where they lie in `words`.
+        sums: Added to and returned; None: of nothing.
 
     Raises ValueError for a shape or dtype that the kernel does not take."""
     if words.dtype != torch.int64 or words.dim() != 2 or not words.is_contiguous():
@@ -47,13 +49,14 @@ def sum_words(
         raise ValueError("block_ids must be [num_ids] int32")
     if not (0 <= first_word < first_word + num_words <= words.shape[1] < 2**31):
         raise ValueError(f"words {first_word} to {first_word + num_words} are not in a block")
-    places = places or Spread(first_word, num_words, num_words)
-    sums = torch.zeros(len(block_ids), dtype=torch.int64, device=words.device)
+    places = places or Spread(first_word, num_words, 1, 0, num_words)
+    if sums is None:
+        sums = torch.zeros(len(block_ids), dtype=torch.int64, device=words.device)
     if len(block_ids):
         grid = (len(block_ids), triton.cdiv(num_words, TILE_WORDS))
         _sum_tile[grid](
             words, block_ids, sums, words.shape[1], first_word, num_words,
-            places.first, places.run, places.stride, SPREAD=places.run < num_words,
+            places.start + places.column, places.run, places.stride, SPREAD=places.run < num_words,
             STEP=KEY_STEP, OTHER=OTHER_KEY, TILE=TILE_WORDS, num_warps=4,
         )  # fmt: skip
     return sums

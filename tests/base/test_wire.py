@@ -101,7 +101,7 @@ SOURCES = st.builds(Source, PEERS, GRANTS, st.lists(U64, max_size=4).map(tuple),
 REASONS = st.none() | st.sampled_from(FinishReason)
 ROLES = st.frozensets(st.sampled_from(Role))
 SUMS = st.lists(U64, max_size=4).map(tuple)
-PART = st.builds(KvPart, U32, st.integers(1, 100), U32, st.integers(1, 100))
+PART = st.builds(KvPart, U32, st.integers(1, 100), U32, st.integers(1, 100), st.booleans())
 PARTS = st.lists(PART, max_size=2).map(tuple)
 RANKS = st.lists(st.builds(RankGrant, PEERS, PART, GRANTS), max_size=2).map(tuple)
 TIMES = st.builds(PrefillTimes, REALS, REALS, REALS, REALS, REALS)

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from base.block_hash import chain_root, hash_chain
 from base.checksum import CHECKSUM_KIND
-from base.kv_layout import KvLayout
+from base.kv_layout import head_layout
 from base.link import LENGTH_BYTES
 from base.tls import NODE_NAME
 from protos import kvstore_pb2, nodes_pb2
@@ -36,7 +36,7 @@ from transfer.tcp.greeting import Nonces, proof
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
-LAYOUT = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=BLOCK_SIZE, dtype="float32")
+LAYOUT = head_layout(num_layers=30, num_heads=3, head_dim=64, block_size=BLOCK_SIZE, dtype="float32")
 LENGTH = 100
 FULL_BLOCKS = LENGTH // BLOCK_SIZE
 PROMPT = list(range(1000, 1000 + LENGTH))
@@ -75,7 +75,7 @@ def asked(fort: Fortress, tenant: str, token_ids: list[int], **fields: Any) -> t
 
 
 def chain_of(fort: Fortress, token_ids: list[int], tenant: str, salt: str = "") -> bytes:
-    root = chain_root(fort.model_id, f"{LAYOUT.layout_id}/{CHECKSUM_KIND}", tenant, salt)
+    root = chain_root(fort.model_id, f"{LAYOUT.layout_id}/checksum={CHECKSUM_KIND}", tenant, salt)
     return b"".join(hash_chain(token_ids, BLOCK_SIZE, root))
 
 

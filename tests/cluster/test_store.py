@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from base.config import StoreConfig
-from base.kv_layout import KvLayout
+from base.kv_layout import head_layout
 from kvstore.context import ContextCache, connected
 from tests.cluster.asking import generated, until
 from tests.cluster.conftest import BLOCK_SIZE, running
@@ -132,7 +132,7 @@ def test_nodes_without_memory_of_their_own_keep_their_blocks_on_a_storage_node(s
 
 async def tokens_known_outside(address, model_id, token_ids):
     """Ask as another program would: by token ids, of a storage process."""
-    layout = KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=BLOCK_SIZE, dtype="float32")
+    layout = head_layout(num_layers=30, num_heads=3, head_dim=64, block_size=BLOCK_SIZE, dtype="float32")
     async with connected([address]) as cache:
         context = ContextCache(cache, model_id, layout, tenant="", tenant_salt="")
         into = context.segment(len(token_ids))

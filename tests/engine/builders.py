@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from transformers import PreTrainedModel
 
 from base.block_hash import chain_root
 from base.clock import SystemClock
-from base.kv_layout import KvLayout
 from base.request import RequestId, SampledToken, SamplingParams, StopParams
 from engine.block_pool import BlockPool
 from engine.loop import EngineLoop
@@ -39,7 +39,7 @@ def make_loop(
     max_batch: int = 16,
 ) -> EngineLoop:
     shape = model.shape
-    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, "float32")
+    layout = replace(shape, block_size=block_size)
     cache = PagedCache(layout, num_blocks, model.device)
     pool = BlockPool(num_blocks)
     scheduler = Scheduler(pool, block_size, chunk_tokens, max_batch, model.max_model_len)
@@ -50,7 +50,7 @@ def make_model(model: PreTrainedModel) -> PagedModel:
     """Wrap a model as `build_engine` does, self-check included."""
     paged = PagedModel(model)
     shape = paged.shape
-    require_faithful(paged, KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, 16, "float32"))
+    require_faithful(paged, replace(shape, block_size=16))
     return paged
 
 

@@ -150,10 +150,10 @@ def sum_words_definition(
     places: Spread | None = None,
 ) -> torch.Tensor:
     """The readable definition; arguments and result as `sum_words`."""
-    places = places or Spread(first_word, num_words, num_words)
+    places = places or Spread(first_word, num_words, 1, 0, num_words)
     part = words[block_ids.long(), first_word : first_word + num_words]
     index = torch.arange(num_words, device=words.device)
-    place = places.first + index // places.run * places.stride + index % places.run
+    place = places.start + places.column + index // places.run * places.stride + index % places.run
     key = place * KEY_STEP & _LOW
     low = (part & _LOW) + key & _LOW
     high = (part >> 32 & _LOW) + (key ^ OTHER_KEY) & _LOW

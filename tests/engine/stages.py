@@ -9,12 +9,12 @@ import copy
 import queue
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from base.clock import SystemClock
-from base.kv_layout import KvLayout
 from engine.arrivals import ArrivingBlocks
 from engine.block_pool import BlockPool
 from engine.gpu_model import GpuModel
@@ -109,7 +109,7 @@ class Stages:
             stage = Stage(index, before, after)
             paged.keep_stage(stage, range(first, first + count))
             shape = paged.shape
-            layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, 16, "float32")
+            layout = replace(shape, block_size=16)
             # One after the other: what a stage sends waits in its queue.
             require_faithful(paged, layout, expected)
             cache = PagedCache(layout, num_blocks, paged.device)

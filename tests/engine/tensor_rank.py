@@ -1,13 +1,13 @@
 """One rank of a tensor-parallel model, in a process of its own: `python -m tests.engine.tensor_rank`."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from base.kv_layout import KvLayout
 from engine.batch import build_batch
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
@@ -26,7 +26,7 @@ def logits_of(family: str, group: TensorGroup | None) -> torch.Tensor:
         cut_model(model.base_model, config.base_model_tp_plan, heads, group)
     paged = PagedModel(model)
     shape = paged.shape
-    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, 16, "float32")
+    layout = replace(shape, block_size=16)
     cache = PagedCache(layout, 8, paged.device)
     sequences = [make_sequence("a", range(30)), make_sequence("b", range(50, 71))]
     tables = [(5, 1), (2, 7)]

@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from base.checksum import checksum, is_checksum_of, sum_of_words
-from base.kv_layout import KvLayout
+from base.kv_layout import head_layout
 from engine.block_sums import UNSIGNED, block_sums, sum_kind
 from engine.paged_cache import PagedCache
 from tests.engine.definitions import sum_words_definition
 
-LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
+LAYOUT = head_layout(num_layers=3, num_heads=2, head_dim=8, block_size=16, dtype="bfloat16")
 
 
 def random_cache(device: str) -> PagedCache:
     cache = PagedCache(LAYOUT, 8, torch.device(device))
-    cache.tensor.copy_(torch.randn(cache.tensor.shape, generator=torch.Generator().manual_seed(0)))
+    cache.heads().copy_(torch.randn(cache.heads().shape, generator=torch.Generator().manual_seed(0)))
     return cache
 
 
@@ -26,7 +26,7 @@ async def test_on_a_cpu_a_sum_is_of_a_blocks_bytes() -> None:
 
 def test_a_host_takes_the_sum_that_a_gpu_takes() -> None:
     cache = random_cache("cpu")
-    words = cache.tensor.view(8, -1).view(torch.int64)
+    words = cache.heads().view(8, -1).view(torch.int64)
     defined = sum_words_definition(words, torch.arange(8), 0, words.shape[1]).tolist()
     for block, value in enumerate(defined):
         data = cache.block_bytes_view(block)
@@ -39,7 +39,7 @@ def test_a_host_takes_the_sum_that_a_gpu_takes() -> None:
 @pytest.mark.gpu
 async def test_on_a_gpu_a_sum_is_the_kernels_and_sees_one_bit() -> None:
     cache = random_cache("cuda")
-    words = cache.tensor.view(8, -1).view(torch.int64)
+    words = cache.heads().view(8, -1).view(torch.int64)
     ids = torch.tensor([5, 0], dtype=torch.int32, device="cuda")
     expected = [value & UNSIGNED for value in sum_words_definition(words, ids, 0, words.shape[1]).tolist()]
     assert await block_sums(cache, [5, 0]) == expected

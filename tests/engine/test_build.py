@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from base.clock import SystemClock
 from base.config import EngineConfig
 from base.errors import ConfigError
+from base.kv_layout import head_layout
 from base.request import SamplingParams
 from engine.build import Engine, build_engine
 from tests.engine.builders import greedy, make_sequence, reference, run_sequences
@@ -39,7 +40,7 @@ def folder(tmp_path_factory) -> Path:
 def test_the_engine_says_what_it_found(folder: Path) -> None:
     engine = build_engine(SMALL, str(folder), SystemClock())
     layout = engine.layout
-    assert (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype) == (2, 2, 16, "float32")
+    assert layout == head_layout(2, 2, 16, block_size=16, dtype="float32")
     assert engine.pool.num_blocks == engine.cache.num_blocks == int(0.001 * (1 << 30)) // layout.block_bytes
     assert engine.max_model_len == engine.pool.num_blocks * 16 < 4096
     assert engine.family == "llama"

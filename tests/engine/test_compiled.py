@@ -1,9 +1,10 @@
 """A deep model costs the compiler no more than a shallow one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from base.kv_layout import KvLayout
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
 from engine.model import PagedModel
@@ -22,7 +23,7 @@ def graphs_of(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
     torch._dynamo.utils.counters.clear()
     model = make_family("llama")
     shape = PagedModel(model).shape
-    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK_SIZE, "float32")
+    layout = replace(shape, block_size=BLOCK_SIZE)
     gpu_model = GpuModel(model, PagedCache(layout, 32, torch.device("cpu")))
     sequence = make_sequence("a", range(20))
     for entries, step in (

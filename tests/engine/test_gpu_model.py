@@ -1,12 +1,12 @@
 """The GPU's way through a model, in Triton's interpreter: same logits as the family itself."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from base.kv_layout import KvLayout
 from engine.fused_projections import fuse_projections
 from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
@@ -31,7 +31,7 @@ def make_family(name: str) -> PreTrainedModel:
 
 def make_gpu_model(model: PreTrainedModel, num_blocks: int = 32, layer_groups: int = 1) -> GpuModel:
     shape = PagedModel(model).shape
-    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK_SIZE, "float32")
+    layout = replace(shape, block_size=BLOCK_SIZE)
     return GpuModel(model, PagedCache(layout, num_blocks, torch.device("cpu")), False, layer_groups)
 
 

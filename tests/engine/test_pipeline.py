@@ -131,7 +131,7 @@ def watch_layers(stages, block_ids):
         for index, watched in enumerate(layers_of(model.module)):
 
             def look(*_, index=index, cache=cache):
-                was_there.append(bool(cache.tensor[block_ids, index].any()))
+                was_there.append(bool(cache.heads()[block_ids, index].any()))
 
             watched.layer.register_forward_pre_hook(look)
     return was_there
@@ -148,12 +148,12 @@ async def test_a_stage_computes_when_its_own_layers_of_a_prefix_are_there(family
         tokens = await generated(loop, make_sequence("first", prompt, 2))
         chain = hash_chain(prompt, 16, ROOT)
         computed = stages.pool.match(chain)
-        kept = [cache.tensor[computed].clone() for cache in stages.caches]
+        kept = [cache.heads()[computed].clone() for cache in stages.caches]
         assert len(computed) == 3
         stages.pool.release(computed)
         stages.pool.release(stages.pool.allocate(stages.pool.num_available))
         for cache in stages.caches:
-            cache.tensor.zero_()
+            cache.heads().zero_()
 
         sequence = make_sequence("again", prompt, 2)
         block_ids = stages.pool.allocate(3)
@@ -169,13 +169,13 @@ async def test_a_stage_computes_when_its_own_layers_of_a_prefix_are_there(family
         while stages.ranks.num_sent_steps == num_sent_steps:
             await asyncio.sleep(0)
         for layer in range(3):
-            first_cache.tensor[block_ids, layer] = kept[0][:, layer]
+            first_cache.heads()[block_ids, layer] = kept[0][:, layer]
             elsewhere.arrived(block_ids[0], layer + 1)
         elsewhere.end(block_ids[0])
         await asyncio.to_thread(stages.ranks.wait_ran, [1], num_sent_steps + 1)
         assert not answer.done()
         for layer in range(2):
-            last_cache.tensor[block_ids, layer] = kept[1][:, layer]
+            last_cache.heads()[block_ids, layer] = kept[1][:, layer]
             sequence.arrivals.arrived(layer + 1)
         assert await answer == tokens
         assert was_there == [True] * 5 * 2

@@ -7,7 +7,7 @@ import torch
 
 from base.clock import SystemClock
 from base.config import GIB, EngineConfig
-from base.kv_layout import KvLayout
+from base.kv_layout import head_layout
 from base.request import FinishReason
 from engine.build import assemble_engine
 from engine.model import PagedModel
@@ -159,18 +159,18 @@ def test_what_is_still_cached_does_not_move_back() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], ids=["cpu", "cuda"])
 def test_bytes_that_moved_out_and_in_elsewhere_are_the_same(device: str) -> None:
-    layout = KvLayout(2, 2, 8, 16, "float32")
+    layout = head_layout(2, 2, 8, 16, "float32")
     cache = PagedCache(layout, 6, torch.device(device))
-    cache.tensor.copy_(torch.randn(cache.tensor.shape))
-    expected = cache.tensor[[4, 1]].clone()
+    cache.heads().copy_(torch.randn(cache.heads().shape))
+    expected = cache.heads()[[4, 1]].clone()
     host = HostBlocks(cache, 3)
     assert host.measure(SystemClock()) > 0.0
     sequence = make_sequence("a", range(20))
     host.move([Swap(sequence, (4, 1, 5), (2, 0), is_out=True)])
-    cache.tensor.zero_()
+    cache.heads().zero_()
     host.move([Swap(sequence, (3, 5), (2, 0), is_out=False)])
-    assert torch.equal(cache.tensor[[3, 5]], expected)
-    assert not cache.tensor[[0, 1, 2, 4]].any()
+    assert torch.equal(cache.heads()[[3, 5]], expected)
+    assert not cache.heads()[[0, 1, 2, 4]].any()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], ids=["cpu", "cuda"])

@@ -4,14 +4,14 @@ import asyncio
 
 from base.block_hash import BlockHash
 from base.checksum import checksum
-from base.kv_layout import KvLayout
+from base.kv_layout import head_layout
 from kvstore.block_mover import SegmentMover
 from kvstore.engine_store import EngineStore
 from tests.kvstore.cluster import BLOCK_BYTES, bytes_of, chain_of
 
 NUM_BLOCKS = 8
 ROOT = BlockHash(bytes(16))
-LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=512, block_size=16, dtype="float32")
+LAYOUT = head_layout(num_layers=1, num_heads=1, head_dim=512, block_size=16, dtype="float32")
 assert LAYOUT.block_bytes == BLOCK_BYTES
 
 

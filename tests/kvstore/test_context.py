@@ -5,11 +5,11 @@ import random
 import pytest
 
 from base.checksum import CHECKSUM_KIND, DEVICE_CHECKSUM_KIND
-from base.kv_layout import KvLayout
+from base.kv_layout import head_layout
 from kvstore.context import ContextCache
 from tests.kvstore.cluster import BLOCK_BYTES, running_cluster
 
-LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=128, block_size=16, dtype="bfloat16")
+LAYOUT = head_layout(num_layers=4, num_heads=2, head_dim=128, block_size=16, dtype="bfloat16")
 
 
 @pytest.fixture(params=[CHECKSUM_KIND, DEVICE_CHECKSUM_KIND])

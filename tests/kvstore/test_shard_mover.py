@@ -12,7 +12,7 @@ import torch
 from base.checksum import CHECKSUM_KIND, DEVICE_CHECKSUM_KIND, checksum, sum_of_words
 from base.clock import SystemClock
 from base.errors import LostError, TransferFailedError
-from base.kv_layout import KvLayout, KvPart, part_runs, spread
+from base.kv_layout import KvField, KvLayout, KvPart, all_of, part_columns, part_runs, spreads
 from kvstore.client import Stripes
 from kvstore.eviction import BY_NAME
 from kvstore.pool import HostPool
@@ -20,7 +20,7 @@ from kvstore.shard_mover import ShardMover, part_bytes
 from kvstore.store import Store
 from tests.engine.definitions import sum_words_definition
 from tests.kvstore.cluster import chain_of
-from tests.rank_caches import GROUPS, LAYOUT, NUM_BLOCKS, RankedNode
+from tests.rank_caches import GROUPS, LAYOUT, RankedNode, random_blocks
 from transfer.shard import NodeKv
 
 CHAIN = chain_of("abcd")
@@ -73,7 +73,7 @@ async def one_node(group, kind=CHECKSUM_KIND):
     node = RankedNode(*GROUPS[group])
     async with node.running("node"), running_store(node.agents[0]) as store:
         node.store = store
-        node.whole = torch.randn(NUM_BLOCKS, *LAYOUT.block_shape)
+        node.whole = random_blocks()
         for part, cache in zip(node.parts, node.caches, strict=True):
             cache.tensor.copy_(node.of(node.whole, part))
         node.mover = ShardMover(node.kv, store, node.agents[0].descriptor, kind)
@@ -122,7 +122,8 @@ async def test_blocks_that_steps_wait_for_come_layer_by_layer_to_each_rank():
         had = []
 
         def on_arrived(num_parts):
-            first, second = (cache.tensor[SAVED].abs().sum((0, 2, 3, 4, 5)) > 0 for cache in node.caches)
+            layers = (cache.tensor[SAVED].view(4, 2, -1) for cache in node.caches)
+            first, second = (each.sum((0, 2)) > 0 for each in layers)
             had.append((num_parts, first.tolist(), second.tolist()))
 
         assert await node.mover.load(CHAIN, SAVED, 0, Stripes((1, 1), on_arrived)) == 4
@@ -146,10 +147,14 @@ def sum_as_gpus_do(node):
     for shard, cache in zip(node.kv.shards, node.caches, strict=True):
 
         async def sums(block_ids, part, cache=cache, own=shard.part):
-            words = cache.tensor.view(NUM_BLOCKS, -1).view(torch.int64)
-            assert part == own
-            places = spread(LAYOUT, part).of_words(8)
-            found = sum_words_definition(words, torch.tensor(block_ids), 0, words.shape[1], places)
+            columns = part_columns(cache.tensor, cache.layout, part.within(own))
+            words = torch.cat(columns, dim=1).view(torch.int64)
+            found, first = torch.zeros(len(block_ids), dtype=torch.int64), 0
+            for places in (each.of_words(8) for each in spreads(LAYOUT, part)):
+                count = places.num_bytes
+                found += sum_words_definition(words, torch.tensor(block_ids), first, count, places)
+                first += count
+            assert first == words.shape[1]
             return [value & (1 << 64) - 1 for value in found.tolist()]
 
         shard.sums = sums
@@ -168,6 +173,20 @@ async def test_sums_that_ranks_take_as_gpus_do_add_up_to_a_blocks(group):
         view(node.store, CHAIN[2])[random.randrange(LAYOUT.block_bytes)] ^= 4
         assert await node.mover.load(CHAIN, SAVED, 0, None) == 2
         assert (node.store.num_damaged, await node.mover.match(CHAIN)) == (1, 2)
+
+
+async def test_a_copy_of_what_has_no_heads_that_differs_from_another_ranks_is_refused():
+    async with one_node("2 heads", DEVICE_CHECKSUM_KIND) as node:
+        sum_as_gpus_do(node)
+        await node.mover.save(CHAIN, SAVED, 0, "")
+        headless = KvPart(0, 1, 0, 0)
+        byte = next(each.start for each in spreads(node.caches[1].layout, headless) if each.run)
+
+        def change():
+            node.caches[1].tensor[SAVED[2], byte] ^= 1
+
+        assert await troubled(node, 1, change, DEVICE_CHECKSUM_KIND).load(CHAIN, SAVED, 0, None) == 2
+        assert await node.mover.load(CHAIN, SAVED, 0, None) == 4, "the record was right, and stays"
 
 
 async def test_only_what_is_missing_is_written_and_only_whole_chains():
@@ -191,12 +210,12 @@ async def test_a_record_that_is_hurt_is_refused_and_forgotten(group, damaged):
         assert await node.mover.match(CHAIN) == damaged
 
 
-def troubled(node, rank, after):
+def troubled(node, rank, after, kind=CHECKSUM_KIND):
     """Return a mover over the same shards, with trouble behind one of them."""
     shards = list(node.kv.shards)
     shards[rank] = TroubledShard(shards[rank], after)
     kv = NodeKv(LAYOUT, tuple(shards))
-    return ShardMover(kv, node.store, node.agents[0].descriptor, CHECKSUM_KIND)
+    return ShardMover(kv, node.store, node.agents[0].descriptor, kind)
 
 
 @pytest.mark.parametrize("damaged", range(4))
@@ -221,7 +240,7 @@ async def test_a_block_that_was_hurt_on_its_way_to_a_rank_is_refused_and_stays_s
         forget(node)
 
         def change():
-            node.caches[1].tensor[SAVED[2], 0, 0, 0] += 1
+            node.caches[1].tensor[SAVED[2], 0] += 1
 
         mover = troubled(node, 1, change)
         assert await mover.load(CHAIN, SAVED, 0, None) == 2
@@ -273,8 +292,8 @@ async def test_a_call_that_is_cancelled_at_any_moment_leaves_nothing(call):
 def random_parts(rng, layout):
     """A grid of parts that has each layer's each head once, in any order."""
     layers = sorted(rng.sample(range(1, layout.num_layers), rng.randint(0, layout.num_layers - 1)))
-    heads = sorted(rng.sample(range(1, layout.num_kv_heads), rng.randint(0, layout.num_kv_heads - 1)))
-    layer_ends, head_ends = [0, *layers, layout.num_layers], [0, *heads, layout.num_kv_heads]
+    heads = sorted(rng.sample(range(1, layout.num_heads), rng.randint(0, layout.num_heads - 1)))
+    layer_ends, head_ends = [0, *layers, layout.num_layers], [0, *heads, layout.num_heads]
     parts = [
         KvPart(first, end - first, head, head_end - head)
         for first, end in itertools.pairwise(layer_ends)
@@ -289,20 +308,33 @@ def test_parts_that_are_put_where_their_runs_say_are_the_whole(seed):
     """What `part_bytes` sums is what a rank has, and all ranks' runs together are each byte once."""
     rng = random.Random(seed)
     dtype = rng.choice(["float32", "bfloat16"])
-    layout = KvLayout(rng.randint(1, 5), rng.randint(1, 4), rng.choice([4, 8, 10]), 16, dtype)
-    everything = KvPart(0, layout.num_layers, 0, layout.num_kv_heads)
+    fields = [
+        KvField("key", rng.choice([4, 8, 10]), dtype),
+        KvField("value", rng.choice([4, 8, 10]), "float32"),
+        KvField("latent", rng.choice([4, 8, 10]), dtype, has_heads=False),
+        KvField("scale", 4, "float32", is_per_token=False),
+    ]
+    rng.shuffle(fields)
+    layout = KvLayout(rng.randint(1, 5), rng.randint(1, 4), 16, tuple(fields[: rng.randint(1, 4)]))
+    everything = all_of(layout)
     block = rng.randbytes(layout.block_bytes)
     built = np.zeros(layout.block_bytes, np.uint8)
     num_written = np.zeros(layout.block_bytes, np.int64)
     for part in random_parts(rng, layout):
-        own = part_bytes(memoryview(block), layout, part)
+        own = np.frombuffer(part_bytes(memoryview(block), layout, part), np.uint8)
         assert len(own) == part.of(layout).block_bytes
-        lies, index = spread(layout, part), np.arange(len(own))
-        places = lies.first + index // lies.run * lies.stride + index % lies.run
-        assert np.array_equal(np.frombuffer(block, np.uint8)[places], np.frombuffer(own, np.uint8))
-        runs = part_runs(layout, part, part, everything)
-        for source, target in zip(runs.source_offsets, runs.target_offsets, strict=True):
-            built[target : target + runs.length] = np.frombuffer(own, np.uint8)[source : source + runs.length]
-            num_written[target : target + runs.length] += 1
+        first = 0
+        for lies in spreads(layout, part):
+            index = np.arange(lies.num_bytes)
+            places = lies.start + lies.column + index // lies.run * lies.stride + index % lies.run
+            assert np.array_equal(np.frombuffer(block, np.uint8)[places], own[first : first + len(index)])
+            first += len(index)
+        assert first == len(own)
+        runs = part_runs(layout, part.share_for(everything), part, everything)
+        for source, target, length in zip(
+            runs.source_offsets, runs.target_offsets, runs.lengths, strict=True
+        ):
+            built[target : target + length] = own[source : source + length]
+            num_written[target : target + length] += 1
     assert built.tobytes() == block
     assert (num_written == 1).all()

@@ -21,7 +21,7 @@ from node.ranked_cache import RankedCache
 from prefill_node.prefix_loader import Prefix
 from tests.kvstore.cluster import chain_of
 from tests.manual_clock import ManualClock
-from tests.rank_caches import GROUPS, LAYOUT, NUM_BLOCKS, RankedNode
+from tests.rank_caches import GROUPS, LAYOUT, RankedNode, random_blocks
 
 CHAIN = tuple(chain_of("abcd"))
 PAIRS = [pair for pair in itertools.product(GROUPS, repeat=2) if pair != ("1", "1")]
@@ -104,7 +104,7 @@ async def two_nodes(lender, borrower):
             nodes.append(LendingNode(*GROUPS[kind]))
             await nodes[-1].begin(stack, name, group)
         warm, cold = nodes
-        warm.whole = torch.randn(NUM_BLOCKS, *LAYOUT.block_shape)
+        warm.whole = random_blocks()
         warm.compute(warm.whole)
         yield warm, cold
         for node in nodes:

@@ -168,7 +168,7 @@ class LateSource:
     async def load(self, chain, block_ids, first, stripes=None):
         for layer in range(LAYOUT.num_layers):
             for block, block_id in enumerate(block_ids, first):
-                self._cache.layer(layer)[block_id] = sum(range(100, 100 + 16 * (block + 1)))
+                self._cache.heads()[:, layer][block_id] = sum(range(100, 100 + 16 * (block + 1)))
             stripes.on_arrived(layer + 1)
             await self.may_end.wait()
         return len(block_ids)

@@ -11,7 +11,7 @@ from base.messages import Prefill, Start
 from decode_node.reservation import require_intact, reserved
 from prefill_node.sender import KvSender
 from tests.node_parts import work
-from tests.rank_caches import GROUPS, LAYOUT, NUM_BLOCKS, RankedNode
+from tests.rank_caches import GROUPS, RankedNode, random_blocks
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from tests.rank_caches import GROUPS, LAYOUT, NUM_BLOCKS, RankedNode
 )
 async def test_every_rank_gets_its_part_of_every_block(source, target):
     prefill, decode = RankedNode(*GROUPS[source]), RankedNode(*GROUPS[target])
-    whole = torch.randn(NUM_BLOCKS, *LAYOUT.block_shape)
+    whole = random_blocks()
     asked = work(num_tokens=40)
     async with prefill.running("prefill"), decode.running("decode"):
         for part, cache in zip(prefill.parts, prefill.caches, strict=True):
@@ -39,7 +39,7 @@ async def test_every_rank_gets_its_part_of_every_block(source, target):
             for part, cache in zip(decode.parts, decode.caches, strict=True):
                 arrived = cache.tensor[reservation.block_ids]
                 assert torch.equal(arrived, decode.of(whole[computed], part))
-            decode.caches[-1].tensor[reservation.block_ids[1], 0, 0, 3] += 1
+            decode.caches[-1].tensor[reservation.block_ids[1], 3] += 1
             with pytest.raises(ChecksumError, match="block 1 of the prompt"):
                 await require_intact(decode.kv, reservation, start)
             with pytest.raises(ChecksumError, match="checksums for 3 blocks"):

@@ -52,7 +52,7 @@ async def test_every_block_arrives_with_its_checksum_and_the_first_token_follows
     assert answer.finish_reason is None
     assert [checksum(content(decode, offset)) for offset in grant.offsets] == list(answer.checksums)
     expected = [sum(range(100, 100 + end)) for end in (16, 32, 40)]
-    assert [decode.cache.tensor[11 - block].unique().tolist() for block in range(3)] == [
+    assert [decode.cache.heads()[11 - block].unique().tolist() for block in range(3)] == [
         [float(value)] for value in expected
     ]
     await finished(prefill)
@@ -138,7 +138,7 @@ async def test_layers_leave_while_later_ones_compute():
         prefill, decode = made["prefill"], made["decode"]
         grant = granted(decode, 1)
         ask(prefill, decode, work(num_tokens=16), grant)
-        block = decode.cache.tensor[11]
+        block = decode.cache.heads()[11]
         async with asyncio.timeout(60):
             while not block[0].any():
                 await asyncio.sleep(0)
@@ -166,7 +166,7 @@ async def test_a_prompt_that_was_sent_by_layers_arrives_whole(num_tokens):
             answer = await prefill.said(Prefilled)
             assert [checksum(content(decode, offset)) for offset in grant.offsets] == list(answer.checksums)
             ends = [min(16 * (block + 1), num_tokens) for block in range(num_blocks)]
-            assert [decode.cache.tensor[11 - block].unique().tolist() for block in range(num_blocks)] == [
+            assert [decode.cache.heads()[11 - block].unique().tolist() for block in range(num_blocks)] == [
                 [float(sum(range(100, 100 + end)))] for end in ends
             ]
             await decode.agent.revoke(grant)
@@ -179,7 +179,7 @@ async def test_a_release_while_layers_leave_gives_everything_back():
         prefill, decode = made["prefill"], made["decode"]
         ask(prefill, decode, work(num_tokens=40), granted(decode, 3))
         async with asyncio.timeout(60):
-            while not decode.cache.tensor[11][0].any():
+            while not decode.cache.heads()[11][0].any():
                 await asyncio.sleep(0)
         prefill.role.tasks.end("r")
         prefill.runner.may_end.set()
@@ -206,10 +206,10 @@ async def test_blocks_that_were_preempted_before_they_were_sent_are_sent_when_th
         sender.send_finished(writes, [], 32)
         assert prefill.pool.num_held == 0
         computed = prefill.pool.allocate(2)
-        prefill.cache.tensor[computed] = 7
+        prefill.cache.heads()[computed] = 7
         sender.send_finished(writes, computed, 32)
     assert [checksum(content(decode, offset)) for offset in grant.offsets] == list(sender.checksums)
-    assert decode.cache.tensor[11].unique().tolist() == [7.0]
+    assert decode.cache.heads()[11].unique().tolist() == [7.0]
     assert written.parts == [(prefill.kv.whole, 2)], "an observer is notified of what was written, once"
     prefill.pool.release(computed)
     assert prefill.pool.num_held == 0

@@ -9,13 +9,13 @@ so that a client who is told a token of it, or a sequence that matches a block o
 
 from __future__ import annotations
 
-from base.kv_layout import KvLayout
+from base.kv_layout import head_layout
 from base.request import SampledToken
 from engine.runner import StepRunner
 from engine.step import LayerGroup, StepResult
 from tests.simulation.grammars import VOCAB, begun, next_token
 
-LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32")
+LAYOUT = head_layout(num_layers=2, num_heads=1, head_dim=1, block_size=16, dtype="float32")
 """In each layer of a block, 8 bytes for each token."""
 _FACTORS = (1_000_003, 1_000_033)
 _MODULUS = 1 << 61

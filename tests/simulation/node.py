@@ -50,7 +50,7 @@ from tests.simulation.loop import InlineExecutor, Process
 from tests.simulation.watch import WatchedAgent, WatchedHostPool, WatchedPool
 
 MODEL_ID = "model"
-WHOLE = KvPart(0, LAYOUT.num_layers, 0, LAYOUT.num_kv_heads)
+WHOLE = KvPart(0, LAYOUT.num_layers, 0, LAYOUT.num_heads)
 MAX_MODEL_LEN = 192
 TRANSFER = TransferConfig(transports=("tcp",), timeout_s=5.0)
 """Shorter than it ships, as the whole cluster is smaller."""

@@ -370,7 +370,7 @@ async def test_without_a_node_of_each_role_a_request_is_refused_when_it_has_wait
     [
         ({"model_id": "other"}, "serves model"),
         ({"protocol_version": 99}, "same release"),
-        ({"layout_id": "other"}, "block_size and dtype"),
+        ({"layout_id": "other"}, "dtype and kv_dtype"),
         ({"block_size": 32}, "same block_size"),
     ],
 )

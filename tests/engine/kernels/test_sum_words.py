@@ -54,7 +54,7 @@ def test_the_sums_of_parts_that_lie_spread_add_up_to_the_whole(
     first = 0
     for width in widths:
         part = words.view(2, runs, stride)[:, :, first : first + width].reshape(2, -1).contiguous()
-        places = Spread(first, width, stride)
+        places = Spread(0, stride, runs, first, width)
         found = sum_words(part, ids, 0, runs * width, places)
         assert torch.equal(found, sum_words_definition(part, ids, 0, runs * width, places))
         total += found
