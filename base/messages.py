@@ -12,9 +12,10 @@ from typing import NamedTuple
 from base.block_hash import BlockHash
 from base.grants import Grant, PeerDescriptor, RankGrant
 from base.kv_layout import KvPart
+from base.prompt_logprobs import PromptLogprobs
 from base.request import FinishReason, NodeId, RequestId, Role, SampledToken, SamplingParams, StopParams
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Version of protos/nodes.proto. A node of another version is refused, with both named."""
 
 
@@ -76,6 +77,8 @@ class Prefill(NamedTuple):
     """Grants in place of `target` and `grant`, where several ranks of the decode node have its KV."""
     stays: bool = False
     """The sequence goes on on this node: nothing is written, and `Tokens` follow `Prefilled`."""
+    num_prompt_logprobs: int | None = None
+    """Likely tokens wanted beside each of the prompt's, with its log probability; None: not even that."""
 
 
 class Start(NamedTuple):
@@ -151,6 +154,8 @@ class Prefilled(NamedTuple):
     """None: the checksums are of whole blocks."""
     stays: bool = False
     """`Tokens` follow from the same node."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """None: none were wanted."""
 
 
 class Tokens(NamedTuple):

@@ -133,6 +133,8 @@ class Request(NamedTuple):
     """Seconds from arrival to the last token at most; None: the server's limit."""
     traceparent: str = ""
     """W3C's: the span that this request is part of. Empty: nobody traces it."""
+    num_prompt_logprobs: int | None = None
+    """None: no logprobs of the prompt. 0: those of its tokens alone."""
 
 
 class TokenLogprobs(NamedTuple):

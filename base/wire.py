@@ -49,7 +49,9 @@ from base.messages import (
     ToNode,
     Work,
 )
+from base.prompt_logprobs import PromptLogprobs
 from base.request import (
+    MAX_TOP_LOGPROBS,
     FinishReason,
     Grammar,
     GrammarKind,
@@ -84,6 +86,11 @@ def _check_work(work: Work) -> None:
         raise ProtocolError(f"work.num_prompt_tokens: {work.num_prompt_tokens}")
     if work.stop.max_tokens < 1:
         raise ProtocolError("work.stop.max_tokens: less than 1")
+
+
+def _check_prefill(prefill: Prefill) -> None:
+    if not 0 <= (prefill.num_prompt_logprobs or 0) <= MAX_TOP_LOGPROBS:
+        raise ProtocolError(f"prefill.num_prompt_logprobs: more than {MAX_TOP_LOGPROBS}")
 
 
 def _check_node(node: NodeInfo) -> None:
@@ -156,11 +163,13 @@ _TO_NODE: dict[type, tuple[str, Codec[Any]]] = {
         "prefill",
         message_of(
             Prefill,
+            _check_prefill,
             work=_WORK,
             target=PEER,
             grant=optional(GRANT),
             source=optional(_SOURCE),
             ranks=each(RANK_GRANT),
+            num_prompt_logprobs=OPTIONAL,
         ),
     ),
     Lend: ("lend", message_of(Lend, chain=hashes("lend.chain"))),
@@ -184,6 +193,7 @@ _FROM_NODE: dict[type, tuple[str, Codec[Any]]] = {
             checksums=TUPLE,
             times=message_of(PrefillTimes),
             parts=each(PART),
+            prompt_logprobs=optional(message_of(PromptLogprobs, PromptLogprobs.check)),
         ),
     ),
     Tokens: ("tokens", Codec(_pack_tokens, _unpack_tokens)),

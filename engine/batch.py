@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.prompt_logprobs import scored_rows
 from engine.step import StepPlan
 from engine.step_memory import StepShape, StepViews, StepWriter, carve
 
@@ -22,7 +23,8 @@ class Batch:
     memory: torch.Tensor
     """[shape.size] int32."""
     logit_rows: torch.Tensor
-    """[num_sampling] int64; the tokens whose logits are wanted, in the plan's order. None on other ranks."""
+    """[num_sampling + num_scored] int64; the tokens whose logits are wanted: those that sample, in the plan's
+    order, then those of prompts whose log probabilities are. None on other ranks."""
 
     @property
     def views(self) -> StepViews[torch.Tensor]:
@@ -36,7 +38,10 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
     shape = StepShape(plan.num_tokens, plan.num_single, len(plan.entries) - plan.num_single, width)
     memory = StepWriter(shape.size, block_size, pinned=False).write(plan, shape, {}).to(device)
     sampling = [row for row, entry in enumerate(plan.entries) if entry.samples]
-    return Batch(shape, memory, carve(memory, shape).logit_rows[sampling].long())
+    rows = carve(memory, shape).logit_rows[sampling].long()
+    if scored := scored_rows(plan):
+        rows = torch.cat([rows, torch.tensor(scored, device=device)])
+    return Batch(shape, memory, rows)
 
 
 def batch_numbers(batch: Batch) -> torch.Tensor:

@@ -27,7 +27,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from base.clock import Clock
-from base.errors import ServeError
+from base.errors import InvalidRequestError, ServeError
 from base.logs import event
 from base.request import FinishReason
 from base.uninterrupted import uninterrupted
@@ -117,6 +117,10 @@ class EngineLoop:
         Raises:
             InvalidRequestError, CapacityError: as `Scheduler.add`; nothing was taken.
         """
+        if sequence.num_prompt_logprobs is not None and not self._runner.can_score:
+            raise InvalidRequestError(
+                "logprobs of the prompt (echo with logprobs) are computed by no node of this kind", "echo"
+            )
         self.scheduler.add(sequence)
         self._listeners[sequence] = listener
         if on_launch is not None:

@@ -40,6 +40,7 @@ class PipelineRunner(StepRunner):
     """
 
     is_pipelined = True
+    can_score = True
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ Called by the device thread alone (`engine/loop.py`), so nothing in here is shar
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from engine.arrivals import PrefixArrivals
 from engine.batch import Batch, batch_from_numbers, batch_numbers, build_batch
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
+from engine.prompt_logprobs import logprobs_of_prompts
 from engine.sampler import sample
 from engine.step import LaunchedStep, StepPlan, StepResult, result_of, wait_for_prefixes
 from engine.swap_space import HostBlocks
@@ -35,6 +37,8 @@ class StepRunner:
     """Whether steps are launched while another thread waits for one, and take no token of one under way."""
     prefix_parts: tuple[int, ...] = ()
     """Number of layers of each part in which a prefix may come while a step runs; empty: it may not."""
+    can_score = False
+    """Whether steps report the log probabilities of prompts."""
 
     def begin(self) -> None:
         """Make ready, before the first step, what the device thread alone can."""
@@ -63,6 +67,8 @@ class Runner(StepRunner):
         send_step: Reaches the other ranks of a model that is cut, on the first.
         host_blocks: Memory that preempted sequences' blocks go to; None: plans move none.
     """
+
+    can_score = True
 
     def __init__(
         self,
@@ -108,5 +114,6 @@ def run_batch(
     model: PagedModel, cache: PagedCache, batch: Batch, plan: StepPlan, wait_masks: WaitForMasks
 ) -> StepResult:
     """Compute a plan's tokens, write their KV, and sample where the plan says so."""
-    logits = model.forward(batch, cache)
-    return result_of(plan, sample(logits, plan.sampling, wait_masks()))
+    logits, num_sampling = model.forward(batch, cache), len(plan.sampling)
+    result = result_of(plan, sample(logits[:num_sampling], plan.sampling, wait_masks()))
+    return replace(result, prompt_logprobs=logprobs_of_prompts(logits[num_sampling:], plan))

@@ -39,6 +39,9 @@ from engine.sequence import Sequence
 from engine.step import SequenceOutput, StepEntry, StepPlan, StepResult
 from engine.swap_space import Swap, SwapSpace
 
+SCORED_TOKENS = 512
+"""Tokens of prompts whose logits are all wanted, in one step at most: 150 MB of a large vocabulary."""
+
 
 class Scheduler:
     """Owns the waiting and the running sequences of one engine, and their blocks."""
@@ -59,6 +62,7 @@ class Scheduler:
         self.block_size = block_size
         self.chunk_tokens = chunk_tokens
         self._chunk_attention = chunk_attention
+        self._room_of_scored = max(1, chunk_tokens // SCORED_TOKENS)
         self.max_batch = max_batch
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
@@ -141,14 +145,14 @@ class Scheduler:
             num_tokens = self._share(sequence, budget)
             if num_tokens and self._grow(sequence):
                 entries.append(self._entry(sequence, num_tokens))
-                budget -= _cost(sequence, num_tokens)
+                budget -= self._cost(sequence, num_tokens)
         admitted = self._admit(budget)
         if not entries and not admitted:
             admitted = self._admit_first()
         for sequence in admitted:
             num_tokens = self._share(sequence, budget)
             entries.append(self._entry(sequence, num_tokens))
-            budget -= _cost(sequence, num_tokens)
+            budget -= self._cost(sequence, num_tokens)
         swaps = self._swap_space.take_planned()
         return _plan(entries, swaps) if entries or swaps else None
 
@@ -184,12 +188,17 @@ class Scheduler:
         if seconds and plan.num_tokens >= self.chunk_tokens:
             self._swap_space.computed(plan.num_tokens, seconds)
         outputs = []
-        for entry, sampled in zip(plan.entries, result.tokens, strict=True):
+        scored = result.prompt_logprobs or (None,) * len(plan.entries)
+        for entry, sampled, logprobs in zip(plan.entries, result.tokens, scored, strict=True):
             sequence = entry.sequence
             if sequence.finish_reason is not None:
                 continue  # it ended while this step was under way
             sequence.num_computed_tokens = entry.context_len
             sequence.num_launched_tokens -= entry.num_tokens
+            if logprobs is not None:
+                known = sequence.prompt_logprobs
+                # One that was preempted is computed again, from before where it stopped.
+                sequence.prompt_logprobs = known.extended(logprobs, known.num_tokens - entry.start)
             reason = None
             if sampled is not None and sequence.constraint is not None and sequence.constraint.error:
                 sampled, reason = None, FinishReason.ERROR  # it was not drawn from the grammar
@@ -275,9 +284,17 @@ class Scheduler:
         remaining = sequence.num_plannable_tokens
         if remaining == 1:
             return 1
+        if sequence.is_scored and budget > 0:
+            budget = max(1, budget // self._room_of_scored)
         start = sequence.num_computed_tokens + sequence.num_launched_tokens
         limit = chunk_limit(start, self.chunk_tokens, self._chunk_attention, self.block_size)
-        return min(remaining, budget, limit)
+        return max(0, min(remaining, budget, limit))
+
+    def _cost(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return what those tokens take from the budget, which bounds prompt tokens only."""
+        if sequence.num_plannable_tokens == 1:
+            return 0
+        return num_tokens * self._room_of_scored if sequence.is_scored else num_tokens
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -329,7 +346,7 @@ class Scheduler:
                 continue
             self._start(sequence)
             admitted.append(sequence)
-            budget -= _cost(sequence, self._share(sequence, budget))
+            budget -= self._cost(sequence, self._share(sequence, budget))
         return admitted
 
     def _admit_first(self) -> list[Sequence]:
@@ -354,7 +371,7 @@ class Scheduler:
 
     def _match_prefix(self, sequence: Sequence) -> None:
         # At least one token is computed, or there would be nothing to sample from.
-        longest = (sequence.num_tokens - 1) // self.block_size
+        longest = sequence.num_matchable_tokens // self.block_size
         if sequence.swapped is not None:
             longest = min(longest, len(sequence.swapped.slots))
         sequence.block_table += self._pool.match(sequence.block_hashes[:longest])
@@ -395,11 +412,6 @@ class Scheduler:
         for index in range(sequence.num_published_blocks, full):
             self._pool.publish(sequence.block_table[index], sequence.block_hashes[index])
         sequence.num_published_blocks = max(full, sequence.num_published_blocks)
-
-
-def _cost(sequence: Sequence, num_tokens: int) -> int:
-    """Return what those tokens take from the budget, which bounds prompt tokens only."""
-    return 0 if sequence.num_plannable_tokens == 1 else num_tokens
 
 
 def _plan(entries: list[StepEntry], swaps: tuple[Swap, ...]) -> StepPlan:

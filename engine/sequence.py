@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from base.block_hash import BlockHash, hash_chain
 from base.grammar import Constraint
 from base.messages import Work
+from base.prompt_logprobs import PromptLogprobs
 from base.request import FinishReason, RequestId, SamplingParams, StopParams
 from engine.arrivals import PrefixArrivals
 
@@ -44,6 +45,10 @@ class Sequence:
     sampling: SamplingParams
     stop: StopParams
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    """Likely tokens wanted beside each of the prompt's, with its log probability; None: not even that."""
+    prompt_logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)
+    """The leading tokens, as far as they are known."""
     priority: int = 0
     """Higher goes first."""
     arrived_at_s: float = 0.0
@@ -103,6 +108,18 @@ class Sequence:
     def rank(self) -> tuple[int, float, str]:
         """Sorts sequences by who goes first; unique."""
         return (-self.priority, self.arrived_at_s, self.request_id)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether logits of the prompt's tokens are still wanted."""
+        is_wanted = self.num_prompt_logprobs is not None
+        return is_wanted and self.prompt_logprobs.num_tokens < self.num_prompt_tokens - 1
+
+    @property
+    def num_matchable_tokens(self) -> int:
+        """Leading tokens that are not computed where their KV is found: not the last, and no scored ones."""
+        longest = len(self.token_ids) - 1
+        return min(longest, self.prompt_logprobs.num_tokens) if self.is_scored else longest
 
     def extend_hashes(self, block_size: int) -> None:
         """Bring `block_hashes` up to every full block of `token_ids`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from base.prompt_logprobs import PromptLogprobs
 from base.request import FinishReason, SampledToken
 from engine.arrivals import PrefixArrivals
 from engine.sequence import Sequence
@@ -33,6 +34,13 @@ class StepEntry:
     def context_len(self) -> int:
         """Tokens visible to the last query, itself included."""
         return self.start + self.num_tokens
+
+    @property
+    def num_scored(self) -> int:
+        """Leading tokens whose logits say how likely the prompt's next token is, where somebody asks."""
+        if self.sequence.num_prompt_logprobs is None:
+            return 0
+        return max(0, min(self.context_len, self.sequence.num_prompt_tokens - 1) - self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,8 @@ class StepResult:
     tokens: tuple[SampledToken | None, ...]
     busy_s: float = 0.0
     """Seconds that the last stage of a pipeline was at it."""
+    prompt_logprobs: tuple[PromptLogprobs | None, ...] = ()
+    """One item for each entry: of the tokens that follow its scored ones. Empty: no entry has any."""
 
 
 def result_of(plan: StepPlan, sampled: Iterable[SampledToken], busy_s: float = 0.0) -> StepResult:

@@ -43,6 +43,10 @@ class _Computed:
     """The tokens after the first, of a sequence that stays."""
     times: PrefillTimes
 
+    @property
+    def is_scored(self) -> bool:
+        return self.sequence.num_prompt_logprobs is not None
+
 
 class PrefillRole:
     """Answers `Prefill` messages. Belongs to the event loop."""
@@ -112,6 +116,7 @@ class PrefillRole:
                 done.times,
                 done.sender.parts if done.sender else (),
                 stays=done.sender is None and done.first.finish_reason is None,
+                prompt_logprobs=done.sequence.prompt_logprobs if done.is_scored else None,
             )
         )
 
@@ -144,6 +149,7 @@ class PrefillRole:
         else:
             sequence = one_token_sequence(message.work, arrived_at_s)
             sender = KvSender(self._kv, self._engine.pool, message, self._clock, self._observers)
+        sequence.num_prompt_logprobs = message.num_prompt_logprobs
 
         def listen(output: SequenceOutput) -> None:
             is_rest = sequence.num_tokens > len(message.work.token_ids) + len(output.tokens)
@@ -179,7 +185,9 @@ class PrefillRole:
 
     def _loaded_prefix(self, message: Prefill, parts: tuple[int, ...]) -> AbstractAsyncContextManager[Prefix]:
         sources: list[PrefixSource] = [] if self._store is None else [self._store]
-        if message.source is not None and self._lent is not None:
+        if message.num_prompt_logprobs is not None:
+            sources = []  # what is loaded has K and V, and no logits
+        elif message.source is not None and self._lent is not None:
             sources.append(self._lent(message.source))
         block_size = self._kv.layout.block_size
         return loaded_prefix(self._engine.pool, block_size, message.work, sources, self._clock, parts)

@@ -262,7 +262,7 @@ class Serve(_message.Message):
     def __init__(self, roles: _Optional[_Iterable[str]] = ..., is_draining: _Optional[bool] = ..., fence: _Optional[int] = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("work", "target", "grant", "first_block", "source", "ranks", "stays")
+    __slots__ = ("work", "target", "grant", "first_block", "source", "ranks", "stays", "num_prompt_logprobs")
     WORK_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +270,7 @@ class Prefill(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     STAYS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     work: Work
     target: _transfer_pb2.PeerDescriptor
     grant: _transfer_pb2.Grant
@@ -277,10 +278,11 @@ class Prefill(_message.Message):
     source: Source
     ranks: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.RankGrant]
     stays: bool
-    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., target: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., first_block: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[_transfer_pb2.RankGrant, _Mapping]]] = ..., stays: _Optional[bool] = ...) -> None: ...
+    num_prompt_logprobs: int
+    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., target: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., first_block: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[_transfer_pb2.RankGrant, _Mapping]]] = ..., stays: _Optional[bool] = ..., num_prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("request_id", "first_token", "finish_reason", "num_cached_tokens", "checksums", "times", "parts", "stays")
+    __slots__ = ("request_id", "first_token", "finish_reason", "num_cached_tokens", "checksums", "times", "parts", "stays", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +291,7 @@ class Prefilled(_message.Message):
     TIMES_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     STAYS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     first_token: SampledToken
     finish_reason: str
@@ -297,7 +300,18 @@ class Prefilled(_message.Message):
     times: PrefillTimes
     parts: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.KvPart]
     stays: bool
-    def __init__(self, request_id: _Optional[str] = ..., first_token: _Optional[_Union[SampledToken, _Mapping]] = ..., finish_reason: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ..., times: _Optional[_Union[PrefillTimes, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[_transfer_pb2.KvPart, _Mapping]]] = ..., stays: _Optional[bool] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobs
+    def __init__(self, request_id: _Optional[str] = ..., first_token: _Optional[_Union[SampledToken, _Mapping]] = ..., finish_reason: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ..., times: _Optional[_Union[PrefillTimes, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[_transfer_pb2.KvPart, _Mapping]]] = ..., stays: _Optional[bool] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("logprobs", "top_ids", "top_logprobs")
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprobs: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+    def __init__(self, logprobs: _Optional[bytes] = ..., top_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class PrefillTimes(_message.Message):
     __slots__ = ("queue_s", "compute_s", "exposed_transfer_s", "exposed_load_s", "bubble_s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from array import array
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -14,6 +15,7 @@ from base.clock import SystemClock
 from base.config import TransferConfig
 from base.kv_layout import KvPart, head_layout
 from base.messages import Work
+from base.prompt_logprobs import PromptLogprobs
 from base.request import SampledToken, SamplingParams, StopParams
 from engine.block_pool import BlockPool
 from engine.block_sums import block_sums
@@ -36,8 +38,10 @@ WHOLE = KvPart(0, LAYOUT.num_layers, 0, LAYOUT.num_heads)
 class CountingRunner(StepRunner):
     """Samples 1, 2, 3 ...; writes into each block it computes the hash of what it is for.
 
-    `broken` makes every step raise.
+    `broken` makes every step raise. Row i says that the prompt's token after it has the log probability i.
     """
+
+    can_score = True
 
     def __init__(self, cache):
         self._cache = cache
@@ -61,7 +65,11 @@ class CountingRunner(StepRunner):
             tuple(
                 SampledToken(entry.sequence.num_generated_tokens + 1) if entry.samples else None
                 for entry in plan.entries
-            )
+            ),
+            prompt_logprobs=tuple(
+                PromptLogprobs(array("f", range(entry.start, entry.start + entry.num_scored)).tobytes())
+                for entry in plan.entries
+            ),
         )
 
 

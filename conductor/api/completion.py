@@ -23,6 +23,7 @@ from base.errors import (
     UnavailableError,
 )
 from base.metrics import ConductorMetrics
+from base.prompt_logprobs import PromptLogprobs
 from base.request import FinishReason, SampledToken
 from base.turns import TurnBudget
 from conductor.api.grammar_checker import GrammarChecker
@@ -44,7 +45,7 @@ BIASES_OF_A_UNIT = 4
 """Logit biases that take one unit to send to two nodes."""
 PIECE_UNITS = 4
 PART_UNITS = 500
-"""Tokens of one sequence that take more units become several pieces."""
+"""Tokens of one sequence that take more units become several pieces, and those of a prompt several parts."""
 
 
 class Piece(NamedTuple):
@@ -59,6 +60,8 @@ class Piece(NamedTuple):
     num_cached_tokens: int
     stopped_by: str = ""
     """The stop string that ended the answer, if one did."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """None but in the first piece, and where they were not asked for."""
 
 
 class InProgress:
@@ -207,6 +210,8 @@ class Completions:
                     for part in _parts(whole, most):
                         await self.turn(PIECE_UNITS + len(part.tokens) * token_units)
                         piece = _to_text(part, asked, stream)
+                        if part.prompt_logprobs is not None:
+                            piece = piece._replace(prompt_logprobs=part.prompt_logprobs)
                         book.add(piece)
                         yield piece
                         if piece.finish_reason is not None:
@@ -241,7 +246,8 @@ def _parts(whole: Generated, most: int) -> Iterator[Generated]:
     for begin in range(0, len(tokens), most):
         is_last = begin + most >= len(tokens)
         reason = whole.finish_reason if is_last else None
-        yield Generated(tokens[begin : begin + most], reason, whole.num_cached_tokens)
+        prompt_logprobs = None if begin else whole.prompt_logprobs
+        yield Generated(tokens[begin : begin + most], reason, whole.num_cached_tokens, prompt_logprobs)
 
 
 def _to_text(part: Generated, asked: TextRequest, stream: TextStream) -> Piece:

@@ -99,6 +99,17 @@ class Shown:
         self.has_echo = bool(echo)
         self._given_ids = token_ids
         self._given_echo = echo
+        self.logprobs: defaultdict[str, _Grown] = defaultdict(_Grown)
+        """The log probabilities of the prompt's tokens, by the names of the shape's lists."""
+        self.num_chars = 0
+        """The length of the text of these tokens."""
+
+    def add_logprobs(self, tokens: Sequence[SampledToken], envelope: Envelope) -> None:
+        """Take more of the prompt's tokens, with their log probabilities."""
+        details = envelope.shape.logprobs(tokens, envelope.tokenizer, self.num_chars)
+        for name in envelope.shape.logprob_lists:
+            self.logprobs[name].add(details[name])
+        self.num_chars += _num_chars(tokens, envelope.tokenizer)
 
     @functools.cached_property
     def echo(self) -> bytes:
@@ -176,17 +187,13 @@ class Choice:
 
     def whole(self) -> list[bytes | bytearray]:
         """Return the choice of a call that does not stream, in parts."""
-        envelope, shape = self._envelope, self._envelope.shape
+        envelope = self._envelope
         assert self._finish_reason is not None
         parts: list[bytes | bytearray] = [f'{{"index":{self._index},'.encode()]
         parts += [self._parts.message().encode()] if self._parts is not None else self._text()
         parts.append(b",")
         if envelope.with_logprobs:
-            opening = '"logprobs":{'
-            for name in shape.logprob_lists:
-                parts += [f'{opening}"{name}":['.encode(), *self._kept[name].parts]
-                opening = "],"
-            parts.append(shape.logprobs_end)
+            parts += self._logprob_lists(self._prompt.logprobs, self._kept)
         else:
             parts.append(NO_DETAILS.encode())
         if envelope.with_token_ids:
@@ -194,6 +201,18 @@ class Choice:
             parts.append(self._prompt.token_ids)
         parts.append(f',"finish_reason":"{self._finish_name(self._finish_reason)}"}}'.encode())
         return parts
+
+    def _logprob_lists(self, *lists: Mapping[str, _Grown]) -> list[bytes | bytearray]:
+        """Return the JSON of log probabilities, in parts: those of `lists` one after the other."""
+        parts: list[bytes | bytearray] = []
+        opening = '"logprobs":{'
+        for name in self._envelope.shape.logprob_lists:
+            parts.append(f'{opening}"{name}":['.encode())
+            filled = [table[name].parts for table in lists if table[name].parts[0]]
+            for at, grown in enumerate(filled):
+                parts += [b",", *grown] if at else grown
+            opening = "],"
+        return [*parts, self._envelope.shape.logprobs_end]
 
     def _text(self) -> list[bytes | bytearray]:
         before, after = self._envelope.shape.whole
@@ -221,7 +240,10 @@ class Choice:
         opening = shape.opening or (shape.text % f'"{prompt.echo.decode()}"' if prompt.has_echo else "")
         if self._envelope.with_token_ids:
             opening = f'{opening or shape.no_text},"prompt_token_ids":{prompt.token_ids.decode()}'
-        return self._chunk(opening, NO_DETAILS, None) if opening else ""
+        if not opening:
+            return ""
+        scored = b"".join(self._logprob_lists(prompt.logprobs)).decode() if prompt.num_chars else NO_DETAILS
+        return self._chunk(opening, scored, None)
 
     def _content(self, piece: Piece) -> str:
         if not piece.text and (self._is_plain or not piece.tokens):
@@ -258,10 +280,9 @@ class Choice:
         """Return what is sent of tokens besides their text."""
         details: dict[str, Any] = {"logprobs": None}
         if self._envelope.with_logprobs:
-            details["logprobs"] = self._envelope.shape.logprobs(
-                tokens, self._envelope.tokenizer, self._offset
-            )
-            self._offset += sum(len(token_text(token.token_id, self._envelope.tokenizer)) for token in tokens)
+            offset = self._prompt.num_chars + self._offset
+            details["logprobs"] = self._envelope.shape.logprobs(tokens, self._envelope.tokenizer, offset)
+            self._offset += _num_chars(tokens, self._envelope.tokenizer)
         if self._envelope.with_token_ids:
             details["token_ids"] = [token.token_id for token in tokens]
         return details
@@ -282,6 +303,10 @@ def usage(
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
         **(details if num_reasoning_tokens is not None else {}),
     }
+
+
+def _num_chars(tokens: Sequence[SampledToken], tokenizer: Tokenizer) -> int:
+    return sum(len(token_text(token.token_id, tokenizer)) for token in tokens)
 
 
 def token_text(token_id: int, tokenizer: Tokenizer) -> str:
@@ -310,16 +335,23 @@ def _chat_logprobs(tokens: Sequence[SampledToken], tokenizer: Tokenizer, offset:
 
 
 def _completion_logprobs(tokens: Sequence[SampledToken], tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
-    texts, logprobs, top_logprobs, offsets = [], [], [], []
+    texts: list[str] = []
+    offsets: list[int] = []
+    logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
     for token in tokens:
-        if token.logprobs is None:
-            continue
         texts.append(token_text(token.token_id, tokenizer))
-        logprobs.append(max(token.logprobs.logprob, MIN_LOGPROB))
-        # The sampled token is always among them, also where it was none of the likeliest.
-        choices = (*token.logprobs.top, (token.token_id, token.logprobs.logprob))
-        top_logprobs.append({token_text(item, tokenizer): max(value, MIN_LOGPROB) for item, value in choices})
         offsets.append(offset)
+        if token.logprobs is None:  # the first of a prompt
+            logprobs.append(None)
+            top_logprobs.append(None)
+        else:
+            logprobs.append(max(token.logprobs.logprob, MIN_LOGPROB))
+            # The sampled token is always among them, also where it was none of the likeliest.
+            choices = (*token.logprobs.top, (token.token_id, token.logprobs.logprob))
+            top_logprobs.append(
+                {token_text(item, tokenizer): max(value, MIN_LOGPROB) for item, value in choices}
+            )
         offset += len(texts[-1])
     return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top_logprobs, "text_offset": offsets}
 

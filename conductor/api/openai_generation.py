@@ -17,10 +17,11 @@ from typing import Any
 
 from base.clock import wall_clock_s
 from base.errors import InvalidRequestError
-from base.request import RequestId
+from base.prompt_logprobs import PromptLogprobs
+from base.request import FinishReason, RequestId
 from base.together import together
 from conductor.api.backend import Backend
-from conductor.api.completion import Piece
+from conductor.api.completion import PART_UNITS, Piece
 from conductor.api.headers import Caller
 from conductor.api.http_reply import Reply
 from conductor.api.openai_format import CHAT, COMPLETION, DONE, Choice, Envelope, Shape, Shown, usage
@@ -47,6 +48,9 @@ from conductor.api.prompt import text_token_ids, token_ids_text
 from conductor.api.served_model import ServedModel
 from conductor.api.texts import asked_turn
 from conductor.api.turn import ChatTurn, Part, call_ids, parts_of, with_turn, without_thinking
+
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""The log probabilities of the prompts of a call: some 10 MB of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +82,31 @@ async def completion(backend: Backend, body: CompletionBody, caller: Caller, rep
     """Answer a /v1/completions call; raises ServeError."""
     model = backend.model
     _check(body, model, reply)
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequestError("echo: logprobs of the prompt are not computed", "echo")
-    options = to_options(body, body.max_tokens, body.logprobs)
+    is_prompt_alone = bool(body.echo) and body.max_tokens == 0
+    options = to_options(body, 1 if is_prompt_alone else body.max_tokens, body.logprobs)
+    if body.echo:
+        options = options._replace(prompt_logprobs=body.logprobs)
     check_options(options, caller, model)
     if len(body.prompt) * (body.n or 1) > MAX_CHOICES:
         raise InvalidRequestError(f"n: at most {MAX_CHOICES} choices of all prompts together", "n")
     caller.charge(len(body.prompt) * (body.n or 1) - 1)
     prompts = [await _prompt(body, given, model) for given in body.prompt]
+    if options.prompt_logprobs is not None:
+        _require_few_logprobs(prompts, options.prompt_logprobs)
     requests = _requests(backend, prompts, options, caller, reply, DEFAULT_COMPLETION_TOKENS)
-    await _Generation(COMPLETION, backend, body, prompts, requests, reply).answer()
+    answer = _Generation(COMPLETION, backend, body, prompts, requests, reply)
+    answer.is_prompt_alone = is_prompt_alone
+    await answer.answer()
+
+
+def _require_few_logprobs(prompts: Sequence[_Prompt], num_top: int) -> None:
+    count = sum(len(prompt.token_ids) for prompt in prompts) * (1 + num_top)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"logprobs: with echo, at most {MAX_PROMPT_LOGPROBS} of all prompts together, not {count}: send "
+            "fewer prompts, or ask for fewer beside each token",
+            "logprobs",
+        )
 
 
 def _check(body: ChatBody | CompletionBody, model: ServedModel, reply: Reply) -> None:
@@ -152,6 +171,8 @@ class _Generation:
             turn: Of a chat whose answers are taken apart.
         """
         self._turn = turn
+        self.is_prompt_alone = False
+        """Whether the answer is the prompt and no more."""
         self._num_reasoning_tokens: dict[int, int] = {}
         self._completions = backend.completions
         self._prompts = prompts
@@ -168,9 +189,10 @@ class _Generation:
             with_usage=body.include_usage,
         )
         n = self._n = body.n or 1
+        self._shown = [Shown(prompt.token_ids, prompt.echo) for prompt in prompts]
         self._choices = [
             Choice(self._envelope, at * n + offset, shown, self._parts(backend, body))
-            for at, shown in enumerate(Shown(prompt.token_ids, prompt.echo) for prompt in prompts)
+            for at, shown in enumerate(self._shown)
             for offset in range(n)
         ]
         self._asked = [
@@ -229,6 +251,10 @@ class _Generation:
                     self._num_reasoning_tokens[at] = item.num_reasoning_tokens
                 else:
                     piece, found = item, ()
+                if piece.prompt_logprobs is not None:
+                    await self._show_prompt(at // self._n, piece.prompt_logprobs)
+                if self.is_prompt_alone:
+                    piece = piece._replace(text="", tokens=(), finish_reason=FinishReason.LENGTH)
                 if prefilled is not None:
                     prefilled.set()
                 if stream is None:
@@ -238,6 +264,15 @@ class _Generation:
                     if events and piece.finish_reason is None:
                         await stream.event(events)
         return events
+
+    async def _show_prompt(self, at: int, logprobs: PromptLogprobs) -> None:
+        """Take the log probabilities of a prompt, as JSON that its choices begin with."""
+        token_ids, num_top = self._prompts[at].token_ids, self._asked[at * self._n].request.num_logprobs
+        count = max(1, PART_UNITS // (1 + (num_top or 0)))
+        for begin in range(0, logprobs.num_tokens + 1, count):
+            await self._completions.turn(PART_UNITS)
+            tokens = logprobs.tokens(token_ids, begin, min(begin + count, logprobs.num_tokens + 1))
+            self._shown[at].add_logprobs(tokens, self._envelope)
 
     def _answer_of(self, asked: TextRequest) -> AsyncGenerator[Piece | Part, None]:
         if self._turn is None:

@@ -59,6 +59,7 @@ class Options(NamedTuple):
     kept_token_ids: frozenset[int] = frozenset()
     """Special tokens that are part of the text all the same: a parser reads them."""
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     priority: int = 0
     cache_salt: str = ""
 
@@ -72,13 +73,15 @@ class TextRequest(NamedTuple):
     """The call's first moment, on the conductor's clock."""
 
     def choice(self, index: int) -> TextRequest:
-        """Return the request for another answer to the same prompt: the next seed."""
+        """Return the request for another answer to the same prompt, which the first shows."""
         request = self.request
+        scored = None if index else request.num_prompt_logprobs
         seed = (request.sampling.seed + index) % SEED_RANGE
         return self._replace(
             request=request._replace(
                 request_id=RequestId(f"{request.request_id}-{index}"),
-                sampling=request.sampling._replace(seed=seed),
+                sampling=request.sampling._replace(seed=seed),  # the next one
+                num_prompt_logprobs=scored,
             ),
         )
 
@@ -185,6 +188,7 @@ def make_request(
             sampling=_sampling_params(options, model, rng),
             stop=StopParams(max_tokens, min(options.min_tokens, max_tokens), tuple(sorted(stop_token_ids))),
             num_logprobs=options.logprobs,
+            num_prompt_logprobs=options.prompt_logprobs,
             slo=caller.slo,
             priority=options.priority,
             tenant=caller.tenant,

@@ -201,7 +201,8 @@ class Dispatcher:
         attempt.begin(decode, state.attempt_id, state.mailbox)
         if stays := prefill is decode:
             source = await self._lent(attempt, attempt.placed)
-            decode.send(Prefill(work, decode.info.peer, None, 0, source, stays=True))
+            message = Prefill(work, decode.info.peer, None, 0, source, stays=True)
+            decode.send(message._replace(num_prompt_logprobs=state.num_prompt_logprobs))
             prefilled = await state.mailbox.next(Prefilled)
         else:
             decode.send(Reserve(work))
@@ -216,7 +217,7 @@ class Dispatcher:
                 # Before the client has the first token: the decode node need not wait for that.
                 token_id, sums, parts = prefilled.first_token.token_id, prefilled.checksums, prefilled.parts
                 decode.send(Start(state.attempt_id, token_id, sums, parts))
-        return state.add((prefilled.first_token,), finish)
+        return state.add((prefilled.first_token,), finish, prefilled.prompt_logprobs)
 
     def _waiting(self, state: RequestState) -> Waiting:
         """Return a request as one that waits, by the seconds that it is expected to take."""
@@ -224,7 +225,7 @@ class Dispatcher:
         whole_s = self._cost.prefill_s(num_tokens, 0)
         if self._view.missing_role is not None:
             return state.waiting(whole_s, whole_s)  # how its blocks are named is for nodes to say
-        chain = state.chain(self._view.block_size, self._membership.chain_root(state.request))
+        chain = state.sparing_chain(self._view.block_size, self._membership.chain_root(state.request))
         return state.waiting(self._view.computing_s(chain, num_tokens), whole_s)
 
     def _place(self, attempt: Attempt, ahead_s: float) -> bool:
@@ -241,7 +242,7 @@ class Dispatcher:
         root = self._membership.chain_root(state.request)
         asked = PlacementRequest(
             request_id=state.attempt_id,
-            chain=state.chain(self._view.block_size, root),
+            chain=state.sparing_chain(self._view.block_size, root),
             num_tokens=len(state.token_ids),
             max_tokens=state.request.stop.max_tokens - len(state.generated),
             slo=state.slo,
@@ -349,7 +350,8 @@ class Dispatcher:
             except LostError as error:
                 state.mailbox.put(Failed(mine.request_id, LostError.__name__, str(error)))
             else:
-                prefill.send(Prefill(mine, target, reserved.grant, first, source, reserved.ranks))
+                message = Prefill(mine, target, reserved.grant, first, source, reserved.ranks)
+                prefill.send(message._replace(num_prompt_logprobs=state.num_prompt_logprobs))
 
         state.mailbox.when_reserved(send)
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import NamedTuple, Protocol
 
+from base.prompt_logprobs import PromptLogprobs
 from base.request import FinishReason, Request, SampledToken
 
 
@@ -21,6 +22,8 @@ class Generated(NamedTuple):
     """Set in the last one, and only there."""
     num_cached_tokens: int
     """Prompt tokens whose KV was matched, not computed. The same in all."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """None but in the first one, and where they were not asked for."""
 
 
 class TokenGenerator(Protocol):

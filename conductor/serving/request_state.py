@@ -9,6 +9,7 @@ from base.block_hash import BlockHash, hash_chain
 from base.clock import Clock
 from base.errors import DeadlineError, ServeError, TransferFailedError
 from base.messages import Failed, Prefilled, Work
+from base.prompt_logprobs import PromptLogprobs
 from base.request import FinishReason, Request, RequestId, SampledToken, Slo
 from conductor.placing.decisions import Actual
 from conductor.placing.fair_queue import Waiting, waiting
@@ -129,6 +130,12 @@ class RequestState:
             self._chain = hash_chain(self.token_ids, block_size, root)
         return self._chain
 
+    def sparing_chain(self, block_size: int, root: BlockHash) -> list[BlockHash]:
+        """Return the hashes of the blocks that need not be computed where they are found.
+
+        None, where log probabilities of the prompt are wanted: what is cached has K and V, and no logits."""
+        return [] if self.num_prompt_logprobs is not None else self.chain(block_size, root)
+
     def work(self, root: BlockHash) -> Work:
         return Work(
             request_id=self.attempt_id,
@@ -186,13 +193,23 @@ class RequestState:
         num_tokens = len(self.generated) + 1
         return FinishReason.LENGTH if num_tokens >= self.request.stop.max_tokens else None
 
-    def add(self, tokens: tuple[SampledToken, ...], finish_reason: FinishReason | None) -> Generated:
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The wish for log probabilities of the prompt, until they have come: with its first token."""
+        return None if self.generated else self.request.num_prompt_logprobs
+
+    def add(
+        self,
+        tokens: tuple[SampledToken, ...],
+        finish_reason: FinishReason | None,
+        prompt_logprobs: PromptLogprobs | None = None,
+    ) -> Generated:
         """Take in tokens, and return them as the APIs take them; with a reason they are the last."""
         assert self._num_cached_tokens is not None
         self.generated += [token.token_id for token in tokens]
         if finish_reason is not None:
             self.is_complete, self.outcome = True, finish_reason.value
-        return Generated(tokens, finish_reason, self._num_cached_tokens)
+        return Generated(tokens, finish_reason, self._num_cached_tokens, prompt_logprobs)
 
     def _remaining_s(self) -> float:
         return max(0.0, self.give_up_at_s - self._clock.now_s())

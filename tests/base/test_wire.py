@@ -28,6 +28,7 @@ from base.messages import (
     Tokens,
     Work,
 )
+from base.prompt_logprobs import PromptLogprobs
 from base.request import (
     FinishReason,
     Grammar,
@@ -104,13 +105,17 @@ SUMS = st.lists(U64, max_size=4).map(tuple)
 PART = st.builds(KvPart, U32, st.integers(1, 100), U32, st.integers(1, 100), st.booleans())
 PARTS = st.lists(PART, max_size=2).map(tuple)
 RANKS = st.lists(st.builds(RankGrant, PEERS, PART, GRANTS), max_size=2).map(tuple)
+TOPS = st.none() | st.integers(0, 20)
+SCORED = st.none() | st.just(PromptLogprobs(bytes(8), bytes(16), bytes(16)))
 TIMES = st.builds(PrefillTimes, REALS, REALS, REALS, REALS, REALS)
 
 
 @given(
     st.one_of(
         st.builds(Reserve, WORK),
-        st.builds(Prefill, WORK, PEERS, st.none() | GRANTS, U32, st.none() | SOURCES, RANKS, st.booleans()),
+        st.builds(
+            Prefill, WORK, PEERS, st.none() | GRANTS, U32, st.none() | SOURCES, RANKS, st.booleans(), TOPS
+        ),
         st.builds(Lend, st.text(), st.lists(HASHES).map(tuple), REALS, U32),
         st.builds(Start, st.text(), U32, SUMS, PARTS),
         st.builds(Release, st.text()),
@@ -125,7 +130,7 @@ def test_a_message_to_a_node_arrives_as_it_was_sent(item):
 @given(
     st.one_of(
         st.builds(Reserved, st.text(), U32, st.none() | GRANTS, RANKS),
-        st.builds(Prefilled, st.text(), TOKENS, REASONS, U32, SUMS, TIMES, PARTS, st.booleans()),
+        st.builds(Prefilled, st.text(), TOKENS, REASONS, U32, SUMS, TIMES, PARTS, st.booleans(), SCORED),
         st.builds(Lent, st.text(), GRANTS, SUMS),
         st.builds(Tokens, st.text(), st.lists(TOKENS, max_size=4).map(tuple), REASONS),
         st.builds(Failed, st.text(), st.text(), st.text()),

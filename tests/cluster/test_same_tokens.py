@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from openai import OpenAI
 from tokenizers import Tokenizer
 
 from engine.weights import load_model
@@ -54,6 +55,24 @@ def check_all(cluster, model, prompts):
 @pytest.mark.timeout(600)
 def test_greedy_tokens_equal_those_of_generate(cluster, model, tokenizer):
     check_all(cluster, model, token_prompts(tokenizer, fast_prompts()))
+
+
+def test_a_prompts_logprobs_are_those_of_transformers(cluster, model, tokenizer):
+    prompts = token_prompts(tokenizer, fast_prompts())
+    with torch.inference_mode():
+        expected = [model(torch.tensor([prompt])).logits[0].log_softmax(-1) for prompt in prompts]
+    with OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        for turn in ("cold", "with prefixes from the cache"):
+            answer = client.completions.create(
+                model="smollm2", prompt=prompts, echo=True, logprobs=3, max_tokens=1, temperature=0
+            )
+            for prompt, choice, logprobs in zip(prompts, answer.choices, expected, strict=True):
+                first, *given, _ = choice.logprobs.token_logprobs
+                wanted = logprobs[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+                assert first is None
+                assert given == pytest.approx(wanted, abs=1e-4), turn
+                best = [max(top.values()) for top in choice.logprobs.top_logprobs[1:]]
+                assert best == pytest.approx(logprobs.amax(-1).tolist(), abs=1e-4), turn
 
 
 @pytest.mark.full

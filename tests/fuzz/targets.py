@@ -39,6 +39,7 @@ from base.messages import (
     Work,
 )
 from base.metrics import ConductorMetrics, process_registry
+from base.prompt_logprobs import PromptLogprobs
 from base.request import RequestId, SampledToken, SamplingParams, Slo, StopParams
 from base.wire import (
     add_state,
@@ -125,7 +126,8 @@ HASH = BlockHash(bytes(range(16)))
 def _node_messages() -> list[bytes]:
     events = KvEvents(1, True, (HASH,), ())
     beat = Heartbeat(1, 2, 3, 4, 5, 6, 7)
-    prefilled = Prefilled(RequestId("r"), SampledToken(5), None, 0, (1, 2), TIMES)
+    scored = PromptLogprobs(bytes(8), bytes(16), bytes(16))
+    prefilled = Prefilled(RequestId("r"), SampledToken(5), None, 0, (1, 2), TIMES, prompt_logprobs=scored)
     said = [Reserved(RequestId("r"), 1, GRANT), prefilled, Tokens(RequestId("r"), (SampledToken(5),), None)]
     step = from_node(said)
     add_state(step, beat, events)

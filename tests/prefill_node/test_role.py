@@ -1,6 +1,7 @@
 """The prefill role: every block lands in the reservation, whole, and nothing stays held."""
 
 import asyncio
+from array import array
 
 import pytest
 
@@ -71,6 +72,22 @@ async def test_a_prefix_computed_before_is_matched_and_still_written(both):
     assert answer.num_cached_tokens == 32
     assert [checksum(content(decode, offset)) for offset in grant.offsets] == list(answer.checksums)
     assert any(content(decode, grant.offsets[0]))
+
+
+async def test_a_prompts_logprobs_come_whole_though_it_is_cached(both):
+    prefill, decode = both
+    ask(prefill, decode, work(num_tokens=40), granted(decode, 3))
+    await prefill.said(Prefilled)
+    for name, first_block in (("one", 0), ("two", 2)):
+        prefill.sent.clear()
+        grant = granted(decode, 3, first_block)
+        asked = Prefill(work(num_tokens=40, name=name), decode.agent.descriptor, grant, first_block)
+        prefill.role.prefill(asked._replace(num_prompt_logprobs=0))
+        answer = await prefill.said(Prefilled)
+        assert array("f", answer.prompt_logprobs.logprobs).tolist() == [float(at) for at in range(39)]
+        assert answer.num_cached_tokens == 0
+        sums = [checksum(content(decode, offset)) for offset in grant.offsets]
+        assert sums == list(answer.checksums)
 
 
 async def test_blocks_that_the_decode_node_has_are_not_written(both):

@@ -44,6 +44,14 @@ async def test_the_first_token_is_told_and_the_others_follow_it(node):
     assert tokens_of(node) == ([2, 3, 4, 5], FinishReason.LENGTH)
 
 
+async def test_its_prompts_logprobs_come_with_the_first_token(node):
+    asked = Prefill(work(num_tokens=40, max_tokens=5), node.agent.descriptor, None, 0, stays=True)
+    node.role.prefill(asked._replace(num_prompt_logprobs=0))
+    await finished(node)
+    assert len(node.sent[0].prompt_logprobs.logprobs) == 39 * 4
+    assert tokens_of(node) == ([2, 3, 4, 5], FinishReason.LENGTH)
+
+
 @pytest.mark.parametrize(
     ("stop", "reason"),
     [(StopParams(1), None), (StopParams(5, stop_token_ids=(1,)), FinishReason.STOP)],

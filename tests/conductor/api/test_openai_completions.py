@@ -1,10 +1,13 @@
 """/v1/completions and the small calls, by the official client against a real server."""
 
+from array import array
 from contextlib import asynccontextmanager
 
 import httpx
 import openai
+import pytest
 
+from base.prompt_logprobs import PromptLogprobs
 from base.request import FinishReason
 from conductor.api.openai_schema import DEFAULT_COMPLETION_TOKENS
 from tests.conductor.fakes import MODEL, serving, spoken
@@ -74,6 +77,79 @@ async def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(model):
     ]
     assert answer.usage.prompt_tokens == 2
     assert sorted(request.sampling.seed for request in api.dispatcher.requests) == [1, 1, 2, 2]
+
+
+@asynccontextmanager
+async def scoring(model, text="!"):
+    """Serve by a cluster to which each token of a prompt has minus its place as its log probability."""
+
+    def script(request):
+        steps = spoken(model, text, FinishReason.LENGTH, with_logprobs=request.num_logprobs is not None)
+        if request.num_prompt_logprobs is None:
+            return steps
+        values = array("f", [-float(at) for at in range(1, len(request.token_ids))])
+        num_top = request.num_prompt_logprobs
+        top = array("f", [-0.5] * (len(values) * num_top))
+        ids = array("I", [100] * len(top))
+        scored = PromptLogprobs(values.tobytes(), ids.tobytes(), top.tobytes())
+        return [steps[0]._replace(prompt_logprobs=scored), *steps[1:]]
+
+    async with (
+        serving(model, script) as api,
+        openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client, api
+
+
+async def test_an_echo_has_the_prompts_logprobs_before_those_of_the_text(model):
+    prompt = "one, two"
+    given = ids(model, prompt)
+    async with scoring(model) as (client, api):
+        asked = {"model": MODEL, "prompt": [prompt, given], "echo": True, "logprobs": 1, "max_tokens": 1}
+        whole = await client.completions.create(**asked, n=2)
+        stream = await client.completions.create(**asked, stream=True)
+        chunks = [chunk async for chunk in stream]
+    for choice in whole.choices:
+        found = choice.logprobs
+        assert choice.text == "".join(found.tokens) == "one, two!"
+        assert found.token_logprobs == [None, *(-float(at) for at in range(1, len(given))), -0.5]
+        assert found.top_logprobs[0] is None
+        assert all(len(top) == 2 for top in found.top_logprobs[1:-1])
+        assert found.text_offset == [len("".join(found.tokens[:at])) for at in range(len(found.tokens))]
+    for index in range(2):
+        own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        parts = [choice.logprobs for choice in own if choice.logprobs is not None]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            together = [item for part in parts for item in getattr(part, name)]
+            assert together == getattr(whole.choices[0].logprobs, name)
+    # The choices after a prompt's first show what that one brought.
+    assert sum(request.num_prompt_logprobs is not None for request in api.dispatcher.requests) == 4
+    assert len(api.dispatcher.requests) == 6
+
+
+async def test_a_prompt_can_be_had_without_an_answer(model):
+    async with scoring(model) as (client, _):
+        asked = {"model": MODEL, "prompt": "one, two", "echo": True, "logprobs": 0, "max_tokens": 0}
+        answer = await client.completions.create(**asked)
+        stream = await client.completions.create(**asked, stream=True)
+        chunks = [chunk async for chunk in stream]
+    given = ids(model, "one, two")
+    assert answer.choices[0].text == "one, two" == "".join(chunk.choices[0].text for chunk in chunks)
+    assert len(answer.choices[0].logprobs.tokens) == len(given)
+    assert answer.choices[0].finish_reason == "length" == chunks[-1].choices[0].finish_reason
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(given), 0)
+
+
+async def test_more_logprobs_than_an_answer_may_have_are_refused(model, monkeypatch):
+    monkeypatch.setattr("conductor.api.openai_generation.MAX_PROMPT_LOGPROBS", 20)
+    async with scoring(model) as (client, _):
+        asked = {"model": MODEL, "echo": True, "max_tokens": 1}
+        await client.completions.create(**asked, prompt=[[5] * 5] * 2, logprobs=1)
+        with pytest.raises(
+            openai.BadRequestError, match="at most 20 of all prompts together, not 30"
+        ) as refused:
+            await client.completions.create(**asked, prompt=[[5] * 5] * 2, logprobs=2)
+        assert refused.value.param == "logprobs"
 
 
 async def test_prompt_is_echoed_before_the_text(model):

@@ -126,7 +126,7 @@ REFUSED = {
     "too many choices": (COMPLETIONS, completion(prompt=["x"] * 10, n=100), "n"),
     "suffix": (COMPLETIONS, completion(suffix="x"), "suffix"),
     "best_of": (COMPLETIONS, completion(best_of=5), "best_of"),
-    "echo with logprobs": (COMPLETIONS, completion(echo=True, logprobs=1), "echo"),
+    "no tokens and no echo": (COMPLETIONS, completion(max_tokens=0), "max_tokens"),
     "logprobs": (COMPLETIONS, completion(logprobs=100), "logprobs"),
     "tokenize nothing": ("/tokenize", "{}", "prompt"),
     "detokenize text": ("/detokenize", '{"tokens": "x"}', "tokens"),
