@@ -4,6 +4,7 @@
     python -m bench.regimes --seeds tune            # the seeds that the rule may be tuned on
     python -m bench.regimes --only "agents, 70B" --full     # one row at its whole length
     python -m bench.regimes --smoke                 # a few regimes and requests: whether it runs
+    python -m bench.regimes --jobs 16               # so many regimes at a time, a process for each
 
 Every rule meets the same requests in the same cluster, with the settings that the service ships: its queue,
 its headroom and what it learns. Goodput is the share of all requests that had their first token and their
@@ -15,13 +16,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+from base.option_values import whole
 from bench.about_run import about_run
 from bench.regimes.table import FULL_REQUESTS, REQUESTS, Regime, regimes
 from conductor.replay.outcome import distribution
@@ -84,6 +90,45 @@ def compare(regime: Regime, requests: int, seeds: Sequence[int], rivals: Sequenc
     return Compared(regime.name, score(regime, OURS, traces), tuple(scores))
 
 
+def compare_all(chosen: Sequence[Regime], args: argparse.Namespace) -> Iterable[Compared]:
+    """Run regimes one after the other; with `--jobs` several at a time, each in a process of its own.
+
+    They come in their order, each when it is done.
+    """
+    if args.jobs > 1:
+        with ThreadPoolExecutor(args.jobs) as pool:
+            yield from pool.map(lambda regime: _in_process(regime, args), chosen)
+    else:
+        for regime in chosen:
+            yield compare(regime, _num_requests(args), SEEDS[args.seeds], args.rules)
+
+
+def _in_process(regime: Regime, args: argparse.Namespace) -> Compared:
+    """Run one regime as this very command would, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        words = ["--name", regime.name, "--seeds", args.seeds, "--traces", str(args.traces)]
+        words += ["--rules", *args.rules] if args.rules else []
+        words += ["--full"] if args.full else []
+        words += ["--smoke"] if args.smoke else []
+        command = [sys.executable, "-m", "bench.regimes", *words, "--out", str(out)]
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=True)
+        (found,) = json.loads(out.read_text())["regimes"]
+    return compared_of(found)
+
+
+def compared_of(found: Mapping[str, Any]) -> Compared:
+    """Return a regime as a result's JSON has it."""
+    others = tuple(Score(**each) for each in found["others"])
+    return Compared(found["regime"], Score(**found["ours"]), others)
+
+
+def _num_requests(args: argparse.Namespace) -> int:
+    if args.smoke:
+        return SMOKE_REQUESTS
+    return FULL_REQUESTS if args.full else REQUESTS
+
+
 def rows_of(compared: Sequence[Compared]) -> list[list[str]]:
     """Return a table, the regimes where another rule beats ours by most first."""
     rows = [["regime", "ours", "TTFT s", "p99", "best other", "", "TTFT s", "p99", "lead"]]
@@ -108,25 +153,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--smoke", action="store_true", help=f"{SMOKE_REQUESTS} requests of every tenth regime")
     add("--traces", type=Path, default=TRACES, metavar="FOLDER", help="with conversation_trace.jsonl")
     add("--out", type=Path, metavar="OUT.json")
+    add("--jobs", type=whole(1, 1024), default=1, help="regimes at a time")
+    add("--name", metavar="REGIME", help="one regime, by its whole name")
     args = parser.parse_args(argv)
     chosen = [each for each in regimes(args.traces) if not args.only or args.only in each.name]
+    if args.name:
+        chosen = [each for each in chosen if each.name == args.name]
     if not chosen:
-        parser.error(f"--only {args.only!r}: in no regime's name")
-    requests = FULL_REQUESTS if args.full else REQUESTS
-    if args.smoke:
-        chosen, requests = chosen[::10], SMOKE_REQUESTS
-    compared = []
-    for regime in chosen:
-        started_s = time.process_time()
-        compared.append(compare(regime, requests, SEEDS[args.seeds], args.rules))
-        print(_line(compared[-1], time.process_time() - started_s), file=sys.stderr, flush=True)
+        parser.error(f"--only {args.only!r}, --name {args.name!r}: no regime is called so")
+    if args.smoke and not args.name:
+        chosen = chosen[::10]
+    compared, began_s = [], time.perf_counter()
+    for each in compare_all(chosen, args):
+        compared.append(each)
+        print(_line(each, time.perf_counter() - began_s), file=sys.stderr, flush=True)
     print(aligned(rows_of(compared)))
     lost = [each for each in compared if each.lead < -0.03]
     print(
         f"\n{len(lost)} of {len(compared)} regimes where another rule has 3 points of goodput more than ours"
     )
     if args.out:
-        result = {"about": about_run(), "requests": requests, "seeds": SEEDS[args.seeds], "lost": len(lost)}
+        result = {
+            "about": about_run(),
+            "requests": _num_requests(args),
+            "seeds": SEEDS[args.seeds],
+            "lost": len(lost),
+        }
         result["regimes"] = [
             asdict(each) | {"lead": each.lead} for each in sorted(compared, key=lambda one: one.lead)
         ]
@@ -134,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _line(compared: Compared, cpu_s: float) -> str:
+def _line(compared: Compared, since_s: float) -> str:
     others = ", ".join(f"{each.rule} {each.goodput:.1%} {each.ttft_mean_s:.2f}" for each in compared.others)
     ours = compared.ours
-    return f"{compared.regime}: {ours.goodput:.1%} {ours.ttft_mean_s:.2f} s; {others} ({cpu_s:.0f} s)"
+    return f"{compared.regime}: {ours.goodput:.1%} {ours.ttft_mean_s:.2f} s; {others} ({since_s:.0f} s)"
