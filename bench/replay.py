@@ -3,6 +3,9 @@
     python -m bench.replay TRACE [--rounds 3] [--copies 62 --rows 1500] [--out results.json]
     python -m bench.replay --million [--out results.json]
 
+Beside them 16 nodes whose links are full: 10 Gbit/s each, for a trace that wants as much, so that hundreds of
+hand-offs wait.
+
 Seconds are the thread's own on the processor (a busy machine's other work counts only by
 the caches it spoils); wall seconds stand beside them. 1,000 nodes serve `copies` copies of
 the trace's first `rows` rows.
@@ -15,6 +18,7 @@ is of both.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import resource
 import time
@@ -36,10 +40,20 @@ RATE_PER_NODE = 12_031 / 3_537 / 16
 """Requests a second: the conversation trace over the 16 nodes of the paper."""
 
 
-def measure(trace: Trace, nodes: int, copies: int, rows: int | None) -> dict[str, float]:
+FULL_LINKS_BYTES_PER_S = 10 * 125e6
+"""Of each node's link, which hand-offs of the conversation trace fill on 16 nodes."""
+FULL_LINKS_ROWS = 3_000
+
+
+def measure(
+    trace: Trace, nodes: int, copies: int, rows: int | None, link_bytes_per_s: float | None = None
+) -> dict[str, float]:
     """Return requests a second of one run, by processor and by wall time."""
     options = ClusterOptions(nodes, nodes, trace.block_size)
-    plan = Plan(trace, CostModel(load_profile("a800-llama70b")), options, scale=copies, limit=rows)
+    profile = load_profile("a800-llama70b")
+    if link_bytes_per_s is not None:
+        profile = dataclasses.replace(profile, transfer_bytes_per_s=link_bytes_per_s)
+    plan = Plan(trace, CostModel(profile), options, scale=copies, limit=rows)
     started_s, began_s = time.thread_time(), time.perf_counter()
     cluster = simulate(plan)
     seconds, wall_s = time.thread_time() - started_s, time.perf_counter() - began_s
@@ -88,7 +102,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(args.rounds):
         small = measure(trace, 8, 1, None)
         large = measure(trace, 500, args.copies, args.rows)
+        full = measure(trace, 8, 1, FULL_LINKS_ROWS, FULL_LINKS_BYTES_PER_S)
         rounds.append({"16": small, "1000": large, "large_to_small": large["per_cpu_s"] / small["per_cpu_s"]})
+        rounds[-1]["full_links"] = full
         print(json.dumps(rounds[-1]))
     return {
         "16_nodes_per_cpu_s": {
@@ -98,6 +114,10 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "1000_nodes_per_cpu_s": {
             "median": median(row["1000"]["per_cpu_s"] for row in rounds),
             "best": max(row["1000"]["per_cpu_s"] for row in rounds),
+        },
+        "full_links_per_cpu_s": {
+            "median": median(row["full_links"]["per_cpu_s"] for row in rounds),
+            "best": max(row["full_links"]["per_cpu_s"] for row in rounds),
         },
         "large_to_small": median(row["large_to_small"] for row in rounds),
         "peak_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,

@@ -2,17 +2,24 @@
 
 Every node has one link with a rate out and a rate in. A flow may have a limit of its own:
 a hand-off cannot leave faster than its layers are computed. Rates are max-min fair: no
-flow can gain without one that is no faster losing. Two cases need no computation, and are
-nearly all: a flow that takes what is left at both ends, where the others have all they
-want and no more than it gets, changes nobody's rate; and one that leaves ends where the
-others have all they want frees nobody. Otherwise the flows connected with it are filled
-progressively.
+flow can gain without one that is no faster losing.
+
+Flows from one link to another are a lane. Those of a lane that have less than their limits have the same
+rate, whatever they began with, so the lane counts the bytes that each of them got, and a flow ends where
+that count says: a change of rate is one number for all of them, and the first to end is the top of a heap.
+Those that have their limits end when they end. So a flow that comes or goes costs as many steps as the links
+and lanes that depend on it, and not the flows: hundreds wait where links are full.
+
+Two cases need no computation, and are nearly all where links are not full: a flow that finds its limit left
+at both ends changes nobody's rate; and one that leaves ends where all have what they want frees nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from typing import Any
 
@@ -30,11 +37,22 @@ class SimLink:
     """One direction of one node's link: its rate, and who uses it."""
 
     capacity: float
-    flows: dict[Flow, None] = field(default_factory=dict)
+    lanes: dict[SimLink, Lane] = field(default_factory=dict)
+    """Those with a flow, by their other end."""
     left: float = field(init=False)
+    num_flows: int = 0
+    num_slowed: int = 0
+    """Flows that have less than their limits."""
+    num_open: int = 0
+    """While rates are computed: flows without one, which share `left`."""
 
     def __post_init__(self) -> None:
         self.left = self.capacity
+
+    @property
+    def flows(self) -> list[Flow]:
+        """All that use it."""
+        return [flow for lane in self.lanes.values() for flow in lane.flows]
 
 
 @dataclass(slots=True, eq=False)
@@ -44,15 +62,128 @@ class Flow:
     sender: SimLink
     receiver: SimLink
     remaining: float
+    """At `moved_at_s`; of a flow that is slowed its lane knows."""
     limit: float
     done: Done
     """Called with the moment and `arguments` when the last byte arrived."""
     arguments: tuple[Any, ...] = ()
-    rate: float = 0.0
-    is_slowed: bool = False
-    """Whether it has less than its limit."""
     moved_at_s: float = 0.0
+    lane: Lane | None = None
+    """None: it has not begun, or has ended."""
+    ends_at_count: float = inf
+    """The bytes that its lane has counted when its last one arrives; infinity: it has its limit."""
     version: int = 0
+
+    @property
+    def is_slowed(self) -> bool:
+        """Whether it has less than its limit."""
+        return self.ends_at_count < inf
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second, while it runs."""
+        assert self.lane is not None
+        return self.lane.rate if self.is_slowed else self.limit
+
+
+class Lane:
+    """Flows from one link to another, by their limits: the first `num_free` have them, the others `rate`."""
+
+    __slots__ = (
+        "_num_queued",
+        "_queue",
+        "counted",
+        "counted_at_s",
+        "ends_at_s",
+        "first_ends_at",
+        "flows",
+        "is_open",
+        "limits",
+        "num_free",
+        "num_settled",
+        "rate",
+        "receiver",
+        "sender",
+        "share",
+    )
+
+    def __init__(self, sender: SimLink, receiver: SimLink) -> None:
+        self.sender = sender
+        self.receiver = receiver
+        self.flows: list[Flow] = []
+        self.limits: list[float] = []
+        self.num_free = 0
+        self.rate = 0.0
+        self.ends_at_s = inf
+        """When the first of those with `rate` ends; infinity: there are none."""
+        self.num_settled = 0
+        """While rates are computed: flows that have theirs."""
+        self.share = 0.0
+        """While rates are computed: what the others get."""
+        self.is_open = False
+        """While rates are computed: whether some have none yet."""
+        self.counted = 0.0
+        """The bytes that each flow with `rate` got by `counted_at_s`, since the lane began."""
+        self.counted_at_s = 0.0
+        self.first_ends_at = inf
+        """The count that the first of them ends at; infinity: it is not known."""
+        self._queue: list[tuple[float, int, Flow]] = []
+        self._num_queued = 0
+
+    @property
+    def num_slowed(self) -> int:
+        """Flows that have less than their limits."""
+        return len(self.flows) - self.num_free
+
+    def insert(self, flow: Flow) -> bool:
+        """Take in a flow; return whether it is among those that have their limits."""
+        at = bisect_right(self.limits, flow.limit)
+        self.limits.insert(at, flow.limit)
+        self.flows.insert(at, flow)
+        is_free = at < self.num_free
+        self.num_free += is_free
+        return is_free
+
+    def remove(self, flow: Flow) -> None:
+        at = self.flows.index(flow)
+        del self.flows[at], self.limits[at]
+        self.num_free -= not flow.is_slowed
+        flow.lane = None
+
+    def slow(self, flow: Flow) -> None:
+        """Let a flow, of which `remaining` is to come now, have the rate of the lane."""
+        flow.version += 1
+        flow.ends_at_count = self.counted + flow.remaining
+        self.first_ends_at = inf
+        self._num_queued += 1
+        heappush(self._queue, (flow.ends_at_count, self._num_queued, flow))
+
+    def count(self, now_s: float) -> None:
+        """Count the bytes that each flow with the lane's rate has got."""
+        self.counted += self.rate * (now_s - self.counted_at_s)
+        self.counted_at_s = now_s
+
+    def left_of(self, flow: Flow) -> float:
+        """Return the bytes to come of a flow that had the lane's rate, as counted last."""
+        return max(0.0, flow.ends_at_count - self.counted)
+
+    def set_rate(self, rate: float) -> None:
+        """Let the flows that are slowed have a rate from the moment counted last."""
+        self.rate = rate
+        queue = self._queue
+        while queue and (queue[0][2].lane is not self or queue[0][2].ends_at_count != queue[0][0]):
+            heappop(queue)
+        self.first_ends_at = self.ends_at_s = inf
+        if queue:
+            self.first_ends_at = first = queue[0][0]
+            self.ends_at_s = (
+                self.counted_at_s + (first - self.counted if first > self.counted else 0.0) / rate
+            )
+
+    def ended(self, now_s: float) -> Flow:
+        """Return the flow that ends at `ends_at_s`, which is now."""
+        self.counted, self.counted_at_s = self.first_ends_at, now_s
+        return self._queue[0][2]
 
 
 class Links:
@@ -60,7 +191,10 @@ class Links:
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._num_slowed = 0
+        self._slow: dict[Lane, None] = {}
+        """Lanes with a flow that has less than its limit."""
+        self._next_s = inf
+        self._version = 0
         self.bytes_moved = 0.0
 
     def start(self, flow: Flow, now_s: float) -> None:
@@ -68,149 +202,231 @@ class Links:
         flow.moved_at_s = now_s
         sender, receiver = flow.sender, flow.receiver
         # alone on its links, a flow has all it wants
-        flow.limit = min(flow.limit, sender.capacity, receiver.capacity)
-        sender.flows[flow] = None
-        receiver.flows[flow] = None
+        flow.limit = limit = min(flow.limit, sender.capacity, receiver.capacity)
         self.bytes_moved += flow.remaining
-        rate = flow.limit
-        if rate <= sender.left and rate <= receiver.left:
-            self._set_rate(flow, rate, now_s)
+        lane = sender.lanes.get(receiver)
+        if lane is None:
+            lane = sender.lanes[receiver] = receiver.lanes[sender] = Lane(sender, receiver)
+        flow.lane = lane
+        is_free = lane.insert(flow)
+        sender.num_flows += 1
+        receiver.num_flows += 1
+        if limit <= sender.left and limit <= receiver.left and lane not in self._slow:
+            sender.left -= limit
+            receiver.left -= limit
+            lane.num_free += not is_free
+            self._run_free(flow, now_s)
             return
-        rate = min(sender.left, receiver.left)
-        if _takes_no_more_than_fair(flow, rate):
-            self._set_rate(flow, rate, now_s)
+        # until its share is known
+        if is_free:
+            self._run_free(flow, now_s)
         else:
-            self._share(flow, now_s)
+            lane.count(now_s)
+            lane.slow(flow)
+            sender.num_slowed += 1
+            receiver.num_slowed += 1
+        self._share((sender, receiver), now_s)
 
     def cancel(self, flow: Flow, now_s: float) -> None:
         """End a flow before its last byte; one that has ended is passed over."""
-        if flow in flow.sender.flows:
-            self._settle(flow, now_s)
-            self.bytes_moved -= flow.remaining
-            self._leave(flow, now_s)
-
-    def _leave(self, flow: Flow, now_s: float) -> None:
-        flow.version += 1
-        for link in (flow.sender, flow.receiver):
-            flows = link.flows
-            del flows[flow]
-            # an empty link is exactly empty: sums of rates drift
-            link.left = link.left + flow.rate if flows else link.capacity
-        self._num_slowed -= flow.is_slowed
-        if not self._num_slowed:
+        lane = flow.lane
+        if lane is None:
             return
-        for link in (flow.sender, flow.receiver):
-            for other in link.flows:
-                if other.is_slowed:
-                    self._share(other, now_s)
-                    break
+        if flow.is_slowed:
+            lane.count(now_s)
+            self.bytes_moved -= lane.left_of(flow)
+        else:
+            self.bytes_moved -= max(0.0, flow.remaining - flow.limit * (now_s - flow.moved_at_s))
+        self._leave(flow, lane)
+        self._left((flow.sender, flow.receiver), now_s)
 
-    def _finished(self, flow: Flow, version: int, now_s: float) -> None:
-        if version == flow.version:
-            flow.remaining = 0.0
-            self._leave(flow, now_s)
-            flow.done(now_s, *flow.arguments)
-
-    @staticmethod
-    def _settle(flow: Flow, now_s: float) -> None:
-        flow.remaining = max(0.0, flow.remaining - flow.rate * (now_s - flow.moved_at_s))
-        flow.moved_at_s = now_s
-
-    def _set_rate(self, flow: Flow, rate: float, now_s: float) -> None:
-        more = rate - flow.rate
-        flow.sender.left -= more
-        flow.receiver.left -= more
-        flow.rate = rate
-        if flow.is_slowed != (rate < flow.limit):
-            flow.is_slowed = not flow.is_slowed
-            self._num_slowed += 1 if flow.is_slowed else -1
+    def _leave(self, flow: Flow, lane: Lane) -> None:
+        """Take a flow out; who shares its links gets nothing yet."""
         flow.version += 1
-        ends_at_s = now_s + flow.remaining / rate
+        rate, is_slowed = flow.rate, flow.is_slowed
+        lane.remove(flow)
+        for link, other in ((flow.sender, flow.receiver), (flow.receiver, flow.sender)):
+            link.num_flows -= 1
+            link.num_slowed -= is_slowed
+            # an empty link is exactly empty: sums of rates drift
+            link.left = link.left + rate if link.num_flows else link.capacity
+            if not lane.flows:
+                del link.lanes[other]
+        if is_slowed:
+            if lane.num_slowed:
+                lane.set_rate(lane.rate)
+            else:
+                self._slow.pop(lane)
+                lane.ends_at_s = lane.first_ends_at = inf
+
+    def _run_free(self, flow: Flow, now_s: float) -> None:
+        """Let a flow have its limit until its end."""
+        flow.version += 1
+        flow.ends_at_count = inf
+        flow.moved_at_s = now_s
+        ends_at_s = now_s + flow.remaining / flow.limit
         self._schedule(ends_at_s, self._finished, flow, flow.version, ends_at_s)
 
-    def _share(self, first: Flow, now_s: float) -> None:
-        """Give every flow connected with `first` its fair rate."""
-        for flow, rate in _max_min(*_connected(first)).items():
-            if rate != flow.rate:
-                self._settle(flow, now_s)
-                self._set_rate(flow, rate, now_s)
+    def _finished(self, flow: Flow, version: int, now_s: float) -> None:
+        if version == flow.version and flow.lane is not None:
+            self._leave(flow, flow.lane)
+            self._left((flow.sender, flow.receiver), now_s)
+            flow.done(now_s, *flow.arguments)
+
+    def _first_ended(self, version: int, now_s: float) -> None:
+        """End the slowed flows that are due."""
+        if version != self._version:
+            return
+        ended = [lane.ended(now_s) for lane in self._slow if lane.ends_at_s <= now_s]
+        self._next_s = inf
+        for flow in ended:
+            assert flow.lane is not None
+            self._leave(flow, flow.lane)
+        self._left([link for flow in ended for link in (flow.sender, flow.receiver)], now_s)
+        for flow in ended:
+            flow.done(now_s, *flow.arguments)
+
+    def _left(self, changed: Iterable[SimLink], now_s: float) -> None:
+        """Give what is free again to those who want more than they have."""
+        if wanting := [link for link in changed if link.num_slowed]:
+            self._share(wanting, now_s)
+        elif self._next_s < inf or self._slow:
+            self._schedule_first()
+
+    def _share(self, changed: Iterable[SimLink], now_s: float) -> None:
+        """Give every flow that depends on the links its fair rate."""
+        links, lanes = _connected(changed)
+        _fill(links)
+        for lane in lanes:
+            if lane.num_free != lane.num_settled or lane.first_ends_at == inf:
+                self._take_share(lane, now_s)
+            elif (share := lane.share) != lane.rate:
+                # as `_take_share` has it: nearly all of them, each time
+                lane.counted = counted = lane.counted + lane.rate * (now_s - lane.counted_at_s)
+                lane.counted_at_s, lane.rate, left = now_s, share, lane.first_ends_at - counted
+                lane.ends_at_s = now_s + (left if left > 0.0 else 0.0) / share
+        self._schedule_first()
+
+    def _take_share(self, lane: Lane, now_s: float) -> None:
+        """Let a lane's flows have the rates that were computed, some their limits and others not any more."""
+        before, after, flows = lane.num_free, lane.num_settled, lane.flows
+        lane.count(now_s)
+        for flow in flows[before:after]:
+            flow.remaining = lane.left_of(flow)
+            self._run_free(flow, now_s)
+        for flow in flows[after:before]:
+            flow.remaining = max(0.0, flow.remaining - flow.limit * (now_s - flow.moved_at_s))
+            lane.slow(flow)
+        lane.num_free = after
+        lane.sender.num_slowed += before - after
+        lane.receiver.num_slowed += before - after
+        if after < len(flows):
+            self._slow[lane] = None
+            lane.set_rate(lane.share)
+        else:
+            self._slow.pop(lane, None)
+            lane.ends_at_s = lane.first_ends_at = inf
+
+    def _schedule_first(self) -> None:
+        """Have `_first_ended` called when the first slowed flow ends."""
+        next_s = min([lane.ends_at_s for lane in self._slow], default=inf)
+        if next_s != self._next_s:
+            self._next_s = next_s
+            self._version += 1
+            if next_s < inf:
+                self._schedule(next_s, self._first_ended, self._version, next_s)
 
 
-def _takes_no_more_than_fair(flow: Flow, rate: float) -> bool:
-    """Return whether `rate`, all that is left, leaves nobody wanting who has less."""
-    if rate <= FULL * flow.sender.capacity:
-        return False
-    for link in (flow.sender, flow.receiver):
-        for other in link.flows:
-            if other is not flow and (other.is_slowed or other.rate > rate):
-                return False
-    return True
+def _is_modest(lane: Lane) -> bool:
+    """Return whether an equal share at both ends is enough for each flow: then all get their limits."""
+    most, sender, receiver = lane.limits[-1], lane.sender, lane.receiver
+    return most * sender.num_flows <= sender.capacity and most * receiver.num_flows <= receiver.capacity
 
 
-def _is_modest(flow: Flow) -> bool:
-    """Return whether an equal share at both ends would be enough: then it gets its limit."""
-    sender, receiver = flow.sender, flow.receiver
-    return (
-        flow.limit * len(sender.flows) <= sender.capacity
-        and flow.limit * len(receiver.flows) <= receiver.capacity
-    )
+def _connected(first: Iterable[SimLink]) -> tuple[list[SimLink], list[Lane]]:
+    """Return the links whose shares depend on each other, and their lanes; nobody has a rate there.
 
-
-def _connected(first: Flow) -> tuple[list[Flow], dict[Flow, float], list[SimLink]]:
-    """Return the flows whose rates depend on each other, modest ones with their rate, and the links.
-
-    Dependence goes from flow to flow over links, but not through modest flows that have
-    their limit already.
+    Dependence goes from link to link over lanes, but not where all flows have their limits whatever others
+    do: what those take is not `left`.
     """
-    seen: dict[Flow, None] = {}
-    greedy: list[Flow] = []
-    modest: dict[Flow, float] = {}
-    links: dict[SimLink, None] = {first.sender: None, first.receiver: None}
-    waiting = [first.sender, first.receiver]
+    lanes: dict[Lane, None] = {}
+    links: dict[SimLink, None] = dict.fromkeys(first)
+    waiting = list(links)
+    for link in waiting:
+        link.left, link.num_open = link.capacity, link.num_flows
     while waiting:
-        for flow in waiting.pop().flows:
-            if flow in seen:
+        link = waiting.pop()
+        for other, lane in link.lanes.items():
+            if lane in lanes:
                 continue
-            seen[flow] = None
-            if _is_modest(flow):
-                modest[flow] = flow.limit
-                if flow.rate == flow.limit:
-                    continue
-            else:
-                greedy.append(flow)
-            for link in (flow.sender, flow.receiver):
-                if link not in links:
-                    links[link] = None
-                    waiting.append(link)
-    return greedy, modest, list(links)
+            if not lane.num_slowed and _is_modest(lane):
+                link.left -= sum(lane.limits)
+                link.num_open -= len(lane.limits)
+                continue
+            lanes[lane] = None
+            lane.num_settled, lane.is_open = 0, True
+            if other not in links:
+                links[other] = None
+                other.left, other.num_open = other.capacity, other.num_flows
+                waiting.append(other)
+    return list(links), list(lanes)
 
 
-def _max_min(flows: list[Flow], rates: dict[Flow, float], links: list[SimLink]) -> dict[Flow, float]:
-    """Add each flow's max-min fair rate to `rates`: raise all alike, stop those that hit a bound."""
-    left = {link: link.capacity for link in links}
-    users = dict.fromkeys(links, 0)
-    for flow, rate in rates.items():
-        for link in (flow.sender, flow.receiver):
-            if link in left:
-                left[link] -= rate
-    for flow in flows:
-        users[flow.sender] += 1
-        users[flow.receiver] += 1
-    running = dict.fromkeys(flows)
-    while running:
-        share, tightest = inf, links[0]
-        for link, count in users.items():
-            if count:
-                fair = max(left[link], FULL * link.capacity) / count
-                if fair < share:
-                    share, tightest = fair, link
-        stopped = [flow for flow in running if flow.limit <= share]
-        if not stopped:
-            stopped = [flow for flow in tightest.flows if flow in running]
-        for flow in stopped:
-            rates[flow] = rate = min(flow.limit, share)
-            del running[flow]
-            for link in (flow.sender, flow.receiver):
-                left[link] -= rate
-                users[link] -= 1
-    return rates
+def _fill(links: list[SimLink]) -> None:
+    """Set the max-min fair `share` of each open lane, and how many of its flows have their limits before.
+
+    The link that has least for each of its flows is full first. Flows on it that want no more have their
+    limits, which leaves the others more; if there are none, all have what it has. The least only rises, so an
+    old entry of the heap says too little, never too much.
+    """
+    heap = [(_fair(link), number, link) for number, link in enumerate(links) if link.num_open]
+    heapify(heap)
+    while heap:
+        known, number, link = heap[0]
+        if not link.num_open:
+            heappop(heap)
+            continue
+        share = _fair(link)
+        if share > known:
+            heapreplace(heap, (share, number, link))
+            continue
+        is_full = True
+        for lane in link.lanes.values():
+            if lane.is_open and lane.limits[lane.num_settled] <= share:
+                is_full = False
+                _stop_at_limits(lane, share)
+        if is_full:
+            heappop(heap)
+            _divide(link, share)
+    for link in links:
+        if link.left < 0.0:
+            link.left = 0.0
+
+
+def _fair(link: SimLink) -> float:
+    """Return what a link has for each flow that has no rate yet."""
+    left, least = link.left, FULL * link.capacity
+    return (left if left > least else least) / link.num_open
+
+
+def _divide(link: SimLink, share: float) -> None:
+    """Give all flows of a link that have no rate yet an equal one."""
+    for other, lane in link.lanes.items():
+        if lane.is_open:
+            lane.is_open = False
+            lane.share = share
+            count = len(lane.limits) - lane.num_settled
+            other.left -= share * count
+            other.num_open -= count
+    link.left, link.num_open = 0.0, 0
+
+
+def _stop_at_limits(lane: Lane, share: float) -> None:
+    """Give the flows of a lane that want no more than a share, of those without a rate, their limits."""
+    limits, first = lane.limits, lane.num_settled
+    lane.num_settled = end = bisect_right(limits, share, first)
+    lane.is_open = end < len(limits)
+    total = sum(limits[first:end])
+    for link in (lane.sender, lane.receiver):
+        link.left -= total
+        link.num_open -= end - first

@@ -22,6 +22,10 @@ class Events:
         self._count += 1
         heappush(self._heap, (moment_s, self._count, call, arguments))
 
+    @property
+    def next_s(self) -> float:
+        return self._heap[0][0] if self._heap else inf
+
     def step(self) -> bool:
         if not self._heap:
             return False
@@ -45,36 +49,46 @@ def check_max_min(flows: list[Flow]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_flows_are_max_min_fair_at_every_moment_and_all_arrive(seed: int) -> None:
+@pytest.mark.parametrize("num_flows", [30, 60])
+def test_random_flows_are_max_min_fair_at_every_moment_and_end_with_their_last_byte(
+    seed: int, num_flows: int
+) -> None:
     rng = random.Random(seed)
     events = Events()
     links = Links(events.at)
     sends = [SimLink(rng.choice([1.0, 2.0, 10.0])) for _ in range(4)]
     receives = [SimLink(rng.choice([1.0, 3.0, 10.0])) for _ in range(4)]
     alive: list[Flow] = []
+    sizes: dict[Flow, float] = {}
+    moved: dict[Flow, float] = {}
     arrived = []
 
     def start(number: int) -> None:
         limit = rng.choice([inf, 0.2, 1.0])
         flow = Flow(rng.choice(sends), rng.choice(receives), rng.random() * 20, limit, lambda now_s: None)
+        sizes[flow], moved[flow] = flow.remaining, 0.0
 
         def done(now_s: float) -> None:
             alive.remove(flow)
             arrived.append(number)
+            assert moved[flow] == pytest.approx(sizes[flow], rel=1e-6, abs=1e-6)
 
         flow.done = done
         alive.append(flow)
         links.start(flow, events.now_s)
 
-    for number in range(30):
+    for number in range(num_flows):
         events.at(rng.random() * 20, start, number)
-    while events.step():
+    while (next_s := events.next_s) < inf:
+        for flow in alive:
+            moved[flow] += flow.rate * (next_s - events.now_s)
+        events.step()
         check_max_min(alive)
         for link in (*sends, *receives):
             used = sum(flow.rate for flow in link.flows)
             assert used <= link.capacity * (1 + 1e-6)
             assert link.left == pytest.approx(link.capacity - used, abs=1e-6)
-    assert sorted(arrived) == list(range(30))
+    assert sorted(arrived) == list(range(num_flows))
 
 
 def test_two_flows_from_one_sender_take_twice_as_long() -> None:
