@@ -162,9 +162,9 @@ def regimes(traces: Path) -> list[Regime]:
         conv("conversation, 8P8D, 1 M tokens a node", nodes=(8, 8), cache_tokens=1_000_000),
         conv("conversation, 8P8D, 0.5 M tokens a node", nodes=(8, 8), cache_tokens=500_000),
         # past capacity
-        conv("past capacity, 8P8D, 1.5x", nodes=(8, 8), speed=1.5),
-        conv("past capacity, 2P2D, 0.4x", nodes=(2, 2), speed=0.4),
-        conv("past capacity, 8P8D, 1.5x, as the papers", nodes=(8, 8), speed=1.5, is_plain=True),
+        conv("past capacity, 8P8D, 2.2x", nodes=(8, 8), speed=2.2),
+        conv("past capacity, 2P2D, 0.5x", nodes=(2, 2), speed=0.5),
+        conv("past capacity, 8P8D, 2.2x, as the papers", nodes=(8, 8), speed=2.2, is_plain=True),
         # links
         conv("links of 10 Gbit/s, 8P8D, 0.5x", nodes=(8, 8), speed=0.5, link_bytes_per_s=10 * GBIT),
         conv("links of 40 Gbit/s, 8P8D", nodes=(8, 8), link_bytes_per_s=40 * GBIT),

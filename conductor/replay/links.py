@@ -37,8 +37,8 @@ class SimLink:
     """One direction of one node's link: its rate, and who uses it."""
 
     capacity: float
-    lanes: dict[SimLink, Lane] = field(default_factory=dict)
-    """Those with a flow, by their other end."""
+    lanes: dict[SimLink, FlowLane] = field(default_factory=dict)
+    """The lanes with a flow, by their other end."""
     left: float = field(init=False)
     num_flows: int = 0
     num_slowed: int = 0
@@ -62,13 +62,13 @@ class Flow:
     sender: SimLink
     receiver: SimLink
     remaining: float
-    """At `moved_at_s`; of a flow that is slowed its lane knows."""
+    """The bytes to come at `moved_at_s`; of a flow that is slowed its lane knows."""
     limit: float
     done: Done
     """Called with the moment and `arguments` when the last byte arrived."""
     arguments: tuple[Any, ...] = ()
     moved_at_s: float = 0.0
-    lane: Lane | None = None
+    lane: FlowLane | None = None
     """None: it has not begun, or has ended."""
     ends_at_count: float = inf
     """The bytes that its lane has counted when its last one arrives; infinity: it has its limit."""
@@ -86,7 +86,7 @@ class Flow:
         return self.lane.rate if self.is_slowed else self.limit
 
 
-class Lane:
+class FlowLane:
     """Flows from one link to another, by their limits: the first `num_free` have them, the others `rate`."""
 
     __slots__ = (
@@ -191,7 +191,7 @@ class Links:
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._slow: dict[Lane, None] = {}
+        self._slow: dict[FlowLane, None] = {}
         """Lanes with a flow that has less than its limit."""
         self._next_s = inf
         self._version = 0
@@ -206,7 +206,7 @@ class Links:
         self.bytes_moved += flow.remaining
         lane = sender.lanes.get(receiver)
         if lane is None:
-            lane = sender.lanes[receiver] = receiver.lanes[sender] = Lane(sender, receiver)
+            lane = sender.lanes[receiver] = receiver.lanes[sender] = FlowLane(sender, receiver)
         flow.lane = lane
         is_free = lane.insert(flow)
         sender.num_flows += 1
@@ -240,7 +240,7 @@ class Links:
         self._leave(flow, lane)
         self._left((flow.sender, flow.receiver), now_s)
 
-    def _leave(self, flow: Flow, lane: Lane) -> None:
+    def _leave(self, flow: Flow, lane: FlowLane) -> None:
         """Take a flow out; who shares its links gets nothing yet."""
         flow.version += 1
         rate, is_slowed = flow.rate, flow.is_slowed
@@ -307,7 +307,7 @@ class Links:
                 lane.ends_at_s = now_s + (left if left > 0.0 else 0.0) / share
         self._schedule_first()
 
-    def _take_share(self, lane: Lane, now_s: float) -> None:
+    def _take_share(self, lane: FlowLane, now_s: float) -> None:
         """Let a lane's flows have the rates that were computed, some their limits and others not any more."""
         before, after, flows = lane.num_free, lane.num_settled, lane.flows
         lane.count(now_s)
@@ -337,19 +337,19 @@ class Links:
                 self._schedule(next_s, self._first_ended, self._version, next_s)
 
 
-def _is_modest(lane: Lane) -> bool:
+def _is_modest(lane: FlowLane) -> bool:
     """Return whether an equal share at both ends is enough for each flow: then all get their limits."""
     most, sender, receiver = lane.limits[-1], lane.sender, lane.receiver
     return most * sender.num_flows <= sender.capacity and most * receiver.num_flows <= receiver.capacity
 
 
-def _connected(first: Iterable[SimLink]) -> tuple[list[SimLink], list[Lane]]:
+def _connected(first: Iterable[SimLink]) -> tuple[list[SimLink], list[FlowLane]]:
     """Return the links whose shares depend on each other, and their lanes; nobody has a rate there.
 
     Dependence goes from link to link over lanes, but not where all flows have their limits whatever others
     do: what those take is not `left`.
     """
-    lanes: dict[Lane, None] = {}
+    lanes: dict[FlowLane, None] = {}
     links: dict[SimLink, None] = dict.fromkeys(first)
     waiting = list(links)
     for link in waiting:
@@ -421,7 +421,7 @@ def _divide(link: SimLink, share: float) -> None:
     link.left, link.num_open = 0.0, 0
 
 
-def _stop_at_limits(lane: Lane, share: float) -> None:
+def _stop_at_limits(lane: FlowLane, share: float) -> None:
     """Give the flows of a lane that want no more than a share, of those without a rate, their limits."""
     limits, first = lane.limits, lane.num_settled
     lane.num_settled = end = bisect_right(limits, share, first)
