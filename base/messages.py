@@ -140,6 +140,10 @@ class PrefillTimes(NamedTuple):
     """Part of `queue_s` in which a prefix was loaded and nothing of the request computed."""
     bubble_s: float = 0.0
     """Part of `compute_s` in which the last stage of a pipeline was not at this request."""
+    transfer_s: float = 0.0
+    """Seconds from the beginning of the first write of its KV to the end of the last one."""
+    num_chunks: int = 0
+    """Steps that computed a part of the prompt."""
 
 
 class Prefilled(NamedTuple):

@@ -135,6 +135,8 @@ class Request(NamedTuple):
     """W3C's: the span that this request is part of. Empty: nobody traces it."""
     num_prompt_logprobs: int | None = None
     """None: no logprobs of the prompt. 0: those of its tokens alone."""
+    frontend_s: float = 0.0
+    """Seconds that it took to be read and tokenised, before it came to be placed."""
 
 
 class TokenLogprobs(NamedTuple):

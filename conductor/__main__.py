@@ -12,14 +12,14 @@ import asyncio
 import random
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
 import uvloop
 
 from base.clock import SystemClock, wall_clock_s
-from base.config import ConductorProcess
+from base.config import ClusterConfig, ConductorProcess
 from base.lifetime import Lifetime
 from base.messages import Registered
 from base.metrics import ConductorMetrics, export_supervised, process_registry
@@ -27,6 +27,7 @@ from base.process import run_process
 from base.spans import tracer_or_none
 from conductor.api.completion import Completions
 from conductor.api.panel_values import PanelValues
+from conductor.api.replay_body import ReplayBody
 from conductor.api.served_model import ServedModel, load_served_model
 from conductor.api.server import listening
 from conductor.placing.cluster_view import ClusterView
@@ -36,6 +37,7 @@ from conductor.placing.explain import Decisions
 from conductor.placing.prefill_policies import scheduler_settings
 from conductor.placing.roles import RoleController, RoleSettings
 from conductor.profile_file import load_profile
+from conductor.replay.arguments import service_arguments
 from conductor.serving.attach import AttachService
 from conductor.serving.decision_log import DecisionLog
 from conductor.serving.dispatch import Dispatcher, RequestObserver
@@ -44,9 +46,11 @@ from conductor.serving.link_check import LinkCheck
 from conductor.serving.membership import Membership
 from conductor.serving.observer import Observer
 from conductor.serving.page_data import PageData
+from conductor.serving.replays import Replays
 from conductor.serving.request_spans import RequestSpans
 from conductor.serving.role_changes import change_roles
 from conductor.serving.status import export_gauges, status
+from conductor.serving.traffic import Traffic
 
 
 async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime) -> None:
@@ -64,6 +68,8 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
     )
     history = History(metrics, membership, view, cost, clock, wall_clock_s)
     observers: list[RequestObserver] = [Observer(metrics, view, cost, decisions, clock), history]
+    traffic = Traffic(clock)
+    observers.append(traffic)
     tracer = tracer_or_none(config.tracing, "conductor")
     if tracer is not None:
         observers.append(RequestSpans(tracer))
@@ -74,13 +80,14 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
     lease = Registered(server.lease_s, server.heartbeat_s, rng.getrandbits(63))
     nodes = AttachService(membership, lease, clock, server.tls.is_set)
     panels = PanelValues(server.prometheus, wall_clock_s)
-    page = PageData(history, dispatcher, membership, view, config.slo, clock)
+    page = PageData(history, dispatcher, membership, view, decisions, config.slo, clock)
     reports: dict[str, Callable[..., object]] = {
         "/status": partial(status, dispatcher, membership, view, lifetime),
         "/v1/explain": lambda: decisions.recent(clock.now_s()),
         "/v1/explain/{name}": decisions.explain,
         "/v1/links/{name}": LinkCheck(membership, rng).measure,
         "/v1/page/{name}": page.answer,
+        "/v1/replay": _replay(Replays(traffic, config.block_size, _replay_arguments(config))),
         "/v1/panels": panels.boards,
         "/v1/panels/{name}": panels.values,
     }
@@ -102,6 +109,16 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
                 task.cancel()
     if tracer is not None:
         await asyncio.to_thread(tracer.close)
+
+
+def _replay(replays: Replays) -> Callable[[ReplayBody], Awaitable[object]]:
+    return lambda body: replays.run(body.trace, body.nodes, body.arguments())
+
+
+def _replay_arguments(config: ConductorProcess) -> list[str]:
+    return service_arguments(
+        ClusterConfig(profile=config.profile, scheduler=config.scheduler, slo=config.slo)
+    )
 
 
 def _role_changes(config: ConductorProcess, cost: CostModel) -> RoleController | None:

@@ -163,7 +163,7 @@ class PrefillRole:
                 prefix.give_to(sequence, self._kv.layout.block_size)
                 self._engine.add(sequence, listen, news.put_nowait if sender else None)
                 async with asyncio.TaskGroup() as writes:
-                    first = await self._compute(sequence, sender, news, writes)
+                    first, num_chunks = await self._compute(sequence, sender, news, writes)
                     computed_at_s = self._clock.now_s()
                 if not await prefix.is_intact():
                     return None
@@ -180,6 +180,8 @@ class PrefillRole:
             exposed_transfer_s=self._clock.now_s() - computed_at_s,
             exposed_load_s=loaded_at_s - arrived_at_s + waited_s,
             bubble_s=max(computed_at_s - started_at_s - sequence.busy_s, 0.0) if sequence.busy_s else 0.0,
+            transfer_s=sender.transfer_s if sender else 0.0,
+            num_chunks=num_chunks,
         )
         return _Computed(sequence, sender, first, answer, times)
 
@@ -198,20 +200,25 @@ class PrefillRole:
         sender: KvSender | None,
         news: asyncio.Queue[SequenceOutput | LaunchedChunk],
         writes: asyncio.TaskGroup,
-    ) -> SequenceOutput:
-        """Return the output with the first token; what each step finished is being written."""
+    ) -> tuple[SequenceOutput, int]:
+        """Return the output with the first token, and how many steps it took.
+
+        What each step finished is being written.
+        """
+        num_chunks = 0
         while True:
             output = await news.get()
             if isinstance(output, LaunchedChunk):
                 assert sender is not None, "only a sender asks for launches"
                 sender.send_launched(writes, output)
                 continue
+            num_chunks += 1
             if output.finish_reason is FinishReason.ERROR:
                 raise failure_of(sequence)
             if sender is not None:
                 sender.send_finished(writes, sequence.block_table, sequence.num_computed_tokens)
             if output.tokens:
-                return output
+                return output, num_chunks
 
 
 def one_token_sequence(work: Work, arrived_at_s: float) -> Sequence:

@@ -63,6 +63,8 @@ class KvSender:
         self._clock = clock
         self._observers = observers
         self._num_sent = message.first_block
+        self._begun_at_s: float | None = None
+        self._ended_at_s = 0.0
         self._checksums: dict[tuple[KvPart, int], int] = {}
         targets = message.ranks
         if message.grant is not None:
@@ -79,6 +81,11 @@ class KvSender:
         """The parts of blocks that the checksums are of, where they are not whole blocks."""
         parts = tuple(path.part for path in self._paths)
         return parts if len(parts) > 1 else ()
+
+    @property
+    def transfer_s(self) -> float:
+        """Seconds from the beginning of the first write to the end of the last; 0: nothing was written."""
+        return 0.0 if self._begun_at_s is None else self._ended_at_s - self._begun_at_s
 
     @property
     def checksums(self) -> tuple[int, ...]:
@@ -172,6 +179,9 @@ class KvSender:
             deadline_s=self._message.work.deadline_s,
         )
         begun_at_s = self._clock.now_s()
+        if self._begun_at_s is None:
+            self._begun_at_s = begun_at_s
         await path.shard.write(move)
+        self._ended_at_s = self._clock.now_s()
         for observer in self._observers:
             observer.wrote(path.shard.part, len(block_ids), begun_at_s)

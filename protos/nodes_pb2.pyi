@@ -314,18 +314,22 @@ class PromptLogprobs(_message.Message):
     def __init__(self, logprobs: _Optional[bytes] = ..., top_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class PrefillTimes(_message.Message):
-    __slots__ = ("queue_s", "compute_s", "exposed_transfer_s", "exposed_load_s", "bubble_s")
+    __slots__ = ("queue_s", "compute_s", "exposed_transfer_s", "exposed_load_s", "bubble_s", "transfer_s", "num_chunks")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_LOAD_S_FIELD_NUMBER: _ClassVar[int]
     BUBBLE_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     compute_s: float
     exposed_transfer_s: float
     exposed_load_s: float
     bubble_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., exposed_load_s: _Optional[float] = ..., bubble_s: _Optional[float] = ...) -> None: ...
+    transfer_s: float
+    num_chunks: int
+    def __init__(self, queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., exposed_load_s: _Optional[float] = ..., bubble_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., num_chunks: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("request_id", "first_token_id", "checksums", "parts")

@@ -32,7 +32,10 @@ LAYERS: dict[str, set[str]] = {
     "conductor/serving": {"base", "protos", "kvstore/index", "conductor/placing"},
     "conductor/api": {"base", "protos", "conductor/serving/generated"},
     "conductor/replay": {"base", "kvstore", "conductor/placing", "conductor/profile_file"},
-    "conductor": {"base", "conductor/api", "conductor/serving", "conductor/placing"},
+    "conductor": {
+        *("base", "conductor/api", "conductor/serving", "conductor/placing"),
+        "conductor/replay/arguments",  # names replays' settings, which run in a process of their own
+    },
     "bench": {
         "base",
         "protos",

@@ -200,6 +200,7 @@ class Completions:
             PROMPT_UNITS + len(request.token_ids) // TOKENS_OF_A_UNIT + num_biases // BIASES_OF_A_UNIT
         )
         book = _Book(asked, self.metrics, self.clock)
+        request = request._replace(frontend_s=self.clock.now_s() - asked.arrived_at_s)
         detokenizer = Detokenizer(self.model.tokenizer, options.skip_special_tokens, options.kept_token_ids)
         token_units = 1 + (request.num_logprobs or 0)
         most = PART_UNITS // token_units

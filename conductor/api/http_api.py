@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import isawaitable
+from typing import Any
 
 from starlette.responses import RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -34,6 +35,7 @@ from conductor.api.http_reply import (
     Reply,
     json_response,
     read_body,
+    to_json,
     while_connected,
 )
 from conductor.api.openai_errors import OPENAI_ERRORS, ErrorForm, HttpError, http_error, internal_error
@@ -66,7 +68,9 @@ class HttpApi:
         self._max_body_bytes = max_body_bytes
         self._authorizer = authorizer or Authorizer()
         waiting = {route.path: route for route in ROUTES if route.handler is None}
-        self._reports = {waiting[path]: report for path, report in (reports or {}).items()}
+        self._reports: dict[HttpRoute, Callable[..., Any]] = {
+            waiting[path]: report for path, report in (reports or {}).items()
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         at_path, name = routes_at(scope["path"])
@@ -78,7 +82,7 @@ class HttpApi:
             with self._authorizer.call(gated.who if gated else Who.OPERATORS, headers) as client:
                 if route is None:
                     response = _not_served(scope, at_path)
-                elif route.body is None:
+                elif route.body is None or (route.handler is None and route not in self._reports):
                     response = await self._read(route, name, scope)
                 else:
                     await self._answer(route, headers, client, receive, send)
@@ -142,8 +146,12 @@ class HttpApi:
             await reply.fail(internal_error())
 
     async def _handled(self, route: HttpRoute, raw: bytes, caller: Caller, reply: Reply) -> None:
-        assert route.handler is not None
-        await route.handler(self._backend, await read_long_body(raw, route.body), caller, reply)
+        body = await read_long_body(raw, route.body)
+        if route.handler is not None:
+            await route.handler(self._backend, body, caller, reply)
+        else:
+            answer = await self._reports[route](body)
+            await reply.whole([to_json(answer).encode()])
 
 
 def _not_served(scope: Scope, at_path: Mapping[str, HttpRoute]) -> Response:

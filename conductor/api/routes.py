@@ -24,6 +24,7 @@ from conductor.api.messages.schema import CountTokensBody, MessagesBody
 from conductor.api.openai_errors import OPENAI_ERRORS, ErrorForm
 from conductor.api.openai_generation import chat, completion
 from conductor.api.openai_schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from conductor.api.replay_body import ReplayBody
 from conductor.api.responses.errors import RESPONSES_ERRORS
 from conductor.api.responses.generation import create_response
 from conductor.api.responses.schema import ResponsesBody
@@ -45,7 +46,8 @@ class HttpRoute(NamedTuple):
     handler: Callable[..., Any] | None
     """Where there is a body: an async function of the backend, the body, the caller and the reply, which it
     writes. Elsewhere: a function of the backend (and the name) that returns JSON, a Response, an awaitable of
-    either, or None for an unknown name. None: `__main__` hands one in, which takes no backend."""
+    either, or None for an unknown name. None: `__main__` hands one in, which takes no backend, and returns
+    what is answered, of the body where there is one."""
     body: Any
     """The schema that a body is read by; None: no body is read."""
     what: str
@@ -73,7 +75,7 @@ def _get(path: str, who: Who, handler: Callable[..., Any] | None, what: str) -> 
 def _post(
     path: str,
     who: Who,
-    handler: Callable[..., Any],
+    handler: Callable[..., Any] | None,
     body: Any,
     what: str,
     errors: ErrorForm = OPENAI_ERRORS,
@@ -136,6 +138,13 @@ ROUTES = (
         "Sends KV from PREFILL_NODE to DECODE_NODE, NAME being both with a comma.",
     ),
     _get("/v1/page/{name}", OPERATORS, None, "The data of /ui: history, nodes, requests."),
+    _post(
+        "/v1/replay",
+        OPERATORS,
+        None,
+        ReplayBody,
+        "A trace, or the last hour's traffic, on other nodes: what `conductor replay` reports.",
+    ),
     _get("/v1/panels", OPERATORS, None, "The dashboards' panels and their queries."),
     _get(
         "/v1/panels/{name}", OPERATORS, None, "What a panel shows of the last hour, by `server.prometheus`."

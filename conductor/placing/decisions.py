@@ -125,6 +125,18 @@ class Actual(NamedTuple):
     num_cached_tokens: int | None = None
     num_output_tokens: int = 0
     """Tokens that this attempt made."""
+    frontend_s: float = 0.0
+    """Seconds before arrival in which the request was read and tokenised."""
+    reserved_s: float | None = None
+    """Seconds from the placement until the decode node had set blocks aside."""
+    load_s: float | None = None
+    """Part of `queue_s` in which a prefix was loaded and nothing computed."""
+    transfer_s: float | None = None
+    """Seconds from the first write of KV to the end of the last, most of it beneath `compute_s`."""
+    num_chunks: int | None = None
+    """Steps that computed a part of the prompt."""
+    trace_id: str = ""
+    """W3C's, of the request's spans; empty: nobody traces it."""
 
 
 def decision(

@@ -1,7 +1,8 @@
 """Explanations: why a request went where it went, and whether it went as predicted.
 
-The last `MAX_KEPT` decisions are kept in memory. What is shown of one is worked out when it
-is asked for, from the recorded decision by the scheduler's own functions: keeping costs a
+The last `MAX_KEPT` decisions are kept in memory, and for an hour those that somebody will ask about: the
+slowest, those that missed a bound, those that were rejected, `MAX_NOTABLE` of each. What is shown of one is
+worked out when it is asked for, from the recorded decision by the scheduler's own functions: keeping costs a
 request little, and an explanation cannot differ from what was done.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 from typing import Any, Protocol
 
 from base.request import NodeId, RequestId
@@ -19,11 +21,20 @@ from conductor.placing.placement import Placement
 from conductor.placing.prefill_policies import PrefillComparison
 from conductor.placing.scheduler import tokens_needed
 from conductor.placing.scheduler_settings import SchedulerSettings
+from conductor.placing.waterfall import waterfall
 
 MAX_KEPT = 1024
 """A decision of 16 nodes and 30 blocks takes some 6 KB."""
 
+MAX_RUNNING = 1_024
+"""Decisions older than all of those whose attempts run yet: how they end, nobody knows before."""
+
+MAX_NOTABLE = 100
+NOTABLE_S = 3_600.0
+"""Seconds for which a slow, late or rejected one is worth its place."""
+
 MAX_LISTED = 100
+LISTS = ("latest", "slowest", "missed", "rejected")
 
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
 """Beginnings of the ids that HTTP clients see."""
@@ -42,6 +53,22 @@ class _KeptDecision:
     made: Decision
     actual: Actual | None = None
 
+    @property
+    def is_rejected(self) -> bool:
+        return not isinstance(self.made.result, Placement)
+
+    @property
+    def ttft_s(self) -> float:
+        return (self.actual and self.actual.ttft_s) or 0.0
+
+    @property
+    def has_missed(self) -> bool:
+        """Whether it was served past a bound."""
+        slo, actual = self.made.asked.slo, self.actual
+        return actual is not None and (
+            self.ttft_s > slo.ttft_slo_s or (actual.mean_tbt_s or 0.0) > slo.tbt_slo_s
+        )
+
 
 class Decisions:
     """The last decisions and how they went. Owned by the event loop."""
@@ -58,12 +85,16 @@ class Decisions:
         self._log = decision_log
         self._max_kept = max_kept
         self._kept: dict[RequestId, _KeptDecision] = {}
+        self._notable: dict[str, dict[RequestId, _KeptDecision]] = {name: {} for name in LISTS[1:]}
+        """Decisions that are older than all of `_kept`, by why they are kept."""
+        self._running: dict[RequestId, _KeptDecision] = {}
 
     def decided(self, made: Decision) -> None:
         """Keep a decision, and forget the oldest where there are too many."""
         self._kept[made.asked.request_id] = _KeptDecision(made)
         if len(self._kept) > self._max_kept:
-            del self._kept[next(iter(self._kept))]
+            oldest = next(iter(self._kept))
+            self._set_aside(oldest, self._kept.pop(oldest))
         if self._log is not None:
             self._log.decision(made)
 
@@ -71,6 +102,9 @@ class Decisions:
         """Say how a placed attempt went."""
         if kept := self._kept.get(request_id):
             kept.actual = actual
+        elif kept := self._running.pop(request_id, None):
+            kept.actual = actual
+            self._set_aside(request_id, kept)
         if self._log is not None:
             self._log.outcome(request_id, actual)
 
@@ -83,25 +117,69 @@ class Decisions:
         for prefix in ANSWER_PREFIXES:
             name = name.removeprefix(prefix)
         starts = (f"{name}-", f"{name}.")
+        known = self._running | self._kept
+        for notable in self._notable.values():
+            known |= notable
         found = [
-            kept
-            for request_id, kept in self._kept.items()
-            if request_id == name or request_id.startswith(starts)
+            kept for request_id, kept in known.items() if request_id == name or request_id.startswith(starts)
         ]
         if not found:
             return None
-        return {"request_id": name, "attempts": [self._explained(kept) for kept in found]}
+        found.sort(key=lambda kept: kept.made.decided_at_s)
+        begun_at_s = [kept.made.arrived_at_s for kept in found]
+        for number, before in enumerate(found[:-1], 1):
+            # choices of one answer are requests of their own, side by side
+            if before.actual is not None and _is_next(before.made, found[number].made):
+                begun_at_s[number] = before.actual.ended_at_s
+        attempts = [self._explained(*each) for each in zip(found, begun_at_s, strict=True)]
+        return {"request_id": name, "attempts": attempts}
 
-    def recent(self, now_s: float) -> list[dict[str, Any]]:
-        """Return, for JSON, the last `MAX_LISTED` attempts, newest first; `now_s` on their clock."""
-        newest = islice(reversed(self._kept.values()), MAX_LISTED)
-        return [_listed(kept.made, kept.actual, now_s) for kept in newest]
+    def recent(self, now_s: float, kind: str = "latest") -> list[dict[str, Any]]:
+        """Return, for JSON, `MAX_LISTED` attempts at most; `now_s` on their clock.
 
-    def _explained(self, kept: _KeptDecision) -> dict[str, Any]:
+        Args:
+            kind: One of `LISTS`: the newest; those with the longest TTFT, the longest first; those that
+                missed a bound or were rejected, the newest first.
+        """
+        if kind == "latest":
+            chosen = [*islice(reversed(self._kept.values()), MAX_LISTED)]
+        else:
+            since_s = now_s - NOTABLE_S
+            aside = (kept for kept in self._notable[kind].values() if kept.made.decided_at_s > since_s)
+            chosen = [*aside, *(kept for kept in self._kept.values() if _is_of(kind, kept))]
+            is_slowest = kind == "slowest"
+            chosen.sort(key=lambda kept: -(kept.ttft_s if is_slowest else kept.made.decided_at_s))
+        return [_listed(kept.made, kept.actual, now_s) for kept in chosen[:MAX_LISTED]]
+
+    def _set_aside(self, request_id: RequestId, kept: _KeptDecision) -> None:
+        """Keep a decision that leaves `_kept` if it is notable or may become so; forget what no more is."""
+        if kept.actual is None and not kept.is_rejected:
+            self._running[request_id] = kept
+            if len(self._running) > MAX_RUNNING:
+                del self._running[next(iter(self._running))]
+            return
+        now_s = kept.made.decided_at_s
+        for kind, notable in self._notable.items():
+            if not _is_of(kind, kept):
+                continue
+            notable[request_id] = kept
+            while notable:
+                oldest = next(iter(notable))
+                is_old = notable[oldest].made.decided_at_s <= now_s - NOTABLE_S
+                if not is_old and len(notable) <= MAX_NOTABLE:
+                    break
+                if not is_old and kind == "slowest":
+                    oldest = min(notable, key=lambda each: notable[each].ttft_s)
+                del notable[oldest]
+
+    def _explained(self, kept: _KeptDecision, begun_at_s: float) -> dict[str, Any]:
+        """Return one attempt, which began to wait at `begun_at_s`."""
         made, actual = kept.made, kept.actual
         shown = decision_to(made)
         del shown["seen"], shown["kind"], shown["asked"]["chain"], shown["asked"]["request_id"]
         shown["waited_s"] = made.decided_at_s - made.arrived_at_s
+        shown["begun_s"] = begun_at_s - made.arrived_at_s
+        shown["parts"] = [part._asdict() for part in waterfall(made, actual, begun_at_s)]
         if made.seen.nodes is not None:
             shown["prefill_candidates"] = _prefill_candidates(
                 made, made.seen.nodes, self._cost, self._settings
@@ -116,12 +194,29 @@ class Decisions:
         return shown
 
 
+def _is_of(kind: str, kept: _KeptDecision) -> bool:
+    match kind:
+        case "rejected":
+            return kept.is_rejected
+        case "missed":
+            return kept.has_missed
+        case _:
+            return kept.ttft_s > 0.0
+
+
+def _is_next(before: Decision, made: Decision) -> bool:
+    """Return whether a decision is of the same request as one before it."""
+    return before.asked.request_id.rpartition(".")[0] == made.asked.request_id.rpartition(".")[0]
+
+
 def _listed(made: Decision, actual: Actual | None, now_s: float) -> dict[str, Any]:
     """Return one attempt as a row: `state` is running, a rejection's reason, or how it ended."""
     shown: dict[str, Any] = {
         "request_id": made.asked.request_id,
         "age_s": now_s - made.arrived_at_s,
         "num_tokens": made.asked.num_tokens,
+        "ttft_slo_s": _or_none(made.asked.slo.ttft_slo_s),
+        "tbt_slo_s": _or_none(made.asked.slo.tbt_slo_s),
     }
     if not isinstance(made.result, Placement):
         return shown | {"state": f"rejected: {made.result.reason.value}"}
@@ -216,3 +311,7 @@ def _compared(made: Decision, placement: Placement, actual: Actual) -> dict[str,
 
 def _ratio(predicted_s: float, actual_s: float | None) -> float | None:
     return predicted_s / actual_s if actual_s else None
+
+
+def _or_none(bound_s: float) -> float | None:
+    return None if bound_s == inf else bound_s

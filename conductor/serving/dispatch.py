@@ -264,6 +264,7 @@ class Dispatcher:
             self._view.rejected(result.reason)
             raise refusal(result, asked.waited_s)
         self._view.placed(asked, result, now_s)
+        state.placed()
         attempt.placed = Placed(asked, result, root)
         return True
 
@@ -344,6 +345,7 @@ class Dispatcher:
 
         def send(reserved: Reserved) -> None:
             attempt.is_reserved = True
+            state.reserved()
             mine, first = work._replace(request_id=state.prefill_id), reserved.num_matched_blocks
             try:
                 attempt.begin(prefill, mine.request_id, state.mailbox)

@@ -4,6 +4,8 @@
     hour.ROW, day.ROW            the same from a row on: what a page asks again and again
     node.ID, node-day.ID         the history of a node
     now                          nodes, links and prefixes at this moment
+    requests.LIST                the latest, slowest, missed or rejected ones
+    request.ID                   one with all its attempts, as /v1/explain has it
 
 What many pages ask is worked out once: an answer without a name of its own is kept for `KEPT_S`, as bytes.
 """
@@ -12,12 +14,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
+from math import isfinite
 from typing import Any, NamedTuple
 
 from base.clock import Clock
 from base.config import SloConfig
 from base.request import NodeId
 from conductor.placing.cluster_view import ClusterView
+from conductor.placing.explain import LISTS, Decisions
 from conductor.serving.dispatch import Dispatcher
 from conductor.serving.history import History, NodeTrack, Ring
 from conductor.serving.membership import Membership
@@ -51,17 +56,22 @@ class PageData:
         dispatcher: Dispatcher,
         membership: Membership,
         view: ClusterView,
+        decisions: Decisions,
         slo: SloConfig,
         clock: Clock,
     ) -> None:
         self._history, self._dispatcher, self._membership = history, dispatcher, membership
+        self._decisions = decisions
         self._view, self._slo, self._clock = view, slo, clock
         self._kept: dict[str, _Kept] = {}
-        self._answers: dict[str, Callable[[], dict[str, Any]]] = {"now": self._now}
+        self._answers: dict[str, Callable[[], dict[str, Any]]] = {"now": self._now} | {
+            f"requests.{kind}": partial(self._requests, kind) for kind in LISTS
+        }
         self._named: dict[str, Callable[[str], dict[str, Any] | None]] = {
             "hour": lambda row: self._rows(history.hour, row),
             "day": lambda row: self._rows(history.day, row),
             "node": lambda node_id: self._node(node_id, lambda track: track.hour),
+            "request": self._request,
             "node-day": lambda node_id: self._node(node_id, lambda track: track.day),
         }
 
@@ -85,6 +95,13 @@ class PageData:
     def _node(self, node_id: str, ring: Callable[[NodeTrack], Ring]) -> dict[str, Any] | None:
         track = self._history.nodes.get(NodeId(node_id))
         return None if track is None else {**self._state(), **ring(track).to_json()}
+
+    def _requests(self, kind: str) -> dict[str, Any]:
+        return {**self._state(), "requests": self._decisions.recent(self._clock.now_s(), kind)}
+
+    def _request(self, name: str) -> dict[str, Any] | None:
+        found = self._decisions.explain(name)
+        return None if found is None else {**self._state(), "now_s": self._clock.now_s(), **found}
 
     def _state(self) -> dict[str, Any]:
         """Return what every answer begins with."""
@@ -136,7 +153,7 @@ class PageData:
 
 
 def _known(seconds: float) -> float | None:
-    return None if seconds != seconds else round(seconds, 6)
+    return round(seconds, 6) if isfinite(seconds) else None
 
 
 def _name(key: Key) -> str:

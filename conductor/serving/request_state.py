@@ -50,6 +50,8 @@ class RequestState:
         self._chain: list[BlockHash] = []
         self._num_tokens_before = 0
         self._prefilled: Prefilled | None = None
+        self._placed_at_s = 0.0
+        self._reserved_s: float | None = None
         self._ttft_s: float | None = None
         self._first_at_s = self._last_at_s = 0.0
 
@@ -60,7 +62,15 @@ class RequestState:
         self.is_promised = False
         self.mailbox = Mailbox()
         self._num_tokens_before = len(self.generated)
-        self._prefilled = self._ttft_s = None
+        self._prefilled = self._ttft_s = self._reserved_s = None
+
+    def placed(self) -> None:
+        """Note that the attempt was placed."""
+        self._placed_at_s = self._clock.now_s()
+
+    def reserved(self) -> None:
+        """Note that the decode node has set blocks aside for the attempt."""
+        self._reserved_s = self._clock.now_s() - self._placed_at_s
 
     def failed_at(self, placement: Placement, error: ServeError) -> None:
         """Note which node failed the attempt, so that the next one is placed elsewhere if it can be.
@@ -100,15 +110,24 @@ class RequestState:
     def actual(self, end: str) -> Actual:
         """Return the account of the attempt, which is over."""
         prefilled, num_tokens = self._prefilled, len(self.generated) - self._num_tokens_before
-        if prefilled is None:
-            return Actual(self._clock.now_s(), end)
-        return Actual(
+        whole = Actual(
             ended_at_s=self._clock.now_s(),
             end=end,
+            frontend_s=self.request.frontend_s,
+            reserved_s=self._reserved_s,
+            trace_id=self.traceparent[3:35],
+        )
+        if prefilled is None:
+            return whole
+        times = prefilled.times
+        return whole._replace(
             ttft_s=self._ttft_s,
-            queue_s=prefilled.times.queue_s,
-            compute_s=prefilled.times.compute_s,
-            exposed_transfer_s=prefilled.times.exposed_transfer_s,
+            queue_s=times.queue_s,
+            compute_s=times.compute_s,
+            exposed_transfer_s=times.exposed_transfer_s,
+            load_s=times.exposed_load_s,
+            transfer_s=times.transfer_s,
+            num_chunks=times.num_chunks,
             mean_tbt_s=(self._last_at_s - self._first_at_s) / (num_tokens - 1) if num_tokens > 1 else None,
             num_cached_tokens=prefilled.num_cached_tokens,
             num_output_tokens=num_tokens,

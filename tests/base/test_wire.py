@@ -107,7 +107,7 @@ PARTS = st.lists(PART, max_size=2).map(tuple)
 RANKS = st.lists(st.builds(RankGrant, PEERS, PART, GRANTS), max_size=2).map(tuple)
 TOPS = st.none() | st.integers(0, 20)
 SCORED = st.none() | st.just(PromptLogprobs(bytes(8), bytes(16), bytes(16)))
-TIMES = st.builds(PrefillTimes, REALS, REALS, REALS, REALS, REALS)
+TIMES = st.builds(PrefillTimes, *[REALS] * 6, U32)
 
 
 @given(

@@ -9,7 +9,7 @@ from base.errors import ConfigError
 from base.request import NodeId, RequestId, Role, Slo
 from conductor.placing.decision_lines import Shared
 from conductor.placing.decisions import MAX_NODES, Actual, decide_again, decision
-from conductor.placing.explain import Decisions
+from conductor.placing.explain import MAX_LISTED, Decisions
 from conductor.placing.placement import Placement, Rejection, RejectReason
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
@@ -206,9 +206,83 @@ def test_the_oldest_decision_is_forgotten_first():
     for number in range(3):
         request = make_request(f"r{number}.1")
         kept.decided(decision(request, view, place(request, view, COST, 0.0), 0.0, 0.0))
+    assert kept.explain("r0") is not None, "how it ends is not known yet"
+    kept.ended(RequestId("r0.1"), Actual(1.0, "finished"))
     assert kept.explain("r0") is None
     assert kept.explain("r1") is not None
     assert kept.explain("r2") is not None
+
+
+def test_slow_late_and_rejected_ones_outlive_the_others_for_an_hour():
+    view, kept = make_view(1, 1, COST), Decisions(COST, SchedulerSettings(), max_kept=2)
+    bounds = Slo(ttft_slo_s=50.0)
+
+    def ask(number, ttft_s=None, slo=bounds, at_s=0.0):
+        request = make_request(f"r{number}.1", slo=slo)
+        kept.decided(decision(request, view, place(request, view, COST, at_s), at_s, at_s))
+        if ttft_s is not None:
+            kept.ended(request.request_id, Actual(at_s + 60.0, "finished", ttft_s=ttft_s))
+
+    ask("late", 51.0)
+    ask("rejected", slo=Slo(ttft_slo_s=1e-6))
+    for number in range(300):
+        ask(number, ttft_s=number / 10, at_s=1.0 + number)
+
+    def names(kind, now_s=400.0):
+        return [row["request_id"].removesuffix(".1") for row in kept.recent(now_s, kind)]
+
+    assert names("latest") == ["r299", "r298"]
+    assert names("missed") == ["rlate"]
+    assert names("rejected") == ["rrejected"]
+    assert names("slowest")[:3] == ["rlate", "r299", "r298"]
+    assert len(names("slowest")) == MAX_LISTED
+    assert kept.explain("rlate")["attempts"][0]["decided_again_alike"] is True
+    assert names("missed", now_s=4_000.0) == []
+    ask("much later", 52.0, at_s=5_000.0)
+    ask("x", 1.0, at_s=5_001.0)
+    ask("y", 1.0, at_s=5_002.0)
+    assert names("missed", now_s=5_002.0) == ["rmuch later"]
+    assert kept.explain("rlate") is None
+
+
+def test_attempts_of_one_request_follow_each_other():
+    view, kept = make_view(2, 2, COST), Decisions(COST, SchedulerSettings())
+    for number, (decided_at_s, ended_at_s) in enumerate([(1.0, 3.0), (3.5, 9.0)], 1):
+        request = make_request(f"chat-1f.{number}", 10)
+        result = place(request, view, COST, decided_at_s)
+        kept.decided(decision(request, view, result, 0.5, decided_at_s))
+        actual = Actual(ended_at_s, "LostError", 2.5, 0.2, 1.0, 0.3, 0.04, 0, 11, 0.05, 0.1, 0.1, 0.9, 3)
+        kept.ended(request.request_id, actual)
+    first, second = kept.explain("chat-1f")["attempts"]
+    assert (first["begun_s"], second["begun_s"]) == (0.0, 2.5)
+    parts = {part["name"]: part for part in first["parts"]}
+    assert [*parts] == [
+        *("received", "waited", "dispatched", "reserved", "queued", "loaded", "prefilled", "written"),
+        *("handed over", "decoded"),
+    ]
+    own = {name: part["actual_s"] for name, part in parts.items() if not part["beneath"]}
+    assert own.pop("decoded") == pytest.approx(0.4)
+    assert own.pop("received") == 0.05
+    assert sum(own.values()) == pytest.approx(2.5), "the parts of a TTFT are all of it"
+    assert parts["waited"]["predicted_s"] == 0.5
+    assert {parts[name]["beneath"] for name in ("reserved", "loaded", "written")} == {
+        *("dispatched", "queued", "handed over")
+    }
+    waited = {part["name"]: part["actual_s"] for part in second["parts"]}["waited"]
+    assert waited == pytest.approx(0.5)
+
+
+def test_a_rejected_and_a_running_one_have_the_parts_that_are_known():
+    view, kept = make_view(1, 1, COST), Decisions(COST, SchedulerSettings())
+    for name, slo in (("no", Slo(ttft_slo_s=1e-6)), ("yes", Slo())):
+        request = make_request(f"{name}.1", slo=slo)
+        kept.decided(decision(request, view, place(request, view, COST, 2.0), 1.0, 2.0))
+    rejected, running = (kept.explain(name)["attempts"][0]["parts"] for name in ("no", "yes"))
+    assert [part["name"] for part in rejected] == ["received", "waited"]
+    assert [part["actual_s"] for part in running if part["actual_s"] is not None] == [1.0]
+    assert {part["name"] for part in running if part["predicted_s"] is not None} == {
+        *("waited", "dispatched", "queued", "loaded", "prefilled", "handed over")
+    }
 
 
 def test_a_cluster_too_large_to_record_is_explained_without_candidates():

@@ -15,7 +15,9 @@ from base.metrics import ConductorMetrics, process_registry
 from base.request import Role, SampledToken
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.decisions import Actual
+from conductor.placing.explain import Decisions
 from conductor.placing.scheduler import place
+from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.serving.history import (
     CLUSTER_SERIES,
     MAX_NODES,
@@ -252,7 +254,8 @@ class Idle:
 
 def data_of(cluster):
     slo = SloConfig(ttft_s=2.0)
-    return PageData(cluster.history, Idle(), cluster.membership, cluster.view, slo, cluster.clock)
+    decisions = Decisions(COST, SchedulerSettings())
+    return PageData(cluster.history, Idle(), cluster.membership, cluster.view, decisions, slo, cluster.clock)
 
 
 def test_the_page_is_given_all_rows_and_then_those_that_are_new():

@@ -1,0 +1,158 @@
+"""The traffic that a conductor remembers, and replays of it or of a trace, in a bounded process."""
+
+import asyncio
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from base.config import ClusterConfig, SloConfig
+from base.errors import InvalidRequestError, RejectedError
+from base.request import RequestId
+from conductor.placing.decisions import decision
+from conductor.placing.scheduler import place
+from conductor.replay.arguments import service_arguments
+from conductor.replay.trace_formats import read_trace
+from conductor.serving import replays as module
+from conductor.serving.replays import Replays
+from conductor.serving.traffic import KEPT_S, Traffic, trace_lines
+from tests.conductor.builders import BLOCK_SIZE, make_cost, make_request, make_view
+from tests.manual_clock import ManualClock
+
+COST = make_cost()
+VIEW = make_view(1, 1, COST)
+ARGUMENTS = service_arguments(ClusterConfig(profile="a800-llama70b", slo=SloConfig(ttft_s=30.0, tbt_s=0.2)))
+SAMPLE = Path("bench/traces/sample.jsonl")
+ROWS = SAMPLE.read_text()
+
+
+def ask(traffic, name, at_s, blocks=3, tokens_more=0, num_new=7, first_block=0):
+    chain = [(first_block + number).to_bytes(16, "little") for number in range(blocks)]
+    request = make_request(f"{name}.1", blocks)
+    request = request._replace(chain=chain, num_tokens=blocks * BLOCK_SIZE + tokens_more)
+    result = place(request, VIEW, COST, at_s)
+    traffic.decided(decision(request, VIEW, result, at_s, at_s))
+    traffic.finished(RequestId(name), num_new, "stop" if num_new else "SloUnreachableError", "")
+
+
+def test_what_was_asked_is_read_back_as_a_trace(tmp_path):
+    clock = ManualClock()
+    traffic = Traffic(clock)
+    ask(traffic, "later", 12.5, tokens_more=5, num_new=9)
+    ask(traffic, "first", 10.0, num_new=5)
+    ask(traffic, "refused", 11.0, blocks=1, num_new=0, first_block=50)
+    path = tmp_path / "hour.jsonl"
+    path.write_text("".join(trace_lines(traffic.records(), BLOCK_SIZE)))
+    trace = read_trace(path)
+    rows = [(each.arrival_s, each.num_tokens, each.output_tokens, len(each.chain)) for each in trace.requests]
+    assert rows == [
+        (0.0, 3 * BLOCK_SIZE, 5, 3),
+        (1.0, BLOCK_SIZE, 7, 1),
+        (2.5, 3 * BLOCK_SIZE + 5, 9, 4),
+    ], "of a refused one nobody knows what it would have been: the mean"
+    assert trace.requests[0].chain[:3] == trace.requests[2].chain[:3]
+    assert trace.block_size == BLOCK_SIZE
+
+
+def test_traffic_takes_no_more_than_its_bytes_and_its_hour():
+    clock = ManualClock()
+    traffic = Traffic(clock, max_bytes=10_000)
+    for number in range(500):
+        ask(traffic, f"r{number}", float(number))
+    assert len(traffic) == 10_000 // (24 + 3 * 8 + 64)
+    clock.advance(KEPT_S + 1_000.0)
+    ask(traffic, "new", clock.now_s())
+    assert len(traffic) == 1
+    traffic.finished(RequestId("unknown"), 3, "stop", "")
+    assert len(traffic) == 1, "one that was never placed is no traffic"
+
+
+def text_of(path):
+    return path.read_text()
+
+
+def replays_of(traffic=None):
+    return Replays(traffic or Traffic(ManualClock()), BLOCK_SIZE, ARGUMENTS)
+
+
+async def test_a_trace_is_replayed_as_the_command_does(tmp_path):
+    told = await replays_of().run(ROWS, ["2P2D", "1P1D"], ["--slo-ttft", "10"])
+    assert [run["nodes"] for run in told["runs"]] == ["2P2D", "1P1D"]
+    page = tmp_path / "page.html"
+    command = [sys.executable, "-m", "bench.papers.command", str(SAMPLE), *ARGUMENTS, "--slo-ttft", "10"]
+    command += ["--nodes", "2P2D", "--json", "--html", str(page)]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=True)
+    [report] = json.loads(done.stdout)["runs"]
+    timed = {"wall_s", "requests_per_s"}
+    assert {key: value for key, value in told["runs"][0]["report"].items() if key not in timed} == {
+        key: value for key, value in report.items() if key not in timed
+    }
+    assert told["runs"][0]["html"].replace("dropped.jsonl", SAMPLE.name) == text_of(page)
+
+
+async def test_the_last_hour_is_replayed_where_no_trace_is_sent():
+    traffic = Traffic(ManualClock())
+    with pytest.raises(InvalidRequestError, match="last hour"):
+        await replays_of(traffic).run("", ["1P1D"], [])
+    for number in range(5):
+        ask(traffic, f"r{number}", float(number), first_block=10 * number)
+    told = await replays_of(traffic).run("", ["1P1D"], [])
+    assert told["runs"][0]["report"]["requests"] == 5
+
+
+@pytest.mark.parametrize(
+    ("trace", "nodes", "words"),
+    [
+        ("{}", "1P1D", "dropped.jsonl"),
+        ('{"timestamp": 1', "1P1D", "dropped.jsonl:1"),
+        ("nothing\n", "1P1D", "dropped.csv"),
+        ('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [0]}', "0P1D", "1P1D|8P8D"),
+    ],
+)
+async def test_what_is_no_trace_is_refused_in_the_commands_words(trace, nodes, words):
+    with pytest.raises(InvalidRequestError, match=words) as refused:
+        await replays_of().run(trace, [nodes], [])
+    assert "/tmp" not in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+async def test_a_replay_past_its_memory_is_refused_and_leaves_no_process(monkeypatch):
+    monkeypatch.setattr(module, "MEMORY_BYTES", 1 << 26)
+    with pytest.raises(InvalidRequestError, match="needs more than"):
+        await replays_of().run(ROWS, ["1P1D"], [])
+
+
+async def test_a_replay_past_its_time_is_ended(monkeypatch):
+    monkeypatch.setattr(module, "WALL_S", 0.0)
+    with pytest.raises(InvalidRequestError, match="longer than"):
+        await replays_of().run(ROWS, ["1P1D"], [])
+
+
+async def test_one_runs_at_a_time_bounded_and_a_client_that_leaves_ends_it(monkeypatch):
+    begun, pids = asyncio.Event(), []
+    bound = module._bound
+
+    def noted(pid):
+        bound(pid)
+        pids.append(pid)
+        begun.set()
+
+    monkeypatch.setattr(module, "_bound", noted)
+    replays = replays_of()
+    running = asyncio.create_task(replays.run(ROWS, ["1P1D"], []))
+    await begun.wait()
+    [pid] = pids
+    assert resource.prlimit(pid, resource.RLIMIT_AS)[0] == module.MEMORY_BYTES
+    assert os.getpriority(os.PRIO_PROCESS, pid) == module.LEAST_PRIORITY
+    with pytest.raises(RejectedError, match="another"):
+        await replays.run(ROWS, ["1P1D"], [])
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    told = await replays.run(ROWS, ["1P1D"], [])
+    assert told["runs"][0]["report"]["requests"] > 0, "the next one may run"
