@@ -3,8 +3,8 @@
     python -m bench.page_cost [--json bench/results/page_cost.json]
 
 `python -m conductor` as it is deployed, stub nodes, and requests over HTTP at 300 a second. The pages are
-connections that stay open and ask what the page's scripts ask, as often: three look at history, two at the
-cluster. What is told is processor time of the conductor's process for each request; turns
+connections that stay open and ask what the page's scripts ask, as often: two look at history, two at the
+cluster, one at requests. What is told is processor time of the conductor's process for each request; turns
 with and without pages alternate, and the ratio is of two neighbours.
 """
 
@@ -29,10 +29,10 @@ TOKENS = 8
 """Of each request."""
 PERIOD_S = 2.0
 """Between two questions of a page, as in conductor/api/web/data.js."""
-VIEWS = ("hour", "hour", "hour", "now", "now")
+VIEWS = ("hour", "hour", "now", "now", "requests.latest")
 """What each page asks for; of the hour, the rows that are new."""
 TURN_S = 4.0
-PAIRS = 40
+PAIRS = 24
 MOST_UNANSWERED = 500
 """When a turn asks no more, on a machine that stood still."""
 WARM_S = 5.0

@@ -26,7 +26,6 @@ from base.metrics import ConductorMetrics, export_supervised, process_registry
 from base.process import run_process
 from base.spans import tracer_or_none
 from conductor.api.completion import Completions
-from conductor.api.panel_values import PanelValues
 from conductor.api.replay_body import ReplayBody
 from conductor.api.served_model import ServedModel, load_served_model
 from conductor.api.server import listening
@@ -46,6 +45,7 @@ from conductor.serving.link_check import LinkCheck
 from conductor.serving.membership import Membership
 from conductor.serving.observer import Observer
 from conductor.serving.page_data import PageData
+from conductor.serving.prometheus_history import PrometheusHistory
 from conductor.serving.replays import Replays
 from conductor.serving.request_spans import RequestSpans
 from conductor.serving.role_changes import change_roles
@@ -79,8 +79,8 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
     completions = Completions(model, dispatcher, metrics, clock, *bounds)
     lease = Registered(server.lease_s, server.heartbeat_s, rng.getrandbits(63))
     nodes = AttachService(membership, lease, clock, server.tls.is_set)
-    panels = PanelValues(server.prometheus, wall_clock_s)
-    page = PageData(history, dispatcher, membership, view, decisions, config.slo, clock)
+    prometheus = PrometheusHistory(server.prometheus, clock, wall_clock_s) if server.prometheus else None
+    page = PageData(history, dispatcher, membership, view, decisions, config.slo, clock, prometheus)
     reports: dict[str, Callable[..., object]] = {
         "/status": partial(status, dispatcher, membership, view, lifetime),
         "/v1/explain": lambda: decisions.recent(clock.now_s()),
@@ -88,8 +88,6 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
         "/v1/links/{name}": LinkCheck(membership, rng).measure,
         "/v1/page/{name}": page.answer,
         "/v1/replay": _replay(Replays(traffic, config.block_size, _replay_arguments(config))),
-        "/v1/panels": panels.boards,
-        "/v1/panels/{name}": panels.values,
     }
     async with listening(
         completions, server, config.slo, rng, nodes.stream, reports, nodes=config.nodes

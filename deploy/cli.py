@@ -29,7 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Ask a file of requests of a running cluster; a run goes on where it stopped.",
     ),
     "status": ("deploy.status:main", "Show nodes, blocks and queues of a running cluster."),
-    "top": ("deploy.status:top", "Watch a running cluster."),
+    "top": ("deploy.top:top", "Watch a running cluster."),
     "explain": ("deploy.explain:main", "Show why a request went where it went, and how it went."),
     "scale": ("deploy.scale:scale", "Start or drain nodes of a running cluster; no request is lost."),
     "autoscale": (

@@ -1,16 +1,11 @@
-"""`conductor status` and `conductor top`: what a running conductor says of its nodes and queues."""
+"""`conductor status`: what a running conductor says of its nodes and queues."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
-import threading
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console, Group
-from rich.live import Live
 from rich.table import Table
 
 from base.config import ClusterConfig
@@ -35,21 +30,6 @@ def main(address: Address = ADDRESS, json_: AsItIs = False) -> None:
     console.print(_shown(status))
     for line in _under_way(address):
         console.print(line)
-
-
-def top(
-    address: Address = ADDRESS,
-    period_s: Annotated[float, typer.Option("--period", help="Seconds between two looks")] = 1.0,
-    times: Annotated[int, typer.Option(help="Looks, then end; 0: until Ctrl-C")] = 0,
-) -> None:
-    """Watch nodes, blocks and queues."""
-    tick = threading.Event()  # never set: its wait is a pause that Ctrl-C ends
-    with contextlib.suppress(KeyboardInterrupt), Live(auto_refresh=False) as live:
-        for look in itertools.count(1):
-            live.update(_shown(read_json(address, "/status")), refresh=True)
-            if look == times:
-                return
-            tick.wait(period_s)
 
 
 def console_for_tables() -> Console:

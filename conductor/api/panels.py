@@ -1,13 +1,12 @@
 """The dashboards: a table of panels, each a title, a unit and PromQL.
 
-Who shows them: the page at /ui (`panel_values.py` asks Prometheus), and Grafana, whose files
-`docs/generate_dashboards.py` writes from this table. A test parses every query and looks each metric up in
-`base/metrics.py`; another has a real Prometheus that scrapes a cluster at work answer them.
+Grafana shows them: `docs/generate_dashboards.py` writes its files from this table. A test parses every
+query and looks each metric up in `base/metrics.py`; another has a real Prometheus that scrapes a cluster at
+work answer them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -29,10 +28,6 @@ class Dashboard:
     uid: str
     title: str
     panels: tuple[Panel, ...]
-
-    def named_panels(self) -> Iterator[tuple[str, Panel]]:
-        """Yield each panel after its name among all panels."""
-        return ((f"{self.uid}.{number}", panel) for number, panel in enumerate(self.panels))
 
 
 def quantiles(buckets: str, by: str = "") -> tuple[tuple[str, str], ...]:

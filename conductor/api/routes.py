@@ -29,7 +29,7 @@ from conductor.api.responses.errors import RESPONSES_ERRORS
 from conductor.api.responses.generation import create_response
 from conductor.api.responses.schema import ResponsesBody
 from conductor.api.texts import detokenize, tokenize
-from conductor.api.web_page import page
+from conductor.api.web_page import MODULES, page
 
 SCHEMAS = "#/components/schemas/"
 NAME = "{name}"
@@ -145,13 +145,9 @@ ROUTES = (
         ReplayBody,
         "A trace, or the last hour's traffic, on other nodes: what `conductor replay` reports.",
     ),
-    _get("/v1/panels", OPERATORS, None, "The dashboards' panels and their queries."),
-    _get(
-        "/v1/panels/{name}", OPERATORS, None, "What a panel shows of the last hour, by `server.prometheus`."
-    ),
     _get("/openapi.json", EVERYBODY, _described, "This description."),
     _get("/ui", EVERYBODY, page("index.html", "text/html"), "The same for people, as a page."),
-    _get("/ui/page.js", EVERYBODY, page("page.js", "text/javascript"), ""),
+    *(_get(f"/ui/{name}.js", EVERYBODY, page(f"{name}.js", "text/javascript"), "") for name in MODULES),
     _get("/ui/style.css", EVERYBODY, page("style.css", "text/css"), ""),
     _get("/", EVERYBODY, _to_page, "Leads to the page."),
 )

@@ -1,9 +1,10 @@
-"""The page at /ui: nodes, pools, queues, hit rate, requests, why one went where it went, and dashboards.
+"""The page at /ui: history, the cluster, requests and their waterfalls, a playground, replays.
 
-Three files of `web/`, served as they are: no build step, nothing from anywhere else. All that
-is shown comes from /status, /metrics, /v1/explain and /v1/panels, which programs read too; the page has no
-data of its own, no prompt and no key. It puts every value into the document as text, never as
-markup, and its Content-Security-Policy lets no other script run if it ever did.
+The files of `web/`, served as they are: no build step, nothing from anywhere else. `main.js` says which view
+is shown, each other module is one view, but for `data.js` (what is asked) and `draw.js` (how it is drawn).
+All that is shown comes from /v1/page/NAME; the playground and replays call what programs call. The page has
+no data of its own, no prompt and no key. It puts every value into the document as text, never as markup, and
+its Content-Security-Policy lets no other script run if it ever did.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from starlette.responses import Response
 from conductor.api.backend import Backend
 
 FOLDER = Path(__file__).parent / "web"
+
+MODULES = ("main", "data", "draw", "overview", "cluster", "requests", "playground", "replay")
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "

@@ -2,6 +2,7 @@
 
     hour, day                    the history of the cluster, packed (`history.py`)
     hour.ROW, day.ROW            the same from a row on: what a page asks again and again
+    week                         by a Prometheus alone; where there is one, hour and day are its too
     node.ID, node-day.ID         the history of a node
     now                          nodes, links and prefixes at this moment
     requests.LIST                the latest, slowest, missed or rejected ones
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 from base.clock import Clock
 from base.config import SloConfig
+from base.errors import UnavailableError
 from base.request import NodeId
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.explain import LISTS, Decisions
@@ -27,6 +29,7 @@ from conductor.serving.dispatch import Dispatcher
 from conductor.serving.history import History, NodeTrack, Ring
 from conductor.serving.membership import Membership
 from conductor.serving.nodes import NodeSession
+from conductor.serving.prometheus_history import SPANS, PrometheusHistory
 from kvstore.index import Key
 
 KEPT_S = 0.9
@@ -59,7 +62,10 @@ class PageData:
         decisions: Decisions,
         slo: SloConfig,
         clock: Clock,
+        prometheus: PrometheusHistory | None = None,
     ) -> None:
+        """Begin. `prometheus`: where the cluster's history is drawn from; None: `history` alone."""
+        self._prometheus = prometheus
         self._history, self._dispatcher, self._membership = history, dispatcher, membership
         self._decisions = decisions
         self._view, self._slo, self._clock = view, slo, clock
@@ -75,7 +81,7 @@ class PageData:
             "node-day": lambda node_id: self._node(node_id, lambda track: track.day),
         }
 
-    def answer(self, name: str) -> bytes | dict[str, Any] | None:
+    async def answer(self, name: str) -> bytes | dict[str, Any] | None:
         """Return the answer as JSON, packed or for packing; None: nothing has such a name."""
         if (kept := self._kept.get(name)) and self._clock.now_s() - kept.made_at_s < KEPT_S:
             return kept.body
@@ -84,6 +90,13 @@ class PageData:
             self._kept[name] = _Kept(self._clock.now_s(), body)
             return body
         kind, _, rest = name.partition(".")
+        if self._prometheus is not None and kind in SPANS:
+            try:
+                return {**self._state(), **await self._prometheus.rows(kind)}
+            except UnavailableError as error:
+                if kind not in self._named:
+                    raise
+                return {**(self._named[kind]("") or {}), "problem": str(error)}
         named = self._named.get(kind)
         return named(rest) if named else None
 

@@ -23,6 +23,7 @@ from base.checksum import CHECKSUM_KIND
 from base.kv_layout import head_layout
 from base.link import LENGTH_BYTES
 from base.tls import NODE_NAME
+from conductor.api.web_page import MODULES
 from protos import kvstore_pb2, nodes_pb2
 from protos.inference_pb2_grpc import InferenceStub
 from protos.kvstore_pb2_grpc import KvStoreStub
@@ -42,7 +43,14 @@ FULL_BLOCKS = LENGTH // BLOCK_SIZE
 PROMPT = list(range(1000, 1000 + LENGTH))
 REQUEST_ID = "the-victims-request"
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
-OPEN_PATHS = {"/", "/health", "/openapi.json", "/ui", "/ui/page.js", "/ui/style.css"}
+OPEN_PATHS = {
+    "/",
+    "/health",
+    "/openapi.json",
+    "/ui",
+    "/ui/style.css",
+    *(f"/ui/{name}.js" for name in MODULES),
+}
 OPEN_METHODS = {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}
 NUM_SILENT = 40
 """Connections to each port, which fit into a test's descriptors, and are more than a metrics port has."""
@@ -275,7 +283,8 @@ def routes(fort: Fortress) -> set[str]:
         "/v1/explain",
         f"/v1/explain/{REQUEST_ID}",
         "/v1/links/prefill-0",
-        "/v1/panels",
+        "/v1/page/now",
+        "/v1/replay",
     }
     return known | reports | OPEN_PATHS | {"/docs"} | {f"/v1/{name}/{REQUEST_ID}" for name in guessed}
 

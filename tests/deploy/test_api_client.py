@@ -83,13 +83,6 @@ def test_status_for_machines_is_the_conductors_own(address, capsys):
     assert json.loads(capsys.readouterr().out) == read_json(address, "/status")
 
 
-def test_top_looks_as_often_as_it_is_told(address, capsys):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["top", "--times", "2", "--period", "0", "--address", address])
-    assert caught.value.code == 0
-    assert "decode-0" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("command", ["top", "status", "chat"])
 def test_a_cluster_that_is_not_there_ends_the_command_in_one_line(command, capsys):
     with pytest.raises(SystemExit) as caught:

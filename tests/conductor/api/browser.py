@@ -28,12 +28,12 @@ class Page:
     def open(self, url):
         self._call("Page.navigate", url=url)
 
-    def until(self, expression):
+    def until(self, expression, timeout_s=10):
         """Wait until JavaScript's `expression` is true there; return its value."""
         promise = (
             "new Promise((yes, no) => { let n = 0; const look = () => { "
             f"let value = null; try {{ value = {expression}; }} catch (e) {{}} "
-            "if (value) yes(value); else if (++n > 200) no(new Error('it never was')); "
+            f"if (value) yes(value); else if (++n > {20 * timeout_s}) no(new Error('it never was')); "
             "else setTimeout(look, 50); }; look(); })"
         )
         return self.run(promise)
@@ -53,6 +53,18 @@ class Page:
         )
         for kind in ("mousePressed", "mouseReleased"):
             self._call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
+
+    def key(self, name):
+        """Press and release a key, by its name."""
+        codes = {"Enter": 13, "Tab": 9, "ArrowRight": 39, "ArrowDown": 40}
+        told = {"key": name, "code": name, "windowsVirtualKeyCode": codes[name]}
+        text = {"text": "\r"} if name == "Enter" else {}
+        self._call("Input.dispatchKeyEvent", type="keyDown", **told, **text)
+        self._call("Input.dispatchKeyEvent", type="keyUp", **told)
+
+    def write(self, text):
+        """Type a text where the focus is."""
+        self._call("Input.insertText", text=text)
 
     def screenshot(self) -> bytes:
         """Return the page as a PNG."""

@@ -18,6 +18,7 @@ from base.config import ServerConfig, TlsConfig
 from base.errors import ConfigError, RejectedError, UnauthenticatedError
 from conductor.api.keys import KeyFile, KeyRing, Quota, TokenBucket, made_key, read_keys, write_keys
 from conductor.api.routes import ROUTES, routes_at
+from conductor.api.web_page import MODULES
 from deploy.keys import main as keys_command
 from protos import inference_pb2, inference_pb2_grpc
 from tests.conductor.fakes import WAIT, serving, spoken
@@ -36,7 +37,7 @@ CLIENTS = (
     }
 )
 
-OPEN = {"/", "/health", "/openapi.json", "/ui", "/ui/page.js", "/ui/style.css"}
+OPEN = {"/", "/health", "/openapi.json", "/ui", "/ui/style.css", *(f"/ui/{name}.js" for name in MODULES)}
 """The page's files hold nothing; what they ask for is closed."""
 
 

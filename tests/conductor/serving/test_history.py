@@ -258,33 +258,33 @@ def data_of(cluster):
     return PageData(cluster.history, Idle(), cluster.membership, cluster.view, decisions, slo, cluster.clock)
 
 
-def test_the_page_is_given_all_rows_and_then_those_that_are_new():
+async def test_the_page_is_given_all_rows_and_then_those_that_are_new():
     cluster = Cluster()
     data = data_of(cluster)
     cluster.pass_seconds(20)
-    whole = data.answer("hour")
+    whole = await data.answer("hour")
     assert whole["bounds"] == {"ttft_s": 2.0, "tbt_s": None}
     assert whole["next"] - whole["first"] == 20
     assert whole["at_s"] == pytest.approx(SINCE_1970_S + cluster.clock.now_s())
     cluster.pass_seconds(3)
-    news = data.answer(f"hour.{whole['next']}")
+    news = await data.answer(f"hour.{whole['next']}")
     assert (news["first"], news["next"]) == (whole["next"], whole["next"] + 3)
     rows = array("f", base64.b64decode(news["rows"]))
     assert len(rows) == 3 * len(CLUSTER_SERIES)
-    assert data.answer("node.n0")["names"] == NODE_SERIES
-    assert data.answer("node-day.n1")["step_s"] == 300
+    assert (await data.answer("node.n0"))["names"] == NODE_SERIES
+    assert (await data.answer("node-day.n1"))["step_s"] == 300
 
 
 @pytest.mark.parametrize(
     "name", ["", "x", "hour.x", "hour.-1", "hour." + "9" * 400, "node.", "node.n9", "now.1"]
 )
-def test_other_names_have_no_answer(name):
+async def test_other_names_have_no_answer(name):
     cluster = Cluster()
     cluster.pass_seconds(10)
-    assert data_of(cluster).answer(name) is None
+    assert await data_of(cluster).answer(name) is None
 
 
-def test_what_the_cluster_does_now_is_worked_out_once_for_all_pages():
+async def test_what_the_cluster_does_now_is_worked_out_once_for_all_pages():
     cluster = Cluster()
     data = data_of(cluster)
     cluster.serve(1.0, 0.1)
@@ -293,8 +293,8 @@ def test_what_the_cluster_does_now_is_worked_out_once_for_all_pages():
     fetched = placement._replace(matched_blocks=4, source_node="n1")
     cluster.view.kv_events("n1", 1, shared.chain[:4], ())
     cluster.history.first_token(1.0, prefilled, shared, fetched)
-    packed = data.answer("now")
-    assert data.answer("now") is packed
+    packed = await data.answer("now")
+    assert await data.answer("now") is packed
     now = json.loads(packed)
     assert now["links"][0][:2] == ["n0", "n1"]
     assert now["links"][1][:2] == ["n1", "n0"]
@@ -306,9 +306,9 @@ def test_what_the_cluster_does_now_is_worked_out_once_for_all_pages():
     assert (first["id"], first["roles"], first["running"], first["queue_s"]) == ("n0", "prefill", 3, 0.0)
     assert first["step_s"] is None
     cluster.clock.advance(1.0)
-    assert data.answer("now") is not packed
+    assert await data.answer("now") is not packed
 
 
-def test_a_thousand_nodes_are_told_of_in_few_bytes():
+async def test_a_thousand_nodes_are_told_of_in_few_bytes():
     cluster = Cluster(MAX_NODES)
-    assert len(data_of(cluster).answer("now")) < 100 * MAX_NODES
+    assert len(await data_of(cluster).answer("now")) < 100 * MAX_NODES

@@ -120,10 +120,10 @@ async def test_what_is_no_trace_is_refused_in_the_commands_words(trace, nodes, w
     assert len(str(refused.value)) < 500
 
 
-async def test_a_replay_past_its_memory_is_refused_and_leaves_no_process(monkeypatch):
-    monkeypatch.setattr(module, "MEMORY_BYTES", 1 << 26)
+async def test_a_replay_past_its_processor_time_is_refused(monkeypatch):
+    monkeypatch.setattr(module, "CPU_S", 1)
     with pytest.raises(InvalidRequestError, match="needs more than"):
-        await replays_of().run(ROWS, ["1P1D"], [])
+        await replays_of().run(ROWS, ["1P1D"], ["--scale", "2000"])
 
 
 async def test_a_replay_past_its_time_is_ended(monkeypatch):

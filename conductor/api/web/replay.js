@@ -1,0 +1,148 @@
+// Replays: a trace that is dropped here, or the traffic of the last hour, on nodes of one's choice, as `conductor replay`
+// simulates them. The answers are that command's reports and pages; charts are taken over from its page.
+
+import { bar, count, element, empty, percent, row, seconds, table } from "./draw.js";
+import { ask } from "./data.js";
+import { load as loadCluster } from "./cluster.js";
+
+const TIMEOUT_MS = 130000;
+const MAX_FILE_BYTES = 64 << 20;
+const DRAWN = "svg, path, polyline, text, figure, figcaption, line, rect, g"; // what is taken over of a report's page
+
+let dropped = null; // {name, text}
+const results = { replay: null, whatif: null };
+const working = { replay: false, whatif: false };
+
+// The clusters a step away from the one there is, as texts like 2P1D, and what each is called.
+export function steps(nodes) {
+  const many = (roles) => nodes.filter((node) => node.roles === roles && !node.draining).length;
+  const [prefill, decode, both] = [many("prefill"), many("decode"), many("decode+prefill")];
+  if (both && !prefill && !decode) return [[`${both}C`, "as it is"], [`${both + 1}C`, "one more node"], ...(both > 1 ? [[`${both - 1}C`, "one less"]] : [])];
+  if (!prefill || !decode) return [];
+  const rest = both ? `${both}C` : "", name = (p, d) => `${p}P${d}D${rest}`;
+  const found = [[name(prefill, decode), "as it is"], [name(prefill + 1, decode), "one more prefill node"], [name(prefill, decode + 1), "one more decode node"]];
+  if (prefill > 1) found.push([name(prefill - 1, decode + 1), "one of prefill to decode"]);
+  if (decode > 1) found.push([name(prefill + 1, decode - 1), "one of decode to prefill"]);
+  return found;
+}
+
+// What the runs say of "would it have helped?": a sentence. Whoever is first is the cluster as it is.
+export function verdict(runs, called) {
+  if (runs.length < 2) return "";
+  const share = ({ report }) => report.effective_capacity, now = runs[0];
+  const best = runs.slice(1).reduce((a, b) => (share(b) > share(a) ? b : a));
+  const more = share(best) - share(now), name = called[best.nodes] ?? best.nodes;
+  if (more > 0.005) return `Yes: with ${name} (${best.nodes}) ${percent(share(best))} would have been served within their bounds, instead of ${percent(share(now))}.`;
+  const sooner = now.report.ttft_s.p99 - best.report.ttft_s.p99;
+  if (share(now) >= 0.995) return `No: ${percent(share(now))} were within their bounds with ${now.nodes} already${sooner > 0.1 * now.report.ttft_s.p99 && now.report.ttft_s.p99 > 0 ? `; the slowest hundredth would have had its first token ${seconds(sooner)} sooner with ${name}` : ""}.`;
+  return `No: none of these clusters would have served noticeably more than the ${percent(share(now))} of ${now.nodes}.`;
+}
+
+function outcome(which, called = {}) {
+  const told = results[which];
+  if (working[which]) return [element("p", { class: "sentence", role: "status" }, "It runs beside the conductor, at the lowest priority: a moment…")];
+  if (!told) return [];
+  if (told.problem) return [element("p", { class: "late", role: "alert" }, told.problem)];
+  const { runs } = told, about = runs[0].trace;
+  return [
+    element("p", { class: "sentence", role: "status" }, verdict(runs, called) || `${percent(runs[0].report.effective_capacity)} would have been served within their bounds.`),
+    element("p", { class: "note" }, `${count(about.requests)} requests over ${seconds(about.span_s)}, blocks of ${about.block_size} tokens.`),
+    table("In virtual time", ["nodes", "change", "within bounds", "rejected", "TTFT median", "TTFT 99 %", "TBT 99 %", "hit rate", "goodput", "prefill each"],
+      runs.map(({ nodes, report }) => row([element("b", {}, nodes), called[nodes] ?? "", element("td", {}, bar([[report.effective_capacity, "held"]]), ` ${percent(report.effective_capacity)}`), count(report.rejected), seconds(report.ttft_s.p50), seconds(report.ttft_s.p99), seconds(report.tbt_s.p99),
+        percent(report.hit_rate_tokens), `${count(report.goodput_requests_per_s)}/s`, seconds(report.prefill_gpu_s_per_request)], { "data-key": nodes }))),
+    ...runs.filter(({ html }) => html).map(({ nodes, html }) => element("details", { "data-key": `report ${nodes}`, open: runs.length === 1 }, element("summary", {}, `Charts of ${nodes}`),
+      element("p", {}, element("a", { href: URL.createObjectURL(new Blob([html], { type: "text/html" })), download: `replay-${nodes}.html` }, "Save the report as a page")),
+      element("div", { class: "report" }, figures(html)))),
+  ];
+}
+
+// The figures of a report's page: elements and attributes that draw, and nothing else of it.
+function figures(html) {
+  const copy = (from) => {
+    if (from.nodeType === 3) return document.createTextNode(from.data);
+    if (from.nodeType !== 1 || !from.matches(DRAWN)) return null;
+    const made = document.createElementNS(from.namespaceURI, from.localName);
+    for (const { name, value } of from.attributes) if (!/^on|^style$|href/i.test(name)) made.setAttribute(name, value);
+    made.append(...[...from.childNodes].map(copy).filter(Boolean));
+    return made;
+  };
+  return [...new DOMParser().parseFromString(html, "text/html").querySelectorAll("figure")].map(copy);
+}
+
+const field = (id, words, value, attributes = {}) => element("label", { for: id }, words, element("input", { id, value: value ?? "", ...attributes }));
+const bounds = (told) => [field("ttft", "TTFT bound, s", told.bounds.ttft_s, { type: "number", min: 0, step: "any", placeholder: "none" }), field("tbt", "TBT bound, s", told.bounds.tbt_s, { type: "number", min: 0, step: "any", placeholder: "none" })];
+
+async function run(which, trace, view, again) {
+  const at = (id) => Number(view.querySelector(`#${id}`).value) || null;
+  const nodes = view.querySelector("#nodes").value.split(/[\s,]+/).filter(Boolean).slice(0, 5);
+  working[which] = true;
+  again();
+  try {
+    results[which] = await ask("v1/replay", { trace, nodes, ttft_s: at("ttft"), tbt_s: at("tbt") }, TIMEOUT_MS);
+  } catch (error) {
+    results[which] = { problem: error.message };
+  } finally {
+    working[which] = false;
+    again();
+  }
+}
+
+function sized(nodes) {
+  const found = steps(nodes);
+  return found.length ? found : [["1P1D", "as it is"], ["2P1D", "one more prefill node"], ["1P2D", "one more decode node"]];
+}
+
+export const replay = {
+  title: "Replay", isStill: true,
+  load: loadCluster,
+  draw({ told, nodes }) {
+    return [
+      element("h2", { tabindex: -1 }, "Replay a trace"),
+      element("p", {}, "Drop a trace and see, in virtual time, how this conductor's scheduler would serve it with nodes of your choice. The same as ", element("code", {}, "conductor replay TRACE --html"), "."),
+      element("form", { id: "ask", "data-kept": true, "data-key": "ask" },
+        element("label", { class: "drop", for: "file", id: "drop" }, element("span", { id: "named" }, dropped ? dropped.name : "Drop a trace here, or choose a file: JSON Lines or CSV, plain or .gz"), element("input", { id: "file", type: "file", accept: ".jsonl,.json,.csv,.gz" })),
+        element("div", { class: "row" }, field("nodes", "Nodes, up to five clusters", sized(nodes)[0][0], { placeholder: "2P2D 3P1D", size: 16 }), bounds(told), element("button", {}, "Replay"))),
+      ...outcome("replay"),
+      results.replay || working.replay ? null : element("p", { class: "empty" }, "A trace has a row for each request: ", element("code", {}, '{"timestamp": 0, "input_length": 2236, "output_length": 225, "hash_ids": [0, 1, 2, 3, 4]}'), ". A decision log of a conductor is one too."),
+    ].filter(Boolean);
+  },
+  bind(view, go, again) {
+    const take = async (file) => {
+      if (!file) return;
+      const named = view.querySelector("#named");
+      if (file.size > MAX_FILE_BYTES) { named.textContent = `${file.name} is larger than 64 MB: conductor replay takes it`; return; }
+      const stream = file.name.endsWith(".gz") ? file.stream().pipeThrough(new DecompressionStream("gzip")) : file.stream();
+      dropped = { name: file.name, text: await new Response(stream).text() };
+      named.textContent = `${file.name}: ${count(dropped.text.split("\n").length)} lines`;
+    };
+    const drop = view.querySelector("#drop");
+    view.querySelector("#file").addEventListener("change", (event) => take(event.target.files[0]));
+    drop.addEventListener("dragover", (event) => { event.preventDefault(); drop.classList.add("over"); });
+    drop.addEventListener("dragleave", () => drop.classList.remove("over"));
+    drop.addEventListener("drop", (event) => { event.preventDefault(); drop.classList.remove("over"); take(event.dataTransfer.files[0]); });
+    view.querySelector("#ask").addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (dropped) run("replay", dropped.text, view, again);
+      else { results.replay = { problem: "Choose a trace first." }; again(); }
+    });
+  },
+};
+
+export const whatif = {
+  title: "What if", isStill: true,
+  load: loadCluster,
+  draw({ told, nodes }) {
+    const found = sized(nodes), called = Object.fromEntries(found);
+    return [
+      element("h2", { tabindex: -1 }, "What if"),
+      element("p", {}, "The traffic of the last hour, replayed in virtual time on the nodes that you have and on others: would one more have helped?"),
+      element("form", { id: "ask", "data-kept": true, "data-key": "ask" },
+        element("div", { class: "row" }, field("nodes", "Clusters, the present one first", found.map(([name]) => name).join(" "), { size: 34 }), bounds(told), element("button", {}, "Replay the last hour"))),
+      ...outcome("whatif", called),
+      results.whatif || working.whatif ? null : empty("Press the button: it takes some seconds, beside the conductor. 2P1D is two prefill nodes and one decode node, 4C four of both roles."),
+    ].filter(Boolean);
+  },
+  bind(view, go, again) {
+    view.querySelector("#ask").addEventListener("submit", (event) => { event.preventDefault(); run("whatif", "", view, again); });
+  },
+};
