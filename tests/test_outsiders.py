@@ -46,6 +46,7 @@ LET_IN = {
 }
 """By server and method. What a server does not have, it has for nobody."""
 KEPT_OUT = {"UNAUTHENTICATED", "PERMISSION_DENIED", "NO CONNECTION"}
+CALLS = 5
 SERVICE = "conductor.v1.Inference"
 METHODS = [name for name, _ in every_method()]
 
@@ -99,8 +100,19 @@ async def store(callers, model: ServedModel):
 
 
 async def told(channel, name, kind, metadata):
-    """Call a method with all its fields set; return the status and its words."""
+    """Call a method with all its fields set; return the status and its words.
+
+    A connection that broke while it was made, as on a busy machine, says nothing of who is let in.
+    """
     message = filled(kind, SERVICE, b"".join(chain_of("abc"))).SerializeToString()
+    for _ in range(CALLS):
+        status, words = await called(channel, name, message, metadata)
+        if status != "UNAVAILABLE":
+            break
+    return status, words
+
+
+async def called(channel, name, message, metadata):
     call = channel.stream_stream(name)(iter([message]), timeout=60, metadata=metadata)
     try:
         await call.read()
@@ -129,8 +141,9 @@ async def test_who_is_not_let_in_learns_and_changes_nothing(callers, tmp_path, s
                     if not is_let_in(who, rules.get(name, ())):
                         status, words = await told(channel, name, method.input_type, metadata)
                         refusals.add((status, words))
-                        reached |= {name} if status not in KEPT_OUT | {"UNIMPLEMENTED"} else set()
-            assert not reached, who
+                        if status not in KEPT_OUT | {"UNIMPLEMENTED"}:
+                            reached.add((name, status, words))
+            assert not reached, (who, reached)
             assert state() == before, who
             assert len(refusals - {each for each in refusals if each[0] == "UNIMPLEMENTED"}) <= 1, refusals
 
