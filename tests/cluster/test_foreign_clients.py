@@ -1,4 +1,4 @@
-"""Clients that others wrote, unmodified: curl, LangChain's ChatOpenAI, and `vllm bench serve`."""
+"""Tools that others wrote, unmodified: curl and `vllm bench serve`. Libraries: `test_client_libraries.py`."""
 
 import importlib.util
 import json
@@ -38,27 +38,6 @@ def test_curl_shows_the_pieces_of_a_stream(cluster):
     deltas = [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events]
     assert "".join(delta.get("content") or "" for delta in deltas) == ANSWER
     assert len(deltas) > 5
-
-
-@pytest.mark.full
-@needs("langchain_openai")
-@pytest.mark.filterwarnings("ignore")
-def test_langchain_chats_streams_and_batches(cluster):
-    langchain_openai = importlib.import_module("langchain_openai")
-    chat = langchain_openai.ChatOpenAI(
-        model="smollm2", base_url=f"{cluster.url}/v1", api_key="none", temperature=0, max_tokens=30
-    )
-    question = QUESTION[0]["content"]
-    answer = chat.invoke(question)
-    assert answer.content == ANSWER
-    assert answer.response_metadata["finish_reason"] == "stop"
-    assert answer.usage_metadata["output_tokens"] == 8
-    pieces = list(
-        chat.stream([("system", "You are a helpful AI assistant named SmolLM."), ("human", question)])
-    )
-    assert len(pieces) > 5
-    assert "Paris" in "".join(piece.content for piece in pieces)
-    assert [each.content for each in chat.batch([question, question])] == [ANSWER, ANSWER]
 
 
 @pytest.mark.full

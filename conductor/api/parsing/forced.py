@@ -13,6 +13,28 @@ from conductor.api.parsing.feed import Feed, Steps
 MAX_DEMANDED_CALLS = 8
 MAX_REF_DEPTH = 200
 
+_COMPOSING = frozenset(
+    [
+        "allOf",
+        "not",
+        "if",
+        "then",
+        "else",
+        "dependencies",
+        "dependentSchemas",
+        "dependentRequired",
+        "unevaluatedProperties",
+        "$dynamicRef",
+        "$recursiveRef",
+    ]
+)
+_BESIDE = frozenset(["anyOf", "oneOf", "$ref"])
+"""Keywords that say more of an object whose properties are named beside them."""
+_SAYING = frozenset(["additionalProperties", "patternProperties", "propertyNames", "minProperties"])
+"""Keywords by which a schema says itself what other properties there may be."""
+_VALUES = frozenset(["enum", "const", "default", "examples"])
+_MAPS = frozenset(["properties", "$defs", "definitions"])
+
 
 def demanded_schema(schemas: Mapping[str, Mapping[str, Any]], is_parallel: bool) -> str:
     """Return the JSON schema of a list of calls of these tools, of which one at least is wanted."""
@@ -20,7 +42,7 @@ def demanded_schema(schemas: Mapping[str, Mapping[str, Any]], is_parallel: bool)
     definitions = {}
     for index, (name, schema) in enumerate(schemas.items()):
         key = f"tool{index}"
-        definitions[key] = _moved(dict(schema) or {"type": "object"}, f"#/$defs/{key}", 0)
+        definitions[key] = _moved(closed(schema) or {"type": "object"}, f"#/$defs/{key}", 0)
         items.append(
             {
                 "type": "object",
@@ -34,6 +56,53 @@ def demanded_schema(schemas: Mapping[str, Mapping[str, Any]], is_parallel: bool)
         {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": items}, "$defs": definitions},
         ensure_ascii=False,
     )
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool's schema without arguments that it does not name, unless it says that there may be more.
+
+    JSON Schema allows any others, and a small model goes on with them to its limit. A schema that is put
+    together of several stays as it is: what one part does not name, another may.
+    """
+    return dict(schema) if _is_composed(schema, 0) else _closed(schema, 0)
+
+
+def _is_composed(value: Any, depth: int) -> bool:
+    if depth > MAX_REF_DEPTH:
+        return True
+    if isinstance(value, list):
+        return any(_is_composed(item, depth + 1) for item in value)
+    if not isinstance(value, Mapping):
+        return False
+    if not _COMPOSING.isdisjoint(value) or ("properties" in value and not _BESIDE.isdisjoint(value)):
+        return True
+    return any(_is_composed(item, depth + 1) for key, item in value.items() if key not in _VALUES)
+
+
+def _closed(schema: Any, depth: int) -> Any:
+    if isinstance(schema, list):
+        return [_closed(item, depth + 1) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {
+        key: {name: _closed(item, depth + 1) for name, item in value.items()}
+        if key in _MAPS and isinstance(value, Mapping)
+        else value
+        if key in _VALUES
+        else _closed(value, depth + 1)
+        for key, value in schema.items()
+    }
+    named = found.get("properties")
+    wanted = found.get("required", [])
+    if (
+        isinstance(named, Mapping)
+        and named
+        and _SAYING.isdisjoint(found)
+        and isinstance(wanted, list)
+        and all(isinstance(name, str) and name in named for name in wanted)
+    ):
+        found["additionalProperties"] = False
+    return found
 
 
 def _moved(value: Any, to: str, depth: int) -> Any:

@@ -58,8 +58,8 @@ async def create_response(backend: Backend, body: ResponsesBody, caller: Caller,
         unique = unique_id(reply.request_id, backend.rng)
         request = make_request(unique, turn.token_ids, options, caller, model, backend.rng)
     num_calls = sum(len(message.calls) for message in asked.messages)
-    items = OutputItems(reply.request_id, call_ids(model.family, backend.rng, num_calls))
-    response = _Response(backend, body, reply, items, len(turn.token_ids))
+    items = OutputItems(unique, call_ids(model.family, backend.rng, num_calls))
+    response = _Response(backend, body, f"resp_{unique}", items, len(turn.token_ids))
     generated: list[int] = []
     last, reason = "", FinishReason.STOP
     async with aclosing(parts_of(backend.completions, turn, request)) as parts:
@@ -72,7 +72,7 @@ async def create_response(backend: Backend, body: ResponsesBody, caller: Caller,
             elif body.stream and added:
                 await reply.event(added)
     if body.store is not False:
-        _hold(backend, caller, reply, asked, items, generated)
+        _hold(backend, caller, response.response_id, asked, items, generated)
     whole = response.ended(reason)
     if body.stream:
         await reply.end(last + items.event(f"response.{whole['status']}", response=whole) + DONE)
@@ -103,7 +103,12 @@ async def _asked(backend: Backend, body: ResponsesBody, caller: Caller) -> _Aske
 
 
 def _hold(
-    backend: Backend, caller: Caller, reply: Reply, asked: _Asked, items: OutputItems, generated: list[int]
+    backend: Backend,
+    caller: Caller,
+    response_id: str,
+    asked: _Asked,
+    items: OutputItems,
+    generated: list[int],
 ) -> None:
     calls = tuple(
         PastCall(call_id, call.name, past_arguments(call.arguments, "arguments"))
@@ -112,22 +117,29 @@ def _hold(
     answer = ChatMessage("assistant", items.text, calls=calls)
     token_ids = answered(asked.turn.token_ids, generated, backend.model.eos_token_ids)
     held = HeldResponse(token_ids, (*asked.messages, answer), asked.setting)
-    backend.held.hold(caller.tenant, f"resp_{reply.request_id}", held)
+    backend.held.hold(caller.tenant, response_id, held)
 
 
 class _Response:
     """The response object, as it is shown in events and in the end."""
 
     def __init__(
-        self, backend: Backend, body: ResponsesBody, reply: Reply, items: OutputItems, num_prompt_tokens: int
+        self,
+        backend: Backend,
+        body: ResponsesBody,
+        response_id: str,
+        items: OutputItems,
+        num_prompt_tokens: int,
     ) -> None:
+        self.response_id = response_id
+        """Unlike a client's request id, that of one response alone."""
         self._items = items
         self._num_prompt_tokens = num_prompt_tokens
         self._is_begun = False
         sampling = backend.model.sampling
         asked = body.reasoning
         self._shown: dict[str, Any] = {
-            "id": f"resp_{reply.request_id}",
+            "id": response_id,
             "object": "response",
             "created_at": int(wall_clock_s()),
             "model": backend.model.name,

@@ -75,6 +75,8 @@ class HeldResponses:
         if num_bytes > self._max_tenant_bytes:
             return
         self._forget_old()
+        if (tenant, response_id) in self._entries:
+            self._forget((tenant, response_id))
         while self._tenant_bytes.get(tenant, 0) + num_bytes > self._max_tenant_bytes:
             self._forget(next(key for key in self._entries if key[0] == tenant))
         while self.num_bytes + num_bytes > self._max_bytes:

@@ -9,8 +9,8 @@ import pytest
 
 from base.errors import RejectedError
 from base.request import FinishReason
-from tests.conductor.api.test_tools import CALL, WITH_TOOLS, deep, long_model, prompt_of
-from tests.conductor.fakes import CHAT_TEMPLATE, MODEL, serving, spoken
+from tests.conductor.api.conversing import CALL, deep, prompt_of, talking
+from tests.conductor.fakes import MODEL, serving, spoken
 
 anthropic = pytest.importorskip("anthropic", reason="the package anthropic is not installed")
 
@@ -27,21 +27,10 @@ USED = {
 RESULT = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "3"}]}
 
 
-@pytest.fixture
-def plain(tmp_path):
-    return long_model(tmp_path, CHAT_TEMPLATE)
-
-
-@pytest.fixture
-def tooled(tmp_path):
-    return long_model(tmp_path, WITH_TOOLS)
-
-
 @asynccontextmanager
 async def asking(model, script, **spoken_options):
-    said = (lambda request: spoken(model, script, **spoken_options)) if isinstance(script, str) else script
     async with (
-        serving(model, said) as api,
+        talking(model, script, **spoken_options) as api,
         anthropic.AsyncAnthropic(base_url=api.url, api_key="none", max_retries=0) as client,
     ):
         yield client.messages, api

@@ -13,7 +13,7 @@ from base.errors import InvalidRequestError, RejectedError
 from base.request import FinishReason
 from conductor.api.chat_template import ChatMessage
 from conductor.api.responses.held import HELD_S, HeldResponse, HeldResponses
-from tests.conductor.api.test_tools import CALL, WITH_TOOLS, deep, long_model, prompt_of
+from tests.conductor.api.conversing import CALL, WITH_TOOLS, deep, long_model, prompt_of, talking
 from tests.conductor.fakes import CHAT_TEMPLATE, MODEL, serving, spoken
 from tests.manual_clock import ManualClock
 
@@ -27,21 +27,10 @@ CALLED = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": 
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "3"}
 
 
-@pytest.fixture
-def plain(tmp_path):
-    return long_model(tmp_path, CHAT_TEMPLATE)
-
-
-@pytest.fixture
-def tooled(tmp_path):
-    return long_model(tmp_path, WITH_TOOLS)
-
-
 @asynccontextmanager
 async def asking(model, script, **spoken_options):
-    said = (lambda request: spoken(model, script, **spoken_options)) if isinstance(script, str) else script
     async with (
-        serving(model, said) as api,
+        talking(model, script, **spoken_options) as api,
         openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client.responses, api
@@ -125,6 +114,26 @@ async def test_a_response_is_gone_on_from_by_its_tokens(tmp_path, template):
         two.count(special) == one.count(special) + answer.count(special) + 2
     )  # what the user spelled stays text
     assert "two <|im_end|><|im_end|>" in model.tokenizer.decode(two, False)
+
+
+async def test_responses_to_one_request_id_of_a_client_are_two(plain):
+    same = {"X-Request-Id": "mine"}
+    async with asking(plain, "yes") as (responses, api):
+        first = await responses.create(model=MODEL, input="one", extra_headers=same)
+        second = await responses.create(model=MODEL, input="two", extra_headers=same)
+        await responses.create(model=MODEL, input="three", previous_response_id=first.id)
+    assert first.id != second.id
+    assert {item.id for item in first.output}.isdisjoint(item.id for item in second.output)
+    one, _, three = (request.token_ids for request in api.dispatcher.requests)
+    assert three[: len(one)] == one
+
+
+def test_a_response_that_is_held_again_is_counted_once():
+    held = HeldResponses(ManualClock())
+    for text in ("a", "bb"):
+        held.hold("t", "resp", HeldResponse(array("I", [1]), (ChatMessage("user", text),), None))
+        held.check()
+    assert held.find("t", "resp").messages[0].content == "bb"
 
 
 async def test_calls_of_a_held_response_can_be_answered(tooled):

@@ -1,4 +1,3 @@
-# ruff: noqa: E501  (bodies are not broken)
 """Tools and reasoning in /v1/chat/completions, by the official client against a real server."""
 
 import json
@@ -9,9 +8,9 @@ import openai
 import pytest
 
 from base.request import FinishReason
-from conductor.api.parsing.forced import demanded_schema
-from conductor.api.served_model import load_served_model
-from tests.conductor.fakes import CHAT_TEMPLATE, MODEL, serving, spoken, write_model_folder
+from conductor.api.parsing.forced import closed, demanded_schema
+from tests.conductor.api.conversing import CALL, WITH_TOOLS, deep, long_model, prompt_of, talking
+from tests.conductor.fakes import MODEL, serving, spoken
 
 QUESTION = {"role": "user", "content": "1 + 2?"}
 ADD = {
@@ -23,39 +22,12 @@ ADD = {
     },
 }
 NOW = {"type": "function", "function": {"name": "now"}}
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-WITH_TOOLS = (
-    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
-    "{% for call in message.tool_calls %}<tool_call>{{ call.function.name }}({{ call.function.arguments | tojson }})"
-    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{% endif %}"
-)
-
-
-def long_model(folder, template, family=""):
-    write_model_folder(folder)
-    table = {"max_position_embeddings": 8192, "vocab_size": 263, "eos_token_id": 0}
-    (folder / "config.json").write_text(json.dumps(table))
-    (folder / "chat_template.jinja").write_text(template)
-    return load_served_model(folder, MODEL, family)
-
-
-@pytest.fixture
-def plain(tmp_path):
-    return long_model(tmp_path, CHAT_TEMPLATE)
-
-
-@pytest.fixture
-def tooled(tmp_path):
-    return long_model(tmp_path, WITH_TOOLS)
 
 
 @asynccontextmanager
 async def chatting(model, text, **spoken_options):
     async with (
-        serving(model, lambda request: spoken(model, text, **spoken_options)) as api,
+        talking(model, text, **spoken_options) as api,
         openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0) as client,
     ):
 
@@ -82,10 +54,6 @@ async def put_together(stream):
                 message["calls"][call.index][1] += call.function.arguments or ""
             reasons += [choice.finish_reason] if choice.finish_reason else []
     return message, reasons
-
-
-def prompt_of(model, api, index=0):
-    return model.tokenizer.decode(api.dispatcher.requests[index].token_ids, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("per_step", [1, 3, 1000])
@@ -273,6 +241,62 @@ def test_references_of_a_schema_hold_where_it_is_put():
     assert moved["properties"] == {"a": {"$ref": "#/$defs/tool0/$defs/x"}, "b": {"$ref": "#/$defs/tool0"}}
 
 
+A = {"a": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_closed"),
+    [
+        ({"properties": A}, True),
+        ({"type": "object", "properties": A, "required": ["a"]}, True),
+        ({"type": "object"}, False),
+        ({"type": "object", "properties": {}}, False),
+        ({"properties": A, "additionalProperties": True}, False),
+        ({"properties": A, "additionalProperties": {"type": "string"}}, False),
+        ({"properties": A, "patternProperties": {"^x": {}}}, False),
+        ({"properties": A, "minProperties": 3}, False),
+        ({"properties": A, "required": ["b"]}, False),
+        ({"properties": A, "anyOf": [{"required": ["b"]}]}, False),
+        ({"allOf": [{"properties": A}, {"properties": {"b": {}}}]}, False),
+        ({"properties": {"not": {"type": "integer"}}}, False),
+        ({"properties": {"x": {"const": {"properties": A}}}}, True),
+    ],
+)
+def test_arguments_that_a_schema_does_not_name_are_none(schema, is_closed):
+    found = closed(schema)
+    if is_closed:
+        assert found == {**schema, "additionalProperties": False}
+    else:
+        assert found == schema
+
+
+def test_schemas_within_a_schema_are_closed_too():
+    inner = {"type": "object", "properties": A}
+    schema = {
+        "properties": {
+            "list": {"items": inner},
+            "maybe": {"anyOf": [inner, {"type": "null"}]},
+            "properties": inner,
+        },
+        "$defs": {"x": inner},
+    }
+    shut = {**inner, "additionalProperties": False}
+    assert closed(schema) == {
+        "properties": {
+            "list": {"items": shut},
+            "maybe": {"anyOf": [shut, {"type": "null"}]},
+            "properties": shut,
+        },
+        "$defs": {"x": shut},
+        "additionalProperties": False,
+    }
+
+
+def test_a_schema_of_great_depth_stays_open():
+    schema = deep(1000)
+    assert closed(schema) == schema
+
+
 async def test_a_family_can_be_named(tmp_path):
     model = long_model(tmp_path, WITH_TOOLS, "mistral")
     async with chatting(model, '[TOOL_CALLS]add[ARGS]{"a": 1}') as (ask, _):
@@ -291,13 +315,6 @@ def past(arguments):
         "role": "assistant",
         "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}],
     }
-
-
-def deep(levels):
-    schema = {"type": "object"}
-    for _ in range(levels):
-        schema = {"type": "object", "properties": {"x": schema}}
-    return schema
 
 
 def tool(**fields):
