@@ -226,6 +226,12 @@ class Heartbeat:
     """The node's fence, sent above 0 to the one conductor that is in control."""
     next_kv_event: int = 0
     """Number of the first KV event that is in no message yet; 0: not said."""
+    num_step_rows: int = 0
+    """Sequences that computed one token in the last step."""
+    num_step_prompt_tokens: int = 0
+    """Tokens of prompts in the last step."""
+    step_budget_tokens: int = 0
+    """Tokens of prompts that a step may have; 0: not said."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,9 @@ PERIOD_S = 2.0
 VIEWS = ("hour", "hour", "now", "now", "requests.latest")
 """What each page asks for; of the hour, the rows that are new."""
 TURN_S = 4.0
-PAIRS = 24
+PAIRS = 12
+IDLE_S = 20.0
+"""Of each measurement without requests, after all others: what is remembered of them is still shown."""
 MOST_UNANSWERED = 500
 """When a turn asks no more, on a machine that stood still."""
 WARM_S = 5.0
@@ -81,11 +83,19 @@ async def load(client: HttpClient, seconds: float) -> int:
     return asked
 
 
-async def turn(cluster: StubCluster, client: HttpClient, pages: list[OpenPage]) -> float:
-    """Return the conductor's processor microseconds for each request, while `pages` look."""
+async def turn(cluster: StubCluster, pages: list[OpenPage], is_idle: bool = False) -> float:
+    """Return the conductor's processor microseconds for each request, while `pages` look.
+
+    Idle: its processor milliseconds for each second.
+    """
     looking = [asyncio.create_task(page.look()) for page in pages]
     before_s = cpu_seconds(cluster.conductor_pid)
-    answered = await load(client, TURN_S)
+    if is_idle:
+        await asyncio.sleep(IDLE_S)
+        answered: float = IDLE_S
+    else:
+        # connections that idled through the turn before may be closed under our hands
+        answered = await load(HttpClient(cluster.http_port), TURN_S)
     spent_s = cpu_seconds(cluster.conductor_pid) - before_s
     for task in looking:
         if task.done():
@@ -96,16 +106,17 @@ async def turn(cluster: StubCluster, client: HttpClient, pages: list[OpenPage]) 
 
 
 async def measure(cluster: StubCluster) -> dict[str, Any]:
-    client = HttpClient(cluster.http_port)
-    await load(client, WARM_S)
+    await load(HttpClient(cluster.http_port), WARM_S)
     pages = [OpenPage(cluster.http_port, view) for view in VIEWS]
     rows: list[tuple[float, float]] = []
     for pair in range(PAIRS):
         # who is first changes, so that what drifts is in both
-        both = [await turn(cluster, client, pages if (half + pair) % 2 else []) for half in (0, 1)]
+        both = [await turn(cluster, pages if (half + pair) % 2 else []) for half in (0, 1)]
         without, with_pages = both if pair % 2 == 0 else both[::-1]
         rows.append((without, with_pages))
         print(f"{without:.0f} us a request, {with_pages:.0f} us with {len(VIEWS)} pages", flush=True)
+    idle_ms = [await turn(cluster, looking, is_idle=True) / 1e3 for looking in ([], pages)]
+    load_ms = statistics.median(without for without, _ in rows) * RATE / 1e3
     ratios = [with_pages / without for without, with_pages in rows]
     return {
         "rate": RATE,
@@ -114,6 +125,8 @@ async def measure(cluster: StubCluster) -> dict[str, Any]:
         "without_us": statistics.median(without for without, _ in rows),
         "with_us": statistics.median(with_pages for _, with_pages in rows),
         "more": statistics.median(ratios) - 1,
+        "idle_ms_per_s": {"without": idle_ms[0], "with": idle_ms[1]},
+        "idle_more": (idle_ms[1] - idle_ms[0]) / load_ms,
         "ratios": [round(ratio, 4) for ratio in ratios],
         "answer_bytes": {page.view: round(page.num_bytes / max(1, page.num_asked)) for page in pages},
     }

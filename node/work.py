@@ -29,6 +29,7 @@ from base.messages import (
 from base.request import Role
 from decode_node.role import DecodeRole
 from engine.build import Engine
+from engine.step import StepPlan
 from kvstore.findable import Findable
 from kvstore.store import Store
 from node.own_cache import Lender
@@ -129,6 +130,9 @@ class SharedState:
         self.is_leaving = False
         """Whether the process is to stop, once its requests have ended."""
         self._wakes: list[Callable[[], None]] = []
+        self.num_step_rows = self.num_step_prompt_tokens = 0
+        """Of the last step that computed anything: sequences of one token, and tokens of prompts."""
+        engine.loop.on_step(self._stepped)
         # Conductors count on free blocks, so they hear of them at once.
         pool.on_release(self.changed)
         if store is not None:
@@ -139,6 +143,11 @@ class SharedState:
         """Return every block that can be found on the node."""
         stored = self._store.hashes if self._store is not None else ()
         return tuple(dict.fromkeys([*self.engine.pool.snapshot(), *stored]))
+
+    def _stepped(self, plan: StepPlan, seconds: float) -> None:
+        if plan.entries:
+            self.num_step_rows = plan.num_single
+            self.num_step_prompt_tokens = plan.num_tokens - plan.num_single
 
     def on_change(self, wake: Callable[[], None]) -> None:
         """Call `wake` whenever its conductor should hear of the node's state."""
@@ -202,7 +211,7 @@ class ConductorWork:
     def heartbeat(self) -> Heartbeat:
         self._num_heartbeats += 1
         pool, scheduler = self._state.engine.loop.pool, self._state.engine.loop.scheduler
-        control = self._state.control
+        control, is_busy = self._state.control, scheduler.num_running > 0
         return Heartbeat(
             sequence=self._num_heartbeats,
             num_free_blocks=pool.num_available,
@@ -215,6 +224,9 @@ class ConductorWork:
             roles=control.roles,
             fence=0 if self._epoch is None else control.fence(self._epoch),
             next_kv_event=self._next_event,
+            num_step_rows=self._state.num_step_rows if is_busy else 0,
+            num_step_prompt_tokens=self._state.num_step_prompt_tokens if is_busy else 0,
+            step_budget_tokens=scheduler.chunk_tokens,
         )
 
     def kv_events(self) -> KvEvents | None:

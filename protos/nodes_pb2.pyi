@@ -88,7 +88,7 @@ class Registered(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., conductor_epoch: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("sequence", "num_free_blocks", "num_held_blocks", "num_waiting", "num_running", "num_queued_tokens", "num_context_tokens", "is_draining", "roles", "fence", "next_kv_event")
+    __slots__ = ("sequence", "num_free_blocks", "num_held_blocks", "num_waiting", "num_running", "num_queued_tokens", "num_context_tokens", "is_draining", "roles", "fence", "next_kv_event", "num_step_rows", "num_step_prompt_tokens", "step_budget_tokens")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,9 @@ class Heartbeat(_message.Message):
     ROLES_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     NEXT_KV_EVENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEP_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEP_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_BUDGET_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     num_free_blocks: int
     num_held_blocks: int
@@ -111,7 +114,10 @@ class Heartbeat(_message.Message):
     roles: _containers.RepeatedScalarFieldContainer[str]
     fence: int
     next_kv_event: int
-    def __init__(self, sequence: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_context_tokens: _Optional[int] = ..., is_draining: _Optional[bool] = ..., roles: _Optional[_Iterable[str]] = ..., fence: _Optional[int] = ..., next_kv_event: _Optional[int] = ...) -> None: ...
+    num_step_rows: int
+    num_step_prompt_tokens: int
+    step_budget_tokens: int
+    def __init__(self, sequence: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_context_tokens: _Optional[int] = ..., is_draining: _Optional[bool] = ..., roles: _Optional[_Iterable[str]] = ..., fence: _Optional[int] = ..., next_kv_event: _Optional[int] = ..., num_step_rows: _Optional[int] = ..., num_step_prompt_tokens: _Optional[int] = ..., step_budget_tokens: _Optional[int] = ...) -> None: ...
 
 class KvEvents(_message.Message):
     __slots__ = ("first_number", "is_snapshot", "stored", "removed")

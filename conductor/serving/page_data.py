@@ -40,7 +40,8 @@ LEAST_RATE = 1e-3
 
 NODE_COLUMNS = (
     *("id", "host", "roles", "draining", "silent_s", "blocks", "held", "cached", "running", "waiting"),
-    *("queued_tokens", "context_tokens", "queue_s", "step_s", "placed"),
+    *("queued_tokens", "context_tokens", "step_rows", "step_prompt_tokens", "step_budget"),
+    *("queue_s", "step_s", "placed"),
 )
 """Columns of the nodes in `now`: blocks, sequences, tokens, seconds. None: not known, or not its role."""
 
@@ -152,7 +153,7 @@ class PageData:
         draining = node.draining or node.reports_draining
         row: list[Any] = [info.node_id, info.host, roles, draining]
         if beat is None:
-            row += [None, info.num_blocks, *[None] * 6]
+            row += [None, info.num_blocks, *[None] * 9]
         else:
             cached = min(self._view.index.num_blocks(node.slot), info.num_blocks)
             row += [
@@ -162,6 +163,7 @@ class PageData:
                 cached,
             ]
             row += [beat.num_running, beat.num_waiting, beat.num_queued_tokens, beat.num_context_tokens]
+            row += [beat.num_step_rows, beat.num_step_prompt_tokens, beat.step_budget_tokens]
         return [*row, _known(queue_s), _known(step_s), session.num_requests]
 
 

@@ -129,5 +129,5 @@ def _is_table(trace: str) -> bool:
 
 
 def _write(path: Path, lines: Iterable[str]) -> None:
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8", errors="replace") as file:
         file.writelines(lines)

@@ -23,6 +23,8 @@ MAX_BYTES = 16 << 20
 OVERHEAD_BYTES = 64
 """Bytes that the interpreter takes for a record."""
 KEY_BYTES = 8
+MOST = (1 << 31) - 1
+"""The largest number of a record: whoever asks for more is kept as asking for so much."""
 
 _HEAD = struct.Struct("<dIIIi")
 """Arrival, prompt tokens, new tokens (0: rejected or failed), the most that were asked for, priority."""
@@ -34,21 +36,27 @@ class Traffic(RequestObserver):
     def __init__(self, clock: Clock, max_bytes: int = MAX_BYTES) -> None:
         self._clock = clock
         self._max_bytes = max_bytes
-        self._begun: dict[str, Decision] = {}
-        """The first decisions of requests in progress."""
+        self._begun: dict[str, bytes] = {}
+        """The records of requests in progress, without their new tokens."""
         self._kept: deque[bytes] = deque()
         self._num_bytes = 0
 
     def decided(self, made: Decision) -> None:
-        self._begun.setdefault(made.asked.request_id.rpartition(".")[0], made)
+        asked = made.asked
+        name = asked.request_id.rpartition(".")[0]
+        if name not in self._begun:
+            max_tokens, priority = min(asked.max_tokens, MOST), max(-MOST, min(asked.priority, MOST))
+            head = _HEAD.pack(made.arrived_at_s, asked.num_tokens, 0, max_tokens, priority)
+            keys = [key[:KEY_BYTES] for key in asked.chain if isinstance(key, bytes)]
+            self._begun[name] = head + b"".join(keys)
 
     def finished(self, request_id: RequestId, num_tokens: int, outcome: str, reason: str) -> None:
-        made = self._begun.pop(request_id, None)
-        if made is None:
+        begun = self._begun.pop(request_id, None)
+        if begun is None:
             return
-        asked = made.asked
-        head = _HEAD.pack(made.arrived_at_s, asked.num_tokens, num_tokens, asked.max_tokens, asked.priority)
-        record = head + b"".join([key[:KEY_BYTES] for key in asked.chain if isinstance(key, bytes)])
+        arrived_at_s, num_prompt_tokens, _, max_tokens, priority = _HEAD.unpack_from(begun)
+        head = _HEAD.pack(arrived_at_s, num_prompt_tokens, num_tokens, max_tokens, priority)
+        record = head + begun[_HEAD.size :]
         self._kept.append(record)
         self._num_bytes += len(record) + OVERHEAD_BYTES
         since_s = self._clock.now_s() - KEPT_S

@@ -135,7 +135,7 @@ def test_a_message_to_a_node_arrives_as_it_was_sent(item):
         st.builds(Tokens, st.text(), st.lists(TOKENS, max_size=4).map(tuple), REASONS),
         st.builds(Failed, st.text(), st.text(), st.text()),
     ),
-    st.builds(Heartbeat, U64, U32, U32, U32, U32, U64, U64, st.booleans(), ROLES, U64),
+    st.builds(Heartbeat, U64, U32, U32, U32, U32, U64, U64, st.booleans(), ROLES, U64, U64, U32, U32, U32),
     st.builds(KvEvents, U64, st.booleans(), st.lists(HASHES).map(tuple), st.lists(HASHES).map(tuple)),
 )
 def test_a_message_from_a_node_arrives_as_it_was_sent(item, heartbeat, events):

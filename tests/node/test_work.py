@@ -1,11 +1,16 @@
 """What a node shares among its conductors: one of them is in control, and each hears all news."""
 
+from types import SimpleNamespace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from base.messages import Serve
+from base.grants import PeerDescriptor
+from base.messages import Prefill, Serve
 from base.request import Role
-from node.work import Control, KvNews
+from node.work import ConductorWork, Control, KvNews, SharedState
+from prefill_node.role import PrefillRole
+from tests.node_parts import parts, work
 
 BOTH = frozenset(Role)
 PREFILL = frozenset({Role.PREFILL})
@@ -95,3 +100,21 @@ def test_every_listener_ends_up_with_what_is_there(steps):
     for listener in list(known):
         hear(listener)
         assert known[listener] == here
+
+
+async def test_a_heartbeat_says_what_the_last_step_was_made_of():
+    async with parts(node=PrefillRole) as made:
+        part = made["node"]
+        state = SharedState(SimpleNamespace(loop=part.loop, pool=part.pool), BOTH, None)
+        other = SimpleNamespace(tasks=part.role.tasks)
+        told = ConductorWork(state, lambda: None, part.role, other, other)
+        beats = []
+        part.loop.on_step(lambda plan, seconds: beats.append(told.heartbeat()))
+        peer = PeerDescriptor("node", 1, ())
+        part.role.prefill(Prefill(work(40, max_tokens=4), peer, None, 0, None, stays=True))
+        await part.role.tasks.idle()
+        last = told.heartbeat()
+    steps = [(beat.num_step_rows, beat.num_step_prompt_tokens) for beat in beats]
+    assert steps[:5] == [(0, 16), (0, 16), (0, 8), (1, 0), (1, 0)], "chunks of 16, then a row a step"
+    assert {beat.step_budget_tokens for beat in beats} == {16}
+    assert (last.num_step_rows, last.num_step_prompt_tokens) == (0, 0), "nothing runs any more"

@@ -25,7 +25,7 @@ export async function ask(path, body = undefined, timeoutMs = 10000) {
     const told = await response.json().catch(() => ({}));
     throw new Refused(told.error?.message ?? `${path}: status ${response.status}`, response.status);
   }
-  return response.json();
+  return response.json().catch((error) => { throw new Refused(`${path}: no JSON: ${error.message}`, 0); });
 }
 
 export const page = (name) => ask(`v1/page/${name.split(".").map(encodeURIComponent).join(".")}`);

@@ -17,7 +17,7 @@ let place = null; // the element of the view that is shown; its listeners go wit
 let turn = 0, timer = 0, shown = "", problem = "";
 
 const wanted = () => {
-  const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+  const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/").map((part) => { try { return decodeURIComponent(part); } catch { return part; } });
   return VIEWS[name] ? [name, rest] : ["overview", []];
 };
 
@@ -79,7 +79,11 @@ async function refresh(isNew) {
 }
 
 function failed(name, one, error) {
-  if (error.status === undefined) throw error;
+  if (error.status === undefined) { // a fault of this page: it says so, and looks again
+    console.error(error);
+    tell(`This page failed: ${error.message}. Please report it.`);
+    return;
+  }
   if (error.status === 404) {
     show(name, { title: one.title, draw: () => [element("h2", { tabindex: -1 }, one.title), empty("Nothing is known by that name. Of requests the latest thousand are remembered, and for an hour the slowest, late and rejected ones.")] }, {}, true);
     tell("");

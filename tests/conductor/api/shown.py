@@ -89,6 +89,9 @@ class ShownCluster:
                     num_running=int(12 * busy) + number % 5,
                     num_queued_tokens=int(9_000 * busy) if number % 2 == 0 else 0,
                     num_context_tokens=60_000,
+                    num_step_rows=int(12 * busy) if number >= len(self.sessions) / 2 else 0,
+                    num_step_prompt_tokens=1_536 if number < len(self.sessions) / 2 else 0,
+                    step_budget_tokens=2_048,
                 )
                 self.membership.heartbeat(session, beat, self.clock.now_s())
         for _ in range(self.rng.random() < busy):

@@ -187,6 +187,17 @@ def test_the_fullest_budget_is_the_bottleneck(modules):
 
 
 @needs_node
+def test_a_node_says_what_its_last_step_was_made_of(modules):
+    steps = [
+        {"step_rows": 12, "step_prompt_tokens": 512, "step_budget": 2048},
+        {"step_rows": 0, "step_prompt_tokens": 0, "step_budget": 2048},
+        {"step_rows": None, "step_prompt_tokens": None, "step_budget": None},
+    ]
+    told = in_node(modules, "cluster.js", "value.map(page.made)", steps)
+    assert told == ["step: 12 rows, 512 of 2,048 prompt tokens", "no step just now", ""]
+
+
+@needs_node
 def test_what_if_names_the_clusters_a_step_away_and_answers_the_question(modules):
     nodes = [{"roles": roles, "draining": False} for roles in ("prefill", "prefill", "decode")]
     [steps, both] = in_node(

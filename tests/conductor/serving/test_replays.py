@@ -58,6 +58,20 @@ def test_what_was_asked_is_read_back_as_a_trace(tmp_path):
     assert trace.block_size == BLOCK_SIZE
 
 
+def test_a_request_of_any_numbers_is_kept():
+    traffic = Traffic(ManualClock())
+    for name, most, priority in (("a", 1 << 40, 1 << 40), ("b", 1, -(1 << 40))):
+        request = make_request(f"{name}.1", max_tokens=most)._replace(priority=priority)
+        traffic.decided(decision(request, VIEW, place(request, VIEW, COST, 0.0), 0.0, 0.0))
+        traffic.finished(RequestId(name), 1, "stop", "")
+    assert len(list(trace_lines(traffic.records(), BLOCK_SIZE))) == 3
+
+
+async def test_a_trace_of_letters_that_are_none_is_refused():
+    with pytest.raises(InvalidRequestError, match=r"dropped\.csv"):
+        await replays_of().run("\ud800", ["1P1D"], [])
+
+
 def test_traffic_takes_no_more_than_its_bytes_and_its_hour():
     clock = ManualClock()
     traffic = Traffic(clock, max_bytes=10_000)
