@@ -131,7 +131,7 @@ class SharedState:
         """Whether the process is to stop, once its requests have ended."""
         self._wakes: list[Callable[[], None]] = []
         self.num_step_rows = self.num_step_prompt_tokens = 0
-        """Of the last step that computed anything: sequences of one token, and tokens of prompts."""
+        """Sequences of one token, and tokens of prompts, of the last step that computed anything."""
         engine.loop.on_step(self._stepped)
         # Conductors count on free blocks, so they hear of them at once.
         pool.on_release(self.changed)
