@@ -57,6 +57,8 @@ class EngineConfig:
     """CPU threads; 0: cores divided by the nodes on this host."""
     max_model_len: int = 0
     """0: what the model says."""
+    kv_dtype: str = "auto"
+    """Dtype of cached K and V. auto: the model's; fp8: e4m3 with a scale for each block and head."""
     layer_groups: int = 8
     """Parts in which a GPU's long chunk sends its KV, each when its layers are computed.
     In 8, 0.06 % of the prefill of 16,384 tokens is exposed over NVLink; in 1, 0.6 %."""
@@ -75,6 +77,7 @@ class EngineConfig:
         require(self.device in ("auto", "cpu", "cuda"), "device", "one of auto, cpu, cuda")
         dtypes = ("auto", "float32", "float16", "bfloat16")
         require(self.dtype in dtypes, "dtype", f"one of {', '.join(dtypes)}")
+        require(self.kv_dtype in ("auto", "fp8"), "kv_dtype", "one of auto, fp8")
         require(self.block_size >= 16 and self.block_size % 16 == 0, "block_size", "a multiple of 16")
         require(self.kv_cache_gib >= 0, "kv_cache_gib", "not negative")
         require(self.chunk_tokens >= 16, "chunk_tokens", "at least 16")

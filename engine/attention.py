@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine.scaled_kv import plain, write_scaled
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
@@ -30,7 +32,13 @@ class AttentionRule:
     """Scores become soft_cap * tanh(score / soft_cap); 0: they stay."""
 
 
-def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,
+    scales: torch.Tensor | None = None,
+) -> None:
     """Write each token's K and V to its slot of one layer.
 
     Args:
@@ -38,7 +46,11 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
             slot is left as it is.
         kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_dim], any block stride.
         slots: [num_tokens] int64, block_id * block_size + offset.
+        scales: Those of a cache of 8 bits, [num_blocks, num_kv_heads, SCALE_WIDTH]; None: it is not scaled.
     """
+    if scales is not None:
+        write_scaled(key, value, kv_cache, scales, slots)
+        return
     block_size = kv_cache.shape[2]
     block_ids, offsets = slots // block_size, slots % block_size
     kv_cache[block_ids, 0, offsets, :, : key.shape[-1]] = key
@@ -52,6 +64,7 @@ def paged_decode_attention(
     context_lens: torch.Tensor,
     rule: AttentionRule,
     sinks: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention of one new token per sequence over its paged KV.
 
@@ -63,21 +76,22 @@ def paged_decode_attention(
         context_lens: [num_seqs] int32, >= 1; tokens the query sees, itself included.
         rule: Scale, sliding window and soft cap.
         sinks: [num_heads] or None.
+        scales: Those of a layer of 8 bits, as `write_kv` takes them.
 
     Returns:
         [num_seqs, num_heads, head_dim], dtype of `query`.
     """
     num_seqs, num_heads, head_dim = query.shape
     num_kv_heads = kv_cache.shape[3]
-    key, value = _gather(kv_cache, block_tables)
-    _clear_unseen(key, value, context_lens)
+    key, value = _gather(kv_cache, block_tables, scales, query.dtype)
+    clear_unseen((key, value), context_lens)
     # The heads that share a KV head are the rows of one small matrix: no K or V is repeated.
     grouped = query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     # Its shape is num_seqs, 1, 1, keys.
-    bias = _bias(key.shape[2], context_lens.long()[:, None, None, None] - 1, rule, query.dtype)
+    bias = causal_bias(key.shape[2], context_lens.long()[:, None, None, None] - 1, rule, query.dtype)
     if sinks is not None:
         sinks = sinks.view(num_kv_heads, -1, 1)
-    return _attend(grouped, key, value, bias, rule, sinks).reshape(num_seqs, num_heads, head_dim)
+    return attend(grouped, key, value, bias, rule, sinks).reshape(num_seqs, num_heads, head_dim)
 
 
 def paged_prefill_attention(
@@ -88,6 +102,7 @@ def paged_prefill_attention(
     context_lens: torch.Tensor,
     rule: AttentionRule,
     sinks: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the causal attention of packed chunks over their paged KV.
 
@@ -95,7 +110,7 @@ def paged_prefill_attention(
         query: [num_tokens, num_heads, head_dim], chunk after chunk.
         query_starts: [num_seqs + 1] int32, ascending from 0.
         context_lens: [num_seqs] int32; tokens of the sequence up to the chunk's end.
-        kv_cache, block_tables, rule, sinks: as for `paged_decode_attention`.
+        kv_cache, block_tables, rule, sinks, scales: as for `paged_decode_attention`.
 
     Returns:
         [num_tokens, num_heads, head_dim], dtype of `query`.
@@ -109,43 +124,53 @@ def paged_prefill_attention(
         part = slice(starts[seq], starts[seq + 1])
         rows = query[part].transpose(0, 1)[None]  # [1, num_heads, chunk, head_dim]
         blocks = block_tables[seq : seq + 1, : -(-context_len // block_size)]
-        key, value = (gathered[:, :, :context_len] for gathered in _gather(kv_cache, blocks))
+        gathered = _gather(kv_cache, blocks, scales, query.dtype)
+        key, value = (rows[:, :, :context_len] for rows in gathered)
         query_at = torch.arange(context_len - rows.shape[2], context_len, device=query.device)
-        bias = _bias(context_len, query_at[None, None, :, None], rule, query.dtype)
-        attended = _attend(rows, key, value, bias, rule, sinks_of_heads)
+        bias = causal_bias(context_len, query_at[None, None, :, None], rule, query.dtype)
+        attended = attend(rows, key, value, bias, rule, sinks_of_heads)
         output[part] = attended[0].transpose(0, 1)
     return output
 
 
-def _gather(kv_cache: torch.Tensor, block_tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(
+    kv_cache: torch.Tensor, block_tables: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V of whole blocks, each [num_seqs, num_kv_heads, keys, head_dim]."""
-    num_blocks, _, block_size, num_kv_heads, head_dim = kv_cache.shape
-    num_seqs, width = block_tables.shape
-    # As two dimensions it is one copy of a run of bytes a block, three times faster than indexing five.
-    flat = kv_cache.view(num_blocks, 2, -1)
-    blocks = block_tables.reshape(-1)
+    if scales is None:
+        return gather_field(kv_cache[:, 0], block_tables), gather_field(kv_cache[:, 1], block_tables)
+    blocks = block_tables.long()
+    rows, scale = kv_cache.view(torch.uint8)[blocks].view(kv_cache.dtype), scales[blocks]
     key, value = (
-        flat[:, which].index_select(0, blocks).view(num_seqs, width * block_size, num_kv_heads, head_dim)
-        for which in (0, 1)
+        plain(rows[:, :, which], scale[..., which], dtype).flatten(1, 2).transpose(1, 2) for which in (0, 1)
     )
-    return key.transpose(1, 2), value.transpose(1, 2)
+    return key, value
 
 
-def _clear_unseen(key: torch.Tensor, value: torch.Tensor, context_lens: torch.Tensor) -> None:
-    """Set to 0 what was gathered past the end of each sequence.
+def gather_field(field: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
+    """Return whole blocks of a field [num_blocks, block_size, heads, width] as [seqs, heads, keys, width]."""
+    num_blocks, _, heads, width = field.shape
+    # As two dimensions it is one copy of a run of bytes a block, three times faster than indexing five.
+    rows = field.view(num_blocks, -1).index_select(0, block_tables.reshape(-1))
+    return rows.view(len(block_tables), -1, heads, width).transpose(1, 2)
+
+
+def clear_unseen(fields: tuple[torch.Tensor, ...], context_lens: torch.Tensor) -> None:
+    """Set to 0 what was gathered past the end of each sequence, in fields as `gather_field` returns them.
 
     A weight of 0 hides any number but NaN, and such a slot may hold what an earlier sequence left there, or
     another one is writing.
     """
-    num_seqs, num_kv_heads, num_keys, head_dim = key.shape
-    key_at = torch.arange(num_keys, device=key.device)
+    num_seqs, _, num_keys, _ = fields[0].shape
+    key_at = torch.arange(num_keys, device=context_lens.device)
     unseen = (key_at >= context_lens[:, None]).flatten().nonzero()[:, 0]
-    for gathered in (key, value):
-        rows = gathered.transpose(1, 2).view(num_seqs * num_keys, num_kv_heads * head_dim)
-        rows.index_fill_(0, unseen, 0.0)
+    for gathered in fields:
+        gathered.transpose(1, 2).view(num_seqs * num_keys, -1).index_fill_(0, unseen, 0.0)
 
 
-def _bias(num_keys: int, query_at: torch.Tensor, rule: AttentionRule, dtype: torch.dtype) -> torch.Tensor:
+def causal_bias(
+    num_keys: int, query_at: torch.Tensor, rule: AttentionRule, dtype: torch.dtype
+) -> torch.Tensor:
     """Return 0 where a query sees a key and -inf elsewhere; `query_at` ends in a dimension of 1."""
     key_at = torch.arange(num_keys, device=query_at.device)
     hidden = key_at > query_at
@@ -155,7 +180,7 @@ def _bias(num_keys: int, query_at: torch.Tensor, rule: AttentionRule, dtype: tor
     return bias.masked_fill_(hidden, float("-inf"))
 
 
-def _attend(
+def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

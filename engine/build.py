@@ -7,6 +7,7 @@ written to.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from base.config import GIB, EngineConfig
 from base.errors import ConfigError
 from base.grammar import Vocabulary
 from base.kv_layout import KvLayout, KvPart, whole_layout
+from base.logs import event
 from base.tables import from_table
 from engine.block_pool import BlockPool
 from engine.loop import EngineLoop
@@ -32,12 +34,15 @@ from engine.pipeline_runner import PipelineRunner
 from engine.rank_group import GroupShape, RankGroup
 from engine.ranks import Ranks, start_ranks
 from engine.runner import Runner, StepRunner
+from engine.scaled_kv import scaled_layout
 from engine.scheduler import Scheduler
 from engine.self_check import eager_logits, require_faithful
 from engine.swap_space import HostBlocks, SwapSpace
 from engine.tensor_parallel import TensorGroup, cut_causal_model
 from engine.token_masks import Grammars, no_vocabulary
 from engine.weights import load_model, random_model
+
+log = logging.getLogger(__name__)
 
 Allocate = Callable[[int], memoryview]
 
@@ -160,7 +165,7 @@ def assemble_engine(
     stage = group.stage if group is not None else None
     split = split_layers(model.shape.num_layers, config.pipeline_parallel, config.stage_layers)
     parts = _parts(split, model.shape.num_heads, config.tensor_parallel)
-    layout = _checked_layout(model, config.block_size, stage, split)
+    layout = _checked_layout(model, config, stage, split)
     cache = _cache(layout, config.kv_cache_gib, model.device, allocate, group)
     max_model_len = min(_max_model_len(config, model), cache.num_blocks * config.block_size)
     pool = BlockPool(cache.num_blocks)
@@ -193,7 +198,7 @@ def assemble_engine(
 
 
 def _checked_layout(
-    model: PagedModel, block_size: int, stage: Stage | None, split: tuple[int, ...]
+    model: PagedModel, config: EngineConfig, stage: Stage | None, split: tuple[int, ...]
 ) -> KvLayout:
     """Cut a model to its stage, if it has one, and return the layout of its blocks.
 
@@ -202,8 +207,12 @@ def _checked_layout(
     if stage is not None:
         first = sum(split[: stage.index])
         model.keep_stage(stage, range(first, first + split[stage.index]))
-    layout = dataclasses.replace(model.shape, block_size=block_size)
+    layout = dataclasses.replace(model.shape, block_size=config.block_size)
     require_faithful(model, layout, expected)
+    if config.kv_dtype == "fp8":
+        layout = scaled_layout(layout)
+        error = require_faithful(model, layout, expected)
+        event(log, "KV of 8 bits", logits_off_by=round(error, 4))
     return layout
 
 

@@ -21,9 +21,21 @@ from transformers import AttentionInterface
 
 from engine.attention import AttentionRule
 from engine.kernels.paged_decode import paged_decode
+from engine.kernels.paged_latents import decode_latents, prefill_latents
 from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.write_kv import write_kv
-from engine.long_chunks import MAX_LONG_CHUNKS, LongChunk, attend_long, can_attend
+from engine.kernels.write_rows import write_rows
+from engine.latent_attention import LatentHeads, heads_of, require_plain, values_of
+from engine.long_chunks import (
+    MAX_LONG_CHUNKS,
+    LongChunk,
+    attend_long,
+    can_attend,
+    seen_heads,
+    seen_latents,
+)
+from engine.paged_cache import PagedCache
+from engine.scaled_kv import SCALE_WIDTH
 from engine.step_memory import StepShape, StepViews, carve
 
 GPU_ATTENTION_NAME = "conductor_paged_gpu"
@@ -65,15 +77,53 @@ def step_header(shape: StepShape, chunks: Sequence[LongChunk] = ()) -> torch.Ten
     return header
 
 
-def attach_cache(model: nn.Module, cache: torch.Tensor) -> None:
-    """Give every attention module of `model` its layer of `cache`.
+def attach_cache(model: nn.Module, cache: PagedCache) -> None:
+    """Give every attention module of `model` its layer of the fields of `cache`.
 
     A tensor of the module and not an index: the compiler would make one copy of the layer for each index."""
     AttentionInterface.register(GPU_ATTENTION_NAME, _attention)
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
         if isinstance(layer, int):
-            module.register_buffer("kv_layer", cache[:, layer], persistent=False)
+            module.register_buffer("kv_layer", layer_of(cache, layer), persistent=False)
+            module.kv_block_size = cache.layout.block_size if cache.has("scale") else 0  # type: ignore
+
+
+def layer_of(cache: PagedCache, layer: int) -> torch.Tensor:
+    """Return a layer of the cache as attention modules have it: one tensor, whatever fields it has.
+
+    The compiler knows of no two inputs that share memory and are written to. K and V that are computed as
+    they are cached are [num_blocks, 2, block_size, heads, head_dim]; all else is [num_blocks, numbers], of
+    latents in their dtype, of 8 bits in bytes, and is taken apart inside of operators."""
+    if cache.has("latent"):
+        dtype = cache.field("latent").dtype
+        return cache.tensor.view(len(cache.tensor), cache.layout.num_layers, -1)[:, layer].view(dtype)
+    if cache.has("scale"):
+        return cache.tensor.view(len(cache.tensor), cache.layout.num_layers, -1)[:, layer]
+    return cache.heads()[:, layer]
+
+
+def scaled_parts(layer: torch.Tensor, block_size: int, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return K and V of a layer, [num_blocks, 2, block_size, heads, dim], and their scales, if it has any.
+
+    Args:
+        block_size: 0: K and V are as they are computed.
+    """
+    if not block_size:
+        return layer, None
+    num_blocks, num_bytes = layer.shape
+    heads = num_bytes // (2 * block_size * dim + 4 * SCALE_WIDTH)
+    numbers = 2 * block_size * heads * dim
+    kv = layer[:, :numbers].view(torch.float8_e4m3fn).view(num_blocks, 2, block_size, heads, dim)
+    return kv, layer[:, numbers:].view(torch.float32).view(num_blocks, heads, SCALE_WIDTH)
+
+
+def latent_parts(layer: torch.Tensor, rank: int, rotary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return latents and rotary keys of a layer, each [num_blocks, block_size, 1, width]."""
+    num_blocks, numbers = layer.shape
+    block_size = numbers // (rank + rotary)
+    latents, rotary_keys = layer[:, : block_size * rank], layer[:, block_size * rank :]
+    return latents.view(num_blocks, block_size, 1, rank), rotary_keys.view(num_blocks, block_size, 1, rotary)
 
 
 def _attention(
@@ -89,11 +139,15 @@ def _attention(
     The names of the arguments are transformers'; a family leaves out what it does not have.
     """
     call: StepCall = arguments["paged"]
+    if (heads := heads_of(module)) is not None:
+        return _latent_attention(module, heads, query, key, call, arguments)[None], None
     kv_layer: torch.Tensor = module.kv_layer  # type: ignore[assignment]
+    block_size: int = module.kv_block_size  # type: ignore[assignment]
     scale = arguments.get("scaling") or query.shape[-1] ** -0.5
-    value_dim, cache_dim = value.shape[-1], kv_layer.shape[-1]
+    value_dim = value.shape[-1]
+    cache_dim = max(query.shape[-1], value_dim) if block_size else kv_layer.shape[-1]
     rows = [_token_rows(item, cache_dim) for item in (query, key, value)]
-    where = (kv_layer, call.memory, call.header)
+    where = (kv_layer, block_size, call.memory, call.header)
     rule = (scale, arguments.get("sliding_window") or 0, arguments.get("softcap") or 0.0)
     sinks = arguments.get("s_aux")
     if call.part is StepPart.KEEP_KV:
@@ -104,6 +158,31 @@ def _attention(
     else:
         output = paged_attention(*rows, *where, call.parts, *rule, sinks)
     return output[None, ..., :value_dim], None
+
+
+def _latent_attention(
+    module: nn.Module,
+    heads: LatentHeads,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    call: StepCall,
+    arguments: dict[str, Any],
+) -> torch.Tensor:
+    """Attend by latents, as `_attention`; return [num_tokens, num_heads, value_dim]."""
+    rule = AttentionRule(1.0, arguments.get("sliding_window") or 0, arguments.get("softcap") or 0.0)
+    require_plain(rule, arguments.get("s_aux"))
+    scale = arguments.get("scaling") or query.shape[-1] ** -0.5
+    rows, query = heads.take(key[0].transpose(0, 1)), query[0].transpose(0, 1)
+    layer: torch.Tensor = module.kv_layer  # type: ignore[assignment]
+    if call.part is not StepPart.LAST_ROWS:
+        keep_latents(rows["latent"], rows["rotary_key"], layer, call.memory, call.header)
+    if call.part is StepPart.KEEP_KV:
+        return query.new_zeros((*query.shape[:2], heads.value_dim))
+    all_rows = call.part is not StepPart.LAST_ROWS
+    output: torch.Tensor = latent_attention(
+        query, heads.weight, layer, call.memory, call.header, call.parts, scale, heads.nope_dim, all_rows
+    )
+    return output
 
 
 def _token_rows(rows: torch.Tensor, dim: int) -> torch.Tensor:
@@ -118,6 +197,7 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
     key: torch.Tensor,
     value: torch.Tensor,
     kv_layer: torch.Tensor,
+    block_size: int,
     memory: torch.Tensor,
     header: torch.Tensor,
     parts: torch.Tensor,
@@ -128,11 +208,12 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
 ) -> torch.Tensor:
     """Write K and V, attend; [num_tokens, heads, head_dim] in and out."""
     shape, views, chunks = _read(memory, header)
+    kv_layer, scales = scaled_parts(kv_layer, block_size, query.shape[2])
     has_chunks = shape.num_chunks > 0
     rule = AttentionRule(scale, sliding_window, soft_cap)
     # Without chunks, the decode kernel writes K and V.
     if has_chunks:
-        write_kv(key, value, kv_layer, views.slots)
+        write_kv(key, value, kv_layer, views.slots, scales)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if shape.num_single:
         singles = slice(0, shape.num_single)
@@ -146,28 +227,30 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
             output=output[singles],
             added=None if has_chunks else (key[singles], value[singles]),
             parts=parts,
+            scales=scales,
         )
     if not has_chunks:
         return output
     # Rows of padding among the singles were written above; the chunks overwrite them.
     is_plain = not (sliding_window or soft_cap or sinks is not None)
-    if chunks and is_plain and can_attend(query):
+    if chunks and is_plain and can_attend(query, value.shape[2]):
         rows = slice(shape.num_single, None)
-        own = (key[rows], value[rows])
-        attended = attend_long(query[rows], own, kv_layer, views.chunk_tables, chunks, scale)
+        seen = seen_heads((key[rows], value[rows]), kv_layer, scales)
+        attended = attend_long(query[rows], seen, views.chunk_tables, chunks, scale)
         if not shape.num_single:
             return attended
         output[rows] = attended
         return output
     tables, starts, lens = views.chunk_tables, views.chunk_starts, views.chunk_lens
-    paged_prefill(query, kv_layer, tables, starts, lens, rule, sinks, output=output)
+    paged_prefill(query, kv_layer, tables, starts, lens, rule, sinks, output=output, scales=scales)
     return output
 
 
 @torch.library.custom_op("conductor::last_rows_attention", mutates_args=())
-def last_rows_attention(
+def last_rows_attention(  # noqa: PLR0913 as above
     query: torch.Tensor,
     kv_layer: torch.Tensor,
+    block_size: int,
     memory: torch.Tensor,
     header: torch.Tensor,
     scale: float,
@@ -180,7 +263,8 @@ def last_rows_attention(
     tables = torch.cat([views.single_tables, views.chunk_tables])
     lens = torch.cat([views.single_lens, views.chunk_lens])
     rule = AttentionRule(scale, sliding_window, soft_cap)
-    return paged_decode(query, kv_layer, tables, lens, rule, sinks)
+    kv_layer, scales = scaled_parts(kv_layer, block_size, query.shape[2])
+    return paged_decode(query, kv_layer, tables, lens, rule, sinks, scales=scales)
 
 
 @paged_attention.register_fake
@@ -191,11 +275,88 @@ def _(query: torch.Tensor, *_: object) -> torch.Tensor:
 
 @torch.library.custom_op("conductor::keep_kv", mutates_args=("kv_layer",))
 def keep_kv(
-    key: torch.Tensor, value: torch.Tensor, kv_layer: torch.Tensor, memory: torch.Tensor, header: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_layer: torch.Tensor,
+    block_size: int,
+    memory: torch.Tensor,
+    header: torch.Tensor,
 ) -> None:
     """Write K and V of all tokens, each [num_tokens, heads, head_dim]."""
     _, views, _ = _read(memory, header)
-    write_kv(key, value, kv_layer, views.slots)
+    kv_layer, scales = scaled_parts(kv_layer, block_size, key.shape[2])
+    write_kv(key, value, kv_layer, views.slots, scales)
+
+
+@torch.library.custom_op("conductor::keep_latents", mutates_args=("kv_layer",))
+def keep_latents(
+    latent: torch.Tensor,
+    rotary_key: torch.Tensor,
+    kv_layer: torch.Tensor,
+    memory: torch.Tensor,
+    header: torch.Tensor,
+) -> None:
+    """Write latents and rotary keys of all tokens, each [num_tokens, width]."""
+    _, views, _ = _read(memory, header)
+    latents, rotary_keys = latent_parts(kv_layer, latent.shape[1], rotary_key.shape[1])
+    write_rows(latent, latents, views.slots)
+    write_rows(rotary_key, rotary_keys, views.slots)
+
+
+@torch.library.custom_op("conductor::latent_attention", mutates_args=())
+def latent_attention(  # noqa: PLR0913 an operator's arguments are tensors and numbers
+    query: torch.Tensor,
+    weight: torch.Tensor,
+    kv_layer: torch.Tensor,
+    memory: torch.Tensor,
+    header: torch.Tensor,
+    parts: torch.Tensor,
+    scale: float,
+    nope_dim: int,
+    all_rows: bool,
+) -> torch.Tensor:
+    """Attend by latents that are written; `all_rows` are the step's tokens, others each sequence's last.
+
+    `weight` is as `engine/latent_attention.py` takes it, the result [num_rows, num_heads, value_dim]."""
+    shape, views, chunks = _read(memory, header)
+    layer = latent_parts(kv_layer, weight.shape[2], query.shape[2] - nope_dim)
+    if not all_rows:
+        tables = torch.cat([views.single_tables, views.chunk_tables])
+        lens = torch.cat([views.single_lens, views.chunk_lens])
+        mixed = decode_latents(*_absorbed(query, weight, nope_dim), layer, tables, lens, scale)
+        return values_of(mixed, weight, nope_dim).contiguous()
+    output = query.new_empty((*query.shape[:2], weight.shape[1] - nope_dim))
+    is_long = bool(chunks) and can_attend(query, output.shape[2])
+    absorbed = slice(0, shape.num_single if is_long else None)
+    if is_long:
+        rows = slice(shape.num_single, None)
+        seen = seen_latents(layer, weight, nope_dim)
+        output[rows] = attend_long(query[rows], seen, views.chunk_tables, chunks, scale)
+    if not is_long or shape.num_single:
+        rows_query = _absorbed(query[absorbed], weight, nope_dim)
+        mixed = torch.empty(rows_query[0].shape, dtype=query.dtype, device=query.device)
+        singles = slice(0, shape.num_single)
+        if shape.num_single:
+            halves = rows_query[0][singles], rows_query[1][singles]
+            lens, into = views.single_lens, mixed[singles]
+            decode_latents(*halves, layer, views.single_tables, lens, scale, parts, output=into)
+        if shape.num_chunks and not is_long:
+            where = views.chunk_tables, views.chunk_starts, views.chunk_lens
+            prefill_latents(*rows_query, layer, *where, scale, mixed)
+        output[absorbed] = values_of(mixed, weight, nope_dim)
+    return output
+
+
+@latent_attention.register_fake
+def _(query: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    nope_dim: int = arguments[5]
+    return query.new_empty((*query.shape[:2], weight.shape[1] - nope_dim))
+
+
+def _absorbed(query: torch.Tensor, weight: torch.Tensor, nope_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the halves of queries for latents and for rotary keys."""
+    latent = torch.bmm(query[..., :nope_dim].transpose(0, 1), weight[:, :nope_dim])
+    return latent.transpose(0, 1), query[..., nope_dim:]
 
 
 def _read(

@@ -6,6 +6,8 @@ weights have moved into fused products, and it runs in no other manner.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,8 +15,11 @@ from transformers import PreTrainedModel
 from engine.compiled import compile_layers, compiled
 from engine.fused_projections import GROUPS, LAST_GROUPS, fuse_projections, use_products
 from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, StepPart, attach_cache
+from engine.gpu_experts import use_experts
 from engine.kernels.decode_parts import decode_parts
+from engine.kernels.paged_latents import head_groups
 from engine.last_layer import LastLayer, can_be_cut, dropping_result
+from engine.latent_attention import heads_of
 from engine.layer_hooks import LayerHooks
 from engine.long_chunks import make_plans
 from engine.paged_cache import PagedCache
@@ -43,14 +48,10 @@ class GpuModel:
         config = model.config.get_text_config()
         self._stage = stage
         is_last = stage is None or stage.is_last
-        attach_cache(model, cache.heads())
-        self._kv_layer = cache.heads()[:, 0]
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self._num_ranks: int = max(1, kv_heads // self._kv_layer.shape[3])  # among which heads are cut
+        attach_cache(model, cache)
+        self._heads = heads_read(model, cache, config.num_attention_heads)
         model.set_attn_implementation(GPU_ATTENTION_NAME)
-        if model.dtype != torch.bfloat16:
-            # torch's grouped product is bfloat16's; its stand-in waits for the device at each layer.
-            model.set_experts_implementation("batched_mm")
+        use_experts(model)
         layers = _decoder_layers(model)
         self._cuts_last_layer = is_last and can_be_cut(model, layers)
         if self._cuts_last_layer:
@@ -68,9 +69,9 @@ class GpuModel:
     @torch.no_grad()
     def make_plans(self, chunk_tokens: int, max_model_len: int) -> None:
         """Have cuDNN make this thread's plans; 40 ms each, which no request shall wait for."""
-        heads = self._model.config.get_text_config().num_attention_heads // self._num_ranks
-        like = self._kv_layer.new_empty((0, heads, self._kv_layer.shape[-1]))
-        make_plans(like, self._kv_layer, chunk_tokens, max_model_len)
+        heads = self._heads
+        like = torch.empty((0, heads.queries, heads.widths[1]), dtype=self._model.dtype, device=self.device)
+        make_plans(like, heads.widths, chunk_tokens, max_model_len)
 
     @torch.no_grad()
     def forward(
@@ -102,7 +103,31 @@ class GpuModel:
         if not len(views.single_lens):
             # As long as the chunks, which are two at least: of nothing, the compiler would make a variant.
             return views.chunk_lens
-        return decode_parts(views.single_lens, self._kv_layer.shape[3])
+        return decode_parts(views.single_lens, self._heads.groups)
+
+
+class HeadsRead(NamedTuple):
+    """The heads of one rank, as attention goes about them."""
+
+    queries: int
+    groups: int
+    """Groups of query heads that read KV once for all of them."""
+    widths: tuple[int, int, int]
+    """Heads, and numbers of K and of V in each, as long chunks are attended to."""
+
+
+def heads_read(model: PreTrainedModel, cache: PagedCache, num_heads: int) -> HeadsRead:
+    """Return how a rank reads its cache; the whole model has `num_heads` query heads."""
+    layout = cache.layout
+    for module in model.modules():
+        if (latents := heads_of(module)) is not None:
+            rotary = cache.field("rotary_key").shape[-1]
+            widths = layout.num_heads, latents.nope_dim + rotary, latents.value_dim
+            return HeadsRead(layout.num_heads, head_groups(layout.num_heads), widths)
+    width = layout.fields[0].width
+    config = model.config.get_text_config()
+    num_ranks = max(1, (getattr(config, "num_key_value_heads", None) or num_heads) // layout.num_heads)
+    return HeadsRead(num_heads // num_ranks, layout.num_heads, (layout.num_heads, width, width))
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -18,6 +18,7 @@ that nobody reads. `make_plans` goes through all of them before the first reques
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ import torch
 from torch.nn.functional import pad
 
 from engine.kernels.merge_part import merge_part
+from engine.latent_attention import expanded
+from engine.scaled_kv import plain
 from engine.step import StepEntry, StepPlan
 
 MIN_TOKENS = 2048
@@ -42,6 +45,8 @@ TRIANGLE_STEP = 512
 RECTANGLE_ROWS = (1024, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384)
 KEYS_STEP = 2048
 MAX_HEAD_DIM = 128
+LATENT_WIDTHS = (192, 128)
+"""Widths of K and V that DeepSeek's latents are expanded to."""
 
 
 class LongChunk(NamedTuple):
@@ -50,6 +55,12 @@ class LongChunk(NamedTuple):
     num_tokens: int
     prefix: int
     """Number of tokens before the chunk."""
+
+
+Seen = Callable[[slice, torch.Tensor, LongChunk], tuple[torch.Tensor, torch.Tensor]]
+"""Gives K and V, each [>= tokens, heads, width], of a whole sequence.
+
+Takes the chunk's rows, counted from the step's first, its block table, and the chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +91,12 @@ def _is_long(entry: StepEntry) -> bool:
     return entry.num_tokens >= (MIN_TOKENS // 2 if entry.start >= MIN_PREFIX else MIN_TOKENS)
 
 
-def can_attend(query: torch.Tensor) -> bool:
+def can_attend(query: torch.Tensor, value_dim: int) -> bool:
     """Return whether cuDNN takes such heads. On a CPU the definition takes any."""
     is_short = query.dtype in (torch.float16, torch.bfloat16)
-    return not query.is_cuda or (is_short and query.shape[2] <= MAX_HEAD_DIM and query.shape[2] % 8 == 0)
+    widths = query.shape[2], value_dim
+    is_known = widths == LATENT_WIDTHS or (max(widths) <= MAX_HEAD_DIM and not any(dim % 8 for dim in widths))
+    return not query.is_cuda or (is_short and is_known)
 
 
 def segments_of(chunk: LongChunk, row: int, most: int) -> list[ChunkSegment]:
@@ -105,43 +118,50 @@ def rectangles_of(num_keys: int) -> list[range]:
     return found
 
 
-def make_plans(like: torch.Tensor, kv_layer: torch.Tensor, chunk_tokens: int, max_model_len: int) -> None:
-    """Have cuDNN make this thread's plans of all parts that chunks can have, of queries `like` this one."""
+def make_plans(
+    like: torch.Tensor, widths: tuple[int, int, int], chunk_tokens: int, max_model_len: int
+) -> None:
+    """Have cuDNN make this thread's plans of all parts that chunks can have.
+
+    Args:
+        like: A query.
+        widths: KV heads, and numbers of K and of V in each.
+    """
     most = min(chunk_tokens, SEGMENT)
-    if chunk_tokens < MIN_TOKENS // 2 or not can_attend(like):
+    if chunk_tokens < MIN_TOKENS // 2 or not can_attend(like, widths[2]):
         return
     side = _triangle_rows(most + KEYS_STEP)
     query = like.new_zeros((1, max(side, _rectangle_rows(most)), *like.shape[1:]))
-    keys = like.new_zeros((1, max(side, max_model_len), *kv_layer.shape[3:]))
+    num_heads, key_dim, value_dim = widths
+    keys = like.new_zeros((1, max(side, max_model_len), num_heads, key_dim))
+    values = like.new_zeros((*keys.shape[:3], value_dim))
     for length in range(TRIANGLE_STEP, side + 1, TRIANGLE_STEP):
-        attend_part(query[:, :length], keys[:, :length], keys[:, :length], True, 1.0)
+        attend_part(query[:, :length], keys[:, :length], values[:, :length], True, 1.0)
     for seen in (KEYS_STEP << doubled for doubled in range((max_model_len // KEYS_STEP).bit_length())):
         for rows in RECTANGLE_ROWS:
             if rows <= _rectangle_rows(most):
-                attend_part(query[:, :rows], keys[:, :seen], keys[:, :seen], False, 1.0)
+                attend_part(query[:, :rows], keys[:, :seen], values[:, :seen], False, 1.0)
     if max_model_len > KEYS_STEP:
         # The merge is compiled twice: for sums that begin at a multiple of 16 bytes, and for others.
         for before in (KEYS_STEP, KEYS_STEP + 1):
-            own = keys[0, : before + 1]
-            _attend_segment(query[0, :1], own, own, ChunkSegment(0, 1, before), 1.0)
+            own = keys[0, : before + 1], values[0, : before + 1]
+            _attend_segment(query[0, :1], *own, ChunkSegment(0, 1, before), 1.0)
 
 
 def attend_long(
     query: torch.Tensor,
-    own: tuple[torch.Tensor, torch.Tensor],
-    kv_layer: torch.Tensor,
+    seen: Seen,
     tables: torch.Tensor,
     chunks: list[LongChunk],
     scale: float,
     most: int = SEGMENT,
 ) -> torch.Tensor:
-    """Return the causal attention of chunks, as `query`.
+    """Return the causal attention of chunks, [num_rows, num_heads, width of V].
 
     Args:
         query: [num_rows, num_heads, head_dim]; the chunks' rows follow each other from the first, and the
             rest is padding.
-        own: K and V of the same tokens, each [num_rows, num_kv_heads, head_dim].
-        kv_layer: One layer of the paged cache, in which those are written already.
+        seen: Gives K and V of a chunk's sequence; those of the chunk are in the cache already.
         tables: [>= len(chunks), max_blocks] int32; each chunk's blocks.
         most: Rows of a segment at most.
     """
@@ -149,16 +169,15 @@ def attend_long(
     row = 0
     for chunk, table in zip(chunks, tables, strict=False):
         rows = slice(row, row + chunk.num_tokens)
-        # Without a prefix, the keys before a segment are rows of this step.
-        seen = _gathered(kv_layer, table, chunk) if chunk.prefix else (own[0][rows], own[1][rows])
+        both = seen(rows, table, chunk)
         found += [
-            _attend_segment(query[segment.row : segment.row + segment.num_rows], *seen, segment, scale)
+            _attend_segment(query[segment.row : segment.row + segment.num_rows], *both, segment, scale)
             for segment in segments_of(chunk, row, most)
         ]
         row += chunk.num_tokens
     if len(found) == 1 and row == query.shape[0]:
         return found[0]
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    output = query.new_empty((*query.shape[:2], found[0].shape[2]))
     torch.cat(found, out=output[:row])
     return output
 
@@ -199,16 +218,58 @@ def _rectangle_rows(num_rows: int) -> int:
     return next(rows for rows in RECTANGLE_ROWS if rows >= num_rows)
 
 
-def _gathered(
-    kv_layer: torch.Tensor, table: torch.Tensor, chunk: LongChunk
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a sequence's K and V, each [>= tokens, num_kv_heads, head_dim]."""
-    num_blocks = -(-(chunk.prefix + chunk.num_tokens) // kv_layer.shape[2])
-    both = kv_layer.new_empty((2, num_blocks, *kv_layer.shape[2:]))
-    for index, blocks in enumerate(both):
-        torch.index_select(kv_layer[:, index], 0, table[:num_blocks], out=blocks)
-    keys, values = both.flatten(1, 2)
-    return keys, values
+def seen_heads(
+    own: tuple[torch.Tensor, torch.Tensor], kv_layer: torch.Tensor, scales: torch.Tensor | None = None
+) -> Seen:
+    """Return what gives K and V of heads, each [>= tokens, num_kv_heads, head_dim].
+
+    Args:
+        own: K and V of the step's tokens, each [num_rows, num_kv_heads, head_dim].
+        kv_layer: One layer of the paged cache.
+        scales: Those of a layer of 8 bits.
+    """
+
+    def seen(rows: slice, table: torch.Tensor, chunk: LongChunk) -> tuple[torch.Tensor, torch.Tensor]:
+        # Without a prefix, the keys are rows of this step; but of 8 bits, other chunks see those.
+        if not chunk.prefix and scales is None:
+            return own[0][rows], own[1][rows]
+        blocks = blocks_of(table, chunk, kv_layer.shape[2])
+        if scales is None:
+            return selected(kv_layer[:, 0], blocks), selected(kv_layer[:, 1], blocks)
+        factors = scales.index_select(0, blocks)
+        keys, values = (
+            plain(selected(kv_layer[:, which], blocks, False), factors[..., which], own[0].dtype)
+            for which in (0, 1)
+        )
+        return keys.flatten(0, 1), values.flatten(0, 1)
+
+    return seen
+
+
+def seen_latents(layer: tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor, nope_dim: int) -> Seen:
+    """Return what gives K and V made of a sequence's latents; arguments as `latent_attention.py : expanded`.
+
+    Args:
+        layer: Latents and rotary keys of one layer, each [num_blocks, block_size, 1, width].
+    """
+
+    def seen(rows: slice, table: torch.Tensor, chunk: LongChunk) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = blocks_of(table, chunk, layer[0].shape[1])
+        latents, rotary_keys = (selected(field, blocks)[:, 0] for field in layer)
+        return expanded(latents, rotary_keys, weight, nope_dim)
+
+    return seen
+
+
+def blocks_of(table: torch.Tensor, chunk: LongChunk, block_size: int) -> torch.Tensor:
+    """Return the blocks of a chunk's sequence up to the chunk's end."""
+    return table[: -(-(chunk.prefix + chunk.num_tokens) // block_size)]
+
+
+def selected(field: torch.Tensor, blocks: torch.Tensor, flat: bool = True) -> torch.Tensor:
+    """Return some blocks of a field [num_blocks, block_size, heads, width], as rows of tokens if `flat`."""
+    rows = field.view(torch.uint8).index_select(0, blocks).view(field.dtype)
+    return rows.flatten(0, 1) if flat else rows
 
 
 def attend_part(

@@ -21,9 +21,10 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from base.errors import ConfigError
-from base.kv_layout import KvLayout, head_layout
+from base.kv_layout import KvField, KvLayout
 from engine.attention import AttentionRule, paged_decode_attention, paged_prefill_attention, write_kv
 from engine.batch import Batch
+from engine.latent_attention import LatentHeads, heads_of, kept_latents, show_latents
 from engine.paged_cache import PagedCache
 from engine.pipeline import Stage, cut_to_stage, run_stage
 
@@ -32,45 +33,70 @@ ATTENTION_NAME = "conductor_paged"
 
 MIN_BLOCK_SIZE = 16
 
+Rows = dict[str, torch.Tensor]
+"""Rows that a layer keeps of each token, by the field's name: [num_tokens, heads, width], or no heads."""
+
 Attend = Callable[
-    [int, torch.Tensor, torch.Tensor, torch.Tensor, AttentionRule, torch.Tensor | None], torch.Tensor
+    [int, torch.Tensor, Rows, AttentionRule, torch.Tensor | None, LatentHeads | None], torch.Tensor
 ]
 """The attention of one step, which travels through the model as an argument.
 
-Takes the layer, query, key and value [num_tokens, heads, dim], the rule and the sinks."""
+Takes the layer, the query [num_tokens, heads, dim], what is kept, the rule, the sinks, and of latents what
+makes heads of them."""
 
 
 def paged_attention(batch: Batch, cache: PagedCache) -> Attend:
     """Return the attention of one step over the paged cache."""
     middle, views = batch.shape.num_single, batch.views
-    slots, starts = views.slots.long(), views.chunk_starts - middle
     # Gathered whole: the tables of chunks may be longer.
     most = int(views.single_lens.max()) if middle else 0
-    single_tables = views.single_tables[:, : cache.layout.num_blocks(most)]
-    heads = cache.heads()
+    singles = views.single_tables[:, : cache.layout.num_blocks(most)], views.single_lens
+    chunks = views.chunk_tables, views.chunk_starts - middle, views.chunk_lens
+    kept = kept_latents if cache.has("latent") else kept_heads
 
     def attend(
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        rows: Rows,
         rule: AttentionRule,
         sinks: torch.Tensor | None,
+        heads: LatentHeads | None,
     ) -> torch.Tensor:
-        kv_cache = heads[:, layer]
-        write_kv(key, value, kv_cache, slots)
-        output = torch.empty_like(query)
+        decode, prefill = kept(cache, layer, rows, views.slots.long(), rule, sinks, heads)
+        found = []
         if middle:
-            output[:middle] = paged_decode_attention(
-                query[:middle], kv_cache, single_tables, views.single_lens, rule, sinks
-            )
+            found.append(decode(query[:middle], *singles))
         if middle < len(query):
-            output[middle:] = paged_prefill_attention(
-                query[middle:], kv_cache, views.chunk_tables, starts, views.chunk_lens, rule, sinks
-            )
-        return output[..., : value.shape[-1]]
+            found.append(prefill(query[middle:], *chunks))
+        return torch.cat(found) if len(found) > 1 else found[0]
 
     return attend
+
+
+def kept_heads(
+    cache: PagedCache,
+    layer: int,
+    rows: Rows,
+    slots: torch.Tensor,
+    rule: AttentionRule,
+    sinks: torch.Tensor | None,
+    _: LatentHeads | None,
+) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+    """Write K and V of a layer's new tokens; return attention of single tokens, and of chunks."""
+    kv_cache = cache.heads()[:, layer]
+    scales = cache.field("scale")[:, layer, 0] if cache.has("scale") else None
+    write_kv(rows["key"], rows["value"], kv_cache, slots, scales)
+    dim = rows["value"].shape[-1]
+
+    def decode(query: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+        return paged_decode_attention(query, kv_cache, tables, lens, rule, sinks, scales)[..., :dim]
+
+    def prefill(
+        query: torch.Tensor, tables: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor
+    ) -> torch.Tensor:
+        return paged_prefill_attention(query, kv_cache, tables, starts, lens, rule, sinks, scales)[..., :dim]
+
+    return decode, prefill
 
 
 class PagedModel:
@@ -93,6 +119,7 @@ class PagedModel:
         self.max_model_len: int = text_config.max_position_embeddings
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
+        show_latents(model)
         AttentionInterface.register(ATTENTION_NAME, _attention)
         model.set_attn_implementation(ATTENTION_NAME)
         self.shape = self._find_shape()
@@ -139,13 +166,18 @@ class PagedModel:
     @torch.inference_mode()
     def _find_shape(self) -> KvLayout:
         """Run two tokens and see what each layer brings."""
-        seen: dict[int, tuple[int, int]] = {}
+        seen: dict[int, tuple[int, Rows]] = {}
 
         def look(
-            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object
+            layer: int,
+            query: torch.Tensor,
+            rows: Rows,
+            _: object,
+            __: object,
+            heads: LatentHeads | None,
         ) -> torch.Tensor:
-            seen[layer] = (key.shape[1], max(key.shape[2], value.shape[2]))
-            return query.new_zeros((*query.shape[:2], value.shape[2]))
+            seen[layer] = (query.shape[1] if heads else rows["key"].shape[1], rows)
+            return query.new_zeros((*query.shape[:2], heads.value_dim if heads else rows["value"].shape[2]))
 
         token_ids = torch.tensor([[0, 1]], device=self.device)
         try:
@@ -157,14 +189,25 @@ class PagedModel:
             ) from error
         layers = sorted(seen)
         heads = {num_heads for num_heads, _ in seen.values()}
-        if not layers or layers != list(range(len(layers))) or len(heads) != 1:
+        names = {tuple(rows) for _, rows in seen.values()}
+        if not layers or layers != list(range(len(layers))) or len(heads) != 1 or len(names) != 1:
             raise ConfigError(
                 f"model family {self.family!r} cannot be served: not every layer is attention with the "
                 f"same number of KV heads (layers {layers}, KV heads {sorted(heads)})"
             )
+        fields = self._fields([rows for _, rows in seen.values()])
+        return KvLayout(len(layers), heads.pop(), MIN_BLOCK_SIZE, fields)
+
+    def _fields(self, layers: list[Rows]) -> tuple[KvField, ...]:
+        """Return the fields that hold what each of the layers brings."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return head_layout(
-            len(layers), heads.pop(), max(dim for _, dim in seen.values()), MIN_BLOCK_SIZE, dtype
+        widths = {name: max(rows[name].shape[-1] for rows in layers) for name in layers[0]}
+        if "key" in widths:
+            # Kernels take K and V of one width; the rest of the smaller is padding that nobody reads.
+            widths = dict.fromkeys(widths, max(widths.values()))
+        return tuple(
+            KvField(name, width, dtype, has_heads=layers[0][name].dim() == 3)
+            for name, width in widths.items()
         )
 
 
@@ -188,7 +231,9 @@ def _attention(
     )
     query, key, value = (rows[0].transpose(0, 1) for rows in (query, key, value))
     layer: Any = module.layer_idx
-    return paged(layer, query, key, value, rule, arguments.get("s_aux"))[None], None
+    heads = heads_of(module)
+    rows = {"key": key, "value": value} if heads is None else heads.take(key)
+    return paged(layer, query, rows, rule, arguments.get("s_aux"), heads)[None], None
 
 
 def _require_backend(model: PreTrainedModel, family: str) -> None:

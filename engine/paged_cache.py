@@ -38,6 +38,10 @@ class PagedCache:
         if device.type == "cpu":
             self._bytes = self.tensor.view(-1).numpy().data
 
+    def has(self, name: str) -> bool:
+        """Return whether there is a field of that name."""
+        return any(field.name == name for field in self.layout.fields)
+
     def field(self, name: str) -> torch.Tensor:
         """Return a field of all layers, [num_blocks, num_layers, rows, heads, width]."""
         layout, start = self.layout, 0

@@ -3,7 +3,8 @@
 The plan says of each linear layer whether its columns or its rows are divided. Columns come first: a rank
 computes its share of the heads, or of the inner dimension, and needs nobody. Rows come next: each rank's
 product is a part of a sum, and one all-reduce makes it whole. So a layer costs two all-reduces, and every
-rank ends with the same hidden states. Embeddings, norms and the output head are whole on every rank.
+rank ends with the same hidden states. Embeddings, norms and the output head are whole on every rank; of
+experts each rank has some.
 
 Cut before anything else is done to a model: what is fused or compiled afterwards sees smaller linear layers
 and no difference. Each rank holds its share of the KV heads, so its cache is smaller by as much. All ranks
@@ -22,8 +23,19 @@ from transformers import PreTrainedModel
 
 from base.errors import ConfigError
 
-UNCUT = {"replicated_with_grad_allreduce"}
+UNCUT = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
 """Styles of the plan that leave a module whole; the all-reduce is of gradients."""
+
+EXPERTS_STYLE = "moe_tp_experts"
+"""Style of a module of experts. The plan would cut each of them; here each rank has some, whole."""
+
+LATENT_PLAN = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.q_b_proj": "colwise",
+    "layers.*.self_attn.kv_b_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+"""How latent attention is cut by query heads, for families whose plan leaves it out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +82,47 @@ class RowParallel(nn.Module):
         return output if self.bias is None else output + self.bias
 
 
+class ExpertShare(nn.Module):
+    """Experts of which this rank has some; each token's sum over all of them is made whole.
+
+    Hidden states are whole on every rank, so no token has to be sent to its experts: each rank computes those
+    that it has, and one all-reduce is what a dense layer needs too.
+    """
+
+    def __init__(self, experts: nn.Module, group: TensorGroup) -> None:
+        """Keep this rank's share of `experts`, in place; raises ConfigError if they do not divide."""
+        super().__init__()
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            share = nn.Parameter(_share(parameter, 0, group), requires_grad=False)
+            setattr(experts, name, share)
+        num_experts: int = experts.num_experts // group.size  # type: ignore[operator, assignment]
+        experts.num_experts = num_experts  # type: ignore[assignment]
+        self.experts = experts
+        self.first = group.rank * num_experts
+        self.num_experts = num_experts
+        self.outside = 0
+        """Expert that stands for those of other ranks, with a weight of 0."""
+        self._group_name: str = group.group.group_name
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        local = chosen - self.first
+        is_own = (local >= 0) & (local < self.num_experts)
+        local, weights = local.where(is_own, self.outside), weights.where(is_own, 0.0)
+        output: torch.Tensor = self.experts(hidden, local, weights)
+        output = output.contiguous()
+        all_reduce(output, self._group_name)
+        return output
+
+
 def cut_causal_model(model: PreTrainedModel, group: TensorGroup) -> None:
     """Keep this rank's share of a causal model, in place; as `cut_model`."""
     config = model.config.get_text_config()
     num_heads: int = config.num_attention_heads
     num_kv_heads: int = getattr(config, "num_key_value_heads", None) or num_heads
-    cut_model(model.base_model, config.base_model_tp_plan or {}, (num_heads, num_kv_heads), group)
+    plan: dict[str, str] = config.base_model_tp_plan or {}
+    if plan and getattr(config, "kv_lora_rank", None):
+        plan = LATENT_PLAN | plan
+    cut_model(model.base_model, plan, (num_heads, num_kv_heads), group)
 
 
 def cut_model(model: nn.Module, plan: dict[str, str], heads: tuple[int, int], group: TensorGroup) -> None:
@@ -96,13 +143,19 @@ def cut_model(model: nn.Module, plan: dict[str, str], heads: tuple[int, int], gr
         if count % group.size:
             raise ConfigError(f"tensor parallel: {count} heads do not divide among {group.size} ranks")
     to_cut: list[tuple[str, nn.Linear, str]] = []
+    experts: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         style = next((style for pattern, style in plan.items() if fnmatch(name, pattern)), None)
         if style is None or style in UNCUT:
             continue
+        if style == EXPERTS_STYLE:
+            experts.append((name, module))
+            continue
         if type(module) is not nn.Linear or style not in ("colwise", "rowwise"):
             raise ConfigError(f"tensor parallel: {name} is to be cut {style!r}, which is not known here")
         to_cut.append((name, module, style))
+    for name, module in experts:
+        model.set_submodule(name, ExpertShare(module, group))
     for name, linear, style in to_cut:
         if style == "colwise":
             bias = None if linear.bias is None else _share(linear.bias, 0, group)

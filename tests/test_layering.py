@@ -82,6 +82,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "engine/model.py",
         "engine/gpu_model.py",
         "engine/gpu_attention.py",
+        "engine/gpu_experts.py",
         "engine/tensor_parallel.py",
         "engine/pipeline.py",
         "bench/",

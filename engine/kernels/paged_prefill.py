@@ -13,7 +13,8 @@ alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -22,6 +23,7 @@ import triton.language as tl
 from engine.attention import AttentionRule
 from engine.kernels.paged_decode import LOG2_E
 from engine.kernels.paged_layer import kernel_constants, require_paged_layer
+from engine.kernels.scaled_rows import SCALE_WIDTH, _mixed_with, _multiplied, _scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ def paged_prefill(
     sinks: torch.Tensor | None = None,
     tiles: PrefillTiles | None = None,
     output: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the causal attention of packed chunks over their paged KV.
 
@@ -68,21 +71,26 @@ def paged_prefill(
         query_starts: [num_seqs + 1] int32, ascending; chunk i is tokens query_starts[i] to query_starts[i +
             1], none where both are equal.
         output: Written in the tokens of chunks alone; None allocates, with the other tokens undefined.
+        scales: Those of a layer of 8 bits, [num_blocks, num_kv_heads, SCALE_WIDTH]; None: it is not scaled.
 
     Raises ValueError for a shape, stride or dtype that the kernel does not take."""
-    require_paged_layer(kv_cache, query, block_tables, context_lens)
+    require_paged_layer(kv_cache, query, block_tables, context_lens, scales)
     num_seqs = block_tables.shape[0]
     if query_starts.shape != (num_seqs + 1,) or query_starts.dtype != torch.int32:
         raise ValueError("query_starts must be [num_seqs + 1] int32")
-    constants = kernel_constants(query, kv_cache, rule, sinks)
+    constants = kernel_constants(query, kv_cache, rule, sinks, scales)
     tiles = tiles or prefill_tiles(constants["GROUP"], constants["DIM_PAD"] * query.element_size())
+    if scales is not None:
+        # A tile of one block has one scale.
+        tiles = replace(tiles, tokens=math.gcd(tiles.tokens, kv_cache.shape[2]))
     output = query.new_empty(query.shape) if output is None else output
     num_tiles = query.shape[0] // (tiles.rows // constants["GROUP"]) + num_seqs
     _prefill_tile[(kv_cache.shape[3], num_tiles)](
-        query, kv_cache, block_tables, query_starts, context_lens,
+        query, kv_cache, query if scales is None else scales, block_tables, query_starts, context_lens,
         query if sinks is None else sinks,  # a pointer that is not read
         output, num_seqs, rule.scale * LOG2_E.value, rule.soft_cap * LOG2_E.value,
-        *query.stride()[:2], *kv_cache.stride()[:4], block_tables.stride(0), **constants,
+        *query.stride()[:2], *kv_cache.stride()[:4], 0 if scales is None else scales.stride(0),
+        block_tables.stride(0), **constants,
         ROWS=tiles.rows, TILE=tiles.tokens, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return output
@@ -103,12 +111,22 @@ def _chunk_of_tile(query_starts, num_seqs, tile, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def _seen(scores, at, query_pos, WINDOW: tl.constexpr):
+    """Return scores [ROWS, TILE] without those of positions that a query does not see."""
+    seen = at[None, :] <= query_pos[:, None]
+    if WINDOW > 0:
+        seen = seen & (at[None, :] > query_pos[:, None] - WINDOW)
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
 def _attend_tiles(
     mixed,  # [ROWS, DIM_PAD]
     total,  # [ROWS]
     highest,  # [ROWS]
     q,  # [ROWS, DIM_PAD]
     kv_head_cache,  # [num_blocks, 2, BLOCK_SIZE, DIM]
+    head_scales,  # [num_blocks, SCALE_WIDTH]
     table,  # [max_blocks]
     begin,
     end,
@@ -118,8 +136,10 @@ def _attend_tiles(
     block_stride,
     value_stride,
     token_stride,
+    scale_stride,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    SCALED: tl.constexpr,
     MASKED: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
@@ -141,22 +161,21 @@ def _attend_tiles(
             tile_mask = tile_mask & (at < end)[:, None]
         k = tl.load(source, mask=tile_mask, other=0.0)  # [TILE, DIM_PAD]
         v = tl.load(source + value_stride, mask=tile_mask, other=0.0)  # [TILE, DIM_PAD]
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [ROWS, TILE]
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale  # [ROWS, TILE]
+        scale_at = head_scales + block * scale_stride
+        scores = _scaled(scores, scale_at, SCALED)
         if SOFT_CAP:
             # scale and soft_cap carry the factor log2(e), which cancels in the quotient
             scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)
         if MASKED:
-            seen = at[None, :] <= query_pos[:, None]
-            if WINDOW > 0:
-                seen = seen & (at[None, :] > query_pos[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = _seen(scores, at, query_pos, WINDOW)
         # a tile may hide everything from a row: keep the maximum finite
         raised = tl.maximum(highest, tl.maximum(tl.max(scores, 1), -1.0e30))
         weights = tl.exp2(scores - raised[:, None])
         kept = tl.exp2(highest - raised)
         total = total * kept + tl.sum(weights, 1)
         mixed = mixed * kept[:, None]
-        mixed = tl.dot(weights.to(v.dtype), v, mixed, input_precision="ieee")
+        mixed = _mixed_with(mixed, weights, v, q.dtype, scale_at + 1, SCALED)
         highest = raised
     return mixed, total, highest
 
@@ -165,6 +184,7 @@ def _attend_tiles(
 def _prefill_tile(
     query,  # [num_tokens, num_heads, DIM]
     kv_cache,  # [num_blocks, 2, BLOCK_SIZE, num_kv_heads, DIM]
+    scales,  # [num_blocks, num_kv_heads, SCALE_WIDTH]
     block_tables,  # [num_seqs, max_blocks]
     query_starts,  # [num_seqs + 1]
     context_lens,  # [num_seqs]
@@ -179,10 +199,12 @@ def _prefill_tile(
     value_stride,
     token_stride,
     head_stride,
+    scale_stride,
     table_stride,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
@@ -211,6 +233,7 @@ def _prefill_tile(
     token_at = (chunk_start + token).to(tl.int64)
     query_at = token_at * query_token_stride + heads * query_head_stride
     q = tl.load(query + query_at[:, None] + dims[None, :], mask=mask, other=0.0)
+    q = _multiplied(q, SCALED)
     query_pos = prefix_len + token
     end = prefix_len + tl.minimum(first + TOKENS, chunk_len)
     begin = 0
@@ -227,14 +250,17 @@ def _prefill_tile(
         total += 1.0
     mixed = tl.zeros([ROWS, DIM_PAD], tl.float32)
     head_cache = kv_cache + kv_head.to(tl.int64) * head_stride
+    head_scales = scales + kv_head * SCALE_WIDTH
     table = block_tables + seq.to(tl.int64) * table_stride
     mixed, total, highest = _attend_tiles(
-        mixed, total, highest, q, head_cache, table, begin, whole, query_pos, scale, soft_cap,
-        block_stride, value_stride, token_stride, WINDOW, SOFT_CAP, False, DIM, DIM_PAD, BLOCK_SIZE, TILE,
+        mixed, total, highest, q, head_cache, head_scales, table, begin, whole, query_pos, scale, soft_cap,
+        block_stride, value_stride, token_stride, scale_stride, WINDOW, SOFT_CAP, SCALED, False, DIM,
+        DIM_PAD, BLOCK_SIZE, TILE,
     )  # fmt: skip
     mixed, total, highest = _attend_tiles(
-        mixed, total, highest, q, head_cache, table, whole, end, query_pos, scale, soft_cap,
-        block_stride, value_stride, token_stride, WINDOW, SOFT_CAP, True, DIM, DIM_PAD, BLOCK_SIZE, TILE,
+        mixed, total, highest, q, head_cache, head_scales, table, whole, end, query_pos, scale, soft_cap,
+        block_stride, value_stride, token_stride, scale_stride, WINDOW, SOFT_CAP, SCALED, True, DIM,
+        DIM_PAD, BLOCK_SIZE, TILE,
     )  # fmt: skip
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     output_at = (token_at * (tl.num_programs(0) * GROUP) + heads) * DIM

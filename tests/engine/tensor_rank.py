@@ -12,7 +12,7 @@ from engine.batch import build_batch
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
 from engine.step import StepEntry, StepPlan
-from engine.tensor_parallel import TensorGroup, cut_model
+from engine.tensor_parallel import TensorGroup, cut_causal_model
 from tests.engine.builders import make_sequence
 from tests.engine.test_gpu_model import make_family
 
@@ -21,9 +21,7 @@ def logits_of(family: str, group: TensorGroup | None) -> torch.Tensor:
     """Prefill two prompts and decode a token of each; return the logits of both steps."""
     model = make_family(family)
     if group is not None:
-        config = model.config
-        heads = (config.num_attention_heads, config.num_key_value_heads)
-        cut_model(model.base_model, config.base_model_tp_plan, heads, group)
+        cut_causal_model(model, group)
     paged = PagedModel(model)
     shape = paged.shape
     layout = replace(shape, block_size=16)

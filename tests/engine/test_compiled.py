@@ -9,21 +9,32 @@ from engine.gpu_attention import step_header
 from engine.gpu_model import GpuModel
 from engine.model import PagedModel
 from engine.paged_cache import PagedCache
+from engine.scaled_kv import scaled_layout
 from engine.step import StepPlan
 from engine.step_memory import StepShape, StepWriter
 from tests.engine.builders import make_sequence
 from tests.engine.test_families import SMALL
 from tests.engine.test_gpu_model import BLOCK_SIZE, NO_TOKENS, entry, make_family
 
+KINDS = {
+    "llama": ("llama", False),
+    "llama with KV of 8 bits": ("llama", True),
+    "latents": ("deepseek_v3", False),
+    "complex rotations": ("deepseek_v2", False),
+    "experts": ("mixtral", False),
+}
 
-def graphs_of(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
+
+def graphs_of(kind: str, num_layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Run a chunk and a token through a compiled model, and return how many graphs that took."""
     monkeypatch.setitem(SMALL, "num_hidden_layers", num_layers)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = make_family("llama")
+    family, is_scaled = KINDS[kind]
+    model = make_family(family)
     shape = PagedModel(model).shape
     layout = replace(shape, block_size=BLOCK_SIZE)
+    layout = scaled_layout(layout) if is_scaled else layout
     gpu_model = GpuModel(model, PagedCache(layout, 32, torch.device("cpu")))
     sequence = make_sequence("a", range(20))
     for entries, step in (
@@ -37,5 +48,7 @@ def graphs_of(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.full
-def test_layers_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert graphs_of(5, monkeypatch) == graphs_of(2, monkeypatch) <= 5
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_share_what_is_compiled(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert graphs_of(kind, 5, monkeypatch) == graphs_of(kind, 3, monkeypatch) <= 8

@@ -25,6 +25,21 @@ SMALL = {
     "pad_token_id": 0,
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LATENTS = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    **EXPERTS,
+}
 
 FAMILIES = {
     "llama": {},
@@ -62,21 +77,28 @@ FAMILIES = {
         "layer_types": ["sliding_attention", "full_attention"],
         **EXPERTS,
     },
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
+    "deepseek_v2": {**LATENTS, "topk_method": "greedy"},
+    "deepseek_v2 with queries of low rank and groups of experts": {
+        "model_type": "deepseek_v2",
+        **LATENTS,
         "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_rope_head_dim": 8,
-        "head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 12,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        **EXPERTS,
+        "topk_method": "group_limited_greedy",
+        "n_group": 2,
     },
+    "deepseek_v3": {**LATENTS, "q_lora_rank": 32, "n_group": 2},
+    "deepseek_v3 with scaled rope": {
+        "model_type": "deepseek_v3",
+        **LATENTS,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "glm4_moe_lite": {**LATENTS, "q_lora_rank": 32},
 }
 SHARED_KEYS_UNKNOWN_TO = {
     "falcon": ("head_dim",),

@@ -16,6 +16,7 @@ from engine.long_chunks import (
     long_chunks,
     make_plans,
     rectangles_of,
+    seen_heads,
     segments_of,
 )
 from engine.step import StepEntry, StepPlan
@@ -40,7 +41,7 @@ def assert_agrees(chunks: list[LongChunk], padding: int = 0, most: int = 1024) -
         cached = kv_layer[table[at // BLOCK].long(), :, at % BLOCK]
         starts.append(starts[-1] + chunk.num_tokens)
         own[:, starts[-2] : starts[-1]] = cached.transpose(0, 1)
-    found = attend_long(query, (own[0], own[1]), kv_layer, tables, chunks, 0.3, most)
+    found = attend_long(query, seen_heads((own[0], own[1]), kv_layer), tables, chunks, 0.3, most)
     starts_tensor = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
     lens_tensor = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
     rule = AttentionRule(0.3)
@@ -137,7 +138,7 @@ def met(monkeypatch: pytest.MonkeyPatch) -> set[tuple[object, ...]]:
 
     monkeypatch.setattr("engine.long_chunks.attend_part", attended)
     monkeypatch.setattr("engine.long_chunks.merge_part", lambda *parts: None)
-    monkeypatch.setattr("engine.long_chunks.can_attend", lambda query: True)
+    monkeypatch.setattr("engine.long_chunks.can_attend", lambda query, value_dim: True)
     return found
 
 
@@ -146,7 +147,7 @@ def test_no_chunk_has_parts_but_those_that_plans_were_made_of(most: int, met) ->
     longest = 70_000
     with torch.device("meta"):
         kv_layer = torch.empty(9, 2, BLOCK, 1, 16)
-        make_plans(torch.empty(0, 2, 16), kv_layer, most, longest)
+        make_plans(torch.empty(0, 2, 16), (1, 16, 16), most, longest)
         planned = set(met)
         assert 10 < len(planned) < 120
         generator = random.Random(0)
@@ -156,7 +157,8 @@ def test_no_chunk_has_parts_but_those_that_plans_were_made_of(most: int, met) ->
             )
             own = torch.empty(chunk.num_tokens, 1, 16)
             tables = torch.empty(1, longest // BLOCK + 1, dtype=torch.int32)
-            attend_long(torch.empty(chunk.num_tokens, 2, 16), (own, own), kv_layer, tables, [chunk], 1.0)
+            seen = seen_heads((own, own), kv_layer)
+            attend_long(torch.empty(chunk.num_tokens, 2, 16), seen, tables, [chunk], 1.0)
     assert met == planned
 
 
@@ -176,5 +178,5 @@ def test_parts_of_a_batch_have_the_strides_of_their_length(monkeypatch: pytest.M
 
 
 def test_no_plans_are_made_where_no_chunk_is_long(met) -> None:
-    make_plans(torch.empty(0, 2, 16), torch.empty(1, 2, BLOCK, 1, 16), 512, 40_000)
+    make_plans(torch.empty(0, 2, 16), (1, 16, 16), 512, 40_000)
     assert not met

@@ -1,0 +1,116 @@
+"""Experts on a GPU, as one operator that the compiler does not look into.
+
+transformers' experts call an implementation by a name in their configuration. Ours goes by the number of
+pairs of a token and an expert, which a compiled layer does not know: few go through the kernels of
+`kernels/grouped_experts.py`, which read the weights of the experts that are hit and nothing else, and are put
+in order by one launch; many through torch's grouped product, whose tiles suit them.
+
+Experts that are not plain (biases, another activation or gate) keep the implementation of transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import grouped_mm, silu
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+from engine.kernels.grouped_experts import MAX_PAIRS, grouped_experts
+from engine.tensor_parallel import ExpertShare
+
+EXPERTS_NAME = "conductor_experts"
+"""Name of our experts in a model's configuration."""
+
+SILU = ("SiLU", "SiLUActivation")
+"""Names of the activation that the kernels have."""
+
+
+def use_experts(model: PreTrainedModel) -> None:
+    """Let a model's experts, if it has any, be computed here."""
+    experts = [
+        module for module in model.modules() if hasattr(module, "gate_up_proj") and _is_stacked(module)
+    ]
+    if not experts:
+        return
+    ExpertsInterface.register(EXPERTS_NAME, _experts)
+    if all(map(is_plain, experts)):
+        model.set_experts_implementation(EXPERTS_NAME)
+        for module in model.modules():
+            if isinstance(module, ExpertShare):
+                # The kernels leave out what no expert has.
+                module.outside = module.num_experts
+    elif model.dtype != torch.bfloat16:
+        # torch's grouped product is bfloat16's; its stand-in waits for the device at each layer.
+        model.set_experts_implementation("batched_mm")
+
+
+def is_plain(module: Any) -> bool:
+    """Return whether a module's experts are silu-gated products without biases, which the kernels compute."""
+    has_own_gate = type(module)._apply_gate.__module__ != "transformers.integrations.moe"
+    is_odd = module.is_transposed or module.has_bias or not module.has_gate or has_own_gate
+    is_odd = is_odd or getattr(module, "has_post_expert_norm", False)
+    return not is_odd and type(module.act_fn).__name__ in SILU
+
+
+def _is_stacked(module: Any) -> bool:
+    return isinstance(module.gate_up_proj, nn.Parameter) and module.gate_up_proj.dim() == 3
+
+
+def _experts(
+    module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute transformers' experts; the names of the arguments are transformers'."""
+    if not is_plain(module):
+        other: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden, top_k_index, top_k_weights)
+        return other
+    output: torch.Tensor = experts(hidden, module.gate_up_proj, module.down_proj, top_k_index, top_k_weights)
+    return output
+
+
+@torch.library.custom_op("conductor::experts", mutates_args=())
+def experts(
+    hidden: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Return each token's weighted sum over its experts; arguments as `grouped_experts`."""
+    hidden = hidden.contiguous()
+    if chosen.numel() <= MAX_PAIRS:
+        return grouped_experts(hidden, gate_up, down, chosen, weights)
+    if hidden.dtype != torch.bfloat16:
+        size = MAX_PAIRS // chosen.shape[1]
+        slices = [slice(start, start + size) for start in range(0, len(hidden), size)]
+        found = [grouped_experts(hidden[rows], gate_up, down, chosen[rows], weights[rows]) for rows in slices]
+        return torch.cat(found)
+    return _many(hidden, gate_up, down, chosen, weights)
+
+
+@experts.register_fake
+def _(hidden: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+
+
+def _many(
+    hidden: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Compute many pairs by torch's grouped product."""
+    ids, order = torch.sort(chosen.reshape(-1))
+    counts = torch.histc(ids.int(), bins=len(gate_up), min=0, max=len(gate_up) - 1)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    gate, up = grouped_mm(hidden[order // chosen.shape[1]], gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
+    made = grouped_mm(silu(gate) * up, down.transpose(1, 2), offs=ends)
+    made *= weights.reshape(-1)[order, None]
+    # Rows past the last expert of this rank are whatever the memory held.
+    made = made.masked_fill(ids[:, None] >= len(gate_up), 0.0)
+    output = torch.empty_like(made)
+    output[order] = made
+    return output.view(*chosen.shape, -1).sum(1)

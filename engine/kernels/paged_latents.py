@@ -1,0 +1,367 @@
+"""Attention over paged latents, absorbed (`engine/latent_attention.py`): launchers and kernels.
+
+All query heads attend to one head, whose K is a latent and a rotary key and whose V is the latent again: what
+a tile reads once serves both products and all heads. So a program takes as many heads as are rows of a matrix
+product, and reads little for what it computes.
+
+Two kernels: one new token per sequence, in parts of contexts as `paged_decode.py` cuts them, and chunks, in
+tiles as `paged_prefill.py` numbers them. Both launch by shapes alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.decode_parts import MAX_SPLITS, decode_parts
+from engine.kernels.paged_decode import LOG2_E, _join_parts, _part_span
+from engine.kernels.paged_prefill import _chunk_of_tile
+
+
+@dataclass(frozen=True, slots=True)
+class LatentTiles:
+    """Launch parameters that change speed and not the result (but for rounding)."""
+
+    heads: int
+    """Query heads of a program at most."""
+    rows: int
+    """Query rows of a program of chunks: tokens times heads."""
+    tokens: int
+    """Tokens read at a time."""
+    num_warps: int
+    num_stages: int
+
+
+DECODE_TILES = LatentTiles(heads=16, rows=16, tokens=64, num_warps=4, num_stages=2)
+CHUNK_TILES = LatentTiles(heads=64, rows=64, tokens=64, num_warps=8, num_stages=1)
+
+Layer = tuple[torch.Tensor, torch.Tensor]
+"""Latents and rotary keys of one layer, each [num_blocks, block_size, 1, width]; any block stride."""
+
+
+def head_groups(num_heads: int, tiles: LatentTiles = DECODE_TILES) -> int:
+    """Return the number of groups that heads are divided into, each of which reads all latents."""
+    return -(-num_heads // tiles.heads)
+
+
+def decode_latents(
+    latent_query: torch.Tensor,
+    rotary_query: torch.Tensor,
+    layer: Layer,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    parts: torch.Tensor | None = None,
+    tiles: LatentTiles = DECODE_TILES,
+    output: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return mixed latents of one new token per sequence, [num_seqs, num_heads, rank].
+
+    Args:
+        latent_query, rotary_query: [num_seqs, num_heads, rank] and [..., rotary_dim], the last contiguous.
+        block_tables: [num_seqs, max_blocks] int32; entries past a sequence's last block are not read.
+        context_lens: [num_seqs] int32; 0 marks padding, whose output is zeros.
+        parts: `decode_parts` of `context_lens` and the number of head groups; None: made here.
+        output: Written, contiguous; None allocates.
+
+    Raises ValueError for a shape, stride or dtype that the kernel does not take."""
+    constants = _constants(latent_query, rotary_query, layer, block_tables, context_lens)
+    num_seqs, num_heads, rank = latent_query.shape
+    groups, heads = head_groups(num_heads, tiles), min(tiles.heads, num_heads)
+    parts = decode_parts(context_lens, groups) if parts is None else parts
+    num_items = parts.shape[0] - 2 * num_seqs
+    output = latent_query.new_empty((num_seqs, num_heads, rank)) if output is None else output
+    partial = output.new_empty((num_items, num_heads, rank), dtype=torch.float32)
+    log_sums = output.new_empty((num_items, num_heads), dtype=torch.float32)
+    _decode_part[(groups, num_items)](
+        latent_query, rotary_query, *layer, block_tables, context_lens, parts, num_items,
+        output, partial, log_sums, scale * LOG2_E.value, num_heads,
+        *latent_query.stride()[:2], *rotary_query.stride()[:2], *layer[0].stride()[:2],
+        *layer[1].stride()[:2], block_tables.stride(0), **constants,
+        HEADS=heads, HEADS_PAD=max(16, triton.next_power_of_2(heads)),
+        TILE=tiles.tokens, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    _join_parts[(num_heads, num_seqs)](
+        partial, log_sums, context_lens, parts, num_items, log_sums, output,
+        WINDOW=0, SINKS=False, DIM=rank, DIM_PAD=triton.next_power_of_2(rank), TILE=tiles.tokens,
+    )  # fmt: skip
+    return output
+
+
+def prefill_latents(
+    latent_query: torch.Tensor,
+    rotary_query: torch.Tensor,
+    layer: Layer,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    output: torch.Tensor,
+    tiles: LatentTiles = CHUNK_TILES,
+) -> None:
+    """Write mixed latents of packed chunks to `output`, [num_tokens, num_heads, rank].
+
+    Args:
+        query_starts: [num_seqs + 1] int32, ascending; chunk i is tokens query_starts[i] to query_starts[i +
+            1], none where both are equal.
+        output: Written in the tokens of chunks alone; contiguous.
+
+    The others are as for `decode_latents`; raises as that."""
+    constants = _constants(latent_query, rotary_query, layer, block_tables, context_lens)
+    num_tokens, num_heads, _ = latent_query.shape
+    num_seqs = block_tables.shape[0]
+    if query_starts.shape != (num_seqs + 1,) or query_starts.dtype != torch.int32:
+        raise ValueError("query_starts must be [num_seqs + 1] int32")
+    heads = min(tiles.heads, num_heads)
+    rows = max(tiles.rows, 16, triton.next_power_of_2(heads))
+    num_tiles = num_tokens // (rows // heads) + num_seqs
+    _prefill_tile[(head_groups(num_heads, tiles), num_tiles)](
+        latent_query, rotary_query, *layer, block_tables, query_starts, context_lens, output, num_seqs,
+        scale * LOG2_E.value, num_heads, *latent_query.stride()[:2], *rotary_query.stride()[:2],
+        *layer[0].stride()[:2], *layer[1].stride()[:2], block_tables.stride(0), **constants,
+        HEADS=heads, ROWS=rows, TILE=tiles.tokens, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+
+
+def _constants(
+    latent_query: torch.Tensor,
+    rotary_query: torch.Tensor,
+    layer: Layer,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+) -> dict[str, Any]:
+    """Return the kernels' compile-time constants; raise ValueError for what does not fit."""
+    latents, rotary_keys = layer
+    for query, field in ((latent_query, latents), (rotary_query, rotary_keys)):
+        if field.dim() != 4 or field.shape[2] != 1 or query.shape[2] != field.shape[3]:
+            raise ValueError(f"query {tuple(query.shape)} does not fit latents {tuple(field.shape)}")
+        if query.dtype != field.dtype:
+            raise ValueError(f"query is {query.dtype}, the cache {field.dtype}")
+        if query.stride(2) != 1 or field.stride(3) != 1:
+            raise ValueError("the last dimension must be contiguous in query and cache")
+    if latent_query.shape[:2] != rotary_query.shape[:2]:
+        raise ValueError(f"queries differ: {tuple(latent_query.shape)}, {tuple(rotary_query.shape)}")
+    if block_tables.dtype != torch.int32 or block_tables.dim() != 2 or block_tables.stride(1) != 1:
+        raise ValueError("block_tables must be [num_seqs, max_blocks] int32 with contiguous rows")
+    if context_lens.shape != block_tables.shape[:1] or context_lens.dtype != torch.int32:
+        raise ValueError("context_lens must be [num_seqs] int32")
+    rank, rotary = latents.shape[3], rotary_keys.shape[3]
+    return {
+        "RANK": rank,
+        "RANK_PAD": max(16, triton.next_power_of_2(rank)),
+        "ROTARY": rotary,
+        "ROTARY_PAD": max(16, triton.next_power_of_2(rotary)),
+        "BLOCK_SIZE": latents.shape[1],
+    }
+
+
+@triton.jit
+def _attend_latents(
+    mixed,  # [ROWS, RANK_PAD]
+    total,  # [ROWS]
+    highest,  # [ROWS]
+    q,  # [ROWS, RANK_PAD]
+    q_rotary,  # [ROWS, ROTARY_PAD]
+    latents,  # [num_blocks, BLOCK_SIZE, RANK]
+    rotary_keys,  # [num_blocks, BLOCK_SIZE, ROTARY]
+    table,  # [max_blocks]
+    begin,
+    end,
+    query_pos,  # [ROWS]
+    scale,
+    latent_block_stride,
+    latent_token_stride,
+    rotary_block_stride,
+    rotary_token_stride,
+    CAUSAL: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROTARY_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Take positions `begin` to `end` into the running softmax; scores are base 2."""
+    dims = tl.arange(0, RANK_PAD)
+    rotary_dims = tl.arange(0, ROTARY_PAD)
+    for start in range(begin, end, TILE):
+        at = start + tl.arange(0, TILE)
+        seen = at < end
+        if BLOCK_SIZE % TILE == 0:
+            block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+        else:
+            block = tl.load(table + at // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+        row = block * latent_block_stride + (at % BLOCK_SIZE) * latent_token_stride
+        latent = tl.load(
+            latents + row[:, None] + dims[None, :], mask=seen[:, None] & (dims < RANK)[None, :], other=0.0
+        )
+        row = block * rotary_block_stride + (at % BLOCK_SIZE) * rotary_token_stride
+        rotary = tl.load(
+            rotary_keys + row[:, None] + rotary_dims[None, :],
+            mask=seen[:, None] & (rotary_dims < ROTARY)[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(q_rotary, tl.trans(rotary), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(latent), scores, input_precision="ieee") * scale
+        visible = seen[None, :]
+        if CAUSAL:
+            visible = visible & (at[None, :] <= query_pos[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        # a tile may hide everything from a row: keep the maximum finite
+        raised = tl.maximum(highest, tl.maximum(tl.max(scores, 1), -1.0e30))
+        weights = tl.exp2(scores - raised[:, None])
+        kept = tl.exp2(highest - raised)
+        total = total * kept + tl.sum(weights, 1)
+        mixed = mixed * kept[:, None]
+        mixed = tl.dot(weights.to(latent.dtype), latent, mixed, input_precision="ieee")
+        highest = raised
+    return mixed, total, highest
+
+
+@triton.jit
+def _decode_part(
+    latent_query,  # [num_seqs, num_heads, RANK]
+    rotary_query,  # [num_seqs, num_heads, ROTARY]
+    latents,  # [num_blocks, BLOCK_SIZE, RANK]
+    rotary_keys,  # [num_blocks, BLOCK_SIZE, ROTARY]
+    block_tables,  # [num_seqs, max_blocks]
+    context_lens,  # [num_seqs]
+    parts,  # [num_items + 2 * num_seqs]
+    num_items,
+    output,  # [num_seqs, num_heads, RANK]; written of sequences that are one part
+    partial,  # [num_items, num_heads, RANK]; written of the others
+    log_sums,  # [num_items, num_heads], base 2
+    scale,
+    num_heads,
+    latent_seq_stride,
+    latent_head_stride,
+    rotary_seq_stride,
+    rotary_head_stride,
+    latent_block_stride,
+    latent_token_stride,
+    rotary_block_stride,
+    rotary_token_stride,
+    table_stride,
+    RANK: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROTARY_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    item = tl.program_id(1)
+    part = tl.load(parts + item)
+    if part < 0:
+        return
+    seq = (part // MAX_SPLITS).to(tl.int64)
+    count = tl.load(parts + num_items + seq)
+    length = tl.load(context_lens + seq)
+    first, span = _part_span(length, count, 0, TILE)
+    begin = first + part % MAX_SPLITS * span
+    end = tl.minimum(begin + span, length)
+    if begin >= end:
+        return
+    rows = tl.arange(0, HEADS_PAD)
+    heads = tl.program_id(0) * HEADS + rows
+    is_head = (rows < HEADS) & (heads < num_heads)
+    dims = tl.arange(0, RANK_PAD)
+    rotary_dims = tl.arange(0, ROTARY_PAD)
+    mask = is_head[:, None] & (dims < RANK)[None, :]
+    source = latent_query + seq * latent_seq_stride + heads[:, None] * latent_head_stride + dims[None, :]
+    q = tl.load(source, mask=mask, other=0.0)
+    source = rotary_query + seq * rotary_seq_stride + heads[:, None] * rotary_head_stride
+    q_rotary = tl.load(
+        source + rotary_dims[None, :], mask=is_head[:, None] & (rotary_dims < ROTARY)[None, :], other=0.0
+    )
+    highest = tl.full([HEADS_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS_PAD], tl.float32)
+    mixed = tl.zeros([HEADS_PAD, RANK_PAD], tl.float32)
+    mixed, total, highest = _attend_latents(
+        mixed, total, highest, q, q_rotary, latents, rotary_keys, block_tables + seq * table_stride,
+        begin, end, rows, scale, latent_block_stride, latent_token_stride, rotary_block_stride,
+        rotary_token_stride, False, RANK, RANK_PAD, ROTARY, ROTARY_PAD, BLOCK_SIZE, TILE,
+    )  # fmt: skip
+    mixed = mixed / total[:, None]
+    if count > 1:
+        slot = item.to(tl.int64) * num_heads + heads
+        tl.store(log_sums + slot, highest + tl.log2(total), mask=is_head)
+        tl.store(partial + slot[:, None] * RANK + dims[None, :], mixed, mask=mask)
+    else:
+        slot = seq * num_heads + heads
+        tl.store(output + slot[:, None] * RANK + dims[None, :], mixed, mask=mask)
+
+
+@triton.jit
+def _prefill_tile(
+    latent_query,  # [num_tokens, num_heads, RANK]
+    rotary_query,  # [num_tokens, num_heads, ROTARY]
+    latents,  # [num_blocks, BLOCK_SIZE, RANK]
+    rotary_keys,  # [num_blocks, BLOCK_SIZE, ROTARY]
+    block_tables,  # [num_seqs, max_blocks]
+    query_starts,  # [num_seqs + 1]
+    context_lens,  # [num_seqs]
+    output,  # [num_tokens, num_heads, RANK]
+    num_seqs,
+    scale,
+    num_heads,
+    latent_token_query_stride,
+    latent_head_stride,
+    rotary_token_query_stride,
+    rotary_head_stride,
+    latent_block_stride,
+    latent_token_stride,
+    rotary_block_stride,
+    rotary_token_stride,
+    table_stride,
+    RANK: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROTARY_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    TOKENS: tl.constexpr = ROWS // HEADS
+    # a chunk's last tiles see the most: they start first
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    seq = _chunk_of_tile(query_starts, num_seqs, tile, TOKENS)
+    chunk_start = tl.load(query_starts + seq)
+    chunk_len = tl.load(query_starts + seq + 1) - chunk_start
+    first = (tile - (chunk_start // TOKENS + seq)) * TOKENS
+    if (first < 0) | (first >= chunk_len):
+        return
+    prefix_len = tl.load(context_lens + seq) - chunk_len
+    rows = tl.arange(0, ROWS)
+    token = first + rows // HEADS
+    heads = tl.program_id(0) * HEADS + rows % HEADS
+    is_row = (rows < TOKENS * HEADS) & (token < chunk_len) & (heads < num_heads)
+    dims = tl.arange(0, RANK_PAD)
+    rotary_dims = tl.arange(0, ROTARY_PAD)
+    mask = is_row[:, None] & (dims < RANK)[None, :]
+    token_at = (chunk_start + token).to(tl.int64)
+    source = latent_query + (token_at * latent_token_query_stride + heads * latent_head_stride)[:, None]
+    q = tl.load(source + dims[None, :], mask=mask, other=0.0)
+    source = rotary_query + (token_at * rotary_token_query_stride + heads * rotary_head_stride)[:, None]
+    q_rotary = tl.load(
+        source + rotary_dims[None, :], mask=is_row[:, None] & (rotary_dims < ROTARY)[None, :], other=0.0
+    )
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, RANK_PAD], tl.float32)
+    end = prefix_len + tl.minimum(first + TOKENS, chunk_len)
+    mixed, total, highest = _attend_latents(
+        mixed, total, highest, q, q_rotary, latents, rotary_keys,
+        block_tables + seq.to(tl.int64) * table_stride, 0, end, prefix_len + token, scale,
+        latent_block_stride, latent_token_stride, rotary_block_stride,
+        rotary_token_stride, True, RANK, RANK_PAD, ROTARY, ROTARY_PAD, BLOCK_SIZE, TILE,
+    )  # fmt: skip
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    slot = token_at * num_heads + heads
+    tl.store(output + slot[:, None] * RANK + dims[None, :], mixed, mask=mask)

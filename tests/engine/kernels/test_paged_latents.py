@@ -1,0 +1,113 @@
+"""Kernels over paged latents say what attention over expanded K and V does."""
+
+import pytest
+import torch
+
+from engine.attention import AttentionRule
+from engine.kernels.decode_parts import decode_parts
+from engine.kernels.paged_latents import LatentTiles, decode_latents, head_groups, prefill_latents
+from engine.kernels.write_rows import write_rows
+from engine.latent_attention import LatentHeads, latent_prefill, values_of
+from tests.engine.kernels.paged import DEVICE, relative_error
+
+NOPE, ROTARY, VALUE = 16, 8, 12
+LENS = [70, 1, 33, 16]
+RULE = AttentionRule(scale=0.2)
+
+
+class Case:
+    """Random latents of a few sequences, and the layer that makes heads of them."""
+
+    def __init__(self, num_heads: int, rank: int, block_size: int = 16) -> None:
+        generator = torch.Generator().manual_seed(num_heads)
+        counts = [-(-length // block_size) for length in LENS]
+        order = torch.randperm(sum(counts) + 1, generator=generator).tolist()
+        self.tables = torch.full((len(LENS), max(counts)), 2**30, dtype=torch.int32)
+        self.layer = tuple(
+            torch.full((sum(counts) + 1, 3, block_size, 1, width), float("nan"))[:, 1].to(DEVICE)
+            for width in (rank, ROTARY)
+        )
+        slots = []
+        for row, count, length in zip(self.tables, counts, LENS, strict=True):
+            row[:count] = torch.tensor([order.pop() for _ in range(count)])
+            at = torch.arange(length)
+            slots.append(row[at // block_size].long() * block_size + at % block_size)
+        self.slots = torch.cat(slots).to(DEVICE)
+        for field in self.layer:
+            rows = torch.randn(len(self.slots), field.shape[3], generator=generator).to(DEVICE)
+            write_rows(rows, field, self.slots)
+        linear = torch.nn.Linear(rank, num_heads * (NOPE + VALUE), bias=False)
+        linear.weight = torch.nn.Parameter(
+            torch.randn(linear.weight.shape, generator=generator) / rank**0.5, requires_grad=False
+        )
+        self.heads = LatentHeads(linear.to(DEVICE), NOPE, VALUE)
+        query = torch.randn(len(self.slots), num_heads, NOPE + ROTARY, generator=generator)
+        self.query = query.to(DEVICE)
+        self.lens = torch.tensor(LENS, dtype=torch.int32, device=DEVICE)
+        self.tables = self.tables.to(DEVICE)
+
+    def halves(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        latent = torch.bmm(query[..., :NOPE].transpose(0, 1), self.heads.weight[:, :NOPE])
+        return latent.transpose(0, 1), query[..., NOPE:]
+
+    def expected(self, query: torch.Tensor, starts: list[int]) -> torch.Tensor:
+        return latent_prefill(
+            query, self.heads, self.layer, self.tables, torch.tensor(starts), self.lens, RULE
+        )
+
+    def values(self, mixed: torch.Tensor) -> torch.Tensor:
+        return values_of(mixed, self.heads.weight, NOPE)
+
+
+@pytest.mark.parametrize("programs", [1, 24, 512])
+@pytest.mark.parametrize(("num_heads", "rank"), [(4, 32), (16, 64), (24, 48)])
+def test_decode_equals_attention_over_what_latents_expand_to(
+    num_heads: int, rank: int, programs: int
+) -> None:
+    case = Case(num_heads, rank)
+    query = case.query[: len(LENS)]
+    parts = decode_parts(case.lens, head_groups(num_heads), programs)
+    mixed = decode_latents(*case.halves(query), case.layer, case.tables, case.lens, RULE.scale, parts)
+    expected = case.expected(query, list(range(len(LENS) + 1)))
+    assert relative_error(case.values(mixed), expected) < 5e-6
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(("num_heads", "rank"), [(4, 32), (16, 64), (24, 48)])
+def test_chunks_equal_attention_over_what_latents_expand_to(
+    num_heads: int, rank: int, block_size: int
+) -> None:
+    """Chunks of all tokens, of some after a prefix, and of one."""
+    case = Case(num_heads, rank, block_size)
+    starts = [0, 70, 71, 71 + 20, 71 + 20 + 16]
+    query = case.query[: starts[-1]]
+    tiles = LatentTiles(heads=16, rows=32, tokens=16, num_warps=4, num_stages=1)
+    mixed = torch.full((*query.shape[:2], rank), float("nan"), device=DEVICE)
+    where = case.tables, torch.tensor(starts, dtype=torch.int32, device=DEVICE), case.lens
+    prefill_latents(*case.halves(query), case.layer, *where, RULE.scale, mixed, tiles)
+    assert relative_error(case.values(mixed), case.expected(query, starts)) < 5e-6
+
+
+def test_padding_has_no_part_and_is_zeros() -> None:
+    case = Case(4, 32)
+    lens = torch.zeros_like(case.lens)
+    mixed = decode_latents(*case.halves(case.query[:4]), case.layer, case.tables, lens, 1.0)
+    assert not mixed.any()
+
+
+def test_rows_of_padding_are_not_written() -> None:
+    field = torch.zeros(3, 16, 1, 8, device=DEVICE)
+    rows = torch.ones(3, 8, device=DEVICE)
+    write_rows(rows, field, torch.tensor([-1, 17, -1], device=DEVICE))
+    assert int(field.sum()) == 8 == int(field[1, 1].sum())
+
+
+def test_what_the_kernels_do_not_take_is_refused_by_name() -> None:
+    case = Case(4, 32)
+    halves = case.halves(case.query[:4])
+    with pytest.raises(ValueError, match="does not fit latents"):
+        decode_latents(halves[1], halves[1], case.layer, case.tables, case.lens, 1.0)
+    with pytest.raises(ValueError, match="query is"):
+        decode_latents(halves[0].half(), halves[1].half(), case.layer, case.tables, case.lens, 1.0)
+    with pytest.raises(ValueError, match="do not fit"):
+        write_rows(torch.zeros(3, 9), case.layer[0], case.slots[:3])
