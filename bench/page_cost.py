@@ -32,7 +32,7 @@ PERIOD_S = 2.0
 VIEWS = ("hour", "hour", "now", "now", "requests.latest")
 """What each page asks for; of the hour, the rows that are new."""
 TURN_S = 4.0
-PAIRS = 12
+PAIRS = 30
 IDLE_S = 20.0
 """Of each measurement without requests, after all others: what is remembered of them is still shown."""
 MOST_UNANSWERED = 500

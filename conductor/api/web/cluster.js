@@ -38,8 +38,8 @@ export function bottleneck(nodes, bounds) {
 // What the last step of a node was made of.
 export function made(node) {
   if (!node.step_budget) return "";
-  if (!node.step_rows && !node.step_prompt_tokens) return "no step just now";
-  return `step: ${count(node.step_rows)} ${node.step_rows === 1 ? "row" : "rows"}, ${count(node.step_prompt_tokens)} of ${count(node.step_budget)} prompt tokens`;
+  if (!node.step_rows && !node.step_prompt_tokens) return "no step now";
+  return `${count(node.step_rows)} ${node.step_rows === 1 ? "row" : "rows"} + ${count(node.step_prompt_tokens)} of ${count(node.step_budget)} tokens`;
 }
 
 const fullest = (nodes, bounds, many) => [...nodes].sort((a, b) => (budgets(b, bounds)[0]?.share ?? 0) - (budgets(a, bounds)[0]?.share ?? 0)).slice(0, many);
@@ -59,7 +59,7 @@ const level = (node, bounds) => {
 const LEVELS = [["calm", "under 30 %"], ["some", "30 to 60 %"], ["busy", "60 to 90 %"], ["full", "90 % and more of a bound"], ["draining", "draining"]];
 
 function spoken(node, bounds) {
-  const parts = [`${count(node.running)} running`, made(node), `${count(node.queued_tokens)} prompt tokens queued`];
+  const parts = [`${count(node.running)} running`, made(node) && `last step ${made(node)}`, `${count(node.queued_tokens)} prompt tokens queued`];
   if (node.queue_s !== null) parts.push(`queue ${seconds(node.queue_s)}`);
   if (node.step_s !== null) parts.push(`step ${seconds(node.step_s)}`);
   return `${node.id} on ${node.host}: ${parts.filter(Boolean).join(", ")}, KV held ${percent(node.held / node.blocks)}${node.draining ? ", draining" : ""}${level(node, bounds) === "full" ? ", full" : ""}`;
@@ -72,7 +72,7 @@ function card(node, bounds, first) {
     element("b", {}, node.id),
     element("span", { class: "what" }, node.queue_s !== null ? `queue ${seconds(node.queue_s)}, ${count(node.queued_tokens)} tokens` : ""),
     element("span", { class: "what" }, node.step_s !== null ? `${count(node.running)} running, step ${seconds(node.step_s)}` : node.roles ? `${count(node.running)} running` : "keeps blocks"),
-    element("span", { class: "what" }, node.roles ? made(node) : ""),
+    element("span", { class: "what" }, made(node)),
     bar([[node.held / node.blocks, "held"], [Math.max(0, node.cached - node.held) / node.blocks, "cached"]]),
     element("span", { class: "what small" }, node.draining ? "draining" : tight ? `${percent(tight.share)} ${tight.name}` : `${count(node.held)} of ${count(node.blocks)} blocks`));
 }
@@ -95,13 +95,13 @@ export function draw({ told, nodes }) {
     bounds.ttft_s || bounds.tbt_s ? null : element("p", { class: "note" }, "Without slo.ttft_s and slo.tbt_s in cluster.yaml only KV has a budget."),
     element("div", { class: "picture", id: "picture" }, picture, element("svg:svg", { id: "flows", "aria-hidden": "true", "data-kept": true, "data-key": "flows" })),
     element("ul", { class: "legend levels" }, LEVELS.map(([name, words]) => element("li", { class: name }, words))),
-    element("p", { class: "note" }, "Arrow keys go from node to node, Enter opens one. In a card's bar: blocks held, then cached."),
+    element("p", { class: "note" }, "Arrow keys go from node to node, Enter opens one. A card has its queue, what runs, its last step (rows that decode, and tokens of prompts of those that it may have), and its blocks: held, then cached."),
     element("div", { class: "pair" },
       flows.length ? table("KV on its way", ["from", "to", "rate"], flows.map(([from, to, rate]) => row([from, to, `${bytes(rate)}/s`], { "data-key": `${from} ${to}` }))) : empty("No KV moves between nodes just now."),
       told.prefixes.length ? table("Hot prefixes", ["last block", "blocks", "requests", "copies"], told.prefixes.map(([name, depth, rate, copies]) => row([element("code", {}, name), depth, `${count(60 * rate)}/min`, copies], { "data-key": name }))) : empty("No prefix was matched lately: a second turn of a chat has one.")),
-    table(isSmall ? `The ${TABLED} nodes with the fullest budgets` : "Nodes", ["node", "host", "roles", "queue", "step", "running", "last step", "prompt tokens queued", "context tokens", "KV held", "tightest", "heard"],
+    table(isSmall ? `The ${TABLED} nodes with the fullest budgets` : "Nodes", ["node", "host", "roles", "queue", "step", "running", "last step", "queued tokens", "context tokens", "KV held", "tightest", "heard"],
       (isSmall ? fullest(nodes, bounds, TABLED) : nodes).map((node) => { const tight = budgets(node, bounds)[0];
-        return row([element("a", { href: `#/node/${encodeURIComponent(node.id)}` }, node.id), node.host, node.roles || "storage", seconds(node.queue_s), seconds(node.step_s), count(node.running), made(node).replace("step: ", "") || "–", count(node.queued_tokens), count(node.context_tokens),
+        return row([element("a", { href: `#/node/${encodeURIComponent(node.id)}` }, node.id), node.host, node.roles || "storage", seconds(node.queue_s), seconds(node.step_s), count(node.running), made(node) || "–", count(node.queued_tokens), count(node.context_tokens),
           `${percent(node.held / node.blocks)} of ${count(node.blocks)}`, element("td", {}, tight ? bar([[tight.share, level(node, bounds)]]) : "", tight ? ` ${percent(tight.share)}` : "–"), node.silent_s === null ? "not yet" : `${age(node.silent_s)} ago`], { "data-key": node.id }); })),
   ].filter(Boolean);
 }
@@ -153,13 +153,13 @@ export const node = {
   draw({ id, span, told, now, node: found }) {
     const heading = [element("p", { class: "note" }, element("a", { href: "#/cluster" }, "Cluster"), " ›"), element("h2", { tabindex: -1 }, "Node ", element("code", {}, id))];
     if (!found && !told) return [...heading, empty("No such node is or was attached.")];
-    const facts = found ? [["host", found.host], ["roles", found.roles || "storage"], ["running", count(found.running)], ["last step", made(found).replace("step: ", "") || "–"], ["prompt tokens queued", count(found.queued_tokens)],
+    const facts = found ? [["host", found.host], ["roles", found.roles || "storage"], ["running", count(found.running)], ["prompt tokens queued", count(found.queued_tokens)],
       ["queue", seconds(found.queue_s)], ["step", seconds(found.step_s)], ["KV held", `${count(found.held)} of ${count(found.blocks)}`], ["cached", count(found.cached)]] : [];
     const shown = told ? unpacked(told) : null, from = told ? told.first * told.step_s : 0;
     const line = (label, name, how = "mean") => ({ label, column: shown[name], how });
     const flows = now.told.links.filter(([a, b]) => a === id || b === id);
     return [...heading,
-      found ? element("p", { class: "sentence" }, budgets(found, now.told.bounds).map(({ name, share }) => `${percent(share)} of its ${name}`).join(", ") || "It has no budget.") : empty("It has left; this is what it did."),
+      found ? element("p", { class: "sentence" }, budgets(found, now.told.bounds).map(({ name, share }) => `${percent(share)} of its ${name}`).join(", ") || "It has no budget", ".", made(found) ? ` Its last step: ${made(found)} of prompts.` : "") : empty("It has left; this is what it did."),
       element("dl", { class: "numbers" }, facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)))),
       element("div", { class: "choice", role: "group", "aria-label": "How long" }, [["hour", "Hour"], ["day", "Day"]].map(([name, words]) => element("a", { href: `#/node/${encodeURIComponent(id)}/${name}`, "aria-current": name === span ? "true" : null }, words))),
       shown ? element("div", { class: "charts" }, [

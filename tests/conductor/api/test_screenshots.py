@@ -27,6 +27,7 @@ CUT_OFF = """(() => {
   for (const one of document.querySelectorAll('body *')) {
     if (one.closest('svg, .skip, noscript, thead') || !one.checkVisibility()) continue;
     const inner = one.closest('.scroll'), at = box(one);
+    if (one === inner && one.scrollWidth > one.clientWidth + 1) found.push('scrolls: ' + one.textContent.slice(0, 40));
     if (!inner && (at.right > right + 1 || at.left < -1)) found.push('off: ' + one.tagName + ' ' + one.textContent.slice(0, 40));
     if (one.matches('dd, dt, .card b, .card .what, button, .choice a, nav a, figcaption') && one.scrollWidth > one.clientWidth + 1
         && getComputedStyle(one).display !== 'inline') found.push('cut: ' + one.textContent.slice(0, 40));

@@ -194,7 +194,7 @@ def test_a_node_says_what_its_last_step_was_made_of(modules):
         {"step_rows": None, "step_prompt_tokens": None, "step_budget": None},
     ]
     told = in_node(modules, "cluster.js", "value.map(page.made)", steps)
-    assert told == ["step: 12 rows, 512 of 2,048 prompt tokens", "no step just now", ""]
+    assert told == ["12 rows + 512 of 2,048 tokens", "no step now", ""]
 
 
 @needs_node
