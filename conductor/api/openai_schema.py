@@ -125,6 +125,18 @@ class _GenerationBody(_Sampling, GrammarFields):  # type: ignore[valid-type, mis
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
+def reasoning_wishes(effort: ReasoningEffort | None, budget: int | None, is_shown: bool) -> Reasoning:
+    """Return wishes about reasoning, under all the names that templates have for them."""
+    variables: dict[str, Any] = {}
+    if effort is not None:
+        variables = {"enable_thinking": effort != "none", "thinking": effort != "none"}
+        if effort != "none":
+            variables["reasoning_effort"] = effort
+    elif budget is not None:
+        variables = {"enable_thinking": budget > 0, "thinking": budget > 0}
+    return Reasoning(is_shown, 0 if effort == "none" else budget, variables)
+
+
 class _ContentPart(StrictBody):
     type: Annotated[str, Field(max_length=MAX_SHOWN_CHARS)]
     text: str | None = None
@@ -175,15 +187,8 @@ class _Rendered(StrictBody):
 
     def asked_reasoning(self) -> Reasoning:
         """Return the wishes about reasoning: templates differ in how they call them."""
-        variables: dict[str, Any] = {}
-        effort, budget = self.reasoning_effort, self.thinking_token_budget
-        if effort is not None:
-            variables = {"enable_thinking": effort != "none", "thinking": effort != "none"}
-            if effort != "none":
-                variables["reasoning_effort"] = effort
-        elif budget is not None:
-            variables = {"enable_thinking": budget > 0, "thinking": budget > 0}
-        return Reasoning(self.include_reasoning is not False, 0 if effort == "none" else budget, variables)
+        is_shown = self.include_reasoning is not False
+        return reasoning_wishes(self.reasoning_effort, self.thinking_token_budget, is_shown)
 
 
 class ChatBody(_GenerationBody, _Rendered):

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -23,10 +23,11 @@ from base.off_loop import on_body
 from base.request import SAMPLING_FIELDS, Grammar, GrammarKind, SampledToken, SamplingParams, Slo
 from base.rpc import Service
 from conductor.api.access import Authorizer, Client, metadata
-from conductor.api.chat_template import ChatMessage, ChatRole
 from conductor.api.completion import Completions, Piece
 from conductor.api.grammar_fields import MAX_CHOICE_TEXTS, choice_grammar
+from conductor.api.grpc_chat import AnswerParts, Conversation, conversation
 from conductor.api.headers import Caller, header_slo, header_traceparent
+from conductor.api.openai_tools import MAX_TOOL_CALLS, MAX_TOOLS
 from conductor.api.options import (
     MAX_LOGIT_BIASES,
     MAX_MESSAGES,
@@ -41,8 +42,17 @@ from conductor.api.options import (
     require_model,
     unique_id,
 )
-from conductor.api.prompt import chat_token_ids, text_token_ids
+from conductor.api.prompt import text_token_ids
 from conductor.api.tokenizer import prompt_too_long
+from conductor.api.turn import (
+    ChatTurn,
+    Part,
+    call_ids,
+    parts_of,
+    prepare_turn,
+    with_turn,
+    without_thinking,
+)
 from protos import inference_pb2, inference_pb2_grpc
 
 NAME = "conductor.v1.Inference"
@@ -55,10 +65,15 @@ _FIELD_OF = {
     "stop_token_ids": "stop.token_ids",
     "logprobs": "num_logprobs",
     "messages": "chat.messages",
+    "tools": "chat.tools",
+    "tool_choice": "chat.tool_choice",
 }
 MAX_ELEMENTS = {
     "token_ids.ids": MAX_NUMBERS,
     "chat.messages": MAX_MESSAGES,
+    "chat.messages.tool_calls": MAX_TOOL_CALLS,
+    "chat.tools": MAX_TOOLS,
+    "chat.tool_choice.names": MAX_TOOLS,
     "sampling.logit_bias": MAX_LOGIT_BIASES,
     "sampling.grammar.choices.texts": MAX_CHOICE_TEXTS,
     "stop.strings": MAX_STOP_STRINGS,
@@ -92,10 +107,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         client = self._authorizer.client(metadata(context))
         with self._completions.call(client.tenant) as call:
             call.take_bytes(len(data))
-            asked, request_id = await self._asked(data, call.arrived_at_s, client, context)
+            asked, request_id, answer = await self._asked(data, call.arrived_at_s, client, context)
             num_tokens = 0
-            async with aclosing(self._completions.generate(asked)) as pieces:
-                async for piece in pieces:
+            async with aclosing(self._answer_of(asked, answer)) as items:
+                async for item in items:
+                    piece = item.piece if isinstance(item, Part) else item
                     num_tokens += len(piece.tokens)
                     response = _response(request_id, piece)
                     if piece.finish_reason is not None:
@@ -103,7 +119,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                         response.usage.prompt_tokens = len(asked.request.token_ids)
                         response.usage.completion_tokens = num_tokens
                         response.usage.cached_tokens = piece.num_cached_tokens
+                    if answer is not None and isinstance(item, Part):
+                        answer.parts.put(item, response)
                     yield response
+
+    def _answer_of(self, asked: TextRequest, answer: _Taken | None) -> AsyncGenerator[Piece | Part, None]:
+        if answer is None:
+            return self._completions.generate(asked)
+        return parts_of(self._completions, answer.turn, asked)
 
     async def ListModels(  # type: ignore[override]  # noqa: N802
         self,
@@ -120,7 +143,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         arrived_at_s: float,
         client: Client,
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> tuple[TextRequest, str]:
+    ) -> tuple[TextRequest, str, _Taken | None]:
         with params_spelled(_FIELD_OF):
             said = await on_body(data, _said)
         message = said.message
@@ -138,32 +161,51 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 deadline_s=deadline_s,
             )
             check_options(said.options, caller, self._model)
-            token_ids = await self._token_ids(said)
+            options, answer = said.options, None
+            if isinstance(said.prompt, Conversation):
+                turn = await self._turn(said, said.prompt)
+                token_ids, options = turn.token_ids, with_turn(options, turn)
+                if turn.form is not None:
+                    name = call_ids(self._model.family, self._rng, said.prompt.num_calls)
+                    answer = _Taken(turn, AnswerParts(name))
+            else:
+                token_ids = await self._token_ids(said.prompt)
             request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"
             unique = unique_id(request_id, self._rng)
-            asked = make_request(unique, token_ids, said.options, caller, self._model, self._rng)
-        return asked, request_id
+            asked = make_request(unique, token_ids, options, caller, self._model, self._rng)
+        return asked, request_id, answer
 
-    async def _token_ids(self, said: _Said) -> tuple[int, ...]:
-        match said.prompt:
+    async def _turn(self, said: _Said, talk: Conversation) -> ChatTurn:
+        parses = said.message.parse_special_tokens
+        turn = await prepare_turn(
+            self._model, talk.messages, talk.tools, talk.reasoning, parse_special_tokens=parses
+        )
+        return without_thinking(self._model, turn) if said.options.grammar is not None else turn
+
+    async def _token_ids(self, prompt: str | tuple[int, ...] | None) -> tuple[int, ...]:
+        match prompt:
             case str(text):
                 return await text_token_ids(self._model, text)
             case tuple(token_ids):
                 if len(token_ids) >= self._model.max_model_len:
                     raise prompt_too_long(len(token_ids), self._model.max_model_len)
                 return token_ids
-            case list(messages):
-                parses = said.message.parse_special_tokens
-                return await chat_token_ids(self._model, messages, parse_special_tokens=parses)
             case _:
                 raise InvalidRequestError("one of text, token_ids and chat is wanted", "input")
+
+
+class _Taken(NamedTuple):
+    """An answer that is taken apart."""
+
+    turn: ChatTurn
+    parts: AnswerParts
 
 
 class _Said(NamedTuple):
     """A message of `Generate`, with what takes long to make of it."""
 
     message: inference_pb2.GenerateRequest
-    prompt: str | tuple[int, ...] | list[ChatMessage] | None
+    prompt: str | tuple[int, ...] | Conversation | None
     options: Options
 
 
@@ -176,14 +218,14 @@ def _said(data: bytes) -> _Said:
     message = parsed(data, inference_pb2.GenerateRequest)
     if len(data) > FREE_BYTES:
         _check_lists(message)
-    prompt: str | tuple[int, ...] | list[ChatMessage] | None = None
+    prompt: str | tuple[int, ...] | Conversation | None = None
     match message.WhichOneof("input"):
         case "text":
             prompt = message.text
         case "token_ids":
             prompt = tuple(message.token_ids.ids)
         case "chat":
-            prompt = [_chat_message(turn) for turn in message.chat.messages]
+            prompt = conversation(message.chat)
     return _Said(message, prompt, _options(message))
 
 
@@ -194,16 +236,11 @@ def _check_empty(data: bytes) -> None:
 def _check_lists(message: inference_pb2.GenerateRequest) -> None:
     """Raise InvalidRequestError, naming the field, for a list that is too long, before it is read."""
     for name, limit in MAX_ELEMENTS.items():
+        if name == "chat.messages.tool_calls":
+            continue  # each message has a list: `conversation` counts them
         count = len(attrgetter(name)(message))
         if count > limit:
             raise InvalidRequestError(f"{name}: at most {limit} elements, not {count}", name)
-
-
-def _chat_message(turn: inference_pb2.ChatMessage) -> ChatMessage:
-    for role in get_args(ChatRole):
-        if turn.role == role:
-            return ChatMessage(role, turn.content)
-    raise InvalidRequestError(f"role: one of {', '.join(get_args(ChatRole))} is wanted", "messages")
 
 
 def _options(message: inference_pb2.GenerateRequest) -> Options:

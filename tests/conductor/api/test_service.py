@@ -1,5 +1,6 @@
 """gRPC for clients, by the generated stub against a real server."""
 
+import json
 from contextlib import asynccontextmanager
 
 import grpc
@@ -11,6 +12,7 @@ from base.errors import LostError, ProtocolError, RejectedError, SloUnreachableE
 from base.request import FinishReason, Slo
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
+from tests.conductor.api.conversing import CALL, deep, prompt_of
 from tests.conductor.fakes import MODEL, serving, spoken
 
 
@@ -245,3 +247,109 @@ async def test_services_can_be_discovered(model):
         found = (await call.read()).list_services_response.service
         call.cancel()
     assert {"conductor.v1.Inference", "grpc.health.v1.Health"} <= {service.name for service in found}
+
+
+ADD = pb.Tool(
+    name="add",
+    parameters='{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}',
+)
+
+
+def talk(*turns, **fields):
+    return {"chat": pb.ChatMessages(messages=[pb.ChatMessage(**turn) for turn in turns], **fields)}
+
+
+QUESTION_TURN = {"role": "user", "content": "1 + 2?"}
+CALLED_TURN = {
+    "role": "assistant",
+    "tool_calls": [pb.ToolCall(id="c1", name="add", arguments='{"a": 1, "b": 2}')],
+}
+
+
+@pytest.mark.parametrize("per_step", [1, 1000])
+async def test_calls_and_reasoning_come_apart_from_the_text(tooled, per_step):
+    text = f"<think>Sum.</think>I add.\n{CALL}\n{CALL.replace('2', '3')}"
+    said = {"role": "tool", "content": "3", "tool_call_id": "c1"}
+    async with calling(tooled, lambda request: spoken(tooled, text, per_step=per_step)) as (stub, api):
+        responses = await answer(stub, **talk(QUESTION_TURN, CALLED_TURN, said, tools=[ADD]))
+        hidden = await answer(
+            stub, **talk(QUESTION_TURN, tools=[ADD], reasoning=pb.Reasoning(is_hidden=True))
+        )
+    assert "".join(response.text for response in responses) == "I add."
+    assert "".join(response.reasoning for response in responses) == "Sum."
+    calls = [call for response in responses for call in response.tool_calls]
+    assert [(call.name, call.arguments) for call in calls] == [
+        ("add", '{"a": 1, "b": 2}'),
+        ("add", '{"a": 1, "b": 3}'),
+    ]
+    assert len({call.id for call in calls}) == 2
+    assert responses[-1].finish_reason == "tool_calls"
+    assert per_step > 1 or responses[-1].usage.reasoning_tokens > 0
+    assert not any(response.reasoning for response in hidden)
+    prompt = prompt_of(tooled, api)
+    assert '<tool_call>add({"a": 1, "b": 2})</tool_call><|im_end|>\n<|im_start|>tool\n3<|im_end|>' in prompt
+
+
+async def test_a_demanded_call_is_a_grammar(tooled):
+    said = '[{"name": "add", "arguments": {"a": 1}}]'
+    async with calling(tooled, lambda request: spoken(tooled, said)) as (stub, api):
+        choice = pb.ToolChoice(mode="required", names=["add"], one_call=True)
+        responses = await answer(stub, **talk(QUESTION_TURN, tools=[ADD], tool_choice=choice))
+        none = await answer(stub, **talk(QUESTION_TURN, tools=[ADD], tool_choice=pb.ToolChoice(mode="none")))
+    (call,) = [call for response in responses for call in response.tool_calls]
+    assert (call.name, call.arguments, responses[-1].finish_reason) == ("add", '{"a": 1}', "tool_calls")
+    assert "".join(response.text for response in none) == said
+    demanded, free = (request.sampling.grammar for request in api.dispatcher.requests)
+    assert json.loads(demanded.source)["maxItems"] == 1
+    assert free is None
+
+
+LONG_TOOL = pb.Tool(name="f", parameters=" " * (1 << 19 | 1))
+DEEP_TOOL = pb.Tool(name="f", parameters=json.dumps(deep(110)))
+BAD_TALKS = {
+    "no JSON": (talk(QUESTION_TURN, tools=[pb.Tool(name="f", parameters="{")]), "chat.tools[0].parameters"),
+    "no object": (
+        talk(QUESTION_TURN, tools=[pb.Tool(name="f", parameters='{"type": "array"}')]),
+        "chat.tools[0].parameters.type",
+    ),
+    "no name": (talk(QUESTION_TURN, tools=[pb.Tool()]), "chat.tools[0].name"),
+    "twice": (talk(QUESTION_TURN, tools=[ADD, ADD]), "chat.tools"),
+    "deep": (talk(QUESTION_TURN, tools=[DEEP_TOOL]), "chat.tools[0].parameters"),
+    "a depth bomb": (
+        talk(QUESTION_TURN, tools=[pb.Tool(name="f", parameters="[" * 16_000)]),
+        "chat.tools[0].parameters",
+    ),
+    "many lists": (talk(QUESTION_TURN, tools=[pb.Tool(name="f", parameters="[]," * 30_000)]), "chat.tools"),
+    "long JSON": (talk(QUESTION_TURN, tools=[LONG_TOOL]), "chat.tools"),
+    "many tools": (talk(QUESTION_TURN, tools=[ADD] * 1_025), "chat.tools"),
+    "a foreign mode": (talk(QUESTION_TURN, tool_choice=pb.ToolChoice(mode="any")), "chat.tool_choice.mode"),
+    "a foreign name": (
+        talk(QUESTION_TURN, tools=[ADD], tool_choice=pb.ToolChoice(names=["g"])),
+        "chat.tool_choice",
+    ),
+    "no tools": (talk(QUESTION_TURN, tool_choice=pb.ToolChoice(mode="required")), "chat.tool_choice"),
+    "a call of the user's": (talk({**CALLED_TURN, "role": "user"}), "chat.messages[0].tool_calls"),
+    "bad arguments": (
+        talk({"role": "assistant", "tool_calls": [pb.ToolCall(id="c", name="f", arguments="[]")]}),
+        "chat.messages[0].tool_calls[0].arguments",
+    ),
+    "many calls": (
+        talk({"role": "assistant", "tool_calls": [pb.ToolCall(id="c", name="f")] * 129}),
+        "chat.messages[0].tool_calls",
+    ),
+    "a result of no call": (
+        talk({"role": "tool", "content": "3", "tool_call_id": "c9"}),
+        "chat.messages[0].tool_call_id",
+    ),
+    "a foreign effort": (talk(QUESTION_TURN, reasoning=pb.Reasoning(effort="some")), "chat.reasoning.effort"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TALKS)
+async def test_bad_tools_are_refused_by_field(tooled, case):
+    fields, param = BAD_TALKS[case]
+    async with calling(tooled, lambda request: spoken(tooled, "hi")) as (stub, api):
+        error, details = await refusal(stub, **fields)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert details["BadRequest"].field_violations[0].field == param
+    assert not api.dispatcher.requests

@@ -1,0 +1,136 @@
+"""Conversations of gRPC's clients: the messages of protos/inference.proto as turns have them, and back.
+
+Tools, choices and reasoning are those of the other APIs (`turn.py`); here are only the names. JSON within a
+message has the bounds of a JSON body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
+
+from base.errors import InvalidRequestError
+from base.request import FinishReason
+from conductor.api.body_bounds import excess
+from conductor.api.chat_template import ChatMessage, ChatRole, PastCall
+from conductor.api.openai_schema import ReasoningEffort, reasoning_wishes
+from conductor.api.openai_tools import (
+    MAX_TOOL_CALLS,
+    FunctionTool,
+    chosen,
+    past_arguments,
+    tool_spec,
+)
+from conductor.api.parsing.events import Called, Said, Thought
+from conductor.api.turn import Part, Reasoning, Tools
+from protos import inference_pb2 as pb
+
+MAX_JSON_CHARS = 1 << 19
+"""Characters of all JSON in a conversation: schemas of tools, arguments of calls."""
+
+
+class Conversation(NamedTuple):
+    """The value of a `ChatMessages`."""
+
+    messages: tuple[ChatMessage, ...]
+    tools: Tools
+    reasoning: Reasoning
+
+    @property
+    def num_calls(self) -> int:
+        return sum(len(message.calls) for message in self.messages)
+
+
+def conversation(chat: pb.ChatMessages) -> Conversation:
+    """Return a conversation; raises InvalidRequestError that names the field."""
+    _check_json(chat)
+    messages: list[ChatMessage] = []
+    call_ids: set[str] = set()
+    for index, turn in enumerate(chat.messages):
+        messages.append(_message(turn, call_ids, f"chat.messages[{index}]"))
+        call_ids.update(call.call_id for call in messages[-1].calls)
+    return Conversation(tuple(messages), _tools(chat), _reasoning(chat.reasoning))
+
+
+def _check_json(chat: pb.ChatMessages) -> None:
+    """Raise InvalidRequestError for more JSON than a body may have, before any is parsed."""
+    texts = [tool.parameters for tool in chat.tools]
+    for index, turn in enumerate(chat.messages):
+        if len(turn.tool_calls) > MAX_TOOL_CALLS:
+            field = f"chat.messages[{index}].tool_calls"
+            raise InvalidRequestError(f"{field}: at most {MAX_TOOL_CALLS} elements", field)
+        texts += [call.arguments for call in turn.tool_calls]
+    num_chars = sum(map(len, texts))
+    if num_chars > MAX_JSON_CHARS:
+        raise InvalidRequestError(
+            f"chat.tools: JSON of tools and calls has at most {MAX_JSON_CHARS} characters, not {num_chars}",
+            "chat.tools",
+        )
+    if found := excess(",".join(texts).encode()):
+        raise InvalidRequestError(f"chat.tools: JSON of tools and calls has {found}", "chat.tools")
+
+
+def _message(turn: pb.ChatMessage, call_ids: set[str], param: str) -> ChatMessage:
+    role = next((role for role in get_args(ChatRole) if turn.role == role), None)
+    if role is None:
+        raise InvalidRequestError(f"role: one of {', '.join(get_args(ChatRole))} is wanted", "messages")
+    if turn.tool_calls and role != "assistant":
+        raise InvalidRequestError(f"{param}.tool_calls: the assistant alone calls", f"{param}.tool_calls")
+    if role == "tool" and turn.tool_call_id not in call_ids:
+        raise InvalidRequestError(
+            f"{param}.tool_call_id: no call before it has the id {turn.tool_call_id[:100]!r}",
+            f"{param}.tool_call_id",
+        )
+    calls = tuple(
+        PastCall(call.id, call.name, past_arguments(call.arguments, f"{param}.tool_calls[{at}].arguments"))
+        for at, call in enumerate(turn.tool_calls)
+    )
+    name, call_id = turn.name or None, turn.tool_call_id or None
+    return ChatMessage(role, turn.content, name, calls, call_id, turn.reasoning or None)
+
+
+def _tools(chat: pb.ChatMessages) -> Tools:
+    specs = []
+    for index, tool in enumerate(chat.tools):
+        param = f"chat.tools[{index}]"
+        schema = past_arguments(tool.parameters, f"{param}.parameters")
+        function = FunctionTool(name=tool.name, description=tool.description, parameters=dict(schema))
+        specs.append(tool_spec(function, param))
+    choice = chat.tool_choice
+    if choice.mode not in ("", "auto", "none", "required"):
+        field = "chat.tool_choice.mode"
+        raise InvalidRequestError(f"{field}: one of auto, none and required is wanted", field)
+    return chosen(specs, choice.mode or "auto", list(choice.names) or None, not choice.one_call)
+
+
+def _reasoning(wishes: pb.Reasoning) -> Reasoning:
+    effort: Any = wishes.effort or None
+    if effort is not None and effort not in get_args(ReasoningEffort):
+        field = "chat.reasoning.effort"
+        raise InvalidRequestError(f"{field}: one of {', '.join(get_args(ReasoningEffort))} is wanted", field)
+    budget = wishes.budget_tokens if wishes.HasField("budget_tokens") else None
+    return reasoning_wishes(effort, budget, not wishes.is_hidden)
+
+
+class AnswerParts:
+    """The parts of one answer, as responses bring them."""
+
+    def __init__(self, call_id: Callable[[str, int], str]) -> None:
+        """Begin. `call_id` names a call by its tool and its number."""
+        self._call_id = call_id
+        self._num_calls = 0
+
+    def put(self, part: Part, response: pb.GenerateResponse) -> None:
+        """Write what a part adds to a response, which has its piece already."""
+        events = part.events
+        response.text = "".join(event.text for event in events if isinstance(event, Said))
+        response.reasoning = "".join(event.text for event in events if isinstance(event, Thought))
+        for event in events:
+            if isinstance(event, Called):
+                call_id = self._call_id(event.name, self._num_calls)
+                response.tool_calls.add(id=call_id, name=event.name, arguments=event.arguments)
+                self._num_calls += 1
+        if part.piece.finish_reason is not None:
+            response.usage.reasoning_tokens = part.num_reasoning_tokens
+            if self._num_calls and part.piece.finish_reason is FinishReason.STOP:
+                response.finish_reason = "tool_calls"
