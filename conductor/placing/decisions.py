@@ -151,7 +151,12 @@ def decision(
 
 
 def decide_again(made: Decision, cost: CostModel, settings: SchedulerSettings) -> Placement | Rejection:
-    """Return what `place` answers to the same question; ValueError if its nodes were not recorded."""
+    """Return what `place` answers to the same question; ValueError if its nodes were not recorded.
+
+    What was refused by those who waited was no question to `place`, and is returned as it is.
+    """
+    if isinstance(made.result, Rejection) and made.result.reason.is_of_queue:
+        return made.result
     return place(made.asked, view_of(made, cost), cost, made.decided_at_s, settings)
 
 

@@ -75,6 +75,14 @@ class RejectReason(Enum):
     NO_FREE_BLOCKS = "no_free_blocks"
     TTFT = "ttft"
     TBT = "tbt"
+    WAITED = "waited"
+    """The request waited to be placed as long as it may, or would have."""
+    TOO_MANY_WAIT = "too_many_wait"
+
+    @property
+    def is_of_queue(self) -> bool:
+        """Whether it was refused by those who wait, and `place` was not asked."""
+        return self in (RejectReason.WAITED, RejectReason.TOO_MANY_WAIT)
 
 
 class Rejection(NamedTuple):

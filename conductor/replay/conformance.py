@@ -8,8 +8,7 @@ and what came of it. From it this module makes two comparisons:
 * the whole run is simulated, from the arrivals alone, with as many nodes and a profile: what
   comes out is compared with what happened.
 
-Requests that were refused when they were to be placed are simulated too, each with the mean output of those
-that were served. Those that waited in vain before they were to be placed are in no log.
+Requests that were refused are simulated too, each with the mean output of those that were served.
 
 The second is only as good as the profile, so a profile should be one measured on the nodes
 (`conductor profile`), or fitted to another run of theirs (`conductor profile --from-log`).

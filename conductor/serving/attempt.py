@@ -32,7 +32,16 @@ class Placed(NamedTuple):
 class Attempt:
     """One attempt, for the length of a `with`."""
 
-    __slots__ = ("_exchanges", "_finished", "deadline", "is_reserved", "is_streaming", "placed", "state")
+    __slots__ = (
+        "_exchanges",
+        "_finished",
+        "deadline",
+        "is_decided",
+        "is_reserved",
+        "is_streaming",
+        "placed",
+        "state",
+    )
 
     def __init__(
         self, state: RequestState, finished: Callable[[Attempt, BaseException | None], None]
@@ -41,6 +50,8 @@ class Attempt:
         self.state = state
         self.placed: Placed | None = None
         self.deadline: asyncio.TimerHandle | None = None
+        self.is_decided = False
+        """Whether observers were notified of a placement or a refusal."""
         self.is_reserved = False
         """The decode node has set the blocks aside."""
         self.is_streaming = False

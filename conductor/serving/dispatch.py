@@ -25,6 +25,7 @@ from base.clock import Clock
 from base.config import SchedulerConfig, ServerConfig
 from base.errors import (
     CapacityError,
+    DeadlineError,
     LostError,
     RejectedError,
     ServeError,
@@ -192,7 +193,12 @@ class Dispatcher:
         item = self._waiting(state)
         place_it = partial(self._place, attempt)
         bounds = state.first_token_by_s(self._patience_s), state.give_up_at_s
-        await wait_until_placed(self.queue, item, place_it, *bounds, self._clock)
+        try:
+            await wait_until_placed(self.queue, item, place_it, *bounds, self._clock)
+        except ServeError as error:
+            if not attempt.is_decided:
+                self._was_let_go(attempt, error)
+            raise
         assert attempt.placed is not None
         placement, work = attempt.placed.placement, state.work(attempt.placed.root)
         decode = self._membership.session(placement.decode_node)
@@ -240,26 +246,16 @@ class Dispatcher:
         if turn is Turn.LATER:
             return False
         root = self._membership.chain_root(state.request)
-        asked = PlacementRequest(
-            request_id=state.attempt_id,
-            chain=state.sparing_chain(self._view.block_size, root),
-            num_tokens=len(state.token_ids),
-            max_tokens=state.request.stop.max_tokens - len(state.generated),
-            slo=state.slo,
-            priority=state.request.priority,
-            waited_s=now_s - state.arrived_at_s + ahead_s,
-            is_promised=state.is_promised,
-            avoid=state.retries.avoid,
-        )
+        chain = state.sparing_chain(self._view.block_size, root)
+        asked = state.asked(chain, now_s - state.arrived_at_s + ahead_s)
         result = place(asked, self._view, self._cost, now_s, self._settings)
         if not is_final(result, turn, has_begun=bool(state.generated)):
             if isinstance(result, Rejection) and not self._view.can_hold(asked.num_tokens):
+                self._decided(attempt, asked, result, now_s)
                 raise LostError("no decode node is large enough to go on with it")
             state.is_promised = isinstance(result, Placement)
             return False
-        made = decision(asked, self._view, result, state.arrived_at_s, now_s)
-        for observer in self._observers:
-            observer.decided(made)
+        self._decided(attempt, asked, result, now_s)
         if isinstance(result, Rejection):
             self._view.rejected(result.reason)
             raise refusal(result, asked.waited_s)
@@ -267,6 +263,32 @@ class Dispatcher:
         state.placed()
         attempt.placed = Placed(asked, result, root)
         return True
+
+    def _decided(
+        self, attempt: Attempt, asked: PlacementRequest, result: Placement | Rejection, now_s: float
+    ) -> None:
+        attempt.is_decided = True
+        made = decision(asked, self._view, result, attempt.state.arrived_at_s, now_s)
+        for observer in self._observers:
+            observer.decided(made)
+
+    def _was_let_go(self, attempt: Attempt, error: ServeError) -> None:
+        """Note that a request waited in vain, as a decision that those who wait made."""
+        state, view, now_s = attempt.state, self._view, self._clock.now_s()
+        view.num_waiting = len(self.queue)
+        # where a role is missing, nobody says how blocks are named
+        is_named = view.missing_role is None
+        root = self._membership.chain_root(state.request) if is_named else None
+        chain = state.sparing_chain(view.block_size, root) if root is not None else ()
+        asked = state.asked(chain, now_s - state.arrived_at_s)
+        if isinstance(error, UnavailableError):
+            result = place(asked, view, self._cost, now_s, self._settings)
+        else:
+            is_late = isinstance(error, (SloUnreachableError, DeadlineError))
+            reason = RejectReason.WAITED if is_late else RejectReason.TOO_MANY_WAIT
+            retry_after_s = error.retry_after_s if isinstance(error, RejectedError) else 0.0
+            result = Rejection(state.attempt_id, reason, retry_after_s)
+        self._decided(attempt, asked, result, now_s)
 
     def _was_prefilled(self, attempt: Attempt, placed: Placed, prefilled: Prefilled) -> None:
         """Test the decode load again, as arXiv 2407.00079 has it, and count the prompt as computed."""
@@ -411,4 +433,6 @@ def refusal(rejection: Rejection, waited_s: float) -> ServeError:
             message = f"the first token is predicted after {ttft_s:.3g} s, past its SLO"
         case RejectReason.TBT:
             message = f"a token is predicted every {tbt_s:.3g} s, past the SLO"
+        case RejectReason.WAITED | RejectReason.TOO_MANY_WAIT:
+            message = "it waited in vain"
     return SloUnreachableError(message, rejection.retry_after_s, ttft_s, tbt_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from math import inf
 
 from base.block_hash import BlockHash, hash_chain
@@ -13,7 +14,7 @@ from base.prompt_logprobs import PromptLogprobs
 from base.request import FinishReason, Request, RequestId, SampledToken, Slo
 from conductor.placing.decisions import Actual
 from conductor.placing.fair_queue import Waiting, waiting
-from conductor.placing.placement import Placement
+from conductor.placing.placement import Placement, PlacementRequest
 from conductor.placing.retries import Retries
 from conductor.serving.generated import Generated
 from conductor.serving.nodes import Mailbox
@@ -154,6 +155,20 @@ class RequestState:
 
         None, where log probabilities of the prompt are wanted: what is cached has K and V, and no logits."""
         return [] if self.num_prompt_logprobs is not None else self.chain(block_size, root)
+
+    def asked(self, chain: Sequence[BlockHash], waited_s: float) -> PlacementRequest:
+        """Return what `place` is asked for the attempt, whose TTFT has lost so many seconds."""
+        return PlacementRequest(
+            request_id=self.attempt_id,
+            chain=chain,
+            num_tokens=len(self.token_ids),
+            max_tokens=self.request.stop.max_tokens - len(self.generated),
+            slo=self.slo,
+            priority=self.request.priority,
+            waited_s=waited_s,
+            is_promised=self.is_promised,
+            avoid=self.retries.avoid,
+        )
 
     def work(self, root: BlockHash) -> Work:
         return Work(

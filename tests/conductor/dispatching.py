@@ -42,7 +42,8 @@ class Conductor:
 
     def __init__(self, server, waiting, settings, observers=()):
         clock = SystemClock()
-        cost = CostModel(load_profile("cpu-smollm2"))
+        self.cost = cost = CostModel(load_profile("cpu-smollm2"))
+        self.settings = settings
         self.view = ClusterView(cost, BLOCK_SIZE)
         self.membership = Membership(MODEL_ID, self.view, clock)
         self.seen = Watched()

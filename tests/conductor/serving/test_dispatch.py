@@ -17,6 +17,8 @@ from base.errors import (
 )
 from base.messages import Failed, Prefill, Reserve, Reserved, Start, Tokens
 from base.request import FinishReason, Role, SampledToken, Slo
+from conductor.placing.decisions import decide_again
+from conductor.placing.placement import RejectReason
 from conductor.placing.scheduler_settings import RejectPolicy
 from tests.conductor.dispatching import STAGES, Stuck, answer, conductor, prefills, request, until
 from tests.conductor.scripted_node import GRANT, ScriptedWork, node_info
@@ -257,8 +259,34 @@ async def test_too_many_waiting_lets_one_of_the_lowest_class_go():
         high = asyncio.ensure_future(answer(running.dispatcher, request(request_id="high")))
         with pytest.raises(RejectedError, match="max_waiting"):
             await low
+        assert running.seen.made[0].result.reason is RejectReason.TOO_MANY_WAIT
         await running.attach(ScriptedWork())
         assert await high == ([11, 12, 13], FinishReason.LENGTH)
+
+
+async def test_a_request_that_waits_in_vain_leaves_one_decision_that_comes_out_the_same_again():
+    async with conductor(ahead_s=0.0) as running:
+        await running.attach(ScriptedWork(silent_on=Prefill))
+        stuck = asyncio.ensure_future(answer(running.dispatcher, request(request_id="stuck")))
+        await until(lambda: running.seen.made)
+        with pytest.raises(DeadlineError):
+            await answer(running.dispatcher, request(request_id="vain", deadline_s=0.05))
+        stuck.cancel()
+        await asyncio.gather(stuck, return_exceptions=True)
+        first, vain = running.seen.made
+        assert (first.asked.request_id, vain.asked.request_id) == ("stuck.1", "vain.1")
+        assert vain.result.reason is RejectReason.WAITED
+        assert vain.asked.chain
+        assert decide_again(vain, running.cost, running.settings) == vain.result
+
+
+async def test_a_request_without_a_node_leaves_the_decision_that_placement_makes():
+    async with conductor(role_wait_s=0.01) as running:
+        with pytest.raises(UnavailableError):
+            await answer(running.dispatcher, request())
+        (made,) = running.seen.made
+        assert made.result.reason is RejectReason.NO_PREFILL_NODE
+        assert decide_again(made, running.cost, running.settings) == made.result
 
 
 async def test_what_was_begun_is_not_let_go_however_many_wait():
@@ -287,6 +315,7 @@ async def test_a_ttft_bound_that_the_wait_breaks_is_refused_at_once_with_the_pre
         with pytest.raises(SloUnreachableError) as refused:
             await answer(running.dispatcher, late)
         assert refused.value.predicted_ttft_s == pytest.approx(6 * alone_s, rel=0.2)
+        assert running.seen.made[-1].asked.request_id == "late.1"
         for asking in waiting:
             asking.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
