@@ -39,6 +39,8 @@ OURS = "global"
 SEEDS = {"tune": (1, 2), "test": (11, 12)}
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
 SMOKE_REQUESTS = 60
+LOST = 0.97
+"""Our goodput over the best other's, below which a regime is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,12 @@ class Compared:
     def lead(self) -> float:
         """Our goodput less the best other's."""
         return self.ours.goodput - self.others[0].goodput
+
+    @property
+    def ratio(self) -> float:
+        """Our goodput over the best other's."""
+        best = self.others[0].goodput
+        return self.ours.goodput / best if best else 1.0
 
 
 def compare(regime: Regime, requests: int, seeds: Sequence[int], rivals: Sequence[str] = ()) -> Compared:
@@ -168,10 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         compared.append(each)
         print(_line(each, time.perf_counter() - began_s), file=sys.stderr, flush=True)
     print(aligned(rows_of(compared)))
-    lost = [each for each in compared if each.lead < -0.03]
-    print(
-        f"\n{len(lost)} of {len(compared)} regimes where another rule has 3 points of goodput more than ours"
-    )
+    lost = [each for each in compared if each.ratio < LOST]
+    print(f"\n{len(lost)} of {len(compared)} regimes where another rule has 3 % more goodput than ours")
     if args.out:
         result = {
             "about": about_run(),
@@ -180,7 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "lost": len(lost),
         }
         result["regimes"] = [
-            asdict(each) | {"lead": each.lead} for each in sorted(compared, key=lambda one: one.lead)
+            asdict(each) | {"lead": each.lead, "ratio": each.ratio}
+            for each in sorted(compared, key=lambda one: one.lead)
         ]
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0

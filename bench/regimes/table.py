@@ -211,7 +211,7 @@ def _agentic(agent: Callable[..., Regime]) -> list[Regime]:
         agent("agents, quick tools, 4P4D", make=_agents(1.2, True, think_s=2.0, turns=20.0), nodes=(4, 4)),
         agent(
             "agents, links of 10 Gbit/s, 4P4D",
-            make=_agents(0.15, True),
+            make=_agents(0.03, True),
             nodes=(4, 4),
             link_bytes_per_s=10 * GBIT,
         ),
@@ -235,10 +235,10 @@ def _generated_rows() -> list[Regime]:
             "batch, 8P8D, 0.5 M tokens a node", _generated("synthetic", 4.2), (8, 8), cache_tokens=500_000
         ),
         Regime("batch, 8P8D, bursts", _generated("synthetic", 4.0, 0.15), (8, 8)),
-        Regime("short prompts, 2P3D", _mix(chat, 330.0), (2, 3), H200, QUICK),
+        Regime("short prompts, 2P3D", _mix(chat, 700.0), (2, 3), H200, QUICK),
         Regime(
             "short prompts, 2P3D, bursts",
-            _mix(dataclasses.replace(chat, burstiness=0.1), 220.0),
+            _mix(dataclasses.replace(chat, burstiness=0.1), 600.0),
             (2, 3),
             H200,
             QUICK,
