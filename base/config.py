@@ -62,6 +62,8 @@ class EngineConfig:
     layer_groups: int = 8
     """Parts in which a GPU's long chunk sends its KV, each when its layers are computed.
     In 8, 0.06 % of the prefill of 16,384 tokens is exposed over NVLink; in 1, 0.6 %."""
+    quantization: str = "none"
+    """Format of the weights of a float checkpoint, quantised when it is loaded."""
     random_weights: bool = False
     """Draw the weights and read none: for measuring a model's shape without its files."""
     tensor_parallel: int = 1
@@ -92,6 +94,8 @@ class EngineConfig:
             "empty, or one number of layers for each stage",
         )
         require(self.threads >= 0, "threads", "not negative")
+        formats = ("none", "fp8", "int8", "int4")
+        require(self.quantization in formats, "quantization", f"one of {', '.join(formats)}")
         require(self.max_model_len >= 0, "max_model_len", "not negative")
 
 
@@ -359,6 +363,8 @@ class ClusterConfig:
     """Costs that placement starts from: a preset, or a JSON file of the same form."""
     hosts: str = "any"
     """Hosts of prefill and decode nodes: any, apart (no host has both) or together (in pairs)."""
+    mixed_weights: bool = False
+    """Whether nodes may have weights of different formats, and take each other's KV for their own."""
     server: ServerConfig = field(default_factory=ServerConfig)
     nodes: NodesConfig = field(default_factory=NodesConfig)
     prefill: PoolConfig = field(default_factory=PoolConfig)
@@ -387,6 +393,12 @@ class ClusterConfig:
         )
         sizes = {self.prefill.engine.block_size, self.decode.engine.block_size}
         require(len(sizes) == 1, "decode.engine.block_size", "equal to prefill.engine.block_size")
+        formats = {self.prefill.engine.quantization, self.decode.engine.quantization}
+        require(
+            len(formats) == 1 or self.mixed_weights,
+            "decode.engine.quantization",
+            "equal to prefill.engine.quantization, or mixed_weights: true, if their KV is compatible",
+        )
 
     def _require_hosts(self) -> None:
         require(self.hosts in ("any", "apart", "together"), "hosts", "one of any, apart, together")
@@ -433,6 +445,8 @@ class NodeProcess:
     store: StoreConfig = field(default_factory=StoreConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     """Certificates for the connection to the conductor."""
+    mixed_weights: bool = False
+    """Whether KV of weights of another format stands for this node's."""
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
     """0: a free one."""

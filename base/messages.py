@@ -203,6 +203,10 @@ class NodeInfo:
     peer: PeerDescriptor
     host: str
     protocol_version: int = PROTOCOL_VERSION
+    weights: str = "none"
+    """Format of the model's weights; none: floats."""
+    weights_error: float = 0.0
+    """Relative error of logits, against those of the weights that were quantised."""
 
 
 @dataclass(frozen=True, slots=True)

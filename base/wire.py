@@ -96,6 +96,10 @@ def _check_prefill(prefill: Prefill) -> None:
 def _check_node(node: NodeInfo) -> None:
     if not 0 < len(node.node_id) <= MAX_NODE_ID_CHARS or not node.node_id.isprintable():
         raise ProtocolError("register.node_id: 1 to 128 printable characters are wanted")
+    if len(node.weights) > MAX_NODE_ID_CHARS or not node.weights.isprintable():
+        raise ProtocolError("register.weights: 128 printable characters at most are wanted")
+    if not 0 <= node.weights_error <= 2:
+        raise ProtocolError("register.weights_error: from 0 to 2")
 
 
 def _check_lease(lease: Registered) -> None:

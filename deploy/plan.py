@@ -137,6 +137,7 @@ def planned_nodes(
                 transfer=dataclasses.replace(config.transfer, host=_transfer_host(config)),
                 store=config.store,
                 tls=config.nodes.tls,
+                mixed_weights=config.mixed_weights,
                 trace_out=config.trace_out,
                 metrics_host=_metrics_host(config),
                 metrics_port=config.nodes.metrics_port,

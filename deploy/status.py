@@ -16,7 +16,7 @@ from deploy.control import STATUS_TIMEOUT_S, ask
 from deploy.options import ADDRESS, Address, AsItIs
 from deploy.targets import same_address
 
-COLUMNS = ("node", "host", "roles", "free", "held", "blocks", "run", "wait", "transports", "")
+COLUMNS = ("node", "host", "roles", "weights", "free", "held", "blocks", "run", "wait", "transports", "")
 """Columns that fit 80 characters with names of ordinary length; the rest is in the JSON."""
 
 
@@ -66,6 +66,7 @@ def _nodes_table(nodes: list[dict[str, Any]]) -> Table:
             node["id"],
             node["host"],
             "+".join(node["roles"]),
+            node["weights"],
             *map(str, numbers),
             "+".join(node["transports"]),
             "draining" if node.get("draining") else "",

@@ -31,6 +31,9 @@ from engine.packed_linear import pack_linears
 from engine.paged_cache import TORCH_DTYPES, PagedCache
 from engine.pipeline import Stage, split_layers
 from engine.pipeline_runner import PipelineRunner
+from engine.quantization import load_weights
+from engine.quantized_linear import use_cpu_products
+from engine.quantized_weight import FLOATS, Quantization
 from engine.rank_group import GroupShape, RankGroup
 from engine.ranks import Ranks, start_ranks
 from engine.runner import Runner, StepRunner
@@ -40,7 +43,6 @@ from engine.self_check import eager_logits, require_faithful
 from engine.swap_space import HostBlocks, SwapSpace
 from engine.tensor_parallel import TensorGroup, cut_causal_model
 from engine.token_masks import Grammars, no_vocabulary
-from engine.weights import load_model, random_model
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ class Engine:
     """The part of a block that each rank's cache has."""
     ranks: Ranks | None = None
     """The processes that hold the rest of the model."""
+    quantization: Quantization = FLOATS
 
 
 def build_engine(
@@ -133,13 +136,16 @@ def load_rank(config: EngineConfig, model_path: str, group: TensorGroup | None) 
     device = device_of(config)
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = default if config.dtype == "auto" else TORCH_DTYPES[config.dtype]
-    load = random_model if config.random_weights else load_model
-    weights = load(Path(model_path), dtype, device)
+    weights = load_weights(config, model_path, dtype, device)
     if group is not None:
-        cut_causal_model(weights, group)
+        cut_causal_model(weights.module, group)
+    if device.type == "cpu":
+        use_cpu_products(weights.module)
     if device.type == "cpu" and dtype == torch.float32:
-        pack_linears(weights)
-    return PagedModel(weights)
+        pack_linears(weights.module)
+    model = PagedModel(weights.module)
+    model.quantization = weights.stated(model)
+    return model
 
 
 def assemble_engine(
@@ -194,6 +200,7 @@ def assemble_engine(
         family=model.family,
         parts=parts,
         ranks=ranks,
+        quantization=model.quantization,
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from engine.fused_projections import product
+from engine.fused_projections import product, quantized_product
 
 aten = torch.ops.aten
 
@@ -41,6 +41,7 @@ class SharedProducts(CustomGraphPass):
             aten.reshape.default,
             aten._unsafe_view.default,
             product._opoverload,
+            quantized_product._opoverload,
         }
     )
 

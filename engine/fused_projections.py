@@ -16,16 +16,24 @@ import itertools
 import torch
 from torch import nn
 
+from engine.kernels.quantized_product import MAX_ROWS as MAX_QUANTIZED_ROWS
+from engine.kernels.quantized_product import few_rows_product, written_out
+from engine.kernels.round_rows import round_rows
 from engine.kernels.thin_product import MAX_ROWS, thin_product
+from engine.quantized_linear import SHARED_INPUTS, QuantizedLinear, stacked_layer
+from engine.quantized_weight import are_alike, widened
 
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names that the families of transformers give to projections of one input."""
+GROUPS = SHARED_INPUTS
 
 LAST_GROUPS = (("k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """The same for a last layer that computes K and V of more tokens than anything else."""
 
 WIDE = 100_000
 """Number of columns from which the kernel for few rows beats cuBLAS with more than one row: output heads."""
+
+
+MAX_UNROUNDED_ROWS = 16
+"""Number of rows up to which the kernel is as fast as `torch._scaled_mm` on rows of 8-bit floats."""
 
 
 class Product(nn.Module):
@@ -57,10 +65,54 @@ def _(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return rows.new_empty((rows.shape[0], weight.shape[0]))
 
 
+class QuantizedProduct(nn.Module):
+    """A `QuantizedLinear` on a GPU, computed by what is fastest for its number of rows."""
+
+    def __init__(self, layer: QuantizedLinear) -> None:
+        super().__init__()
+        weight = widened(layer.quantized)
+        self.register_buffer("levels", weight.levels.contiguous(), persistent=False)
+        self.register_buffer("scales", weight.scales.contiguous(), persistent=False)
+        zeros = None if weight.zeros is None else weight.zeros.contiguous()
+        self.register_buffer("zeros", zeros, persistent=False)
+        self.group = weight.group
+        self.bias = layer.bias
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        num_rows = hidden.shape[:-1].numel()
+        rows = hidden.reshape(num_rows, hidden.shape[-1])
+        output: torch.Tensor = quantized_product(rows, self.levels, self.scales, self.zeros, self.group)
+        output = output.view(*hidden.shape[:-1], output.shape[-1])
+        return output if self.bias is None else output + self.bias
+
+
+@torch.library.custom_op("conductor::quantized_product", mutates_args=())
+def quantized_product(
+    rows: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int
+) -> torch.Tensor:
+    """Return rows @ weight.T of a `QuantizedWeight`. Opaque, as `product`."""
+    by_channels = levels.dtype == torch.float8_e4m3fn and scales.shape[1] == 1
+    if rows.shape[0] <= (MAX_UNROUNDED_ROWS if by_channels else MAX_QUANTIZED_ROWS):
+        return few_rows_product(rows, levels, scales, zeros, group)
+    if by_channels:
+        rounded, steps = round_rows(rows)
+        return torch._scaled_mm(
+            rounded, levels.t(), steps, scales.t(), out_dtype=rows.dtype, use_fast_accum=True
+        )
+    return torch.mm(rows, written_out(levels, scales, zeros, group, rows.dtype).t())
+
+
+@quantized_product.register_fake
+def _(
+    rows: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int
+) -> torch.Tensor:
+    return rows.new_empty((rows.shape[0], levels.shape[0]))
+
+
 class Slice(nn.Module):
     """Columns `start` to `end` of a product that other slices share."""
 
-    def __init__(self, product: Product, start: int, end: int) -> None:
+    def __init__(self, product: nn.Module, start: int, end: int) -> None:
         super().__init__()
         self.product = product
         self.start = start
@@ -74,7 +126,7 @@ class Slice(nn.Module):
 def fuse_projections(layers: nn.Module, groups: tuple[tuple[str, ...], ...] = GROUPS) -> int:
     """Replace linear layers inside of `layers` that read the same input by slices of one product.
 
-    Returns how many groups were fused. Other modules than plain `nn.Linear` stay as they were.
+    Returns how many groups were fused. Other modules than plain and quantised ones stay as they were.
     """
     fused = 0
     for module in list(layers.modules()):
@@ -85,15 +137,22 @@ def fuse_projections(layers: nn.Module, groups: tuple[tuple[str, ...], ...] = GR
             if len(linears) == len(names) and len(kinds) == 1:
                 _stack(module, names, linears)
                 fused += 1
+            quantized = [part for part in parts if type(part) is QuantizedLinear]
+            if len(quantized) == len(names) and are_alike([part.quantized for part in quantized]):
+                product = QuantizedProduct(stacked_layer(quantized))
+                _put_slices(module, names, product, [part.out_features for part in quantized])
+                fused += 1
     return fused
 
 
 def use_products(root: nn.Module) -> None:
-    """Replace every plain `nn.Linear` below `root` by a `Product` of the same parameters."""
+    """Replace every plain or quantised linear layer below `root` by a product of the same parameters."""
     for module in list(root.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
                 module._modules[name] = Product(child.weight, child.bias)
+            elif type(child) is QuantizedLinear:
+                module._modules[name] = QuantizedProduct(child)
 
 
 @torch.no_grad()
@@ -101,7 +160,9 @@ def _stack(module: nn.Module, names: tuple[str, ...], parts: list[nn.Linear]) ->
     weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
     biases: list[torch.Tensor] = [part.bias for part in parts if part.bias is not None]
     bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
-    product = Product(weight, bias)
-    ends = itertools.accumulate(part.out_features for part in parts)
-    for name, part, end in zip(names, parts, ends, strict=True):
-        module._modules[name] = Slice(product, end - part.out_features, end)
+    _put_slices(module, names, Product(weight, bias), [part.out_features for part in parts])
+
+
+def _put_slices(module: nn.Module, names: tuple[str, ...], product: nn.Module, sizes: list[int]) -> None:
+    for name, size, end in zip(names, sizes, itertools.accumulate(sizes), strict=True):
+        module._modules[name] = Slice(product, end - size, end)

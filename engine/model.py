@@ -27,6 +27,7 @@ from engine.batch import Batch
 from engine.latent_attention import LatentHeads, heads_of, kept_latents, show_latents
 from engine.paged_cache import PagedCache
 from engine.pipeline import Stage, cut_to_stage, run_stage
+from engine.quantized_weight import FLOATS
 
 ATTENTION_NAME = "conductor_paged"
 """Name of our attention function in a model's configuration."""
@@ -106,6 +107,7 @@ class PagedModel:
         family: transformers' name of the architecture.
         shape: Layout of its KV in blocks of the smallest size; found by running two tokens.
         max_model_len: Number of positions it was made for.
+        quantization: What the node says of its weights.
 
     Raises ConfigError if the family cannot be served; the message names it and what is missing."""
 
@@ -119,6 +121,7 @@ class PagedModel:
         self.max_model_len: int = text_config.max_position_embeddings
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
+        self.quantization = FLOATS
         show_latents(model)
         AttentionInterface.register(ATTENTION_NAME, _attention)
         model.set_attn_implementation(ATTENTION_NAME)

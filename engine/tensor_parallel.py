@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from base.errors import ConfigError
+from engine.quantized_linear import QuantizedLinear
 
 UNCUT = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
 """Styles of the plan that leave a module whole; the all-reduce is of gradients."""
@@ -69,7 +70,7 @@ def all_reduce(part: torch.Tensor, group_name: str) -> None:
 class RowParallel(nn.Module):
     """A linear layer of which this rank has some of the rows; its output is whole, the bias added once."""
 
-    def __init__(self, linear: nn.Linear, bias: torch.Tensor | None, group: TensorGroup) -> None:
+    def __init__(self, linear: nn.Module, bias: torch.Tensor | None, group: TensorGroup) -> None:
         super().__init__()
         self.linear = linear
         self.bias = bias
@@ -142,7 +143,7 @@ def cut_model(model: nn.Module, plan: dict[str, str], heads: tuple[int, int], gr
     for count in heads:
         if count % group.size:
             raise ConfigError(f"tensor parallel: {count} heads do not divide among {group.size} ranks")
-    to_cut: list[tuple[str, nn.Linear, str]] = []
+    to_cut: list[tuple[str, nn.Linear | QuantizedLinear, str]] = []
     experts: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         style = next((style for pattern, style in plan.items() if fnmatch(name, pattern)), None)
@@ -151,27 +152,46 @@ def cut_model(model: nn.Module, plan: dict[str, str], heads: tuple[int, int], gr
         if style == EXPERTS_STYLE:
             experts.append((name, module))
             continue
-        if type(module) is not nn.Linear or style not in ("colwise", "rowwise"):
+        if type(module) not in (nn.Linear, QuantizedLinear) or style not in ("colwise", "rowwise"):
             raise ConfigError(f"tensor parallel: {name} is to be cut {style!r}, which is not known here")
         to_cut.append((name, module, style))
     for name, module in experts:
         model.set_submodule(name, ExpertShare(module, group))
     for name, linear, style in to_cut:
         if style == "colwise":
-            bias = None if linear.bias is None else _share(linear.bias, 0, group)
-            model.set_submodule(name, _linear(_share(linear.weight, 0, group), bias))
+            model.set_submodule(name, _columns(linear, group))
         else:
-            rows = _linear(_share(linear.weight, 1, group), None)
-            model.set_submodule(name, RowParallel(rows, linear.bias, group))
+            model.set_submodule(name, RowParallel(_rows(linear, group), linear.bias, group))
+
+
+def _columns(linear: nn.Linear | QuantizedLinear, group: TensorGroup) -> nn.Module:
+    bias = None if linear.bias is None else _share(linear.bias, 0, group)
+    if isinstance(linear, QuantizedLinear):
+        share = _share_size(linear.out_features, group)
+        return QuantizedLinear(linear.quantized.outputs(group.rank * share, share), bias)
+    return _linear(_share(linear.weight, 0, group), bias)
+
+
+def _rows(linear: nn.Linear | QuantizedLinear, group: TensorGroup) -> nn.Module:
+    if isinstance(linear, QuantizedLinear):
+        share = _share_size(linear.in_features, group)
+        try:
+            return QuantizedLinear(linear.quantized.inputs(group.rank * share, share), None)
+        except ValueError as error:
+            raise ConfigError(f"tensor parallel: {error}, which share a scale") from error
+    return _linear(_share(linear.weight, 1, group), None)
 
 
 def _share(tensor: torch.Tensor, dim: int, group: TensorGroup) -> torch.Tensor:
-    size = tensor.shape[dim]
-    if size % group.size:
-        raise ConfigError(f"tensor parallel: a dimension of {size} does not divide among {group.size} ranks")
-    share = size // group.size
+    share = _share_size(tensor.shape[dim], group)
     # A copy: a view would keep the whole weight alive.
     return tensor.detach().narrow(dim, group.rank * share, share).clone(memory_format=torch.contiguous_format)
+
+
+def _share_size(size: int, group: TensorGroup) -> int:
+    if size % group.size:
+        raise ConfigError(f"tensor parallel: a dimension of {size} does not divide among {group.size} ranks")
+    return size // group.size
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:

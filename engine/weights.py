@@ -15,10 +15,19 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from base.errors import ConfigError
+from engine.published_weights import published_format
+from engine.stored_linears import stored_config
 
 LOAD_ERRORS = (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError)
 """Errors of transformers for a folder or file that it cannot read."""
@@ -27,11 +36,14 @@ LOAD_ERRORS = (OSError, ValueError, ImportError, KeyError, RuntimeError, Safeten
 def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Load a prepared folder: config.json, safetensors and tokenizer.
 
+    A checkpoint of few bits keeps them: its linear layers are `QuantizedLinear`s.
+
     Raises ConfigError, in one line, naming what is missing or unknown."""
     disable_progress_bar()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             path,
+            config=_config(path),
             dtype=dtype,
             attn_implementation="eager",
             use_safetensors=True,
@@ -46,6 +58,17 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
         raise ConfigError(f"{path}: {len(missing)} weights are missing, the first is {missing[0]}")
     loaded: PreTrainedModel = model.to(device)
     return loaded
+
+
+def _config(path: Path) -> PreTrainedConfig:
+    """Return a folder's configuration; of few bits, so that `engine/stored_linears.py` reads it."""
+    config: PreTrainedConfig = AutoConfig.from_pretrained(
+        path, local_files_only=True, trust_remote_code=False
+    )
+    if published := getattr(config, "quantization_config", None):
+        published_format(published)  # refuses what cannot be served before anything is read
+        config.quantization_config = stored_config(path, published)
+    return config
 
 
 def random_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

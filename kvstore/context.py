@@ -69,6 +69,7 @@ class ContextCache:
         tenant: str,
         tenant_salt: str,
         checksum_kind: str = CHECKSUM_KIND,
+        weights: str = "none",
     ) -> None:
         """Begin.
 
@@ -80,13 +81,18 @@ class ContextCache:
             tenant_salt: A secret of the tenant.
             checksum_kind: As the nodes'; it ends their layout id: xxh3, or sum-words where they
                 are on GPUs.
+            weights: The format of the nodes' weights, as `conductor status` shows it; none: floats, or
+                `mixed_weights`.
         """
         self._cache = cache
         self._layout = layout
         self._tenant = tenant
         self._checksum = checksum_of_kind(checksum_kind)
         # As nodes name what they hand off with this checksum: their blocks are ours too.
-        self._root = chain_root(model_id, f"{layout.layout_id}/checksum={checksum_kind}", tenant_salt)
+        kv_id = f"{layout.layout_id}/checksum={checksum_kind}"
+        self._root = chain_root(
+            model_id, kv_id if weights == "none" else f"{kv_id}/weights={weights}", tenant_salt
+        )
 
     def chain(self, token_ids: Sequence[int]) -> list[BlockHash]:
         """Return the names of the full blocks of `token_ids`."""

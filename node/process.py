@@ -172,13 +172,22 @@ def _info(config: NodeProcess, epoch: int, engine: Engine, agent: TransferAgent)
         epoch=epoch,
         roles=frozenset(Role(role) for role in config.roles),
         model_id=config.model_id,
-        layout_id=f"{engine.layout.layout_id}/checksum={sum_kind(engine.cache)}",
+        layout_id=_kv_id(config, engine),
         max_model_len=engine.max_model_len,
         num_blocks=engine.loop.pool.num_blocks,
         block_size=engine.cache.layout.block_size,
         peer=agent.descriptor,
         host=socket.gethostname(),
+        weights=engine.quantization.format,
+        weights_error=engine.quantization.error,
     )
+
+
+def _kv_id(config: NodeProcess, engine: Engine) -> str:
+    """Return what names KV that may stand for this node's: its bytes, and its weights' format."""
+    bytes_id = f"{engine.layout.layout_id}/checksum={sum_kind(engine.cache)}"
+    is_plain = config.mixed_weights or engine.quantization.format == "none"
+    return bytes_id if is_plain else f"{bytes_id}/weights={engine.quantization.format}"
 
 
 def main() -> int:

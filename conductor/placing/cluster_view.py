@@ -125,7 +125,7 @@ class ClusterView:
                 raise StaleError(
                     f"node {info.node_id} and node {other.info.node_id} differ in the layout of KV: "
                     f"{layout_difference(info.layout_id, other.info.layout_id)}: give both the same model, "
-                    "device, block_size, dtype and kv_dtype"
+                    "device, block_size, dtype, kv_dtype and quantization (or all mixed_weights)"
                 )
 
     def remove_node(self, node_id: NodeId) -> None:

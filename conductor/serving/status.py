@@ -63,6 +63,8 @@ def _node(session: NodeSession, view: ClusterView) -> dict[str, Any]:
         "blocks": info.num_blocks,
         "block_size": info.block_size,
         "requests": session.num_requests,
+        "weights": info.weights,
+        "weights_error": round(info.weights_error, 4),
     }
     if heartbeat is not None:
         row |= {

@@ -93,6 +93,11 @@ def test_binding_beyond_loopback_must_be_asked_for():
 def test_pools_must_agree_on_the_block_size():
     with pytest.raises(ValueError, match=r"decode\.engine\.block_size"):
         ClusterConfig(decode=PoolConfig(engine=EngineConfig(block_size=32)))
+    with pytest.raises(ValueError, match=r"decode\.engine\.quantization: .*mixed_weights"):
+        ClusterConfig(decode=PoolConfig(engine=EngineConfig(quantization="int4")))
+    ClusterConfig(decode=PoolConfig(engine=EngineConfig(quantization="int4")), mixed_weights=True)
+    with pytest.raises(ValueError, match="quantization: one of none, fp8, int8, int4"):
+        EngineConfig(quantization="int2")
 
 
 def test_a_pool_has_a_gpu_for_each_rank():

@@ -149,7 +149,7 @@ def test_a_message_from_a_node_arrives_as_it_was_sent(item, heartbeat, events):
 
 @given(PEERS, st.sets(st.sampled_from(Role)))
 def test_a_registration_arrives_as_it_was_sent(peer, roles):
-    node = NodeInfo("n0", 7, frozenset(roles), "model", "layout", 4096, 100, 64, peer, "host")
+    node = NodeInfo("n0", 7, frozenset(roles), "model", "layout", 4096, 100, 64, peer, "host", 7, "int8", 0.5)
     assert register_from(pb.NodeMessage.FromString(register(node).SerializeToString())) == node
 
 
@@ -199,6 +199,11 @@ def test_what_a_node_cannot_say_is_refused_by_field():
         register_from(pb.NodeMessage())
     with pytest.raises(ProtocolError, match=r"register\.roles"):
         register_from(pb.NodeMessage(register=pb.Register(node_id="n", roles=["cook"])))
+    with pytest.raises(ProtocolError, match=r"register\.weights:"):
+        register_from(pb.NodeMessage(register=pb.Register(node_id="n", weights="\n")))
+    for error in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ProtocolError, match=r"register\.weights_error"):
+            register_from(pb.NodeMessage(register=pb.Register(node_id="n", weights_error=error)))
     with pytest.raises(ProtocolError, match="finish_reason"):
         from_node_from(pb.NodeMessage(tokens=[pb.Tokens(finish_reason="bored")]))
     with pytest.raises(ProtocolError, match="kv_events"):

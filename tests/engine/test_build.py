@@ -1,6 +1,7 @@
 """A built engine: what is decided at start, KV that moves as bytes, and what is refused."""
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,30 @@ async def test_kv_handed_off_as_bytes_gives_the_same_tokens(folder: Path) -> Non
     tokens = await decode_to_end(decode, sequence)
     assert [first, *tokens] == expected
     assert decode.pool.num_held == held - 5
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int8", "int4"])
+async def test_a_quantised_model_handed_off_says_what_one_process_says(folder: Path, weights: str) -> None:
+    config = dataclasses.replace(SMALL, quantization=weights)
+    alone, prefill, decode = (build_engine(config, str(folder), SystemClock()) for _ in range(3))
+    (expected,) = await greedy(alone.loop, [PROMPT], 20)
+    sequence = make_sequence("r", PROMPT, 20)
+    sequence.block_table = decode.pool.allocate(decode.layout.num_blocks(len(PROMPT)))
+    first = await prefill_and_send(prefill, decode, sequence.block_table)
+    sequence.token_ids.append(first)
+    sequence.num_computed_tokens = len(PROMPT)
+    assert [first, *await decode_to_end(decode, sequence)] == expected
+    assert alone.quantization == decode.quantization
+    assert alone.quantization.format == weights
+    assert 0 < alone.quantization.error < 1
+
+
+def test_the_error_of_quantised_weights_is_told(folder: Path, caplog) -> None:
+    caplog.set_level("INFO")
+    build_engine(dataclasses.replace(SMALL, quantization="int8"), str(folder), SystemClock())
+    (line,) = [record.getMessage() for record in caplog.records if "quantised" in record.getMessage()]
+    assert "format=int8" in line
+    assert "logits_off_by=0.0" in line
 
 
 async def prefill_and_send(prefill: Engine, decode: Engine, target: list[int]) -> int:

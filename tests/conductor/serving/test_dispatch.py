@@ -399,8 +399,9 @@ async def test_without_a_node_of_each_role_a_request_is_refused_when_it_has_wait
     [
         ({"model_id": "other"}, "serves model"),
         ({"protocol_version": 99}, "same release"),
-        ({"layout_id": "other"}, "dtype and kv_dtype"),
+        ({"layout_id": "other"}, "kv_dtype and quantization"),
         ({"block_size": 32}, "same block_size"),
+        ({"layout_id": "layout/weights=int8"}, "weights int8 and none"),
     ],
 )
 async def test_a_node_that_cannot_serve_with_the_others_is_refused_with_the_reason(change, reason, caplog):

@@ -1,0 +1,174 @@
+"""Linear layers whose weights have few bits: which layers have them, and what each device makes of them.
+
+A `QuantizedLinear` stands where the model's `nn.Linear` stood, from loading on. It is cut among ranks and
+stacked with others like it, and at last becomes what multiplies fastest: on a CPU
+`engine/integer_product.py`. Until then it computes with the weight written out.
+
+The decoder's layers take the format that was asked for. The output head has at least 8 bits: the logits are
+its products, and it is read once a step. Embeddings are looked up, not multiplied; a head that is tied to
+them gets levels of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Self
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from base.errors import ConfigError
+from engine.integer_product import IntegerLinear, RoundedLinear, has_integer_products, rounded_rows
+from engine.quantized_weight import QuantizedWeight, WeightFormat, are_alike, quantized, stacked
+
+SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names that the families of transformers give to projections of one input."""
+
+
+READ_OTHERWISE = ("kv_b_proj",)
+"""Names of layers whose weight is no mere factor: `engine/latent_attention.py` multiplies queries by it."""
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer with a weight of few bits; belongs to a model that is being made ready.
+
+    Attributes:
+        rounds_rows: Whether activations are rounded to 8-bit floats where the weight has these.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.quantized = weight
+        self.bias = bias
+        self.in_features, self.out_features = weight.in_features, weight.out_features
+        self.rounds_rows = True
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Move the weight with the parameters; levels keep their dtype."""
+        self.quantized = self.quantized.on(fn(torch.empty(0, device=self.quantized.levels.device)).device)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.rounds_rows and self.quantized.format is WeightFormat.FP8:
+            hidden = rounded_rows(hidden, self.quantized.group)
+        return linear(hidden, self.quantized.dequantized(hidden.dtype), self.bias)
+
+
+@contextmanager
+def unrounded_rows(model: nn.Module) -> Iterator[None]:
+    """Let no activation be rounded to 8-bit floats in the body."""
+    layers = [each for each in model.modules() if isinstance(each, QuantizedLinear | RoundedLinear)]
+    for layer in layers:
+        layer.rounds_rows = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.rounds_rows = True
+
+
+def quantize_linears(model: nn.Module, weight_format: WeightFormat, head: nn.Module | None) -> None:
+    """Replace the linear layers of a finished model, in place.
+
+    Args:
+        head: The output head among them.
+
+    Raises ConfigError for a model with weights outside of linear layers, which would be left as they are."""
+    _require_linears_alone(model)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            # Exactly nn.Linear: a subclass may compute something else.
+            if type(child) is nn.Linear and name not in READ_OTHERWISE:
+                kind = (
+                    WeightFormat.INT8
+                    if child is head and weight_format is WeightFormat.INT4
+                    else weight_format
+                )
+                try:
+                    weight = quantized(child.weight.detach(), kind)
+                except ValueError as error:
+                    raise ConfigError(f"quantization: {name}: {error}") from error
+                setattr(parent, name, QuantizedLinear(weight, child.bias))
+
+
+def _require_linears_alone(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 2:
+            raise ConfigError(
+                f"quantization: {name} is the weight of several experts, which can be served unquantised "
+                "alone: say quantization: none"
+            )
+
+
+class SharedProduct(nn.Module):
+    """Layers of one input as one product, computed when the first of them is called with an input.
+
+    Its result is kept until each of the others has had its columns of it."""
+
+    def __init__(self, product: nn.Module, num_slices: int) -> None:
+        super().__init__()
+        self.product = product
+        self._num_slices = num_slices
+        self._hidden: torch.Tensor | None = None
+        self._output: torch.Tensor | None = None
+        self._num_left = 0
+
+    def columns(self, hidden: torch.Tensor, columns: slice) -> torch.Tensor:
+        """Return some columns of the product of `hidden`, which nobody writes to until all are taken."""
+        if self._output is None or self._hidden is not hidden:
+            self._hidden, self._output, self._num_left = hidden, self.product(hidden), self._num_slices
+        output = self._output[..., columns]
+        self._num_left -= 1
+        if not self._num_left:
+            self._hidden = self._output = None
+        return output
+
+
+class SharedSlice(nn.Module):
+    """One of the layers that a `SharedProduct` computes."""
+
+    def __init__(self, shared: SharedProduct, start: int, end: int) -> None:
+        super().__init__()
+        self._shared = shared
+        self._columns = slice(start, end)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._shared.columns(hidden, self._columns)
+
+
+def use_cpu_products(model: nn.Module) -> None:
+    """Replace every `QuantizedLinear` of a finished model by what computes it on this processor, in place."""
+    for parent in list(model.modules()):
+        for names in SHARED_INPUTS:
+            parts = [parent._modules.get(name) for name in names]
+            layers = [part for part in parts if type(part) is QuantizedLinear]
+            if len(layers) == len(names) and are_alike([layer.quantized for layer in layers]):
+                _share(parent, names, layers)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is QuantizedLinear:
+                setattr(parent, name, _cpu_product(child))
+
+
+def _share(parent: nn.Module, names: tuple[str, ...], layers: list[QuantizedLinear]) -> None:
+    product = SharedProduct(_cpu_product(stacked_layer(layers)), len(layers))
+    start = 0
+    for name, layer in zip(names, layers, strict=True):
+        setattr(parent, name, SharedSlice(product, start, start + layer.out_features))
+        start += layer.out_features
+
+
+def stacked_layer(layers: list[QuantizedLinear]) -> QuantizedLinear:
+    """Return layers of one input, alike in format and in having a bias, as one."""
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    bias = torch.cat(biases) if len(biases) == len(layers) else None
+    return QuantizedLinear(stacked([layer.quantized for layer in layers]), bias)
+
+
+def _cpu_product(layer: QuantizedLinear) -> nn.Module:
+    is_float = layer.quantized.format is WeightFormat.FP8
+    kind = IntegerLinear if has_integer_products() and not is_float else RoundedLinear
+    return kind(layer.quantized, layer.bias)

@@ -1,0 +1,202 @@
+"""Quantised weights: the levels and scales of one linear layer, whatever format a checkpoint has them in.
+
+A weight [out_features, in_features] is levels of few bits, times a scale for each output and each group of
+inputs, after a zero point where the levels are not symmetric:
+
+    weight[n, k] = (level[n, k] - zero[n, k // group]) * scale[n, k // group]
+
+Every format in use is of this form: a scale for each output is one group, blocks of 128 x 128 are groups of
+128 whose scale 128 outputs share. So products, cuts and fusions are written once. Levels of four bits lie two
+in a byte, the even input in the lower half, as unsigned numbers that are 8 more than the level.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+
+GROUP = 128
+"""Inputs that share a scale of four bits, where they divide by it."""
+
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+"""Shares of a group's range that are tried as the range of its four-bit levels: outliers are clipped."""
+
+
+class WeightFormat(Enum):
+    """The kind of number that a level is."""
+
+    FP8 = "fp8"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The weights of a model, as its node describes them."""
+
+    format: str = "none"
+    """`WeightFormat`, or none: floats."""
+    error: float = 0.0
+    """Relative error of the logits of some tokens, against those of the weights that were quantised."""
+
+
+FLOATS = Quantization()
+
+LARGEST_LEVEL = {WeightFormat.FP8: 448.0, WeightFormat.INT8: 127.0}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight in few bits; see the top of this file."""
+
+    format: WeightFormat
+    levels: torch.Tensor
+    """[out_features, in_features] float8_e4m3fn or int8, or [out_features, in_features / 2] uint8."""
+    scales: torch.Tensor
+    """[out_features, num_groups] float32."""
+    group: int
+    """Number of inputs that share a scale; the last group may have fewer."""
+    zeros: torch.Tensor | None = None
+    """[out_features, num_groups] float32; None: 0."""
+
+    @property
+    def out_features(self) -> int:
+        return self.levels.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.levels.shape[1] * (2 if self.format is WeightFormat.INT4 else 1)
+
+    @property
+    def num_bytes(self) -> int:
+        parts = [self.levels, self.scales, *([] if self.zeros is None else [self.zeros])]
+        return sum(part.numel() * part.element_size() for part in parts)
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the weight, [out_features, in_features]."""
+        levels = unpacked(self.levels) if self.format is WeightFormat.INT4 else self.levels
+        weight = levels.float()
+        if self.zeros is not None:
+            weight = weight - self._spread(self.zeros)
+        return (weight * self._spread(self.scales)).to(dtype)
+
+    def _spread(self, of_groups: torch.Tensor) -> torch.Tensor:
+        return of_groups.repeat_interleave(self.group, 1)[:, : self.in_features]
+
+    def on(self, device: torch.device) -> QuantizedWeight:
+        """Return the weight on a device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return replace(self, levels=self.levels.to(device), scales=self.scales.to(device), zeros=zeros)
+
+    def outputs(self, first: int, count: int) -> QuantizedWeight:
+        """Return a copy of `count` outputs."""
+        rows = slice(first, first + count)
+        zeros = None if self.zeros is None else self.zeros[rows].clone()
+        return replace(self, levels=self.levels[rows].clone(), scales=self.scales[rows].clone(), zeros=zeros)
+
+    def inputs(self, first: int, count: int) -> QuantizedWeight:
+        """Return a copy of `count` inputs; raises ValueError if that cuts a group."""
+        is_one = self.scales.shape[1] == 1
+        if is_one:
+            groups = slice(0, 1)
+        elif first % self.group or count % self.group:
+            raise ValueError(f"{count} inputs from {first} on cut a group of {self.group}")
+        else:
+            groups = slice(first // self.group, (first + count) // self.group)
+        per_level = 2 if self.format is WeightFormat.INT4 else 1
+        columns = slice(first // per_level, (first + count) // per_level)
+        return replace(
+            self,
+            levels=self.levels[:, columns].clone(memory_format=torch.contiguous_format),
+            scales=self.scales[:, groups].clone(memory_format=torch.contiguous_format),
+            group=count if is_one else self.group,
+            zeros=None if self.zeros is None else self.zeros[:, groups].contiguous(),
+        )
+
+
+def widened(weight: QuantizedWeight) -> QuantizedWeight:
+    """Return a weight with levels of a byte each; the numbers are the same."""
+    if weight.format is not WeightFormat.INT4:
+        return weight
+    return replace(weight, format=WeightFormat.INT8, levels=unpacked(weight.levels))
+
+
+def stacked(weights: list[QuantizedWeight]) -> QuantizedWeight:
+    """Return the outputs of all weights, which are alike in format, inputs and groups, as one."""
+    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    return replace(
+        weights[0],
+        levels=torch.cat([weight.levels for weight in weights]),
+        scales=torch.cat([weight.scales for weight in weights]),
+        zeros=torch.cat(zeros) if zeros else None,
+    )
+
+
+def are_alike(weights: list[QuantizedWeight]) -> bool:
+    """Return whether `stacked` takes these weights."""
+    kinds = {
+        (each.format, each.in_features, each.group, each.zeros is None, each.levels.device)
+        for each in weights
+    }
+    return len(kinds) == 1
+
+
+@torch.no_grad()
+def quantized(weight: torch.Tensor, weight_format: WeightFormat) -> QuantizedWeight:
+    """Round a weight [out_features, in_features] to levels: one scale an output; of four bits, one a group.
+
+    Raises ValueError for four bits of an odd number of inputs."""
+    weight = weight.float()
+    if weight_format is WeightFormat.INT4:
+        return _four_bits(weight)
+    scales = (weight.abs().amax(1, keepdim=True) / LARGEST_LEVEL[weight_format]).clamp_(min=1e-30)
+    levels = weight / scales
+    if weight_format is WeightFormat.FP8:
+        return QuantizedWeight(weight_format, levels.to(torch.float8_e4m3fn), scales, weight.shape[1])
+    return QuantizedWeight(weight_format, levels.round_().to(torch.int8), scales, weight.shape[1])
+
+
+def four_bit_group(in_features: int) -> int:
+    """Return the number of inputs that share a scale of four bits; raises ValueError if they are odd."""
+    for group in (GROUP, GROUP // 2, GROUP // 4, in_features):
+        if in_features % group == 0 and group % 2 == 0:
+            return group
+    raise ValueError(f"int4: {in_features} inputs are no even number")
+
+
+def _four_bits(weight: torch.Tensor) -> QuantizedWeight:
+    """Choose for each group, of some shares of its range, that which brings the least squared error."""
+    group = four_bit_group(weight.shape[1])
+    parts = weight.view(weight.shape[0], -1, group)
+    low, high = parts.amin(2, keepdim=True).clamp_(max=0.0), parts.amax(2, keepdim=True).clamp_(min=0.0)
+    scales, zeros = torch.empty_like(low), torch.empty_like(low)
+    least = torch.full_like(low, float("inf"))
+    for shrink in SHRINKS:
+        scale = ((high - low) * (shrink / 15)).clamp_(min=1e-30)
+        zero = (-8 - low * shrink / scale).round_().clamp_(-8, 7)
+        error = (
+            (_levels(parts, scale, zero).sub_(zero).mul_(scale).sub_(parts)).square_().sum(2, keepdim=True)
+        )
+        is_less = error < least
+        for best, tried in ((least, error), (scales, scale), (zeros, zero)):
+            best.copy_(torch.where(is_less, tried, best))
+    levels = _levels(parts, scales, zeros).to(torch.int8).view(weight.shape)
+    return QuantizedWeight(WeightFormat.INT4, packed(levels), scales[..., 0], group, zeros[..., 0])
+
+
+def _levels(parts: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    return (parts / scale).add_(zero).round_().clamp_(-8, 7)
+
+
+def packed(levels: torch.Tensor) -> torch.Tensor:
+    """Return levels from -8 to 7, [rows, in_features], two in a byte, [rows, in_features / 2] uint8."""
+    pairs = (levels + 8).to(torch.uint8).view(levels.shape[0], -1, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def unpacked(levels: torch.Tensor) -> torch.Tensor:
+    """Return what `packed` packed, [rows, in_features] int8."""
+    pairs = torch.stack([levels & 15, levels >> 4], 2)
+    return pairs.view(levels.shape[0], -1).to(torch.int8) - 8

@@ -1,0 +1,144 @@
+"""Loading a checkpoint of few bits through transformers, which knows its names and files.
+
+transformers makes the modules of a family and reads tensors into parameters of equal names. So each linear
+layer that the checkpoint has in few bits is replaced, before anything is read, by one with parameters as the
+files have them, and afterwards by a `QuantizedLinear` of what they mean. No float copy of the model is made.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from base.errors import ConfigError
+from engine.published_weights import PublishedFormat, published_format
+from engine.quantized_linear import READ_OTHERWISE, QuantizedLinear
+
+METHOD = "conductor"
+"""Name of our reader among transformers' quantisers."""
+
+DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}
+"""Dtypes of safetensors that the tensors of a layer may have."""
+
+UNUSED = ("bias", "input_scale", "k_scale", "v_scale", "q_scale", "activation_scale")
+"""Tensors that say nothing of a weight: activations are scaled row by row, and KV has a format of its own."""
+
+MARKS = {"weight_packed", "weight_scale", "weight_scale_inv", "qweight"}
+"""Tensors that a layer of few bits has one of."""
+
+Header = dict[str, tuple[str, tuple[int, ...]]]
+"""Dtype and shape of each tensor of a layer."""
+
+
+class StoredLinear(nn.Module):
+    """A linear layer with parameters as a checkpoint has them."""
+
+    def __init__(self, plain: nn.Linear, header: Header) -> None:
+        super().__init__()
+        self.shape = (plain.out_features, plain.in_features)
+        self.bias = plain.bias
+        for name, (dtype, shape) in header.items():
+            like = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
+            self.register_parameter(name, nn.Parameter(like, requires_grad=False))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: item.data for name, item in self.named_parameters(recurse=False) if name != "bias"}
+
+
+@register_quantization_config(METHOD)
+class StoredConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """The configuration that transformers gets in place of a checkpoint's own."""
+
+    def __init__(self, path: str, published: dict[str, Any], **_: object) -> None:
+        self.quant_method = METHOD
+        self.path = path
+        self.published = published
+
+
+@register_quantizer(METHOD)
+class StoredQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Puts `StoredLinear`s where the checkpoint has few bits, and takes them away when they are read."""
+
+    quantization_config: StoredConfig
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: object) -> None:
+        headers = layer_headers(Path(self.quantization_config.path))
+        for name, module in list(model.named_modules()):
+            if type(module) is nn.Linear and name in headers:
+                model.set_submodule(name, StoredLinear(module, headers.pop(name)))
+        if headers:
+            raise ConfigError(
+                f"{self.quantization_config.path}: {len(headers)} tensors of few bits belong to no linear "
+                f"layer of the family, the first is {min(headers)}: experts and embeddings cannot be served"
+            )
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: object) -> None:
+        found = published_format(self.quantization_config.published)
+        for name, module in list(model.named_modules()):
+            if isinstance(module, StoredLinear):
+                model.set_submodule(name, _read(name, module, found))
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def stored_config(path: Path, published: dict[str, Any]) -> dict[str, Any]:
+    """Return the `quantization_config` that has transformers load a folder by this file."""
+    return {"quant_method": METHOD, "path": str(path), "published": published}
+
+
+def layer_headers(path: Path) -> dict[str, Header]:
+    """Return the tensors of each layer that a folder's files have in few bits, by the layer's name.
+
+    Raises ConfigError for a tensor of a dtype that no format has."""
+    layers: dict[str, Header] = defaultdict(dict)
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 it is no dict
+                layer, _, part = name.rpartition(".")
+                found = tensors.get_slice(name)
+                if part not in UNUSED:
+                    layers[layer][part] = found.get_dtype(), tuple(found.get_shape())
+    for layer, header in layers.items():
+        for part, (dtype, _) in header.items():
+            if dtype not in DTYPES or (dtype.startswith("F8") and not header.keys() & MARKS):
+                raise ConfigError(f"{path}: {layer}.{part} is {dtype}, which cannot be served as it is")
+    return {layer: header for layer, header in layers.items() if header.keys() & MARKS}
+
+
+def _read(name: str, layer: StoredLinear, published: PublishedFormat) -> QuantizedLinear:
+    if name.rpartition(".")[2] in READ_OTHERWISE:
+        raise ConfigError(f"{name}: few bits of the layer that makes heads of latents cannot be served")
+    try:
+        weight = published.weight(name, layer.tensors(), layer.shape)
+    except (ValueError, KeyError, RuntimeError, IndexError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+        raise ConfigError(f"{name} cannot be served as {published.name}: {reason}") from error
+    if (weight.out_features, weight.in_features) != layer.shape:
+        raise ConfigError(
+            f"{name}: its levels are [{weight.out_features}, {weight.in_features}], the model's "
+            f"[{layer.shape[0]}, {layer.shape[1]}]"
+        )
+    return QuantizedLinear(weight, layer.bias)

@@ -1,0 +1,157 @@
+"""Layers with weights of few bits compute what their weights say, on a CPU, cut and stacked."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from base.errors import ConfigError
+from engine.integer_product import IntegerLinear, RoundedLinear, has_integer_products, rounded_rows
+from engine.quantized_linear import QuantizedLinear, SharedSlice, quantize_linears, use_cpu_products
+from engine.quantized_weight import QuantizedWeight, WeightFormat, quantized
+from engine.tensor_parallel import TensorGroup, cut_model
+from tests.engine.test_gpu_model import make_family
+
+NEEDS_INTEGERS = pytest.mark.skipif(not has_integer_products(), reason="this processor has no 8-bit products")
+
+
+def plain_layer(bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(256, 96, bias=bias)
+
+
+@NEEDS_INTEGERS
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 64])
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_integer_product_errs_by_its_weight_alone(num_rows: int, bias: bool) -> None:
+    plain = plain_layer(bias)
+    weight = quantized(plain.weight.detach(), WeightFormat.INT8)
+    rows = torch.randn(1, num_rows, 256)
+    with torch.inference_mode():
+        expected = nn.functional.linear(rows, weight.dequantized(), plain.bias)
+        output = IntegerLinear(weight, plain.bias)(rows)
+    assert (output - expected).norm() < 1e-4 * expected.norm()
+
+
+@NEEDS_INTEGERS
+def test_a_rows_product_does_not_depend_on_the_rows_beside_it() -> None:
+    layer = IntegerLinear(quantized(plain_layer().weight.detach(), WeightFormat.INT8), None)
+    rows = torch.randn(33, 256)
+    with torch.inference_mode():
+        assert torch.equal(layer(rows), torch.cat([layer(row[None]) for row in rows]))
+
+
+@NEEDS_INTEGERS
+def test_rows_of_zeros_and_of_any_size_are_multiplied() -> None:
+    layer = IntegerLinear(quantized(plain_layer().weight.detach(), WeightFormat.INT8), None)
+    rows = torch.stack([torch.zeros(256), torch.full((256,), 1e20), torch.full((256,), -1e-20)])
+    output = layer(rows)
+    assert not output[0].any()
+    torch.testing.assert_close(output[1] / 1e20, output[2] / -1e-20)
+
+
+@pytest.mark.parametrize("weight_format", WeightFormat)
+def test_no_rows_give_none(weight_format: WeightFormat) -> None:
+    model = nn.ModuleDict({"layer": QuantizedLinear(quantized(torch.ones(96, 256), weight_format), None)})
+    assert model["layer"](torch.empty(1, 0, 256)).shape == (1, 0, 96)
+    use_cpu_products(model)
+    assert model["layer"](torch.empty(1, 0, 256)).shape == (1, 0, 96)
+
+
+@NEEDS_INTEGERS
+def test_four_bits_are_widened_to_eight() -> None:
+    weight = quantized(plain_layer().weight.detach(), WeightFormat.INT4)
+    rows = torch.randn(3, 256)
+    expected = rows @ weight.dequantized().t()
+    assert (IntegerLinear(weight, None)(rows) - expected).norm() < 0.02 * expected.norm()
+
+
+def test_rows_are_rounded_to_8_bit_floats_by_their_own_scale() -> None:
+    rows = torch.tensor([[448.0, 1.0, 17.0], [4480.0, 10.0, 170.0]])
+    assert rounded_rows(rows, 3).tolist() == [[448.0, 1.0, 16.0], [4480.0, 10.0, 160.0]]
+
+
+def test_rows_are_rounded_by_the_groups_of_the_weight() -> None:
+    rows = torch.cat([torch.full((1, 128), 1000.0), torch.full((1, 64), 0.001)], 1)
+    torch.testing.assert_close(rounded_rows(rows, 128), rows)
+
+
+def test_a_layer_of_8_bit_floats_rounds_rows_as_a_gpu_does() -> None:
+    weight = quantized(plain_layer().weight.detach(), WeightFormat.FP8)
+    rows = torch.randn(3, 256)
+    expected = rounded_rows(rows, 256) @ weight.dequantized().t()
+    torch.testing.assert_close(RoundedLinear(weight, None)(rows), expected)
+    torch.testing.assert_close(QuantizedLinear(weight, None)(rows), expected)
+
+
+# Untrained weights make much of little.
+@pytest.mark.parametrize(
+    ("weight_format", "most"), [(WeightFormat.FP8, 0.5), (WeightFormat.INT8, 0.1), (WeightFormat.INT4, 0.9)]
+)
+def test_a_model_keeps_its_form_and_says_nearly_the_same(weight_format: WeightFormat, most: float) -> None:
+    model = make_family("llama")
+    token_ids = torch.arange(20)[None]
+    with torch.inference_mode():
+        expected = model(token_ids).logits
+        quantize_linears(model, weight_format, model.get_output_embeddings())
+        written_out = model(token_ids).logits
+        use_cpu_products(model)
+        output = model(token_ids).logits
+    assert 0 < (output - expected).norm() < most * expected.norm()
+    assert (output - written_out).norm() < most / 2 * expected.norm()
+    assert isinstance(model.model.layers[0].self_attn.q_proj, SharedSlice)
+
+
+def test_an_output_head_has_eight_bits_at_least() -> None:
+    model = make_family("llama")
+    head = model.get_output_embeddings()
+    quantize_linears(model, WeightFormat.INT4, head)
+    assert model.get_output_embeddings().quantized.format is WeightFormat.INT8
+
+
+def test_experts_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"experts.*quantization: none"):
+        quantize_linears(make_family("mixtral"), WeightFormat.INT8, None)
+
+
+def test_shared_products_follow_their_input() -> None:
+    weight = quantized(plain_layer().weight.detach(), WeightFormat.INT8)
+    model = nn.ModuleDict({name: QuantizedLinear(weight, None) for name in ("gate_proj", "up_proj")})
+    alone = copy.deepcopy(model["gate_proj"])
+    use_cpu_products(model)
+    first, second = torch.randn(2, 256), torch.randn(2, 256)
+    for rows in (first, second, first):
+        torch.testing.assert_close(model["gate_proj"](rows), alone(rows), rtol=1e-3, atol=1e-3)
+    assert torch.equal(model["up_proj"](first), model["gate_proj"](first))
+
+
+@pytest.mark.parametrize("weight_format", [WeightFormat.FP8, WeightFormat.INT8])
+def test_ranks_have_shares_of_the_very_levels_of_the_whole(weight_format: WeightFormat) -> None:
+    whole = make_family("llama")
+    quantize_linears(whole, weight_format, None)
+    ranks = [copy.deepcopy(whole) for _ in range(2)]
+    config = whole.config
+    heads = (config.num_attention_heads, config.num_key_value_heads)
+    for rank, model in enumerate(ranks):
+        # No collective runs, so the group is its name alone.
+        group = TensorGroup(SimpleNamespace(group_name="two"), rank, 2)
+        cut_model(model.model, config.base_model_tp_plan, heads, group)
+    layer = whole.model.layers[0]
+    parts = [model.model.layers[0] for model in ranks]
+    columns = [part.mlp.up_proj.quantized.dequantized() for part in parts]
+    assert torch.equal(torch.cat(columns), layer.mlp.up_proj.quantized.dequantized())
+    rows = [part.mlp.down_proj.linear.quantized.dequantized() for part in parts]
+    assert torch.equal(torch.cat(rows, 1), layer.mlp.down_proj.quantized.dequantized())
+
+
+def test_levels_of_any_groups_are_served() -> None:
+    weight = QuantizedWeight(
+        WeightFormat.INT8, torch.randint(-127, 127, (96, 256), dtype=torch.int8), torch.rand(96, 2) + 0.1, 128
+    )
+    rows = torch.randn(3, 256)
+    model = nn.ModuleDict({"layer": QuantizedLinear(weight, None)})
+    use_cpu_products(model)
+    expected = rows @ weight.dequantized().t()
+    assert (model["layer"](rows) - expected).norm() < 0.02 * expected.norm()
