@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from base.errors import StaleError
+from base.kv_layout import head_layout
 from base.request import NodeId, Role
 from conductor.placing.scheduler import place
 from tests.conductor.builders import (
@@ -77,6 +78,15 @@ def test_incompatible_node_is_refused_with_the_reason(fields: dict[str, object])
     with pytest.raises(StaleError, match="block_size"):
         view.add_node(make_info("p9", Role.PREFILL, **fields), 0.0)
     assert view.node_ids() == ["p0", "d0"]
+
+
+def test_a_node_whose_kv_has_another_layout_is_told_the_fields_that_differ() -> None:
+    view = make_view(0, 0)
+    wide = head_layout(2, 4, 64, 64, "bfloat16").layout_id
+    view.add_node(make_info("p0", Role.PREFILL, layout_id=f"{wide}/checksum=xxh3"), 0.0)
+    narrow = head_layout(2, 4, 64, 64, "float16").layout_id
+    with pytest.raises(StaleError, match="key 4x64:float16 and 4x64:bfloat16, value"):
+        view.add_node(make_info("d0", Role.DECODE, layout_id=f"{narrow}/checksum=xxh3"), 0.0)
 
 
 def test_a_node_without_roles_is_a_source_of_blocks_and_nothing_else() -> None:
