@@ -58,7 +58,7 @@ export function draw({ told, span, series }) {
   const quiet = !hour.mean("running", 3600) && !series.mean("good", rows);
   return [
     element("h2", { tabindex: -1 }, "Overview"),
-    element("dl", { class: "numbers", "aria-label": "The last minute" }, numbers(series).map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)))),
+    element("dl", { class: "numbers overview-numbers", "aria-label": "The last minute" }, numbers(series).map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)))),
     quiet ? empty("No request has come in this time. ", element("a", { href: "#/playground" }, "Ask one in the playground"), ", or send some: ", element("code", {}, "conductor bench")) : null,
     spans,
     long < 2 ? empty("The first rows come in a moment.") : element("div", { class: "charts" },
