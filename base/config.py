@@ -30,6 +30,10 @@ def require(condition: bool, key: str, mend: str) -> None:
         raise ValueError(f"{key}: {mend}")
 
 
+WEIGHT_FORMATS = ("none", "fp8", "int8", "int4")
+"""Formats of weights; none: floats."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How a node runs the model."""
@@ -94,8 +98,8 @@ class EngineConfig:
             "empty, or one number of layers for each stage",
         )
         require(self.threads >= 0, "threads", "not negative")
-        formats = ("none", "fp8", "int8", "int4")
-        require(self.quantization in formats, "quantization", f"one of {', '.join(formats)}")
+        known = ", ".join(WEIGHT_FORMATS)
+        require(self.quantization in WEIGHT_FORMATS, "quantization", f"one of {known}")
         require(self.max_model_len >= 0, "max_model_len", "not negative")
 
 

@@ -93,6 +93,8 @@ class Profile:
     evidence: Evidence = Evidence()
     step_tokens: tuple[int, ...] = ()
     """Lengths, rising, that a step with a chunk is padded to; past the last it is as long as it is."""
+    quantization: str = "none"
+    """Format of the weights; none: floats."""
     launches_ahead: bool = False
     """Whether a step is launched before the tokens of the one before are known."""
     chunk_step_s: float = 0.0

@@ -16,6 +16,7 @@ from conductor.placing.profile import profile_json
 from conductor.profile_file import load_profile
 from engine.build import assemble_engine
 from engine.model import PagedModel
+from engine.quantized_weight import Quantization
 from tests.engine.test_gpu_model import make_family
 
 GRID = Grid(
@@ -35,7 +36,9 @@ GRID = Grid(
 
 def test_a_profile_holds_each_point_of_the_grid_and_what_it_says_to_them(tmp_path, capsys) -> None:
     config = EngineConfig("cpu", "float32", 16, 0.01, chunk_tokens=64, max_batch=8)
-    engine = assemble_engine(config, PagedModel(make_family("llama")), SystemClock())
+    model = PagedModel(make_family("llama"))
+    model.quantization = Quantization("int8", 0.01)
+    engine = assemble_engine(config, model, SystemClock())
     points = asyncio.run(measure(engine, GRID))
     assert engine.scheduler.chunk_tokens == 64
     engine.pool.check()
@@ -57,6 +60,7 @@ def test_a_profile_holds_each_point_of_the_grid_and_what_it_says_to_them(tmp_pat
     assert all(step.measured_s > 0 for step in profile.evidence.steps)
     assert profile.chunk_step_s > 0
     assert profile.dispatch_s == 0.002
+    assert profile.quantization == "int8"
     print_profile(profile)
     assert capsys.readouterr().out.count("%") == 6 + 6 + 12 + 4
 
