@@ -236,7 +236,7 @@ class Spread:
         return replace(self, count=self.count + other.count)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def spreads(whole: KvLayout, part: KvPart) -> tuple[Spread, ...]:
     """Return where a part's bytes are in a block of `whole`, in the order in which a rank has them.
 
@@ -296,7 +296,7 @@ class PartRuns:
         return len(set(self.lengths)) == 1
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def part_runs(layout: KvLayout, part: KvPart, source: KvPart, target: KvPart) -> PartRuns:
     """Return the runs of bytes that `part` consists of, which both ranks have.
 
