@@ -219,7 +219,7 @@ def anti_phase(trace: Trace, profile: Profile) -> Table:
             ]
         )
     heading = "A Fig. 9 and 10: load of both pools, both saturated"
-    return Table(f"{heading} (16P3D, 5x, TBT 64 ms, mean of {SWING_RUNS} runs)", rows)
+    return Table(f"{heading} (12P3D, 5x, TBT 64 ms, mean of {SWING_RUNS} runs)", rows)
 
 
 SWINGS = (
@@ -242,7 +242,7 @@ def saturated(trace: Trace, profile: Profile, reject: RejectPolicy, retests: boo
     The trace's own bursts would swing too, so arrivals are spread, by `seed`.
     """
     options = ClusterOptions(
-        16,
+        12,
         3,
         trace.block_size,
         settings=SchedulerSettings(reject=reject),
