@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, get_args
 
 from base.errors import InvalidRequestError
 from base.request import FinishReason
-from conductor.api.body_bounds import excess
 from conductor.api.chat_template import ChatMessage, ChatRole, PastCall
 from conductor.api.openai_schema import ReasoningEffort, reasoning_wishes
 from conductor.api.openai_tools import (
     MAX_TOOL_CALLS,
     FunctionTool,
+    check_json_texts,
     chosen,
     past_arguments,
     tool_spec,
@@ -24,9 +24,6 @@ from conductor.api.openai_tools import (
 from conductor.api.parsing.events import Called, Said, Thought
 from conductor.api.turn import Part, Reasoning, Tools
 from protos import inference_pb2 as pb
-
-MAX_JSON_CHARS = 1 << 19
-"""Characters of all JSON in a conversation: schemas of tools, arguments of calls."""
 
 
 class Conversation(NamedTuple):
@@ -60,14 +57,7 @@ def _check_json(chat: pb.ChatMessages) -> None:
             field = f"chat.messages[{index}].tool_calls"
             raise InvalidRequestError(f"{field}: at most {MAX_TOOL_CALLS} elements", field)
         texts += [call.arguments for call in turn.tool_calls]
-    num_chars = sum(map(len, texts))
-    if num_chars > MAX_JSON_CHARS:
-        raise InvalidRequestError(
-            f"chat.tools: JSON of tools and calls has at most {MAX_JSON_CHARS} characters, not {num_chars}",
-            "chat.tools",
-        )
-    if found := excess(",".join(texts).encode()):
-        raise InvalidRequestError(f"chat.tools: JSON of tools and calls has {found}", "chat.tools")
+    check_json_texts(texts, "chat.tools")
 
 
 def _message(turn: pb.ChatMessage, call_ids: set[str], param: str) -> ChatMessage:

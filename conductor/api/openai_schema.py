@@ -37,6 +37,7 @@ from conductor.api.openai_tools import (
     CallOfTool,
     ToolChoice,
     ToolList,
+    check_json_texts,
     offered_tools,
     past_arguments,
 )
@@ -291,6 +292,8 @@ def chat_messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
     Raises InvalidRequestError for a part that is no text, a message of nothing, or a tool's that answers no
     call that was made before it.
     """
+    calls = (call for message in messages for call in message.tool_calls or ())
+    check_json_texts((call.function.arguments for call in calls), "messages")
     call_ids: set[str] = set()
     turns = []
     for index, message in enumerate(messages):

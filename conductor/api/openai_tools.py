@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from base.errors import InvalidRequestError
+from conductor.api.body_bounds import excess
 from conductor.api.chat_template import ToolSpec
 from conductor.api.strict_body import StrictBody
 from conductor.api.turn import Tools
@@ -17,6 +18,8 @@ from conductor.api.turn import Tools
 MAX_TOOLS = 1_024
 MAX_TOOL_CALLS = 128
 MAX_SCHEMA_DEPTH = 100
+MAX_JSON_CHARS = 1 << 20
+"""Characters of all JSON in texts of a conversation: arguments of calls; over gRPC, schemas too."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 MAX_KEYS = 1_024
@@ -169,6 +172,20 @@ def chosen(specs: Sequence[ToolSpec], mode: str, names: Sequence[str] | None, is
     allowed = tuple(spec for spec in specs if names is None or spec.name in names)
     demanded = tuple(spec.name for spec in allowed) if mode == "required" else ()
     return Tools(allowed, demanded, is_parallel)
+
+
+def check_json_texts(texts: Iterable[str], param: str) -> None:
+    """Raise InvalidRequestError, naming `param`, where the JSON in texts is more than a body's may be.
+
+    A body's own bounds leave its texts out.
+    """
+    whole = ",".join(texts)
+    if len(whole) > MAX_JSON_CHARS:
+        raise InvalidRequestError(
+            f"{param}: JSON within texts has at most {MAX_JSON_CHARS} characters, not {len(whole)}", param
+        )
+    if found := excess(whole.encode(errors="replace")):
+        raise InvalidRequestError(f"{param}: JSON within texts has {found}", param)
 
 
 def past_arguments(text: str, param: str) -> Mapping[str, Any]:

@@ -17,7 +17,15 @@ from base.request import Grammar, GrammarKind
 from conductor.api.chat_template import ChatMessage, ChatRole, PastCall, ToolSpec
 from conductor.api.grammar_fields import JSON_OBJECT, SchemaText
 from conductor.api.openai_schema import MAX_PARTS
-from conductor.api.openai_tools import MAX_TOOLS, FunctionTool, Table, chosen, past_arguments, tool_spec
+from conductor.api.openai_tools import (
+    MAX_TOOLS,
+    FunctionTool,
+    Table,
+    check_json_texts,
+    chosen,
+    past_arguments,
+    tool_spec,
+)
 from conductor.api.options import MAX_MESSAGES, MAX_SHOWN_CHARS, Options
 from conductor.api.strict_body import StrictBody
 from conductor.api.turn import Reasoning, Tools
@@ -191,6 +199,9 @@ class ResponsesBody(StrictBody):
         for key, value in (self.metadata or {}).items():
             if not isinstance(value, str):
                 raise InvalidRequestError(f"metadata.{key[:100]}: a text is wanted", "metadata")
+        check_json_texts(
+            (item.arguments or "" for item in self.input if isinstance(item, InputItem)), "input"
+        )
         turns: list[ChatMessage] = []
         for index, item in enumerate(self.input):
             _add(turns, item, f"input[{index}]", call_ids)

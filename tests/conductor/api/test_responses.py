@@ -243,7 +243,11 @@ HOSTILE = {
     ),
     "a call without a name": ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
     "a call of a list": ({"input": [{**CALLED, "arguments": "[]"}]}, "input[0].arguments"),
-    "a call of a bomb": ({"input": [{**CALLED, "arguments": "[" * 100_000}]}, "input[0].arguments"),
+    "a call of a bomb": ({"input": [{**CALLED, "arguments": "[" * 10_000}]}, "input[0].arguments"),
+    "calls of many values": (
+        {"input": [{**CALLED, "arguments": '{"a": [' + "1," * 10_000 + "1]}"}] * 30},
+        "input",
+    ),
     "too many items": ({"input": [{"role": "user", "content": "x"}] * 3_000}, "input"),
     "a tool of the provider's": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     "a custom tool": ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type"),

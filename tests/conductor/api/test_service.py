@@ -304,7 +304,6 @@ async def test_a_demanded_call_is_a_grammar(tooled):
     assert free is None
 
 
-LONG_TOOL = pb.Tool(name="f", parameters=" " * (1 << 19 | 1))
 DEEP_TOOL = pb.Tool(name="f", parameters=json.dumps(deep(110)))
 BAD_TALKS = {
     "no JSON": (talk(QUESTION_TURN, tools=[pb.Tool(name="f", parameters="{")]), "chat.tools[0].parameters"),
@@ -320,7 +319,6 @@ BAD_TALKS = {
         "chat.tools[0].parameters",
     ),
     "many lists": (talk(QUESTION_TURN, tools=[pb.Tool(name="f", parameters="[]," * 30_000)]), "chat.tools"),
-    "long JSON": (talk(QUESTION_TURN, tools=[LONG_TOOL]), "chat.tools"),
     "many tools": (talk(QUESTION_TURN, tools=[ADD] * 1_025), "chat.tools"),
     "a foreign mode": (talk(QUESTION_TURN, tool_choice=pb.ToolChoice(mode="any")), "chat.tool_choice.mode"),
     "a foreign name": (

@@ -7,7 +7,9 @@ import httpx
 import openai
 import pytest
 
+from base.errors import InvalidRequestError
 from base.request import FinishReason
+from conductor.api.openai_tools import check_json_texts
 from conductor.api.parsing.forced import closed, demanded_schema
 from tests.conductor.api.conversing import CALL, WITH_TOOLS, deep, long_model, prompt_of, talking
 from tests.conductor.fakes import MODEL, serving, spoken
@@ -374,8 +376,13 @@ HOSTILE = {
     "arguments that are no JSON": ({"messages": [past("{")]}, "messages[0].tool_calls[0].function.arguments"),
     "arguments that are a list": ({"messages": [past("[]")]}, "messages[0].tool_calls[0].function.arguments"),
     "arguments that are a bomb": (
-        {"messages": [past("[" * 100_000)]},
+        {"messages": [past("[" * 10_000)]},
         "messages[0].tool_calls[0].function.arguments",
+    ),
+    "arguments of many lists": ({"messages": [past("[" * 100_000)]}, "messages"),
+    "arguments of many values in each of many calls": (
+        {"messages": [past(json.dumps({"a": [1] * 10_000}))] * 30},
+        "messages",
     ),
     "too many calls": (
         {"messages": [{"role": "assistant", "tool_calls": PAST["tool_calls"] * 200}]},
@@ -390,6 +397,12 @@ HOSTILE = {
     ),
     "tools that fill the window": ({"tools": [tool(description="x" * 600_000)]}, "messages"),
 }
+
+
+def test_json_within_texts_is_bounded_before_it_is_parsed():
+    with pytest.raises(InvalidRequestError, match="at most 1048576 characters"):
+        check_json_texts(['"' + "x" * (1 << 19) + '"'] * 2, "messages")
+    check_json_texts(['"\ud800"'], "messages")  # a surrogate alone is no reason to fail
 
 
 async def test_hostile_tools_are_refused_by_field(plain):
