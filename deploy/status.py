@@ -56,7 +56,7 @@ def _shown(status: dict[str, Any]) -> Group:
 
 
 def _nodes_table(nodes: list[dict[str, Any]]) -> Table:
-    table = Table(*COLUMNS, box=None, pad_edge=False)
+    table = Table(*COLUMNS, box=None, pad_edge=False, collapse_padding=True)
     for node in nodes:
         # A node that has sent no heartbeat yet has none of these.
         numbers = (

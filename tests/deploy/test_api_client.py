@@ -71,8 +71,8 @@ def test_status_shows_each_node_in_a_line(address, capsys):
         cli.main(["status", "--address", address])
     assert caught.value.code == 0
     head, first, second, totals = capsys.readouterr().out.splitlines()
-    assert " ".join(first.split()) == "decode-0 h decode 37 3 40 1 0 shm+tcp draining"
-    assert second.split() == ["new", "h", "prefill+decode", "4"]
+    assert " ".join(first.split()) == "decode-0 h decode int8 37 3 40 1 0 shm+tcp draining"
+    assert second.split() == ["new", "h", "prefill+decode", "float32", "4"]
     assert len(head.rstrip()) < 80
     assert totals == "ready: True, supervised: True, running requests: 0"
 
