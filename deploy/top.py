@@ -25,7 +25,7 @@ from deploy.api_client import read_json
 from deploy.options import ADDRESS, Address
 
 SHOWN_S = 600
-SPARK_WIDTH = 60
+SPARK_WIDTH = 30
 BARS = "▁▂▃▄▅▆▇█"
 NUM_SLOWEST = 5
 NUM_LINKS = 5
