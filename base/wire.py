@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from math import isfinite
 from typing import Any
 
 from base.block_hash import HASH_BYTES
@@ -91,6 +92,11 @@ def _check_work(work: Work) -> None:
 def _check_prefill(prefill: Prefill) -> None:
     if not 0 <= (prefill.num_prompt_logprobs or 0) <= MAX_TOP_LOGPROBS:
         raise ProtocolError(f"prefill.num_prompt_logprobs: more than {MAX_TOP_LOGPROBS}")
+
+
+def _check_times(times: PrefillTimes) -> None:
+    if not all(map(isfinite, times)):
+        raise ProtocolError("prefilled.times: finite numbers are wanted")
 
 
 def _check_node(node: NodeInfo) -> None:
@@ -195,7 +201,7 @@ _FROM_NODE: dict[type, tuple[str, Codec[Any]]] = {
             first_token=_TOKEN,
             finish_reason=_FINISH,
             checksums=TUPLE,
-            times=message_of(PrefillTimes),
+            times=message_of(PrefillTimes, _check_times),
             parts=each(PART),
             prompt_logprobs=optional(message_of(PromptLogprobs, PromptLogprobs.check)),
         ),

@@ -16,7 +16,7 @@ from deploy.control import STATUS_TIMEOUT_S, ask
 from deploy.options import ADDRESS, Address, AsItIs
 from deploy.targets import same_address
 
-COLUMNS = ("node", "host", "roles", "weights", "free", "held", "blocks", "run", "wait", "transports", "")
+COLUMNS = ("node", "host", "roles", "quantised", "free", "held", "blocks", "run", "wait", "transports", "")
 """Columns that fit 80 characters with names of ordinary length; the rest is in the JSON."""
 
 

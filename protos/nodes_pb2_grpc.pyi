@@ -10,8 +10,8 @@ would otherwise do at once (changing roles) is for it alone. The node sends
 Register first, is answered by Registered, and sends its heartbeat and the snapshot of its blocks,
 by which it becomes a member: a connection that it gave up before brings no such message.
 Everything the node holds for this conductor is held on the life of the stream: when it ends,
-or stays silent for the lease, all of it is released. Within it each request has its own life, ended by its last Tokens or by Failed
-from the node, or by Release from the conductor.
+or stays silent for the lease, all of it is released. Within it each request has its own life, ended by its last
+Tokens or by Failed from the node, or by Release from the conductor.
 
 A message carries everything that was said in a turn of the sender's event loop, so the tokens
 of one step travel in one message. Each follows its length in 4 bytes, little-endian, on one

@@ -204,6 +204,9 @@ def test_what_a_node_cannot_say_is_refused_by_field():
     for error in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ProtocolError, match=r"register\.weights_error"):
             register_from(pb.NodeMessage(register=pb.Register(node_id="n", weights_error=error)))
+    times = pb.PrefillTimes(queue_s=float("nan"))
+    with pytest.raises(ProtocolError, match=r"prefilled\.times: finite"):
+        from_node_from(pb.NodeMessage(prefilled=[pb.Prefilled(times=times)]))
     with pytest.raises(ProtocolError, match="finish_reason"):
         from_node_from(pb.NodeMessage(tokens=[pb.Tokens(finish_reason="bored")]))
     with pytest.raises(ProtocolError, match="kv_events"):
