@@ -33,6 +33,9 @@ def require(condition: bool, key: str, mend: str) -> None:
 WEIGHT_FORMATS = ("none", "fp8", "int8", "int4")
 """Formats of weights; none: floats."""
 
+KV_DTYPES = ("auto", "fp8")
+"""Numbers that K and V may be cached in; auto: as the model computes."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -83,7 +86,7 @@ class EngineConfig:
         require(self.device in ("auto", "cpu", "cuda"), "device", "one of auto, cpu, cuda")
         dtypes = ("auto", "float32", "float16", "bfloat16")
         require(self.dtype in dtypes, "dtype", f"one of {', '.join(dtypes)}")
-        require(self.kv_dtype in ("auto", "fp8"), "kv_dtype", "one of auto, fp8")
+        require(self.kv_dtype in KV_DTYPES, "kv_dtype", f"one of {', '.join(KV_DTYPES)}")
         require(self.block_size >= 16 and self.block_size % 16 == 0, "block_size", "a multiple of 16")
         require(self.kv_cache_gib >= 0, "kv_cache_gib", "not negative")
         require(self.chunk_tokens >= 16, "chunk_tokens", "at least 16")

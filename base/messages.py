@@ -207,6 +207,8 @@ class NodeInfo:
     """Format of the model's weights; none: floats."""
     weights_error: float = 0.0
     """Relative error of logits, against those of the weights that were quantised."""
+    kv_token_bytes: int = 0
+    """Bytes of a token's KV in all layers and ranks; 0: not said."""
 
 
 @dataclass(frozen=True, slots=True)

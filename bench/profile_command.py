@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from base.config import WEIGHT_FORMATS
+from base.config import KV_DTYPES, WEIGHT_FORMATS
 from base.errors import ConfigError
 from bench.profile_log import profile_from_run
 from bench.profile_steps import profile_from_steps
@@ -38,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--name", default="measured", help="of the profile")
     add("--max-batch", type=int, default=0, help="sequences in a step, as the nodes have it; 0: usual")
     add("--quantization", choices=WEIGHT_FORMATS, default="none", help="of the weights; not with --shape")
+    add("--kv-dtype", choices=KV_DTYPES, default="auto", help="of K and V, as in cluster.yaml")
     add("--out", type=Path, default=Path("profile.json"))
     add("--commit", default="", help="where the checkout has no .git")
     add("--cache-dir", type=Path, default=Path("~/.cache/conductor-cluster"))

@@ -102,7 +102,7 @@ def measured_profile(options: argparse.Namespace) -> Profile:
     config = ENGINES[kind]
     if options.max_batch:
         config = dataclasses.replace(config, max_batch=options.max_batch)
-    config = dataclasses.replace(config, quantization=options.quantization)
+    config = dataclasses.replace(config, quantization=options.quantization, kv_dtype=options.kv_dtype)
     engine = _engine(options, config)
     return make_profile(options, engine, asyncio.run(measure(engine, GRIDS[kind])))
 
@@ -209,6 +209,7 @@ def make_profile(options: argparse.Namespace, engine: Engine, points: Points) ->
         dispatch_token_s=options.dispatch_token_s,
         step_tokens=MIXED_TOKENS if engine.cache.tensor.is_cuda else (),
         quantization=engine.quantization.format,
+        kv_dtype=layout.fields[0].dtype,
         launches_ahead=engine.cache.tensor.is_cuda,
         long_chunk_tokens=MIN_LONG_ROWS if engine.cache.tensor.is_cuda else 0,
     )

@@ -18,6 +18,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from base.config import GIB, ClusterConfig, EngineConfig, PoolConfig, StoreConfig
 
@@ -37,6 +38,12 @@ NODES_PER_CORE = 4
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "auto": 4}
 """Bytes of a weight on a CPU."""
+
+LEVEL_BYTES = {"int8": 1, "int4": 1, "fp8": 4}
+"""Bytes that a quantised weight has there: 4 bits are widened, 8-bit floats are computed in float32."""
+
+STORED_BYTES = {"I8": 1, "U8": 1, "I32": 8, "F8_E4M3": 4}
+"""The same for a number of a published file; 32 bits are 8 levels at most."""
 
 MAX_HEADER_BYTES = 100_000_000
 """The longest header of a safetensors file, as safetensors itself has it."""
@@ -103,21 +110,36 @@ def _need(pool: PoolConfig, store: StoreConfig, model_path: str) -> Need:
 
 
 def weights_bytes(folder: Path, engine: EngineConfig) -> int:
-    """Return what a model takes in a CPU's memory: its files' headers say how many weights it has.
+    """Return what a model takes in a CPU's memory: its files' headers say which weights it has.
 
     0 where there is no such file: nothing is known then, and nothing is refused for it.
     """
-    return sum(map(_num_weights, folder.glob("*.safetensors"))) * DTYPE_BYTES[engine.dtype]
+    return sum(_file_bytes(path, engine) for path in folder.glob("*.safetensors"))
 
 
-def _num_weights(path: Path) -> int:
+def _file_bytes(path: Path, engine: EngineConfig) -> int:
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size)) if size <= MAX_HEADER_BYTES else {}
-        return sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
+        return sum(
+            _tensor_bytes(name, each, engine) for name, each in header.items() if name != "__metadata__"
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0
+
+
+def _tensor_bytes(name: str, header: Mapping[str, Any], engine: EngineConfig) -> int:
+    """Return what one tensor of a file takes once it is loaded."""
+    count: int = math.prod(header["shape"])
+    of_float = DTYPE_BYTES[engine.dtype]
+    if (stored := STORED_BYTES.get(header["dtype"])) is not None:
+        return count * stored
+    if engine.quantization == "none" or len(header["shape"]) < 2:
+        return count * of_float
+    # Embeddings stay floats, and the output head may be tied to them and has levels of its own.
+    is_looked_up = "embed" in name
+    return count * (LEVEL_BYTES[engine.quantization] + (of_float if is_looked_up else 0))
 
 
 def refusal(added: Mapping[str, int], need: Mapping[str, Need], offer: Offer, num_running: int) -> str:

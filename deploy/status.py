@@ -51,8 +51,12 @@ def _under_way(address: str) -> list[str]:
 
 def _shown(status: dict[str, Any]) -> Group:
     """Return what `/status` says as a table and a line of totals."""
-    totals = (f"{key.replace('_', ' ')}: {value}" for key, value in status.items() if key != "nodes")
-    return Group(_nodes_table(status["nodes"]), ", ".join(totals))
+    nodes = status["nodes"]
+    totals = {key.replace("_", " "): value for key, value in status.items() if key != "nodes"}
+    sizes = sorted({node["kv_token_bytes"] for node in nodes if node.get("kv_token_bytes")})
+    if sizes:
+        totals["bytes of KV a token"] = " and ".join(f"{size:,}" for size in sizes)
+    return Group(_nodes_table(nodes), ", ".join(f"{name}: {value}" for name, value in totals.items()))
 
 
 def _nodes_table(nodes: list[dict[str, Any]]) -> Table:

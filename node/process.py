@@ -180,6 +180,7 @@ def _info(config: NodeProcess, epoch: int, engine: Engine, agent: TransferAgent)
         host=socket.gethostname(),
         weights=engine.quantization.format,
         weights_error=engine.quantization.error,
+        kv_token_bytes=engine.layout.token_bytes,
     )
 
 

@@ -95,6 +95,8 @@ class Profile:
     """Lengths, rising, that a step with a chunk is padded to; past the last it is as long as it is."""
     quantization: str = "none"
     """Format of the weights; none: floats."""
+    kv_dtype: str = ""
+    """Kind of the numbers that are cached: float32, float8_e4m3fn; empty: not said."""
     launches_ahead: bool = False
     """Whether a step is launched before the tokens of the one before are known."""
     chunk_step_s: float = 0.0

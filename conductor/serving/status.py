@@ -65,6 +65,7 @@ def _node(session: NodeSession, view: ClusterView) -> dict[str, Any]:
         "requests": session.num_requests,
         "weights": info.weights,
         "weights_error": round(info.weights_error, 4),
+        "kv_token_bytes": info.kv_token_bytes,
     }
     if heartbeat is not None:
         row |= {

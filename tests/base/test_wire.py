@@ -149,7 +149,9 @@ def test_a_message_from_a_node_arrives_as_it_was_sent(item, heartbeat, events):
 
 @given(PEERS, st.sets(st.sampled_from(Role)))
 def test_a_registration_arrives_as_it_was_sent(peer, roles):
-    node = NodeInfo("n0", 7, frozenset(roles), "model", "layout", 4096, 100, 64, peer, "host", 7, "int8", 0.5)
+    node = NodeInfo(
+        "n0", 7, frozenset(roles), "model", "layout", 4096, 100, 64, peer, "host", 7, "int8", 0.5, 640
+    )
     assert register_from(pb.NodeMessage.FromString(register(node).SerializeToString())) == node
 
 

@@ -60,7 +60,7 @@ def test_a_profile_holds_each_point_of_the_grid_and_what_it_says_to_them(tmp_pat
     assert all(step.measured_s > 0 for step in profile.evidence.steps)
     assert profile.chunk_step_s > 0
     assert profile.dispatch_s == 0.002
-    assert profile.quantization == "int8"
+    assert (profile.quantization, profile.kv_dtype) == ("int8", "float32")
     print_profile(profile)
     assert capsys.readouterr().out.count("%") == 6 + 6 + 12 + 4
 

@@ -31,6 +31,7 @@ STATUS = {
             "transports": ["shm", "tcp"],
             "weights": "int8",
             "weights_error": 0.01,
+            "kv_token_bytes": 23040,
             "blocks": 40,
             "block_size": 64,
             "requests": 0,

@@ -74,7 +74,7 @@ def test_status_shows_each_node_in_a_line(address, capsys):
     assert " ".join(first.split()) == "decode-0 h decode int8 37 3 40 1 0 shm+tcp draining"
     assert second.split() == ["new", "h", "prefill+decode", "float32", "4"]
     assert len(head.rstrip()) < 80
-    assert totals == "ready: True, supervised: True, running requests: 0"
+    assert totals == "ready: True, supervised: True, running requests: 0, bytes of KV a token: 23,040"
 
 
 def test_status_for_machines_is_the_conductors_own(address, capsys):

@@ -78,7 +78,9 @@ def test_both_pools_are_counted_together():
 
 
 def test_a_node_takes_its_weights_its_cache_its_store_and_a_process_for_each_rank(tmp_path):
-    header = json.dumps({"__metadata__": {}, "a": {"shape": [10, 20]}, "b": {"shape": []}}).encode()
+    header = json.dumps(
+        {"__metadata__": {}, "a": {"shape": [10, 20], "dtype": "F32"}, "b": {"shape": [], "dtype": "F32"}}
+    ).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"data")
     engine = EngineConfig(kv_cache_gib=2.0, tensor_parallel=2, dtype="bfloat16")
     config = ClusterConfig(
@@ -149,10 +151,31 @@ def test_memory_that_a_running_node_has_yet_to_touch_is_not_offered():
         os.close(memory)
 
 
+def write_weights(folder, **tensors):
+    """Write the header of a safetensors file: each tensor's dtype and shape."""
+    header = {name: {"dtype": dtype, "shape": shape} for name, (dtype, *shape) in tensors.items()}
+    text = json.dumps(header).encode()
+    (folder / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+
+
 def test_the_weights_of_a_file_are_counted_by_the_engines_dtype(tmp_path):
-    header = json.dumps({"a": {"shape": [3]}}).encode()
-    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    write_weights(tmp_path, a=("F32", 3))
     sizes = {
         dtype: weights_bytes(tmp_path, EngineConfig(dtype=dtype)) for dtype in ("auto", "bfloat16", "float32")
     }
     assert sizes == {"auto": 12, "bfloat16": 6, "float32": 12}
+
+
+@pytest.mark.parametrize(("quantization", "size"), [("none", 4), ("int8", 1), ("int4", 1), ("fp8", 4)])
+def test_weights_that_are_quantised_at_load_are_counted_by_their_levels(tmp_path, quantization, size):
+    write_weights(tmp_path, q_proj=("F32", 10, 20), norm=("F32", 10), embed_tokens=("F32", 5, 4))
+    embedding = 20 * 4 + (20 * size if quantization != "none" else 0)
+    expected = 200 * size + 10 * 4 + embedding
+    assert weights_bytes(tmp_path, EngineConfig(quantization=quantization)) == expected
+
+
+def test_published_levels_are_counted_as_a_cpu_keeps_them(tmp_path):
+    write_weights(
+        tmp_path, packed=("I32", 10, 20), levels=("I8", 10), scale=("BF16", 3), floats=("F8_E4M3", 5)
+    )
+    assert weights_bytes(tmp_path, EngineConfig()) == 10 * 20 * 8 + 10 + 3 * 4 + 5 * 4
