@@ -53,7 +53,12 @@ SERVERS = ("bare", "conductor", TLS)
 TOKENS = 2_000
 """Of each stream."""
 ROUNDS = 5
-BODY = {"messages": [{"role": "user", "content": "go on"}], "stream": True, "max_tokens": TOKENS}
+BODY = {
+    "model": "smollm2",
+    "messages": [{"role": "user", "content": "go on"}],
+    "stream": True,
+    "max_tokens": TOKENS,
+}
 EVENT = (
     b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1795000000,'
     b'"model":"smollm2","choices":[{"index":0,"delta":{"content":" word"},"logprobs":null,'

@@ -133,7 +133,14 @@ class HttpClient:
 
     async def ask(self, max_tokens: int) -> int:
         body = json.dumps(
-            {"prompt": PROMPT, "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+            {
+                "model": "smollm2",
+                "prompt": PROMPT,
+                "max_tokens": max_tokens,
+                "stream": True,
+                "ignore_eos": True,
+                "temperature": 0,
+            }
             | {"return_token_ids": True}
         ).encode()
         connection = self._idle.pop() if self._idle else await self._connected()

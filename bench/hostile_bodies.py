@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from conductor.api.body_bounds import MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES
 from conductor.api.routes import ROUTES
 
+SERVED_MODEL = "smollm2"
 HOLE = "\N{OBJECT REPLACEMENT CHARACTER}hole"
 SPARE_PARTS = 40
 """Of the bounds on parts, for the body around a filling."""
@@ -54,7 +55,7 @@ class Body(NamedTuple):
     @property
     def is_message(self) -> bool:
         """Whether gRPC carries it."""
-        return self.path.startswith(("/conductor.", "/grpc."))
+        return self.path.startswith(("/conductor.", "/grpc.", "/inference."))
 
 
 class Filling(NamedTuple):
@@ -129,7 +130,8 @@ class _Walk:
         said = {"content": "a"} if "content" in schema["properties"] else {}
         short = {"max_tokens": 1} if "max_tokens" in schema["properties"] else {}
         needed = {field: self._example(schema["properties"][field]) for field in schema.get("required", ())}
-        return needed | (texts or said) | short
+        served = {"model": SERVED_MODEL} if "model" in schema["properties"] else {}
+        return needed | served | (texts or said) | short
 
     def _example(self, schema: dict[str, Any]) -> Any:
         form = next(iter(self._forms(schema)))

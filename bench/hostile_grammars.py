@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from base.request import MAX_GRAMMAR_CHARS
-from bench.hostile_bodies import Body
+from bench.hostile_bodies import SERVED_MODEL, Body
 
 CHATS = "/v1/chat/completions"
 
@@ -23,9 +23,8 @@ class HostileForm(NamedTuple):
     fields: dict[str, Any]
     status: int = 400
 
-    @property
-    def body(self) -> bytes:
-        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+    def body(self, model: str = SERVED_MODEL) -> bytes:
+        chat = {"model": model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
         return json.dumps(chat | self.fields).encode()
 
 
@@ -109,4 +108,4 @@ def _others() -> Iterator[Row]:
 def grammar_bodies() -> Iterator[Body]:
     """Yield the bodies that ask for them."""
     for item in hostile_grammars():
-        yield Body(CHATS, f"grammar, {item.name}", lambda item=item: item.body)  # type: ignore[misc]
+        yield Body(CHATS, f"grammar, {item.name}", lambda item=item: item.body())  # type: ignore[misc]

@@ -16,9 +16,10 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from base.message_bounds import MAX_FIELDS, MAX_NUMBERS, count_parts
-from protos import inference_pb2
+from bench.hostile_bodies import SERVED_MODEL
+from protos import inference_pb2, open_inference_pb2
 
-SERVICES = (inference_pb2, health_pb2, reflection_pb2)
+SERVICES = (inference_pb2, open_inference_pb2, health_pb2, reflection_pb2)
 SPARE_FIELDS = 40
 SAMPLE_BYTES = 10_000
 UNKNOWN = 2_047
@@ -152,7 +153,19 @@ def _in_itself(number: int, size: int) -> bytes:
 BESIDE = {
     "/conductor.v1.Inference/Generate": inference_pb2.GenerateRequest(
         text="a", stop=inference_pb2.Stop(max_tokens=1)
-    ).SerializeToString()
+    ).SerializeToString(),
+    "/inference.GRPCInferenceService/ModelInfer": open_inference_pb2.ModelInferRequest(
+        model_name=SERVED_MODEL,
+        inputs=[
+            open_inference_pb2.ModelInferRequest.InferInputTensor(
+                name="text_input",
+                datatype="BYTES",
+                shape=[1],
+                contents=open_inference_pb2.InferTensorContents(bytes_contents=[b"a"]),
+            )
+        ],
+        parameters={"max_tokens": open_inference_pb2.InferParameter(int64_param=1)},
+    ).SerializeToString(),
 }
 
 

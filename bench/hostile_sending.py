@@ -14,6 +14,7 @@ READ_S = 4.0
 """Of an answer that streams; the client then goes."""
 PART_BYTES = 1 << 20
 READY_S = 60.0
+READY_BODY = b'{"model":"smollm2","prompt":"a","max_tokens":1}'
 
 
 class Sender:
@@ -33,7 +34,7 @@ class Sender:
         """Return when the conductor serves; raises TimeoutError."""
         end_s = time.monotonic() + READY_S
         while time.monotonic() < end_s:
-            if self.send("/v1/completions", b'{"prompt":"a","max_tokens":1}', False, False)[0] == "200":
+            if self.send("/v1/completions", READY_BODY, False, False)[0] == "200":
                 return
             time.sleep(0.2)
         raise TimeoutError("the conductor does not serve")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from bench.hostile_bodies import Body, http_sites
+from bench.hostile_bodies import SERVED_MODEL, Body, http_sites
 from conductor.api.openai_schema import MAX_CHOICES
 from conductor.api.options import MAX_LOGIT_BIASES, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from protos import inference_pb2 as pb
@@ -24,7 +24,7 @@ NUMBERS = (
     "1e-300",
     "9" * 400,
 )
-CHAT = {"messages": [{"role": "user", "content": "a"}]}
+CHAT = {"model": SERVED_MODEL, "messages": [{"role": "user", "content": "a"}]}
 STOPS = [chr(97 + number) * MAX_STOP_CHARS for number in range(MAX_STOP_STRINGS)]
 STOP_IDS = list(range(10, 10 + MAX_STOP_TOKEN_IDS))
 MOST: dict[str, Any] = {
@@ -66,9 +66,21 @@ def _heavy() -> Iterator[tuple[str, str, dict[str, Any]]]:
             f"periodic stop strings, {word}",
             CHAT | {"stop": PERIODIC, "max_tokens": 500, "stream": stream},
         )
-        prompts = {"prompt": ["a"] * MAX_CHOICES, "max_tokens": 200, "stream": stream, "logprobs": 20}
+        prompts = {
+            "model": SERVED_MODEL,
+            "prompt": ["a"] * MAX_CHOICES,
+            "max_tokens": 200,
+            "stream": stream,
+            "logprobs": 20,
+        }
         yield completion, f"many prompts with logprobs, {word}", prompts
-        long = {"prompt": [1000] * 100_000, "max_tokens": 20, "n": MAX_CHOICES, "stream": stream}
+        long = {
+            "model": SERVED_MODEL,
+            "prompt": [1000] * 100_000,
+            "max_tokens": 20,
+            "n": MAX_CHOICES,
+            "stream": stream,
+        }
         yield completion, f"a long prompt and many choices, {word}", long
         shown = {"return_token_ids": True, "echo": True}
         yield completion, f"a long prompt with echo and many choices, {word}", long | shown

@@ -104,7 +104,7 @@ class Client:
         """Take one answer to its end; one that takes longer is left as it is then."""
         self._number += 1
         first = b"%d,%d" % (100 + self._number % 20_000, 100 + self._number // 20_000)
-        body = b'{"prompt":[%s%s%s' % (first, self._rest, self._tail)
+        body = b'{"model":"smollm2","prompt":[%s%s%s' % (first, self._rest, self._tail)
         call = Call(time.monotonic())
         connection = await self._connection()
         ended = connection.begin(b"%sContent-Length: %d\r\n\r\n%s" % (self._head, len(body), body), call)

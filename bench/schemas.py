@@ -35,6 +35,7 @@ from jsonschema.validators import validator_for
 
 from base.config import ClusterConfig, EngineConfig, PoolConfig, ServerConfig
 from bench.about_run import about_run
+from bench.faults.asking import SMALL_MODEL
 from bench.faults.small_model import small_model
 from bench.local_cluster import LocalCluster, local_cluster
 from deploy.plan import LocalModel
@@ -65,11 +66,12 @@ class Answer:
 class Asking:
     """Calls of one cluster."""
 
-    def __init__(self, cluster: LocalCluster, max_tokens: int, is_untrained: bool) -> None:
+    def __init__(self, cluster: LocalCluster, model: str, max_tokens: int) -> None:
         self._cluster = cluster
+        self._model = model
         self._max_tokens = max_tokens
         self._drawn: Json = {"temperature": 0}
-        if is_untrained:
+        if model == SMALL_MODEL:
             tokens = {
                 token for mark in MARKS for token in self._post("/tokenize", {"prompt": mark})["tokens"]
             }
@@ -106,6 +108,7 @@ class Asking:
         shown = json.dumps(schema)[:SHOWN_CHARS]
         asked = f"Write an example of JSON that is valid by this schema: {shown}"
         return {
+            "model": self._model,
             "messages": [{"role": "user", "content": asked}],
             "max_tokens": self._max_tokens,
             **self._drawn,
@@ -249,7 +252,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("schemas", type=Path)
-    parser.add_argument("--model", choices=("smollm2", "small"), default="smollm2")
+    parser.add_argument("--model", choices=("smollm2", SMALL_MODEL), default="smollm2")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--at-once", type=int, default=12)
     parser.add_argument("--every", type=int, default=1, help="one of so many")
@@ -267,7 +270,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="schemas-") as folder,
         local_cluster(config, _model(options.model, Path(folder)), Path(folder) / "run") as cluster,
     ):
-        asking = Asking(cluster, options.max_tokens, options.model == "small")
+        asking = Asking(cluster, options.model, options.max_tokens)
         found = measured(asking, cluster, rows, options.at_once)
     report = {
         **found,

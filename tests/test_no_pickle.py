@@ -31,7 +31,8 @@ async def main():
     model = tiny_model(Path(tempfile.mkdtemp()))
     async with serving(model, lambda request: spoken(model, "hi")) as api:
         def ask():
-            body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": True}).encode()
+            chat = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": True}
+            body = json.dumps(chat).encode()
             headers = {"content-type": "application/json"}
             request = urllib.request.Request(api.url + "/v1/chat/completions", body, headers)
             return urllib.request.urlopen(request, timeout=60).read()

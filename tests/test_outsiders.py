@@ -25,6 +25,12 @@ LET_IN = {
     "conductor": {
         "/conductor.v1.Inference/Generate": TENANTS,
         "/conductor.v1.Inference/ListModels": TENANTS,
+        "/inference.GRPCInferenceService/ServerLive": TENANTS,
+        "/inference.GRPCInferenceService/ServerReady": TENANTS,
+        "/inference.GRPCInferenceService/ModelReady": TENANTS,
+        "/inference.GRPCInferenceService/ServerMetadata": TENANTS,
+        "/inference.GRPCInferenceService/ModelMetadata": TENANTS,
+        "/inference.GRPCInferenceService/ModelInfer": TENANTS,
         "/grpc.health.v1.Health/Check": ALL,
         "/grpc.health.v1.Health/Watch": ALL,
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": OPERATORS,

@@ -21,8 +21,10 @@ import grpc
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceStub
 
+SMALL_MODEL = "small"
+"""Name of the model that is asked (`small_model.py`)."""
 VOCAB = 512
-"""Of the model that is asked (`small_model.py`)."""
+"""Tokens of its vocabulary."""
 TIMEOUT_S = 300.0
 CHANNEL_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1_000))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from bench.faults.asking import TIMEOUT_S, Prompt, ask, drawn_prompts
+from bench.faults.asking import SMALL_MODEL, TIMEOUT_S, Prompt, ask, drawn_prompts
 from bench.faults.cluster import FaultCluster, wait_until
 from bench.faults.kills import LEASE_S, with_cluster
 from protos.inference_pb2_grpc import InferenceStub
@@ -66,6 +66,7 @@ def _is_idle(cluster: FaultCluster) -> bool:
 
 def _leave_http(port: int, prompt: Prompt, stay_s: float, streams: bool) -> None:
     body = {
+        "model": SMALL_MODEL,
         "prompt": prompt.token_ids,
         "max_tokens": prompt.max_tokens,
         "ignore_eos": True,

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.faults.asking import VOCAB
+from bench.faults.asking import SMALL_MODEL, VOCAB
 from deploy.plan import LocalModel
 from engine.model_store import prepare
 
@@ -38,4 +38,4 @@ def small_model(folder: Path, vocab_size: int = VOCAB) -> LocalModel:
     LlamaForCausalLM(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tokenizer / name, folder / name)
-    return LocalModel(str(folder), prepare(str(folder), CACHE_DIR, lambda line: None).model_id, "small")
+    return LocalModel(str(folder), prepare(str(folder), CACHE_DIR, lambda line: None).model_id, SMALL_MODEL)

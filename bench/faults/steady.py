@@ -24,7 +24,7 @@ from typing import Any
 
 import grpc
 
-from bench.faults.asking import CHANNEL_OPTIONS, Answer, Prompt, ask, drawn_prompts, undisturbed
+from bench.faults.asking import CHANNEL_OPTIONS, SMALL_MODEL, Answer, Prompt, ask, drawn_prompts, undisturbed
 from protos.inference_pb2_grpc import InferenceStub
 
 CLIENTS = 3
@@ -137,6 +137,7 @@ def ask_http(port: int, prompt: Prompt, cache_salt: str = "") -> Answer:
     """Take one streamed completion to its end, or to its error."""
     answer = Answer(time.monotonic())
     body = {
+        "model": SMALL_MODEL,
         "prompt": prompt.token_ids,
         "max_tokens": prompt.max_tokens,
         "seed": prompt.seed,

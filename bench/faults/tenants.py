@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from base.config import ServerConfig
-from bench.faults.asking import Prompt, drawn_prompts
+from bench.faults.asking import SMALL_MODEL, Prompt, drawn_prompts
 from bench.faults.cluster import fault_cluster
 from bench.faults.samples import ks_p_value
 from bench.faults.small_model import small_model
@@ -69,7 +69,14 @@ def _compared(port: int, keys: dict[str, str], count: int) -> dict[str, Any]:
 
 
 def _first_token_s(port: int, key: str, prompt: Prompt) -> float:
-    body = {"prompt": prompt.token_ids, "max_tokens": 1, "ignore_eos": True, "stream": True, "seed": 1}
+    body = {
+        "model": SMALL_MODEL,
+        "prompt": prompt.token_ids,
+        "max_tokens": 1,
+        "ignore_eos": True,
+        "stream": True,
+        "seed": 1,
+    }
     connection = http.client.HTTPConnection("127.0.0.1", port)
     try:
         begin_s = time.perf_counter()

@@ -48,6 +48,7 @@ class UpCluster:
         }
         config = {
             "model": model.path,
+            "served_model_name": model.name,
             "cache_dir": str(folder / "cache"),
             "server": {"http_port": 0, "grpc_port": 0},
             "prefill": {"nodes": 1, "engine": engine},

@@ -41,7 +41,11 @@ class Who(Enum):
     """Operators, and everybody if `server.open_metrics`."""
 
 
-SERVICES = {"grpc.health.v1.Health": Who.EVERYBODY, "conductor.v1.Inference": Who.CLIENTS}
+SERVICES = {
+    "grpc.health.v1.Health": Who.EVERYBODY,
+    "conductor.v1.Inference": Who.CLIENTS,
+    "inference.GRPCInferenceService": Who.CLIENTS,
+}
 
 
 class Client(NamedTuple):

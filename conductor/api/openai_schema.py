@@ -94,7 +94,7 @@ _Sampling = create_model("_Sampling", __base__=StrictBody, **_sampling_fields)
 class _GenerationBody(_Sampling, GrammarFields):  # type: ignore[valid-type, misc]
     """The fields that chats and completions have in common."""
 
-    model: str | None = None
+    model: str
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)

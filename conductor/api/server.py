@@ -38,6 +38,7 @@ from conductor.api.completion import Completions
 from conductor.api.http_api import HttpApi
 from conductor.api.http_connection import SHARE_OF_DESCRIPTORS, BoundedConnection
 from conductor.api.keys import KeyRing
+from conductor.api.open_inference import OpenInferenceService
 from conductor.api.service import InferenceService
 
 log = logging.getLogger(__name__)
@@ -89,12 +90,15 @@ async def listening(
     max_bytes = int(config.max_body_mib * (1 << 20))
     nodes = nodes or NodesConfig()
     authorizer = _authorizer(config, completions.clock)
-    inference = InferenceService(completions, default_slo, rng, authorizer)
+    services = [
+        made(completions, default_slo, rng, authorizer).service()
+        for made in (InferenceService, OpenInferenceService)
+    ]
     with ExitStack() as listeners:
         http_socket = listeners.enter_context(tcp_listener(config.host, config.http_port, "server.http_port"))
         attach_port = await _listen_for_nodes(attach, config, nodes, listeners) if attach else 0
         grpc_server, grpc_port, health = await start_server(
-            [inference.service()], lambda: completions.is_ready, _grpc_port(config), max_bytes, authorizer.rpc
+            services, lambda: completions.is_ready, _grpc_port(config), max_bytes, authorizer.rpc
         )
         app = HttpApi(completions, default_slo, max_bytes, rng, reports, authorizer)
         http_server = _HttpServer(_shared_with(config.cors_origins, app), config.tls)

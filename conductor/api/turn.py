@@ -9,6 +9,7 @@ mark that closes reasoning, whose prompt the nodes have already.
 
 from __future__ import annotations
 
+import math
 import random
 import string
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -213,9 +214,12 @@ class _Answer:
     def part(self, piece: Piece) -> Part:
         """Return a piece with what is certain by it; only the first call of one that is not parallel."""
         was_thinking = self._parser.is_thinking
-        events = self._shown(self._parser.push(piece.text))
+        pushed = self._parser.push(piece.text)
         if was_thinking or self._parser.is_thinking:
             self.num_reasoning += len(piece.tokens)
+        else:
+            self.num_reasoning += _reasoning_share(piece, pushed)
+        events = self._shown(pushed)
         if piece.finish_reason is not None:
             events += self._shown(self._parser.finish(is_cut=piece.finish_reason is FinishReason.LENGTH))
         self.token_ids.extend(token.token_id for token in piece.tokens)
@@ -233,6 +237,12 @@ class _Answer:
         if self.turn.reasoning.is_shown:
             return events
         return [event for event in events if not isinstance(event, Thought)]
+
+
+def _reasoning_share(piece: Piece, events: Sequence[Event]) -> int:
+    """Return how many of a piece's tokens are reasoning that begins and ends in it, by its characters."""
+    num_chars = sum(len(event.text) for event in events if isinstance(event, Thought))
+    return math.ceil(len(piece.tokens) * num_chars / max(1, len(piece.text)))
 
 
 def call_ids(

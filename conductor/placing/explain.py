@@ -36,7 +36,7 @@ NOTABLE_S = 3_600.0
 MAX_LISTED = 100
 LISTS = ("latest", "slowest", "missed", "rejected")
 
-ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 """Beginnings of the ids that HTTP clients see."""
 
 

@@ -59,6 +59,7 @@ def ran(name, cluster, *arguments):
     environment = {
         **os.environ,
         "CONDUCTOR_URL": cluster.url,
+        "CONDUCTOR_GRPC": cluster.grpc_address,
         "OPENAI_API_KEY": "none",
         "HF_HUB_OFFLINE": "1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",

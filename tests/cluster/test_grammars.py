@@ -20,7 +20,7 @@ PERSON = {
     "additionalProperties": False,
 }
 MESSAGES = [{"role": "user", "content": "Describe Ada Lovelace as JSON."}]
-ASK = {"messages": MESSAGES, "max_tokens": 120, "temperature": 0}
+ASK = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 120, "temperature": 0}
 FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 
 

@@ -370,7 +370,7 @@ def test_a_foreign_tenants_http_answers_are_alike_too(fort):
     settle(fort, "victim", guessed)
     told = []
     for token_ids in (guessed, other):
-        body = {"prompt": token_ids, "max_tokens": 4, "temperature": 0, "user": "victim"}
+        body = {"model": "smollm2", "prompt": token_ids, "max_tokens": 4, "temperature": 0, "user": "victim"}
         headers = {**fort.bearer("foreign"), "x-tenant-id": "victim", "x-request-id": REQUEST_ID}
         answer = httpx.post(
             f"{fort.url}/v1/completions", json=body, headers=headers, verify=fort.context(), timeout=300

@@ -126,7 +126,7 @@ async def test_connections_that_ask_nothing_make_room_for_those_that_do(model, m
 async def test_a_client_that_reads_nothing_of_its_answer_lets_go_of_its_request(model, monkeypatch):
     monkeypatch.setattr(http_connection, "READ_TIMEOUT_S", 0.05)
     part = Generated((SampledToken(70),) * 200, None, 0)
-    body = b'{"prompt": "x", "stream": true, "return_token_ids": true}'
+    body = b'{"model": "tiny", "prompt": "x", "stream": true, "return_token_ids": true}'
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     async with serving(model, lambda request: itertools.repeat(part)) as api:
         with socket.create_connection(("127.0.0.1", api.ports.http_port)) as client:

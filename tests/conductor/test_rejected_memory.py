@@ -15,10 +15,10 @@ from conductor.placing.fair_queue import Criticality, Waiting
 from conductor.placing.placement_queue import PlacementQueue
 from conductor.serving.waiting import wait_until_placed
 from protos import inference_pb2, inference_pb2_grpc
-from tests.conductor.fakes import serving
+from tests.conductor.fakes import MODEL, serving
 from tests.manual_clock import ManualClock
 
-BODY = json.dumps({"prompt": "hello", "stream": True}).encode()
+BODY = json.dumps({"model": MODEL, "prompt": "hello", "stream": True}).encode()
 
 
 def rejected(request):

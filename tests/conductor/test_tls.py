@@ -31,11 +31,11 @@ from conductor.serving.attach import AttachService
 from conductor.serving.membership import Membership
 from protos import inference_pb2, inference_pb2_grpc
 from tests.certificates import Authority
-from tests.conductor.fakes import serving, spoken
+from tests.conductor.fakes import MODEL, serving, spoken
 from tests.conductor.scripted_node import BLOCK_SIZE, MODEL_ID, node_info
 
 CHAT = "/v1/chat/completions"
-HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 
 
 @pytest.fixture

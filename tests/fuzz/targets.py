@@ -187,6 +187,7 @@ def _posted(path: str) -> Callable[[bytes], None]:
 
 
 CHAT = {
+    "model": "tiny",
     "messages": [{"role": "user", "content": "hello"}],
     "max_tokens": 5,
     "temperature": 0.5,
@@ -194,6 +195,7 @@ CHAT = {
     "stop": ["x"],
 }
 COMPLETION = {
+    "model": "tiny",
     "prompt": [1, 2, 3],
     "max_tokens": 5,
     "n": 2,

@@ -41,6 +41,7 @@ LIBRARIES = {
     "lm-eval": Library("lm_eval_client.py", ("lm-eval[api]==0.4.13", "transformers>=5.17,<6")),
     "openai for node": Library("openai_client.mjs", _NODE),
     "pydantic-ai": Library("pydantic_ai_client.py", ("pydantic-ai-slim[openai,anthropic]==2.68.0",)),
+    "tritonclient": Library("triton_client.py", ("tritonclient[grpc]==2.73.0",)),
     "vercel ai sdk": Library("ai_sdk_client.mjs", _NODE),
 }
 

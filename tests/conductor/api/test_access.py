@@ -21,11 +21,11 @@ from conductor.api.routes import ROUTES, routes_at
 from conductor.api.web_page import MODULES
 from deploy.keys import main as keys_command
 from protos import inference_pb2, inference_pb2_grpc
-from tests.conductor.fakes import WAIT, serving, spoken
+from tests.conductor.fakes import MODEL, WAIT, serving, spoken
 from tests.every_method import every_method
 
 CHAT = "/v1/chat/completions"
-HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 REPORTS = {"/status": dict, "/v1/explain/{name}": lambda name: {"of": name}}
 CLIENTS = (
     {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings"}

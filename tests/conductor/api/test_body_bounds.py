@@ -33,7 +33,7 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from protos.inference_pb2_grpc import InferenceStub
 from tests.base.test_message_bounds import HOSTILE
-from tests.conductor.fakes import MAX_MODEL_LEN, byte_level_tokenizer, serving, spoken
+from tests.conductor.fakes import MAX_MODEL_LEN, MODEL, byte_level_tokenizer, serving, spoken
 
 MIB = 1 << 20
 MANY = {
@@ -90,11 +90,19 @@ def test_the_count_of_the_bytes_is_at_least_that_of_the_parts(value):
 
 
 LISTS = {
-    "messages": (ChatBody, b'{"messages":[%s]}', "messages[0]"),
-    "content": (ChatBody, b'{"messages":[{"role":"user","content":[%s]}]}', "messages[0].content[0]"),
-    "stop": (ChatBody, b'{"messages":[{"role":"user","content":"a"}],"stop":[%s]}', "stop[0]"),
-    "stop_token_ids": (CompletionBody, b'{"prompt":"a","stop_token_ids":[%s]}', "stop_token_ids[0]"),
-    "prompt": (CompletionBody, b'{"prompt":[%s]}', "prompt"),
+    "messages": (ChatBody, b'{"model":"tiny","messages":[%s]}', "messages[0]"),
+    "content": (
+        ChatBody,
+        b'{"model":"tiny","messages":[{"role":"user","content":[%s]}]}',
+        "messages[0].content[0]",
+    ),
+    "stop": (ChatBody, b'{"model":"tiny","messages":[{"role":"user","content":"a"}],"stop":[%s]}', "stop[0]"),
+    "stop_token_ids": (
+        CompletionBody,
+        b'{"model":"tiny","prompt":"a","stop_token_ids":[%s]}',
+        "stop_token_ids[0]",
+    ),
+    "prompt": (CompletionBody, b'{"model":"tiny","prompt":[%s]}', "prompt"),
     "tokens": (DetokenizeBody, b'{"tokens":[%s]}', "tokens[0]"),
     "messages to tokenize": (TokenizeBody, b'{"messages":[%s]}', "messages[0]"),
 }
@@ -116,19 +124,19 @@ def test_a_list_of_wrong_values_is_left_at_the_first(name):
 def test_a_table_of_wrong_biases_is_left_as_a_whole():
     table = ",".join(f'"{token_id}":"x"' for token_id in range(30_000))
     with pytest.raises(InvalidRequestError, match="at most 1024 tokens, not 30000") as refused:
-        read_body(f'{{"prompt":"a","logit_bias":{{{table}}}}}'.encode(), CompletionBody)
+        read_body(f'{{"model":"tiny","prompt":"a","logit_bias":{{{table}}}}}'.encode(), CompletionBody)
     assert refused.value.param == "logit_bias"
 
 
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("/v1/completions", {"prompt": [-1], "echo": True}, "prompt"),
-        ("/v1/completions", {"prompt": [1 << 40], "echo": True}, "prompt"),
-        ("/v1/completions", {"prompt": [1] * 2 * MAX_MODEL_LEN, "echo": True}, "prompt"),
+        ("/v1/completions", {"model": MODEL, "prompt": [-1], "echo": True}, "prompt"),
+        ("/v1/completions", {"model": MODEL, "prompt": [1 << 40], "echo": True}, "prompt"),
+        ("/v1/completions", {"model": MODEL, "prompt": [1] * 2 * MAX_MODEL_LEN, "echo": True}, "prompt"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": [1] * (MAX_MODEL_LEN + 1)}, "tokens"),
-        ("/v1/completions", {"prompt": "a", "x": [[]] * (MAX_CONTAINERS + 1)}, None),
+        ("/v1/completions", {"model": MODEL, "prompt": "a", "x": [[]] * (MAX_CONTAINERS + 1)}, None),
     ],
     ids=["echo of -1", "echo of a large id", "echo of many", "text of -1", "text of many", "unknown lists"],
 )

@@ -8,13 +8,13 @@ import httpx
 import pytest
 
 from protos import inference_pb2, inference_pb2_grpc
-from tests.conductor.fakes import WAIT, serving, spoken
+from tests.conductor.fakes import MODEL, WAIT, serving, spoken
 
 CHAT = "/v1/chat/completions"
 
 
 def body(**fields) -> bytes:
-    return json.dumps({"messages": [{"role": "user", "content": "hello"}], **fields}).encode()
+    return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}], **fields}).encode()
 
 
 async def open_call(api, payload: bytes, declared: int | None = None):

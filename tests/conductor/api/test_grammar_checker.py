@@ -13,7 +13,7 @@ from base.request import Grammar, GrammarKind
 from bench.hostile_grammars import CHATS, hostile_grammars
 from conductor.api import grammar_checker
 from conductor.api.grammar_checker import GrammarChecker
-from tests.conductor.fakes import serving, spoken, write_model_folder
+from tests.conductor.fakes import MODEL, serving, spoken, write_model_folder
 
 REGEX = GrammarKind.REGEX
 GRAMMARS = [Grammar(REGEX, f"a{{{count}}}") for count in range(1, 9)]
@@ -35,11 +35,13 @@ async def test_each_hostile_grammar_has_its_status_and_no_node_hears_of_those_re
     ):
         for case in cases:
             before = len(api.dispatcher.requests)
-            answer = await client.post(CHATS, content=case.body, headers={"content-type": "application/json"})
+            answer = await client.post(
+                CHATS, content=case.body(MODEL), headers={"content-type": "application/json"}
+            )
             assert answer.status_code == case.status, f"{case.name}: {answer.text[:300]}"
             assert len(api.dispatcher.requests) - before == (case.status == 200), case.name
             assert len(answer.content) < 2_000, case.name
-        good = {"messages": [{"role": "user", "content": "a"}], "guided_regex": "a+"}
+        good = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "guided_regex": "a+"}
         assert (await client.post(CHATS, json=good)).status_code == 200
 
 

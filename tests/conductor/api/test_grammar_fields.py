@@ -11,7 +11,7 @@ from base.request import Grammar, GrammarKind
 from conductor.api.grammar_fields import JSON_OBJECT
 from protos import inference_pb2 as pb
 from protos.inference_pb2_grpc import InferenceStub
-from tests.conductor.fakes import serving, spoken
+from tests.conductor.fakes import MODEL, serving, spoken
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = '{"type":"object","properties":{"a":{"type":"integer"}}}'
@@ -67,9 +67,9 @@ async def test_every_way_to_ask_for_a_form_is_one_grammar(model):
     async with asking(model) as (api, client):
         for at, (fields, grammar) in enumerate(ASKED):
             body = (
-                {"prompt": "x", **fields}
+                {"model": MODEL, "prompt": "x", **fields}
                 if at % 2
-                else {"messages": [{"role": "user", "content": "x"}], **fields}
+                else {"model": MODEL, "messages": [{"role": "user", "content": "x"}], **fields}
             )
             answer = await client.post("/v1/completions" if at % 2 else "/v1/chat/completions", json=body)
             assert answer.status_code == 200, answer.text
@@ -82,7 +82,7 @@ async def test_a_bad_grammar_is_refused_with_what_is_wrong_and_where_before_any_
         for fields, param, words in REFUSED:
             for stream in (False, True):
                 answer = await client.post(
-                    "/v1/completions", json={"prompt": "x", "stream": stream, **fields}
+                    "/v1/completions", json={"model": MODEL, "prompt": "x", "stream": stream, **fields}
                 )
                 error = answer.json()["error"]
                 assert (answer.status_code, error["param"]) == (400, param), answer.text
@@ -93,7 +93,9 @@ async def test_a_bad_grammar_is_refused_with_what_is_wrong_and_where_before_any_
 async def test_an_answer_of_a_form_ends_where_it_is_complete_whoever_ignores_the_end(model):
     async with asking(model) as (api, client):
         for fields in ({}, {"guided_regex": "a"}):
-            await client.post("/v1/completions", json={"prompt": "x", "ignore_eos": True, **fields})
+            await client.post(
+                "/v1/completions", json={"model": MODEL, "prompt": "x", "ignore_eos": True, **fields}
+            )
         free, formed = api.dispatcher.requests
     assert not free.stop.stop_token_ids
     assert formed.stop.stop_token_ids == model.eos_token_ids
@@ -101,7 +103,9 @@ async def test_an_answer_of_a_form_ends_where_it_is_complete_whoever_ignores_the
 
 async def test_all_choices_of_a_call_have_the_grammar_and_it_is_tried_once(model):
     async with asking(model) as (api, client):
-        answer = await client.post("/v1/completions", json={"prompt": "x", "n": 4, "guided_regex": "[ab]+"})
+        answer = await client.post(
+            "/v1/completions", json={"model": MODEL, "prompt": "x", "n": 4, "guided_regex": "[ab]+"}
+        )
         assert len(answer.json()["choices"]) == 4
         assert [request.sampling.grammar for request in api.dispatcher.requests] == [REGEX] * 4
         assert api.completions.grammars.num_tried == 1
@@ -143,6 +147,6 @@ async def test_a_schema_keeps_the_order_of_its_properties(model):
     names = [f"{letter}{number}" for number in range(3) for letter in "zam"]
     schema = {"type": "object", "properties": {name: {} for name in names}}
     async with asking(model) as (api, client):
-        await client.post("/v1/completions", json={"prompt": "x", "guided_json": schema})
+        await client.post("/v1/completions", json={"model": MODEL, "prompt": "x", "guided_json": schema})
     grammar = api.dispatcher.requests[0].sampling.grammar
     assert list(json.loads(grammar.source)["properties"]) == names

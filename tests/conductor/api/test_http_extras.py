@@ -3,10 +3,10 @@
 import httpx
 import pytest
 
-from tests.conductor.fakes import serving, spoken
+from tests.conductor.fakes import MODEL, serving, spoken
 
 CHAT = "/v1/chat/completions"
-HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 ELSEWHERE = "https://elsewhere.example"
 
 

@@ -114,7 +114,7 @@ async def test_the_first_choice_is_prefilled_before_the_others_are_asked_for(mod
 
     begun = []
     async with serving(model, script) as api, httpx.AsyncClient() as client:
-        body = {"messages": HELLO, "n": 3}
+        body = {"model": MODEL, "messages": HELLO, "n": 3}
         await client.post(f"{api.url}/v1/chat/completions", json=body, timeout=60)
     assert begun[:2] == ["-0", "went on"], "the others were asked for at once"
     assert sorted(set(begun)) == ["-0", "-1", "-2", "went on"]
@@ -262,7 +262,7 @@ async def test_clients_request_id_is_echoed_and_never_the_clusters_own(model):
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_token_ids_are_returned_if_asked_for(model, is_streamed):
     async with chatting(model, "hi") as (_, api), httpx.AsyncClient() as client:
-        body = {"messages": HELLO, "return_token_ids": True, "stream": is_streamed}
+        body = {"model": MODEL, "messages": HELLO, "return_token_ids": True, "stream": is_streamed}
         answer = await client.post(f"{api.url}/v1/chat/completions", json=body)
     if is_streamed:
         events = answer.text.split("\n\n")[:-2]

@@ -183,7 +183,7 @@ async def test_long_prompt_is_tokenised_like_a_short_one(model):
     async with completing(model) as (_, api), httpx.AsyncClient() as client:
         answer = await client.post(f"{api.url}/tokenize", json={"prompt": text[:200]})
         assert answer.json()["tokens"] == ids(model, text[:200])
-        too_long = await client.post(f"{api.url}/v1/completions", json={"prompt": text})
+        too_long = await client.post(f"{api.url}/v1/completions", json={"model": MODEL, "prompt": text})
     assert too_long.json()["error"]["code"] == "context_length_exceeded"
 
 

@@ -32,11 +32,11 @@ SMALL_BYTES = 1 << 20
 
 
 def chat(**fields) -> str:
-    return json.dumps({"messages": HELLO, **fields})
+    return json.dumps({"model": MODEL, "messages": HELLO, **fields})
 
 
 def completion(**fields) -> str:
-    return json.dumps({"prompt": "x", **fields})
+    return json.dumps({"model": MODEL, "prompt": "x", **fields})
 
 
 def said(content: object) -> str:
@@ -49,10 +49,15 @@ REFUSED = {
     "no JSON": (CHAT, "{", None),
     "no UTF-8": (CHAT, b"\xff\xfe", None),
     "a list": (CHAT, "[]", None),
-    "a lone surrogate": (CHAT, '{"messages": [{"role": "user", "content": "\\ud800"}]}', None),
+    "a lone surrogate": (
+        CHAT,
+        '{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        None,
+    ),
     "deep JSON": (CHAT, '{"x":' + "[" * 100_000 + "]" * 100_000 + "}", None),
     "deep JSON in a message": (CHAT, said([[[[[["x"]]]]]]), "messages[0].content[0]"),
-    "no messages": (CHAT, "{}", "messages"),
+    "no model": (CHAT, "{}", "model"),
+    "no messages": (CHAT, json.dumps({"model": MODEL}), "messages"),
     "empty messages": (CHAT, chat(messages=[]), "messages"),
     "5k messages": (CHAT, chat(messages=HELLO * 5_000), "messages"),
     "message of wrong type": (CHAT, chat(messages=["hello"]), "messages[0]"),
@@ -73,12 +78,12 @@ REFUSED = {
     "max_tokens past the window": (CHAT, chat(max_tokens=MAX_MODEL_LEN), "max_tokens"),
     "temperature NaN": (
         CHAT,
-        '{"messages": [{"role":"user","content":"x"}], "temperature": NaN}',
+        '{"model": "tiny", "messages": [{"role":"user","content":"x"}], "temperature": NaN}',
         "temperature",
     ),
     "temperature inf": (
         CHAT,
-        '{"messages": [{"role":"user","content":"x"}], "temperature": 1e999}',
+        '{"model": "tiny", "messages": [{"role":"user","content":"x"}], "temperature": 1e999}',
         "temperature",
     ),
     "temperature high": (CHAT, chat(temperature=2.1), "temperature"),
@@ -114,7 +119,7 @@ REFUSED = {
     "request_id": (CHAT, chat(request_id="a\nb"), "request_id"),
     "prompt too long": (CHAT, said("x" * MAX_MODEL_LEN), "messages"),
     "prompt far too long": (CHAT, said("x" * 900_000), "messages"),
-    "no prompt": (COMPLETIONS, "{}", "prompt"),
+    "no prompt": (COMPLETIONS, json.dumps({"model": MODEL}), "prompt"),
     "empty prompt": (COMPLETIONS, completion(prompt=""), "prompt"),
     "no prompts": (COMPLETIONS, completion(prompt=[]), "prompt"),
     "prompt of wrong type": (COMPLETIONS, completion(prompt={}), "prompt"),

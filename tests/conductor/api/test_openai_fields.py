@@ -12,7 +12,7 @@ from conductor.api.openai_fields import IGNORED, REFUSED
 from conductor.api.openai_schema import ChatBody, CompletionBody, read_body
 from conductor.api.options import Options, check_options
 from protos import inference_pb2, nodes_pb2
-from tests.conductor.fakes import MAX_MODEL_LEN, serving, spoken
+from tests.conductor.fakes import MAX_MODEL_LEN, MODEL, serving, spoken
 
 OPENAI_BOTH = """frequency_penalty logit_bias logprobs max_tokens model n presence_penalty seed stop stream
     stream_options temperature top_p user"""
@@ -35,7 +35,10 @@ FIELDS = {
     ChatBody: f"{OPENAI_BOTH} {OPENAI_CHAT} {VLLM_BOTH} {VLLM_CHAT}".split(),
     CompletionBody: f"{OPENAI_BOTH} {OPENAI_COMPLETION} {VLLM_BOTH} {VLLM_COMPLETION}".split(),
 }
-LEAST = {ChatBody: '"messages":[{"role":"user","content":"a"}]', CompletionBody: '"prompt":"a"'}
+LEAST = {
+    ChatBody: '"model":"tiny","messages":[{"role":"user","content":"a"}]',
+    CompletionBody: '"model":"tiny","prompt":"a"',
+}
 
 
 def test_every_api_spells_how_tokens_are_sampled_alike():
@@ -103,14 +106,18 @@ async def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_lo
     """LiteLLM and others tell an overflow of the context window by these words."""
     text = "a b " * MAX_MODEL_LEN
     body = (
-        {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+        {"model": MODEL, "prompt": text}
+        if path == "/v1/completions"
+        else {"model": MODEL, "messages": [{"role": "user", "content": text}]}
     )
     async with (
         serving(model, lambda request: spoken(model, "no")) as api,
         httpx.AsyncClient(base_url=api.url) as client,
     ):
         long = await client.post(path, json=body)
-        greedy = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": MAX_MODEL_LEN})
+        greedy = await client.post(
+            "/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": MAX_MODEL_LEN}
+        )
     for answer in (long, greedy):
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")

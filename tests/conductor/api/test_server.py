@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 CHAT = "/v1/chat/completions"
-HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 
 
 def test_conductor_starts_without_torch():

@@ -93,11 +93,13 @@ async def test_every_choice_of_a_call_takes_a_place(model):
         serving(model, lambda request: [WAIT], max_calls=4) as api,
         httpx.AsyncClient(base_url=api.url) as client,
     ):
-        body = {"prompt": "x", "n": 5}
+        body = {"model": MODEL, "prompt": "x", "n": 5}
         refused = await client.post("/v1/completions", json=body)
         assert refused.status_code == 429
         assert "retry-after" in refused.headers
-        waiting = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x", "n": 3}))
+        waiting = asyncio.ensure_future(
+            client.post("/v1/completions", json={"model": MODEL, "prompt": "x", "n": 3})
+        )
         await api.dispatcher.until(lambda dispatcher: dispatcher.num_open)
         assert api.completions.places.num_taken == 3
         waiting.cancel()

@@ -411,7 +411,9 @@ async def test_hostile_tools_are_refused_by_field(plain):
         httpx.AsyncClient(base_url=api.url) as client,
     ):
         for what, (body, param) in HOSTILE.items():
-            answer = await client.post("/v1/chat/completions", json={"messages": [QUESTION], **body})
+            answer = await client.post(
+                "/v1/chat/completions", json={"model": MODEL, "messages": [QUESTION], **body}
+            )
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, param), what
         assert api.dispatcher.requests == []

@@ -11,7 +11,7 @@ from base.turns import TURN_UNITS, TurnBudget
 from conductor.api.completion import PART_UNITS, Piece
 from conductor.api.openai_format import CHAT, COMPLETION, Choice, Envelope, Shown
 from conductor.serving.generated import Generated
-from tests.conductor.fakes import MAX_MODEL_LEN, serving, spoken
+from tests.conductor.fakes import MAX_MODEL_LEN, MODEL, serving, spoken
 
 
 class Counting:
@@ -74,7 +74,7 @@ async def test_choices_of_a_long_prompt_begin_in_turns(model, stream):
         counting.do(1)
         return spoken(model, "hi")
 
-    body = {"prompt": "a" * (MAX_MODEL_LEN - 20), "max_tokens": 3, "n": 64, "stream": stream}
+    body = {"model": MODEL, "prompt": "a" * (MAX_MODEL_LEN - 20), "max_tokens": 3, "n": 64, "stream": stream}
     body["logit_bias"] = {str(token_id): 1.0 for token_id in range(200)}
     async with (
         serving(model, script, max_calls=128) as api,
@@ -94,7 +94,12 @@ async def test_many_tokens_at_once_are_told_of_in_pieces(model):
         serving(model, lambda request: steps) as api,
         httpx.AsyncClient(base_url=api.url) as client,
     ):
-        asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 200, "stream": True}
+        asked = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "a"}],
+            "max_tokens": 200,
+            "stream": True,
+        }
         answer = await client.post(
             "/v1/chat/completions", json=asked | {"logprobs": True, "top_logprobs": 20}
         )

@@ -170,7 +170,9 @@ def test_an_explanation_names_the_terms_the_choice_and_the_runner_up():
     kept = Decisions(COST, SchedulerSettings())
     kept.decided(decision(request, view, result, 0.5, 1.0))
     kept.ended(request.request_id, Actual(9.0, "finished", ttft_s=2 * (0.5 + result.predicted_ttft_s)))
-    (told,) = kept.explain("chatcmpl-chat")["attempts"]
+    shown = [kept.explain(f"{prefix}chat") for prefix in ("", "chatcmpl-", "cmpl-", "msg_", "resp_")]
+    assert all(one == shown[0] for one in shown)
+    (told,) = shown[0]["attempts"]
     assert told["placed"]["prefill_node"] == result.prefill_node == "p1"
     assert told["runner_up"] == "p0"
     busy = next(row for row in told["prefill_candidates"] if row["node"] == "p0")
