@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from base.clock import Clock
@@ -185,7 +185,15 @@ class EngineLoop:
         """Launch a step, and return what waits for its result."""
         launched = thread.submit(self._runner.launch, plan)
         self._listen(plan, launched)
-        return lambda: launched.result().resolve()
+
+        def wait() -> StepResult:
+            try:
+                return launched.result().resolve()
+            except (StopIteration, asyncio.CancelledError, CancelledError) as error:
+                # No future of asyncio takes the first; the others in one say that nobody waits for it.
+                raise RuntimeError(f"a step ended with {type(error).__name__}") from error
+
+        return wait
 
     def _listen(self, plan: StepPlan, launched: Future[LaunchedStep]) -> None:
         """Have the plan's launch listeners called, on the event loop, once it is launched."""

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -182,6 +183,37 @@ async def test_a_step_that_raises_ends_its_sequences_and_nobody_elses() -> None:
             assert heard[name].tokens == continuation(range(4), 3)
         for sequence in sequences.values():
             loop.release(sequence)
+    assert loop.pool.num_held == 0
+
+
+class RaisingDevice(FakeDevice):
+    """Its first step raises what it is given."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(NUM_BLOCKS, BLOCK_SIZE)
+        self._errors = [error]
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self._errors:
+            raise self._errors.pop()
+        return super().execute(plan)
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("k"), StopIteration(), asyncio.CancelledError(), CancelledError()], ids=range(4)
+)
+async def test_whatever_a_step_raises_nobody_waits_for_it(error: BaseException) -> None:
+    """A future takes no StopIteration, and a cancelled one would end the loop as if that were wanted."""
+    loop = make_loop(RaisingDevice(error))
+    async with running(loop) as task:
+        heard = {name: Collected() for name in ("lost", "next")}
+        for name, reason in (("lost", FinishReason.ERROR), ("next", FinishReason.LENGTH)):
+            sequence = make_sequence(name, range(4), 3)
+            loop.add(sequence, heard[name])
+            assert await heard[name].ended() is reason
+            loop.release(sequence)
+        assert not task.done()
+    assert loop.num_failed_steps == 1
     assert loop.pool.num_held == 0
 
 
