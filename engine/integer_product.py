@@ -8,7 +8,7 @@ a whole level: the same prompt in other chunks would then say other things.
 
 oneDNN's is faster than torch's `_int_mm` on large weights and as fast on small ones; `_weight_int8pack_mm`
 and `_weight_int4pack_mm_for_cpu` compute in bfloat16, and slower than float32 from a few rows on. Weights of
-4 bits are therefore widened to 8 (bench/results/quantized_cpu.md).
+4 bits are therefore widened to 8. `bench/quantized_cpu.py` measures what is won.
 """
 
 from __future__ import annotations
