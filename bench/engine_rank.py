@@ -9,23 +9,26 @@ from bench.engine_shapes import SHAPES, build_model
 from engine.arrivals import ArrivingBlocks
 from engine.build import assemble_engine
 from engine.model import PagedModel
+from engine.quantization import quantised_weights
 from engine.ranks import follow_steps, join_ranks
 from engine.tensor_parallel import TensorGroup, cut_causal_model
 
 
-def build_rank(shape: str, group: TensorGroup | None) -> PagedModel:
+def build_rank(shape: str, group: TensorGroup | None, quantization: str = "none") -> PagedModel:
     """Return this rank's share of a model of `shape`, the same random weights on every rank."""
-    model = build_model(SHAPES[shape])
+    weights = quantised_weights(build_model(SHAPES[shape]), quantization)
     if group is not None:
-        cut_causal_model(model, group)
-    return PagedModel(model)
+        cut_causal_model(weights.module, group)
+    model = PagedModel(weights.module)
+    model.quantization = weights.stated(model)
+    return model
 
 
 def main() -> None:
     clock = SystemClock()
     spec, group, pipe = join_ranks()
     config = from_table(EngineConfig, spec["engine"], ("engine",))
-    model = build_rank(spec["shape"], group.tensor)
+    model = build_rank(spec["shape"], group.tensor, config.quantization)
     runner = assemble_engine(config, model, clock, group=group).runner
     follow_steps(pipe, group.device, runner, lambda message: None, ArrivingBlocks((), clock))
 

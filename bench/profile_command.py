@@ -18,7 +18,7 @@ from bench.profile_steps import profile_from_steps
 from conductor.placing.profile import Profile, profile_json
 from conductor.replay.conformance import read_run
 
-SHAPES = ("0.6b", "8b")
+SHAPES = ("0.6b", "8b", "deepseek-v2-lite", "qwen3-30b-a3b")
 """The names in `engine_shapes.py`, which imports torch; a test compares."""
 
 

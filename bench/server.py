@@ -18,7 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench.engine import Outcome as Row
-from bench.engine import rows_of, run_row, work_of
+from bench.engine import run_row
+from bench.engine_rows import rows_of, work_of
 from bench.engine_shapes import SHAPES
 from bench.engine_work import Prompts
 from bench.shapes import about, limits_of, options_parser, parse_shape, running

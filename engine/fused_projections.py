@@ -20,6 +20,7 @@ from engine.kernels.quantized_product import MAX_ROWS as MAX_QUANTIZED_ROWS
 from engine.kernels.quantized_product import few_rows_product, written_out
 from engine.kernels.round_rows import round_rows
 from engine.kernels.thin_product import MAX_ROWS, thin_product
+from engine.opaque import opaque
 from engine.quantized_linear import SHARED_INPUTS, QuantizedLinear, stacked_layer
 from engine.quantized_weight import are_alike, widened
 
@@ -51,18 +52,17 @@ class Product(nn.Module):
         return output if self.bias is None else output + self.bias
 
 
-@torch.library.custom_op("conductor::product", mutates_args=())
+def _like_rows(rows: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+    return rows.new_empty((rows.shape[0], weight.shape[0]))
+
+
+@opaque(_like_rows)
 def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return rows @ weight.T. Opaque to the compiler, for which the number of rows has no value."""
     num_rows, num_columns = rows.shape[0], weight.shape[0]
     if num_rows == 1 or (num_rows <= MAX_ROWS and num_columns >= WIDE):
         return thin_product(rows, weight)
     return torch.mm(rows, weight.t())
-
-
-@product.register_fake
-def _(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return rows.new_empty((rows.shape[0], weight.shape[0]))
 
 
 class QuantizedProduct(nn.Module):
@@ -86,7 +86,7 @@ class QuantizedProduct(nn.Module):
         return output if self.bias is None else output + self.bias
 
 
-@torch.library.custom_op("conductor::quantized_product", mutates_args=())
+@opaque(_like_rows)
 def quantized_product(
     rows: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int
 ) -> torch.Tensor:
@@ -100,13 +100,6 @@ def quantized_product(
             rounded, levels.t(), steps, scales.t(), out_dtype=rows.dtype, use_fast_accum=True
         )
     return torch.mm(rows, written_out(levels, scales, zeros, group, rows.dtype).t())
-
-
-@quantized_product.register_fake
-def _(
-    rows: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int
-) -> torch.Tensor:
-    return rows.new_empty((rows.shape[0], levels.shape[0]))
 
 
 class Slice(nn.Module):

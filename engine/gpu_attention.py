@@ -34,6 +34,7 @@ from engine.long_chunks import (
     seen_heads,
     seen_latents,
 )
+from engine.opaque import opaque
 from engine.paged_cache import PagedCache
 from engine.scaled_kv import SCALE_WIDTH
 from engine.step_memory import StepShape, StepViews, carve
@@ -185,13 +186,21 @@ def _latent_attention(
     return output
 
 
+def _like_query(query: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+def _nothing(*_: object) -> None:
+    """Return what an operator without a result does."""
+
+
 def _token_rows(rows: torch.Tensor, dim: int) -> torch.Tensor:
     """Return [num_tokens, heads, dim] of [1, heads, num_tokens, <= dim]; zeros add nothing to a score."""
     missing = dim - rows.shape[-1]
     return (pad(rows, (0, missing)) if missing else rows)[0].transpose(0, 1)
 
 
-@torch.library.custom_op("conductor::paged_attention", mutates_args=("kv_layer",))
+@opaque(_like_query, changes=("kv_layer",))
 def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and numbers
     query: torch.Tensor,
     key: torch.Tensor,
@@ -246,7 +255,7 @@ def paged_attention(  # noqa: PLR0913 an operator's arguments are tensors and nu
     return output
 
 
-@torch.library.custom_op("conductor::last_rows_attention", mutates_args=())
+@opaque(_like_query)
 def last_rows_attention(  # noqa: PLR0913 as above
     query: torch.Tensor,
     kv_layer: torch.Tensor,
@@ -267,13 +276,7 @@ def last_rows_attention(  # noqa: PLR0913 as above
     return paged_decode(query, kv_layer, tables, lens, rule, sinks, scales=scales)
 
 
-@paged_attention.register_fake
-@last_rows_attention.register_fake
-def _(query: torch.Tensor, *_: object) -> torch.Tensor:
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
-
-
-@torch.library.custom_op("conductor::keep_kv", mutates_args=("kv_layer",))
+@opaque(_nothing, changes=("kv_layer",))
 def keep_kv(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -288,7 +291,7 @@ def keep_kv(
     write_kv(key, value, kv_layer, views.slots, scales)
 
 
-@torch.library.custom_op("conductor::keep_latents", mutates_args=("kv_layer",))
+@opaque(_nothing, changes=("kv_layer",))
 def keep_latents(
     latent: torch.Tensor,
     rotary_key: torch.Tensor,
@@ -303,7 +306,12 @@ def keep_latents(
     write_rows(rotary_key, rotary_keys, views.slots)
 
 
-@torch.library.custom_op("conductor::latent_attention", mutates_args=())
+def _like_values(query: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    nope_dim: int = arguments[5]
+    return query.new_empty((*query.shape[:2], weight.shape[1] - nope_dim))
+
+
+@opaque(_like_values)
 def latent_attention(  # noqa: PLR0913 an operator's arguments are tensors and numbers
     query: torch.Tensor,
     weight: torch.Tensor,
@@ -345,12 +353,6 @@ def latent_attention(  # noqa: PLR0913 an operator's arguments are tensors and n
             prefill_latents(*rows_query, layer, *where, scale, mixed)
         output[absorbed] = values_of(mixed, weight, nope_dim)
     return output
-
-
-@latent_attention.register_fake
-def _(query: torch.Tensor, weight: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    nope_dim: int = arguments[5]
-    return query.new_empty((*query.shape[:2], weight.shape[1] - nope_dim))
 
 
 def _absorbed(query: torch.Tensor, weight: torch.Tensor, nope_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import grouped_mm, silu
+from torch.nn.functional import grouped_mm
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from engine.kernels.grouped_experts import MAX_PAIRS, grouped_experts
+from engine.kernels.many_pairs import added_up, gated, ordered_pairs
+from engine.opaque import opaque
 from engine.tensor_parallel import ExpertShare
 
 EXPERTS_NAME = "conductor_experts"
@@ -70,7 +72,7 @@ def _experts(
     return output
 
 
-@torch.library.custom_op("conductor::experts", mutates_args=())
+@opaque(lambda hidden, *_: torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device))
 def experts(
     hidden: torch.Tensor,
     gate_up: torch.Tensor,
@@ -90,11 +92,6 @@ def experts(
     return _many(hidden, gate_up, down, chosen, weights)
 
 
-@experts.register_fake
-def _(hidden: torch.Tensor, *_: object) -> torch.Tensor:
-    return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-
-
 def _many(
     hidden: torch.Tensor,
     gate_up: torch.Tensor,
@@ -103,14 +100,8 @@ def _many(
     weights: torch.Tensor,
 ) -> torch.Tensor:
     """Compute many pairs by torch's grouped product."""
-    ids, order = torch.sort(chosen.reshape(-1))
-    counts = torch.histc(ids.int(), bins=len(gate_up), min=0, max=len(gate_up) - 1)
-    ends = counts.cumsum(0, dtype=torch.int32)
-    gate, up = grouped_mm(hidden[order // chosen.shape[1]], gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
-    made = grouped_mm(silu(gate) * up, down.transpose(1, 2), offs=ends)
-    made *= weights.reshape(-1)[order, None]
-    # Rows past the last expert of this rank are whatever the memory held.
-    made = made.masked_fill(ids[:, None] >= len(gate_up), 0.0)
-    output = torch.empty_like(made)
-    output[order] = made
-    return output.view(*chosen.shape, -1).sum(1)
+    chosen, weights = chosen.contiguous(), weights.contiguous()
+    tokens, places, ends = ordered_pairs(chosen, len(gate_up))
+    inner = gated(grouped_mm(hidden[tokens], gate_up.transpose(1, 2), offs=ends))
+    made = grouped_mm(inner, down.transpose(1, 2), offs=ends)
+    return added_up(made, places, chosen, weights, len(gate_up))

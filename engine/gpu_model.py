@@ -12,18 +12,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.compiled import compile_layers, compiled
+from engine.compiled import compile_around, compile_layers, compiled
 from engine.fused_projections import GROUPS, LAST_GROUPS, fuse_projections, use_products
 from engine.gpu_attention import GPU_ATTENTION_NAME, StepCall, StepPart, attach_cache
 from engine.gpu_experts import use_experts
 from engine.kernels.decode_parts import decode_parts
 from engine.kernels.paged_latents import head_groups
+from engine.kernels.step_inputs import step_inputs
 from engine.last_layer import LastLayer, can_be_cut, dropping_result
 from engine.latent_attention import heads_of
 from engine.layer_hooks import LayerHooks
 from engine.long_chunks import make_plans
 from engine.paged_cache import PagedCache
 from engine.pipeline import Stage, run_stage
+from engine.real_rotary import use_real_rotary
 from engine.step_memory import StepShape, StepViews, carve
 
 
@@ -52,6 +54,7 @@ class GpuModel:
         self._heads = heads_read(model, cache, config.num_attention_heads)
         model.set_attn_implementation(GPU_ATTENTION_NAME)
         use_experts(model)
+        use_real_rotary(model)
         layers = _decoder_layers(model)
         self._cuts_last_layer = is_last and can_be_cut(model, layers)
         if self._cuts_last_layer:
@@ -61,6 +64,7 @@ class GpuModel:
             fuse_projections(layers[-1:], LAST_GROUPS if self._cuts_last_layer else GROUPS)
             use_products(model)
             compile_layers(layers)
+            compile_around(model.base_model)
         if self._cuts_last_layer:
             layers[-1].forward = LastLayer(layers[-1], compiled(keep_kv) if is_compiled else keep_kv)
         self.hooks = LayerHooks(layers, layer_groups)
@@ -86,17 +90,17 @@ class GpuModel:
             last_tokens: [any] int64 on the device; what the last step sampled.
         """
         views = carve(memory, shape)
-        earlier = last_tokens[views.sources.clamp(min=0)]
-        token_ids = torch.where(views.sources < 0, views.token_ids, earlier)
-        rows = views.logit_rows.long()
+        token_ids, positions, rows = step_inputs(
+            views.token_ids, views.sources, views.positions, views.logit_rows, last_tokens
+        )
         part = StepPart.CHUNKS if shape.num_chunks else StepPart.SINGLES
         arguments = {
-            "position_ids": views.positions.long()[None],
+            "position_ids": positions[None],
             "use_cache": False,
             "paged": StepCall(memory, header, part, self._parts(views), rows),
         }
         keep = 0 if self._cuts_last_layer else rows
-        return run_stage(self._model, self._stage, token_ids.long()[None], arguments, keep)
+        return run_stage(self._model, self._stage, token_ids[None], arguments, keep)
 
     def _parts(self, views: StepViews[torch.Tensor]) -> torch.Tensor:
         """Return who reads what of the sequences of one token, which all layers share."""

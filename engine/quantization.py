@@ -70,9 +70,16 @@ def load_weights(
                 f"{formats}: say none"
             )
         return LoadedWeights(module, formats, _published_logits(module))
-    if config.quantization == "none":
+    return quantised_weights(module, config.quantization)
+
+
+def quantised_weights(module: PreTrainedModel, quantization: str) -> LoadedWeights:
+    """Quantise a model of floats in place, as `quantization` of the configuration says.
+
+    Raises ConfigError if it cannot be."""
+    if quantization == "none":
         return LoadedWeights(module)
-    weight_format = WeightFormat(config.quantization)
+    weight_format = WeightFormat(quantization)
     logits = _logits(module)
     quantize_linears(module, weight_format, module.get_output_embeddings())
     return LoadedWeights(module, weight_format.value, logits)

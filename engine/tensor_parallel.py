@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from base.errors import ConfigError
+from engine.opaque import opaque
 from engine.quantized_linear import QuantizedLinear
 
 UNCUT = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
@@ -61,7 +62,7 @@ class TensorGroup:
         return int(values.item())
 
 
-@torch.library.custom_op("conductor::all_reduce", mutates_args=("part",))
+@opaque(lambda *_: None, changes=("part",))
 def all_reduce(part: torch.Tensor, group_name: str) -> None:
     """Sum `part` over the ranks, in place. Opaque: the compiler would make a copy for it."""
     dist.all_reduce(part, group=dist.distributed_c10d._resolve_process_group(group_name))  # type: ignore

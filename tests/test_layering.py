@@ -89,6 +89,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "engine/gpu_experts.py",
         "engine/tensor_parallel.py",
         "engine/pipeline.py",
+        "engine/real_rotary.py",
         "bench/",
     ),
     "triton": ("engine/kernels/", "transfer/gpu/kernels/"),

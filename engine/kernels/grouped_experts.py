@@ -1,9 +1,9 @@
 """Products of tokens with the experts that each is routed to: launchers and kernels.
 
-Three launches, none of which needs to know on the host how many tokens an expert has, so that a CUDA graph
+Four launches, none of which needs to know on the host how many tokens an expert has, so that a CUDA graph
 serves any routing: pairs of a token and an expert are put in the order of experts; each expert's rows go
-through gate, up and the activation between them; and through down, weighted, to a row for each pair. The
-weights of an expert that has no token are not read.
+through gate, up and the activation between them; and through down to a row for each pair; these are weighted
+and added (`many_pairs.py`). The weights of an expert that has no token are not read.
 
 Tiles are numbered as those of chunks are (`paged_prefill.py`): expert e begins at `starts[e] // ROWS + e`.
 """
@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.many_pairs import added_up
 from engine.kernels.paged_prefill import _chunk_of_tile
 
 MAX_PAIRS = 4096
@@ -92,7 +93,7 @@ def grouped_experts(
         EXPERTS_PAD=triton.next_power_of_2(num_experts + 1), num_warps=8,
     )  # fmt: skip
     between = rows.new_empty((num_pairs, inner))
-    output = rows.new_zeros((num_pairs, hidden))
+    made = rows.new_empty((num_pairs, hidden))
     num_tiles = num_pairs // tiles.rows + num_experts
     shape = {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "STEP": tiles.step}
     launch = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
@@ -100,9 +101,9 @@ def grouped_experts(
         rows, gate_up, between, order, starts, num_experts, hidden, inner, experts.shape[1], **shape, **launch
     )
     _down_tile[(triton.cdiv(hidden, tiles.columns), num_tiles)](
-        between, down, output, order, starts, weights, num_experts, hidden, inner, **shape, **launch
+        between, down, made, order, starts, num_experts, hidden, inner, **shape, **launch
     )
-    return output.view(num_tokens, -1, hidden).sum(1)
+    return added_up(made, None, experts, weights, num_experts)
 
 
 @triton.jit
@@ -184,7 +185,6 @@ def _down_tile(
     output,  # [num_pairs, hidden]
     order,  # [num_pairs]
     starts,  # [num_experts + 1]
-    weights,  # [num_pairs]
     num_experts,
     hidden,
     inner,
@@ -214,6 +214,5 @@ def _down_tile(
         x = tl.load(source + begin, mask=is_row[:, None] & left, other=0.0)
         w = tl.load(weight + begin, mask=is_column[:, None] & left, other=0.0)
         total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
-    share = tl.load(weights + pair, mask=is_row, other=0.0).to(tl.float32)
     target = output + pair.to(tl.int64)[:, None] * hidden + column[None, :]
-    tl.store(target, total * share[:, None], mask=is_row[:, None] & is_column[None, :])
+    tl.store(target, total, mask=is_row[:, None] & is_column[None, :])

@@ -39,11 +39,19 @@ class DecodeTiles:
     num_stages: int
 
 
-def decode_tiles(row_bytes: int, is_scaled: bool = False) -> DecodeTiles:
-    """Choose a launch for `row_bytes` of one head of one token as computed, padded to a power of two."""
+def decode_tiles(row_bytes: int, scaled_heads: int = 0) -> DecodeTiles:
+    """Choose a launch.
+
+    Args:
+        row_bytes: Bytes of one head of one token as computed, padded to a power of two.
+        scaled_heads: KV heads of all sequences if they are of 8 bits, otherwise 0.
+    """
     tokens = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-    # Of 8 bits, 256 sequences of 1,120 tokens take 250 us with two warps, 326 with four (8 heads, one H100).
-    return DecodeTiles(tokens, num_warps=2 if is_scaled else 4, num_stages=3)
+    # 256 sequences of 1,090 tokens, 8 heads of 128, one H200: 282 us with two warps, 333 with four; of 8 bits
+    # 183 with one warp and half the tokens, 222 with two and all. 64 sequences: 73 with one, 55 with two.
+    if scaled_heads >= 1024:
+        return DecodeTiles(tokens // 2, num_warps=1, num_stages=4)
+    return DecodeTiles(tokens, num_warps=2, num_stages=3)
 
 
 def paged_decode(
@@ -79,9 +87,9 @@ def paged_decode(
         raise ValueError(f"{num_seqs} queries, {block_tables.shape[0]} block tables")
     num_kv_heads = kv_cache.shape[3]
     constants = kernel_constants(query, kv_cache, rule, sinks, scales)
-    tiles = tiles or decode_tiles(constants["DIM_PAD"] * query.element_size(), scales is not None)
-    if scales is not None:
-        # A tile of one block has one scale.
+    row_bytes = constants["DIM_PAD"] * query.element_size()
+    tiles = tiles or decode_tiles(row_bytes, num_seqs * num_kv_heads * (scales is not None))
+    if scales is not None:  # a tile of one block has one scale
         tiles = replace(tiles, tokens=math.gcd(tiles.tokens, kv_cache.shape[2]))
     output = query.new_empty(query.shape) if output is None else output
     parts = decode_parts(context_lens, num_kv_heads) if parts is None else parts
@@ -89,7 +97,7 @@ def paged_decode(
     partial = output.new_empty((num_items, num_heads, head_dim), dtype=torch.float32)
     log_sums = output.new_empty((num_items, num_heads), dtype=torch.float32)
     sinks = query if sinks is None else sinks  # a pointer that is not read
-    key, value = (query, query) if added is None else added
+    key, value = added or (query, query)
     if added is not None:
         require_new_rows(kv_cache, key, value, scales)
     _decode_part[(num_kv_heads, num_items)](
@@ -100,12 +108,19 @@ def paged_decode(
         ADDED=added is not None, GROUP_PAD=max(16, triton.next_power_of_2(constants["GROUP"])),
         TILE=tiles.tokens, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
-    _join_parts[(num_heads, num_seqs)](
-        partial, log_sums, context_lens, parts, num_items, sinks, output,
+    _join_parts[join_grid(num_heads, num_seqs)](
+        partial, log_sums, context_lens, parts, num_items, num_heads, sinks, output,
         WINDOW=rule.sliding_window, SINKS=constants["SINKS"],
         DIM=head_dim, DIM_PAD=constants["DIM_PAD"], TILE=tiles.tokens,
     )  # fmt: skip
     return output
+
+
+def join_grid(num_heads: int, num_seqs: int) -> tuple[int, int]:
+    """Return the programs of `_join_parts`: a head each, or of many sequences, which are one part, several.
+
+    2,048 programs that find nothing to join take 9 us."""
+    return max(1, min(num_heads, 512 // num_seqs)), num_seqs
 
 
 @triton.jit
@@ -213,11 +228,15 @@ def _decode_part(
         at = start + tokens
         seen = at < end
         if BLOCK_SIZE % TILE == 0:
+            # one block, whose place is one number: the tile's own are the same in each turn
             block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+            row = tokens * token_stride
+            base = kv_cache + block * block_stride + (start % BLOCK_SIZE) * token_stride
         else:
             block = tl.load(table + at // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-        row = block * block_stride + (at % BLOCK_SIZE) * token_stride + kv_head * head_stride
-        source = kv_cache + row[:, None] + dims[None, :]
+            row = block * block_stride + (at % BLOCK_SIZE) * token_stride
+            base = kv_cache
+        source = base + kv_head * head_stride + (row[:, None] + dims[None, :])
         tile_mask = seen[:, None] & (dims < DIM)[None, :]
         k = tl.load(source, mask=tile_mask, other=0.0)  # [TILE, DIM_PAD]
         v = tl.load(source + value_stride, mask=tile_mask, other=0.0)  # [TILE, DIM_PAD]
@@ -263,6 +282,7 @@ def _join_parts(
     context_lens,  # [num_seqs]
     parts,  # [num_items + 2 * num_seqs]
     num_items,
+    num_heads,
     sinks,  # [num_heads]
     output,  # [num_seqs, num_heads, DIM]
     WINDOW: tl.constexpr,
@@ -271,7 +291,6 @@ def _join_parts(
     DIM_PAD: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     count = tl.load(parts + num_items + seq)
     if count == 1:
@@ -283,18 +302,18 @@ def _join_parts(
     # parts with nothing to do wrote nothing
     wrote = (splits < count) & (first + splits * span < length)
     item = tl.load(parts + num_items + tl.num_programs(1) + seq) + splits
-    at = item.to(tl.int64) * tl.num_programs(0) + head
-    log_sum = tl.load(log_sums + at, mask=wrote, other=float("-inf"))
-    highest = tl.maximum(tl.max(log_sum, 0), -1.0e30)  # finite for a row of padding too
-    if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-        highest = tl.maximum(highest, sink)
-    weights = tl.exp2(log_sum - highest)
-    total = tl.sum(weights, 0)
-    if SINKS:
-        total += tl.exp2(sink - highest)
-    source = partial + at[:, None] * DIM + dims[None, :]
-    mixed = tl.load(source, mask=wrote[:, None] & (dims < DIM)[None, :], other=0.0)
-    mixed = tl.sum(mixed * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
-    row = seq * tl.num_programs(0) + head
-    tl.store(output + row * DIM + dims, mixed, mask=dims < DIM)
+    for head in range(tl.program_id(0), num_heads, tl.num_programs(0)):
+        at = item.to(tl.int64) * num_heads + head
+        log_sum = tl.load(log_sums + at, mask=wrote, other=float("-inf"))
+        highest = tl.maximum(tl.max(log_sum, 0), -1.0e30)  # finite for a row of padding too
+        if SINKS:
+            sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+            highest = tl.maximum(highest, sink)
+        weights = tl.exp2(log_sum - highest)
+        total = tl.sum(weights, 0)
+        if SINKS:
+            total += tl.exp2(sink - highest)
+        source = partial + at[:, None] * DIM + dims[None, :]
+        mixed = tl.load(source, mask=wrote[:, None] & (dims < DIM)[None, :], other=0.0)
+        mixed = tl.sum(mixed * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+        tl.store(output + (seq * num_heads + head) * DIM + dims, mixed, mask=dims < DIM)

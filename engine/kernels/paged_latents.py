@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.decode_parts import MAX_SPLITS, decode_parts
-from engine.kernels.paged_decode import LOG2_E, _join_parts, _part_span
+from engine.kernels.paged_decode import LOG2_E, _join_parts, _part_span, join_grid
 from engine.kernels.paged_prefill import _chunk_of_tile
 
 
@@ -85,8 +85,8 @@ def decode_latents(
         HEADS=heads, HEADS_PAD=max(16, triton.next_power_of_2(heads)),
         TILE=tiles.tokens, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
-    _join_parts[(num_heads, num_seqs)](
-        partial, log_sums, context_lens, parts, num_items, log_sums, output,
+    _join_parts[join_grid(num_heads, num_seqs)](
+        partial, log_sums, context_lens, parts, num_items, num_heads, log_sums, output,
         WINDOW=0, SINKS=False, DIM=rank, DIM_PAD=triton.next_power_of_2(rank), TILE=tiles.tokens,
     )  # fmt: skip
     return output

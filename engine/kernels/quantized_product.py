@@ -25,6 +25,10 @@ MAX_ROWS = 64
 TILES = 32, 128, 4, 6
 """Outputs of a program, inputs of a step at most, warps, and the loads under way."""
 
+FEW = 16
+FEW_TILES = 32, 256, 4, 4
+"""Tiles of at most `FEW` rows: 4,096 x 14,336 of fp8 take 25.0 us by these, 29.3 by the others (one H200)."""
+
 
 def few_rows_product(
     rows: torch.Tensor,
@@ -46,7 +50,7 @@ def few_rows_product(
         raise ValueError(f"rows must be contiguous, and {MAX_ROWS} at most")
     out_features, num_groups = scales.shape
     output = rows.new_empty((num_rows, out_features))
-    columns, step, warps, stages = TILES
+    columns, step, warps, stages = FEW_TILES if num_rows <= FEW else TILES
     if num_rows:
         _few_rows[(triton.cdiv(out_features, columns),)](
             rows, levels, scales, scales if zeros is None else zeros, output,

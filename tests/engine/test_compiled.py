@@ -48,7 +48,6 @@ def graphs_of(kind: str, num_layers: int, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_share_what_is_compiled(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert graphs_of(kind, 5, monkeypatch) == graphs_of(kind, 3, monkeypatch) <= 8

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention import AttentionRule
+from engine.kernels import paged_decode as paged_decode_module
 from engine.kernels.decode_parts import MAX_SPLITS, decode_parts, num_items
-from engine.kernels.paged_decode import DecodeTiles, paged_decode
+from engine.kernels.paged_decode import DecodeTiles, join_grid, paged_decode
 from tests.engine.definitions import decode_parts_definition, paged_decode_definition
 from tests.engine.kernels.paged import DEVICE, MULTIPLIED, paged_layer, relative_error, tolerance
 
@@ -70,6 +71,16 @@ def test_windows_caps_and_sinks_agree_whether_split_or_not(window: int, cap: flo
     rule = AttentionRule(scale=0.3, sliding_window=window, soft_cap=cap)
     for programs in (2, 64):
         assert_agrees([1, 65, 190], rule=rule, sinks=sinks, tiles=DecodeTiles(32, 4, 2), programs=programs)
+
+
+def test_a_program_joins_the_parts_of_several_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_decode_module, "join_grid", lambda heads, seqs: (2, seqs))
+    assert_agrees([1, 65, 190], heads=(6, 2), sinks=True, tiles=DecodeTiles(32, 4, 2))
+    assert_agrees([200], heads=(3, 3), tiles=DecodeTiles(32, 4, 2))
+
+
+def test_heads_of_many_sequences_share_programs() -> None:
+    assert [join_grid(32, seqs) for seqs in (1, 64, 256, 1000)] == [(32, 1), (8, 64), (2, 256), (1, 1000)]
 
 
 @pytest.mark.parametrize("programs", [2, 64])
