@@ -17,13 +17,17 @@ from transformers import PreTrainedModel
 from base.config import EngineConfig
 from base.errors import ConfigError
 from base.logs import event
+from engine.calibration import TEXT, quantize_for_text
 from engine.model import PagedModel
 from engine.quantized_linear import QuantizedLinear, quantize_linears, unrounded_rows
 from engine.quantized_weight import FLOATS, Quantization, WeightFormat
 from engine.self_check import checked_tokens, relative_error
-from engine.weights import load_model, random_model
+from engine.weights import load_model, random_model, tokens_of
 
 log = logging.getLogger(__name__)
+
+CALIBRATED = (WeightFormat.FP8, WeightFormat.INT4)
+"""Formats whose levels are fitted to a text; those of 8-bit integers are close enough together without."""
 
 LARGEST_ERROR = 1.2
 """Logits that have nothing to do with each other are 1.4 apart."""
@@ -70,19 +74,36 @@ def load_weights(
                 f"{formats}: say none"
             )
         return LoadedWeights(module, formats, _published_logits(module))
-    return quantised_weights(module, config.quantization)
+    return quantised_weights(module, config.quantization, None if config.random_weights else Path(model_path))
 
 
-def quantised_weights(module: PreTrainedModel, quantization: str) -> LoadedWeights:
+def quantised_weights(
+    module: PreTrainedModel, quantization: str, folder: Path | None = None
+) -> LoadedWeights:
     """Quantise a model of floats in place, as `quantization` of the configuration says.
 
-    Raises ConfigError if it cannot be."""
+    `folder` is as for `quantize`. Raises ConfigError if it cannot be."""
     if quantization == "none":
         return LoadedWeights(module)
     weight_format = WeightFormat(quantization)
     logits = _logits(module)
-    quantize_linears(module, weight_format, module.get_output_embeddings())
+    quantize(module, weight_format, folder)
     return LoadedWeights(module, weight_format.value, logits)
+
+
+def quantize(module: PreTrainedModel, weight_format: WeightFormat, folder: Path | None) -> None:
+    """Round the linear layers of a finished model, in place, as a node does that loads it.
+
+    Args:
+        folder: Of its tokenizer; None: weights that nobody trained have no text that fits them.
+
+    Raises ConfigError if it has weights that cannot be rounded."""
+    head = module.get_output_embeddings()
+    token_ids = tokens_of(folder, TEXT.read_text()) if folder and weight_format in CALIBRATED else []
+    if token_ids:
+        quantize_for_text(module, weight_format, head, token_ids)
+    else:
+        quantize_linears(module, weight_format, head)
 
 
 def _published_logits(module: PreTrainedModel) -> torch.Tensor:

@@ -4,9 +4,10 @@ A `QuantizedLinear` stands where the model's `nn.Linear` stood, from loading on.
 stacked with others like it, and at last becomes what multiplies fastest: on a CPU
 `engine/integer_product.py`. Until then it computes with the weight written out.
 
-The decoder's layers take the format that was asked for. The output head has at least 8 bits: the logits are
-its products, and it is read once a step. Embeddings are looked up, not multiplied; a head that is tied to
-them gets levels of its own.
+The decoder's layers take the format that was asked for, but for those that bear it least. Of four bits, the
+projections to queries, keys and values have 8-bit integers: they are a tenth of the weights, and would bring
+a third of the error. So has the output head, whose products are the logits; of 8-bit floats it stays as it
+is. Embeddings are looked up, not multiplied; a head that is tied to them gets levels of its own.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from engine.quantized_weight import QuantizedWeight, WeightFormat, are_alike, qu
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names that the families of transformers give to projections of one input."""
 
+HEAD_FORMATS = {WeightFormat.INT8: WeightFormat.INT8, WeightFormat.INT4: WeightFormat.INT8}
+"""Format of the output head; without one, floats."""
 
 READ_OTHERWISE = ("kv_b_proj",)
 """Names of layers whose weight is no mere factor: `engine/latent_attention.py` multiplies queries by it."""
@@ -70,28 +73,54 @@ def unrounded_rows(model: nn.Module) -> Iterator[None]:
             layer.rounds_rows = True
 
 
-def quantize_linears(model: nn.Module, weight_format: WeightFormat, head: nn.Module | None) -> None:
-    """Replace the linear layers of a finished model, in place.
+Rounding = Callable[[nn.Linear, WeightFormat], QuantizedWeight]
+"""How the weight of a layer becomes levels of a format."""
+
+
+def quantize_linears(
+    model: nn.Module,
+    weight_format: WeightFormat,
+    head: nn.Module | None = None,
+    rounding: Rounding | None = None,
+) -> None:
+    """Replace the linear layers of a finished model, or of a part of one, in place.
 
     Args:
         head: The output head among them.
+        rounding: None: the nearest levels.
 
     Raises ConfigError for a model with weights outside of linear layers, which would be left as they are."""
     _require_linears_alone(model)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            # Exactly nn.Linear: a subclass may compute something else.
-            if type(child) is nn.Linear and name not in READ_OTHERWISE:
-                kind = (
-                    WeightFormat.INT8
-                    if child is head and weight_format is WeightFormat.INT4
-                    else weight_format
-                )
-                try:
-                    weight = quantized(child.weight.detach(), kind)
-                except ValueError as error:
-                    raise ConfigError(f"quantization: {name}: {error}") from error
-                setattr(parent, name, QuantizedLinear(weight, child.bias))
+    rounded = rounding or _nearest
+    for parent, name, layer in linears_in(model):
+        kind = HEAD_FORMATS.get(weight_format) if layer is head else _format_of(name, weight_format)
+        if kind is None:
+            continue
+        try:
+            weight = rounded(layer, kind)
+        except ValueError as error:
+            raise ConfigError(f"quantization: {name}: {error}") from error
+        setattr(parent, name, QuantizedLinear(weight, layer.bias))
+
+
+def linears_in(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """Return the linear layers that may have few bits, each with its parent and its name there."""
+    return [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        # Exactly nn.Linear: a subclass may compute something else.
+        if type(child) is nn.Linear and name not in READ_OTHERWISE
+    ]
+
+
+def _format_of(name: str, weight_format: WeightFormat) -> WeightFormat:
+    is_sensitive = weight_format is WeightFormat.INT4 and name in SHARED_INPUTS[0]
+    return WeightFormat.INT8 if is_sensitive else weight_format
+
+
+def _nearest(layer: nn.Linear, kind: WeightFormat) -> QuantizedWeight:
+    return quantized(layer.weight.detach(), kind)
 
 
 def _require_linears_alone(model: nn.Module) -> None:

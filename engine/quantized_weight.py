@@ -18,7 +18,7 @@ from enum import Enum
 import torch
 
 GROUP = 128
-"""Inputs that share a scale of four bits, where they divide by it."""
+"""Inputs that share a scale of four bits, where they divide by it, of a weight that is rounded here."""
 
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 """Shares of a group's range that are tried as the range of its four-bit levels: outliers are clipped."""
@@ -145,17 +145,64 @@ def are_alike(weights: list[QuantizedWeight]) -> bool:
 
 @torch.no_grad()
 def quantized(weight: torch.Tensor, weight_format: WeightFormat) -> QuantizedWeight:
-    """Round a weight [out_features, in_features] to levels: one scale an output; of four bits, one a group.
+    """Round a weight [out_features, in_features] to the nearest levels of `grid_of` it."""
+    grid = grid_of(weight.float(), weight_format)
+    return grid.weight_of(grid.nearest(weight.float()))
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Where the levels of a weight lie: what may stand for each of its numbers."""
+
+    format: WeightFormat
+    scales: torch.Tensor
+    """[out_features, num_groups] float32."""
+    zeros: torch.Tensor | None
+    """[out_features, num_groups] float32; None: 0."""
+    group: int
+    """Number of inputs that share a scale; all groups have as many."""
+
+    def nearest(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the levels, as floats, that are nearest to the numbers of a whole weight."""
+        parts = weight.view(len(weight), -1, self.group)
+        zeros = None if self.zeros is None else self.zeros[..., None]
+        return nearest_levels(parts, self.format, self.scales[..., None], zeros).view_as(weight)
+
+    def weight_of(self, levels: torch.Tensor) -> QuantizedWeight:
+        """Return the weight of levels [out_features, in_features], which are floats."""
+        if self.format is WeightFormat.INT4:
+            stored = packed(levels.to(torch.int8))
+        else:
+            stored = levels.to(torch.float8_e4m3fn if self.format is WeightFormat.FP8 else torch.int8)
+        return QuantizedWeight(self.format, stored, self.scales, self.group, self.zeros)
+
+
+def nearest_levels(
+    numbers: torch.Tensor, weight_format: WeightFormat, scales: torch.Tensor, zeros: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the levels nearest to numbers, as floats; scales and zeros broadcast to them."""
+    levels = numbers / scales
+    if zeros is not None:
+        levels += zeros
+    if weight_format is WeightFormat.FP8:
+        return levels.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).float()
+    least, most = (-8, 7) if weight_format is WeightFormat.INT4 else (-127, 127)
+    return levels.round_().clamp_(least, most)
+
+
+def grid_of(
+    weight: torch.Tensor, weight_format: WeightFormat, importance: torch.Tensor | None = None
+) -> Grid:
+    """Choose the levels of a float32 weight: one scale an output; of four bits, one a group.
+
+    Args:
+        importance: [in_features], what an error of each input counts; None: all alike.
 
     Raises ValueError for four bits of an odd number of inputs."""
-    weight = weight.float()
     if weight_format is WeightFormat.INT4:
-        return _four_bits(weight)
+        return _four_bits(weight, importance)
     scales = (weight.abs().amax(1, keepdim=True) / LARGEST_LEVEL[weight_format]).clamp_(min=1e-30)
-    levels = weight / scales
-    if weight_format is WeightFormat.FP8:
-        return QuantizedWeight(weight_format, levels.to(torch.float8_e4m3fn), scales, weight.shape[1])
-    return QuantizedWeight(weight_format, levels.round_().to(torch.int8), scales, weight.shape[1])
+    return Grid(weight_format, scales, None, weight.shape[1])
 
 
 def four_bit_group(in_features: int) -> int:
@@ -166,28 +213,23 @@ def four_bit_group(in_features: int) -> int:
     raise ValueError(f"int4: {in_features} inputs are no even number")
 
 
-def _four_bits(weight: torch.Tensor) -> QuantizedWeight:
+def _four_bits(weight: torch.Tensor, importance: torch.Tensor | None) -> Grid:
     """Choose for each group, of some shares of its range, that which brings the least squared error."""
     group = four_bit_group(weight.shape[1])
     parts = weight.view(weight.shape[0], -1, group)
+    counts = 1.0 if importance is None else importance.view(1, -1, group)
     low, high = parts.amin(2, keepdim=True).clamp_(max=0.0), parts.amax(2, keepdim=True).clamp_(min=0.0)
-    scales, zeros = torch.empty_like(low), torch.empty_like(low)
+    scales, zeros = torch.ones_like(low), torch.zeros_like(low)
     least = torch.full_like(low, float("inf"))
     for shrink in SHRINKS:
         scale = ((high - low) * (shrink / 15)).clamp_(min=1e-30)
         zero = (-8 - low * shrink / scale).round_().clamp_(-8, 7)
-        error = (
-            (_levels(parts, scale, zero).sub_(zero).mul_(scale).sub_(parts)).square_().sum(2, keepdim=True)
-        )
+        levels = nearest_levels(parts, WeightFormat.INT4, scale, zero)
+        error = levels.sub_(zero).mul_(scale).sub_(parts).square_().mul_(counts).sum(2, keepdim=True)
         is_less = error < least
         for best, tried in ((least, error), (scales, scale), (zeros, zero)):
             best.copy_(torch.where(is_less, tried, best))
-    levels = _levels(parts, scales, zeros).to(torch.int8).view(weight.shape)
-    return QuantizedWeight(WeightFormat.INT4, packed(levels), scales[..., 0], group, zeros[..., 0])
-
-
-def _levels(parts: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    return (parts / scale).add_(zero).round_().clamp_(-8, 7)
+    return Grid(WeightFormat.INT4, scales[..., 0], zeros[..., 0], group)
 
 
 def packed(levels: torch.Tensor) -> torch.Tensor:

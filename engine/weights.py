@@ -71,6 +71,18 @@ def _config(path: Path) -> PreTrainedConfig:
     return config
 
 
+def tokens_of(path: Path, text: str) -> list[int]:
+    """Return the tokens of a text, by the tokenizer in a prepared folder; none: it has no tokenizer."""
+    if not (path / "tokenizer.json").is_file():
+        return []
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        token_ids: list[int] = tokenizer(text)["input_ids"]
+    except LOAD_ERRORS as error:
+        raise ConfigError(f"{path}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+    return token_ids
+
+
 def random_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Make the model that a folder's config.json describes, with weights that nobody trained.
 

@@ -90,6 +90,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "engine/tensor_parallel.py",
         "engine/pipeline.py",
         "engine/real_rotary.py",
+        "engine/calibration.py",
         "bench/",
     ),
     "triton": ("engine/kernels/", "transfer/gpu/kernels/"),

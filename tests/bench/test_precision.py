@@ -1,0 +1,57 @@
+"""The bench of precision measures what it says: neither channels in another order nor the cache change it."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from bench.precision import WINDOW, Reader, Work, compared, prose, shuffle_channels
+from engine.model import PagedModel
+from engine.scaled_kv import scaled_layout
+from tests.engine.test_gpu_model import make_family
+
+TEXT = [(index * index * 7 + 3) % 199 for index in range(WINDOW + 5)]
+WORK = Work(TEXT, [TEXT[:9], TEXT[9:30]], 4)
+
+
+def reader(family: str, is_scaled: bool = False) -> Reader:
+    model = PagedModel(make_family(family))
+    return Reader(model, scaled_layout(model.shape) if is_scaled else model.shape)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@torch.inference_mode()
+def test_channels_in_another_order_say_the_same(family: str) -> None:
+    model = make_family(family)
+    token_ids = torch.tensor([TEXT[:40]])
+    expected = model(token_ids).logits
+    before = model.model.layers[0].mlp.down_proj.weight.clone()
+    shuffle_channels(model)
+    assert not torch.equal(model.model.layers[0].mlp.down_proj.weight, before)
+    torch.testing.assert_close(model(token_ids).logits, expected, rtol=1e-3, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_perplexity_is_that_of_whole_windows() -> None:
+    window = torch.tensor([TEXT[:WINDOW]])
+    loss = cross_entropy(make_family("llama")(window).logits[0, :-1], window[0, 1:])
+    assert reader("llama").perplexity(TEXT) == pytest.approx(math.exp(loss), rel=1e-4)
+
+
+@torch.inference_mode()
+def test_a_model_agrees_with_itself_and_not_quite_with_kv_of_8_bits() -> None:
+    floats = reader("llama")
+    perplexity, expected = floats.perplexity(TEXT), floats.answers(WORK.prompts, WORK.count)
+    same = compared(floats, WORK, expected, perplexity)
+    assert same["greedy_match"] == same["perplexity_of_floats"] == 1.0
+    assert same["tokens_until_another"] == WORK.count
+    scaled = compared(reader("llama", is_scaled=True), WORK, expected, perplexity)
+    assert 0 < scaled["mean_log_probability_error"] < 0.5
+
+
+def test_the_text_is_prose() -> None:
+    text = prose()
+    assert len(text) > 10_000
+    assert "|" not in text
+    assert "```" not in text
