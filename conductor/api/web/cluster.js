@@ -19,8 +19,8 @@ export async function load() {
 // The share of each bound that a node has used up: {name, share, value, bound}, the fullest first.
 export function budgets(node, bounds) {
   const found = [];
-  if (node.queue_s !== null && bounds.ttft_s) found.push({ name: "queue of TTFT's bound", share: node.queue_s / bounds.ttft_s, value: node.queue_s, bound: bounds.ttft_s });
-  if (node.step_s !== null && bounds.tbt_s) found.push({ name: "step of TBT's bound", share: node.step_s / bounds.tbt_s, value: node.step_s, bound: bounds.tbt_s });
+  if (node.queue_s !== null && bounds.ttft_s) found.push({ name: "TTFT bound (queue)", share: node.queue_s / bounds.ttft_s, value: node.queue_s, bound: bounds.ttft_s });
+  if (node.step_s !== null && bounds.tbt_s) found.push({ name: "TBT bound (step)", share: node.step_s / bounds.tbt_s, value: node.step_s, bound: bounds.tbt_s });
   if (node.held !== null && node.blocks) found.push({ name: "KV blocks held", share: node.held / node.blocks, value: node.held, bound: node.blocks });
   return found.sort((a, b) => b.share - a.share);
 }
@@ -31,8 +31,8 @@ export function bottleneck(nodes, bounds) {
   if (!known.length) return "";
   const [node, most] = known.reduce((a, b) => (b[1].share > a[1].share ? b : a));
   const fact = most.name.startsWith("KV") ? `${count(most.value)} of ${count(most.bound)} blocks` : `${seconds(most.value)} of ${seconds(most.bound)}`;
-  if (most.share < 0.3) return `Nothing is tight: the fullest is ${node.id}, ${percent(most.share)} of its ${most.name} (${fact}).`;
-  return `The bottleneck now is ${node.id}: ${percent(most.share)} of its ${most.name} (${fact}).`;
+  if (most.share < 0.6) return `Nothing is tight: the fullest is ${node.id}, ${percent(most.share)} of its ${most.name}, ${fact}.`;
+  return `The bottleneck now is ${node.id}: ${percent(most.share)} of its ${most.name}, ${fact}.`;
 }
 
 // What the last step of a node was made of.
@@ -74,7 +74,7 @@ function card(node, bounds, first) {
     element("span", { class: "what" }, node.step_s !== null ? `${count(node.running)} running, step ${seconds(node.step_s)}` : node.roles ? `${count(node.running)} running` : "keeps blocks"),
     element("span", { class: "what" }, made(node)),
     bar([[node.held / node.blocks, "held"], [Math.max(0, node.cached - node.held) / node.blocks, "cached"]]),
-    element("span", { class: "what small" }, node.draining ? "draining" : tight ? `${percent(tight.share)} ${tight.name}` : `${count(node.held)} of ${count(node.blocks)} blocks`));
+    element("span", { class: "what small" }, node.draining ? "draining" : tight ? `tightest: ${percent(tight.share)} ${tight.name}` : `${count(node.held)} of ${count(node.blocks)} blocks`));
 }
 
 const square = (node, bounds, first) => element("a", { href: `#/node/${encodeURIComponent(node.id)}`, class: `node square ${level(node, bounds)}`, "data-key": node.id, "data-node": node.id,
@@ -99,8 +99,8 @@ export function draw({ told, nodes }) {
     element("div", { class: "pair" },
       flows.length ? table("KV on its way", ["from", "to", "rate"], flows.map(([from, to, rate]) => row([from, to, `${bytes(rate)}/s`], { "data-key": `${from} ${to}` }))) : empty("No KV moves between nodes just now."),
       told.prefixes.length ? table("Hot prefixes", ["last block", "blocks", "requests", "copies"], told.prefixes.map(([name, depth, rate, copies]) => row([element("code", {}, name), depth, `${count(60 * rate)}/min`, copies], { "data-key": name }))) : empty("No prefix was matched lately: a second turn of a chat has one.")),
-    table(isSmall ? `The ${TABLED} nodes with the fullest budgets` : "Nodes", ["node", "host", "roles", "queue", "step", "running", "last step", "queued tokens", "context tokens", "KV held", "tightest", "heard"],
-      (isSmall ? fullest(nodes, bounds, TABLED) : nodes).map((node) => { const tight = budgets(node, bounds)[0];
+    table(isSmall ? `The ${TABLED} nodes with the fullest budgets` : "Nodes, the fullest first", ["node", "host", "roles", "queue", "step", "running", "last step", "queued tokens", "context tokens", "KV held", "tightest", "heard"],
+      fullest(nodes, bounds, TABLED).map((node) => { const tight = budgets(node, bounds)[0];
         return row([element("a", { href: `#/node/${encodeURIComponent(node.id)}` }, node.id), node.host, node.roles || "storage", seconds(node.queue_s), seconds(node.step_s), count(node.running), made(node) || "–", count(node.queued_tokens), count(node.context_tokens),
           `${percent(node.held / node.blocks)} of ${count(node.blocks)}`, element("td", {}, tight ? bar([[tight.share, level(node, bounds)]]) : "", tight ? ` ${percent(tight.share)}` : "–"), node.silent_s === null ? "not yet" : `${age(node.silent_s)} ago`], { "data-key": node.id }); })),
   ].filter(Boolean);

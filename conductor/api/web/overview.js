@@ -16,14 +16,16 @@ export async function load([span = "hour"]) {
 // The numbers at the top, of the last minute.
 export function numbers(series) {
   const rows = Math.max(1, Math.round(60 / series.stepS)), mean = (name) => series.mean(name, rows);
+  const worst = (name) => Math.max(...[...(series.columns[name] ?? []).slice(-rows)].filter((value) => !Number.isNaN(value)));
+  const slowest = (name) => { const found = worst(name); return seconds(Number.isFinite(found) ? found : null); };
   const prompt = mean("prompt_tokens"), rate = (value) => `${count(value)}/s`;
   return [
     ["served in bounds", rate(mean("good"))],
     ["rejected", rate(mean("rejected"))],
     ["served late", rate(mean("late"))],
     ["TTFT, median", seconds(mean("ttft_p50"))],
-    ["TTFT, 99 %", seconds(mean("ttft_p99"))],
-    ["TBT, 99 %", seconds(mean("tbt_p99"))],
+    ["TTFT, 99 %", slowest("ttft_p99")],
+    ["TBT, 99 %", slowest("tbt_p99")],
     ["of prompts hit", percent(prompt ? mean("cached_tokens") / prompt : null)],
     ["tokens generated", rate(mean("output_tokens"))],
     ["running", count(mean("running"))],
@@ -58,6 +60,7 @@ export function draw({ told, span, series }) {
   const quiet = !hour.mean("running", 3600) && !series.mean("good", rows);
   return [
     element("h2", { tabindex: -1 }, "Overview"),
+    element("p", { class: "note" }, "The last minute. Each 99 % is that of the worst moment in it."),
     element("dl", { class: "numbers overview-numbers", "aria-label": "The last minute" }, numbers(series).map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)))),
     quiet ? empty("No request has come in this time. ", element("a", { href: "#/playground" }, "Ask one in the playground"), ", or send some: ", element("code", {}, "conductor bench")) : null,
     spans,

@@ -34,7 +34,7 @@ export function verdict(runs, called) {
   const more = share(best) - share(now), name = called[best.nodes] ?? best.nodes;
   if (more > 0.005) return `Yes: with ${name} (${best.nodes}) ${percent(share(best))} would have been served within their bounds, instead of ${percent(share(now))}.`;
   const sooner = now.report.ttft_s.p99 - best.report.ttft_s.p99;
-  if (share(now) >= 0.995) return `No: ${percent(share(now))} were within their bounds with ${now.nodes} already${sooner > 0.1 * now.report.ttft_s.p99 && now.report.ttft_s.p99 > 0 ? `; the slowest hundredth would have had its first token ${seconds(sooner)} sooner with ${name}` : ""}.`;
+  if (share(now) >= 0.995) return `No: in the replay ${percent(share(now))} are within their bounds with ${now.nodes} already${sooner > 0.1 * now.report.ttft_s.p99 && now.report.ttft_s.p99 > 0 ? `; the slowest hundredth would have had its first token ${seconds(sooner)} sooner with ${name}` : ""}.`;
   return `No: none of these clusters would have served noticeably more than the ${percent(share(now))} of ${now.nodes}.`;
 }
 
@@ -47,7 +47,7 @@ function outcome(which, called = {}) {
   return [
     element("p", { class: "sentence", role: "status" }, verdict(runs, called) || `${percent(runs[0].report.effective_capacity)} would have been served within their bounds.`),
     element("p", { class: "note" }, `${count(about.requests)} requests over ${seconds(about.span_s)}, blocks of ${about.block_size} tokens.`),
-    table("In virtual time", ["nodes", "change", "within bounds", "rejected", "TTFT median", "TTFT 99 %", "TBT 99 %", "hit rate", "goodput", "prefill each"],
+    table("In virtual time", ["nodes", "change", "within bounds", "rejected", "TTFT median", "TTFT 99 %", "TBT 99 % (longest tenth)", "hit rate", "goodput", "prefill each"],
       runs.map(({ nodes, report }) => row([element("b", {}, nodes), called[nodes] ?? "", element("td", {}, bar([[report.effective_capacity, "held"]]), ` ${percent(report.effective_capacity)}`), count(report.rejected), seconds(report.ttft_s.p50), seconds(report.ttft_s.p99), seconds(report.tbt_s.p99),
         percent(report.hit_rate_tokens), `${count(report.goodput_requests_per_s)}/s`, seconds(report.prefill_gpu_s_per_request)], { "data-key": nodes }))),
     ...runs.filter(({ html }) => html).map(({ nodes, html }) => element("details", { "data-key": `report ${nodes}`, open: runs.length === 1 }, element("summary", {}, `Charts of ${nodes}`),

@@ -96,10 +96,17 @@ function waterfall(attempt) {
   return element("div", { class: "waterfall" }, table("Where its time went: pale is predicted, full is actual", ["part", "predicted", "actual", "when"], rows));
 }
 
-// The name of the part that took longest, before the first token if that was late or alone is known; empty: nothing is.
-export function longest({ parts, asked, actual }) {
-  const isLate = late(actual?.ttft_s, asked?.slo?.[0]);
-  const own = parts.filter((part) => !part.beneath && part.actual_s > 0 && !(isLate && part.name === "decoded"));
+// Whether the first token came past its bound, or long after it was predicted.
+function isSlowStart({ parts, asked, actual }) {
+  const before = (which) => parts.reduce((sum, part) => (part.beneath || part.name === "decoded" ? sum : sum + (part[which] ?? 0)), 0);
+  const predicted = before("predicted_s");
+  return late(actual?.ttft_s, asked?.slo?.[0]) || (predicted > 0 && before("actual_s") > 1.5 * predicted);
+}
+
+// The name of the part that took longest, before the first token if that was slow or alone is known; empty: nothing is.
+export function longest(attempt) {
+  const isSlow = isSlowStart(attempt);
+  const own = attempt.parts.filter((part) => !part.beneath && part.actual_s > 0 && !(isSlow && part.name === "decoded"));
   return own.reduce((most, part) => (part.actual_s > (most?.actual_s ?? 0) ? part : most), null)?.name ?? "";
 }
 
@@ -113,10 +120,10 @@ export function sentence(attempt) {
   const { actual, asked } = attempt, most = longest(attempt), part = attempt.parts.find(({ name }) => name === most);
   const beyond = part && part.predicted_s > 0 && part.actual_s > 1.5 * part.predicted_s ? `, ${Number((part.actual_s / part.predicted_s).toPrecision(2))} times what was predicted` : "";
   const past = (value, bound) => (late(value, bound) ? `, late by ${seconds(value - bound)}` : "");
-  const first = late(actual.ttft_s, asked.slo[0]) ? "Most of the time to its first token" : "Most of its time";
+  const first = isSlowStart(attempt) ? "Most of the time to its first token" : "Most of its time";
   const spent = part ? ` ${first}: ${WORDS[most]}, ${seconds(part.actual_s)}${beyond}.` : "";
   const pace = actual.mean_tbt_s ? `, then one every ${seconds(actual.mean_tbt_s)}${past(actual.mean_tbt_s, asked.slo[1])}` : "";
-  return `${actual.end}, ${count(actual.num_output_tokens)} tokens. First token after ${seconds(actual.ttft_s)}${past(actual.ttft_s, asked.slo[0])}${pace}.${spent}`;
+  return `${actual.end[0].toUpperCase()}${actual.end.slice(1)}, ${count(actual.num_output_tokens)} tokens. First token after ${seconds(actual.ttft_s)}${past(actual.ttft_s, asked.slo[0])}${pace}.${spent}`;
 }
 
 function candidates(caption, rows, columns, chosen) {

@@ -180,10 +180,40 @@ def test_the_fullest_budget_is_the_bottleneck(modules):
         "[page.bottleneck(value.nodes, value.bounds), page.groups(value.nodes).map(({name}) => name)]"
     )
     told = in_node(modules, "cluster.js", expression, {"nodes": nodes, "bounds": bounds})
-    assert told[0] == "The bottleneck now is p0: 80 % of its queue of TTFT's bound (3.2 s of 4 s)."
+    assert told[0] == "The bottleneck now is p0: 80 % of its TTFT bound (queue), 3.2 s of 4 s."
     assert told[1] == ["Prefill", "Decode", "Storage"]
     told = in_node(modules, "cluster.js", expression, {"nodes": nodes[:1], "bounds": {}})
     assert told[0].startswith("Nothing is tight: the fullest is d0, 10 % of its KV blocks held")
+
+
+@needs_node
+def test_the_slow_part_of_a_start_is_named_before_a_long_answer(modules):
+    def attempt(prefill_s, bound_s=None):
+        parts = [("prefill", 1.2, prefill_s), ("decoded", 9.0, 9.5)]
+        return {
+            "parts": [{"name": name, "predicted_s": far, "actual_s": took} for name, far, took in parts],
+            "asked": {"slo": [bound_s, None]},
+            "actual": {"ttft_s": prefill_s},
+        }
+
+    cases = [attempt(1.3), attempt(3.8), attempt(1.3, bound_s=1.0)]
+    assert in_node(modules, "requests.js", "value.map(page.longest)", cases) == [
+        "decoded",
+        "prefill",
+        "prefill",
+    ]
+
+
+@needs_node
+def test_the_worst_moment_of_a_minute_is_shown_not_its_mean(modules):
+    told = in_node(
+        modules,
+        "overview.js",
+        "page.numbers({ stepS: 20, columns: { ttft_p99: [9, NaN, value, 2] }, mean: () => 1 })",
+        3.5,
+    )
+    assert dict(told)["TTFT, 99 %"] == "3.5 s"
+    assert dict(told)["TBT, 99 %"] == "–"
 
 
 @needs_node
@@ -218,7 +248,9 @@ def test_what_if_names_the_clusters_a_step_away_and_answers_the_question(modules
     ]
     told = in_node(modules, "replay.js", "value.map(([runs, called]) => page.verdict(runs, called))", cases)
     assert told[0].startswith("Yes: with one more prefill node (3P1D) 97 % would have been served")
-    assert told[1].startswith("No: 100.0 % were within their bounds with 2P1D already; the slowest hundredth")
+    assert told[1].startswith(
+        "No: in the replay 100.0 % are within their bounds with 2P1D already; the slowest hundredth"
+    )
     assert told[2].startswith("No: none of these clusters")
     assert told[3] == ""
 
