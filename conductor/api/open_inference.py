@@ -181,13 +181,14 @@ async def _read(data: bytes, kind: Any) -> Any:
 def _asked(data: bytes) -> _Inference:
     """Read a message; raises InvalidRequestError, naming the field, and DecodeError."""
     message = parsed(data, pb.ModelInferRequest)
-    outputs = []
+    outputs: list[str] = []
     for at, output in enumerate(message.outputs):
-        outputs.append(output.name)
-        if outputs[-1] not in OUTPUTS:
+        name = output.name
+        if name not in OUTPUTS or name in outputs:
             raise InvalidRequestError(
-                f"outputs[{at}].name: one of {', '.join(OUTPUTS)} is wanted", f"outputs[{at}].name"
+                f"outputs[{at}].name: one of {', '.join(OUTPUTS)} is wanted, each once", f"outputs[{at}].name"
             )
+        outputs.append(name)
         _require_no_parameters(output.parameters, f"outputs[{at}]")
     return _Inference(
         message.model_name,

@@ -104,6 +104,10 @@ BAD = {
     "raw_input_contents": infer(raw_input_contents=[b"\xff\xff\xff\x7fa"]),
     "raw_input_contents, cut": infer(raw_input_contents=[b"\x01"]),
     "raw_input_contents, twice": infer(raw_input_contents=[b"\1\0\0\0a", b"\1\0\0\0a"]),
+    # Each would bring the whole answer again.
+    "outputs[1].name": infer(
+        outputs=[pb.ModelInferRequest.InferRequestedOutputTensor(name="text_output")] * 2
+    ),
     "outputs[0].name": infer(outputs=[pb.ModelInferRequest.InferRequestedOutputTensor(name="logits")]),
     "parameters.best_of": infer({"best_of": 2}),
     "parameters.max_tokens": infer({"max_tokens": "many"}),
