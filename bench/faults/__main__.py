@@ -51,7 +51,7 @@ ROWS: dict[str, tuple[Callable[[int], Any], int]] = {
     "hostile-bytes": (hostile_bytes, 10_000),
     "transfers-hurt": (transfers_hurt, 1_000_000),
 }
-"""How a row is measured, and how many faults it injects unless told otherwise."""
+"""How a row is measured, and how many faults it injects unless the command line says otherwise."""
 
 
 def main() -> None:

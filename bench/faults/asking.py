@@ -1,4 +1,4 @@
-"""Clients that know what they must be told, and what became of each request.
+"""Clients that know which tokens must come, and what became of each request.
 
 Every prompt has a seed, and was answered once before anything was hurt. Half of the requests
 carry a cache salt that nobody used before, so that their prompts are computed and not found.
@@ -24,14 +24,14 @@ from protos.inference_pb2_grpc import InferenceStub
 SMALL_MODEL = "small"
 """Name of the model that is asked (`small_model.py`)."""
 VOCAB = 512
-"""Tokens of its vocabulary."""
+"""The number of tokens in the asked model's vocabulary."""
 TIMEOUT_S = 300.0
 CHANNEL_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1_000))
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is asked."""
+    """One prompt, and how many tokens are asked for."""
 
     token_ids: tuple[int, ...]
     max_tokens: int
@@ -60,7 +60,7 @@ def drawn_prompts(rng: random.Random, count: int, length: tuple[int, int], max_t
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one request. Seconds of this process's monotonic clock."""
+    """The outcome of one request. Seconds of this process's monotonic clock."""
 
     sent_at_s: float
     tokens: list[int] = field(default_factory=list)
@@ -106,9 +106,9 @@ class Seen:
     repeated_tokens: int = 0
     """Tokens beyond the undisturbed answer's length."""
     longest_gap_s: float = 0.0
-    """Between asking and the first token, or between two."""
+    """The longest seconds from a request to its first token, or from one token to the next."""
     errors: list[str] = field(default_factory=list)
-    """The first few."""
+    """The first few failed answers' errors."""
 
     def take(self, answer: Answer, expected: Sequence[int]) -> None:
         self.requests += 1
@@ -136,7 +136,7 @@ class Clients:
         self._expected = list(self._threads.map(partial(undisturbed, self._stub), prompts))
         self.seen = Seen()
         self.first_token_at_s: list[float] = []
-        """Of each answer that was whole."""
+        """The moment of each first token, of answers that came whole."""
 
     def begin(self) -> list[Future[Answer]]:
         """Send one request for each client."""

@@ -25,16 +25,16 @@ from deploy.supervisor import STEADY_S
 SERVES_ON_S = 90.0
 """How long a cluster is to serve without its Ray; Ray's own patience is over after a minute."""
 BEGUN = 16
-"""Answers of the load before a fault."""
+"""The number of answers that the load has had before a fault is injected."""
 SERVED_AGAIN = 16
 """Whole answers to requests sent after a fault, and after who was killed has a successor."""
 OBSERVED_S = 8.0
 """The least time looked at after a fault: a process that is to end because of it ends within."""
 RECOVERED_S = 240.0
 NOTICED_S = 240.0
-"""For a supervisor to restart a conductor that hangs; after that the row kills it."""
+"""The seconds that a supervisor has to restart a conductor that hangs; after that the row kills it."""
 SPARE_READY_S = 10.0
-"""For a spare, whose end of importing nobody is told."""
+"""The seconds that a spare process has to import everything: nothing says when it has."""
 
 
 def _begin(load: SteadyLoad) -> None:
@@ -133,7 +133,7 @@ def _of_ray(windows: Sequence[Window]) -> dict[str, Any]:
 
 
 def _of_ends(ends: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return how clusters ended that were told to; clean is status 0 and nothing left."""
+    """Return how clusters ended that were asked to; clean is status 0 and nothing left."""
     told = [end for end in ends if not end["by_itself"]]
     return {
         "ended_by_themselves": len(ends) - len(told),

@@ -33,7 +33,7 @@ from deploy.supervisor import SPARE_AFTER_S, ProcessSpec, Supervisor
 
 BLOCK_SIZE = 32
 CHUNK_TOKENS = 50
-"""Divides neither prompts nor blocks."""
+"""Tokens of a chunk, so many that they divide neither prompts nor blocks."""
 KV_CACHE_GIB = 0.1
 GRACE_S = 5.0
 PAUSE_S = 0.02
@@ -76,7 +76,7 @@ class FaultCluster:
         self.http_port: int = ready["http_port"]
         self.grpc_address = f"127.0.0.1:{ready['grpc_port']}"
         self.attach_port: int = ready["attach_port"]
-        """Where nodes are listened for."""
+        """The port at which the conductor listens for nodes."""
         self.folder = folder
         self._forks = forks
         self.pids: dict[str, int] = {}

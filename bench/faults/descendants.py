@@ -21,7 +21,7 @@ class Process:
     pid: int
     parent: int
     started: int
-    """In the kernel's ticks; together with the id it names one process for ever."""
+    """The moment of the process's start in the kernel's ticks; with `pid` it names one process for ever."""
     command: tuple[str, ...]
     mark: str = ""
 

@@ -21,9 +21,9 @@ from bench.faults.soak import sample
 
 SHAPE = ((40, 160), 8)
 SLOW_CONNECTIONS = 300
-"""Of each listener, open at once and silent."""
+"""The number of connections to each listener that are open at once and silent."""
 CLOSES_WITHIN_S = 15.0
-"""The conductor ends what says nothing after 10 s."""
+"""The seconds within which silent connections must be closed; the conductor ends them after 10 s."""
 READ_S = 0.05
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 BODY_BYTES = 8 << 20

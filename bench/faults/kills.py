@@ -19,7 +19,7 @@ from bench.faults.small_model import small_model
 
 PROMPTS = 24
 SHAPES = {"prefill": ((1_000, 2_000), 8), "decode": ((60, 200), 60)}
-"""Tokens of prompts and of answers, so that most of the time goes to the role that is hurt."""
+"""Tokens of prompts (least, most) and of answers by role, so that most time goes to the role that is hurt."""
 LEASE_S = 10.0
 PATIENCE_S = 60.0
 
@@ -29,13 +29,13 @@ class Recovered:
     """Seconds that things took, one for each fault."""
 
     node_back_s: list[float] = field(default_factory=list)
-    """From the fault until every node is attached again."""
+    """Seconds from each fault until every node is attached again."""
     blocks_free_s: list[float] = field(default_factory=list)
-    """From the end of the last request until no block is held."""
+    """Seconds from the end of the last request until no block is held."""
     noticed_s: list[float] = field(default_factory=list)
-    """From the fault until the conductor no longer counts on the node: at most a poll of /status late."""
+    """Seconds from a fault until the conductor counts on the node no more, at most a poll of /status late."""
     leaked_blocks: int = 0
-    """Held one lease after the last request ended."""
+    """Blocks that are held one lease after the last request ended."""
     hits: int = 0
     """Requests that were placed again."""
 

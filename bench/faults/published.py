@@ -1,4 +1,4 @@
-"""What Dynamo publishes of itself: eight clients, a hundred requests each, and a process killed among them.
+"""The faults that Dynamo publishes of itself: eight clients, a hundred requests each, one process killed.
 
 A client sends its next request when its last has ended. Nodes and conductor are started again
 at once, as by their supervisors; restarting a node for its operator is a row of its own here.
@@ -22,13 +22,13 @@ from bench.faults.kills import counts, kill, leaked_blocks, with_cluster
 CLIENTS = 8
 REQUESTS = 800
 FEW_REQUESTS = 200
-"""Of the rows that nobody else publishes."""
+"""The number of requests in rows that no other project publishes."""
 TOKENS_OF_PROMPT = (60, 200)
 TOKENS_OF_ANSWER = 30
 LOAD_S = 3_600.0
-"""For half of the requests, on a machine however busy."""
+"""The seconds that half of the requests may take, on a machine however busy."""
 SETTLED_S = 0.1
-"""After a kill: what a client had in its socket has been read."""
+"""Seconds after a kill in which clients read what is in their sockets."""
 
 
 def _under_load(

@@ -19,9 +19,9 @@ from bench.faults.kills import counts, leaked_blocks
 from bench.faults.small_model import small_model
 
 STEADY_S = 15.0
-"""Before the server dies, and after it is back."""
+"""Seconds of load before the server dies, and again when it is back."""
 PAUSE_S = 0.5
-"""Of each client between two requests: ten minutes of them at full speed would show no more."""
+"""Seconds that a client waits between two requests: ten minutes at full speed would show no more."""
 SHAPE = ((100, 400), 30)
 
 

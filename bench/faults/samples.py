@@ -1,4 +1,4 @@
-"""What two of the rows need of statistics: whether two samples differ, and how a series rises."""
+"""The statistics that two of the rows need: whether two samples differ, and how a series rises."""
 
 from __future__ import annotations
 

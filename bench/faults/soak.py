@@ -23,18 +23,18 @@ from bench.faults.samples import pooled_slope
 
 CLIENTS = 48
 SHAPES = {(8, 40): (170, 8), (100, 200): (24, 8), (400, 900): (6, 32)}
-"""By tokens of prompts: how many there are, and the tokens of their answers."""
+"""Numbers of prompts and tokens of their answers, by the tokens (least, most) of the prompts."""
 REQUESTS_BETWEEN_KILLS = 500
 KILLED_IN_TURN = [*(("prefill-1", "decode-1") * 9), "prefill-1", "conductor"]
 SAMPLE_S = 2.0
 WARM_UP_SHARE = 0.2
-"""Of a process's samples: caches, pools of threads and the allocator fill up."""
+"""The share of a process's samples that is left out while caches, pools of threads and the allocator fill."""
 SURVIVORS = ("prefill-0", "decode-0")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a process had when so many requests had been answered."""
+    """One look at a process: its memory, files and threads when so many requests had been answered."""
 
     requests: int
     rss_mib: float

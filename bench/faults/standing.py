@@ -13,12 +13,12 @@ from bench.faults.cluster import FaultCluster, wait_until
 from bench.faults.kills import counts, leaked_blocks, with_cluster
 
 STOPS_S = (15.0, 30.0, 60.0)
-"""All longer than the lease of 10 s, the last longer than any wait of the conductor's own."""
+"""Seconds of a stop: all exceed the lease of 10 s, the last exceeds every wait of the conductor's own."""
 STREAMS = 50
 TOKENS_OF_PROMPT = (60, 200)
 TOKENS_OF_ANSWER = 200
 BEGUN_S = 0.5
-"""From when all are in progress to the stop: most have tokens by then."""
+"""Seconds from the moment when all streams are in progress to the stop: most have tokens by then."""
 
 
 def _conductor_stopped(cluster: FaultCluster, count: int) -> dict[str, Any]:

@@ -28,19 +28,22 @@ from bench.faults.asking import CHANNEL_OPTIONS, SMALL_MODEL, Answer, Prompt, as
 from protos.inference_pb2_grpc import InferenceStub
 
 CLIENTS = 3
-"""That ask for short answers, over each of gRPC and HTTP."""
+"""The number of clients, over each of gRPC and HTTP, that ask for short answers."""
 PROMPTS = 12
 DRAWN_FOR_ONE = 2
 """Prompts drawn for each one that is asked; some have answers that depend on the batch."""
 TOKENS_OF_PROMPT = (60, 200)
 TOKENS_OF_ANSWER = 30
 TOKENS_OF_LONG_ANSWER = 1_000
-"""Of one more client over each: its stream takes seconds, and is in progress whenever something is hurt."""
+"""Tokens of the answers to one more client over each protocol.
+
+A stream of so many takes seconds, so that one is in progress whenever something is hurt."""
 PAUSE_S = 0.2
-"""Between an answer and the next request: the machine is not to be full, or all would be slow for that."""
+"""Seconds from an answer to the next request: on a full machine everything would be slow for that alone."""
 PATIENCE_S = 180.0
-"""A request that has no answer by then has failed, one that found nobody to send it to as well: a long answer
-takes a minute where the machine is busy."""
+"""Seconds after which a request without an answer has failed, also one that reached nobody.
+
+A long answer takes a minute where the machine is busy."""
 DIAL_AGAIN_S = 0.02
 PROBE_S = 0.05
 PROBE_PATIENCE_S = 1.0
@@ -63,15 +66,15 @@ class Asked:
 
 @dataclass(slots=True)
 class Window:
-    """What was seen from one fault to the next."""
+    """Everything that was seen from one fault to the next."""
 
     hurt_at_s: float
     until_s: float
     asked: list[Asked]
     answered_at_s: list[float]
-    """When a probe was answered, over a connection of its own."""
+    """The moments when probes were answered, each over a connection of its own."""
     dead_at_s: float = 0.0
-    """What was sent until then may have gone to a process that was killed; 0: there is none."""
+    """The moment until which requests may have gone to a process that was killed; 0: none was."""
     more: dict[str, Any] = field(default_factory=dict)
     """Other figures of this fault."""
 
@@ -87,7 +90,7 @@ class Window:
 
     @property
     def first_tokens_at_s(self) -> list[float]:
-        """Of requests that were sent after the fault and answered whole."""
+        """The moments of the first tokens of requests that were sent after the fault and answered whole."""
         return [
             each.answer.arrived_at_s[0]
             for each in self.asked
@@ -212,7 +215,7 @@ class SteadyLoad:
         self._lock = threading.Lock()
         self._asked: list[Asked] = []
         self._sent_at_s: dict[int, float] = {}
-        """Of the request that each thread waits for."""
+        """The moment when each thread sent the request that it waits for."""
         self._answered_at_s: list[float] = []
         self._stopping = threading.Event()
         self._threads = ThreadPoolExecutor(2 * (CLIENTS + 1) + 1)

@@ -33,7 +33,7 @@ HARMLESS = (None, Fault.DUPLICATE, Fault.REORDER)
 RAISING = (Fault.FAIL, Fault.LATE)
 LEASE_S = 60.0
 PIECE = 20_000
-"""Transfers between two lines of progress; each piece has agents of its own."""
+"""The number of transfers in a piece, which has agents of its own and ends with a line of progress."""
 
 
 class CorruptError(AssertionError):

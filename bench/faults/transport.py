@@ -33,7 +33,7 @@ from transfer.transport import Transport
 
 
 class Fault(Enum):
-    """What happens to one batch; see the head of the file."""
+    """The ways in which one batch can be hurt; the head of the file explains each."""
 
     FLIP = "flip"
     TRUNCATE = "truncate"
@@ -90,7 +90,7 @@ class FaultyTransport:
             raise TransferFailedError("injected: the connection broke")
 
     async def deliver_late(self) -> list[ServeError | None]:
-        """Carry out the late batches, long after their callers were told that they failed.
+        """Carry out the late batches, long after their callers heard that they failed.
 
         Returns what each came to: the error that refused it, or None if it went through.
         """

@@ -26,11 +26,11 @@ from deploy.supervisor import SPARE_FLAG
 
 NAMES = ("conductor", "prefill-0", "decode-0")
 ACTOR = "ray::ActorProcess"
-"""What Ray calls the worker in which a supervisor lives."""
+"""The name that Ray gives the worker in which a supervisor lives."""
 END_S = 150.0
-"""For `conductor up` to drain: it takes 80 s itself at most."""
+"""The seconds that `conductor up` has to drain: it takes 80 s itself at most."""
 GONE_S = 15.0
-"""For the last processes, after it has ended."""
+"""The seconds that the last processes have to end after `conductor up` has."""
 LOG_TAIL = 2_000
 
 
@@ -104,7 +104,7 @@ class UpCluster:
         return bool(found)
 
     def life(self, name: str) -> str:
-        """Return what tells a process from its successor: the moment of its start; empty if it is away.
+        """Return the moment of a process's start, which no successor shares; empty if it is away.
 
         A process that lets go of its ports lives on for a while. What is returned is of the one that serves.
         """
