@@ -452,6 +452,8 @@ class NodeProcess:
     store: StoreConfig = field(default_factory=StoreConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     """Certificates for the connection to the conductor."""
+    rounded: str = ""
+    """Path of the model's rounded weights without their format; empty: they are not kept."""
     mixed_weights: bool = False
     """Whether KV of weights of another format stands for this node's."""
     metrics_host: str = "127.0.0.1"

@@ -230,7 +230,7 @@ def rows_of(folder: Path, work: Work, shuffled: bool) -> Iterator[dict[str, obje
     """Yield the figures of float32, of KV of 8 bits, and of each format of weights."""
 
     def loaded() -> PreTrainedModel:
-        module = load_model(folder, torch.float32, torch.device("cpu"))
+        module = load_model(folder, torch.float32)
         if shuffled:
             shuffle_channels(module)
         return module

@@ -58,7 +58,7 @@ def batch_of(streams: int, context: int) -> Batch:
 def models(folder: Path) -> Iterator[tuple[str, PagedModel]]:
     """Yield the float32 model and the int8 one, each as a node makes it."""
     for name in ("float32", "int8"):
-        module = load_model(folder, torch.float32, CPU)
+        module = load_model(folder, torch.float32)
         if name == "int8":
             quantize_linears(module, WeightFormat.INT8, module.get_output_embeddings())
             use_cpu_products(module)

@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
     source = Path(prepare("smollm2", Path("~/.cache/conductor-cluster"), print).path)
-    dense = load_model(source, torch.bfloat16, torch.device("cpu"))
+    dense = load_model(source, torch.bfloat16)
     assert isinstance(dense, LlamaForCausalLM)
     mixture = upcycled(dense)
     for layer in mixture.model.layers:

@@ -10,6 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from base.config import ClusterConfig, ConductorProcess, EngineConfig, NodeProcess, PoolConfig
 from base.request import Role
@@ -130,6 +131,7 @@ def planned_nodes(
                 roles=roles,
                 model_path=model.path,
                 model_id=model.model_id,
+                rounded=str(Path(config.cache_dir).expanduser() / "rounded" / model.model_id),
                 conductor_addresses=conductor_addresses,
                 engine=dataclasses.replace(
                     pool.engine, threads=threads, chunk_attention=chunk_attention(pool.engine, config.profile)

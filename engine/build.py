@@ -25,6 +25,7 @@ from base.kv_layout import KvLayout, KvPart, whole_layout
 from base.logs import event
 from base.tables import from_table
 from engine.block_pool import BlockPool
+from engine.device_weights import move_to
 from engine.loop import EngineLoop
 from engine.model import PagedModel
 from engine.packed_linear import pack_linears
@@ -88,12 +89,14 @@ def build_engine(
     allocate: Allocate | None = None,
     rank_module: str = "engine.rank",
     for_ranks: dict[str, Any] | None = None,
+    rounded: Path | None = None,
 ) -> Engine:
     """Load a prepared model and lay out its cache, as `assemble_engine`. Blocks for seconds.
 
     Args:
         rank_module: Module that the other ranks run.
         for_ranks: More for its `join_ranks` to return; JSON.
+        rounded: As for `load_weights`.
 
     Raises ConfigError if the model cannot be served, or no block fits into the cache."""
     shape = GroupShape(config.tensor_parallel, config.pipeline_parallel)
@@ -101,14 +104,18 @@ def build_engine(
     num_threads = max(1, num_threads // shape.size)
     torch.set_num_threads(num_threads)
     if shape.size == 1:
-        return assemble_engine(
-            config, load_rank(config, model_path, None), clock, allocate, tokenizer=Path(model_path)
-        )
-    spec = {"engine": dataclasses.asdict(config), "model_path": model_path, "threads": num_threads}
+        model = load_rank(config, model_path, None, rounded)
+        return assemble_engine(config, model, clock, allocate, tokenizer=Path(model_path))
+    spec = {
+        "engine": dataclasses.asdict(config),
+        "model_path": model_path,
+        "threads": num_threads,
+        "rounded": rounded and str(rounded),
+    }
     is_gpu = device_of(config).type == "cuda"
     ranks, group = start_ranks(rank_module, {**spec, **(for_ranks or {})}, shape, is_gpu)
     try:
-        model = load_rank(config, model_path, group.tensor)
+        model = load_rank(config, model_path, group.tensor, rounded)
         engine = assemble_engine(config, model, clock, allocate, group, ranks, Path(model_path))
         ranks.is_starting = False
         return engine
@@ -125,20 +132,25 @@ def build_rank(
     Raises ConfigError."""
     torch.set_num_threads(spec["threads"])
     config = from_table(EngineConfig, spec["engine"], ("engine",))
-    model = load_rank(config, spec["model_path"], group.tensor)
+    rounded = Path(spec["rounded"]) if spec["rounded"] else None
+    model = load_rank(config, spec["model_path"], group.tensor, rounded)
     return assemble_engine(config, model, clock, allocate, group)
 
 
-def load_rank(config: EngineConfig, model_path: str, group: TensorGroup | None) -> PagedModel:
+def load_rank(
+    config: EngineConfig, model_path: str, group: TensorGroup | None, rounded: Path | None = None
+) -> PagedModel:
     """Return this rank's share of a prepared model's heads; without a group, the whole.
 
-    Raises ConfigError if the model cannot be served, or cannot be cut."""
+    `rounded` is as for `load_weights`. Raises ConfigError if the model cannot be served, or cannot be cut."""
     device = device_of(config)
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = default if config.dtype == "auto" else TORCH_DTYPES[config.dtype]
-    weights = load_weights(config, model_path, dtype, device)
+    weights = load_weights(config, Path(model_path), dtype, device, rounded)
     if group is not None:
         cut_causal_model(weights.module, group)
+    move_to(weights.module, device)
+    weights.compute_source()
     if device.type == "cpu":
         use_cpu_products(weights.module)
     if device.type == "cpu" and dtype == torch.float32:

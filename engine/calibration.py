@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 
 from base.errors import ConfigError
 from engine.compensated_rounding import compensated
+from engine.device_weights import visiting
 from engine.pipeline import layers_of
-from engine.quantized_linear import linears_in, quantize_linears
+from engine.quantized_linear import linears_in, nearest_on, quantize_linears
 from engine.quantized_weight import QuantizedWeight, WeightFormat, quantized
 
 TEXT = Path(__file__).with_name("calibration.txt")
@@ -34,14 +35,20 @@ ROW_TOKENS = 256
 
 @torch.no_grad()
 def quantize_for_text(
-    model: PreTrainedModel, weight_format: WeightFormat, head: nn.Module | None, token_ids: list[int]
+    model: PreTrainedModel,
+    weight_format: WeightFormat,
+    head: nn.Module | None,
+    token_ids: list[int],
+    device: torch.device | None = None,
 ) -> None:
     """Replace the linear layers of a finished model, in place, by levels that fit a text.
 
     A family without plain `layers`, and what is outside of them, is rounded to the nearest levels, and so is
-    everything where there are no tokens.
+    everything where there are no tokens. `device` computes; None: the model's own, of a model on the host
+    it has one layer at a time.
 
     Raises ConfigError as `quantize_linears`."""
+    device = device or model.device
     try:
         layers = list(layers_of(model)) if token_ids else []
     except ConfigError:
@@ -56,16 +63,18 @@ def quantize_for_text(
         handles.append(layer.register_forward_hook(_rounding(weight_format, seen)))
     try:
         if handles:
-            _read(model, token_ids)
+            # Entered last, so that a layer is rounded before it leaves the device.
+            with visiting(model, device):
+                _read(model, token_ids, device)
     finally:
         for handle in handles:
             handle.remove()
-    quantize_linears(model, weight_format, head)
+    quantize_linears(model, weight_format, head, partial(nearest_on, device))
 
 
-def _read(model: PreTrainedModel, token_ids: list[int]) -> None:
+def _read(model: PreTrainedModel, token_ids: list[int], device: torch.device) -> None:
     size = min(ROW_TOKENS, len(token_ids))
-    rows = torch.tensor(token_ids[: len(token_ids) // size * size], device=model.device).view(-1, size)
+    rows = torch.tensor(token_ids[: len(token_ids) // size * size], device=device).view(-1, size)
     model(input_ids=rows, use_cache=False, logits_to_keep=1)
 
 

@@ -192,6 +192,23 @@ class Gptq:
         return levels_of(bits, levels, scales, group, zeros)
 
 
+class Rounded:
+    """Reads what `engine/rounded_checkpoint.py` writes: levels and scales as a `QuantizedWeight` has them."""
+
+    name = "conductor"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        pass
+
+    def weight(self, layer: str, tensors: Tensors, shape: tuple[int, int]) -> QuantizedWeight:
+        levels, scales = tensors["levels"], tensors["scales"]
+        formats = {torch.uint8: WeightFormat.INT4, torch.int8: WeightFormat.INT8}
+        group = -(-shape[1] // scales.shape[1])
+        return QuantizedWeight(
+            formats.get(levels.dtype, WeightFormat.FP8), levels, scales, group, tensors.get("zeros")
+        )
+
+
 def _fields(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the unsigned numbers that lie in each row of words of 32 bits, lowest first, as int16."""
     shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
@@ -253,5 +270,6 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], PublishedFormat]] = {
     "fp8": FineGrainedFp8,
     "awq": AutoAwq,
     "gptq": Gptq,
+    "conductor": Rounded,
 }
 """Reader of each `quant_method`."""

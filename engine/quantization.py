@@ -1,8 +1,9 @@
 """Quantisation at start: a model loaded with weights of the format asked for, and how far that puts it off.
 
-A float checkpoint is quantised as it is loaded; one that is published with few bits keeps them. The logits of
-some tokens are computed with the source's weights, and once the model is as it will be served again: the
-error is in the log, and the node says it when it attaches.
+A float checkpoint is quantised when it is first loaded, and kept so (`engine/rounded_checkpoint.py`); one
+that is published with few bits keeps them. The logits of some tokens are computed with the source's weights,
+and once the model is as it will be served again: the error is in the log, and the node says it when it
+attaches.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from base.config import EngineConfig
 from base.errors import ConfigError
 from base.logs import event
 from engine.calibration import TEXT, quantize_for_text
+from engine.device_weights import visiting
 from engine.model import PagedModel
-from engine.quantized_linear import QuantizedLinear, quantize_linears, unrounded_rows
+from engine.quantized_linear import QuantizedLinear, unrounded_rows
 from engine.quantized_weight import FLOATS, Quantization, WeightFormat
+from engine.rounded_checkpoint import rounded_name, source_logits, the_only_writer, write_rounded
 from engine.self_check import checked_tokens, relative_error
 from engine.weights import load_model, random_model, tokens_of
 
@@ -33,7 +36,7 @@ LARGEST_ERROR = 1.2
 """Logits that have nothing to do with each other are 1.4 apart."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoadedWeights:
     """A model in transformers' modules, its linear layers perhaps with few bits."""
 
@@ -41,13 +44,22 @@ class LoadedWeights:
     format: str = "none"
     """Format of the layers; several, if they differ; none: floats."""
     source_logits: torch.Tensor | None = None
-    """[num_tokens, vocab_size] of the weights that were quantised; None: floats are served as they are."""
+    """[num_tokens, vocab_size] of the weights that the levels stand for; None: not computed yet."""
+
+    def compute_source(self) -> None:
+        """Take the numbers that were published for the source: no activation is rounded.
+
+        Every rank of a model that is cut calls this, once its share is on its device."""
+        if self.format != "none" and self.source_logits is None:
+            with unrounded_rows(self.module):
+                self.source_logits = logits_of(self.module, self.module.device)
 
     def stated(self, model: PagedModel) -> Quantization:
         """Return what the node says of its weights: `model` is made of them, as it will be served."""
         if self.source_logits is None:
             return FLOATS
-        error = relative_error(model.eager_logits(checked_tokens(model.vocab_size)), self.source_logits)
+        logits = model.eager_logits(checked_tokens(model.vocab_size))
+        error = relative_error(logits, self.source_logits.to(logits))
         # Written so that NaN is a failure.
         if not error < LARGEST_ERROR:
             raise ConfigError(
@@ -59,62 +71,94 @@ class LoadedWeights:
 
 
 def load_weights(
-    config: EngineConfig, model_path: str, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, folder: Path, dtype: torch.dtype, device: torch.device, rounded: Path | None = None
 ) -> LoadedWeights:
     """Load a prepared model, and quantise it if the configuration says so.
 
+    It is on the host, or on the device that rounded it.
+
+    Args:
+        device: What computes while weights are rounded.
+        rounded: The name of the model's rounded weights in a cache, without the format; None: keep none.
+
     Raises ConfigError if it cannot be loaded, or not be quantised."""
-    load = random_model if config.random_weights else load_model
-    module = load(Path(model_path), dtype, device)
-    if published := [each for each in module.modules() if isinstance(each, QuantizedLinear)]:
-        formats = "+".join(sorted({layer.quantized.format.value for layer in published}))
-        if config.quantization != "none":
-            raise ConfigError(
-                f"quantization: {config.quantization} is asked for, and the checkpoint is published in "
-                f"{formats}: say none"
-            )
-        return LoadedWeights(module, formats, _published_logits(module))
-    return quantised_weights(module, config.quantization, None if config.random_weights else Path(model_path))
+    if config.random_weights:
+        return quantised_weights(random_model(folder, dtype, device), config.quantization)
+    if config.quantization == "none":
+        module = load_model(folder, dtype)
+        return LoadedWeights(module, _published_formats(module) or "none")
+    weight_format = WeightFormat(config.quantization)
+    if rounded is None:
+        return _rounded(folder, weight_format, dtype, device)
+    kept = rounded.with_name(rounded_name(rounded.name, weight_format, dtype))
+    if not kept.is_dir():
+        with the_only_writer(kept):
+            # Whoever held the lock may have written it.
+            if not kept.is_dir():
+                made = _rounded(folder, weight_format, dtype, device)
+                if not write_rounded(made.module, made.source_logits, kept):
+                    return made
+    return LoadedWeights(load_model(kept, dtype), weight_format.value, source_logits(kept))
+
+
+def _rounded(
+    folder: Path, weight_format: WeightFormat, dtype: torch.dtype, device: torch.device
+) -> LoadedWeights:
+    module = load_model(folder, dtype)
+    if formats := _published_formats(module):
+        raise ConfigError(
+            f"quantization: {weight_format.value} is asked for, and the checkpoint is published in "
+            f"{formats}: say none"
+        )
+    return quantised_weights(module, weight_format.value, folder, device)
+
+
+def _published_formats(module: PreTrainedModel) -> str:
+    layers = [each for each in module.modules() if isinstance(each, QuantizedLinear)]
+    return "+".join(sorted({layer.quantized.format.value for layer in layers}))
 
 
 def quantised_weights(
-    module: PreTrainedModel, quantization: str, folder: Path | None = None
+    module: PreTrainedModel,
+    quantization: str,
+    folder: Path | None = None,
+    device: torch.device | None = None,
 ) -> LoadedWeights:
     """Quantise a model of floats in place, as `quantization` of the configuration says.
 
-    `folder` is as for `quantize`. Raises ConfigError if it cannot be."""
+    `folder` and `device` are as for `quantize`. Raises ConfigError if it cannot be."""
     if quantization == "none":
         return LoadedWeights(module)
     weight_format = WeightFormat(quantization)
-    logits = _logits(module)
-    quantize(module, weight_format, folder)
+    device = device or module.device
+    with visiting(module, device):
+        logits = logits_of(module, device)
+    quantize(module, weight_format, folder, device)
     return LoadedWeights(module, weight_format.value, logits)
 
 
-def quantize(module: PreTrainedModel, weight_format: WeightFormat, folder: Path | None) -> None:
+def quantize(
+    module: PreTrainedModel,
+    weight_format: WeightFormat,
+    folder: Path | None,
+    device: torch.device | None = None,
+) -> None:
     """Round the linear layers of a finished model, in place, as a node does that loads it.
 
     Args:
         folder: Of its tokenizer; None: weights that nobody trained have no text that fits them.
+        device: What computes, where the model is on the host; None: where it is.
 
     Raises ConfigError if it has weights that cannot be rounded."""
     head = module.get_output_embeddings()
     token_ids = tokens_of(folder, TEXT.read_text()) if folder and weight_format in CALIBRATED else []
-    if token_ids:
-        quantize_for_text(module, weight_format, head, token_ids)
-    else:
-        quantize_linears(module, weight_format, head)
-
-
-def _published_logits(module: PreTrainedModel) -> torch.Tensor:
-    """Return the logits of the very numbers that were published: no activation is rounded."""
-    with unrounded_rows(module):
-        return _logits(module)
+    quantize_for_text(module, weight_format, head, token_ids, device)
 
 
 @torch.inference_mode()
-def _logits(module: PreTrainedModel) -> torch.Tensor:
+def logits_of(module: PreTrainedModel, device: torch.device) -> torch.Tensor:
+    """Return the logits [num_tokens, vocab_size] of some tokens, which the family computes by itself."""
     vocab_size = module.config.get_text_config().vocab_size
-    token_ids = torch.tensor([checked_tokens(vocab_size)], device=module.device)
+    token_ids = torch.tensor([checked_tokens(vocab_size)], device=device)
     logits: torch.Tensor = module(input_ids=token_ids, use_cache=False).logits[0]
     return logits

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Self
 
 import torch
@@ -91,7 +92,7 @@ def quantize_linears(
 
     Raises ConfigError for a model with weights outside of linear layers, which would be left as they are."""
     _require_linears_alone(model)
-    rounded = rounding or _nearest
+    rounded = rounding or partial(nearest_on, None)
     for parent, name, layer in linears_in(model):
         kind = HEAD_FORMATS.get(weight_format) if layer is head else _format_of(name, weight_format)
         if kind is None:
@@ -119,8 +120,10 @@ def _format_of(name: str, weight_format: WeightFormat) -> WeightFormat:
     return WeightFormat.INT8 if is_sensitive else weight_format
 
 
-def _nearest(layer: nn.Linear, kind: WeightFormat) -> QuantizedWeight:
-    return quantized(layer.weight.detach(), kind)
+def nearest_on(device: torch.device | None, layer: nn.Linear, kind: WeightFormat) -> QuantizedWeight:
+    """Return a layer's weight in the nearest levels, where it lies; `device` computes them, None: its own."""
+    weight = layer.weight.detach()
+    return quantized(weight if device is None else weight.to(device), kind).on(weight.device)
 
 
 def _require_linears_alone(model: nn.Module) -> None:

@@ -71,8 +71,11 @@ class QuantizedWeight:
 
     @property
     def num_bytes(self) -> int:
-        parts = [self.levels, self.scales, *([] if self.zeros is None else [self.zeros])]
-        return sum(part.numel() * part.element_size() for part in parts)
+        return sum(each.numel() * each.element_size() for each in self.tensors())
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what it consists of."""
+        return [self.levels, self.scales, *([] if self.zeros is None else [self.zeros])]
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the weight, [out_features, in_features]."""

@@ -41,7 +41,7 @@ DTYPES = {
 UNUSED = ("bias", "input_scale", "k_scale", "v_scale", "q_scale", "activation_scale")
 """Tensors that say nothing of a weight: activations are scaled row by row, and KV has a format of its own."""
 
-MARKS = {"weight_packed", "weight_scale", "weight_scale_inv", "qweight"}
+MARKS = {"weight_packed", "weight_scale", "weight_scale_inv", "qweight", "levels"}
 """Tensors that a layer of few bits has one of."""
 
 Header = dict[str, tuple[str, tuple[int, ...]]]

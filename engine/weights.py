@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,8 +34,8 @@ LOAD_ERRORS = (OSError, ValueError, ImportError, KeyError, RuntimeError, Safeten
 """Errors of transformers for a folder or file that it cannot read."""
 
 
-def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Load a prepared folder: config.json, safetensors and tokenizer.
+def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Load a prepared folder, config.json and safetensors, as a map of its files: what is used is read.
 
     A checkpoint of few bits keeps them: its linear layers are `QuantizedLinear`s.
 
@@ -56,7 +57,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
     # transformers fills what is missing with random numbers and warns.
     if missing := sorted(found["missing_keys"]):
         raise ConfigError(f"{path}: {len(missing)} weights are missing, the first is {missing[0]}")
-    loaded: PreTrainedModel = model.to(device)
+    loaded: PreTrainedModel = model
     return loaded
 
 
@@ -69,6 +70,14 @@ def _config(path: Path) -> PreTrainedConfig:
         published_format(published)  # refuses what cannot be served before anything is read
         config.quantization_config = stored_config(path, published)
     return config
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Write tensors that lie on the host as safetensors; raises OSError if they cannot be."""
+    try:
+        save_file(tensors, file, {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(_first_line(error)) from error
 
 
 def tokens_of(path: Path, text: str) -> list[int]:

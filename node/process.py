@@ -130,6 +130,7 @@ async def _built(
         clock,
         rank_module="node.rank",
         for_ranks={"node": asdict(config)},
+        rounded=Path(config.rounded) if config.rounded else None,
     )
     engine, segment = await asyncio.to_thread(node_segment, agent, build)
     if engine.ranks is None:

@@ -91,6 +91,8 @@ DOORS: dict[str, tuple[str, ...]] = {
         "engine/pipeline.py",
         "engine/real_rotary.py",
         "engine/calibration.py",
+        "engine/device_weights.py",
+        "engine/rounded_checkpoint.py",
         "bench/",
     ),
     "triton": ("engine/kernels/", "transfer/gpu/kernels/"),

@@ -96,7 +96,7 @@ def test_lm_eval_finds_the_likelihoods_of_transformers(cluster, smollm2, tmp_pat
     samples = json.loads(done.stdout.splitlines()[-1])["samples"]
     tokenizer = Tokenizer.from_file(str(Path(smollm2.path) / "tokenizer.json"))
     torch.set_num_threads(1)
-    model = load_model(Path(smollm2.path), torch.float32, torch.device("cpu"))
+    model = load_model(Path(smollm2.path), torch.float32)
 
     def likelihood(before, text):
         """Return the log probability of `text` after the tokens `before`, and whether it is greedy."""

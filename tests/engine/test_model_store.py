@@ -75,7 +75,7 @@ def test_a_folder_is_used_where_it_is(tmp_path: Path) -> None:
     folder = folder_with_model(tmp_path / "tiny")
     prepared = prepare(str(folder), tmp_path / "cache", heard)
     assert (prepared.path, prepared.name) == (str(folder), "tiny")
-    assert load_model(Path(prepared.path), torch.float32, torch.device("cpu")).config.vocab_size == 64
+    assert load_model(Path(prepared.path), torch.float32).config.vocab_size == 64
 
 
 def test_the_id_of_a_model_is_its_content(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
     del weights["model.layers.0.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"missing, the first is model\.layers\.0\.mlp\.up_proj\.weight"):
-        load_model(folder, torch.float32, torch.device("cpu"))
+        load_model(folder, torch.float32)
 
 
 def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(700)
     with pytest.raises(ConfigError, match="tiny: the model cannot be loaded"):
-        load_model(folder, torch.float32, torch.device("cpu"))
+        load_model(folder, torch.float32)
 
 
 @pytest.mark.parametrize("reference", ["./nowhere", "/no/such", "nowhere.gguf", "unknown"])
@@ -137,7 +137,7 @@ def test_two_processes_that_prepare_one_gguf_file_get_one_whole_folder(tmp_path:
     prepared = [json.loads(stdout) for stdout, _ in outputs]
     assert prepared[0] == prepared[1]
     assert sum(b"converting" in stderr for _, stderr in outputs) == 1
-    model = load_model(Path(prepared[0]["path"]), torch.float32, torch.device("cpu"))
+    model = load_model(Path(prepared[0]["path"]), torch.float32)
     reader = gguf.GGUFReader(source)
     (embedding,) = (tensor.data for tensor in reader.tensors if tensor.name == "token_embd.weight")
     assert torch.equal(model.model.embed_tokens.weight, torch.tensor(np.array(embedding)).view(64, 32))

@@ -177,7 +177,7 @@ def change(folder: Path, published: dict) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_published_checkpoint_is_read_level_for_level(name: str, tmp_path: Path) -> None:
     meant = publish(tmp_path, name)
-    model = load_model(tmp_path, torch.float32, torch.device("cpu"))
+    model = load_model(tmp_path, torch.float32)
     layers = dict(model.named_modules())
     for layer, weight in meant.items():
         assert isinstance(layers[layer], QuantizedLinear)
@@ -264,7 +264,7 @@ def test_tensors_that_do_not_fit_are_refused_by_layer(name, part, tensor, reason
     broken(tensors, "model.layers.1.self_attn.q_proj", part, tensor)
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ConfigError, match=f"layers.1.self_attn.q_proj.*({reason})"):
-        load_model(tmp_path, torch.float32, torch.device("cpu"))
+        load_model(tmp_path, torch.float32)
 
 
 def test_few_bits_of_what_is_no_linear_layer_are_refused(tmp_path: Path) -> None:
@@ -274,4 +274,4 @@ def test_few_bits_of_what_is_no_linear_layer_are_refused(tmp_path: Path) -> None
     tensors["model.layers.0.mlp.experts.0.up_proj.qweight"] = torch.zeros(2, 2, dtype=torch.int32)
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ConfigError, match=r"no linear layer.*experts\.0\.up_proj"):
-        load_model(tmp_path, torch.float32, torch.device("cpu"))
+        load_model(tmp_path, torch.float32)

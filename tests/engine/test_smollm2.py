@@ -94,7 +94,7 @@ def all_prompts() -> list[str]:
 def smollm2():
     folder = Path(prepare("smollm2", CACHE_DIR, print).path)
     torch.set_num_threads(1)
-    plain, ours = (load_model(folder, torch.float32, torch.device("cpu")) for _ in range(2))
+    plain, ours = (load_model(folder, torch.float32) for _ in range(2))
     # As `build_engine` does.
     pack_linears(ours)
     return plain, PagedModel(ours), Tokenizer.from_file(str(folder / "tokenizer.json"))

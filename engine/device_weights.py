@@ -1,0 +1,123 @@
+"""Weights on their device: moved there for good, or each layer for as long as it computes.
+
+Loaded weights are a map of their files: what is not touched is not read. So a rank cuts its share on the host
+and moves that alone, and a model may be larger than one device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
+
+from base.errors import ConfigError
+from base.logs import event
+from engine.pipeline import layers_of
+from engine.quantized_linear import QuantizedLinear
+
+log = logging.getLogger(__name__)
+
+COPIES = 8
+"""Modules that are copied at once: each copy from a file waits for its pages."""
+
+SHOWN_BYTES = 1 << 30
+"""Progress is in the log after each such part, of what is no less."""
+
+
+def move_to(module: nn.Module, device: torch.device) -> None:
+    """Move a model's weights to a device, in place, with progress in the log."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())  # threads have their own
+    parts = {each: size for each in module.modules() if (size := _bytes_elsewhere(each, device))}
+    whole = sum(parts.values())
+    moved = shown = 0
+    with ThreadPoolExecutor(COPIES, "weights") as pool:
+        moves = {pool.submit(_move, part, device): size for part, size in parts.items()}
+        for move in as_completed(moves):
+            move.result()
+            moved += moves[move]
+            if moved - shown >= SHOWN_BYTES or (shown and moved == whole):
+                shown = moved
+                event(log, "weights move", gigabytes=round(moved / 1e9, 1), of=round(whole / 1e9, 1))
+
+
+@contextmanager
+def visiting(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
+    """Let each decoder layer of a model on the host compute on a device, and lie on the host otherwise.
+
+    What is outside of the layers moves there for good, as does all of a family without plain layers. Levels
+    that a layer is rounded to while it is there come back to the host. On the device already: no effect."""
+    try:
+        layers = [
+            each
+            for each in layers_of(model)
+            if any(_bytes_elsewhere(part, device) for part in each.modules())
+        ]
+    except ConfigError:
+        layers = []
+    inside = {each for layer in layers for each in layer.modules()}
+    for each in model.modules():
+        if each not in inside:
+            _move(each, device)
+    handles = []
+    for layer in layers:
+        visit = _Visit(layer, device)
+        handles.append(layer.register_forward_pre_hook(visit.begin, with_kwargs=True))
+        handles.append(layer.register_forward_hook(visit.end))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Visit:
+    """One layer's way to a device and back."""
+
+    def __init__(self, layer: nn.Module, device: torch.device) -> None:
+        self._layer = layer
+        self._device = device
+        self._home: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+
+    def begin(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        for module in layer.modules():
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for held in tables:
+                self._home += [(held, name, each) for name, each in held.items() if each is not None]
+            if isinstance(module, QuantizedLinear):
+                module.quantized = module.quantized.on(self._device)
+        for held, name, tensor in self._home:
+            there = tensor.detach().to(self._device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            held[name] = nn.Parameter(there, requires_grad=False) if is_parameter else there
+        return tree_map(self._brought, (args, kwargs))  # type: ignore[no-any-return]
+
+    def end(self, layer: nn.Module, _: object, __: object) -> None:
+        while self._home:
+            held, name, tensor = self._home.pop()
+            held[name] = tensor
+        for module in layer.modules():
+            if isinstance(module, QuantizedLinear):
+                module.quantized = module.quantized.on(torch.device("cpu"))
+
+    def _brought(self, each: Any) -> Any:
+        return each.to(self._device) if isinstance(each, torch.Tensor) else each
+
+
+def _move(part: nn.Module, device: torch.device) -> None:
+    part._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
+
+
+def _bytes_elsewhere(part: nn.Module, device: torch.device) -> int:
+    """Return the bytes that a module itself has somewhere else."""
+    tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+    if isinstance(part, QuantizedLinear):
+        tensors += part.quantized.tensors()
+    return sum(each.numel() * each.element_size() for each in tensors if each.device.type != device.type)
