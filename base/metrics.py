@@ -16,6 +16,8 @@ two can never disagree.
         dispatch           the rest: placing, reserving, messages
     conductor_tbt_seconds        between two tokens of one request; tokens that arrive
                                  together are 0 apart
+    conductor_request_tbt_seconds   the mean of these over a request, one for each: what
+                                 /ui calls TBT, and what a bound on TBT is on
 """
 
 from __future__ import annotations
@@ -232,6 +234,8 @@ class ConductorMetrics:
         )
         self.ttft_part = part.by_value
         self.tbt = fast_histogram("conductor_tbt_seconds", "Between two tokens", TBT_BUCKETS)
+        help_text = "Between two tokens of one sequence, in the mean: what its bound is on"
+        self.request_tbt = fast_histogram("conductor_request_tbt_seconds", help_text, TBT_BUCKETS)
         self.request_seconds = fast_histogram(
             "conductor_request_seconds", "Arrival to last token", REQUEST_BUCKETS
         )
@@ -262,6 +266,7 @@ class ConductorMetrics:
             ["cause"],
         )
         self.running = gauge("conductor_running_sequences", "Begun and not ended")
+        self.unplaced = gauge("conductor_unplaced_sequences", "Waiting at the conductor to be placed")
         self.waiting = gauge("conductor_waiting_sequences", "Waiting on a node")
         self.kv_usage = gauge("conductor_kv_usage_ratio", "Held share of all KV blocks")
         help_text = "Since the attached node longest silent was heard"
@@ -286,6 +291,7 @@ class ConductorMetrics:
         return (
             _Alias("vllm:time_to_first_token_seconds", self.ttft),
             _Alias("vllm:inter_token_latency_seconds", self.tbt),
+            _Alias("vllm:request_time_per_output_token_seconds", self.request_tbt),
             _Alias("vllm:e2e_request_latency_seconds", self.request_seconds),
             _Alias("vllm:request_queue_time_seconds", part, {"part": "queue"}),
             _Alias("vllm:request_prefill_time_seconds", part, {"part": "prefill"}),

@@ -19,7 +19,7 @@ from pathlib import Path
 import uvloop
 
 from base.clock import SystemClock, wall_clock_s
-from base.config import ClusterConfig, ConductorProcess
+from base.config import ClusterConfig, ConductorProcess, SloConfig
 from base.lifetime import Lifetime
 from base.messages import Registered
 from base.metrics import ConductorMetrics, export_supervised, process_registry
@@ -66,7 +66,7 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
     decisions = Decisions(
         cost, settings, _decision_log(config, Shared(cost.profile, settings, config.model_id))
     )
-    history = History(metrics, membership, view, cost, clock, wall_clock_s)
+    history = History(metrics, membership, view, cost, clock, wall_clock_s, config.slo)
     observers: list[RequestObserver] = [Observer(metrics, view, cost, decisions, clock), history]
     traffic = Traffic(clock)
     observers.append(traffic)
@@ -87,12 +87,12 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
         "/v1/explain/{name}": decisions.explain,
         "/v1/links/{name}": LinkCheck(membership, rng).measure,
         "/v1/page/{name}": page.answer,
-        "/v1/replay": _replay(Replays(traffic, config.block_size, _replay_arguments(config))),
+        "/v1/replay": _replay(Replays(traffic, config.block_size, _replay_arguments(config)), config.slo),
     }
     async with listening(
         completions, server, config.slo, rng, nodes.stream, reports, nodes=config.nodes
     ) as ports:
-        export_gauges(metrics, membership, clock)
+        export_gauges(metrics, dispatcher, membership, clock)
         export_supervised(registry, lifetime)
         membership.on_change(ports.health.refresh)
         await lifetime.ready(
@@ -109,8 +109,8 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
         await asyncio.to_thread(tracer.close)
 
 
-def _replay(replays: Replays) -> Callable[[ReplayBody], Awaitable[object]]:
-    return lambda body: replays.run(body.trace, body.nodes, body.arguments())
+def _replay(replays: Replays, slo: SloConfig) -> Callable[[ReplayBody], Awaitable[object]]:
+    return lambda body: replays.run(body.trace, body.nodes, body.arguments(), body.slo(slo))
 
 
 def _replay_arguments(config: ConductorProcess) -> list[str]:

@@ -20,6 +20,7 @@ from math import inf, sqrt
 from random import Random
 from statistics import fmean
 
+from base.distribution import distribution
 from base.request import Slo
 from bench.papers.published import (
     FIG5,
@@ -41,7 +42,7 @@ from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.replay.block_cache import LruCache
 from conductor.replay.cluster import SimCluster
 from conductor.replay.cluster_options import ClusterOptions
-from conductor.replay.outcome import Outcomes, distribution
+from conductor.replay.outcome import Outcomes
 from conductor.replay.policies import PAPER_POLICIES as POLICIES
 from conductor.replay.simulate import Plan, simulate
 from conductor.replay.trace import DEFAULT_BLOCK_SIZE, Trace, TraceRequest

@@ -27,10 +27,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from base.distribution import distribution
 from base.option_values import whole
 from bench.about_run import about_run
 from bench.regimes.table import FULL_REQUESTS, REQUESTS, Regime, regimes
-from conductor.replay.outcome import distribution
 from conductor.replay.report import aligned
 from conductor.replay.simulate import simulate
 from conductor.replay.trace import Trace

@@ -314,6 +314,8 @@ class _Book:
         now_s, arrived_at_s, slo = self._clock.now_s(), self._asked.arrived_at_s, self._asked.request.slo
         self._metrics.request_seconds.observe(now_s - arrived_at_s)
         self._metrics.request_generation_tokens.observe(self._num_tokens)
+        if self._num_tokens > 1:
+            self._metrics.request_tbt.observe((now_s - self._first_at_s) / (self._num_tokens - 1))
         is_first_late = self._first_at_s - arrived_at_s > slo.ttft_slo_s
         are_next_late = now_s - self._first_at_s > slo.tbt_slo_s * max(1, self._num_tokens - 1)
         if is_first_late:

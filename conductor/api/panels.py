@@ -70,7 +70,8 @@ DASHBOARDS = (
                 "short",
                 (
                     ("sum(conductor_running_sequences)", "running"),
-                    ("sum(conductor_waiting_sequences)", "waiting"),
+                    ("sum(conductor_unplaced_sequences)", "waiting to be placed"),
+                    ("sum(conductor_waiting_sequences)", "waiting on nodes"),
                 ),
             ),
             Panel(
@@ -90,7 +91,12 @@ DASHBOARDS = (
         "Conductor: SLO and goodput",
         (
             Panel("Time to first token", "s", quantiles("conductor_ttft_seconds_bucket")),
-            Panel("Time between tokens", "s", quantiles("conductor_tbt_seconds_bucket")),
+            Panel(
+                "Time between tokens, mean of each request (what the bound is on)",
+                "s",
+                quantiles("conductor_request_tbt_seconds_bucket"),
+            ),
+            Panel("Time between tokens, each gap", "s", quantiles("conductor_tbt_seconds_bucket")),
             Panel("Whole request", "s", quantiles("conductor_request_seconds_bucket")),
             Panel("Where the time to first token goes (mean)", "s", line(TTFT_PARTS, "{{part}}")),
             Panel("SLO missed, by cause", "reqps", rate("conductor_slo_misses", "cause")),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Annotated
 
 from pydantic import Field
 
+from base.config import SloConfig
+from base.request import Slo
 from conductor.api.strict_body import StrictBody
 
 Nodes = Annotated[
@@ -23,6 +26,10 @@ class ReplayBody(StrictBody):
     ttft_s: float | None = Field(default=None, gt=0)
     """The bound; null: the server's own."""
     tbt_s: float | None = Field(default=None, gt=0)
+
+    def slo(self, own: SloConfig) -> Slo:
+        """Return the bounds; `own` are the server's."""
+        return Slo(self.ttft_s or own.ttft_s or inf, self.tbt_s or own.tbt_s or inf)
 
     def arguments(self) -> list[str]:
         """Return the arguments of `conductor replay` that say the bounds."""

@@ -8,14 +8,15 @@ where the caller measured it.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from math import inf
 from typing import Any
 
+from base.distribution import distribution
 from base.request import Slo
 from conductor.placing.profile import Profile
 from conductor.replay.cluster import SimCluster
-from conductor.replay.outcome import distribution
 from conductor.replay.trace import Trace, every_request
 
 Report = dict[str, Any]
@@ -69,8 +70,10 @@ def run_report(cluster: SimCluster, slo: Slo) -> Report:
         "rejected_by_reason": dict(sorted(outcomes.rejections.items())),
         "ttft_s": _rounded(distribution(outcomes.ttft_s)),
         "tbt_s": _rounded(distribution(outcomes.tbt_s)),
+        "mean_tbt_s": _rounded(distribution(array("d", filter(None, outcomes.mean_tbt_s)))),
         "queue_s": _rounded(distribution(outcomes.queue_s)),
         "effective_capacity": round(outcomes.share_within(*bounds), DIGITS),
+        "served_within": round(outcomes.served_share_within(*bounds), DIGITS),
         "effective_tokens": round(outcomes.token_share_within(*bounds), DIGITS),
         "goodput_requests_per_s": round(
             outcomes.share_within(*bounds) * outcomes.num_arrived / span_s, DIGITS

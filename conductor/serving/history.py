@@ -2,7 +2,7 @@
 
     each second        one row of the cluster: what ended, percentiles, tokens, queues, KV
     each 30 s          one row of the same for the day
-    each 10 s, 300 s   one row of each node, for the hour and the day
+    each 10 s, 300 s   one row of each node, for the hour and the day, and which of them was fullest
 
 A ring of fixed size for each, so that memory is bounded whatever comes: under 8 MB at 1,000 nodes, which a
 test counts. Counts are differences of the metrics' totals, so nothing is counted twice; percentiles are of
@@ -15,14 +15,12 @@ Nothing is kept for longer, or over a restart: a Prometheus does that (`server.p
 from __future__ import annotations
 
 import asyncio
-import base64
-import struct
-from array import array
-from collections.abc import Callable, Iterable, Sequence
-from math import ceil, exp, isnan, nan
+from collections.abc import Callable, Sequence
+from math import ceil, exp, nan
 from typing import Any
 
 from base.clock import Clock
+from base.config import SloConfig
 from base.messages import Prefilled
 from base.metrics import ConductorMetrics
 from base.request import NodeId, RequestId
@@ -31,8 +29,10 @@ from conductor.placing.cost_model import CostModel
 from conductor.placing.decisions import Actual
 from conductor.placing.placement import Placement, PlacementRequest
 from conductor.serving.dispatch import Dispatcher, RequestObserver
+from conductor.serving.fullest import Fullest
 from conductor.serving.membership import Membership
 from conductor.serving.nodes import NodeSession
+from conductor.serving.ring import Ring
 from conductor.serving.status import held_share
 
 CLUSTER_SERIES = (
@@ -47,6 +47,7 @@ NODE_SERIES = ("queue_s", "step_s", "kv_held", "running")
 HOUR_S, DAY_S = 3_600, 86_400
 CLUSTER_STEPS_S = 1, 30
 NODE_STEPS_S = 10, 300
+ROWS_OF_A_DAYS_ROW = NODE_STEPS_S[1] // NODE_STEPS_S[0]
 MAX_NODES = 1_000
 """Nodes with a history; those that come when it is full take the places of those that left."""
 
@@ -57,65 +58,6 @@ MAX_SAMPLES = 2_048
 RATE_S = 10.0
 """The time over which rates of links and prefixes fade to a third."""
 MAX_RATES = 1_024
-LARGEST_HALF = 65_504.0
-
-
-class Ring:
-    """The last rows of some series, by their numbers. Rows that were never put are NaN."""
-
-    def __init__(self, names: Sequence[str], step_s: int, span_s: int, is_half: bool = False) -> None:
-        """Begin with nothing. `is_half`: numbers of 16 bits, else of 32."""
-        self.names = tuple(names)
-        self.step_s = step_s
-        self.next_row = 0
-        """The number of the row after the last one."""
-        self._num_rows = span_s // step_s
-        self._first_row = 0
-        self._format = struct.Struct(f"<{len(names)}{'e' if is_half else 'f'}")
-        self._nothing = self._format.pack(*([nan] * len(names)))
-        self._most = LARGEST_HALF if is_half else 3e38
-        self._rows = bytearray()
-
-    def put(self, row: int, values: Sequence[float]) -> None:
-        """Keep a row; one that is not after the last is passed over."""
-        if not self._rows:
-            self._rows = bytearray(self._nothing * self._num_rows)
-            self._first_row = self.next_row = row
-        if row < self.next_row:
-            return
-        for missing in range(max(self.next_row, row - self._num_rows + 1), row):
-            self._write(missing, self._nothing)
-        self._write(row, self._format.pack(*(min(value, self._most) for value in values)))
-        self.next_row = row + 1
-        self._first_row = max(self._first_row, self.next_row - self._num_rows)
-
-    def rows(self, first: int = 0) -> tuple[int, list[tuple[float, ...]]]:
-        """Return the rows from number `first` on, and the number of the first of these."""
-        first = max(first, self._first_row)
-        size = self._format.size
-        at = [row % self._num_rows * size for row in range(first, self.next_row)]
-        return first, [self._format.unpack_from(self._rows, place) for place in at]
-
-    def mean(self, num_rows: int) -> list[float]:
-        """Return the mean of each series over its last rows, of those that say something."""
-        _, rows = self.rows(self.next_row - num_rows)
-        return [_mean(column) for column in zip(*rows, strict=True)]
-
-    def to_json(self, first: int = 0) -> dict[str, Any]:
-        """Return the rows from `first` on for JSON: numbers of 32 bits, little-endian, in base64."""
-        first, rows = self.rows(first)
-        numbers = array("f", [value for row in rows for value in row])
-        return {
-            "names": self.names,
-            "step_s": self.step_s,
-            "first": first,
-            "next": self.next_row,
-            "rows": base64.b64encode(numbers.tobytes()).decode("ascii"),
-        }
-
-    def _write(self, row: int, packed: bytes) -> None:
-        at = row % self._num_rows * len(packed)
-        self._rows[at : at + len(packed)] = packed
 
 
 class Samples:
@@ -171,9 +113,13 @@ class NodeTrack:
 
     def put(self, row: int, values: Sequence[float]) -> None:
         self.hour.put(row, values)
-        every = NODE_STEPS_S[1] // NODE_STEPS_S[0]
-        if row % every == every - 1:
-            self.day.put(row // every, self.hour.mean(every))
+        if ends_a_row_of_the_day(row):
+            self.day.put(row // ROWS_OF_A_DAYS_ROW, self.hour.mean(ROWS_OF_A_DAYS_ROW))
+
+
+def ends_a_row_of_the_day(row: int) -> bool:
+    """Return whether a node's row of the hour is the last of those that make one of the day."""
+    return row % ROWS_OF_A_DAYS_ROW == ROWS_OF_A_DAYS_ROW - 1
 
 
 class History(RequestObserver):
@@ -187,11 +133,21 @@ class History(RequestObserver):
         cost: CostModel,
         clock: Clock,
         wall_s: Callable[[], float],
+        slo: SloConfig,
     ) -> None:
-        """Begin. `wall_s`: seconds since 1970, asked for once: rows follow `clock`."""
+        """Begin.
+
+        Args:
+            wall_s: Seconds since 1970, asked for once: rows follow `clock`.
+            slo: The bounds that nodes' budgets are shares of.
+        """
         self.hour = Ring(CLUSTER_SERIES, CLUSTER_STEPS_S[0], HOUR_S)
         self.day = Ring(CLUSTER_SERIES, CLUSTER_STEPS_S[1], DAY_S)
         self.nodes: dict[NodeId, NodeTrack] = {}
+        self.fullest = tuple(
+            Fullest(step_s, span_s, slo) for step_s, span_s in zip(NODE_STEPS_S, (HOUR_S, DAY_S), strict=True)
+        )
+        """The fullest node of each row, of the hour and of the day."""
         self.links = Rates()
         """Bytes of KV a second, by the node that they come from and the one that they go to."""
         self.prefixes = Rates()
@@ -280,11 +236,18 @@ class History(RequestObserver):
         return dict(zip(CLUSTER_SERIES[8:14], [*ttft.take(), *tbt.take()], strict=True))
 
     def _take_nodes(self, row: int, now_s: float) -> None:
+        taken = {}
         for session in self._membership.sessions:
             node_id = session.info.node_id
             track = self.nodes.get(node_id) or self._track(node_id)
             if track is not None:
-                track.put(row, self._node_row(session, now_s))
+                taken[node_id] = self._node_row(session, now_s)
+                track.put(row, taken[node_id])
+        hour, day = self.fullest
+        hour.put(row, taken)
+        if ends_a_row_of_the_day(row):
+            number = row // ROWS_OF_A_DAYS_ROW
+            day.put(number, {node_id: self.nodes[node_id].day.row(number) for node_id in taken})
 
     def _track(self, node_id: NodeId) -> NodeTrack | None:
         """Return a track for a node that has none; None where all belong to nodes that are attached."""
@@ -302,8 +265,3 @@ class History(RequestObserver):
         if beat is None:
             return queue_s, step_s, nan, nan
         return queue_s, step_s, held_share([beat]), beat.num_running
-
-
-def _mean(column: Iterable[float]) -> float:
-    said = [value for value in column if not isnan(value)]
-    return sum(said) / len(said) if said else nan

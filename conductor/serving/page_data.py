@@ -4,6 +4,8 @@
     hour.ROW, day.ROW            the same from a row on: what a page asks again and again
     week                         by a Prometheus alone; where there is one, hour and day are its too
     node.ID, node-day.ID         the history of a node
+    at.SECONDS                   each node's row at a moment since 1970, of its hour or else of its day
+    fullest, fullest-day         the fullest node of each row, and by which budget
     now                          nodes, links and prefixes at this moment
     requests.LIST                the latest, slowest, missed or rejected ones
     request.ID                   one with all its attempts, as /v1/explain has it
@@ -16,7 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
-from math import isfinite
+from math import isfinite, isnan
 from typing import Any, NamedTuple
 
 from base.clock import Clock
@@ -26,10 +28,12 @@ from base.request import NodeId
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.explain import LISTS, Decisions
 from conductor.serving.dispatch import Dispatcher
-from conductor.serving.history import History, NodeTrack, Ring
+from conductor.serving.fullest import BUDGETS
+from conductor.serving.history import HOUR_S, NODE_SERIES, NODE_STEPS_S, History, NodeTrack
 from conductor.serving.membership import Membership
 from conductor.serving.nodes import NodeSession
 from conductor.serving.prometheus_history import SPANS, PrometheusHistory
+from conductor.serving.ring import Ring
 from kvstore.index import Key
 
 KEPT_S = 0.9
@@ -71,15 +75,19 @@ class PageData:
         self._decisions = decisions
         self._view, self._slo, self._clock = view, slo, clock
         self._kept: dict[str, _Kept] = {}
-        self._answers: dict[str, Callable[[], dict[str, Any]]] = {"now": self._now} | {
-            f"requests.{kind}": partial(self._requests, kind) for kind in LISTS
-        }
+        hour, day = history.fullest
+        self._answers: dict[str, Callable[[], dict[str, Any]]] = {
+            "now": self._now,
+            "fullest": lambda: {**self._state(), "budgets": BUDGETS, **hour.to_json()},
+            "fullest-day": lambda: {**self._state(), "budgets": BUDGETS, **day.to_json()},
+        } | {f"requests.{kind}": partial(self._requests, kind) for kind in LISTS}
         self._named: dict[str, Callable[[str], dict[str, Any] | None]] = {
             "hour": lambda row: self._rows(history.hour, row),
             "day": lambda row: self._rows(history.day, row),
             "node": lambda node_id: self._node(node_id, lambda track: track.hour),
             "request": self._request,
             "node-day": lambda node_id: self._node(node_id, lambda track: track.day),
+            "at": self._at,
         }
 
     async def answer(self, name: str) -> bytes | dict[str, Any] | None:
@@ -109,6 +117,23 @@ class PageData:
     def _node(self, node_id: str, ring: Callable[[NodeTrack], Ring]) -> dict[str, Any] | None:
         track = self._history.nodes.get(NodeId(node_id))
         return None if track is None else {**self._state(), **ring(track).to_json()}
+
+    def _at(self, moment: str) -> dict[str, Any] | None:
+        """Return what each node's history says of a moment; nodes that were not there then are left out."""
+        if not (moment.isdecimal() and len(moment) < 16):
+            return None
+        history, at_s = self._history, int(moment)
+        is_of_hour = at_s >= history.now_s - HOUR_S
+        step_s = NODE_STEPS_S[0 if is_of_hour else 1]
+        nodes = []
+        for node_id, track in history.nodes.items():
+            row = (track.hour if is_of_hour else track.day).row(at_s // step_s)
+            if not all(map(isnan, row)):
+                host = self._view.node(node_id).info.host if self._view.is_member(node_id) else None
+                nodes.append([node_id, host, *map(_known, row)])
+        moment_s = at_s // step_s * step_s
+        columns = ("id", "host", *NODE_SERIES)
+        return {**self._state(), "moment_s": moment_s, "step_s": step_s, "columns": columns, "nodes": nodes}
 
     def _requests(self, kind: str) -> dict[str, Any]:
         return {**self._state(), "requests": self._decisions.recent(self._clock.now_s(), kind)}

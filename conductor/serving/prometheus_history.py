@@ -50,16 +50,17 @@ QUERIES = {
     },
     **{
         f"{name}_p{share * 100:g}": f"histogram_quantile({share}, "
-        f"sum by (le) (rate(conductor_{name}_seconds_bucket[$rate])))"
-        for name in ("ttft", "tbt")
+        f"sum by (le) (rate(conductor_{metric}_seconds_bucket[$rate])))"
+        for name, metric in (("ttft", "ttft"), ("tbt", "request_tbt"))
         for share in (0.5, 0.9, 0.99)
     },
     "running": "sum(conductor_running_sequences)",
+    "waiting": "sum(conductor_unplaced_sequences)",
     "waiting_on_nodes": "sum(conductor_waiting_sequences)",
     "kv_held": "avg(conductor_kv_usage_ratio)",
     "kv_moved_bytes": "sum(rate(transfer_bytes_total[$rate]))",
 }
-"""PromQL by series. What waits at the conductor is no metric."""
+"""PromQL by series: each of `CLUSTER_SERIES`, in the same unit and of the same thing."""
 
 
 class PrometheusHistory:

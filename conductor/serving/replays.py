@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from base.errors import InvalidRequestError, RejectedError
-from conductor.serving.traffic import Traffic, trace_lines
+from base.request import Slo
+from conductor.serving.traffic import Traffic, measured, trace_lines
 
+UNBOUNDED = Slo()
 COMMAND = "bench.papers.command"
 """The module of `conductor replay`, which is run by its name."""
 WALL_S = 120.0
@@ -43,13 +45,18 @@ class Replays:
         self._arguments = tuple(arguments)
         self._is_running = False
 
-    async def run(self, trace: str, nodes: Iterable[str], bounds: Sequence[str]) -> dict[str, Any]:
+    async def run(
+        self, trace: str, nodes: Iterable[str], bounds: Sequence[str], slo: Slo = UNBOUNDED
+    ) -> dict[str, Any]:
         """Return the reports and pages of a trace on each of some clusters.
+
+        Of the last hour's traffic also what was measured of it, as `traffic.measured` reports.
 
         Args:
             trace: Rows of a file, in any of the formats; empty: the traffic of the last hour.
             nodes: As `--nodes` has it: 1P1D, 4C.
             bounds: More arguments, which go before the conductor's own.
+            slo: The bounds that what was measured is judged by: the same ones, or the conductor's own.
 
         Raises:
             InvalidRequestError: it is no trace, or is none of those nodes; the command's own words.
@@ -70,7 +77,9 @@ class Replays:
                     path = Path(name) / ("dropped.csv" if _is_table(trace) else "dropped.jsonl")
                     lines = [trace] if trace else trace_lines(records, self._block_size)
                     await asyncio.to_thread(_write, path, lines)
-                    return {"runs": [await self._one(path, each, (*bounds, *extra)) for each in nodes]}
+                    runs = [await self._one(path, each, (*bounds, *extra)) for each in nodes]
+                    was = await asyncio.to_thread(measured, records, slo) if records else None
+                    return {"measured": was, "runs": runs}
         except TimeoutError:
             raise InvalidRequestError(
                 f"the replay took longer than {WALL_S:g} s: send less", "trace"

@@ -37,8 +37,10 @@ def held_share(beats: Iterable[Heartbeat]) -> float:
     return held / max(1, held + sum(free for _, free in blocks))
 
 
-def export_gauges(metrics: ConductorMetrics, membership: Membership, clock: Clock) -> None:
-    """Let the gauges of the cluster be read from the last heartbeats when they are scraped."""
+def export_gauges(
+    metrics: ConductorMetrics, dispatcher: Dispatcher, membership: Membership, clock: Clock
+) -> None:
+    """Let the gauges be read when they are scraped: the queue's length, and the last heartbeats."""
 
     def view_age_s() -> float:
         heard = (session.last_heartbeat_at_s for session in membership.sessions if session.last_heartbeat)
@@ -47,6 +49,7 @@ def export_gauges(metrics: ConductorMetrics, membership: Membership, clock: Cloc
     def beats() -> list[Heartbeat]:
         return [session.last_heartbeat for session in membership.sessions if session.last_heartbeat]
 
+    metrics.unplaced.set_function(lambda: len(dispatcher.queue))
     metrics.waiting.set_function(lambda: sum(beat.num_waiting for beat in beats()))
     metrics.kv_usage.set_function(lambda: held_share(beats()))
     metrics.view_age.set_function(view_age_s)

@@ -1,8 +1,11 @@
 """The traffic of the last hour as a trace, for "what if": when requests came, their lengths, their blocks.
 
-A request is kept when it is over, as some hundred bytes: its arrival, tokens, priority, and the first eight
-bytes of each block's hash, which tell blocks apart well enough to simulate their cache. All together take
-`MAX_BYTES` at most; where an hour has more the oldest go. No text and no token is kept.
+A request is kept when it is over, as some hundred bytes: its arrival, tokens, priority, how it was served,
+and the first eight bytes of each block's hash, which tell blocks apart well enough to simulate their cache.
+All together take `MAX_BYTES` at most; where an hour has more the oldest go. No text and no token is kept.
+
+`measured` is the report of how these requests were served, in the figures that replay reports of the very
+same ones: how far the two are apart is the replay's error.
 """
 
 from __future__ import annotations
@@ -11,11 +14,16 @@ import json
 import struct
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isnan, nan
+from typing import Any, NamedTuple
 
 from base.clock import Clock
-from base.request import RequestId
-from conductor.placing.decisions import Decision
+from base.distribution import distribution
+from base.errors import CapacityError, RejectedError, SloUnreachableError
+from base.request import FinishReason, RequestId, Slo
+from conductor.placing.decisions import Actual, Decision
 from conductor.serving.dispatch import RequestObserver
 
 KEPT_S = 3_600.0
@@ -26,8 +34,49 @@ KEY_BYTES = 8
 MOST = (1 << 31) - 1
 """The largest number of a record: whoever asks for more is kept as asking for so much."""
 
-_HEAD = struct.Struct("<dIIIi")
-"""Arrival, prompt tokens, new tokens (0: rejected or failed), the most that were asked for, priority."""
+SERVED, REJECTED, FAILED = range(3)
+"""How a request ended; one whose client left counts as failed."""
+ENDINGS = {reason.value: SERVED for reason in (FinishReason.STOP, FinishReason.LENGTH)} | {
+    error.__name__: REJECTED for error in (RejectedError, SloUnreachableError, CapacityError)
+}
+
+_HEAD = struct.Struct("<dIIIiIfffB")
+"""The numbers of a `PastRequest`, without padding."""
+
+
+class PastRequest(NamedTuple):
+    """The numbers of one request's record, which the first bytes of its blocks' hashes follow."""
+
+    arrival_s: float
+    num_tokens: int
+    num_new_tokens: int
+    """Tokens of the answer; 0: it was rejected, or failed before the first."""
+    max_tokens: int
+    priority: int
+    num_cached_tokens: int = 0
+    ttft_s: float = nan
+    mean_tbt_s: float = nan
+    """Mean seconds between two tokens; NaN, as of `ttft_s`: there were none."""
+    compute_s: float = nan
+    """Seconds in which a prefill node computed the prompt."""
+    outcome: int = FAILED
+    """One of SERVED, REJECTED and FAILED."""
+
+    def pack(self) -> bytes:
+        return _HEAD.pack(*self)
+
+    @classmethod
+    def unpack(cls, record: bytes) -> PastRequest:
+        return cls(*_HEAD.unpack_from(record))
+
+
+@dataclass(slots=True)
+class _OpenRecord:
+    """The record of a request in progress."""
+
+    served: PastRequest
+    keys: bytes
+    num_attempts: int = 0
 
 
 class Traffic(RequestObserver):
@@ -36,31 +85,48 @@ class Traffic(RequestObserver):
     def __init__(self, clock: Clock, max_bytes: int = MAX_BYTES) -> None:
         self._clock = clock
         self._max_bytes = max_bytes
-        self._begun: dict[str, bytes] = {}
-        """The records of requests in progress, without their new tokens."""
+        self._running: dict[str, _OpenRecord] = {}
         self._kept: deque[bytes] = deque()
         self._num_bytes = 0
 
     def decided(self, made: Decision) -> None:
         asked = made.asked
         name = asked.request_id.rpartition(".")[0]
-        if name not in self._begun:
+        if name not in self._running:
             max_tokens, priority = min(asked.max_tokens, MOST), max(-MOST, min(asked.priority, MOST))
-            head = _HEAD.pack(made.arrived_at_s, asked.num_tokens, 0, max_tokens, priority)
             keys = [key[:KEY_BYTES] for key in asked.chain if isinstance(key, bytes)]
-            self._begun[name] = head + b"".join(keys)
+            served = PastRequest(made.arrived_at_s, asked.num_tokens, 0, max_tokens, priority)
+            self._running[name] = _OpenRecord(served, b"".join(keys))
+
+    def ended(self, attempt_id: RequestId, actual: Actual) -> None:
+        running = self._running.get(attempt_id.rpartition(".")[0])
+        if running is None:
+            return
+        running.num_attempts += 1
+        served = running.served
+        if isnan(served.ttft_s) and actual.ttft_s is not None:
+            running.served = served._replace(
+                num_cached_tokens=min(actual.num_cached_tokens or 0, MOST),
+                ttft_s=actual.ttft_s,
+                mean_tbt_s=nan if actual.mean_tbt_s is None else actual.mean_tbt_s,
+                compute_s=actual.compute_s or 0.0,
+            )
 
     def finished(self, request_id: RequestId, num_tokens: int, outcome: str, reason: str) -> None:
-        begun = self._begun.pop(request_id, None)
-        if begun is None:
+        running = self._running.pop(request_id, None)
+        if running is None:
             return
-        arrived_at_s, num_prompt_tokens, _, max_tokens, priority = _HEAD.unpack_from(begun)
-        head = _HEAD.pack(arrived_at_s, num_prompt_tokens, num_tokens, max_tokens, priority)
-        record = head + begun[_HEAD.size :]
+        served = running.served
+        if running.num_attempts > 1 and num_tokens > 1:
+            # an attempt knows its own tokens: of several the pauses between them count too
+            since_first_s = self._clock.now_s() - served.arrival_s - served.ttft_s
+            served = served._replace(mean_tbt_s=since_first_s / (num_tokens - 1))
+        ending = ENDINGS.get(outcome, FAILED)
+        record = served._replace(num_new_tokens=num_tokens, outcome=ending).pack() + running.keys
         self._kept.append(record)
         self._num_bytes += len(record) + OVERHEAD_BYTES
         since_s = self._clock.now_s() - KEPT_S
-        while self._num_bytes > self._max_bytes or _HEAD.unpack_from(self._kept[0])[0] < since_s:
+        while self._num_bytes > self._max_bytes or PastRequest.unpack(self._kept[0]).arrival_s < since_s:
             self._num_bytes -= len(self._kept.popleft()) + OVERHEAD_BYTES
 
     def __len__(self) -> int:
@@ -77,21 +143,47 @@ def trace_lines(records: list[bytes], block_size: int) -> Iterator[str]:
 
     What nobody generated has the mean of what was, where it was allowed so much.
     """
-    heads = sorted((_HEAD.unpack_from(record), record) for record in records)
-    made = [head[2] for head, _ in heads if head[2]]
+    by_arrival = sorted(
+        ((PastRequest.unpack(record), record) for record in records), key=lambda pair: pair[0][:5]
+    )
+    made = [served.num_new_tokens for served, _ in by_arrival if served.num_new_tokens]
     mean = round(sum(made) / len(made)) if made else 1
     known: dict[int, int] = {}
     yield json.dumps({"block_size": block_size}) + "\n"
-    for number, ((arrival_s, num_tokens, num_new, max_tokens, priority), record) in enumerate(heads):
+    for number, (served, record) in enumerate(by_arrival):
         keys = array("Q", record[_HEAD.size :])
         ids = [known.setdefault(key, len(known)) for key in keys]
-        if num_tokens % block_size:
+        if served.num_tokens % block_size:
             # the block that is not full is nobody else's
             ids.append(known.setdefault(-1 - number, len(known)))
         row = {
-            "timestamp": round(1e3 * (arrival_s - heads[0][0][0]), 3),
-            "input_length": num_tokens,
-            "output_length": num_new or max(1, min(mean, max_tokens)),
+            "timestamp": round(1e3 * (served.arrival_s - by_arrival[0][0].arrival_s), 3),
+            "input_length": served.num_tokens,
+            "output_length": served.num_new_tokens or max(1, min(mean, served.max_tokens)),
             "hash_ids": ids,
         }
-        yield json.dumps(row | ({"priority": priority} if priority else {})) + "\n"
+        yield json.dumps(row | ({"priority": served.priority} if served.priority else {})) + "\n"
+
+
+def measured(records: Sequence[bytes], slo: Slo) -> dict[str, Any]:
+    """Return how requests were served, under the names that a replay's report has for its own figures.
+
+    Args:
+        slo: The bounds that all are judged by, as replay judges all by one.
+    """
+    asked = [PastRequest.unpack(record) for record in records]
+    served = [each for each in asked if each.outcome == SERVED]
+    # an answer of one token has no TBT, and is within any bound on it
+    good = sum(each.ttft_s <= slo.ttft_slo_s and not each.mean_tbt_s > slo.tbt_slo_s for each in served)
+    return {
+        "requests": len(asked),
+        "completed": len(served),
+        "rejected": sum(each.outcome == REJECTED for each in asked),
+        "failed": sum(each.outcome == FAILED for each in asked),
+        "ttft_s": distribution(array("d", [each.ttft_s for each in served])),
+        "mean_tbt_s": distribution(array("d", [s for each in served if not isnan(s := each.mean_tbt_s)])),
+        "served_within": good / len(asked),
+        "hit_rate_tokens": sum(each.num_cached_tokens for each in served)
+        / max(1, sum(each.num_tokens for each in served)),
+        "prefill_gpu_s_per_request": distribution(array("d", [each.compute_s for each in served]))["mean"],
+    }

@@ -7,6 +7,7 @@
 export const WIDTH = 360, HEIGHT = 120; // of a chart, in its own units
 
 const NOTHING = "–";
+const NUMBERS = new Intl.NumberFormat("en"); // made once: toLocaleString makes one for each number
 const known = (value) => value !== null && value !== undefined && !Number.isNaN(value);
 
 export function seconds(value) {
@@ -34,7 +35,7 @@ export function percent(share) {
 export function count(value) {
   if (!known(value)) return NOTHING;
   if (Math.abs(value) >= 1e6) return `${Number((value / 1e6).toPrecision(3))} M`;
-  return Number(Math.abs(value) >= 1000 ? Math.round(value) : value.toPrecision(3)).toLocaleString("en");
+  return NUMBERS.format(Math.abs(value) >= 1000 ? Math.round(value) : value.toPrecision(3));
 }
 
 export function bytes(value) {

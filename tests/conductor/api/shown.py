@@ -5,26 +5,19 @@ import random
 
 from base.config import ClusterConfig, SloConfig
 from base.messages import Prefilled, PrefillTimes
-from base.metrics import ConductorMetrics, process_registry
 from base.request import NodeId, RequestId, Role, SampledToken, Slo
-from conductor.placing.cluster_view import ClusterView
 from conductor.placing.decisions import Actual, decision
 from conductor.placing.explain import Decisions
 from conductor.placing.placement import Placement
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.replay.arguments import service_arguments
-from conductor.serving.history import History
-from conductor.serving.membership import Membership
-from conductor.serving.nodes import NodeSession
 from conductor.serving.page_data import PageData
 from conductor.serving.replays import Replays
 from conductor.serving.traffic import Traffic
-from tests.conductor.builders import BLOCK_SIZE, make_cost, make_heartbeat, make_info, make_request
-from tests.manual_clock import ManualClock
+from tests.conductor.builders import BLOCK_SIZE, make_heartbeat, make_request
+from tests.conductor.histories import COST, attach, make_history
 
-COST = make_cost()
-SINCE_1970_S = 1_790_000_100.0
 BOUNDS = SloConfig(ttft_s=4.0, tbt_s=0.1)
 SLO = Slo(4.0, 0.1)
 HOSTILE = "<img src=x onerror=\"document.title='hacked'\">"
@@ -37,18 +30,7 @@ class ShownCluster:
 
     def __init__(self, num_prefill=2, num_decode=2, seconds=3_600, seed=1, hosts=2):
         self.rng = random.Random(seed)
-        self.clock = ManualClock()
-        self.view = ClusterView(COST, BLOCK_SIZE)
-        self.metrics = ConductorMetrics(process_registry(), "m")
-        self.membership = Membership("m", self.view, self.clock)
-        self.history = History(
-            self.metrics,
-            self.membership,
-            self.view,
-            COST,
-            self.clock,
-            lambda: SINCE_1970_S + self.clock.now_s(),
-        )
+        self.clock, self.view, self.metrics, self.membership, self.history = make_history(BOUNDS)
         self.decisions = Decisions(COST, SchedulerSettings())
         self.traffic = Traffic(self.clock)
         self.queue, self.num_running, self.number = [], 0, 0
@@ -69,13 +51,13 @@ class ShownCluster:
     def reports(self):
         return {
             "/v1/page/{name}": self.data.answer,
-            "/v1/replay": lambda body: self.replays.run(body.trace, body.nodes, body.arguments()),
+            "/v1/replay": lambda body: self.replays.run(
+                body.trace, body.nodes, body.arguments(), body.slo(BOUNDS)
+            ),
         }
 
     def join(self, name, role, host):
-        session = NodeSession(make_info(name, role, model_id="m", host=host))
-        self.membership.join(session)
-        self.sessions.append(session)
+        self.sessions.append(attach(self.membership, name, role, host=host))
 
     def second(self, second):
         busy = 0.6 + 0.5 * math.sin(second / 600)
@@ -132,7 +114,7 @@ class ShownCluster:
         actual = Actual(now_s + ttft_s + tbt_s * num_new, "finished", ttft_s, *times[:3], tbt_s, 0, num_new)
         more = {"frontend_s": 0.004, "reserved_s": 0.006, "load_s": 0.0, "transfer_s": times.transfer_s}
         actual = actual._replace(**more, num_chunks=3, trace_id="4bf92f3577b34da6a3ce929d0e0e4736")
-        for observer in (self.decisions, self.history):
+        for observer in (self.decisions, self.history, self.traffic):
             observer.ended(request.request_id, actual)
         self.traffic.finished(RequestId(name), num_new, "stop", "")
         self.count(ttft_s, tbt_s, request.num_tokens, result.matched_tokens, num_new)

@@ -78,6 +78,8 @@ async def test_tokens_are_counted_once_and_with_the_first_token(model):
     assert samples[("conductor_cached_tokens_total",)] == 2
     assert samples[("conductor_generation_tokens_total",)] == 2
     assert samples[("conductor_request_seconds_sum",)] == 1.3125
+    assert samples[("conductor_request_tbt_seconds_sum",)] == 0.25
+    assert samples[("conductor_request_tbt_seconds_count",)] == 1
     assert samples[("conductor_sequences_total", "length")] == 1
 
 

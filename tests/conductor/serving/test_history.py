@@ -11,13 +11,12 @@ import pytest
 
 from base.config import SloConfig
 from base.messages import Prefilled, PrefillTimes
-from base.metrics import ConductorMetrics, process_registry
 from base.request import Role, SampledToken
-from conductor.placing.cluster_view import ClusterView
 from conductor.placing.decisions import Actual
 from conductor.placing.explain import Decisions
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import SchedulerSettings
+from conductor.serving.fullest import Fullest
 from conductor.serving.history import (
     CLUSTER_SERIES,
     MAX_NODES,
@@ -26,24 +25,18 @@ from conductor.serving.history import (
     NODE_SERIES,
     History,
     Rates,
-    Ring,
     Samples,
 )
-from conductor.serving.membership import Membership
-from conductor.serving.nodes import NodeSession
 from conductor.serving.page_data import NODE_COLUMNS, PageData
+from conductor.serving.ring import Ring
 from tests.conductor.builders import (
-    BLOCK_SIZE,
-    make_cost,
     make_heartbeat,
-    make_info,
     make_request,
     require_placement,
 )
-from tests.manual_clock import ManualClock
+from tests.conductor.histories import COST, SINCE_1970_S, attach, make_history
 
-COST = make_cost()
-SINCE_1970_S = 1_000_000_200.0
+SLO = SloConfig(ttft_s=2.0)
 MOST_BYTES = 8 << 20
 
 
@@ -51,27 +44,18 @@ class Cluster:
     """A history of nodes that beat once."""
 
     def __init__(self, num_nodes=2):
-        self.clock = ManualClock()
-        self.view = ClusterView(COST, BLOCK_SIZE)
-        self.metrics = ConductorMetrics(process_registry(), "m")
-        self.membership = Membership("m", self.view, self.clock)
-        self.history = History(
-            self.metrics,
-            self.membership,
-            self.view,
-            COST,
-            self.clock,
-            lambda: SINCE_1970_S + self.clock.now_s(),
-        )
+        self.clock, self.view, self.metrics, self.membership, self.history = make_history(SLO)
         for number in range(num_nodes):
             self.join(f"n{number}", Role.DECODE if number % 2 else Role.PREFILL)
 
     def join(self, name, role):
-        session = NodeSession(make_info(name, role, model_id="m"))
-        self.membership.join(session)
-        beat = make_heartbeat(num_free_blocks=2_000, num_running=3)
-        self.membership.heartbeat(session, beat, self.clock.now_s())
+        session = attach(self.membership, name, role)
+        self.beat(session)
         return session
+
+    def beat(self, session, held=0, **more):
+        beat = make_heartbeat(num_free_blocks=2_000 - held, num_held_blocks=held, num_running=3, **more)
+        self.membership.heartbeat(session, beat, self.clock.now_s())
 
     def pass_seconds(self, seconds):
         for _ in range(seconds):
@@ -211,7 +195,7 @@ def test_a_thousand_nodes_take_less_than_eight_mb():
         cluster.history.nodes.clear()
         before, _ = tracemalloc.get_traced_memory()
         kept = History(
-            cluster.metrics, cluster.membership, cluster.view, COST, cluster.clock, lambda: SINCE_1970_S
+            cluster.metrics, cluster.membership, cluster.view, COST, cluster.clock, lambda: SINCE_1970_S, SLO
         )
         for _ in range(62):
             cluster.clock.advance(10.0)
@@ -253,9 +237,8 @@ class Idle:
 
 
 def data_of(cluster):
-    slo = SloConfig(ttft_s=2.0)
     decisions = Decisions(COST, SchedulerSettings())
-    return PageData(cluster.history, Idle(), cluster.membership, cluster.view, decisions, slo, cluster.clock)
+    return PageData(cluster.history, Idle(), cluster.membership, cluster.view, decisions, SLO, cluster.clock)
 
 
 async def test_the_page_is_given_all_rows_and_then_those_that_are_new():
@@ -276,7 +259,11 @@ async def test_the_page_is_given_all_rows_and_then_those_that_are_new():
 
 
 @pytest.mark.parametrize(
-    "name", ["", "x", "hour.x", "hour.-1", "hour." + "9" * 400, "node.", "node.n9", "now.1"]
+    "name",
+    [
+        *("", "x", "hour.x", "hour.-1", "hour." + "9" * 400, "node.", "node.n9", "now.1"),
+        *("at", "at.", "at.x", "at.-5", "at." + "9" * 400, "fullest.3"),
+    ],
 )
 async def test_other_names_have_no_answer(name):
     cluster = Cluster()
@@ -309,6 +296,73 @@ async def test_what_the_cluster_does_now_is_worked_out_once_for_all_pages():
     assert await data.answer("now") is not packed
 
 
+def at(cluster, seconds_ago):
+    return f"at.{int(cluster.history.now_s - seconds_ago)}"
+
+
+def by_name(told):
+    return {row[0]: dict(zip(told["columns"], row, strict=True)) for row in told["nodes"]}
+
+
+async def test_the_node_that_was_fullest_is_known_when_another_one_is_or_it_has_left():
+    cluster = Cluster(2)
+    data = data_of(cluster)
+    prefill, decode = cluster.membership.sessions
+    cluster.beat(decode, held=1_800)
+    cluster.pass_seconds(30)
+    cluster.beat(decode)
+    cluster.beat(prefill, held=1_000)
+    cluster.pass_seconds(30)
+    cluster.membership.leave([decode], "it left")
+    cluster.pass_seconds(30)
+    told = json.loads(await data.answer("fullest"))
+    rows = array("f", base64.b64decode(told["rows"]))
+    fullest = [told["nodes"][-at] for at in (9, 6, 1)]
+    assert fullest == ["n1", "n0", "n0"]
+    assert {told["budgets"][int(budget)] for budget in rows[::2]} == {"kv"}
+    assert rows[-2 * 9 + 1] == pytest.approx(0.9)
+    assert rows[-1] == pytest.approx(0.5)
+    before, now = by_name(await data.answer(at(cluster, 80))), by_name(await data.answer(at(cluster, 5)))
+    assert before["n1"]["kv_held"] == pytest.approx(0.9, abs=1e-3)
+    assert (before["n1"]["host"], before["n0"]["host"]) == (None, "here"), "of one that left no host is known"
+    assert set(now) == {"n0"}
+    assert now["n0"]["step_s"] is None
+
+
+async def test_a_moment_before_the_last_hour_is_of_the_day_and_one_before_all_is_empty():
+    cluster = Cluster(1)
+    data = data_of(cluster)
+    cluster.pass_seconds(30)
+    early = await data.answer(at(cluster, 4_000))
+    assert (early["step_s"], early["nodes"]) == (300, [])
+    cluster.beat(cluster.membership.sessions[0], held=1_000)
+    cluster.pass_seconds(600)
+    cluster.pass_seconds(3_700)
+    of_day = await data.answer(at(cluster, 3_900))
+    assert of_day["step_s"] == 300
+    assert of_day["moment_s"] % 300 == 0
+    assert by_name(of_day)["n0"]["kv_held"] == pytest.approx(0.5)
+    told = json.loads(await data.answer("fullest-day"))
+    assert told["step_s"] == 300
+    assert told["nodes"][-2] == "n0"
+
+
+def test_a_queue_and_a_step_are_shares_of_their_bounds_and_no_bound_is_no_budget():
+    fullest = Fullest(10, 100, SloConfig(ttft_s=4.0))
+    fullest.put(0, {"p": (3.0, math.nan, 0.5, 1.0), "d": (math.nan, 9.0, 0.7, 1.0)})
+    fullest.put(1, {"p": (math.nan, math.nan, math.nan, math.nan)})
+    fullest.put(2, {"p": (0.0, math.nan, 0.2, 0.0), "d": (math.nan, 9.0, 0.1, 1.0)})
+    fullest.put(2, {"late": (9.0, math.nan, 0.2, 0.0)})
+    told = fullest.to_json()
+    rows = array("f", base64.b64decode(told["rows"]))
+    assert rows[:2].tolist() == [0.0, 0.75]
+    assert (told["nodes"][0], told["nodes"][2]) == ("p", "p")
+    assert math.isnan(rows[3]), "nothing is known of that row"
+    assert rows[5] == pytest.approx(0.2)
+
+
 async def test_a_thousand_nodes_are_told_of_in_few_bytes():
     cluster = Cluster(MAX_NODES)
     assert len(await data_of(cluster).answer("now")) < 100 * MAX_NODES
+    cluster.pass_seconds(10)
+    assert len(json.dumps(await data_of(cluster).answer(at(cluster, 1)))) < 100 * MAX_NODES

@@ -12,14 +12,14 @@ import pytest
 
 from base.config import ClusterConfig, SloConfig
 from base.errors import InvalidRequestError, RejectedError
-from base.request import RequestId
-from conductor.placing.decisions import decision
+from base.request import RequestId, Slo
+from conductor.placing.decisions import Actual, decision
 from conductor.placing.scheduler import place
 from conductor.replay.arguments import service_arguments
 from conductor.replay.trace_formats import read_trace
 from conductor.serving import replays as module
 from conductor.serving.replays import Replays
-from conductor.serving.traffic import KEPT_S, Traffic, trace_lines
+from conductor.serving.traffic import KEPT_S, Traffic, measured, trace_lines
 from tests.conductor.builders import BLOCK_SIZE, make_cost, make_request, make_view
 from tests.manual_clock import ManualClock
 
@@ -77,12 +77,45 @@ def test_traffic_takes_no_more_than_its_bytes_and_its_hour():
     traffic = Traffic(clock, max_bytes=10_000)
     for number in range(500):
         ask(traffic, f"r{number}", float(number))
-    assert len(traffic) == 10_000 // (24 + 3 * 8 + 64)
+    assert len(traffic) == 10_000 // (len(traffic.records()[0]) + 64)
+    assert len(traffic.records()[0]) == 41 + 3 * 8
     clock.advance(KEPT_S + 1_000.0)
     ask(traffic, "new", clock.now_s())
     assert len(traffic) == 1
     traffic.finished(RequestId("unknown"), 3, "stop", "")
     assert len(traffic) == 1, "one that was never placed is no traffic"
+
+
+def serve(traffic, name, at_s, ttft_s, tbt_s, num_new=11, outcome="stop", attempts=1):
+    """Ask and serve; of several attempts the first has the first token."""
+    request = make_request(f"{name}.1", 4)
+    traffic.decided(decision(request, VIEW, place(request, VIEW, COST, at_s), at_s, at_s))
+    actual = Actual(0.0, "finished", ttft_s, 0.0, 0.5, 0.0, tbt_s, BLOCK_SIZE, num_new // attempts)
+    traffic.ended(request.request_id, actual)
+    for number in range(2, attempts + 1):
+        traffic.ended(RequestId(f"{name}.{number}"), actual._replace(ttft_s=None))
+    traffic.finished(RequestId(name), num_new, outcome, "")
+
+
+def test_what_was_measured_is_judged_as_the_service_judges():
+    clock = ManualClock()
+    traffic = Traffic(clock)
+    serve(traffic, "good", 0.0, 1.0, 0.1)
+    serve(traffic, "late to begin", 1.0, 3.0, 0.1)
+    serve(traffic, "slow", 2.0, 1.0, 0.3)
+    serve(traffic, "one token", 3.0, 2.0, None, num_new=1, outcome="length")
+    serve(traffic, "left", 3.0, 1.0, 0.1, outcome="cancelled")
+    ask(traffic, "refused", 4.0, num_new=0)
+    clock.advance(10.0 + 5.0 + 1.0)
+    serve(traffic, "lost its node", 10.0, 1.0, 0.1, attempts=2)
+    told = measured(traffic.records(), Slo(2.0, 0.25))
+    assert (told["requests"], told["completed"], told["rejected"], told["failed"]) == (7, 5, 1, 1)
+    assert told["served_within"] == 2 / 7, "the first and the one of one token"
+    assert told["ttft_s"]["p50"] == 1.0
+    assert told["mean_tbt_s"]["p99"] == pytest.approx(0.5), "5 s for ten more tokens, the pause included"
+    assert told["hit_rate_tokens"] == pytest.approx(1 / 4)
+    assert told["prefill_gpu_s_per_request"] == pytest.approx(0.5)
+    assert measured(traffic.records(), Slo())["served_within"] == 5 / 7
 
 
 def text_of(path):
@@ -95,6 +128,7 @@ def replays_of(traffic=None):
 
 async def test_a_trace_is_replayed_as_the_command_does(tmp_path):
     told = await replays_of().run(ROWS, ["2P2D", "1P1D"], ["--slo-ttft", "10"])
+    assert told["measured"] is None, "nobody has measured a trace from elsewhere"
     assert [run["nodes"] for run in told["runs"]] == ["2P2D", "1P1D"]
     page = tmp_path / "page.html"
     command = [sys.executable, "-m", "bench.papers.command", str(SAMPLE), *ARGUMENTS, "--slo-ttft", "10"]
@@ -114,8 +148,11 @@ async def test_the_last_hour_is_replayed_where_no_trace_is_sent():
         await replays_of(traffic).run("", ["1P1D"], [])
     for number in range(5):
         ask(traffic, f"r{number}", float(number), first_block=10 * number)
-    told = await replays_of(traffic).run("", ["1P1D"], [])
-    assert told["runs"][0]["report"]["requests"] == 5
+    told = await replays_of(traffic).run("", ["1P1D"], [], Slo(2.0, 0.25))
+    assert told["runs"][0]["report"]["requests"] == told["measured"]["requests"] == 5
+    assert {"ttft_s", "mean_tbt_s", "served_within", "hit_rate_tokens"} <= {*told["measured"]} & told["runs"][
+        0
+    ]["report"].keys(), "one name for one figure"
 
 
 @pytest.mark.parametrize(
