@@ -47,8 +47,8 @@ WAKE_DELAY_S = 0.002
 class NodeWork(Protocol):
     """A node's work for one conductor: messages come in, and its state goes out."""
 
-    def attached(self, conductor_epoch: int) -> None:
-        """The stream is open. What follows is of that conductor, until `lost`."""
+    def attached(self, lease: Registered) -> None:
+        """The stream is open. What follows is of the conductor that gives the lease, until `lost`."""
         ...
 
     def receive(self, items: list[ToNode]) -> None: ...
@@ -257,7 +257,7 @@ class _Stream:
     def _registered(self, came: pb.ConductorMessage) -> None:
         self._lease = lease = lease_from(came)
         self._attached(self, lease.conductor_epoch)
-        self._work.attached(lease.conductor_epoch)
+        self._work.attached(lease)
         self._owes_snapshot = True
         self._send_all(self._kv_news())
         self._silence = self._loop.call_later(lease.lease_s, self._hear)

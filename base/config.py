@@ -53,7 +53,7 @@ class EngineConfig:
     """Host memory for the KV of preempted sequences, on a node of one rank; see `engine/swap_space.py`.
     0: they are recomputed; -1: 4 GiB beside a GPU, none on a CPU."""
     chunk_tokens: int = 512
-    """Prompt tokens computed in one step at most."""
+    """Tokens of prompts in one step at most: a limit for memory."""
     chunk_attention: float = -1.0
     """Shortens the later chunks of a prompt, so that each takes as long as the first. Seconds of
     attention for each token squared over those of the linear layers for each token. 0: chunks are
@@ -291,6 +291,8 @@ class SloConfig:
 
     ttft_s: float = 0.0
     tbt_s: float = 0.0
+    longest_gap_s: float = 0.0
+    """Between two tokens, where tbt_s bounds the mean of a request's gaps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +333,9 @@ class SchedulerConfig:
     change_roles: bool = False
     """Whether a node may change from prefill to decode and back, by the load of both pools. Load is
     measured by the bounds of the slo section, which must be set then."""
+    step_budgets: bool = True
+    """Whether a step takes as many tokens of prompts as those who decode in it can bear, by their bounds and
+    the profile. false: `chunk_tokens`, whatever they bear, to compare with."""
     max_waiting: int = 512  # There; more are let go, of the tenant with the most.
     patience_s: float = 60.0
     """Seconds that a request without a TTFT bound waits there at most. One that would wait longer is rejected

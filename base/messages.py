@@ -14,6 +14,8 @@ from base.grants import Grant, PeerDescriptor, RankGrant
 from base.kv_layout import KvPart
 from base.prompt_logprobs import PromptLogprobs
 from base.request import FinishReason, NodeId, RequestId, Role, SampledToken, SamplingParams, StopParams
+from base.step_budget import UNBOUNDED_GAPS, GapBounds
+from base.step_cost import StepCost
 
 PROTOCOL_VERSION = 8
 """Version of protos/nodes.proto. A node of another version is refused, with both named."""
@@ -37,6 +39,7 @@ class Work(NamedTuple):
     deadline_s: float
     traceparent: str = ""
     """The request's span; empty: it is not traced."""
+    gap_bounds: GapBounds = UNBOUNDED_GAPS
 
 
 class Reserve(NamedTuple):
@@ -264,3 +267,5 @@ class Registered:
     lease_s: float
     heartbeat_s: float
     conductor_epoch: int
+    step_cost: StepCost | None = None
+    """What the node's steps take, by the conductor's profile."""

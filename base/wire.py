@@ -63,6 +63,8 @@ from base.request import (
     StopParams,
     TokenLogprobs,
 )
+from base.step_budget import UNBOUNDED_GAPS, GapBounds
+from base.step_cost import StepCost
 from protos import nodes_pb2 as pb
 
 TOKEN_ID_BYTES = 4
@@ -106,6 +108,11 @@ def _check_node(node: NodeInfo) -> None:
         raise ProtocolError("register.weights: 128 printable characters at most are wanted")
     if not 0 <= node.weights_error <= 2:
         raise ProtocolError("register.weights_error: from 0 to 2")
+
+
+def _check_gaps(bounds: GapBounds) -> None:
+    if not all(bound_s > 0 for bound_s in bounds):
+        raise ProtocolError("work.gap_bounds: seconds above 0 are wanted")
 
 
 def _check_lease(lease: Registered) -> None:
@@ -157,6 +164,7 @@ _LOGIT_BIAS: Codec[tuple[tuple[int, float], ...]] = Codec(
     lambda items: tuple((item.token_id, item.bias) for item in items),
 )
 _GRAMMAR = message_of(Grammar, kind=enum_of(GrammarKind, "work.sampling.grammar.kind"))
+_GAPS = message_of(GapBounds, _check_gaps)
 _WORK = message_of(
     Work,
     _check_work,
@@ -164,6 +172,10 @@ _WORK = message_of(
     sampling=message_of(SamplingParams, logit_bias=_LOGIT_BIAS, grammar=optional(_GRAMMAR)),
     stop=message_of(StopParams, stop_token_ids=TUPLE),
     num_logprobs=OPTIONAL,
+    gap_bounds=Codec(
+        lambda bounds: None if bounds == UNBOUNDED_GAPS else _GAPS.pack(bounds),
+        lambda message: _GAPS.unpack(message) if message.ByteSize() else UNBOUNDED_GAPS,
+    ),
 )
 _SOURCE = message_of(Source, peer=PEER, grant=GRANT, checksums=TUPLE)
 
@@ -212,7 +224,8 @@ _FROM_NODE: dict[type, tuple[str, Codec[Any]]] = {
 """The same for NodeMessage: failures come last, because tokens made before them count."""
 
 _REGISTER = message_of(NodeInfo, _check_node, roles=enums_of(Role, "register.roles"), peer=PEER)
-_REGISTERED = message_of(Registered, _check_lease)
+_STEP_COST = message_of(StepCost, StepCost.check, step_tokens=TUPLE)
+_REGISTERED = message_of(Registered, _check_lease, step_cost=optional(_STEP_COST))
 _HEARTBEAT = message_of(Heartbeat, roles=enums_of(Role, "heartbeat.roles"))
 _KV_EVENTS = message_of(KvEvents, stored=hashes("kv_events.stored"), removed=hashes("kv_events.removed"))
 

@@ -1,17 +1,17 @@
 """`python -m bench.goodput`: the highest rate of requests that a cluster serves within its bounds.
 
-For each shape (`1p1d`, `2p2d`, `2c` for two colocated nodes of our own; `@1024` sets the chunk)
-the real processes are started, and an open loop of requests is sent at rising rates. At each
-rate, and for each pair of bounds on TTFT and TPOT (the mean gap of a request), the share of
-requests that meet both is counted; goodput is the highest rate at which 90 % do, between two
-tried rates in proportion. Prompts are random: no prefix is ever found. With `--trace` they are a
-trace's first, with the prefixes that they share, at the rate and cut to `--input-tokens`. Beside that
-stand, from the nodes' metrics, the share of time that they were busy, what was seen of hand-offs, and what
-was computed for nobody. `--out X.json` has a plot for each pair of bounds beside it, `X_10ms.svg`. Rates stop
+For each shape (`1p1d`, `2p2d`, `2c` for two colocated nodes of our own; `@1024` sets the chunk, which
+colocated steps then have whatever decodes in them) the real processes are started, and an open loop of
+requests is sent at rising rates. At each rate, and for each pair of bounds on TTFT and TPOT (the mean gap of
+a request), the share of requests that meet both is counted; goodput is the highest rate at which 90 % do,
+between two tried rates in proportion. Prompts are random: no prefix is ever found. With `--trace` they are a
+trace's first, with the prefixes that they share, at the rate and cut to `--input-tokens`. Beside that stand,
+from the nodes' metrics, the share of time that they were busy, what was seen of hand-offs, and what was
+computed for nobody. `--out X.json` has a plot for each pair of bounds beside it, `X_10ms.svg`. Rates stop
 rising when hardly anybody meets the widest bounds. With `--slo` each request names its bounds, and one that
 is predicted to miss them is refused, which counts as missed.
 
-    python -m bench.goodput --shapes 1p1d,2c --rates 2,3,4 --out bench/results/goodput.json
+    python -m bench.goodput --shapes 1p1d,2c,2c@512 --rates 2,3,4 --out bench/results/goodput.json
     python -m bench.goodput --shapes 4c,2p2d --trace conversation_trace.jsonl --input-tokens 32768 \\
         --max-model-len 40960 --bounds 2:0.01 --slo 2:0.01 --rates 2,3,4,5,6 --seconds 40
 
@@ -244,7 +244,7 @@ def main() -> None:
         load["trace"] = options.trace.name
     if options.slo:
         load["slo"] = bound(options.slo)
-    told: dict[str, Any] = {"model": options.model, **load, **about(options.commit)}
+    told: dict[str, Any] = {"model": options.model, **load, "has_budgets": True, **about(options.commit)}
     told["bounds"] = [bound(pair) for pair in options.bounds]
     results: list[dict[str, Any]] = []
     for shape in map(parse_shape, options.shapes.split(",")):

@@ -33,6 +33,8 @@ from conductor.replay.trace import Trace, TraceRequest
 from conductor.replay.trace_formats import read_trace
 
 BLOCK_TOKENS = 64
+CHUNK_BEFORE_BUDGETS = 512
+"""Of colocated nodes, in results that name none."""
 
 
 def trace_of(told: dict[str, Any], rate: float, num_requests: int, trace: Trace | None) -> Trace:
@@ -53,10 +55,26 @@ def trace_of(told: dict[str, Any], rate: float, num_requests: int, trace: Trace 
     return Trace("load", BLOCK_TOKENS, rows)
 
 
+def shape_of(told: dict[str, Any], name: str) -> Shape:
+    """Return the shape that a result names; one of before there were budgets has whole chunks."""
+    shape = parse_shape(name)
+    if told.get("has_budgets"):
+        return shape
+    is_default = not shape.decode and shape.has_budgets
+    return replace(
+        shape, chunk_tokens=CHUNK_BEFORE_BUDGETS if is_default else shape.chunk_tokens, has_budgets=False
+    )
+
+
 def replayed(shape: Shape, trace: Trace, profile: Profile, slo: Slo | None = None) -> Outcomes:
     """Simulate a load. `slo`: what each request names."""
     options = ClusterOptions(
-        shape.prefill, shape.decode, trace.block_size, chunk_tokens=shape.chunk_tokens, keep_gaps=True
+        shape.prefill,
+        shape.decode,
+        trace.block_size,
+        chunk_tokens=shape.chunk_tokens,
+        step_budgets=shape.has_budgets,
+        keep_gaps=True,
     )
     if slo is not None:
         options = replace(options, slo=slo, settings=SchedulerSettings())
@@ -122,7 +140,7 @@ def main() -> None:
     profile = load_profile(options.profile)
     rows = []
     for measured in told["shapes"]:
-        shape = parse_shape(measured["shape"])
+        shape = shape_of(told, measured["shape"])
         found = [compared(told, tried, shape, profile, trace) for tried in measured["tried"]]
         rows += found
         for row in found:

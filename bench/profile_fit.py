@@ -56,12 +56,12 @@ class MeasuredStep:
 
     @property
     def attended(self) -> float:
-        """See `CostModel.chunk_step_s`."""
+        """See `StepCost.with_chunks_s`."""
         return self.tokens * (self.tokens + 2 * self.prefix)
 
     def predicted_s(self, cost: CostModel) -> float:
         context_tokens = round(self.batch * self.context)
-        return cost.chunk_step_s(self.tokens, self.attended, self.batch, context_tokens)
+        return cost.step.with_chunks_s(self.tokens, self.attended, self.batch, context_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def _known_s(step: MeasuredStep, cost: CostModel) -> float:
     """Return what is known of a step from prefill and decode."""
     profile = cost.profile
     rows = step.tokens + step.batch
-    known_s = cost.padded_rows(rows) * profile.prefill_token_s
+    known_s = cost.step.padded_rows(rows) * profile.prefill_token_s
     known_s += profile.decode_context_token_s * step.batch * step.context
     return known_s if rows < profile.long_chunk_tokens else known_s + step.attended * profile.prefill_token2_s
 
@@ -152,7 +152,7 @@ def _unknown(step: MeasuredStep, cost: CostModel) -> list[float]:
     """Return what each cost that only steps tell of is multiplied with."""
     rows = step.tokens + step.batch
     is_short = rows < cost.profile.long_chunk_tokens
-    attended = step.attended * cost.attention_s(step.tokens, rows) if is_short else 0.0
+    attended = step.attended * cost.step.attention_s(step.tokens, rows) if is_short else 0.0
     return [1.0, float(step.batch > 0), step.batch, attended]
 
 

@@ -47,7 +47,7 @@ class LiveStep:
     seconds: float
     chunk_tokens: int
     attended: float
-    """See `CostModel.chunk_step_s`."""
+    """See `StepCost.with_chunks_s`."""
     batch: int
     context_tokens: int
 

@@ -42,8 +42,8 @@ TINY = LlamaConfig(
 """For a try on a CPU."""
 
 PREFILL_CHUNK = 4096
-COLOCATED_CHUNK = 512
-"""vLLM's best for 8,192-token prompts under a TPOT of 15 ms (one H200, 2026-11-21)."""
+COLOCATED_CHUNK = 8192
+"""The most that a step takes where budgets say how much it may."""
 DECODE_CHUNK = 512
 """A decode node computes what it lost, and no prompts."""
 PREFILL_BATCH = 8
@@ -62,6 +62,8 @@ class Shape:
     """0: the prefill pool's nodes have both roles."""
     chunk_tokens: int
     """Of the nodes that compute prompts."""
+    has_budgets: bool = True
+    """Whether steps follow the slack of those who decode; False: whole chunks."""
 
     @property
     def num_nodes(self) -> int:
@@ -71,6 +73,9 @@ class Shape:
 def parse_shape(text: str) -> Shape:
     """Read `1p1d`, `2p2d`, or `2c` for two colocated nodes; `@1024` behind sets the chunk.
 
+    A chunk that is set for colocated nodes is a step's, whoever decodes in it; without one steps have
+    budgets.
+
     Raises:
         ValueError: something else stands there.
     """
@@ -79,7 +84,7 @@ def parse_shape(text: str) -> Shape:
         raise ValueError(f"{text!r} is no shape: 1p1d, 2p2d or 2c is wanted, or 2c@1024")
     prefill, decode, colocated, chunk = (int(part or 0) for part in found.groups())
     usual = COLOCATED_CHUNK if colocated else PREFILL_CHUNK
-    return Shape(text, prefill or colocated, decode, chunk or usual)
+    return Shape(text, prefill or colocated, decode, chunk or usual, not (colocated and chunk))
 
 
 def model_config(name: str) -> PreTrainedConfig:
@@ -134,7 +139,9 @@ def cluster_config(model: str, shape: Shape, limits: Limits) -> ClusterConfig:
     return ClusterConfig(
         profile=PROFILES[model],
         server=ServerConfig(http_port=0, grpc_port=0),
-        scheduler=SchedulerConfig(inline_tokens=limits.inline_tokens, ahead_s=limits.ahead_s),
+        scheduler=SchedulerConfig(
+            inline_tokens=limits.inline_tokens, ahead_s=limits.ahead_s, step_budgets=shape.has_budgets
+        ),
         transfer=TransferConfig(transports=limits.transports),
         prefill=PoolConfig(
             nodes=shape.prefill,

@@ -23,6 +23,7 @@ from base.messages import (
     Prefill,
     Prefilled,
     PrefillTimes,
+    Registered,
     Release,
     Reserve,
     Reserved,
@@ -115,7 +116,7 @@ class StubNode:
                 case Lend():
                     pass
 
-    def attached(self, conductor_epoch: int) -> None:
+    def attached(self, lease: Registered) -> None:
         pass
 
     def heartbeat(self) -> Heartbeat:

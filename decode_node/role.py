@@ -104,6 +104,8 @@ class DecodeRole:
         sequence.block_hashes = list(reservation.chain)
         sequence.num_published_blocks = reservation.num_matched
         sequence.is_proven = False
+        # The conductor said that it may start when it had its first token for the client.
+        sequence.had_token(self._clock.now_s())
         return sequence
 
     async def _generate(self, sequence: Sequence, reservation: Reservation, start: Start) -> None:

@@ -30,6 +30,7 @@ from base.clock import Clock
 from base.errors import InvalidRequestError, ServeError
 from base.logs import event
 from base.request import FinishReason
+from base.step_cost import StepCost
 from base.uninterrupted import uninterrupted
 from engine.block_pool import BlockPool
 from engine.runner import StepRunner
@@ -107,6 +108,13 @@ class EngineLoop:
         """Notify `observer` of each step that succeeded, and the seconds that the device had it."""
         self._observers.append(observer)
 
+    def predict_steps(self, cost: StepCost | None) -> None:
+        """Budget steps by what a profile says of them; None: `chunk_tokens` alone bounds them.
+
+        A pipeline's steps overlap: what one of them takes is no gap, and none is budgeted.
+        """
+        self.scheduler.step_cost = None if self._runner.is_pipelined else cost
+
     def add(self, sequence: Sequence, listener: Listener, on_launch: LaunchListener | None = None) -> None:
         """Run `sequence`; call `listener` on the event loop for each step that it was in.
 
@@ -167,7 +175,7 @@ class EngineLoop:
         if len(self._flights) == self._runner.max_steps:
             return None
         if not self._flights or self._runner.is_pipelined:
-            return self.scheduler.schedule()
+            return self.scheduler.schedule(self._clock.now_s())
         # Once the device thread waits for a step, it launches nothing before that has ended.
         is_waited_for = self._flights[0].landing is not None
         return None if is_waited_for else self.scheduler.schedule_ahead(self._flights[-1].plan)
@@ -270,7 +278,7 @@ class EngineLoop:
             result = landing.result()
             for sequence in flight.sequences:
                 sequence.busy_s += result.busy_s
-            outputs = self.scheduler.commit(flight.plan, result, seconds)
+            outputs = self.scheduler.commit(flight.plan, result, seconds, self._last_landed_at_s)
         self._release_landed()
         self.num_steps += 1
         for output in outputs:

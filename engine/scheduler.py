@@ -7,7 +7,7 @@ from that.
 
 Rules:
 * A sequence one token behind always runs; prompts share what those leave of `chunk_tokens` a step, half of it
-  at least.
+  at least, as far as the sequences that decode can wait for it (`base/step_budget.py`).
 * Sequences go by rank: priority, then arrival. Admission is in that order, and takes the blocks of all known
   tokens at once, so that only growth can run out of blocks.
 * A running sequence that needs a block may take it from sequences of lower rank, lowest first (preemption).
@@ -20,24 +20,31 @@ Rules:
 * A step may be planned while others are under way: what they compute is not planned again, a sequence whose
   next token they sample waits for it, and what they write to is not taken.
 
-Pure: no I/O, no clock. Belongs to the event loop.
+Pure: no I/O, no clock; moments are handed in. Belongs to the event loop.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import insort
+from collections.abc import Iterator
 from collections.abc import Sequence as TokenIds
 
 import numpy as np
 
 from base.errors import CapacityError, InvalidRequestError
 from base.request import FinishReason
+from base.step_budget import BudgetedStep
+from base.step_cost import StepCorrection, StepCost
 from engine.block_pool import BlockPool
 from engine.chunk_sizes import chunk_limit
+from engine.decode_slack import decode_load, predicted_step_s
 from engine.sequence import Sequence
 from engine.step import SequenceOutput, StepEntry, StepPlan, StepResult
 from engine.swap_space import Swap, SwapSpace
+
+OBSERVED_STEPS = 8
+"""One step without chunks in so many is compared with its prediction."""
 
 SCORED_TOKENS = 512
 """Tokens of prompts whose logits are all wanted, in one step at most: 150 MB of a large vocabulary."""
@@ -70,6 +77,16 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._swap_space = swap_space or SwapSpace(0, 0.0)
+        self.step_cost: StepCost | None = None
+        """Predicts steps; None: nobody has said what they cost, and `chunk_tokens` alone bounds them."""
+        self.correction = StepCorrection()
+        self._num_starved = 0
+        """Steps in turn in which prompts waited and none was given anything."""
+        self._num_put_off = 0
+        """Steps to come in which there is nothing for them either, if nobody comes or goes."""
+        self._is_left_out = False
+        """Whether a prompt waits that is in no step under way."""
+        self._num_committed = 0
         self.num_preemptions = 0
         self.num_swaps = 0
         """Number of preemptions that moved blocks."""
@@ -106,6 +123,7 @@ class Scheduler:
         self._require_tokens("logit_bias", [token_id for token_id, _ in sequence.sampling.logit_bias])
         self._require_tokens("stop_token_ids", sequence.stop.stop_token_ids)
         sequence.extend_hashes(self.block_size)
+        self._num_put_off = 0
         insort(self._waiting, sequence, key=lambda item: item.rank)
 
     def release(self, sequence: Sequence) -> None:
@@ -115,12 +133,14 @@ class Scheduler:
                 queue.remove(sequence)
         if not self._waiting:
             self._pool.num_promised = 0
+        self._num_put_off = 0
         self._give_back(sequence)
         self._swap_space.drop(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence that keeps its blocks until `release`."""
         sequence.finish_reason = reason
+        self._num_put_off = 0
         self._running.remove(sequence)
 
     def give_up(self) -> Sequence | None:
@@ -133,26 +153,17 @@ class Scheduler:
                 return sequence
         return None
 
-    def schedule(self) -> StepPlan | None:
-        """Return the next step, or None if no sequence can advance now."""
-        budget = self._prompt_budget()
-        entries: list[StepEntry] = []
-        index = 0
-        # Growing may preempt sequences at the end of the list, never one already planned.
-        while index < len(self._running):
-            sequence = self._running[index]
-            index += 1
-            num_tokens = self._share(sequence, budget)
-            if num_tokens and self._grow(sequence):
-                entries.append(self._entry(sequence, num_tokens))
-                budget -= self._cost(sequence, num_tokens)
-        admitted = self._admit(budget)
-        if not entries and not admitted:
-            admitted = self._admit_first()
-        for sequence in admitted:
-            num_tokens = self._share(sequence, budget)
-            entries.append(self._entry(sequence, num_tokens))
-            budget -= self._cost(sequence, num_tokens)
+    def schedule(self, now_s: float = 0.0) -> StepPlan | None:
+        """Return the next step, which begins at `now_s`, or None if no sequence can advance now."""
+        step = self._budgeted_step(now_s)
+        entries = self._entries(step)
+        if not entries:
+            # Nobody decodes after all: who was to has no blocks.
+            step = BudgetedStep(self._room())
+            entries = self._entries(step)
+        for sequence in () if entries else self._admit_first():
+            entries.append(self._entry(sequence, self._share(sequence, step)))
+        self._note_passed(step, entries)
         swaps = self._swap_space.take_planned()
         return _plan(entries, swaps) if entries or swaps else None
 
@@ -163,7 +174,8 @@ class Scheduler:
         could start, no sequence needs its tokens known, and nobody has to lose blocks. A sequence that turns
         out to have ended is computed once for nothing.
         """
-        if self._waiting and len(self._running) < self.max_batch:
+        could_start = self._is_left_out or (self._waiting and len(self._running) < self.max_batch)
+        if could_start and not self._num_put_off:
             return None
         entries = []
         for entry in plan.entries:
@@ -171,6 +183,8 @@ class Scheduler:
             if not entry.samples or sequence.needs_history:
                 return None
             if sequence.finish_reason is not None or self._ends_at(sequence, num_tokens):
+                if could_start:
+                    return None
                 continue
             if num_tokens > len(sequence.block_table) * self.block_size:
                 if not self._pool.num_available:
@@ -178,15 +192,20 @@ class Scheduler:
                 sequence.block_table += self._pool.allocate(1)
             blocks = tuple(sequence.block_table)
             entries.append(StepEntry(sequence, entry.context_len, 1, blocks, samples=True))
+        if could_start and entries:
+            self._num_put_off -= 1
+            self._num_starved += 1
         return _plan(entries, ()) if entries else None
 
-    def commit(self, plan: StepPlan, result: StepResult, seconds: float = 0.0) -> list[SequenceOutput]:
+    def commit(
+        self, plan: StepPlan, result: StepResult, seconds: float = 0.0, now_s: float = 0.0
+    ) -> list[SequenceOutput]:
         """Take in a step's result: count, append, publish full blocks, end what is done.
 
-        `seconds` are how long the step took; 0: not known."""
+        `seconds` are how long the step took, and `now_s` when it ended; 0: not known."""
         self.landed(plan)
-        if seconds and plan.num_tokens >= self.chunk_tokens:
-            self._swap_space.computed(plan.num_tokens, seconds)
+        if seconds:
+            self._measured(plan, seconds)
         outputs = []
         scored = result.prompt_logprobs or (None,) * len(plan.entries)
         for entry, sampled, logprobs in zip(plan.entries, result.tokens, scored, strict=True):
@@ -204,6 +223,7 @@ class Scheduler:
                 sampled, reason = None, FinishReason.ERROR  # it was not drawn from the grammar
             elif sampled is not None:
                 sequence.token_ids.append(sampled.token_id)
+                sequence.had_token(now_s)
                 reason = sequence.finish_reason_of(sampled.token_id, self.max_model_len)
             self.publish(sequence)
             if reason is not None:
@@ -272,29 +292,52 @@ class Scheduler:
         if len(numbers) and not (numbers.min() >= 0 and numbers.max() < self.vocab_size):
             raise InvalidRequestError(f"{param}: token ids are 0 to {self.vocab_size - 1}", param=param)
 
-    def _prompt_budget(self) -> int:
-        """Return how many tokens of prompts the next step computes at most.
+    def _budgeted_step(self, now_s: float) -> BudgetedStep:
+        """Return the next step as it is before any prompt has taken of it."""
+        everybody = (*self._running, *self._waiting)
+        cost, room = self.step_cost, self._room()
+        if cost is None or not any(sequence.num_plannable_tokens > 1 for sequence in everybody):
+            return BudgetedStep(room)
+        load = decode_load(everybody, cost, self.correction, now_s)
+        return BudgetedStep(room, cost, load, self._num_starved, self.correction.ratio(True))
+
+    def _room(self) -> int:
+        """Return how many tokens of prompts the next step has memory for.
 
         Together with the sequences one token behind: `chunk_tokens`, because a GPU pads to few lengths."""
         num_single = sum(item.num_plannable_tokens == 1 for item in (*self._running, *self._waiting))
         return self.chunk_tokens - min(num_single, self.chunk_tokens // 2)
 
-    def _share(self, sequence: Sequence, budget: int) -> int:
-        """Return how many tokens of `sequence` this step computes."""
+    def _note_passed(self, step: BudgetedStep, entries: list[StepEntry]) -> None:
+        """Note whether prompts wait that the step does not have, and for how many steps to come."""
+        planned = {entry.sequence for entry in entries}
+        self._is_left_out = any(sequence not in planned for sequence in self._running)
+        self._num_starved = self._num_starved + 1 if step.num_passed else 0
+        self._num_put_off = max(0, step.num_passed - 1)
+
+    def _measured(self, plan: StepPlan, seconds: float) -> None:
+        """Learn from how long a step took."""
+        if plan.num_tokens >= self.chunk_tokens:
+            self._swap_space.computed(plan.num_tokens, seconds)
+        self._num_committed += 1
+        has_chunks = plan.num_single < len(plan.entries)
+        is_usual = plan.entries and not plan.swaps
+        if (
+            self.step_cost is not None
+            and is_usual
+            and (has_chunks or not self._num_committed % OBSERVED_STEPS)
+        ):
+            self.correction.observe(has_chunks, predicted_step_s(plan, self.step_cost), seconds)
+
+    def _share(self, sequence: Sequence, step: BudgetedStep) -> int:
+        """Return how many tokens of `sequence` this step computes; those of prompts are taken from it."""
         remaining = sequence.num_plannable_tokens
         if remaining == 1:
             return 1
-        if sequence.is_scored and budget > 0:
-            budget = max(1, budget // self._room_of_scored)
         start = sequence.num_computed_tokens + sequence.num_launched_tokens
         limit = chunk_limit(start, self.chunk_tokens, self._chunk_attention, self.block_size)
-        return max(0, min(remaining, budget, limit))
-
-    def _cost(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return what those tokens take from the budget, which bounds prompt tokens only."""
-        if sequence.num_plannable_tokens == 1:
-            return 0
-        return num_tokens * self._room_of_scored if sequence.is_scored else num_tokens
+        weight = self._room_of_scored if sequence.is_scored else 1
+        return step.take(min(remaining, limit), start, weight)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -322,9 +365,29 @@ class Scheduler:
         self._fill_block_table(sequence)
         return True
 
-    def _admit(self, budget: int) -> list[Sequence]:
-        """Move the waiting sequences that can start in this step to the running ones."""
-        admitted = []
+    def _entries(self, step: BudgetedStep) -> list[StepEntry]:
+        """Plan the sequences that run, and those that can start beside them."""
+        entries: list[StepEntry] = []
+        index = 0
+        # Growing may preempt sequences at the end of the list, never one already planned.
+        while index < len(self._running):
+            sequence = self._running[index]
+            index += 1
+            if sequence.num_plannable_tokens and self._grow(sequence):
+                self._plan_entry(sequence, step, entries)
+        for sequence in self._admit(step):
+            self._plan_entry(sequence, step, entries)
+        return entries
+
+    def _plan_entry(self, sequence: Sequence, step: BudgetedStep, entries: list[StepEntry]) -> None:
+        num_tokens = self._share(sequence, step)
+        if num_tokens:
+            entries.append(self._entry(sequence, num_tokens))
+
+    def _admit(self, step: BudgetedStep) -> Iterator[Sequence]:
+        """Move the waiting sequences that can start in this step to the running ones.
+
+        Each is planned before the next one is asked for."""
         short_of_blocks = False
         self._pool.num_promised = 0
         for sequence in list(self._waiting):
@@ -333,7 +396,7 @@ class Scheduler:
             # Nobody overtakes a sequence that waits for blocks, but those that brought theirs
             # along: they hold them anyway, and finishing is how blocks come free.
             held = bool(sequence.block_table)
-            if (budget <= 0 and sequence.num_remaining_tokens > 1) or (short_of_blocks and not held):
+            if (step.is_full and sequence.num_remaining_tokens > 1) or (short_of_blocks and not held):
                 continue
             if not held:
                 self._match_prefix(sequence)
@@ -345,9 +408,7 @@ class Scheduler:
                 short_of_blocks = True
                 continue
             self._start(sequence)
-            admitted.append(sequence)
-            budget -= self._cost(sequence, self._share(sequence, budget))
-        return admitted
+            yield sequence
 
     def _admit_first(self) -> list[Sequence]:
         """Start the first in rank by taking blocks from the others; for when nothing else can run."""

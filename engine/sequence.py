@@ -14,6 +14,7 @@ from base.grammar import Constraint
 from base.messages import Work
 from base.prompt_logprobs import PromptLogprobs
 from base.request import FinishReason, RequestId, SamplingParams, StopParams
+from base.step_budget import UNBOUNDED_GAPS, GapBounds
 from engine.arrivals import PrefixArrivals
 
 
@@ -77,6 +78,15 @@ class Sequence:
     """KV of a preempted sequence in host memory, which comes back when it runs again."""
     num_published_blocks: int = 0
     """Leading blocks that the pool can match."""
+    gap_bounds: GapBounds = UNBOUNDED_GAPS
+    """Bounds on the gaps between its tokens, as the client has named them."""
+    first_token_at_s: float | None = None
+    """When it had its first token, here or before it came; None: it has none."""
+    last_token_at_s: float = 0.0
+    num_gaps: int = 0
+    """Tokens that it has had since the first."""
+    is_mean_lost: bool = False
+    """Whether its bound on the mean gap cannot be met any more."""
     finish_reason: FinishReason | None = None
     needs_history: bool = field(init=False)
     """Whether sampling has to know the tokens so far, or to report more than a token."""
@@ -121,6 +131,14 @@ class Sequence:
         longest = len(self.token_ids) - 1
         return min(longest, self.prompt_logprobs.num_tokens) if self.is_scored else longest
 
+    def had_token(self, now_s: float) -> None:
+        """Count a token that has just come, by which the next one is due."""
+        if self.first_token_at_s is None:
+            self.first_token_at_s = now_s
+        else:
+            self.num_gaps += 1
+        self.last_token_at_s = now_s
+
     def extend_hashes(self, block_size: int) -> None:
         """Bring `block_hashes` up to every full block of `token_ids`."""
         done = len(self.block_hashes)
@@ -151,4 +169,5 @@ def sequence_of(work: Work, arrived_at_s: float) -> Sequence:
         num_logprobs=work.num_logprobs,
         priority=work.priority,
         arrived_at_s=arrived_at_s,
+        gap_bounds=work.gap_bounds,
     )

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 
 from base.grants import PeerDescriptor
-from base.messages import FromNode, Heartbeat, KvEvents, Lend, NodeInfo, Release, ToNode
+from base.messages import FromNode, Heartbeat, KvEvents, Lend, NodeInfo, Registered, Release, ToNode
 from base.request import NodeId
 from base.request_tasks import RequestTasks
 from kvstore.findable import Findable
@@ -47,7 +47,7 @@ class AttachedStore:
         self._next_event = 1
         store.on_change(self._findable.store_changed)
 
-    def attached(self, conductor_epoch: int) -> None:
+    def attached(self, lease: Registered) -> None:
         pass  # nothing here is for one conductor alone
 
     def receive(self, items: list[ToNode]) -> None:

@@ -20,6 +20,7 @@ from base.messages import (
     KvEvents,
     Lend,
     Prefill,
+    Registered,
     Release,
     Reserve,
     Serve,
@@ -182,9 +183,10 @@ class ConductorWork:
         self._next_event = 1
         self._epoch: int | None = None
 
-    def attached(self, conductor_epoch: int) -> None:
-        self._epoch = conductor_epoch
-        self._state.control.attached(conductor_epoch)
+    def attached(self, lease: Registered) -> None:
+        self._epoch = lease.conductor_epoch
+        self._state.control.attached(self._epoch)
+        self._state.engine.loop.predict_steps(lease.step_cost)
         self._state.changed()
 
     def receive(self, items: list[ToNode]) -> None:

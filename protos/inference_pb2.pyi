@@ -172,12 +172,14 @@ class Stop(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., strings: _Optional[_Iterable[str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class Slo(_message.Message):
-    __slots__ = ("ttft_s", "tbt_s")
+    __slots__ = ("ttft_s", "tbt_s", "longest_gap_s")
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TBT_S_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_GAP_S_FIELD_NUMBER: _ClassVar[int]
     ttft_s: float
     tbt_s: float
-    def __init__(self, ttft_s: _Optional[float] = ..., tbt_s: _Optional[float] = ...) -> None: ...
+    longest_gap_s: float
+    def __init__(self, ttft_s: _Optional[float] = ..., tbt_s: _Optional[float] = ..., longest_gap_s: _Optional[float] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")

@@ -84,14 +84,44 @@ class Register(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., epoch: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., model_id: _Optional[str] = ..., layout_id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., peer: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., protocol_version: _Optional[int] = ..., host: _Optional[str] = ..., weights: _Optional[str] = ..., weights_error: _Optional[float] = ..., kv_token_bytes: _Optional[int] = ...) -> None: ...
 
 class Registered(_message.Message):
-    __slots__ = ("lease_s", "heartbeat_s", "conductor_epoch")
+    __slots__ = ("lease_s", "heartbeat_s", "conductor_epoch", "step_cost")
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     CONDUCTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_COST_FIELD_NUMBER: _ClassVar[int]
     lease_s: float
     heartbeat_s: float
     conductor_epoch: int
-    def __init__(self, lease_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., conductor_epoch: _Optional[int] = ...) -> None: ...
+    step_cost: StepCost
+    def __init__(self, lease_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., conductor_epoch: _Optional[int] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ...) -> None: ...
+
+class StepCost(_message.Message):
+    __slots__ = ("prefill_token_s", "prefill_token2_s", "decode_fixed_s", "decode_sequence_s", "decode_context_token_s", "chunk_step_s", "mixed_step_s", "chunk_sequence_s", "chunk_token2_s", "attention_rows", "long_chunk_tokens", "step_tokens")
+    PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKEN2_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIXED_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SEQUENCE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CONTEXT_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    MIXED_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_SEQUENCE_S_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKEN2_S_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_ROWS_FIELD_NUMBER: _ClassVar[int]
+    LONG_CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prefill_token_s: float
+    prefill_token2_s: float
+    decode_fixed_s: float
+    decode_sequence_s: float
+    decode_context_token_s: float
+    chunk_step_s: float
+    mixed_step_s: float
+    chunk_sequence_s: float
+    chunk_token2_s: float
+    attention_rows: int
+    long_chunk_tokens: int
+    step_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prefill_token_s: _Optional[float] = ..., prefill_token2_s: _Optional[float] = ..., decode_fixed_s: _Optional[float] = ..., decode_sequence_s: _Optional[float] = ..., decode_context_token_s: _Optional[float] = ..., chunk_step_s: _Optional[float] = ..., mixed_step_s: _Optional[float] = ..., chunk_sequence_s: _Optional[float] = ..., chunk_token2_s: _Optional[float] = ..., attention_rows: _Optional[int] = ..., long_chunk_tokens: _Optional[int] = ..., step_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("sequence", "num_free_blocks", "num_held_blocks", "num_waiting", "num_running", "num_queued_tokens", "num_context_tokens", "is_draining", "roles", "fence", "next_kv_event", "num_step_rows", "num_step_prompt_tokens", "step_budget_tokens")
@@ -188,7 +218,7 @@ class StopParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Work(_message.Message):
-    __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "chain_root", "sampling", "stop", "num_logprobs", "priority", "deadline_s", "traceparent")
+    __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "chain_root", "sampling", "stop", "num_logprobs", "priority", "deadline_s", "traceparent", "gap_bounds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +229,7 @@ class Work(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    GAP_BOUNDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: bytes
     num_prompt_tokens: int
@@ -209,7 +240,16 @@ class Work(_message.Message):
     priority: int
     deadline_s: float
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., chain_root: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopParams, _Mapping]] = ..., num_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    gap_bounds: GapBounds
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., chain_root: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopParams, _Mapping]] = ..., num_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., gap_bounds: _Optional[_Union[GapBounds, _Mapping]] = ...) -> None: ...
+
+class GapBounds(_message.Message):
+    __slots__ = ("mean_s", "longest_s")
+    MEAN_S_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_S_FIELD_NUMBER: _ClassVar[int]
+    mean_s: float
+    longest_s: float
+    def __init__(self, mean_s: _Optional[float] = ..., longest_s: _Optional[float] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("work",)

@@ -1,6 +1,7 @@
 """HTTP headers, or gRPC metadata alike: the wishes of a client beside the body of a request.
 
 x-slo-ttft-ms, x-slo-tpot-ms    bounds; the names are llm-d's
+x-slo-gap-ms                    a bound on the longest gap between two tokens
 x-tenant-id                     whose request it is: tenants share the cluster evenly, and
                                 see nothing of each other's cached blocks
 traceparent                     the span that this request is part of; W3C Trace Context
@@ -43,6 +44,7 @@ def header_slo(headers: Mapping[str, str], default: Slo) -> Slo:
     return Slo(
         _bound_s(headers, "x-slo-ttft-ms", default.ttft_slo_s),
         _bound_s(headers, "x-slo-tpot-ms", default.tbt_slo_s),
+        _bound_s(headers, "x-slo-gap-ms", default.longest_gap_slo_s),
     )
 
 

@@ -86,7 +86,8 @@ async def listening(
 
     Raises ConfigError if an address cannot be bound, or certificate or keys not be read.
     """
-    default_slo = Slo(slo.ttft_s or float("inf"), slo.tbt_s or float("inf"))
+    bounds = (slo.ttft_s, slo.tbt_s, slo.longest_gap_s)
+    default_slo = Slo(*(bound_s or float("inf") for bound_s in bounds))
     max_bytes = int(config.max_body_mib * (1 << 20))
     nodes = nodes or NodesConfig()
     authorizer = _authorizer(config, completions.clock)

@@ -282,10 +282,12 @@ def _slo(given: inference_pb2.Slo, default: Slo, deadline_s: float | None) -> Sl
     """Return the message's bounds, else the metadata's or the server's; a deadline bounds TTFT too."""
     ttft_s = given.ttft_s if given.HasField("ttft_s") else default.ttft_slo_s
     tbt_s = given.tbt_s if given.HasField("tbt_s") else default.tbt_slo_s
-    for name, bound_s in (("slo.ttft_s", ttft_s), ("slo.tbt_s", tbt_s)):
+    gap_s = given.longest_gap_s if given.HasField("longest_gap_s") else default.longest_gap_slo_s
+    bounds = (("slo.ttft_s", ttft_s), ("slo.tbt_s", tbt_s), ("slo.longest_gap_s", gap_s))
+    for name, bound_s in bounds:
         if not bound_s > 0:
             raise InvalidRequestError(f"{name}: seconds above 0 are wanted", name)
-    return Slo(ttft_s if deadline_s is None else min(ttft_s, max(deadline_s, 0.0)), tbt_s)
+    return Slo(ttft_s if deadline_s is None else min(ttft_s, max(deadline_s, 0.0)), tbt_s, gap_s)
 
 
 def _response(request_id: str, piece: Piece) -> inference_pb2.GenerateResponse:

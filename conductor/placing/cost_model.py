@@ -4,7 +4,7 @@ A profile (`profile.py`) is a dozen numbers of one kind of node running one mode
 
     prefill(n new, p prefix) = fixed + a n + b ((p+n)^2 - p^2) + c h / (n + h) + d p
     decode step(B, K)        = fixed + e B + f K
-    step with chunks         = a (n + B, padded) + b ((p+n)^2 - p^2) + g + h B + f K (bench/results/replay.md)
+    step with chunks         = `StepCost.with_chunks_s` (bench/results/replay.md)
     transfer(tokens)         = latency + tokens bytes / rate
 
 `a` is the linear layers, `b` attention, `c` what a small matrix multiplication wastes
@@ -22,8 +22,9 @@ The ratio is kept apart from the profile: replay then starts from the same numbe
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from dataclasses import fields
 
+from base.step_cost import StepCost
 from conductor.placing.profile import Profile
 
 # One measurement moves the ratio by a tenth: twenty requests forget a cold start, and
@@ -56,6 +57,7 @@ class CostModel:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
+        self.step = StepCost(*(getattr(profile, field.name) for field in fields(StepCost)))
         # read once: these are evaluated several times for each placement
         self._prefill = (profile.prefill_fixed_s, profile.prefill_token_s, profile.prefill_token2_s)
         half = profile.prefill_small_tokens
@@ -79,49 +81,6 @@ class CostModel:
         """Return the seconds of one step of `batch` sequences with `context_tokens` in all."""
         fixed, sequence, token = self._decode
         return fixed + sequence * batch + token * context_tokens
-
-    def chunk_step_s(self, new_tokens: int, attended: float, batch: int, context_tokens: float) -> float:
-        """Return the seconds of one step that computes a part of one prompt or of several.
-
-        Args:
-            new_tokens: Of all chunks; more than 0.
-            attended: n (n + 2 p) summed over the chunks: n tokens after p on the device.
-            batch: Sequences that decode in the same step, with `context_tokens` in all.
-        """
-        profile = self.profile
-        _, linear, square = self._prefill
-        fixed, sequence, token = self._decode
-        rows, fixed_chunk_s = new_tokens, 0.0
-        if profile.chunk_step_s:
-            rows += batch
-            square = self.attention_s(new_tokens, rows)
-            rows = self.padded_rows(rows)
-            fixed_chunk_s = profile.chunk_step_s + (profile.mixed_step_s if batch else 0.0)
-            sequence = profile.chunk_sequence_s
-        chunk_s = fixed_chunk_s + rows * linear + attended * square
-        chunk_s += sequence * batch + token * context_tokens
-        # of few tokens, what reads the weights is as long as where nothing but decoding does
-        alone_s = fixed + sequence * batch + token * context_tokens
-        return chunk_s if chunk_s > alone_s else alone_s
-
-    def padded_rows(self, rows: int) -> int:
-        """Return the rows that a step with chunks has, where so many are wanted."""
-        lengths = self.profile.step_tokens
-        at = bisect_left(lengths, rows)
-        return lengths[at] if at < len(lengths) else rows
-
-    def attention_s(self, new_tokens: int, rows: int) -> float:
-        """Return the seconds of each token attended to (see `chunk_step_s`) in a step.
-
-        Args:
-            new_tokens: Of all its chunks.
-            rows: Of the step, sequences that decode included.
-        """
-        profile = self.profile
-        if rows >= profile.long_chunk_tokens:
-            return profile.prefill_token2_s
-        at_once = profile.attention_rows
-        return profile.chunk_token2_s * (-(-new_tokens // at_once) * at_once / new_tokens)
 
     def beside_chunks_s(self, new_tokens: int, prefix_tokens: int) -> float:
         """Return the seconds of a prompt that are in none of its chunks' steps.

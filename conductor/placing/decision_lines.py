@@ -68,7 +68,7 @@ def decision_to(made: Decision) -> dict[str, Any]:
         "asked": asked._asdict()
         | {
             "chain": [bytes(key).hex() if isinstance(key, bytes) else key for key in asked.chain],
-            "slo": [_or_none(asked.slo.ttft_slo_s), _or_none(asked.slo.tbt_slo_s)],
+            "slo": [_or_none(bound_s) for bound_s in asked.slo],
             "avoid": list(asked.avoid),
         },
         "seen": seen._asdict() | {"nodes": seen.nodes and [node._asdict() for node in seen.nodes]},

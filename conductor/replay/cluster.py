@@ -21,6 +21,7 @@ from math import inf
 
 from base.errors import ConfigError
 from base.request import NodeId, RequestId, Role
+from base.step_budget import GapBounds
 from conductor.placing.cost_model import CostModel
 from conductor.placing.load_order import bits_of
 from conductor.placing.node_state import bare_node
@@ -70,6 +71,7 @@ class SimCluster:
         self.replicas: list[tuple[float, list[int]]] = []
         """(moment, replicas of each watched block) of each sample."""
         self._block_size = options.block_size
+        self._gap_bounds = GapBounds(options.slo.tbt_slo_s, options.slo.longest_gap_slo_s)
         self._num_begun = 0
         """Attempts, of all requests."""
         self._conductor = SimConductor(self._cost, options, self._at, self._placed, self._refused, placer)
@@ -141,7 +143,13 @@ class SimCluster:
         cost = self._cost if spec.profile is self._cost.profile else CostModel(spec.profile)
         cache = make_cache(self.options.eviction, spec.profile, self.options.block_size)
         engine = SimEngine(
-            cost, spec.chunk_tokens, self._at, self._start_prefill, self._computed, self._finished
+            cost,
+            spec.chunk_tokens,
+            self._at,
+            self._start_prefill,
+            self._computed,
+            self._finished,
+            self.options.step_budgets,
         )
         return SimNode(spec, cost, cache, engine)
 
@@ -222,7 +230,9 @@ class SimCluster:
     def _arrived(self, row: TraceRequest, is_session: bool = True) -> None:
         number = self.outcomes.num_arrived
         self.outcomes.num_arrived = number + 1
-        self._conductor.ask(SimRequest(row, number, self.options.output_limit, is_session), self.now_s)
+        request = SimRequest(row, number, self.options.output_limit, is_session)
+        request.gap_bounds = self._gap_bounds
+        self._conductor.ask(request, self.now_s)
 
     def _placed(self, request: SimRequest) -> None:
         placement = request.placement

@@ -90,6 +90,8 @@ class ClusterOptions:
     """Names of nodes, and how many times slower than the profile says each of them computes."""
     believed: Profile | None = None
     """The profile that the conductor predicts with, where that is not the nodes' own."""
+    step_budgets: bool = True
+    """Whether steps take of prompts what those who decode in them can wait for; False: whole chunks."""
     keep_gaps: bool = False
     """Whether outcomes have every gap between two tokens."""
 

@@ -1,10 +1,10 @@
 """The engine of a simulated node: prompts and a batch, in the steps that `engine/scheduler.py` plans.
 
-A step computes one token of each decoding sequence, and of prompts, first come first served, as
-many tokens as those leave of a chunk, half of it at least; of several prompts where the first leaves
-some. A prompt is let in when its KV fits. What a step takes is `CostModel.chunk_step_s` where it has a
-chunk, and the decode step otherwise. Where chunks have no length, as in the papers' model, a step
-with a prompt is that whole prompt.
+A step computes one token of each decoding sequence, and of prompts, first come first served, as many tokens
+as those leave of a chunk, half of it at least, and can wait for (`base/step_budget.py`); of several prompts
+where the first leaves some. A prompt is let in when its KV fits. What a step takes is
+`StepCost.with_chunks_s` where it has a chunk, and the decode step otherwise. Where chunks have no length, as
+in the papers' model, a step with a prompt is that whole prompt.
 
 Steps that go alike are taken at once, as a segment: k of the same batch, or k whole chunks of one prompt.
 While the same B sequences decode, the context grows by B a step, and so do the seconds, so k steps take
@@ -30,8 +30,10 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from math import ceil, sqrt
 
+from base.step_budget import BudgetedStep, DecodeLoad
 from conductor.placing.cost_model import CostModel
 from conductor.replay.sim_request import SimRequest
+from conductor.replay.sim_slack import BatchSlack
 
 # Segments kept for sequences that ended are dropped when so many have gathered.
 TRIM_AT = 4096
@@ -54,11 +56,13 @@ class SimEngine:
         on_start: Callable[[SimRequest, float], float],
         on_computed: OnProgress,
         on_finished: OnProgress,
+        has_budgets: bool = True,
     ) -> None:
         """Begin without work.
 
         Args:
             chunk_tokens: Of a step; 0: a step with a prompt is all of it.
+            has_budgets: Whether a step takes of prompts what those who decode in it can wait for.
             on_start: Sets the prefix of a prompt of which the first step begins, and returns the
                 seconds of its prefill that are in none of its chunks; all, where chunks have no length.
             on_computed: Called when more of a prompt is computed; when all is, may say by `join` that it
@@ -73,6 +77,12 @@ class SimEngine:
         self._token_s = cost.profile.decode_context_token_s
         self._launches_ahead = cost.profile.launches_ahead
         self._chunk_tokens = chunk_tokens
+        self._budget_cost = cost.step if has_budgets else None
+        self._slack = BatchSlack()
+        self._num_starved = 0
+        """Steps in turn in which prompts waited and none was given anything."""
+        self._num_put_off = 0
+        """Steps of the present segment in which there is nothing for them."""
         self._schedule = schedule
         self._on_start = on_start
         self._on_computed = on_computed
@@ -195,7 +205,9 @@ class SimEngine:
             return
         steps = self._num_begun(now_s)
         is_first = self._launches_ahead and len(self._queue) + len(self._joining) == 1
-        if not self._chunks:
+        if self._num_put_off:
+            steps = min(steps + self._launches_ahead, self._steps)
+        elif not self._chunks:
             steps += is_first
         elif self._ends_prompts and is_first and steps == self._steps:
             steps += 1
@@ -216,6 +228,7 @@ class SimEngine:
     def _plan(self, now_s: float) -> None:
         """Begin the steps that go alike from now on."""
         self._is_cut = False
+        self._num_put_off = 0
         self._started_at_s = now_s
         launched, self._launched_steps = self._launched_steps, 0
         if launched and self._batch:
@@ -228,13 +241,16 @@ class SimEngine:
                 self._admit()
             if self._queue or self._prompts:
                 self._take_chunks(now_s)
+            else:
+                self._num_starved = 0
         batch = self._batch
         if self._chunks:
             self._plan_chunks(launched)
         elif batch:
             self._first_s = self._cost.decode_step_s(batch, self._context_tokens) + self._joined_s
             self._growth_s = self._token_s * batch
-            self._begin(launched or (1 if self._joined_s else self._num_alike()))
+            steps = launched or (1 if self._joined_s else self._num_alike())
+            self._begin(min(steps, self._num_put_off) if self._num_put_off else steps)
         self._joined_s = 0.0
 
     def _num_alike(self) -> int:
@@ -265,14 +281,17 @@ class SimEngine:
             if self._batch:
                 self._first_s += self._cost.decode_step_s(self._batch, self._context_tokens)
         elif new_tokens:
-            self._first_s = beside_s + self._cost.chunk_step_s(new_tokens, attended, batch, context_tokens)
+            self._first_s = beside_s + self._cost.step.with_chunks_s(
+                new_tokens, attended, batch, context_tokens
+            )
         else:
             self._first_s = beside_s + self._cost.decode_step_s(batch, context_tokens)
-        if len(self._chunks) == 1 and tokens == self._budget and not beside_s:
+        waits_for_nobody = not self._batch or self._budget_cost is None
+        if len(self._chunks) == 1 and tokens == self._budget and not beside_s and waits_for_nobody:
             steps = (first.num_tokens - first.computed_tokens) // tokens
             if self._batch:
                 steps = min(steps, self._num_alike())
-            attention_s = self._cost.attention_s(tokens, tokens + self._batch)
+            attention_s = self._cost.step.attention_s(tokens, tokens + self._batch)
             self._growth_s = 2 * attention_s * tokens**2 + self._token_s * self._batch
         self._ends_prompts = all(
             request.computed_tokens + steps * tokens == request.num_tokens for request, tokens in self._chunks
@@ -285,27 +304,39 @@ class SimEngine:
             request = self._let_in(now_s)
             self._chunks.append((request, request.num_tokens - request.computed_tokens))
             return
-        num_single = self._batch
+        step = self._budgeted_step(now_s)
+        self._budget = step.room
         for request in self._prompts:
-            num_single += request.num_tokens - request.computed_tokens == 1
-        self._budget = budget = self._chunk_tokens - min(num_single, self._chunk_tokens // 2)
-        for request in self._prompts:
-            left = request.num_tokens - request.computed_tokens
-            if left == 1:  # as a sequence that decodes: beside any chunk
-                self._chunks.append((request, 1))
-            elif budget:
-                tokens = min(budget, left)
-                self._chunks.append((request, tokens))
-                budget -= tokens
-        while budget and self._queue:
+            self._take_chunk(request, step)
+        while self._queue and not step.is_full:
             held = self._context_tokens + self._prompt_tokens
             if held and held + self._queue[0].num_tokens > self.capacity_tokens:
                 break
-            request = self._let_in(now_s)
-            left = request.num_tokens - request.computed_tokens
-            tokens = min(budget, left)
+            self._take_chunk(self._let_in(now_s), step)
+        self._num_put_off = step.num_passed
+        if not step.num_passed:
+            self._num_starved = 0
+
+    def _take_chunk(self, request: SimRequest, step: BudgetedStep) -> None:
+        left = request.num_tokens - request.computed_tokens
+        # one token is computed as of a sequence that decodes: beside any chunk
+        tokens = 1 if left == 1 else step.take(left, request.computed_tokens)
+        if tokens:
             self._chunks.append((request, tokens))
-            budget -= tokens if left > 1 else 0
+
+    def _budgeted_step(self, now_s: float) -> BudgetedStep:
+        """Return the next step as it is before any prompt has taken of it."""
+        batch, context_tokens = self._batch, self._context_tokens
+        for request in self._prompts:
+            if request.num_tokens - request.computed_tokens == 1:
+                batch += 1
+                context_tokens += request.computed_tokens
+        room = self._chunk_tokens - min(batch, self._chunk_tokens // 2)
+        if not batch or self._budget_cost is None:
+            return BudgetedStep(room)
+        empty_s = self._cost.decode_step_s(batch, context_tokens)
+        load = DecodeLoad(batch, context_tokens, *self._slack.left_s(self._step, empty_s, now_s))
+        return BudgetedStep(room, self._budget_cost, load, self._num_starved)
 
     def _let_in(self, now_s: float) -> SimRequest:
         request = self._queue.popleft()
@@ -322,6 +353,9 @@ class SimEngine:
         steps = self._steps
         self._steps = 0
         self._is_between_steps = True
+        self._slack.stepped()
+        if self._num_put_off and not self._chunks:
+            self._num_starved += steps
         if self._chunks:
             self.busy_s += now_s - self._started_at_s
         self._started_at_s = now_s
@@ -373,11 +407,14 @@ class SimEngine:
         request.finish_step = self._step + request.steps_left
         request.joined_at_s = self._started_at_s
         request.first_segment = self._dropped_segments + len(self._segments)
+        self._slack.joined(request, self._step)
         heappush(self._running, (request.finish_step, request.join_number, request))
         return True
 
     def _leave(self, request: SimRequest) -> None:
         """Take a sequence out of the batch and note its gaps so far."""
+        self._slack.left(request)
+        request.join_number = 0
         gaps = self._segments[request.first_segment - self._dropped_segments :]
         steps_left = request.finish_step - self._step
         steps = request.steps_left - steps_left

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from base.request import NodeId, RequestId
+from base.step_budget import UNBOUNDED_GAPS, GapBounds
 from conductor.placing.placement import Placement, PlacementRequest
 from conductor.placing.retries import Retries
 from conductor.replay.chains import JoinedChain
@@ -74,6 +75,10 @@ class SimRequest:
     first_segment: int
     finish_step: int
     join_number: int
+    """Of its last join; 0: it is in no batch."""
+    gap_bounds: GapBounds
+    is_mean_lost: bool
+    """Whether its bound on the mean gap cannot be met any more."""
 
     def __init__(
         self, row: TraceRequest, number: int, output_limit: int | None = None, is_session: bool = True
@@ -100,8 +105,11 @@ class SimRequest:
         self.retries = self.flow = self.first_token_s = None
         self.is_promised = self.fetching = False
         self.waits_for = self.order = self.prefix_tokens = 0
-        self.token_at_s = self.join_s = 0.0
+        self.token_at_s = self.join_s = self.prefilled_at_s = 0.0
         self.gaps = []
+        self.join_number = 0
+        self.gap_bounds = UNBOUNDED_GAPS
+        self.is_mean_lost = False
 
     @property
     def has_begun(self) -> bool:
@@ -117,5 +125,5 @@ class SimRequest:
             return False
         self.request_id = RequestId(f"{self.number}.{self.retries.num_attempts}")
         self.retries.num_attempts += 1
-        self.fetching = self.is_promised = False
+        self.fetching = self.is_promised = self.is_mean_lost = False
         return True

@@ -12,6 +12,7 @@ from base.errors import DeadlineError, ServeError, TransferFailedError
 from base.messages import Failed, Prefilled, Work
 from base.prompt_logprobs import PromptLogprobs
 from base.request import FinishReason, Request, RequestId, SampledToken, Slo
+from base.step_budget import GapBounds
 from conductor.placing.decisions import Actual
 from conductor.placing.fair_queue import Waiting, waiting
 from conductor.placing.placement import Placement, PlacementRequest
@@ -182,6 +183,7 @@ class RequestState:
             priority=self.request.priority,
             deadline_s=self._remaining_s(),
             traceparent=self.traceparent,
+            gap_bounds=GapBounds(self.request.slo.tbt_slo_s, self.request.slo.longest_gap_slo_s),
         )
 
     @property

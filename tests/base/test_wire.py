@@ -1,5 +1,7 @@
 """Every value survives the wire, and what no value could hold is refused."""
 
+from math import inf, nan
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,6 +41,8 @@ from base.request import (
     StopParams,
     TokenLogprobs,
 )
+from base.step_budget import GapBounds
+from base.step_cost import StepCost
 from base.wire import (
     add_state,
     from_node,
@@ -83,6 +87,7 @@ SAMPLING = st.builds(
 )
 STOPS = st.builds(StopParams, st.integers(1, 2**31), U32, st.lists(U32, max_size=3).map(tuple))
 TOKEN_IDS = st.lists(U32, min_size=3, max_size=20).map(tuple)
+BOUNDS_S = st.floats(1e-9, 1e9) | st.just(inf)
 WORK = st.builds(
     Work,
     request_id=st.text(),
@@ -95,6 +100,7 @@ WORK = st.builds(
     priority=st.integers(-5, 5),
     deadline_s=REALS,
     traceparent=st.text(),
+    gap_bounds=st.builds(GapBounds, BOUNDS_S, BOUNDS_S),
 )
 LOGPROBS = st.builds(TokenLogprobs, REALS, st.lists(st.tuples(U32, REALS), max_size=3).map(tuple))
 TOKENS = st.builds(SampledToken, U32, st.none() | LOGPROBS)
@@ -157,6 +163,13 @@ def test_a_registration_arrives_as_it_was_sent(peer, roles):
 
 def test_a_lease_arrives_as_it_was_sent():
     assert lease_from(lease_to(Registered(10.0, 2.0, 3))) == Registered(10.0, 2.0, 3)
+    cost = StepCost(1e-5, 1e-9, 0.004, 1e-5, 1e-8, 0.002, 0.001, 1e-5, 1e-9, 512, 1024, (128, 256))
+    assert lease_from(lease_to(Registered(10.0, 2.0, 3, cost))) == Registered(10.0, 2.0, 3, cost)
+
+
+def test_a_lease_with_costs_that_cannot_be_is_refused():
+    with pytest.raises(ProtocolError, match="prefill_token_s"):
+        lease_from(lease_to(Registered(10.0, 2.0, 3, StepCost(nan, 1e-9, 0.004, 1e-5, 1e-8))))
 
 
 def test_failures_come_after_the_tokens_of_the_same_message():
@@ -189,6 +202,9 @@ def work_message(**change):
         (work_message(num_prompt_tokens=0), "num_prompt_tokens"),
         (work_message(token_ids=bytes(7)), "token_ids"),
         (work_message(stop=pb.StopParams()), "max_tokens"),
+        (work_message(gap_bounds=pb.GapBounds(mean_s=-1.0)), "gap_bounds"),
+        (work_message(gap_bounds=pb.GapBounds(longest_s=0.02)), "gap_bounds"),
+        (work_message(gap_bounds=pb.GapBounds(mean_s=nan, longest_s=1.0)), "gap_bounds"),
     ],
 )
 def test_work_that_cannot_be_is_refused_by_field(message, field):

@@ -52,6 +52,8 @@ def test_a_shape_becomes_nodes_with_their_roles_and_chunks():
     )
     assert [node.process.roles for node in colocated] == [("prefill", "decode")] * 2
     assert [node.resources.gpus for node in colocated] == [0, 0]
+    assert cluster_config("tiny", parse_shape("2c"), Limits()).scheduler.step_budgets
+    assert not cluster_config("tiny", parse_shape("2c@512"), Limits()).scheduler.step_budgets
     with pytest.raises(ValueError, match="no shape"):
         parse_shape("1p")
 

@@ -56,7 +56,7 @@ class ScriptedWork:
         self._is_full = is_full
         self._beats = 0
 
-    def attached(self, conductor_epoch):
+    def attached(self, lease):
         pass
 
     def receive(self, items):

@@ -247,7 +247,7 @@ class Idle:
 
     kv_snapshot = kv_events
 
-    def attached(self, conductor_epoch):
+    def attached(self, lease):
         pass
 
     def lost(self):

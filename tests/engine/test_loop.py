@@ -346,8 +346,8 @@ def test_a_sequence_whose_blocks_do_not_come_free_is_ended_and_not_waited_for():
 class MovingScheduler(Scheduler):
     """Plans moves of no block beside every prompt of an odd number of tokens."""
 
-    def schedule(self) -> StepPlan | None:
-        plan = super().schedule()
+    def schedule(self, now_s: float = 0.0) -> StepPlan | None:
+        plan = super().schedule(now_s)
         if plan is None or not plan.entries[0].num_tokens % 2:
             return plan
         return replace(plan, swaps=(Swap(plan.entries[0].sequence, (), (), is_out=False),))

@@ -130,7 +130,7 @@ def test_repeated_prompt_is_found_in_the_cache() -> None:
 
 
 def test_chunks_that_are_computed_are_found_while_the_rest_of_their_prompt_is_not() -> None:
-    first_s = COST.chunk_step_s(2_048, 2_048**2, 0, 0) + COST.beside_chunks_s(5_120, 0)
+    first_s = COST.step.with_chunks_s(2_048, 2_048**2, 0, 0) + COST.beside_chunks_s(5_120, 0)
     rows = [TraceRequest(0.0, 5_120, 2, range(10)), TraceRequest(first_s, 5_120, 2, range(10))]
     trace = Trace("twice", 512, rows)
     # the second begins beside the rest of the first, when that has two chunks of three

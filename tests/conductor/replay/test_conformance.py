@@ -216,7 +216,7 @@ def steps_taken(run, cost, path) -> None:
         before, total = request.cached_tokens, request.made.asked.num_tokens
         while before < total:
             tokens = min(512, total - before)
-            took(cost.chunk_step_s(tokens, tokens * (tokens + 2 * before), 0, 0), {name: tokens})
+            took(cost.step.with_chunks_s(tokens, tokens * (tokens + 2 * before), 0, 0), {name: tokens})
             before += tokens
     for pair in pairs:
         contexts = {item.made.asked.request_id: item.made.asked.num_tokens for item in pair}
@@ -245,8 +245,8 @@ def test_what_steps_cost_is_found_in_nodes_timelines(live_log, tmp_path) -> None
     found = profile_from_steps(live, tmp_path / "timelines", "found")
     cost, expected = CostModel(found), CostModel(known)
     for tokens in (100, 512):
-        assert cost.chunk_step_s(tokens, tokens**2, 0, 0) == pytest.approx(
-            expected.chunk_step_s(tokens, tokens**2, 0, 0), rel=0.1
+        assert cost.step.with_chunks_s(tokens, tokens**2, 0, 0) == pytest.approx(
+            expected.step.with_chunks_s(tokens, tokens**2, 0, 0), rel=0.1
         )
     for batch in (1, 2):
         assert cost.decode_step_s(batch, 400 * batch) == pytest.approx(

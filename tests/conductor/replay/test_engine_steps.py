@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from base.request import SampledToken
+from base.step_budget import UNBOUNDED_GAPS, GapBounds
 from conductor.placing.cost_model import CostModel
 from conductor.profile_file import load_profile
 from conductor.replay.events import Events
@@ -32,6 +33,21 @@ PROFILE = replace(
 )
 GPU = CostModel(replace(PROFILE, launches_ahead=True))
 CPU = CostModel(replace(PROFILE, launches_ahead=False))
+BOUNDS = {
+    "no bounds": (UNBOUNDED_GAPS,),
+    "one mean": (GapBounds(0.012),),
+    "tighter than an empty step": (GapBounds(0.003),),
+    "hardly met": (GapBounds(0.0065), GapBounds(0.3)),
+    "longest": (GapBounds(longest_s=0.015),),
+    "all kinds": (
+        UNBOUNDED_GAPS,
+        GapBounds(0.008),
+        GapBounds(0.02, 0.03),
+        GapBounds(0.002),
+        GapBounds(0.1, 0.011),
+    ),
+}
+Bounds = tuple[GapBounds, ...]
 Times = dict[int, tuple[float, float]]
 """When each request had its first token and its last."""
 
@@ -46,7 +62,9 @@ def random_rows(seed: int, longest_output: int = 60) -> list[TraceRequest]:
     return rows
 
 
-def simulated(rows: list[TraceRequest], cost: CostModel) -> tuple[Times, list[SimRequest]]:
+def simulated(
+    rows: list[TraceRequest], cost: CostModel, bounds: Bounds = (UNBOUNDED_GAPS,)
+) -> tuple[Times, list[SimRequest]]:
     events = Events()
     times: Times = {}
     ended = []
@@ -57,7 +75,7 @@ def simulated(rows: list[TraceRequest], cost: CostModel) -> tuple[Times, list[Si
     def computed(request: SimRequest, now_s: float) -> None:
         if request.computed_tokens < request.num_tokens:
             return
-        request.first_token_s = request.token_at_s = now_s
+        request.first_token_s = request.token_at_s = request.prefilled_at_s = now_s
         if request.tokens_left > 1:
             engine.join(request, now_s)
         else:
@@ -70,7 +88,9 @@ def simulated(rows: list[TraceRequest], cost: CostModel) -> tuple[Times, list[Si
 
     engine = SimEngine(cost, CHUNK, events.at, start, computed, finished)
     for number, row in enumerate(rows):
-        events.at(row.arrival_s, engine.add, SimRequest(row, number), row.arrival_s)
+        request = SimRequest(row, number)
+        request.gap_bounds = bounds[number % len(bounds)]
+        events.at(row.arrival_s, engine.add, request, row.arrival_s)
     while events.next_s < float("inf"):
         events.run_next()
     return times, ended
@@ -82,12 +102,15 @@ def seconds_of(plan: StepPlan, cost: CostModel) -> float:
     if not chunks:
         return cost.decode_step_s(len(singles), context)
     attended = sum(entry.num_tokens * (entry.num_tokens + 2 * entry.start) for entry in chunks)
-    return cost.chunk_step_s(sum(entry.num_tokens for entry in chunks), attended, len(singles), context)
+    return cost.step.with_chunks_s(sum(entry.num_tokens for entry in chunks), attended, len(singles), context)
 
 
-def by_the_engine(rows: list[TraceRequest], cost: CostModel) -> Times:
+def by_the_engine(
+    rows: list[TraceRequest], cost: CostModel, bounds: Bounds = (UNBOUNDED_GAPS,)
+) -> tuple[Times, Scheduler]:
     """Run the engine's scheduler as `EngineLoop` does; on a GPU a second step goes before the first lands."""
     scheduler = Scheduler(BlockPool(20_000), 16, CHUNK, 1_000, 100_000)
+    scheduler.step_cost = cost.step
     arrivals = deque(enumerate(rows))
     first_s: dict[int, float] = {}
     times: Times = {}
@@ -95,7 +118,7 @@ def by_the_engine(rows: list[TraceRequest], cost: CostModel) -> Times:
     now_s, is_waiting = 0.0, False
     while True:
         while len(flights) < 1 + cost.profile.launches_ahead and not is_waiting:
-            plan = scheduler.schedule_ahead(flights[0][0]) if flights else scheduler.schedule()
+            plan = scheduler.schedule_ahead(flights[0][0]) if flights else scheduler.schedule(now_s)
             if plan is None:
                 break
             flights.append((plan, (flights[0][1] if flights else now_s) + seconds_of(plan, cost)))
@@ -105,12 +128,14 @@ def by_the_engine(rows: list[TraceRequest], cost: CostModel) -> Times:
             now_s = row.arrival_s
             # another first token than anybody's, so that no prefix is found
             prompt = [number] * row.num_tokens
-            scheduler.add(make_sequence(str(number), prompt, row.output_tokens, arrived_at_s=now_s))
+            sequence = make_sequence(str(number), prompt, row.output_tokens, arrived_at_s=now_s)
+            sequence.gap_bounds = bounds[number % len(bounds)]
+            scheduler.add(sequence)
         elif flights:
             plan, now_s = flights.popleft()
             is_waiting = False
             tokens = tuple(SampledToken(0, None) if entry.samples else None for entry in plan.entries)
-            for output in scheduler.commit(plan, StepResult(tokens)):
+            for output in scheduler.commit(plan, StepResult(tokens), 0.0, now_s):
                 number = int(output.sequence.request_id)
                 if output.tokens:
                     first_s.setdefault(number, now_s)
@@ -118,18 +143,19 @@ def by_the_engine(rows: list[TraceRequest], cost: CostModel) -> Times:
                     times[number] = (first_s[number], now_s)
                     scheduler.release(output.sequence)
         else:
-            return times
+            return times, scheduler
 
 
+@pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
 @pytest.mark.parametrize("longest_output", [1, 60])
 @pytest.mark.parametrize("cost", [GPU, CPU], ids=["launched ahead", "one after the other"])
 @pytest.mark.parametrize("seed", range(12))
 def test_first_and_last_tokens_come_when_the_engines_own_scheduler_has_them(
-    seed: int, cost: CostModel, longest_output: int
+    seed: int, cost: CostModel, longest_output: int, bounds: Bounds
 ) -> None:
     rows = random_rows(seed, longest_output)
-    found, _ = simulated(rows, cost)
-    expected = by_the_engine(rows, cost)
+    found, _ = simulated(rows, cost, bounds)
+    expected, _ = by_the_engine(rows, cost, bounds)
     assert found.keys() == expected.keys() == set(range(len(rows)))
     for number, pair in expected.items():
         assert found[number] == pytest.approx(pair, abs=1e-9), number

@@ -1,0 +1,137 @@
+"""Seconds of one step of an engine, predicted: the closed form that nodes, placement and replay share.
+
+    decode step(B, K)      = fixed + e B + f K
+    step with chunks       = a (n + B, padded) + b attended + g + h B + f K
+
+B sequences decode with K tokens of context in all; n tokens of prompts are computed, and attended is m (m + 2
+p) summed over their chunks of m tokens after p. The numbers are a profile's (`conductor/placing/profile.py`),
+which a conductor sends to each node that attaches: what a step will take has to be known before the first one
+like it has run, which no node could fit from the steps that it happened to have. What a node can fit is how
+far all of them are off there, and it does (`StepCorrection`).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+from base.errors import ProtocolError
+
+MAX_STEP_TOKENS = 256
+"""Lengths that steps may be padded to, at most."""
+
+GAIN = 0.1
+"""One step moves what is learned by a tenth."""
+
+OUTLIER = math.log(2.0)
+RATIO_LIMITS = (0.05, 20.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """The part of a profile that steps take their seconds from; `Profile` says what each number is."""
+
+    prefill_token_s: float
+    prefill_token2_s: float
+    decode_fixed_s: float
+    decode_sequence_s: float
+    decode_context_token_s: float
+    chunk_step_s: float = 0.0
+    mixed_step_s: float = 0.0
+    chunk_sequence_s: float = 0.0
+    chunk_token2_s: float = 0.0
+    attention_rows: int = 1
+    long_chunk_tokens: int = 0
+    step_tokens: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        """Raise ProtocolError for what no profile has."""
+        for field in fields(self):
+            if field.name != "step_tokens" and not 0 <= (value := getattr(self, field.name)) < math.inf:
+                raise ProtocolError(f"step_cost.{field.name}: finite and not negative, not {value}")
+        if not (self.prefill_token_s and self.decode_fixed_s and self.attention_rows):
+            raise ProtocolError(
+                "step_cost: prefill_token_s, decode_fixed_s and attention_rows are more than 0"
+            )
+        lengths = self.step_tokens
+        if len(lengths) > MAX_STEP_TOKENS or any(a >= b for a, b in pairwise(lengths)):
+            raise ProtocolError(f"step_cost.step_tokens: at most {MAX_STEP_TOKENS} lengths, rising")
+
+    def decode_step_s(self, batch: float, context_tokens: float) -> float:
+        """Return the seconds of a step in which `batch` sequences decode, with so much context in all."""
+        return (
+            self.decode_fixed_s
+            + self.decode_sequence_s * batch
+            + self.decode_context_token_s * context_tokens
+        )
+
+    def chunk_part_s(self, batch: float) -> float:
+        """Return the seconds that a step has for any chunk, however short, before its tokens are counted."""
+        if not self.chunk_step_s:
+            return 0.0
+        return self.chunk_step_s + (self.mixed_step_s if batch else 0.0)
+
+    def with_chunks_s(self, new_tokens: int, attended: float, batch: int, context_tokens: float) -> float:
+        """Return the seconds of a step with chunks of `new_tokens` > 0 in all, beside a batch."""
+        square, sequence_s = self.prefill_token2_s, self.decode_sequence_s
+        rows, chunk_s = new_tokens, 0.0
+        if self.chunk_step_s:
+            rows += batch
+            square = self.attention_s(new_tokens, rows)
+            rows = self.padded_rows(rows)
+            chunk_s = self.chunk_step_s + (self.mixed_step_s if batch else 0.0)
+            sequence_s = self.chunk_sequence_s
+        beside_s = sequence_s * batch + self.decode_context_token_s * context_tokens
+        chunk_s += rows * self.prefill_token_s + attended * square + beside_s
+        # of few tokens, what reads the weights is as long as where nothing but decoding does
+        return max(chunk_s, self.decode_fixed_s + beside_s)
+
+    def padded_rows(self, rows: int) -> int:
+        """Return the rows that a step with chunks has, where so many are wanted."""
+        lengths = self.step_tokens
+        at = bisect_left(lengths, rows)
+        return lengths[at] if at < len(lengths) else rows
+
+    def attention_s(self, new_tokens: int, rows: int) -> float:
+        """Return the seconds of each token attended to in a step with chunks.
+
+        Args:
+            new_tokens: Of all its chunks.
+            rows: Of the step, sequences that decode included.
+        """
+        if rows >= self.long_chunk_tokens:
+            return self.prefill_token2_s
+        at_once = self.attention_rows
+        return self.chunk_token2_s * (-(-new_tokens // at_once) * at_once / new_tokens)
+
+
+class StepCorrection:
+    """Measured over predicted seconds of a node's steps: with chunks and without, each in a fading mean.
+
+    Means of logarithms: twice too slow and twice too fast cancel. One step counts as off by OUTLIER at most:
+    what compiles, or waits for memory, is no measure of what follows.
+    """
+
+    __slots__ = ("_logs", "_seen")
+
+    def __init__(self) -> None:
+        self._logs = [0.0, 0.0]
+        self._seen = [0, 0]
+
+    def observe(self, has_chunks: bool, predicted_s: float, measured_s: float) -> None:
+        """Learn from one step. Seconds that are not more than 0 say nothing."""
+        if predicted_s <= 0 or measured_s <= 0:
+            return
+        low, high = RATIO_LIMITS
+        known = self._logs[has_chunks]
+        off = math.log(min(high, max(low, measured_s / predicted_s))) - known
+        self._seen[has_chunks] += 1
+        gain = max(GAIN, 1 / self._seen[has_chunks])
+        self._logs[has_chunks] += gain * min(OUTLIER, max(-OUTLIER, off))
+
+    def ratio(self, has_chunks: bool) -> float:
+        """Return what to multiply a prediction with: the other kind's, until there was one of this kind."""
+        at = has_chunks if self._seen[has_chunks] else not has_chunks
+        return math.exp(self._logs[at])

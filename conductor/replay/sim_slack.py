@@ -1,0 +1,90 @@
+"""How long a simulated batch can wait for a step, as `engine/decode_slack.py` has it of sequences.
+
+In a simulated engine every step gives each of the batch one token. So the moment when a sequence's next token
+is due by its bound on the mean gap,
+
+    first token + kept (gaps so far + 1)  =  (first token + kept (1 - step at its first token)) + kept step
+
+is a line in the number of the step, and among sequences of one bound the first of them stays the first: a
+heap for each bound has it at its top.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from math import inf
+
+from base.step_budget import KEPT_LONGEST, KEPT_MEAN, is_lost, target_gap_s
+from conductor.replay.sim_request import SimRequest
+
+
+class BatchSlack:
+    """The bounds of the sequences of one batch."""
+
+    def __init__(self) -> None:
+        self._heaps: dict[float, list[tuple[float, int, SimRequest]]] = {}
+        """By bound on the mean gap: (due at step 0, number of its join, sequence), some of which have
+        left."""
+        self._longest: dict[float, int] = {}
+        """How many of the batch have each bound on the longest gap."""
+        self._num_untold = 0
+        """How many of the batch name no bound, or have lost their only one."""
+        self._joined_by_s = inf
+        """When the first of those that join in this step is due, by a bound on the longest gap."""
+
+    def joined(self, request: SimRequest, step: int) -> None:
+        """Count a sequence that is in the batch from the step after so many on."""
+        bounds = request.gap_bounds
+        if bounds.longest_s != inf:
+            self._longest[bounds.longest_s] = self._longest.get(bounds.longest_s, 0) + 1
+            self._joined_by_s = min(self._joined_by_s, request.token_at_s + KEPT_LONGEST * bounds.longest_s)
+        if bounds.mean_s == inf or request.is_mean_lost:
+            self._num_untold += bounds.longest_s == inf
+            return
+        first_step = step - (request.tokens_left - 1 - request.steps_left)
+        due_s = request.prefilled_at_s + KEPT_MEAN * bounds.mean_s * (1 - first_step)
+        heappush(self._heaps.setdefault(bounds.mean_s, []), (due_s, request.join_number, request))
+
+    def left(self, request: SimRequest) -> None:
+        """Count a sequence no longer; its place in a heap stays until it comes up."""
+        bounds = request.gap_bounds
+        if bounds.longest_s != inf:
+            self._longest[bounds.longest_s] -= 1
+            if not self._longest[bounds.longest_s]:
+                del self._longest[bounds.longest_s]
+        elif bounds.mean_s == inf or request.is_mean_lost:
+            self._num_untold -= 1
+
+    def stepped(self) -> None:
+        """Note that those who joined have had a step."""
+        self._joined_by_s = inf
+
+    def left_s(self, step: int, empty_s: float, now_s: float) -> tuple[float, float, float]:
+        """Return mean_left_s, longest_left_s and saving_s of `DecodeLoad`, after so many steps."""
+        mean_left_s, saving_s = inf, 0.0
+        while (found := self._first_due(step)) is not None:
+            due_s, mean_s, request = found
+            gaps_left = max(1, request.finish_step - step)
+            if not is_lost(due_s - now_s, gaps_left, mean_s, empty_s):
+                mean_left_s, saving_s = due_s - now_s, KEPT_MEAN * mean_s - empty_s
+                break
+            request.is_mean_lost = True
+            self._num_untold += request.gap_bounds.longest_s == inf
+        longest_left_s = self._joined_by_s - now_s
+        if self._longest:
+            longest_left_s = min(longest_left_s, KEPT_LONGEST * min(self._longest))
+        if self._num_untold:
+            longest_left_s = min(longest_left_s, target_gap_s(empty_s))
+        return mean_left_s, longest_left_s, saving_s
+
+    def _first_due(self, step: int) -> tuple[float, float, SimRequest] | None:
+        """Return when the first token after `step` is due, by which bound, and whose it is."""
+        best: tuple[float, float, SimRequest] | None = None
+        for mean_s, heap in self._heaps.items():
+            while heap and (heap[0][2].join_number != heap[0][1] or heap[0][2].is_mean_lost):
+                heappop(heap)
+            if heap:
+                due_s = heap[0][0] + KEPT_MEAN * mean_s * step
+                if best is None or due_s < best[0]:
+                    best = (due_s, mean_s, heap[0][2])
+        return best
