@@ -1,0 +1,287 @@
+"""`python -m bench.step_budgets`: steps that follow slack, in replay, against every static split and chunk.
+
+Two GPUs of one profile serve each load at rising rates, and goodput is the rate at which 90 % of all requests
+are within 2 s and a bound on TPOT: two nodes of both roles, with budgets and with whole chunks of any length;
+and one prefill node and one decode node. Arrivals are one Poisson sequence, stretched to each rate, so that
+more requests a second are never an easier sequence. `--out` keeps all of it.
+
+    python -m bench.step_budgets --out bench/results/step_budgets.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from base.clock import wall_clock_s
+from base.request import Slo
+from bench.about_run import current_commit
+from bench.shapes import Shape, parse_shape
+from conductor.placing.cost_model import CostModel
+from conductor.profile_file import load_profile
+from conductor.replay.cluster_options import ClusterOptions
+from conductor.replay.outcome import Outcomes
+from conductor.replay.simulate import Plan, simulate
+from conductor.replay.trace import Trace, TraceRequest
+from conductor.replay.trace_formats import read_trace
+
+BLOCK = 64
+TTFT_S = 2.0
+BOUNDS_S = (0.008, 0.015, 0.03, 0.05)
+ENOUGH = 0.9
+CLOSE = 0.02
+"""Goodput is found to so much of itself."""
+SHAPES = ("2c", "2c@512", "2c@1024", "2c@2048", "2c@4096", "2c@8192", "1p1d@8192")
+"""The first one has budgets, and no setting is changed for any load or bound."""
+
+Load = Callable[[float], Trace]
+"""Makes a load of so many requests a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What became of one run."""
+
+    share: float
+    ttft_s: tuple[float, float, float]
+    """Half, 90 and 99 of a hundred are sooner."""
+    gap_s: tuple[float, float, float]
+
+
+def alike(input_tokens: int, output_tokens: int, num_requests: int) -> Load:
+    """Return prompts of one length that share nothing."""
+    rng = random.Random(7)
+    times_s = [0.0]
+    for _ in range(num_requests - 1):
+        times_s.append(times_s[-1] + rng.expovariate(1.0))
+    num_blocks = -(-input_tokens // BLOCK)
+
+    def at(rate: float) -> Trace:
+        rows = [
+            TraceRequest(
+                at_s / rate,
+                input_tokens,
+                output_tokens,
+                range(number * num_blocks, (number + 1) * num_blocks),
+            )
+            for number, at_s in enumerate(times_s)
+        ]
+        return Trace("load", BLOCK, rows)
+
+    return at
+
+
+def chats(num_sessions: int, longest_tokens: int = 24_000) -> Load:
+    """Return chats that grow: 100 to 4,000 new tokens a turn, 200 back, a pause, and again up to a length.
+
+    The rate is of chats that begin.
+    """
+
+    def chat(rng: random.Random, first_block: int, arrival_s: float) -> TraceRequest:
+        lengths, tokens = [], 0
+        while tokens < longest_tokens:
+            tokens += int(np.exp(rng.uniform(np.log(100), np.log(4000))))
+            lengths.append(tokens)
+            tokens += 200
+        row: TraceRequest | None = None
+        for index in range(len(lengths) - 1, -1, -1):
+            blocks = range(first_block, first_block - (-lengths[index] // BLOCK))
+            begins_s = arrival_s if not index else rng.uniform(5.0, 15.0)
+            row = TraceRequest(begins_s, lengths[index], 200, blocks, row)
+        assert row is not None
+        return row
+
+    def at(rate: float) -> Trace:
+        rng = random.Random(11)
+        rows, at_s = [], 0.0
+        for number in range(num_sessions):
+            at_s += rng.expovariate(1.0) / rate
+            rows.append(chat(rng, number * 1_000, at_s))
+        return Trace("chats", BLOCK, rows)
+
+    return at
+
+
+def burst(peak: float) -> Trace:
+    """Return 8,000 tokens in and 1,000 out, 1 request a second to `peak` and back in 300 s."""
+    rng, at_s = random.Random(3), 0.0
+    rows: list[TraceRequest] = []
+    while at_s < 300.0:
+        rate = 1.0 + (peak - 1.0) * (1.0 - abs(at_s - 150.0) / 150.0)
+        at_s += rng.expovariate(rate)
+        number = len(rows)
+        rows.append(TraceRequest(at_s, 8_000, 1_000, range(number * 125, number * 125 + 125)))
+    return Trace("burst", BLOCK, rows)
+
+
+def run(shape: Shape, trace: Trace, cost: CostModel, bound_s: float, longest_s: float = inf) -> Found:
+    """Serve a trace on the nodes of a shape; each request names its bounds, and none is refused."""
+    slo = Slo(TTFT_S, bound_s, longest_s)
+    options = ClusterOptions(
+        shape.prefill,
+        shape.decode,
+        trace.block_size,
+        chunk_tokens=shape.chunk_tokens,
+        step_budgets=shape.has_budgets,
+        slo=slo,
+        keep_gaps=True,
+        decode_caches=True,
+    )
+    outcomes = simulate(Plan(trace, cost, options)).outcomes
+    return Found(share_within(outcomes, bound_s), _spread(list(outcomes.ttft_s)), _spread(_gaps(outcomes)))
+
+
+def share_within(outcomes: Outcomes, bound_s: float) -> float:
+    """Return the share of requests within both bounds; TPOT is a request's mean gap."""
+    pairs = zip(outcomes.ttft_s, outcomes.mean_tbt_s, strict=True)
+    return sum(ttft <= TTFT_S and tpot <= bound_s for ttft, tpot in pairs) / max(1, outcomes.num_arrived)
+
+
+def _gaps(outcomes: Outcomes) -> list[float]:
+    gaps = [last_s - growth_s * np.arange(count) for last_s, count, growth_s in outcomes.gaps or ()]
+    return list(np.concatenate(gaps)) if gaps else [0.0]
+
+
+def _spread(values: list[float]) -> tuple[float, float, float]:
+    half, most, nearly_all = (float(np.percentile(values, percent)) for percent in (50, 90, 99))
+    return half, most, nearly_all
+
+
+def goodput(serve: Callable[[float], Found], first: float) -> tuple[float, Found]:
+    """Return the highest rate at which enough are within bounds, by halving, and the run at it."""
+    low, best, high = 0.0, None, first
+    while (found := serve(high)).share >= ENOUGH:
+        low, best, high = high, found, high * 1.5
+    while high - low > CLOSE * high:
+        middle = (low + high) / 2
+        found = serve(middle)
+        if found.share >= ENOUGH:
+            low, best = middle, found
+        else:
+            high = middle
+        if high < first / 64:
+            return 0.0, found
+    assert best is not None, "some rate was served"
+    return low, best
+
+
+def rows_of(
+    name: str, load: Load, first: float, shapes: tuple[str, ...], cost: CostModel
+) -> Iterator[dict[str, Any]]:
+    """Yield one row for each shape and bound."""
+    for bound_s in BOUNDS_S:
+        for shape in map(parse_shape, shapes):
+            rate, found = goodput(partial(_serve, shape, load, cost, bound_s), first)
+            yield _row(name, shape, bound_s, rate, found)
+
+
+def _serve(shape: Shape, load: Load, cost: CostModel, bound_s: float, rate: float) -> Found:
+    return run(shape, load(rate), cost, bound_s)
+
+
+def _row(name: str, shape: Shape, bound_s: float, rate: float, found: Found) -> dict[str, Any]:
+    return {
+        "load": name,
+        "shape": shape.name,
+        "bound_s": bound_s,
+        "rate": rate,
+        "share": found.share,
+        "ttft_s": found.ttft_s,
+        "gap_s": found.gap_s,
+    }
+
+
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return for each load and bound the first shape's goodput, the best other's, and their ratio."""
+    found = []
+    for load, bound_s in dict.fromkeys((row["load"], row["bound_s"]) for row in rows):
+        these = [row for row in rows if (row["load"], row["bound_s"]) == (load, bound_s)]
+        ours, others = these[0], these[1:]
+        best = max(others, key=lambda row: row["rate"])
+        found.append(
+            {
+                "load": load,
+                "bound_ms": 1e3 * bound_s,
+                "budgets": ours["rate"],
+                "best": best["rate"],
+                "best_shape": best["shape"],
+                "ratio": ours["rate"] / best["rate"] if best["rate"] else inf,
+                "gap_p99_ms": 1e3 * ours["gap_s"][2],
+                "best_gap_p99_ms": 1e3 * best["gap_s"][2],
+            }
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--profile", default="h200-llama8b")
+    parser.add_argument("--trace", type=Path, help="Mooncake's conversation trace, for 16 nodes")
+    parser.add_argument("--requests", type=int, default=600, help="of each run")
+    parser.add_argument("--loads", default="8192/256,2048/512,256/256,chat,burst")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    cost = CostModel(load_profile(options.profile))
+    shapes = tuple(options.shapes.split(","))
+    rows: list[dict[str, Any]] = []
+    for name in options.loads.split(","):
+        for row in _rows_of_load(name, shapes, cost, options):
+            rows.append(row)
+            print(
+                f"{row['load']:14} {row['shape']:10} {1e3 * row['bound_s']:4.0f} ms: {row['rate']:6.2f}/s "
+                f"({row['share']:.0%}); p90 TTFT {row['ttft_s'][1]:.2f} s, "
+                f"p99 gap {1e3 * row['gap_s'][2]:.1f} ms",
+                flush=True,
+            )
+    result = {
+        "profile": options.profile,
+        "requests": options.requests,
+        "commit": current_commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
+        "compared": compared(rows),
+        "rows": rows,
+    }
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _rows_of_load(
+    name: str, shapes: tuple[str, ...], cost: CostModel, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    if name == "chat":
+        yield from rows_of(name, chats(options.requests // 10), 0.5, shapes, cost)
+    elif name == "burst":
+        for bound_s in BOUNDS_S:
+            for shape in map(parse_shape, shapes):
+                found = run(shape, burst(8.0), cost, bound_s)
+                yield _row(name, shape, bound_s, found.share, found)
+    elif name == "conversation":
+        trace = read_trace(options.trace)
+        requests = trace.requests[: options.requests * 4]
+
+        def at(speed: float) -> Trace:
+            rows = [row._replace(arrival_s=row.arrival_s / speed) for row in requests]
+            return replace(trace, requests=rows)
+
+        yield from rows_of(name, at, 1.0, shapes, cost)
+    else:
+        input_tokens, output_tokens = map(int, name.split("/"))
+        first = 2.0 * 8192 / (input_tokens + 2 * output_tokens)
+        yield from rows_of(name, alike(input_tokens, output_tokens, options.requests), first, shapes, cost)
+
+
+if __name__ == "__main__":
+    main()
