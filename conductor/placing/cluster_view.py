@@ -413,6 +413,7 @@ class ClusterView:
             start_s = max(start_s, self.prefill_order.value(node.slot))
         self.num_queued += 1
         node.num_queued += 1
+        node.num_prompts += 1
         node.queued_s += flight.prefill_s
         node.queued_tokens += flight.new_tokens
         node.sending_s += flight.handoff_s

@@ -29,6 +29,8 @@ class _Running:
     num_tokens: int = 0
     first_step_s: float = 0.0
     """The profile's seconds of a step of the batch that it joined; 0: it was not prefilled."""
+    prompts_before: int | None = None
+    """Prompts that its decode node had been given when it joined; None: some were being computed."""
 
 
 class Learner:
@@ -74,6 +76,7 @@ class Learner:
         running = self._running[asked.request_id]
         running.num_tokens = asked.num_tokens
         running.first_step_s = self._step_s(placement.decode_node, 0, 0)
+        running.prompts_before = self._num_prompts(placement.decode_node)
         paced = self._pace.done(node_id, now_s, profile_s, times.compute_s)
         if paced is not None:
             self._learn(node_id, "prefill", *paced)
@@ -89,17 +92,25 @@ class Learner:
         """Take in that an attempt is over, and has left the view, and how long a token took.
 
         What a step was to take is the mean of the batches that it joined and left: at its placement those in
-        prefill were counted too, many of which came when it had gone.
+        prefill were counted too, many of which came when it had gone. Gaps with steps that computed prompts
+        too say how long the node let them be, by its budgets, and nothing of a step.
         """
         running = self._running.pop(request_id)
         placement = running.placement
         if not running.first_step_s:
             self._pace.lost(placement.prefill_node, now_s)
-        elif mean_tbt_s:
+        elif mean_tbt_s and self._num_prompts(placement.decode_node) == running.prompts_before is not None:
             last_step_s = self._step_s(placement.decode_node, 1, running.num_tokens)
             profile_s = (running.first_step_s + last_step_s) / 2
             self._learn(placement.decode_node, "decode", profile_s, mean_tbt_s)
         return placement
+
+    def _num_prompts(self, node_id: NodeId) -> int | None:
+        """Return how many prompts a node has been given; None: it has some of them yet, or has left."""
+        if not self._view.is_member(node_id):
+            return None
+        node = self._view.node(node_id)
+        return None if node.num_queued else node.num_prompts
 
     def _step_s(self, node_id: NodeId, more_sequences: int, more_tokens: int) -> float:
         """Return the profile's seconds of a step, of what runs on a node and more."""

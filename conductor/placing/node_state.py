@@ -25,6 +25,8 @@ class NodeState:
     draining: bool = False
     reports_draining: bool = False
     num_queued: int = 0
+    # of all time: whose gaps held a prompt's steps is known by it
+    num_prompts: int = 0
     queued_s: float = 0.0
     queued_tokens: int = 0
     foreign_queue_s: float = 0.0
