@@ -292,7 +292,7 @@ class SloConfig:
     ttft_s: float = 0.0
     tbt_s: float = 0.0
     longest_gap_s: float = 0.0
-    """Between two tokens, where tbt_s bounds the mean of a request's gaps."""
+    """Bound on the longest gap between two tokens, where tbt_s bounds the mean of a request's gaps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,8 +334,8 @@ class SchedulerConfig:
     """Whether a node may change from prefill to decode and back, by the load of both pools. Load is
     measured by the bounds of the slo section, which must be set then."""
     step_budgets: bool = True
-    """Whether a step takes as many tokens of prompts as those who decode in it can bear, by their bounds and
-    the profile. false: `chunk_tokens`, whatever they bear, to compare with."""
+    """Whether steps take as many tokens of prompts as those who decode in them can bear. false:
+    `chunk_tokens`, whatever they bear, to compare with."""
     max_waiting: int = 512  # There; more are let go, of the tenant with the most.
     patience_s: float = 60.0
     """Seconds that a request without a TTFT bound waits there at most. One that would wait longer is rejected

@@ -268,4 +268,4 @@ class Registered:
     heartbeat_s: float
     conductor_epoch: int
     step_cost: StepCost | None = None
-    """What the node's steps take, by the conductor's profile."""
+    """Seconds of the node's steps, by the conductor's profile; None: steps have no budgets."""

@@ -113,7 +113,7 @@ class Slo(NamedTuple):
 
     ttft_slo_s: float = float("inf")
     tbt_slo_s: float = float("inf")
-    """On the mean of the gaps between its tokens."""
+    """Bound on the mean of the gaps between its tokens."""
     longest_gap_slo_s: float = float("inf")
 
 

@@ -65,7 +65,7 @@ class DecodeLoad(NamedTuple):
     batch: int = 0
     context_tokens: float = 0.0
     mean_left_s: float = inf
-    """Until the first of their tokens is due by a bound on the mean gap, which may be past."""
+    """Seconds until the first of their tokens is due by a bound on the mean gap; negative: it was."""
     longest_left_s: float = inf
     """The same by bounds on the longest gap, and by the target of those that name no bound."""
     saving_s: float = 0.0

@@ -58,24 +58,16 @@ class Found:
     gap_s: tuple[float, float, float]
 
 
-def alike(input_tokens: int, output_tokens: int, num_requests: int) -> Load:
-    """Return prompts of one length that share nothing."""
-    rng = random.Random(7)
-    times_s = [0.0]
-    for _ in range(num_requests - 1):
-        times_s.append(times_s[-1] + rng.expovariate(1.0))
+def alike(input_tokens: int, output_tokens: int, seconds: float) -> Load:
+    """Return prompts of one length that share nothing, arriving for so long."""
     num_blocks = -(-input_tokens // BLOCK)
 
     def at(rate: float) -> Trace:
-        rows = [
-            TraceRequest(
-                at_s / rate,
-                input_tokens,
-                output_tokens,
-                range(number * num_blocks, (number + 1) * num_blocks),
-            )
-            for number, at_s in enumerate(times_s)
-        ]
+        rng, at_s = random.Random(7), 0.0
+        rows: list[TraceRequest] = []
+        while (at_s := at_s + rng.expovariate(1.0) / rate) < seconds:
+            first = len(rows) * num_blocks
+            rows.append(TraceRequest(at_s, input_tokens, output_tokens, range(first, first + num_blocks)))
         return Trace("load", BLOCK, rows)
 
     return at
@@ -229,7 +221,8 @@ def main() -> None:
     )
     parser.add_argument("--profile", default="h200-llama8b")
     parser.add_argument("--trace", type=Path, help="Mooncake's conversation trace, for 16 nodes")
-    parser.add_argument("--requests", type=int, default=600, help="of each run")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of arrivals in each run")
+    parser.add_argument("--requests", type=int, default=600, help="of the traces")
     parser.add_argument("--loads", default="8192/256,2048/512,256/256,chat,burst")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--out", type=Path)
@@ -248,6 +241,7 @@ def main() -> None:
             )
     result = {
         "profile": options.profile,
+        "seconds": options.seconds,
         "requests": options.requests,
         "commit": current_commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
@@ -280,7 +274,7 @@ def _rows_of_load(
     else:
         input_tokens, output_tokens = map(int, name.split("/"))
         first = 2.0 * 8192 / (input_tokens + 2 * output_tokens)
-        yield from rows_of(name, alike(input_tokens, output_tokens, options.requests), first, shapes, cost)
+        yield from rows_of(name, alike(input_tokens, output_tokens, options.seconds), first, shapes, cost)
 
 
 if __name__ == "__main__":

@@ -79,24 +79,19 @@ class SimEngine:
         self._chunk_tokens = chunk_tokens
         self._budget_cost = cost.step if has_budgets else None
         self._slack = BatchSlack()
-        self._num_starved = 0
-        """Steps in turn in which prompts waited and none was given anything."""
-        self._num_put_off = 0
-        """Steps of the present segment in which there is nothing for them."""
+        # steps in turn in which prompts waited and had nothing, and those of the present segment
+        self._num_starved = self._num_put_off = 0
         self._schedule = schedule
         self._on_start = on_start
         self._on_computed = on_computed
         self._on_finished = on_finished
         self._queue: deque[SimRequest] = deque()
         self._prompts: list[SimRequest] = []
-        self._prompt_tokens = 0
-        """Tokens of KV of the prompts that were let in, computed or not."""
+        self._prompt_tokens = 0  # of KV of the prompts that were let in, computed or not
         self._joining: deque[SimRequest] = deque()
         self._running: list[tuple[int, int, SimRequest]] = []
-        self._batch = 0
-        self._context_tokens = 0
-        self._step = 0
-        self._num_joined = 0
+        self._batch = self._context_tokens = 0
+        self._step = self._num_joined = 0
         self._joined_s = 0.0
         """Seconds that the next step takes longer for sequences that are in it for the first time."""
         self._segments: list[tuple[float, int, float]] = []
@@ -105,15 +100,13 @@ class SimEngine:
         self._chunks: list[tuple[SimRequest, int]] = []
         self._budget = 0
         """Prompt tokens that its first step has place for."""
-        self._steps = 0
+        self._steps = self._version = 0
         self._started_at_s = self._first_s = self._growth_s = 0.0
-        self._version = 0
         self._ends_prompts = False
         """Whether the prompts of all its chunks are done with it."""
         self._is_cut = False
         """Whether it was cut short, because somebody came."""
-        self._launched_steps = 0
-        """Steps after it that were launched before somebody came."""
+        self._launched_steps = 0  # after it, before somebody came
         self._is_between_steps = False
 
     @property

@@ -75,7 +75,7 @@ class SimRequest:
     first_segment: int
     finish_step: int
     join_number: int
-    """Of its last join; 0: it is in no batch."""
+    """Number of its last join; 0: it is in no batch."""
     gap_bounds: GapBounds
     is_mean_lost: bool
     """Whether its bound on the mean gap cannot be met any more."""

@@ -23,8 +23,7 @@ class BatchSlack:
 
     def __init__(self) -> None:
         self._heaps: dict[float, list[tuple[float, int, SimRequest]]] = {}
-        """By bound on the mean gap: (due at step 0, number of its join, sequence), some of which have
-        left."""
+        """Heaps of (due at step 0, number of its join, sequence), by bound on the mean gap."""
         self._longest: dict[float, int] = {}
         """How many of the batch have each bound on the longest gap."""
         self._num_untold = 0
@@ -46,7 +45,7 @@ class BatchSlack:
         heappush(self._heaps.setdefault(bounds.mean_s, []), (due_s, request.join_number, request))
 
     def left(self, request: SimRequest) -> None:
-        """Count a sequence no longer; its place in a heap stays until it comes up."""
+        """Let a sequence go; its place in a heap stays until it comes up."""
         bounds = request.gap_bounds
         if bounds.longest_s != inf:
             self._longest[bounds.longest_s] -= 1
