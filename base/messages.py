@@ -13,11 +13,20 @@ from base.block_hash import BlockHash
 from base.grants import Grant, PeerDescriptor, RankGrant
 from base.kv_layout import KvPart
 from base.prompt_logprobs import PromptLogprobs
-from base.request import FinishReason, NodeId, RequestId, Role, SampledToken, SamplingParams, StopParams
+from base.request import (
+    FinishReason,
+    NodeId,
+    Pooling,
+    RequestId,
+    Role,
+    SampledToken,
+    SamplingParams,
+    StopParams,
+)
 from base.step_budget import UNBOUNDED_GAPS, GapBounds
 from base.step_cost import StepCost
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Version of protos/nodes.proto. A node of another version is refused, with both named."""
 
 
@@ -82,6 +91,8 @@ class Prefill(NamedTuple):
     """The sequence goes on on this node: nothing is written, and `Tokens` follow `Prefilled`."""
     num_prompt_logprobs: int | None = None
     """Likely tokens wanted beside each of the prompt's, with its log probability; None: not even that."""
+    pooling: Pooling | None = None
+    """The vector that is wanted in place of a token; nothing is written or stays then."""
 
 
 class Start(NamedTuple):
@@ -151,7 +162,8 @@ class PrefillTimes(NamedTuple):
 
 class Prefilled(NamedTuple):
     request_id: RequestId
-    first_token: SampledToken
+    first_token: SampledToken | None
+    """None: a vector was wanted."""
     finish_reason: FinishReason | None
     num_cached_tokens: int
     checksums: tuple[int, ...]
@@ -163,6 +175,8 @@ class Prefilled(NamedTuple):
     """`Tokens` follow from the same node."""
     prompt_logprobs: PromptLogprobs | None = None
     """None: none were wanted."""
+    embedding: bytes | None = None
+    """float32 of the prompt's vector, little-endian; None: none was wanted."""
 
 
 class Tokens(NamedTuple):

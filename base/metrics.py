@@ -239,13 +239,20 @@ class ConductorMetrics:
         self.request_seconds = fast_histogram(
             "conductor_request_seconds", "Arrival to last token", REQUEST_BUCKETS
         )
+        self.embedding_seconds = fast_histogram(
+            "conductor_embedding_seconds",
+            "Arrival of a call to the vector of one of its inputs",
+            TTFT_BUCKETS,
+        )
         self.request_prompt_tokens = fast_histogram(
             "conductor_request_prompt_tokens", "Of one sequence", TOKEN_BUCKETS
         )
         self.request_generation_tokens = fast_histogram(
             "conductor_request_generation_tokens", "Of one sequence", TOKEN_BUCKETS
         )
-        self.prompt_tokens = fast_counter("conductor_prompt_tokens", "Of sequences that got a token")
+        self.prompt_tokens = fast_counter(
+            "conductor_prompt_tokens", "Of sequences that got a token, or a vector"
+        )
         self.cached_tokens = fast_counter("conductor_cached_tokens", "Prompt tokens matched, not computed")
         self.generation_tokens = fast_counter("conductor_generation_tokens", "Sent to clients")
         self.sequences = counter(

@@ -32,6 +32,16 @@ class Role(Enum):
     DECODE = "decode"
 
 
+class Pooling(Enum):
+    """How one vector is made of the last hidden states of a prompt's tokens."""
+
+    LAST = "last"
+    """The last token's, which has seen all others."""
+    MEAN = "mean"
+    WEIGHTED_MEAN = "weighted_mean"
+    """Each weighs as much as its place, counted from 1."""
+
+
 class GrammarKind(Enum):
     """The languages in which a grammar may be written."""
 
@@ -137,6 +147,8 @@ class Request(NamedTuple):
     """W3C's: the span that this request is part of. Empty: nobody traces it."""
     num_prompt_logprobs: int | None = None
     """None: no logprobs of the prompt. 0: those of its tokens alone."""
+    pooling: Pooling | None = None
+    """The vector that is wanted of the prompt, in place of tokens; None: tokens are."""
     frontend_s: float = 0.0
     """Seconds that it took to be read and tokenised, before it came to be placed."""
 

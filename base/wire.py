@@ -50,12 +50,13 @@ from base.messages import (
     ToNode,
     Work,
 )
-from base.prompt_logprobs import PromptLogprobs
+from base.prompt_logprobs import NUMBER_BYTES, PromptLogprobs
 from base.request import (
     MAX_TOP_LOGPROBS,
     FinishReason,
     Grammar,
     GrammarKind,
+    Pooling,
     RequestId,
     Role,
     SampledToken,
@@ -94,11 +95,21 @@ def _check_work(work: Work) -> None:
 def _check_prefill(prefill: Prefill) -> None:
     if not 0 <= (prefill.num_prompt_logprobs or 0) <= MAX_TOP_LOGPROBS:
         raise ProtocolError(f"prefill.num_prompt_logprobs: more than {MAX_TOP_LOGPROBS}")
+    if prefill.pooling is not None and (prefill.stays or prefill.grant is not None or prefill.ranks):
+        raise ProtocolError("prefill.pooling: of a vector nothing stays and nothing is written")
 
 
 def _check_times(times: PrefillTimes) -> None:
     if not all(map(isfinite, times)):
         raise ProtocolError("prefilled.times: finite numbers are wanted")
+
+
+def _check_prefilled(prefilled: Prefilled) -> None:
+    vector = prefilled.embedding
+    if (prefilled.first_token is None) == (vector is None):
+        raise ProtocolError("prefilled: either a token or a vector is wanted")
+    if vector is not None and (not vector or len(vector) % NUMBER_BYTES):
+        raise ProtocolError(f"prefilled.embedding: {len(vector)} bytes")
 
 
 def _check_node(node: NodeInfo) -> None:
@@ -192,6 +203,7 @@ _TO_NODE: dict[type, tuple[str, Codec[Any]]] = {
             source=optional(_SOURCE),
             ranks=each(RANK_GRANT),
             num_prompt_logprobs=OPTIONAL,
+            pooling=enum_or_none(Pooling, "prefill.pooling"),
         ),
     ),
     Lend: ("lend", message_of(Lend, chain=hashes("lend.chain"))),
@@ -210,12 +222,14 @@ _FROM_NODE: dict[type, tuple[str, Codec[Any]]] = {
         "prefilled",
         message_of(
             Prefilled,
-            first_token=_TOKEN,
+            _check_prefilled,
+            first_token=optional(_TOKEN),
             finish_reason=_FINISH,
             checksums=TUPLE,
             times=message_of(PrefillTimes, _check_times),
             parts=each(PART),
             prompt_logprobs=optional(message_of(PromptLogprobs, PromptLogprobs.check)),
+            embedding=OPTIONAL,
         ),
     ),
     Tokens: ("tokens", Codec(_pack_tokens, _unpack_tokens)),

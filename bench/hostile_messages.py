@@ -154,6 +154,9 @@ BESIDE = {
     "/conductor.v1.Inference/Generate": inference_pb2.GenerateRequest(
         text="a", stop=inference_pb2.Stop(max_tokens=1)
     ).SerializeToString(),
+    "/conductor.v1.Inference/Embed": inference_pb2.EmbedRequest(
+        inputs=[inference_pb2.EmbedInput(text="a")]
+    ).SerializeToString(),
     "/inference.GRPCInferenceService/ModelInfer": open_inference_pb2.ModelInferRequest(
         model_name=SERVED_MODEL,
         inputs=[

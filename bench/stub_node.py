@@ -10,6 +10,7 @@ a timer's resolution later each time: that would make of a prompt of 0.1 ms one 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Callable
 
@@ -37,6 +38,8 @@ from base.request import FinishReason, RequestId, Role, SampledToken, TokenLogpr
 from conductor.placing.cost_model import CostModel
 
 TOKEN = SampledToken(5)
+VECTOR = array("f", [0.5] * 576).tobytes()
+"""As long as SmolLM2's."""
 GRANT = Grant(1, 2, Operation.WRITE, (0,), 1, 10.0)
 
 
@@ -59,11 +62,12 @@ class _Running:
 
 
 class _Prompt:
-    __slots__ = ("came_at_s", "chain", "stays", "work")
+    __slots__ = ("came_at_s", "chain", "is_pooled", "stays", "work")
 
-    def __init__(self, work: Work, chain: list[BlockHash], came_at_s: float, stays: bool) -> None:
-        self.stays = stays
-        self.work = work
+    def __init__(self, asked: Prefill, chain: list[BlockHash], came_at_s: float) -> None:
+        self.stays = asked.stays
+        self.is_pooled = asked.pooling is not None
+        self.work = asked.work
         self.chain = chain
         self.came_at_s = came_at_s
 
@@ -103,7 +107,7 @@ class StubNode:
                 case Prefill(work):
                     chain = hash_chain(work.token_ids, self._block_size, work.chain_root)
                     now_s = asyncio.get_running_loop().time()
-                    self._prompts.append(_Prompt(work, chain, now_s, item.stays))
+                    self._prompts.append(_Prompt(item, chain, now_s))
                     self._work_came.set()
                 case Start(request_id):
                     self._running[request_id] = _Running(self._reserved[request_id])
@@ -177,7 +181,10 @@ class StubNode:
                 times = PrefillTimes(began_at_s - prompt.came_at_s, loop.time() - began_at_s, 0.0)
                 running = _Running(work)
                 stays = prompt.stays and running.tokens_left > 0
-                self.send(Prefilled(work.request_id, running.token, None, matched, (), times, stays=stays))
+                told = Prefilled(work.request_id, running.token, None, matched, (), times, stays=stays)
+                if prompt.is_pooled:
+                    told = told._replace(first_token=None, finish_reason=FinishReason.STOP, embedding=VECTOR)
+                self.send(told)
                 if stays:
                     self._reserved[work.request_id] = work
                     self._running[work.request_id] = running

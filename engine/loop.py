@@ -129,6 +129,10 @@ class EngineLoop:
             raise InvalidRequestError(
                 "logprobs of the prompt (echo with logprobs) are computed by no node of this kind", "echo"
             )
+        if sequence.pooling is not None and sequence.pooling not in self._runner.poolings:
+            raise InvalidRequestError(
+                f"embeddings of {sequence.pooling.value} pooling are computed by no node of this kind"
+            )
         self.scheduler.add(sequence)
         self._listeners[sequence] = listener
         if on_launch is not None:

@@ -27,6 +27,7 @@ from engine.batch import Batch
 from engine.latent_attention import LatentHeads, heads_of, kept_latents, show_latents
 from engine.paged_cache import PagedCache
 from engine.pipeline import Stage, cut_to_stage, run_stage
+from engine.pooling import HiddenStates
 from engine.quantized_weight import FLOATS
 
 ATTENTION_NAME = "conductor_paged"
@@ -108,6 +109,7 @@ class PagedModel:
         shape: Layout of its KV in blocks of the smallest size; found by running two tokens.
         max_model_len: Number of positions it was made for.
         quantization: What the node says of its weights.
+        hidden: The last hidden states of a step.
 
     Raises ConfigError if the family cannot be served; the message names it and what is missing."""
 
@@ -122,6 +124,7 @@ class PagedModel:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.quantization = FLOATS
+        self.hidden = HiddenStates(model.base_model)
         show_latents(model)
         AttentionInterface.register(ATTENTION_NAME, _attention)
         model.set_attn_implementation(ATTENTION_NAME)

@@ -47,7 +47,7 @@ CONVERT_TIMEOUT_S = 3600.0
 CONVERSION = "1"
 """Part of a converted folder's name; grows when the conversion writes something else."""
 
-MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*_Pooling/config.json")
 """The files that are fetched from the hub and make up a model's digest."""
 
 MANIFEST = "manifest.json"

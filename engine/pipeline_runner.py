@@ -21,6 +21,7 @@ import torch
 
 from base.clock import Clock
 from base.errors import LostError
+from base.request import Pooling
 from engine.arrivals import PrefixArrivals, prefix_parts
 from engine.batch import Batch, batch_from_numbers, batch_numbers, build_batch
 from engine.layer_hooks import LayerHooks
@@ -41,6 +42,7 @@ class PipelineRunner(StepRunner):
 
     is_pipelined = True
     can_score = True
+    poolings = tuple(Pooling)
 
     def __init__(
         self,

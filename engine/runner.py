@@ -5,12 +5,13 @@ Called by the device thread alone (`engine/loop.py`), so nothing in here is shar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
 import torch
 
+from base.request import Pooling
 from engine.arrivals import PrefixArrivals
 from engine.batch import Batch, batch_from_numbers, batch_numbers, build_batch
 from engine.model import PagedModel
@@ -39,6 +40,8 @@ class StepRunner:
     """Number of layers of each part in which a prefix may come while a step runs; empty: it may not."""
     can_score = False
     """Whether steps report the log probabilities of prompts."""
+    poolings: Collection[Pooling] = ()
+    """The kinds of vectors that steps can make of prompts."""
 
     def begin(self) -> None:
         """Make ready, before the first step, what the device thread alone can."""
@@ -69,6 +72,7 @@ class Runner(StepRunner):
     """
 
     can_score = True
+    poolings = tuple(Pooling)
 
     def __init__(
         self,
@@ -114,6 +118,8 @@ def run_batch(
     model: PagedModel, cache: PagedCache, batch: Batch, plan: StepPlan, wait_masks: WaitForMasks
 ) -> StepResult:
     """Compute a plan's tokens, write their KV, and sample where the plan says so."""
-    logits, num_sampling = model.forward(batch, cache), len(plan.sampling)
+    with model.hidden.kept(plan):
+        logits, num_sampling = model.forward(batch, cache), len(plan.sampling)
+        pooled = model.hidden.pooled(plan)
     result = result_of(plan, sample(logits[:num_sampling], plan.sampling, wait_masks()))
-    return replace(result, prompt_logprobs=logprobs_of_prompts(logits[num_sampling:], plan))
+    return replace(result, prompt_logprobs=logprobs_of_prompts(logits[num_sampling:], plan), pooled=pooled)

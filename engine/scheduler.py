@@ -207,8 +207,9 @@ class Scheduler:
         if seconds:
             self._measured(plan, seconds)
         outputs = []
-        scored = result.prompt_logprobs or (None,) * len(plan.entries)
-        for entry, sampled, logprobs in zip(plan.entries, result.tokens, scored, strict=True):
+        nothing = (None,) * len(plan.entries)
+        results = result.tokens, result.prompt_logprobs or nothing, result.pooled or nothing
+        for entry, sampled, logprobs, pooled in zip(plan.entries, *results, strict=True):
             sequence = entry.sequence
             if sequence.finish_reason is not None:
                 continue  # it ended while this step was under way
@@ -219,6 +220,10 @@ class Scheduler:
                 # One that was preempted is computed again, from before where it stopped.
                 sequence.prompt_logprobs = known.extended(logprobs, known.num_tokens - entry.start)
             reason = None
+            if pooled is not None:
+                sequence.pooled = pooled if sequence.pooled is None else sequence.pooled + pooled
+                sequence.num_pooled_tokens = entry.context_len
+                reason = FinishReason.STOP if entry.completes else None
             if sampled is not None and sequence.constraint is not None and sequence.constraint.error:
                 sampled, reason = None, FinishReason.ERROR  # it was not drawn from the grammar
             elif sampled is not None:
@@ -347,7 +352,7 @@ class Scheduler:
 
     def _entry(self, sequence: Sequence, num_tokens: int) -> StepEntry:
         start = sequence.num_computed_tokens + sequence.num_launched_tokens
-        samples = start + num_tokens == sequence.num_tokens
+        samples = start + num_tokens == sequence.num_tokens and sequence.pooling is None
         return StepEntry(sequence, start, num_tokens, tuple(sequence.block_table), samples)
 
     def _grow(self, sequence: Sequence) -> bool:

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from base.block_hash import BlockHash, hash_chain
 from base.grammar import Constraint
 from base.messages import Work
 from base.prompt_logprobs import PromptLogprobs
-from base.request import FinishReason, RequestId, SamplingParams, StopParams
+from base.request import FinishReason, Pooling, RequestId, SamplingParams, StopParams
 from base.step_budget import UNBOUNDED_GAPS, GapBounds
 from engine.arrivals import PrefixArrivals
+
+Vector = NDArray[np.float64]
 
 
 def has_penalty(sampling: SamplingParams) -> bool:
@@ -50,6 +55,12 @@ class Sequence:
     """Likely tokens wanted beside each of the prompt's, with its log probability; None: not even that."""
     prompt_logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)
     """The leading tokens, as far as they are known."""
+    pooling: Pooling | None = None
+    """The vector that is wanted in place of tokens; None: tokens are."""
+    pooled: Vector | None = None
+    """The weighted sum of hidden states that the vector is made of, so far."""
+    num_pooled_tokens: int = 0
+    """Leading tokens whose hidden states are in it, if they are wanted."""
     priority: int = 0
     """Higher goes first."""
     arrived_at_s: float = 0.0
@@ -127,8 +138,10 @@ class Sequence:
 
     @property
     def num_matchable_tokens(self) -> int:
-        """Leading tokens that are not computed where their KV is found: not the last, and no scored ones."""
+        """Leading tokens that may be matched in place of computed: not the last, none scored or pooled."""
         longest = len(self.token_ids) - 1
+        if self.pooling in (Pooling.MEAN, Pooling.WEIGHTED_MEAN):
+            return min(longest, self.num_pooled_tokens)
         return min(longest, self.prompt_logprobs.num_tokens) if self.is_scored else longest
 
     def had_token(self, now_s: float) -> None:
@@ -138,6 +151,16 @@ class Sequence:
         else:
             self.num_gaps += 1
         self.last_token_at_s = now_s
+
+    def vector(self) -> bytes:
+        """Return the prompt's vector, as float32; every token that it needs is pooled."""
+        assert self.pooled is not None
+        count, weight = self.num_tokens, 1.0
+        if self.pooling is Pooling.MEAN:
+            weight = count
+        elif self.pooling is Pooling.WEIGHTED_MEAN:
+            weight = count * (count + 1) / 2
+        return (self.pooled / weight).astype("<f4").tobytes()
 
     def extend_hashes(self, block_size: int) -> None:
         """Bring `block_hashes` up to every full block of `token_ids`."""

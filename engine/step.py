@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from base.prompt_logprobs import PromptLogprobs
-from base.request import FinishReason, SampledToken
+from base.request import FinishReason, Pooling, SampledToken
 from engine.arrivals import PrefixArrivals
-from engine.sequence import Sequence
+from engine.sequence import Sequence, Vector
 from engine.swap_space import Swap
 
 
@@ -28,7 +28,7 @@ class StepEntry:
     block_table: tuple[int, ...]
     """Covers every token up to start + num_tokens."""
     samples: bool
-    """Whether these are the last known tokens, so that the next one is sampled."""
+    """Whether these are the last known tokens, so that the next one is sampled, if tokens are wanted."""
 
     @property
     def context_len(self) -> int:
@@ -41,6 +41,22 @@ class StepEntry:
         if self.sequence.num_prompt_logprobs is None:
             return 0
         return max(0, min(self.context_len, self.sequence.num_prompt_tokens - 1) - self.start)
+
+    @property
+    def pooled(self) -> range:
+        """Places of the tokens whose hidden states add to the sequence's vector; none, if none is wanted."""
+        sequence = self.sequence
+        if sequence.pooling is None:
+            return range(0)
+        first = sequence.num_pooled_tokens
+        if sequence.pooling is Pooling.LAST:
+            first = sequence.num_tokens - 1
+        return range(max(self.start, first), self.context_len)
+
+    @property
+    def completes(self) -> bool:
+        """Whether these are the last known tokens."""
+        return self.context_len == self.sequence.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +107,8 @@ class StepResult:
     """Seconds that the last stage of a pipeline was at it."""
     prompt_logprobs: tuple[PromptLogprobs | None, ...] = ()
     """One item for each entry: of the tokens that follow its scored ones. Empty: no entry has any."""
+    pooled: tuple[Vector | None, ...] = ()
+    """One item for each entry: what it adds to its sequence's vector. Empty: no entry has any."""
 
 
 def result_of(plan: StepPlan, sampled: Iterable[SampledToken], busy_s: float = 0.0) -> StepResult:

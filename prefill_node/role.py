@@ -6,7 +6,7 @@ when the last write is acknowledged: from then on the decode node has all of it,
 node holds nothing but cached blocks.
 
 Where the decode node is this one, the sequence stays: nothing is reserved, written or compared, and the
-engine goes on with it.
+engine goes on with it. Where a vector is wanted in place of tokens, nothing is drawn, written or kept either.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from base.clock import Clock
 from base.errors import DeadlineError
 from base.messages import FromNode, Prefill, Prefilled, PrefillTimes, Source, Work
-from base.request import FinishReason
+from base.request import FinishReason, Pooling
 from base.request_tasks import RequestTasks
 from engine.loop import EngineLoop
 from engine.sequence import Sequence, sequence_of
@@ -106,10 +106,11 @@ class PrefillRole:
             full = num_tokens // self._kv.layout.block_size
             self._store.offer(done.sequence.block_hashes[:full], done.sequence.chain_root)
         is_over = done.first.finish_reason is FinishReason.STOP
+        is_pooled = done.sequence.pooling is not None
         self._send(
             Prefilled(
                 work.request_id,
-                done.first.tokens[0],
+                None if is_pooled else done.first.tokens[0],
                 FinishReason.STOP if is_over else None,
                 done.sequence.num_matched_tokens,
                 done.sender.checksums if done.sender else (),
@@ -117,6 +118,7 @@ class PrefillRole:
                 done.sender.parts if done.sender else (),
                 stays=done.sender is None and done.first.finish_reason is None,
                 prompt_logprobs=done.sequence.prompt_logprobs if done.is_scored else None,
+                embedding=done.sequence.vector() if is_pooled else None,
             )
         )
 
@@ -146,10 +148,12 @@ class PrefillRole:
         answer = TokenStream(message.work.request_id, self._send)
         if message.stays:
             sequence, sender = sequence_of(message.work, arrived_at_s), None
+        elif message.pooling is not None:
+            sequence, sender = one_token_sequence(message.work, arrived_at_s), None
         else:
             sequence = one_token_sequence(message.work, arrived_at_s)
             sender = KvSender(self._kv, self._engine.pool, message, self._clock, self._observers)
-        sequence.num_prompt_logprobs = message.num_prompt_logprobs
+        sequence.num_prompt_logprobs, sequence.pooling = message.num_prompt_logprobs, message.pooling
 
         def listen(output: SequenceOutput) -> None:
             is_rest = sequence.num_tokens > len(message.work.token_ids) + len(output.tokens)
@@ -187,8 +191,8 @@ class PrefillRole:
 
     def _loaded_prefix(self, message: Prefill, parts: tuple[int, ...]) -> AbstractAsyncContextManager[Prefix]:
         sources: list[PrefixSource] = [] if self._store is None else [self._store]
-        if message.num_prompt_logprobs is not None:
-            sources = []  # what is loaded has K and V, and no logits
+        if message.num_prompt_logprobs is not None or message.pooling not in (None, Pooling.LAST):
+            sources = []  # what is loaded has K and V, and neither logits nor hidden states
         elif message.source is not None and self._lent is not None:
             sources.append(self._lent(message.source))
         block_size = self._kv.layout.block_size
@@ -201,7 +205,7 @@ class PrefillRole:
         news: asyncio.Queue[SequenceOutput | LaunchedChunk],
         writes: asyncio.TaskGroup,
     ) -> tuple[SequenceOutput, int]:
-        """Return the output with the first token, and how many steps it took.
+        """Return the output with the first token, or a vector's last, and how many steps it took.
 
         What each step finished is being written.
         """
@@ -217,7 +221,7 @@ class PrefillRole:
                 raise failure_of(sequence)
             if sender is not None:
                 sender.send_finished(writes, sequence.block_table, sequence.num_computed_tokens)
-            if output.tokens:
+            if output.tokens or output.finish_reason is not None:
                 return output, num_chunks
 
 

@@ -36,6 +36,8 @@ class InferenceStub:
     honoured; the request id, if any, is echoed. Errors carry google.rpc details:
     RESOURCE_EXHAUSTED has RetryInfo, INVALID_ARGUMENT has BadRequest.
     """
+    Embed: _grpc.UnaryStreamMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """Streams one response for each input, in their order."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
 
 @_typing.type_check_only
@@ -46,6 +48,8 @@ class InferenceAsyncStub(InferenceStub):
     honoured; the request id, if any, is echoed. Errors carry google.rpc details:
     RESOURCE_EXHAUSTED has RetryInfo, INVALID_ARGUMENT has BadRequest.
     """
+    Embed: _aio.UnaryStreamMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Streams one response for each input, in their order."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
@@ -59,6 +63,14 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         honoured; the request id, if any, is echoed. Errors carry google.rpc details:
         RESOURCE_EXHAUSTED has RetryInfo, INVALID_ARGUMENT has BadRequest.
         """
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.EmbedResponse], _abc.AsyncIterator[_inference_pb2.EmbedResponse]]:
+        """Streams one response for each input, in their order."""
 
     @_abc_1.abstractmethod
     def ListModels(

@@ -314,7 +314,7 @@ class Serve(_message.Message):
     def __init__(self, roles: _Optional[_Iterable[str]] = ..., is_draining: _Optional[bool] = ..., fence: _Optional[int] = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("work", "target", "grant", "first_block", "source", "ranks", "stays", "num_prompt_logprobs")
+    __slots__ = ("work", "target", "grant", "first_block", "source", "ranks", "stays", "num_prompt_logprobs", "pooling")
     WORK_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
@@ -323,6 +323,7 @@ class Prefill(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     STAYS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     work: Work
     target: _transfer_pb2.PeerDescriptor
     grant: _transfer_pb2.Grant
@@ -331,10 +332,11 @@ class Prefill(_message.Message):
     ranks: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.RankGrant]
     stays: bool
     num_prompt_logprobs: int
-    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., target: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., first_block: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[_transfer_pb2.RankGrant, _Mapping]]] = ..., stays: _Optional[bool] = ..., num_prompt_logprobs: _Optional[int] = ...) -> None: ...
+    pooling: str
+    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., target: _Optional[_Union[_transfer_pb2.PeerDescriptor, _Mapping]] = ..., grant: _Optional[_Union[_transfer_pb2.Grant, _Mapping]] = ..., first_block: _Optional[int] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[_transfer_pb2.RankGrant, _Mapping]]] = ..., stays: _Optional[bool] = ..., num_prompt_logprobs: _Optional[int] = ..., pooling: _Optional[str] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("request_id", "first_token", "finish_reason", "num_cached_tokens", "checksums", "times", "parts", "stays", "prompt_logprobs")
+    __slots__ = ("request_id", "first_token", "finish_reason", "num_cached_tokens", "checksums", "times", "parts", "stays", "prompt_logprobs", "embedding")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -344,6 +346,7 @@ class Prefilled(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     STAYS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     first_token: SampledToken
     finish_reason: str
@@ -353,7 +356,8 @@ class Prefilled(_message.Message):
     parts: _containers.RepeatedCompositeFieldContainer[_transfer_pb2.KvPart]
     stays: bool
     prompt_logprobs: PromptLogprobs
-    def __init__(self, request_id: _Optional[str] = ..., first_token: _Optional[_Union[SampledToken, _Mapping]] = ..., finish_reason: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ..., times: _Optional[_Union[PrefillTimes, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[_transfer_pb2.KvPart, _Mapping]]] = ..., stays: _Optional[bool] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    embedding: bytes
+    def __init__(self, request_id: _Optional[str] = ..., first_token: _Optional[_Union[SampledToken, _Mapping]] = ..., finish_reason: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ..., times: _Optional[_Union[PrefillTimes, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[_transfer_pb2.KvPart, _Mapping]]] = ..., stays: _Optional[bool] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., embedding: _Optional[bytes] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("logprobs", "top_ids", "top_logprobs")

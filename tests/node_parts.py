@@ -8,6 +8,7 @@ from array import array
 from contextlib import asynccontextmanager
 from functools import partial
 
+import numpy as np
 import torch
 
 from base.block_hash import chain_root
@@ -16,7 +17,7 @@ from base.config import TransferConfig
 from base.kv_layout import KvPart, head_layout
 from base.messages import Work
 from base.prompt_logprobs import PromptLogprobs
-from base.request import SampledToken, SamplingParams, StopParams
+from base.request import Pooling, SampledToken, SamplingParams, StopParams
 from engine.block_pool import BlockPool
 from engine.block_sums import block_sums
 from engine.loop import EngineLoop
@@ -38,10 +39,12 @@ WHOLE = KvPart(0, LAYOUT.num_layers, 0, LAYOUT.num_heads)
 class CountingRunner(StepRunner):
     """Samples 1, 2, 3 ...; writes into each block it computes the hash of what it is for.
 
-    `broken` makes every step raise. Row i says that the prompt's token after it has the log probability i.
+    `broken` makes every step raise. Row i says that the prompt's token after it has the log probability i,
+    and has its token for a hidden state.
     """
 
     can_score = True
+    poolings = tuple(Pooling)
 
     def __init__(self, cache):
         self._cache = cache
@@ -68,6 +71,12 @@ class CountingRunner(StepRunner):
             ),
             prompt_logprobs=tuple(
                 PromptLogprobs(array("f", range(entry.start, entry.start + entry.num_scored)).tobytes())
+                for entry in plan.entries
+            ),
+            pooled=tuple(
+                np.array([float(sum(entry.sequence.token_ids[at] for at in entry.pooled))])
+                if entry.pooled
+                else None
                 for entry in plan.entries
             ),
         )

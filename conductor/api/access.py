@@ -99,6 +99,15 @@ class Authorizer:
         key = self._keys.find(_bearer(said))
         return Client(key.tenant, key.critical)
 
+    def more(self, said: Mapping[str, str]) -> AbstractContextManager[Callable[[int], None]]:
+        """Return what counts further sequences of a gRPC call, which `rpc` let in; to be entered.
+
+        What it yields raises RejectedError where they are too many.
+        """
+        if self._keys is None:
+            return nullcontext(lambda count: None)
+        return self._keys.more(self._keys.find(_bearer(said)))
+
     def _unknown(self, said: Mapping[str, str]) -> Client:
         """Return a caller without a key, which may say whose call it is only where there are no keys."""
         tenant = said.get(TENANT_HEADER, "") if self._keys is None else ""

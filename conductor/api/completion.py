@@ -64,6 +64,14 @@ class Piece(NamedTuple):
     """None but in the first piece, and where they were not asked for."""
 
 
+class Embedded(NamedTuple):
+    """The vector of one prompt."""
+
+    vector: bytes
+    """float32, as the model made it."""
+    num_cached_tokens: int
+
+
 class InProgress:
     """A client's call, for the length of a `with`: its places, one for each choice, and its body's bytes.
 
@@ -224,6 +232,26 @@ class Completions:
         finally:
             book.close()
 
+    async def embed(self, asked: TextRequest) -> Embedded:
+        """Return the vector of a request that wants one; raises ServeError. Cancelling cancels."""
+        request = asked.request
+        await self.turn(PROMPT_UNITS + len(request.token_ids) // TOKENS_OF_A_UNIT)
+        book = _Book(asked, self.metrics, self.clock)
+        request = request._replace(frontend_s=self.clock.now_s() - asked.arrived_at_s)
+        try:
+            async with aclosing(self._dispatcher.generate(request)) as generated:
+                async for whole in generated:
+                    if whole.embedding is None:
+                        break
+                    book.embedded(whole.num_cached_tokens)
+                    return Embedded(whole.embedding, whole.num_cached_tokens)
+            raise ProtocolError("no vector came of the prompt")
+        except ServeError as error:
+            book.fail(error)
+            raise
+        finally:
+            book.close()
+
     async def _checked(self, asked: TextRequest) -> TextRequest:
         """Return a request with its grammar as nodes are to have it; raises ServeError."""
         sampling = asked.request.sampling
@@ -282,22 +310,37 @@ class _Book:
         self._num_tokens = 0
         self._outcome = "cancelled"
         metrics.running.inc()
-        metrics.ttft_part["frontend"].observe(clock.now_s() - asked.arrived_at_s)
+        if asked.request.pooling is None:
+            metrics.ttft_part["frontend"].observe(clock.now_s() - asked.arrived_at_s)
 
     def add(self, piece: Piece) -> None:
         metrics, num_tokens = self._metrics, len(piece.tokens)
         if not self._num_tokens and num_tokens:
             self._first_at_s = self._clock.now_s()
-            num_prompt_tokens = len(self._asked.request.token_ids)
             metrics.ttft.observe(self._first_at_s - self._asked.arrived_at_s)
-            metrics.prompt_tokens.inc(num_prompt_tokens)
-            metrics.request_prompt_tokens.observe(num_prompt_tokens)
-            metrics.cached_tokens.inc(piece.num_cached_tokens)
+            self._add_prompt(piece.num_cached_tokens)
         self._num_tokens += num_tokens
         metrics.generation_tokens.inc(num_tokens)
         if piece.finish_reason is not None:
             self._outcome = piece.finish_reason.value
             self._finish()
+
+    def embedded(self, num_cached_tokens: int) -> None:
+        """Note the vector, which is due when a first token would be."""
+        seconds = self._clock.now_s() - self._asked.arrived_at_s
+        self._add_prompt(num_cached_tokens)
+        self._metrics.embedding_seconds.observe(seconds)
+        self._outcome = FinishReason.STOP.value
+        if seconds > self._asked.request.slo.ttft_slo_s:
+            self._metrics.slo_misses.labels("ttft").inc()
+        else:
+            self._metrics.good_sequences.inc()
+
+    def _add_prompt(self, num_cached_tokens: int) -> None:
+        num_prompt_tokens = len(self._asked.request.token_ids)
+        self._metrics.prompt_tokens.inc(num_prompt_tokens)
+        self._metrics.request_prompt_tokens.observe(num_prompt_tokens)
+        self._metrics.cached_tokens.inc(num_cached_tokens)
 
     def fail(self, error: ServeError) -> None:
         self._outcome = type(error).__name__

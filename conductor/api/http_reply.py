@@ -26,6 +26,8 @@ trickles in takes a place from others."""
 JOINED_BYTES = 1 << 15
 """A shorter answer is written at once."""
 JSON_HEADERS = {"content-type": "application/json"}
+JSON_PART_HEADERS = [(b"content-type", b"application/json")]
+"""Of an answer that is written in parts, whose length nobody knows before."""
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 WATCH_AFTER_S = 0.05
 """Work that lasts less goes unwatched: to watch a client costs as much as writing a short answer does."""
@@ -71,11 +73,11 @@ class Reply:
             parts = parts[-1:]
         await self._send({"type": "http.response.body", "body": b"".join(parts)})
 
-    async def event(self, events: str) -> None:
-        """Send a part of an event stream."""
+    async def event(self, events: str, headers: Sequence[tuple[bytes, bytes]] = STREAM_HEADERS) -> None:
+        """Send a part of an event stream, or of what `headers` say; those of the first part count."""
         async with self._turn:
             if not self._is_started:
-                await self._start(200, STREAM_HEADERS)
+                await self._start(200, headers)
             await self._send({"type": "http.response.body", "body": events.encode(), "more_body": True})
 
     async def end(self, events: str) -> None:
@@ -92,7 +94,7 @@ class Reply:
         else:
             await self.whole([self._errors.body(error, self.request_id)], error.status, error.headers)
 
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    async def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self._is_started = True
         headers = [*headers, (b"x-request-id", self.request_id.encode("latin-1"))]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

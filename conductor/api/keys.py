@@ -199,7 +199,16 @@ class KeyRing:
         """
         bucket = self._buckets[key.tenant]
         bucket.take(key.tenant)
-        num_taken = 1
+        try:
+            with self.more(key) as charge:
+                yield charge
+        finally:
+            bucket.give_back(1)
+
+    @contextmanager
+    def more(self, key: Key) -> Iterator[Callable[[int], None]]:
+        """Yield what counts more sequences of a request that is counted, and raises RejectedError."""
+        bucket, num_taken = self._buckets[key.tenant], 0
 
         def charge(count: int) -> None:
             nonlocal num_taken

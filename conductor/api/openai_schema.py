@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -204,18 +205,19 @@ def _prompt_list(value: Any) -> list[str | list[int]]:
 
     pydantic would try one form after the other and report each of a million elements that do not fit it.
     """
-    if _is_token_ids(value):
+    if is_token_ids(value):
         return [value]
     if isinstance(value, list) and len(value) > MAX_CHOICES:
         raise PydanticCustomError("too_long", f"at most {MAX_CHOICES} prompts, not {len(value)}")
     prompts = value if isinstance(value, list) else [value]
-    if prompts and all(isinstance(item, str) or _is_token_ids(item) for item in prompts):
+    if prompts and all(isinstance(item, str) or is_token_ids(item) for item in prompts):
         return prompts
     raise PydanticCustomError("prompt", "Input should be a string, a list of token ids, or a list of these")
 
 
-def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and set(map(type, value)) == {int}
+def is_token_ids(value: Any) -> bool:
+    """Return whether a value is a list, or a chain of lists, of whole numbers, of which there is one."""
+    return isinstance(value, list | chain) and set(map(type, value)) == {int}
 
 
 _TokenIds = Annotated[list[int], Field(max_length=MAX_VALUES)]

@@ -16,7 +16,8 @@ from starlette.responses import RedirectResponse, Response
 from conductor.api import about
 from conductor.api.access import Who
 from conductor.api.backend import Backend
-from conductor.api.embeddings import EmbeddingsBody, embeddings
+from conductor.api.embeddings.generation import embeddings
+from conductor.api.embeddings.schema import EmbeddingsBody
 from conductor.api.http_reply import to_json
 from conductor.api.messages.errors import ANTHROPIC_ERRORS
 from conductor.api.messages.generation import count_tokens, create_message
@@ -120,7 +121,7 @@ ROUTES = (
         "How many tokens such a conversation has.",
         ANTHROPIC_ERRORS,
     ),
-    _post("/v1/embeddings", CLIENTS, embeddings, EmbeddingsBody, "Refused in words: none are computed."),
+    _post("/v1/embeddings", CLIENTS, embeddings, EmbeddingsBody, "A vector of each text."),
     _get("/v1/models", CLIENTS, about.models, "The one model that is served."),
     _get("/v1/models/{name}", CLIENTS, about.one_model, "The same, by its name."),
     _post("/tokenize", CLIENTS, tokenize, TokenizeBody, "The token ids of a text or a chat."),

@@ -1,8 +1,8 @@
 """The model that is served, as the conductor knows it: words, limits, habits.
 
 All of it is read once from the small files of the model's folder (config.json,
-generation_config.json, tokenizer_config.json, tokenizer.json, chat_template.jinja); the
-weights are the nodes' business.
+generation_config.json, tokenizer_config.json, tokenizer.json, chat_template.jinja,
+modules.json); the weights are the nodes' business.
 
 A request that names no temperature, top_p and so on gets the model's own from
 generation_config.json, and OpenAI's (temperature 1, nothing cut off) where that file is
@@ -21,6 +21,7 @@ from typing import Any
 from base.errors import ConfigError
 from base.request import SAMPLING_FIELDS, SamplingParams
 from conductor.api.chat_template import ChatTemplate
+from conductor.api.embeddings.rule import EmbeddingRule, embedding_rule
 from conductor.api.parsing.families import FORMS, family_of
 from conductor.api.tokenizer import Tokenizer
 
@@ -43,6 +44,8 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     folder: Path
     """The model's, with its tokenizer."""
+    embedding: EmbeddingRule
+    """How vectors are made of texts, or why none are."""
     sampling: SamplingParams
     """How the model is sampled where the client does not say; the seed is drawn."""
     family: str = ""
@@ -89,6 +92,7 @@ def load_served_model(folder: Path, name: str, family: str = "") -> ServedModel:
         name=name,
         tokenizer=tokenizer,
         chat_template=chat_template,
+        embedding=embedding_rule(folder, text_config),
         family="" if family == PLAIN else family or found,
         max_model_len=max_model_len,
         vocab_size=text_config.get("vocab_size", tokenizer.vocab_size),

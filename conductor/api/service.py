@@ -24,6 +24,8 @@ from base.request import SAMPLING_FIELDS, Grammar, GrammarKind, SampledToken, Sa
 from base.rpc import Service
 from conductor.api.access import Authorizer, Client, metadata
 from conductor.api.completion import Completions, Piece
+from conductor.api.embeddings.batch import EmbeddingBatch
+from conductor.api.embeddings.grpc_embeddings import embed_request, responses, wanted_of
 from conductor.api.grammar_fields import MAX_CHOICE_TEXTS, choice_grammar
 from conductor.api.grpc_chat import AnswerParts, Conversation, conversation
 from conductor.api.headers import Caller, header_slo, header_traceparent
@@ -123,6 +125,33 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                         answer.parts.put(item, response)
                     yield response
 
+    async def Embed(  # type: ignore[override]  # noqa: N802
+        self,
+        data: bytes,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncGenerator[inference_pb2.EmbedResponse, None]:
+        said = metadata(context)
+        client = self._authorizer.client(said)
+        with self._completions.call(client.tenant) as call, self._authorizer.more(said) as charge:
+            call.take_bytes(len(data))
+            message, inputs = await on_body(data, embed_request)
+            check_request_id(message.request_id)
+            require_model(self._model, message.model or None)
+
+            def charge_both(count: int) -> None:
+                call.take_places(count)
+                charge(count)
+
+            caller = self._caller(message.slo, call.arrived_at_s, client, context)
+            caller = caller._replace(charge=charge_both)
+            request_id = message.request_id or f"{self._rng.getrandbits(64):016x}"
+            wanted = wanted_of(message, inputs, self._model)
+            name = unique_id(request_id, self._rng)
+            batch = EmbeddingBatch(self._completions, wanted, caller, name, self._rng)
+            await batch.run()
+            async for response in responses(batch, request_id):
+                yield response
+
     def _answer_of(self, asked: TextRequest, answer: _Taken | None) -> AsyncGenerator[Piece | Part, None]:
         if answer is None:
             return self._completions.generate(asked)
@@ -151,15 +180,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         with params_spelled({**_FIELD_OF, "prompt": prompt_field}):
             check_request_id(message.request_id)
             require_model(self._model, message.model or None)
-            headers, deadline_s = metadata(context), context.time_remaining()
-            caller = Caller(
-                arrived_at_s,
-                _slo(message.slo, header_slo(headers, self._default_slo), deadline_s),
-                client.tenant,
-                header_traceparent(headers),
-                client.may_be_critical,
-                deadline_s=deadline_s,
-            )
+            caller = self._caller(message.slo, arrived_at_s, client, context)
             check_options(said.options, caller, self._model)
             options, answer = said.options, None
             if isinstance(said.prompt, Conversation):
@@ -174,6 +195,23 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             unique = unique_id(request_id, self._rng)
             asked = make_request(unique, token_ids, options, caller, self._model, self._rng)
         return asked, request_id, answer
+
+    def _caller(
+        self,
+        slo: inference_pb2.Slo,
+        arrived_at_s: float,
+        client: Client,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> Caller:
+        headers, deadline_s = metadata(context), context.time_remaining()
+        return Caller(
+            arrived_at_s,
+            _slo(slo, header_slo(headers, self._default_slo), deadline_s),
+            client.tenant,
+            header_traceparent(headers),
+            client.may_be_critical,
+            deadline_s=deadline_s,
+        )
 
     async def _turn(self, said: _Said, talk: Conversation) -> ChatTurn:
         parses = said.message.parse_special_tokens

@@ -65,7 +65,7 @@ def refusal(
     bound_s = slo.ttft_slo_s * (1.0 if request.is_promised else settings.ttft_headroom)
     if ttft_s > bound_s:
         return RejectReason.TTFT, _bounded(ttft_s - bound_s)
-    if slo.tbt_slo_s == inf or policy is RejectPolicy.LATE:
+    if slo.tbt_slo_s == inf or policy is RejectPolicy.LATE or not request.max_tokens:
         return None
     tbt_s = decode_tbt_s(request, placement, view, cost, policy, now_s)
     bound_s = slo.tbt_slo_s * TBT_HEADROOM

@@ -156,9 +156,13 @@ class ClusterView:
     @property
     def missing_role(self) -> str | None:
         """The name of a role that no node serves in; None: both are there."""
+        return self.missing_role_of(decodes=True)
+
+    def missing_role_of(self, decodes: bool) -> str | None:
+        """Return the name of a role that a request has to wait for, which decodes or does not."""
         if not self.prefill_mask:
             return Role.PREFILL.value
-        return None if self.decode_mask else Role.DECODE.value
+        return Role.DECODE.value if decodes and not self.decode_mask else None
 
     def node(self, node_id: NodeId) -> NodeState:
         """Return a member; raises KeyError for any other."""
@@ -268,7 +272,7 @@ class ClusterView:
             moved_tokens = num_tokens - placement.decode_matched_blocks * self.block_size
             handoff_s = self._cost.transfer_s(moved_tokens)
         # by position: one is made for each request
-        self._in_flight[request.request_id] = InFlight(
+        flight = self._in_flight[request.request_id] = InFlight(
             prefill,
             decode,
             source,
@@ -279,11 +283,16 @@ class ClusterView:
             handoff_s,
             decode_from_s,
             tbt_slo_s,
+            request.max_tokens > 0,
         )
         self.num_in_flight += 1
         self.refused_share -= REFUSED_GAIN * self.refused_share
         self._note_missed(request, placement.matched_blocks)
-        self._join_queue(self._in_flight[request.request_id], now_s + placement.fetch_s)
+        self._join_queue(flight, now_s + placement.fetch_s)
+        if source is not None:
+            source.num_outgoing += 1
+        if not flight.decodes:
+            return
         decode.decode_sequences += 1
         if tbt_slo_s != inf:
             decode.bind_tbt(tbt_slo_s, 1)
@@ -291,8 +300,6 @@ class ClusterView:
         decode.peak_tokens += peak_tokens
         decode.reported_free_tokens -= peak_tokens
         self._reorder(decode)
-        if source is not None:
-            source.num_outgoing += 1
         self.projection.add(decode_from_s, context_tokens)
 
     def decode_node(self, request_id: RequestId) -> NodeState:
@@ -304,9 +311,12 @@ class ClusterView:
         flight = self._in_flight[request_id]
         decode, context_tokens = flight.decode, flight.context_tokens
         self._leave_prefill(flight, now_s)
+        if not flight.decodes:
+            flight.is_prefilled = True
+            return
         self.projection.move(flight.decode_from_s, now_s, context_tokens)
         flight.decode_from_s = now_s
-        flight.is_decoding = True
+        flight.is_prefilled = True
         decode.running_sequences += 1
         decode.running_context_tokens += context_tokens
         self.running_sequences += 1
@@ -317,13 +327,15 @@ class ClusterView:
         flight = self._in_flight.pop(request_id)
         self.num_in_flight -= 1
         decode, context_tokens, peak_tokens = flight.decode, flight.context_tokens, flight.peak_tokens
-        if flight.is_decoding:
+        if not flight.is_prefilled:
+            self._leave_prefill(flight, now_s)
+        if not flight.decodes:
+            return
+        if flight.is_prefilled:
             decode.running_sequences -= 1
             decode.running_context_tokens -= context_tokens
             self.running_sequences -= 1
             self.running_context_tokens -= context_tokens
-        else:
-            self._leave_prefill(flight, now_s)
         self.projection.discard(flight.decode_from_s, context_tokens)
         decode.decode_sequences -= 1
         if flight.tbt_slo_s != inf:

@@ -184,7 +184,10 @@ class Decisions:
             shown["prefill_candidates"] = _prefill_candidates(
                 made, made.seen.nodes, self._cost, self._settings
             )
-            shown["decode_candidates"] = _decode_candidates(made, made.seen.nodes, self._cost)
+            decodes = made.asked.max_tokens > 0
+            shown["decode_candidates"] = (
+                _decode_candidates(made, made.seen.nodes, self._cost) if decodes else []
+            )
             shown["runner_up"] = _runner_up(shown["prefill_candidates"], made)
             shown["decided_again_alike"] = decide_again(made, self._cost, self._settings) == made.result
         if actual is not None:

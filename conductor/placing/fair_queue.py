@@ -71,6 +71,8 @@ class Waiting(NamedTuple):
     """Predicted seconds of prefill."""
     pressed_due_at_s: float = inf
     """When it is wanted by where the line is long; infinity: as always."""
+    decodes: bool = True
+    """Whether it needs a decode node."""
 
 
 def waiting(

@@ -80,7 +80,9 @@ class InFlight:
     handoff_s: float
     decode_from_s: float
     tbt_slo_s: float
-    is_decoding: bool = False
+    decodes: bool
+    """Whether anything decodes of it; else `decode` is `prefill`, and counts nothing."""
+    is_prefilled: bool = False
 
 
 def bare_node(

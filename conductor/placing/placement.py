@@ -26,7 +26,7 @@ class PlacementRequest(NamedTuple):
     num_tokens: int
     """Tokens of the prompt."""
     max_tokens: int
-    """New tokens at most."""
+    """New tokens at most; 0: a vector is wanted of the prompt, and nothing decodes."""
     slo: Slo = UNBOUNDED
     priority: int = 0
     waited_s: float = 0.0
@@ -43,6 +43,7 @@ class Placement(NamedTuple):
     request_id: RequestId
     prefill_node: NodeId
     decode_node: NodeId
+    """The prefill node where nothing decodes."""
     matched_tokens: int
     """Leading prompt tokens that need not be computed, fetched ones included."""
     local_blocks: int

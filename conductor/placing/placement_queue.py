@@ -63,7 +63,7 @@ class PlacementQueue:
         self,
         max_waiting: int,
         role_wait_s: float,
-        missing_role: Callable[[], str | None],
+        missing_role: Callable[[bool], str | None],
         num_prefill_nodes: Callable[[], int],
         now_s: float,
     ) -> None:
@@ -72,7 +72,7 @@ class PlacementQueue:
         Args:
             max_waiting: At most; then one of the tenant with the most is let go.
             role_wait_s: For a role that has no node, at most.
-            missing_role: Names a role that has no node; None: both have one.
+            missing_role: Names a role without a node that a request needs, which decodes or does not.
             num_prefill_nodes: They share the work of those who wait.
             now_s: On the clock of all other moments.
         """
@@ -183,13 +183,13 @@ class PlacementQueue:
             return SloUnreachableError("the first token was due before the request could be placed")
         if has_stood:
             place.began_at_s = now_s
-        missing = self._missing_role()
+        missing = self._missing_role(place.item.decodes)
         if missing and now_s >= max(place.began_at_s, self._missing_since_s) + self._role_wait_s:
             return UnavailableError(f"no {missing} node is attached")
         return None
 
     def _note_roles(self, now_s: float) -> None:
-        is_missing = self._missing_role() is not None
+        is_missing = self._missing_role(True) is not None
         if is_missing and not self._was_missing:
             self._missing_since_s = now_s
         self._was_missing = is_missing

@@ -148,7 +148,7 @@ class PrefillComparison:
         self._most_blocks = groups[0][0] if groups else 0
         self._source: NodeState | None = None
         self._block_s = LATER * view.copy_price.block_s * (1.0 + view.num_behind)
-        self._handoff_s = cost.transfer_s(request.num_tokens)
+        self._handoff_s = cost.transfer_s(request.num_tokens) if request.max_tokens else 0.0
 
     def choice(self, slot: int, depth: int) -> PrefillChoice:
         """Return how a node that holds `depth` blocks would do it: by itself, or by a fetch."""

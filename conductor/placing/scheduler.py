@@ -19,6 +19,7 @@ What the paper leaves open, and what is chosen here:
 * the source is the holder with the fewest fetches from it, and a busy link is shared;
 * the decode node is the one with the shortest predicted step, unless one that holds a
   part of the prompt has a step that is hardly longer: then fewer bytes travel;
+* a prompt of which a vector is wanted has no decode node: it ends where it is computed;
 * where one node does both, the sequence stays there, and its KV goes nowhere: so the node that is to
   compute decodes too, if it may and another's step is hardly shorter;
 * a node that failed an attempt of the request is chosen, or fetched from, where no other will
@@ -125,9 +126,19 @@ class Turn(Enum):
     """Not now, unless it has to be refused or a decode node computes it."""
 
 
-def turn_of(slo: Slo, ahead_s: float, view: ClusterView, settings: SchedulerSettings, now_s: float) -> Turn:
-    """Return whether it is the turn of a request with these bounds; others before it take `ahead_s`."""
-    if not view.prefill_mask or not view.decode_mask:
+def turn_of(
+    slo: Slo,
+    ahead_s: float,
+    view: ClusterView,
+    settings: SchedulerSettings,
+    now_s: float,
+    decodes: bool = True,
+) -> Turn:
+    """Return whether it is the turn of a request with these bounds; others before it take `ahead_s`.
+
+    `decodes`: whether it needs a decode node.
+    """
+    if view.missing_role_of(decodes) is not None:
         return Turn.LATER
     if not ahead_s and (settings.ahead_s == inf or not must_wait(view, settings, now_s)):
         return Turn.NOW
@@ -153,6 +164,8 @@ def choose_decode(
     request: PlacementRequest, groups: list[Group], view: ClusterView, prefill: PrefillChoice
 ) -> tuple[NodeState, int] | RejectReason:
     """Return the decode node and how many leading blocks it holds already."""
+    if not request.max_tokens:
+        return view.node_at(prefill.slot), prefill.local_blocks
     if not view.decode_mask:
         return RejectReason.NO_DECODE_NODE
     peak_tokens = tokens_needed(request, view)
@@ -232,8 +245,10 @@ def _combine(
     if decode_node is not prefill_node:
         tokens = request.num_tokens - decode_blocks * view.block_size
         handoff_s = cost.handoff_s(tokens, prefill.prefill_s)
-    context_tokens = decode_node.decode_context_tokens + request.num_tokens
-    step_s = cost.decode_step_s(decode_node.decode_sequences + 1, context_tokens)
+    step_s = 0.0
+    if request.max_tokens:
+        context_tokens = decode_node.decode_context_tokens + request.num_tokens
+        step_s = cost.decode_step_s(decode_node.decode_sequences + 1, context_tokens)
     dispatch_s = 0.0
     if view.corrections.has_learned:
         handoff_s *= view.corrections.ratio(prefill_node.info.node_id, "handoff")

@@ -386,7 +386,7 @@ class SimCluster:
         del self._in_flight[request]
         self._conductor.ended(request, now_s, request.tokens_left)
         placement = request.placement
-        tbt_s = worst_gaps_s(request.gaps, request.output_tokens - 1)
+        tbt_s = worst_gaps_s(request.gaps, max(0, request.output_tokens - 1))
         self.outcomes.completed(request, tbt_s, placement.prefill_node, placement.decode_node, now_s)
         self._next_turn(request)
 

@@ -69,7 +69,7 @@ def asked_in_log(file: TraceFile, block_size: int | None) -> tuple[list[TraceReq
     for request_id, row in asked.items():
         question = row["asked"]
         chain = tuple([known.setdefault(key, len(known)) for key in question["chain"]])
-        output = outputs.get(request_id) or max(1, min(mean, question["max_tokens"]))
+        output = outputs.get(request_id) or min(mean, question["max_tokens"])
         arrival_s, priority = row["arrived_at_s"] - first_s, question.get("priority", 0)
         read.append(TraceRequest(arrival_s, question["num_tokens"], output, chain, priority=priority))
     return read, size or DEFAULT_BLOCK_SIZE

@@ -110,7 +110,7 @@ class SimConductor:
         self._queue = PlacementQueue(
             options.max_waiting,
             options.role_wait_s,
-            lambda: self.view.missing_role,
+            self.view.missing_role_of,
             lambda: self.view.prefill_mask.bit_count(),
             0.0,
         )
@@ -147,7 +147,7 @@ class SimConductor:
                 cost_s,
                 self._cost.prefill_s(request.num_tokens, 0),
                 is_retry,
-            )
+            )._replace(decodes=request.output_tokens > 0)
             waits = self._queue.join(item, _QueuedRequest(self, request), now_s, by_s, inf, nobody_waits)
         except ServeError as error:
             self.refuse(request, error)
@@ -166,7 +166,7 @@ class SimConductor:
         has_begun = request.first_token_s is not None
         slo = UNBOUNDED if has_begun else self._slo
         view.num_waiting = len(self._waiting)
-        turn = turn_of(slo, ahead_s, view, settings, now_s)
+        turn = turn_of(slo, ahead_s, view, settings, now_s, request.output_tokens > 0)
         if turn is Turn.LATER:
             return False
         asked = PlacementRequest(
@@ -201,7 +201,7 @@ class SimConductor:
     def was_prefilled(self, request: SimRequest, now_s: float) -> bool:
         """Take in the token that prefill made; False: its decode node has no time for it any more."""
         view, placement = self.view, request.placement
-        if self._retests:
+        if self._retests and request.output_tokens:
             node, settings = view.node(placement.decode_node), self._settings
             ratio = view.corrections.ratio(placement.decode_node, "decode")
             asked = request.asked

@@ -181,7 +181,7 @@ def _row(row: Row, number: int, ids: KnownBlocks, block_size: int, name: str | N
         wanted = [when, *wanted, "hash_ids"]
     if missing := [key for key in wanted if key not in row]:
         raise ValueError(f"{missing[0]} is missing")
-    num_tokens, output_tokens = count(row, "input_length", 1), count(row, "output_length", 1)
+    num_tokens, output_tokens = count(row, "input_length", 1), count(row, "output_length", 0)
     chain: tuple[int, ...] = ()
     if has_ids := "hash_ids" in row:
         given = block_ids(row, "hash_ids")

@@ -137,7 +137,7 @@ class Dispatcher:
         self.queue = PlacementQueue(
             waiting.max_waiting,
             waiting.role_wait_s,
-            lambda: view.missing_role,
+            view.missing_role_of,
             lambda: view.prefill_mask.bit_count(),
             clock.now_s(),
         )
@@ -151,7 +151,7 @@ class Dispatcher:
         return self._view.missing_role is None
 
     async def generate(self, request: Request) -> AsyncGenerator[Generated, None]:
-        """Yield the request's tokens, first to last. Consume under `contextlib.aclosing`.
+        """Yield the request's tokens, first to last, or its vector. Consume under `contextlib.aclosing`.
 
         Closing it cancels the request and frees what it holds on every node.
 
@@ -207,8 +207,9 @@ class Dispatcher:
         attempt.begin(decode, state.attempt_id, state.mailbox)
         if stays := prefill is decode:
             source = await self._lent(attempt, attempt.placed)
-            message = Prefill(work, decode.info.peer, None, 0, source, stays=True)
-            decode.send(message._replace(num_prompt_logprobs=state.num_prompt_logprobs))
+            pooling, scored = state.request.pooling, state.num_prompt_logprobs
+            message = Prefill(work, decode.info.peer, None, 0, source, stays=pooling is None)
+            decode.send(message._replace(num_prompt_logprobs=scored, pooling=pooling))
             prefilled = await state.mailbox.next(Prefilled)
         else:
             decode.send(Reserve(work))
@@ -221,15 +222,16 @@ class Dispatcher:
             attempt.is_streaming = True
             if not stays:
                 # Before the client has the first token: the decode node need not wait for that.
+                assert prefilled.first_token is not None, "of a vector nothing is handed over"
                 token_id, sums, parts = prefilled.first_token.token_id, prefilled.checksums, prefilled.parts
                 decode.send(Start(state.attempt_id, token_id, sums, parts))
-        return state.add((prefilled.first_token,), finish, prefilled.prompt_logprobs)
+        return state.add_first(prefilled, finish)
 
     def _waiting(self, state: RequestState) -> Waiting:
         """Return a request as one that waits, by the seconds that it is expected to take."""
         num_tokens = len(state.token_ids)
         whole_s = self._cost.prefill_s(num_tokens, 0)
-        if self._view.missing_role is not None:
+        if self._view.missing_role_of(state.decodes) is not None:
             return state.waiting(whole_s, whole_s)  # how its blocks are named is for nodes to say
         chain = state.sparing_chain(self._view.block_size, self._membership.chain_root(state.request))
         return state.waiting(self._view.computing_s(chain, num_tokens), whole_s)
@@ -242,7 +244,7 @@ class Dispatcher:
         """
         state, now_s = attempt.state, self._clock.now_s()
         self._view.num_waiting = len(self.queue)
-        turn = turn_of(state.slo, ahead_s, self._view, self._settings, now_s)
+        turn = turn_of(state.slo, ahead_s, self._view, self._settings, now_s, state.decodes)
         if turn is Turn.LATER:
             return False
         root = self._membership.chain_root(state.request)
@@ -277,7 +279,7 @@ class Dispatcher:
         state, view, now_s = attempt.state, self._view, self._clock.now_s()
         view.num_waiting = len(self.queue)
         # where a role is missing, nobody says how blocks are named
-        is_named = view.missing_role is None
+        is_named = view.missing_role_of(state.decodes) is None
         root = self._membership.chain_root(state.request) if is_named else None
         chain = state.sparing_chain(view.block_size, root) if root is not None else ()
         asked = state.asked(chain, now_s - state.arrived_at_s)
@@ -295,7 +297,8 @@ class Dispatcher:
         state, (asked, placement, _) = attempt.state, placed
         node = self._view.decode_node(state.attempt_id)
         ratio = self._view.corrections.ratio(placement.decode_node, "decode")
-        if not admit_to_decode(node, self._cost, asked.num_tokens, asked.slo, self._settings.reject, ratio):
+        load = node, self._cost, asked.num_tokens, asked.slo, self._settings.reject, ratio
+        if state.decodes and not admit_to_decode(*load):
             self._view.rejected(RejectReason.TBT)
             tbt_s = joined_tbt_s(node, self._cost, asked.num_tokens, ratio)
             raise SloUnreachableError(

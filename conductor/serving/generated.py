@@ -24,13 +24,15 @@ class Generated(NamedTuple):
     """Prompt tokens whose KV was matched, not computed. The same in all."""
     prompt_logprobs: PromptLogprobs | None = None
     """None but in the first one, and where they were not asked for."""
+    embedding: bytes | None = None
+    """The prompt's vector, float32, which comes alone; None: tokens were asked for."""
 
 
 class TokenGenerator(Protocol):
     """Runs requests on the cluster."""
 
     def generate(self, request: Request) -> AsyncGenerator[Generated, None]:
-        """Yield the request's tokens. Consume under `contextlib.aclosing`: closing cancels.
+        """Yield the request's tokens, or its vector. Consume under `contextlib.aclosing`: closing cancels.
 
         Raises:
             ServeError: any of its kinds, before the first token or between two.

@@ -170,7 +170,7 @@ class History(RequestObserver):
     def first_token(
         self, ttft_s: float | None, prefilled: Prefilled, asked: PlacementRequest, placement: Placement
     ) -> None:
-        if ttft_s is not None:
+        if ttft_s is not None and asked.max_tokens:
             for samples, _ in self._percentiles:
                 samples.add(ttft_s)
         now_s, size = self._clock.now_s(), self._view.block_size

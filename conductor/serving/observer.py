@@ -44,7 +44,7 @@ class Observer(RequestObserver):
     ) -> None:
         times = prefilled.times
         self._learner.first_token(ttft_s, times, asked, placement, self._clock.now_s())
-        if ttft_s is None:
+        if ttft_s is None or not asked.max_tokens:
             return
         self._metrics.first_token(ttft_s, times)
         observe = self._metrics.predicted

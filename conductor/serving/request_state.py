@@ -10,8 +10,7 @@ from base.block_hash import BlockHash, hash_chain
 from base.clock import Clock
 from base.errors import DeadlineError, ServeError, TransferFailedError
 from base.messages import Failed, Prefilled, Work
-from base.prompt_logprobs import PromptLogprobs
-from base.request import FinishReason, Request, RequestId, SampledToken, Slo
+from base.request import FinishReason, Pooling, Request, RequestId, SampledToken, Slo
 from base.step_budget import GapBounds
 from conductor.placing.decisions import Actual
 from conductor.placing.fair_queue import Waiting, waiting
@@ -141,6 +140,11 @@ class RequestState:
         return RequestId(f"{self.attempt_id}.prefill")
 
     @property
+    def decodes(self) -> bool:
+        """Whether it needs a decode node: tokens are wanted, and no vector."""
+        return self.request.pooling is None
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         return (*self.request.token_ids, *self.generated) if self.generated else self.request.token_ids
 
@@ -154,8 +158,10 @@ class RequestState:
     def sparing_chain(self, block_size: int, root: BlockHash) -> list[BlockHash]:
         """Return the hashes of the blocks that need not be computed where they are found.
 
-        None, where log probabilities of the prompt are wanted: what is cached has K and V, and no logits."""
-        return [] if self.num_prompt_logprobs is not None else self.chain(block_size, root)
+        None, where log probabilities of the prompt are wanted, or the mean of its states: what is cached has
+        K and V, and neither of these."""
+        is_whole = self.num_prompt_logprobs is not None or self.request.pooling not in (None, Pooling.LAST)
+        return [] if is_whole else self.chain(block_size, root)
 
     def asked(self, chain: Sequence[BlockHash], waited_s: float) -> PlacementRequest:
         """Return what `place` is asked for the attempt, whose TTFT has lost so many seconds."""
@@ -163,7 +169,7 @@ class RequestState:
             request_id=self.attempt_id,
             chain=chain,
             num_tokens=len(self.token_ids),
-            max_tokens=self.request.stop.max_tokens - len(self.generated),
+            max_tokens=self.request.stop.max_tokens - len(self.generated) if self.decodes else 0,
             slo=self.slo,
             priority=self.request.priority,
             waited_s=waited_s,
@@ -209,7 +215,7 @@ class RequestState:
             cost_s,
             whole_s,
             is_retry,
-        )
+        )._replace(decodes=self.decodes)
 
     def deadline(self) -> asyncio.TimerHandle:
         """Let the attempt's mailbox raise DeadlineError when the request's time is up.
@@ -234,18 +240,19 @@ class RequestState:
         """The wish for log probabilities of the prompt, until they have come: with its first token."""
         return None if self.generated else self.request.num_prompt_logprobs
 
-    def add(
-        self,
-        tokens: tuple[SampledToken, ...],
-        finish_reason: FinishReason | None,
-        prompt_logprobs: PromptLogprobs | None = None,
-    ) -> Generated:
+    def add_first(self, prefilled: Prefilled, finish_reason: FinishReason | None) -> Generated:
+        """Take in what an attempt's prefill came to, as `add` does."""
+        tokens = () if prefilled.first_token is None else (prefilled.first_token,)
+        found = self.add(tokens, finish_reason)
+        return found._replace(prompt_logprobs=prefilled.prompt_logprobs, embedding=prefilled.embedding)
+
+    def add(self, tokens: tuple[SampledToken, ...], finish_reason: FinishReason | None) -> Generated:
         """Take in tokens, and return them as the APIs take them; with a reason they are the last."""
         assert self._num_cached_tokens is not None
         self.generated += [token.token_id for token in tokens]
         if finish_reason is not None:
             self.is_complete, self.outcome = True, finish_reason.value
-        return Generated(tokens, finish_reason, self._num_cached_tokens, prompt_logprobs)
+        return Generated(tokens, finish_reason, self._num_cached_tokens)
 
     def _remaining_s(self) -> float:
         return max(0.0, self.give_up_at_s - self._clock.now_s())

@@ -159,7 +159,7 @@ def trace_lines(records: list[bytes], block_size: int) -> Iterator[str]:
         row = {
             "timestamp": round(1e3 * (served.arrival_s - by_arrival[0][0].arrival_s), 3),
             "input_length": served.num_tokens,
-            "output_length": served.num_new_tokens or max(1, min(mean, served.max_tokens)),
+            "output_length": served.num_new_tokens or min(mean, served.max_tokens),
             "hash_ids": ids,
         }
         yield json.dumps(row | ({"priority": served.priority} if served.priority else {})) + "\n"

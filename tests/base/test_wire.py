@@ -35,6 +35,7 @@ from base.request import (
     FinishReason,
     Grammar,
     GrammarKind,
+    Pooling,
     Role,
     SampledToken,
     SamplingParams,
@@ -114,13 +115,27 @@ RANKS = st.lists(st.builds(RankGrant, PEERS, PART, GRANTS), max_size=2).map(tupl
 TOPS = st.none() | st.integers(0, 20)
 SCORED = st.none() | st.just(PromptLogprobs(bytes(8), bytes(16), bytes(16)))
 TIMES = st.builds(PrefillTimes, *[REALS] * 6, U32)
+NONE, NO_RANKS = st.none(), st.just(())
+VECTORS = st.binary(min_size=1, max_size=4).map(lambda number: number * 4)
 
 
 @given(
     st.one_of(
         st.builds(Reserve, WORK),
         st.builds(
-            Prefill, WORK, PEERS, st.none() | GRANTS, U32, st.none() | SOURCES, RANKS, st.booleans(), TOPS
+            Prefill,
+            WORK,
+            PEERS,
+            st.none() | GRANTS,
+            U32,
+            st.none() | SOURCES,
+            RANKS,
+            st.booleans(),
+            TOPS,
+            NONE,
+        ),
+        st.builds(
+            Prefill, WORK, PEERS, NONE, U32, NONE, NO_RANKS, st.just(False), TOPS, st.sampled_from(Pooling)
         ),
         st.builds(Lend, st.text(), st.lists(HASHES).map(tuple), REALS, U32),
         st.builds(Start, st.text(), U32, SUMS, PARTS),
@@ -136,7 +151,12 @@ def test_a_message_to_a_node_arrives_as_it_was_sent(item):
 @given(
     st.one_of(
         st.builds(Reserved, st.text(), U32, st.none() | GRANTS, RANKS),
-        st.builds(Prefilled, st.text(), TOKENS, REASONS, U32, SUMS, TIMES, PARTS, st.booleans(), SCORED),
+        st.builds(
+            Prefilled, st.text(), TOKENS, REASONS, U32, SUMS, TIMES, PARTS, st.booleans(), SCORED, NONE
+        ),
+        st.builds(
+            Prefilled, st.text(), NONE, REASONS, U32, SUMS, TIMES, PARTS, st.just(False), SCORED, VECTORS
+        ),
         st.builds(Lent, st.text(), GRANTS, SUMS),
         st.builds(Tokens, st.text(), st.lists(TOKENS, max_size=4).map(tuple), REASONS),
         st.builds(Failed, st.text(), st.text(), st.text()),
@@ -225,6 +245,10 @@ def test_what_a_node_cannot_say_is_refused_by_field():
     times = pb.PrefillTimes(queue_s=float("nan"))
     with pytest.raises(ProtocolError, match=r"prefilled\.times: finite"):
         from_node_from(pb.NodeMessage(prefilled=[pb.Prefilled(times=times)]))
+    with pytest.raises(ProtocolError, match="either a token or a vector"):
+        from_node_from(pb.NodeMessage(prefilled=[pb.Prefilled()]))
+    with pytest.raises(ProtocolError, match=r"prefilled\.embedding: 3 bytes"):
+        from_node_from(pb.NodeMessage(prefilled=[pb.Prefilled(embedding=b"abc")]))
     with pytest.raises(ProtocolError, match="finish_reason"):
         from_node_from(pb.NodeMessage(tokens=[pb.Tokens(finish_reason="bored")]))
     with pytest.raises(ProtocolError, match="kv_events"):

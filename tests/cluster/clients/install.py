@@ -33,11 +33,13 @@ class Library(NamedTuple):
 
 _NODE = ("openai@6.49.0", "ai@6.0.326", "@ai-sdk/openai-compatible@2.0.92", "zod@4.6.7")
 
+_LLAMA_INDEX = ("llama-index-llms-openai-like==0.8.1", "llama-index-embeddings-openai-like==0.4.0")
+
 LIBRARIES = {
     "instructor": Library("instructor_client.py", ("instructor==1.17.0",)),
     "langchain": Library("langchain_client.py", ("langchain-openai==1.7.3",)),
     "litellm": Library("litellm_client.py", ("litellm==1.106.2", "mcp")),
-    "llama-index": Library("llama_index_client.py", ("llama-index-llms-openai-like==0.8.1",)),
+    "llama-index": Library("llama_index_client.py", _LLAMA_INDEX),
     "lm-eval": Library("lm_eval_client.py", ("lm-eval[api]==0.4.13", "transformers>=5.17,<6")),
     "openai for node": Library("openai_client.mjs", _NODE),
     "pydantic-ai": Library("pydantic_ai_client.py", ("pydantic-ai-slim[openai,anthropic]==2.68.0",)),

@@ -1,11 +1,11 @@
-"""LangChain's ChatOpenAI: chats, streams, batches, tools that must be called, typed answers."""
+"""LangChain's ChatOpenAI: chats, streams, batches, tools, typed answers; its OpenAIEmbeddings."""
 
 import os
 from typing import Literal
 
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field
 
 QUESTION = "In one sentence: what is the capital of France?"
@@ -57,3 +57,14 @@ for settings in ({}, {"use_responses_api": True}):
     for method in ("json_schema", "function_calling"):
         city = chat.with_structured_output(City, method=method).invoke("Tell me about Paris.")
         assert isinstance(city, City), (method, city)
+
+# Its own way of counting tokens fetches OpenAI's tokenizer.
+embeddings = OpenAIEmbeddings(
+    model="smollm2", base_url=URL, api_key="none", check_embedding_ctx_length=False, dimensions=128
+)
+texts = ["The capital of France is Paris.", "Cats sleep all day.", *map(str, range(40))]
+vectors = embeddings.embed_documents(texts)
+assert [len(vector) for vector in vectors] == [128] * len(texts)
+assert all(abs(sum(number * number for number in vector) - 1.0) < 1e-5 for vector in vectors)
+alone = embeddings.embed_query(texts[0])
+assert max(abs(one - other) for one, other in zip(alone, vectors[0], strict=True)) < 1e-5

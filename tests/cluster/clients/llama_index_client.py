@@ -1,4 +1,4 @@
-"""LlamaIndex's OpenAILike: completions, chats, streams, typed answers, a tool that must be called."""
+"""LlamaIndex's OpenAILike: completions, chats, streams, typed answers, a tool; OpenAILikeEmbedding."""
 
 import os
 from typing import Literal
@@ -6,6 +6,7 @@ from typing import Literal
 from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
+from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel, Field
 
@@ -47,3 +48,13 @@ assert isinstance(city, City), city
 plain = opened(is_chat_model=False)
 assert "Paris" in plain.complete("The capital of France is", max_tokens=8).text
 assert len(list(plain.stream_complete("The capital of France is", max_tokens=8))) > 3
+
+embeddings = OpenAILikeEmbedding(
+    model_name="smollm2", api_base=f"{os.environ['CONDUCTOR_URL']}/v1", api_key="none", embed_batch_size=10
+)
+texts = ["The capital of France is Paris.", "Cats sleep all day.", *map(str, range(25))]
+vectors = embeddings.get_text_embedding_batch(texts)
+assert [len(vector) for vector in vectors] == [576] * len(texts)
+alone = embeddings.get_query_embedding(texts[0])
+assert abs(embeddings.similarity(alone, vectors[0]) - 1.0) < 1e-5
+assert embeddings.similarity(vectors[0], vectors[1]) < 0.9999

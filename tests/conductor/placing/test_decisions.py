@@ -31,6 +31,8 @@ def history(seed, settings, num_requests=80):
         now_s += rng.random() * 0.8
         slo = Slo(rng.choice([1.0, 5.0, float("inf")]), rng.choice([0.02, 0.05, float("inf")]))
         request = make_request(f"r{number}", rng.randrange(1, 30), rng.randrange(3), slo=slo)
+        if number % 7 == 0:
+            request = request._replace(max_tokens=0)
         if number % 3 == 0:
             request = request._replace(avoid=(f"p{number % 4}", f"d{number % 5}")[: 1 + number % 2])
         result = place(request, view, COST, now_s, settings)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from base.request import NodeId, RequestId, Role, Slo
 from conductor.placing.admission import TBT_HEADROOM
 from conductor.placing.placement import Rejection, RejectReason
-from conductor.placing.scheduler import matched_tokens, place
-from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
+from conductor.placing.scheduler import Turn, matched_tokens, place, turn_of
+from conductor.placing.scheduler_settings import DEFAULT_SETTINGS, RejectPolicy, SchedulerSettings
 from tests.conductor.builders import (
     BLOCK_SIZE,
     make_cost,
@@ -306,3 +306,25 @@ def test_work_of_a_placement_does_not_grow_with_the_nodes() -> None:
         place(make_request(), view, COST, 1.0)
         probes.append(view.prefill_order.num_probes + view.decode_order.num_probes)
     assert probes[1] <= probes[0] + 4
+
+
+def test_a_prompt_of_which_nothing_decodes_needs_a_prefill_node_alone_and_leaves_no_trace() -> None:
+    view, other = make_view(2, 0), make_view(2, 2)
+    request = make_request(max_tokens=0, slo=Slo(tbt_slo_s=1e-9))
+    placement = require_placement(place(request, view, COST, 0.0))
+    assert placement == require_placement(place(request, other, COST, 0.0))
+    assert placement.prefill_node == placement.decode_node == "p0"
+    assert placement.handoff_s == placement.predicted_tbt_s == 0.0
+    for is_prefilled in (False, True):
+        view.placed(request, placement, 0.0)
+        assert (view.node("p0").num_queued, view.num_in_flight) == (1, 1)
+        if is_prefilled:
+            view.prefill_done(request.request_id, 1.0)
+        view.finished(request.request_id, 2.0, 0)
+        node = view.node("p0")
+        assert node.num_queued == node.decode_sequences == node.running_sequences == view.num_in_flight == 0
+        assert node.peak_tokens == view.running_sequences == view.running_context_tokens == 0
+        assert view.projected(5.0, 2.0) == (0, 0)
+        assert view.mean_output_tokens == make_view().mean_output_tokens
+    assert turn_of(request.slo, 0.0, view, DEFAULT_SETTINGS, 2.0, decodes=False) is Turn.NOW
+    assert turn_of(request.slo, 0.0, view, DEFAULT_SETTINGS, 2.0) is Turn.LATER

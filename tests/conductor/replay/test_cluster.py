@@ -295,3 +295,16 @@ def test_decode_nodes_that_keep_prompts_receive_less_of_the_next_turn() -> None:
         for keeps in (False, True)
     )
     assert without - kept == pytest.approx(5_120 * COST.profile.kv_token_bytes)
+
+
+@pytest.mark.parametrize("reject", RejectPolicy)
+def test_requests_that_end_with_their_prompts_take_no_decode_node(reject: RejectPolicy) -> None:
+    trace = small_trace()
+    rows = [row._replace(output_tokens=0) if at % 3 else row for at, row in enumerate(trace.requests)]
+    cluster = run(dataclasses.replace(trace, requests=rows), "3P2D", reject=reject)
+    check_ends(cluster, 300)
+    outcomes = cluster.outcomes
+    alone = [at for at, tokens in enumerate(outcomes.output_tokens) if not tokens]
+    assert len(alone) > 100
+    assert all(outcomes.prefill_node[at] == outcomes.decode_node[at] for at in alone)
+    assert all(outcomes.tbt_s[at] == 0.0 for at in alone)

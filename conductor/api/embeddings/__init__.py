@@ -1,0 +1,1 @@
+"""The embeddings API: vectors of texts, over HTTP as OpenAI's, and over gRPC."""
