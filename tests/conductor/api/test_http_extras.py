@@ -81,10 +81,3 @@ async def test_pages_of_origins_that_are_named_may_call(model):
     assert asked.headers["access-control-allow-origin"] == ELSEWHERE
     assert answer.headers["access-control-allow-origin"] == ELSEWHERE
     assert other.status_code == 400
-
-
-async def test_embeddings_are_refused_in_words(model):
-    async with serving(model, lambda request: []) as api, httpx.AsyncClient(base_url=api.url) as client:
-        answer = await client.post("/v1/embeddings", json={"model": "tiny", "input": "x"})
-    assert answer.status_code == 400
-    assert "computes no embeddings" in answer.json()["error"]["message"]
