@@ -349,6 +349,8 @@ async def test_inputs_under_way_count_in_a_keys_quota(vectored, tmp_path, is_grp
             if is_grpc:
                 inputs = [pb.EmbedInput(text="a")] * count
                 call = InferenceStub(channel).Embed(pb.EmbedRequest(inputs=inputs), metadata=[*said.items()])
+                with suppress(grpc.aio.AioRpcError):
+                    assert len([response async for response in call]) == count
                 is_refused = await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             else:
                 body = {"model": MODEL, "input": ["a"] * count}
