@@ -6,10 +6,22 @@ from collections.abc import Callable, Sequence
 
 from base.request import FinishReason
 from conductor.api.http_reply import to_json
-from conductor.api.parsing.events import Called, Event, Said
+from conductor.api.parsing.events import Argued, Called, Calling, Event, Said, Thought
 
 DELTA_CHARS = 1 << 14
 """The most of a call's arguments in one delta."""
+
+
+class _Call:
+    """One call as it comes."""
+
+    def __init__(self, head: str) -> None:
+        self.head = head
+        self.arguments: list[str] = []
+        self.is_whole = False
+
+    def whole(self) -> str:
+        return f"{{{self.head}{to_json(''.join(self.arguments))}}}}}"
 
 
 class ChatParts:
@@ -20,36 +32,44 @@ class ChatParts:
         self._call_id = call_id
         self._texts: list[str] = []
         self._thoughts: list[str] = []
-        self._calls: list[str] = []
+        self._calls: list[_Call] = []
 
     def add(self, events: Sequence[Event]) -> list[str]:
         """Take parts in; returns the JSON of the deltas that bring them."""
         deltas = []
         for event in events:
-            if isinstance(event, Called):
-                deltas += self._call(event)
-            elif isinstance(event, Said):
-                self._texts.append(event.text)
-                deltas.append(f'"delta":{{"content":{to_json(event.text)}}}')
-            else:
-                self._thoughts.append(event.text)
-                text = to_json(event.text)
-                deltas.append(f'"delta":{{"reasoning_content":{text},"reasoning":{text}}}')
+            match event:
+                case Calling(name):
+                    deltas.append(self._begun(name))
+                case Argued(text):
+                    deltas += self._argued(text)
+                case Called(name, arguments):
+                    if not self._calls or self._calls[-1].is_whole:
+                        deltas += [self._begun(name), *self._argued(arguments)]
+                    self._calls[-1].is_whole = True
+                case Said(text):
+                    self._texts.append(text)
+                    deltas.append(f'"delta":{{"content":{to_json(text)}}}')
+                case Thought(text):
+                    self._thoughts.append(text)
+                    shown = to_json(text)
+                    deltas.append(f'"delta":{{"reasoning_content":{shown},"reasoning":{shown}}}')
         return deltas
 
-    def _call(self, call: Called) -> list[str]:
+    def _begun(self, name: str) -> str:
         index = len(self._calls)
-        name, call_id = to_json(call.name), to_json(self._call_id(call.name, index))
-        head = f'"id":{call_id},"type":"function","function":{{"name":{name},"arguments":'
-        self._calls.append(f"{{{head}{to_json(call.arguments)}}}}}")
-        arguments = call.arguments
+        call_id = to_json(self._call_id(name, index))
+        head = f'"id":{call_id},"type":"function","function":{{"name":{to_json(name)},"arguments":'
+        self._calls.append(_Call(head))
+        return f'"delta":{{"tool_calls":[{{"index":{index},{head}""}}}}]}}'
+
+    def _argued(self, arguments: str) -> list[str]:
+        index = len(self._calls) - 1
+        self._calls[-1].arguments.append(arguments)
         pieces = (arguments[at : at + DELTA_CHARS] for at in range(0, len(arguments), DELTA_CHARS))
         return [
-            f'"delta":{{"tool_calls":[{{"index":{index},{head}""}}}}]}}',
-            *(
-                f'"delta":{{"tool_calls":[{{"index":{index},"function":{{"arguments":{to_json(piece)}}}}}]}}'
-                for piece in pieces
-            ),
+            f'"delta":{{"tool_calls":[{{"index":{index},"function":{{"arguments":{to_json(piece)}}}}}]}}'
+            for piece in pieces
         ]
 
     def message(self) -> str:
@@ -61,7 +81,7 @@ class ChatParts:
             thoughts = to_json("".join(self._thoughts))
             parts.append(f',"reasoning_content":{thoughts},"reasoning":{thoughts}')
         if self._calls:
-            parts.append(f',"tool_calls":[{",".join(self._calls)}]')
+            parts.append(f',"tool_calls":[{",".join(call.whole() for call in self._calls)}]')
         parts.append(',"refusal":null,"annotations":[]}')
         return "".join(parts)
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from base.request import FinishReason
 from conductor.api.http_reply import to_json
-from conductor.api.parsing.events import Called, Event, Thought
+from conductor.api.parsing.events import Argued, Called, Calling, Event, Thought
 from conductor.api.turn import Part
 
 DELTA_CHARS = 1 << 14
 """The most of a call's input in one event."""
+TOOL_USE = "tool_use"
 
 
 def event(kind: str, **fields: Any) -> str:
@@ -32,6 +33,8 @@ class MessageBlocks:
         self._texts: list[str] = []
         """The text of the last block, which is open."""
         self._open: str = ""
+        self._call: dict[str, Any] = {}
+        """The last call; it has its input when it is whole."""
         self._num_calls = 0
 
     def add(self, part: Part, is_short: bool) -> str:
@@ -68,9 +71,18 @@ class MessageBlocks:
 
     def _added(self, events: Sequence[Event]) -> Iterable[str]:
         for found in events:
-            if isinstance(found, Called):
+            if isinstance(found, Calling):
                 yield self._closed()
-                yield from self._call(found)
+                yield self._call_begun(found.name)
+            elif isinstance(found, Argued):
+                yield from self._argued(found.text)
+            elif isinstance(found, Called):
+                if self._open != TOOL_USE:
+                    yield self._closed()
+                    yield self._call_begun(found.name)
+                    yield from self._argued(found.arguments)
+                self._call["input"] = json.loads(found.arguments, strict=False)
+                yield self._closed()
             else:
                 kind = "thinking" if isinstance(found, Thought) else "text"
                 if self._open != kind:
@@ -90,28 +102,28 @@ class MessageBlocks:
         if not self._open:
             return ""
         kind, index = self._open, len(self._blocks)
-        self._blocks.append({"type": kind, kind: "".join(self._texts), **_extra(kind)})
+        if kind != TOOL_USE:
+            self._blocks.append({"type": kind, kind: "".join(self._texts), **_extra(kind)})
+        elif "input" in self._call:  # else the limit cut it off: a whole message has no half of an object
+            self._blocks.append(self._call)
         self._open = ""
         self._texts = []
         sign = {"type": "signature_delta", "signature": ""}
         signed = event("content_block_delta", index=index, delta=sign) if kind == "thinking" else ""
         return signed + event("content_block_stop", index=index)
 
-    def _call(self, call: Called) -> Iterable[str]:
-        index = len(self._blocks)
-        block: dict[str, Any] = {
-            "type": "tool_use",
-            "id": self._call_id(call.name, self._num_calls),
-            "name": call.name,
-        }
+    def _call_begun(self, name: str) -> str:
+        self._open = TOOL_USE
+        call_id = self._call_id(name, self._num_calls)
         self._num_calls += 1
-        block["caller"] = {"type": "direct"}
-        self._blocks.append({**block, "input": json.loads(call.arguments)})
-        yield event("content_block_start", index=index, content_block={**block, "input": {}})
-        for at in range(0, len(call.arguments), DELTA_CHARS):
-            delta = {"type": "input_json_delta", "partial_json": call.arguments[at : at + DELTA_CHARS]}
-            yield event("content_block_delta", index=index, delta=delta)
-        yield event("content_block_stop", index=index)
+        self._call = {"type": TOOL_USE, "id": call_id, "name": name, "caller": {"type": "direct"}}
+        block = {**self._call, "input": {}}
+        return event("content_block_start", index=len(self._blocks), content_block=block)
+
+    def _argued(self, arguments: str) -> Iterable[str]:
+        for at in range(0, len(arguments), DELTA_CHARS):
+            delta = {"type": "input_json_delta", "partial_json": arguments[at : at + DELTA_CHARS]}
+            yield event("content_block_delta", index=len(self._blocks), delta=delta)
 
     def _finish(self, reason: FinishReason, stopped_by: str, is_short: bool) -> None:
         if reason is FinishReason.LENGTH:

@@ -1,7 +1,9 @@
 """The parser of one answer: text in, in any pieces; reasoning, text and calls out.
 
-All is read from text alone, so the state is a function of the tokens so far: it is the same after a hand-off,
-a preemption, or a node that died. A call is handed on when it is whole: one that a limit cut off is none.
+All is read from text alone, so the state is a function of the tokens so far: it is the same after a
+hand-off, a preemption, or a node that died. A call is handed on when it is whole: until then it may turn out
+to be text, and one that a limit cut off is none. Of a demanded call alone (`forced.py`) arguments are handed
+on as they come: a grammar holds the model to them, so nothing can take them back.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from conductor.api.parsing.events import Called, Emit, Event, Said, Schemas, Thought
+from conductor.api.parsing.events import Argued, Called, Calling, Emit, Event, Said, Schemas, Thought
 from conductor.api.parsing.feed import Feed, Marks, Steps
 
 Reader = Callable[[Feed, Schemas, Emit], Steps[str | None]]
@@ -99,7 +101,9 @@ def joined(events: list[Event]) -> list[Event]:
             found[-1] = Said(last.text + event.text)
         elif isinstance(event, Thought) and isinstance(last, Thought):
             found[-1] = Thought(last.text + event.text)
-        elif isinstance(event, Called) or event.text:
+        elif isinstance(event, Argued) and isinstance(last, Argued):
+            found[-1] = Argued(last.text + event.text)
+        elif isinstance(event, Calling | Called) or event.text:
             found.append(event)
     return found
 

@@ -25,15 +25,30 @@ class Thought(NamedTuple):
     text: str
 
 
+class Calling(NamedTuple):
+    """The beginning of a call whose arguments come in parts; `Called` ends it.
+
+    Where the answer ends before, its limit of tokens has cut the call off.
+    """
+
+    name: str
+
+
+class Argued(NamedTuple):
+    """A part of the arguments of the call that has begun."""
+
+    text: str
+
+
 class Called(NamedTuple):
-    """A whole call of a tool."""
+    """A whole call of a tool: the one that has begun, or one of which nothing came before."""
 
     name: str
     arguments: str
     """JSON of an object."""
 
 
-Event = Said | Thought | Called
+Event = Said | Thought | Calling | Argued | Called
 Emit = Callable[[Event], None]
 
 

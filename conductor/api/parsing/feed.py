@@ -114,14 +114,32 @@ class Feed:
                 return text
             parts = [text, close]
 
-    def json(self) -> Steps[JsonText]:
-        """Take the JSON object or list that comes next: to its end, or to where it is malformed."""
+    def json(self, to: Callable[[str], object] = lambda text: None) -> Steps[JsonText]:
+        """Take the JSON object or list that comes next: to its end, or to where it is malformed.
+
+        Its parts are handed to `to` as they come.
+        """
         scan, parts = _JsonScan(), []
         while True:
             end = scan.end_in(self.text)
             parts.append(self.take(len(self.text) if end is None else end))
+            to(parts[-1])
             if end is not None or self.is_ended:
                 return JsonText("".join(parts), scan.is_whole)
+            yield
+
+    def head(self, pattern: re.Pattern[str], max_chars: int) -> Steps[re.Match[str] | None]:
+        """Take what comes next, if it is of a pattern, and return the match.
+
+        None: it is longer than so many characters, or of another form; then nothing is taken.
+        """
+        while True:
+            found = pattern.match(self.text, 0, max_chars)
+            if found:
+                self.take(found.end())
+                return found
+            if self.is_ended or len(self.text) >= max_chars:
+                return None
             yield
 
 

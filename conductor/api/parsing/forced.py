@@ -1,13 +1,27 @@
-"""Calls that a client demands: a list of objects that a grammar holds the model to, whatever its family."""
+"""Calls that a client demands: a list of objects that a grammar holds the model to, whatever its family.
+
+Their arguments are handed on as they come, in the very text that the model writes. No later token can make
+them anything else; only the limit of tokens can end them early.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from conductor.api.parsing.answer import Form
-from conductor.api.parsing.events import Emit, Said, Schemas, called_or_none, value_or_none
+from conductor.api.parsing.events import (
+    Argued,
+    Called,
+    Calling,
+    Emit,
+    Said,
+    Schemas,
+    called_or_none,
+    value_or_none,
+)
 from conductor.api.parsing.feed import Feed, Steps
 
 MAX_DEMANDED_CALLS = 8
@@ -120,6 +134,11 @@ def _moved(value: Any, to: str, depth: int) -> Any:
     return moved
 
 
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
+"""The beginning of a call, as the grammar has it: what follows are the arguments."""
+_MAX_HEAD_CHARS = 2_048
+
+
 def _read(feed: Feed, schemas: Schemas, emit: Emit, is_thinking: bool) -> Steps[None]:
     yield from feed.space()
     yield from feed.begins("[")
@@ -129,14 +148,36 @@ def _read(feed: Feed, schemas: Schemas, emit: Emit, is_thinking: bool) -> Steps[
         yield from feed.space()
         if not feed.text.startswith("{"):
             return
-        json_text = yield from feed.json()
-        value = value_or_none(json_text.text) if json_text.is_whole else None
-        call = called_or_none(value.get("name"), value.get("arguments")) if isinstance(value, dict) else None
-        if call is None:
-            if not feed.is_cut:
-                emit(Said(json_text.text))
+        head = yield from feed.head(_HEAD, _MAX_HEAD_CHARS)
+        is_whole = yield from (_whole(feed, emit) if head is None else _growing(head, feed, emit))
+        if not is_whole:
             return
+
+
+def _growing(head: re.Match[str], feed: Feed, emit: Emit) -> Steps[bool]:
+    """Read the arguments of a call, and hand them on as they come; returns whether it is whole."""
+    name = value_or_none(head[1])
+    if not isinstance(name, str):
+        return False
+    emit(Calling(name))
+    arguments = yield from feed.json(lambda text: emit(Argued(text)))
+    if not arguments.is_whole or not isinstance(value_or_none(arguments.text), dict):
+        return False
+    emit(Called(name, arguments.text))
+    yield from feed.space()
+    return bool((yield from feed.begins("}")))
+
+
+def _whole(feed: Feed, emit: Emit) -> Steps[bool]:
+    """Read a call of another form, which is handed on when it is whole; returns whether it is."""
+    json_text = yield from feed.json()
+    value = value_or_none(json_text.text) if json_text.is_whole else None
+    call = called_or_none(value.get("name"), value.get("arguments")) if isinstance(value, dict) else None
+    if call is not None:
         emit(call)
+    elif not feed.is_cut:
+        emit(Said(json_text.text))
+    return call is not None
 
 
 DEMANDED = Form({}, run=_read)

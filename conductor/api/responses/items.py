@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from conductor.api.http_reply import to_json
-from conductor.api.parsing.events import Called, Event, Thought
+from conductor.api.parsing.events import Argued, Called, Calling, Event, Thought
 from conductor.api.turn import Part
 
 DELTA_CHARS = 1 << 14
 """The most of a call's arguments in one event."""
+FUNCTION_CALL = "function_call"
 
 
 class OutputItems:
@@ -28,6 +29,8 @@ class OutputItems:
         self._call_id = call_id
         self._texts: list[str] = []
         self._open = ""
+        self._call: dict[str, Any] = {}
+        """The last call, without its arguments."""
         self._sequence_number = -1
 
     @property
@@ -51,9 +54,8 @@ class OutputItems:
 
     def _added(self, events: Sequence[Event]) -> Iterable[str]:
         for found in events:
-            if isinstance(found, Called):
-                yield self._closed()
-                yield from self._call(found)
+            if isinstance(found, Calling | Argued | Called):
+                yield from self._of_call(found)
                 continue
             kind = "reasoning" if isinstance(found, Thought) else "message"
             if self._open != kind:
@@ -87,6 +89,8 @@ class OutputItems:
         kind, text = self._open, "".join(self._texts)
         if not kind:
             return ""
+        if kind == FUNCTION_CALL:
+            return self._call_ended("incomplete")
         place = self._place()
         if kind == "reasoning":
             events = self.event("response.reasoning_text.done", **place, text=text)
@@ -105,23 +109,49 @@ class OutputItems:
             return {**item, "summary": [], "content": [_part(kind, text)]}
         return {**item, "role": "assistant", "content": [_part(kind, text)]}
 
-    def _call(self, call: Called) -> Iterable[str]:
-        index, item_id = len(self.done), self._item_id("function_call")
-        call_id = self._call_id(call.name, len(self.calls))
-        head = {"type": "function_call", "id": item_id, "call_id": call_id, "name": call.name}
-        begun = {**head, "arguments": "", "status": "in_progress"}
-        yield self.event("response.output_item.added", output_index=index, item=begun)
-        place = {"item_id": item_id, "output_index": index}
-        for at in range(0, len(call.arguments), DELTA_CHARS):
-            delta = call.arguments[at : at + DELTA_CHARS]
+    def _of_call(self, found: Calling | Argued | Called) -> Iterable[str]:
+        match found:
+            case Calling(name):
+                yield self._closed()
+                yield self._call_begun(name)
+            case Argued(text):
+                yield from self._argued(text)
+            case Called(name, arguments):
+                if self._open != FUNCTION_CALL:
+                    yield self._closed()
+                    yield self._call_begun(name)
+                    yield from self._argued(arguments)
+                self.calls.append((self._call["call_id"], found))
+                yield self._call_ended("completed")
+
+    def _call_begun(self, name: str) -> str:
+        self._open = FUNCTION_CALL
+        call_id = self._call_id(name, len(self.calls))
+        self._call = {
+            "type": FUNCTION_CALL,
+            "id": self._item_id(FUNCTION_CALL),
+            "call_id": call_id,
+            "name": name,
+        }
+        begun = {**self._call, "arguments": "", "status": "in_progress"}
+        return self.event("response.output_item.added", output_index=len(self.done), item=begun)
+
+    def _argued(self, arguments: str) -> Iterable[str]:
+        self._texts.append(arguments)
+        place = {"item_id": self._call["id"], "output_index": len(self.done)}
+        for at in range(0, len(arguments), DELTA_CHARS):
+            delta = arguments[at : at + DELTA_CHARS]
             yield self.event("response.function_call_arguments.delta", **place, delta=delta)
-        yield self.event(
-            "response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments
-        )
-        item = {**head, "arguments": call.arguments, "status": "completed"}
+
+    def _call_ended(self, status: str) -> str:
+        """End the call that is open: it is completed, or incomplete where the limit cut it off."""
+        call, arguments, index = self._call, "".join(self._texts), len(self.done)
+        self._open, self._texts = "", []
+        item = {**call, "arguments": arguments, "status": status}
         self.done.append(item)
-        self.calls.append((call_id, call))
-        yield self.event("response.output_item.done", output_index=index, item=item)
+        place = {"item_id": call["id"], "output_index": index, "name": call["name"]}
+        done = self.event("response.function_call_arguments.done", **place, arguments=arguments)
+        return done + self.event("response.output_item.done", output_index=index, item=item)
 
     def usage(self, num_prompt_tokens: int) -> Mapping[str, Any]:
         return {
