@@ -26,7 +26,7 @@ def tokenizer(smollm2):
 @pytest.fixture(scope="module")
 def model(smollm2):
     torch.set_num_threads(1)
-    return load_model(Path(smollm2.path), torch.float32, torch.device("cpu"))
+    return load_model(Path(smollm2.path), torch.float32)
 
 
 @pytest.fixture
