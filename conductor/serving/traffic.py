@@ -148,14 +148,14 @@ def trace_lines(records: list[bytes], block_size: int) -> Iterator[str]:
     )
     made = [served.num_new_tokens for served, _ in by_arrival if served.num_new_tokens]
     mean = round(sum(made) / len(made)) if made else 1
-    known: dict[int, int] = {}
+    known: dict[object, int] = {}
     yield json.dumps({"block_size": block_size}) + "\n"
     for number, (served, record) in enumerate(by_arrival):
         keys = array("Q", record[_HEAD.size :])
         ids = [known.setdefault(key, len(known)) for key in keys]
-        if served.num_tokens % block_size:
-            # the block that is not full is nobody else's
-            ids.append(known.setdefault(-1 - number, len(known)))
+        # the block that is not full is nobody else's, nor any of a prompt that had to be computed whole
+        missing = range(len(ids), -(-served.num_tokens // block_size))
+        ids += [known.setdefault((number, place), len(known)) for place in missing]
         row = {
             "timestamp": round(1e3 * (served.arrival_s - by_arrival[0][0].arrival_s), 3),
             "input_length": served.num_tokens,

@@ -67,6 +67,24 @@ def test_a_request_of_any_numbers_is_kept():
     assert len(list(trace_lines(traffic.records(), BLOCK_SIZE))) == 3
 
 
+def test_requests_that_decode_nothing_or_count_on_no_cache_are_rows_like_others(tmp_path):
+    traffic = Traffic(ManualClock())
+    for at, (max_tokens, num_blocks, num_new) in enumerate([(0, 3, 0), (0, 0, 0), (300, 0, 7)]):
+        request = make_request(f"r{at}.1", 3, max_tokens=max_tokens)
+        request = request._replace(chain=request.chain[:num_blocks])
+        traffic.decided(decision(request, VIEW, place(request, VIEW, COST, 0.0), float(at), float(at)))
+        traffic.finished(RequestId(f"r{at}"), num_new, "stop", "")
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(trace_lines(traffic.records(), BLOCK_SIZE)))
+    rows = read_trace(path).requests
+    assert [(row.num_tokens, row.output_tokens, len(row.chain)) for row in rows] == [
+        (3 * BLOCK_SIZE, 0, 3),
+        (3 * BLOCK_SIZE, 0, 3),
+        (3 * BLOCK_SIZE, 7, 3),
+    ]
+    assert not set(rows[1].chain) & {*rows[0].chain, *rows[2].chain}
+
+
 async def test_a_trace_of_letters_that_are_none_is_refused():
     with pytest.raises(InvalidRequestError, match=r"dropped\.csv"):
         await replays_of().run("\ud800", ["1P1D"], [])
