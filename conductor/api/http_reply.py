@@ -27,7 +27,7 @@ JOINED_BYTES = 1 << 15
 """A shorter answer is written at once."""
 JSON_HEADERS = {"content-type": "application/json"}
 JSON_PART_HEADERS = [(b"content-type", b"application/json")]
-"""Of an answer that is written in parts, whose length nobody knows before."""
+"""The headers of an answer that is written in parts, whose length nobody knows before."""
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 WATCH_AFTER_S = 0.05
 """Work that lasts less goes unwatched: to watch a client costs as much as writing a short answer does."""

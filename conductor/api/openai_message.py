@@ -12,7 +12,7 @@ DELTA_CHARS = 1 << 14
 """The most of a call's arguments in one delta."""
 
 
-class _Call:
+class _GrowingCall:
     """One call as it comes."""
 
     def __init__(self, head: str) -> None:
@@ -32,7 +32,7 @@ class ChatParts:
         self._call_id = call_id
         self._texts: list[str] = []
         self._thoughts: list[str] = []
-        self._calls: list[_Call] = []
+        self._calls: list[_GrowingCall] = []
 
     def add(self, events: Sequence[Event]) -> list[str]:
         """Take parts in; returns the JSON of the deltas that bring them."""
@@ -60,7 +60,7 @@ class ChatParts:
         index = len(self._calls)
         call_id = to_json(self._call_id(name, index))
         head = f'"id":{call_id},"type":"function","function":{{"name":{to_json(name)},"arguments":'
-        self._calls.append(_Call(head))
+        self._calls.append(_GrowingCall(head))
         return f'"delta":{{"tool_calls":[{{"index":{index},{head}""}}}}]}}'
 
     def _argued(self, arguments: str) -> list[str]:

@@ -153,13 +153,8 @@ class ClusterView:
         node.info = replace(node.info, roles=roles)
         self._refresh_roles(node, now_s)
 
-    @property
-    def missing_role(self) -> str | None:
-        """The name of a role that no node serves in; None: both are there."""
-        return self.missing_role_of(decodes=True)
-
-    def missing_role_of(self, decodes: bool) -> str | None:
-        """Return the name of a role that a request has to wait for, which decodes or does not."""
+    def missing_role(self, decodes: bool = True) -> str | None:
+        """Return the name of a role without a node that a request needs, which decodes or does not."""
         if not self.prefill_mask:
             return Role.PREFILL.value
         return Role.DECODE.value if decodes and not self.decode_mask else None

@@ -138,7 +138,7 @@ def turn_of(
 
     `decodes`: whether it needs a decode node.
     """
-    if view.missing_role_of(decodes) is not None:
+    if view.missing_role(decodes) is not None:
         return Turn.LATER
     if not ahead_s and (settings.ahead_s == inf or not must_wait(view, settings, now_s)):
         return Turn.NOW

@@ -110,7 +110,7 @@ class SimConductor:
         self._queue = PlacementQueue(
             options.max_waiting,
             options.role_wait_s,
-            self.view.missing_role_of,
+            self.view.missing_role,
             lambda: self.view.prefill_mask.bit_count(),
             0.0,
         )
@@ -257,7 +257,7 @@ class SimConductor:
         elif isinstance(error, LostError):
             reason = "lost"
         else:
-            reason = f"no_{self.view.missing_role}_node"
+            reason = f"no_{self.view.missing_role()}_node"
         self._on_refused(request, reason)
 
     def _dispatch_s(self, request: SimRequest) -> float:

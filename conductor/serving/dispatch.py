@@ -137,7 +137,7 @@ class Dispatcher:
         self.queue = PlacementQueue(
             waiting.max_waiting,
             waiting.role_wait_s,
-            view.missing_role_of,
+            view.missing_role,
             lambda: view.prefill_mask.bit_count(),
             clock.now_s(),
         )
@@ -148,7 +148,7 @@ class Dispatcher:
     @property
     def is_ready(self) -> bool:
         """Whether a node of each role is attached."""
-        return self._view.missing_role is None
+        return self._view.missing_role() is None
 
     async def generate(self, request: Request) -> AsyncGenerator[Generated, None]:
         """Yield the request's tokens, first to last, or its vector. Consume under `contextlib.aclosing`.
@@ -231,7 +231,7 @@ class Dispatcher:
         """Return a request as one that waits, by the seconds that it is expected to take."""
         num_tokens = len(state.token_ids)
         whole_s = self._cost.prefill_s(num_tokens, 0)
-        if self._view.missing_role_of(state.decodes) is not None:
+        if self._view.missing_role(state.decodes) is not None:
             return state.waiting(whole_s, whole_s)  # how its blocks are named is for nodes to say
         chain = state.sparing_chain(self._view.block_size, self._membership.chain_root(state.request))
         return state.waiting(self._view.computing_s(chain, num_tokens), whole_s)
@@ -279,7 +279,7 @@ class Dispatcher:
         state, view, now_s = attempt.state, self._view, self._clock.now_s()
         view.num_waiting = len(self.queue)
         # where a role is missing, nobody says how blocks are named
-        is_named = view.missing_role_of(state.decodes) is None
+        is_named = view.missing_role(state.decodes) is None
         root = self._membership.chain_root(state.request) if is_named else None
         chain = state.sparing_chain(view.block_size, root) if root is not None else ()
         asked = state.asked(chain, now_s - state.arrived_at_s)

@@ -84,7 +84,7 @@ async def test_who_was_rejected_after_waiting_leaves_nothing_to_collect(num_kept
         with pytest.raises(SloUnreachableError):
             await wait_until_placed(queue, item, attempt, 100.0, 100.0, clock)
 
-    queue = PlacementQueue(8, 10.0, lambda: None, lambda: 1, clock.now_s())
+    queue = PlacementQueue(8, 10.0, lambda decodes: None, lambda: 1, clock.now_s())
     async with asyncio.TaskGroup() as group:
         for number in range(4):
             group.create_task(wait(queue, number))
@@ -96,7 +96,7 @@ async def test_who_was_rejected_after_waiting_leaves_nothing_to_collect(num_kept
 
 async def test_who_waited_past_its_slo_leaves_nothing_to_collect(num_kept):
     clock = ManualClock()
-    queue = PlacementQueue(8, 10.0, lambda: None, lambda: 1, clock.now_s())
+    queue = PlacementQueue(8, 10.0, lambda decodes: None, lambda: 1, clock.now_s())
     for number in range(4):
         item = Waiting(RequestId(str(number)), Criticality.STANDARD, "", 100.0, 1.0)
         with pytest.raises(SloUnreachableError):

@@ -35,7 +35,7 @@ Input = str | Sequence[int]
 
 
 class Wanted(NamedTuple):
-    """What a call wants of all of its inputs."""
+    """The wishes of a call for all of its inputs."""
 
     inputs: Sequence[Input]
     dimensions: int

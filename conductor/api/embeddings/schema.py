@@ -40,7 +40,7 @@ _InputForms = (
 
 
 class EmbeddingsBody(StrictBody):
-    """What is asked of the embeddings API."""
+    """The body of a call for vectors."""
 
     model: str
     input: Annotated[list[str | list[int]], PlainValidator(_inputs, json_schema_input_type=_InputForms)]

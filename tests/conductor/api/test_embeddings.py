@@ -332,6 +332,7 @@ async def test_a_grpc_client_that_leaves_takes_its_inputs_with_it(vectored):
         await api.dispatcher.until(lambda dispatcher: not dispatcher.num_open)
         with suppress(asyncio.CancelledError):
             await reading
+        assert api.dispatcher.num_cancelled == 3
 
 
 @pytest.mark.parametrize("is_grpc", [False, True])

@@ -33,13 +33,16 @@ class Line:
 
     def __init__(self, max_waiting=8, role_wait_s=10.0):
         self.log, self.places, self.missing = [], [], None
-        self.queue = PlacementQueue(max_waiting, role_wait_s, lambda: self.missing, lambda: 2, 0.0)
+        self.queue = PlacementQueue(max_waiting, role_wait_s, self.missing_role, lambda: 2, 0.0)
+
+    def missing_role(self, decodes):
+        return self.missing if decodes or self.missing != "decode" else None
 
     def join(
-        self, name, now_s=0.0, by_s=inf, priority=0, is_retry=False, end_s=600.0, cost_s=1.0, slo_s=None
+        self, name, now_s=0.0, by_s=inf, priority=0, is_retry=False, end_s=600.0, cost_s=1.0, slo_s=None, **of
     ):
         slo_s = by_s if slo_s is None else slo_s
-        item = waiting(RequestId(name), priority, "", now_s, slo_s, cost_s, cost_s, is_retry)
+        item = waiting(RequestId(name), priority, "", now_s, slo_s, cost_s, cost_s, is_retry)._replace(**of)
         return self.queue.join(item, Asking(name, self.log, self.places), now_s, by_s, end_s)
 
     def order(self, now_s):
@@ -145,3 +148,14 @@ def test_a_wait_of_no_seconds_for_a_role_is_not_looked_at_without_end():
     line = Line(role_wait_s=0.0)
     assert line.join("a")
     assert line.queue.look_at_s(RequestId("a"), 5.0) == 5.0 + SHORTEST_LOOK_S
+
+
+def test_who_decodes_nothing_waits_for_no_decode_node():
+    line = Line()
+    line.missing = "decode"
+    assert line.join("tokens")
+    assert line.join("vector", 1.0, decodes=False)
+    assert isinstance(line.queue.overdue(RequestId("tokens"), 11.0), UnavailableError)
+    assert line.queue.overdue(RequestId("vector"), 11.0) is None
+    line.missing = "prefill"
+    assert isinstance(line.queue.overdue(RequestId("vector"), 11.0), UnavailableError)

@@ -127,7 +127,7 @@ def test_the_time_that_the_process_stood_is_not_waited_for_a_role():
     ended_at_s = []
 
     async def wait():
-        queue = PlacementQueue(8, 10.0, lambda: "decode", lambda: 1, clock.now_s())
+        queue = PlacementQueue(8, 10.0, lambda decodes: "decode", lambda: 1, clock.now_s())
         item = Waiting("r", Criticality.STANDARD, "", 0.0, 1.0)
         loop.call_later(5.0, setattr, clock, "jumped_s", 30.0)
         with pytest.raises(UnavailableError):
