@@ -323,9 +323,9 @@ class SchedulerConfig:
     """Whether a prefix may be loaded from another node."""
     kvcache_balancing_threshold: float = 0.0
     """Load where best match / own match is at least this; 0: the cost model decides."""
-    inline_tokens: int = 0
-    """Tokens of a prompt that a decode node may compute itself, if that is predicted to be sooner and to
-    break nobody's TBT. 0: prompts are computed by prefill nodes."""
+    decode_prefills: bool = False
+    """Whether a decode node computes a prompt itself where that is predicted to be sooner. Its steps take no
+    more of it than those who decode there can bear."""
     ttft_headroom: float = 0.85
     """A prediction within so much of a TTFT bound is taken to keep it."""
     ahead_s: float = 0.5
@@ -350,7 +350,11 @@ class SchedulerConfig:
         known = ("none", "late", "early", "predict")
         require(self.reject in known, "reject", f"one of {', '.join(known)}")
         require(self.kvcache_balancing_threshold >= 0, "kvcache_balancing_threshold", "not negative")
-        require(self.inline_tokens >= 0, "inline_tokens", "not negative")
+        require(
+            self.step_budgets or not self.decode_prefills,
+            "decode_prefills",
+            "false, or step_budgets true, by which those who decode have their tokens in time",
+        )
         require(0 < self.ttft_headroom <= 1, "ttft_headroom", "above 0, at most 1")
         require(self.ahead_s >= 0, "ahead_s", "not negative")
         require(self.max_waiting >= 1, "max_waiting", "at least 1")

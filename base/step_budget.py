@@ -186,8 +186,8 @@ class BudgetedStep:
         """Return the tokens of the shortest chunk that is worth its step."""
         load = self._load
         part_tokens = cost.chunk_part_s(load.batch) / cost.prefill_token_s
-        least = min(most, ceil(WORTHWHILE * part_tokens))
-        well = min(most, ceil(WELL_WORTHWHILE * part_tokens))
+        least = ceil(min(most, WORTHWHILE * part_tokens))
+        well = ceil(min(most, WELL_WORTHWHILE * part_tokens))
         patience_steps = PATIENCE_STEPS - (STARVED_STEPS - self._starves_in)
         is_saving = load.saving_s > 0 and load.mean_left_s < load.longest_left_s
         if well > least and is_saving and patience_steps > 0:

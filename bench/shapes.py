@@ -111,7 +111,7 @@ class Limits:
     kv_cache_gib: float = 0.0
     """0: what is free."""
     layer_groups: int = 1
-    inline_tokens: int = 0
+    decode_prefills: bool = False
     ahead_s: float = 0.5
     stages: int = 1
     """Of each prefill node."""
@@ -140,7 +140,9 @@ def cluster_config(model: str, shape: Shape, limits: Limits) -> ClusterConfig:
         profile=PROFILES[model],
         server=ServerConfig(http_port=0, grpc_port=0),
         scheduler=SchedulerConfig(
-            inline_tokens=limits.inline_tokens, ahead_s=limits.ahead_s, step_budgets=shape.has_budgets
+            decode_prefills=limits.decode_prefills and shape.has_budgets,
+            ahead_s=limits.ahead_s,
+            step_budgets=shape.has_budgets,
         ),
         transfer=TransferConfig(transports=limits.transports),
         prefill=PoolConfig(
@@ -169,7 +171,7 @@ def options_parser(description: str | None, max_model_len: int) -> argparse.Argu
     add("--model", default="8b", choices=["8b", "0.6b", "tiny"])
     add("--max-batch", type=int, default=64)
     add("--layer-groups", type=int, default=1, help="parts that a long chunk's KV is sent in")
-    add("--inline-tokens", type=int, default=0, help="of a prompt that a decode node may compute itself")
+    add("--decode-prefills", action="store_true", help="decode nodes compute prompts where that is sooner")
     add("--stages", type=int, default=1, help="of each prefill node, a pipeline with a GPU for each")
     add("--ahead-s", type=float, default=0.5, help="of work that a node is given before it asks for more")
     add("--max-model-len", type=int, default=max_model_len, help="0: the model's own")
@@ -195,7 +197,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
         max_model_len=options.max_model_len,
         kv_cache_gib=options.kv_cache_gib,
         layer_groups=options.layer_groups,
-        inline_tokens=options.inline_tokens,
+        decode_prefills=options.decode_prefills,
         ahead_s=options.ahead_s,
         stages=options.stages,
         shared_gpu=options.shared_gpu,

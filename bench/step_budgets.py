@@ -28,6 +28,7 @@ from base.request import Slo
 from bench.about_run import current_commit
 from bench.shapes import Shape, parse_shape
 from conductor.placing.cost_model import CostModel
+from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from conductor.profile_file import load_profile
 from conductor.replay.cluster_options import ClusterOptions
 from conductor.replay.outcome import Outcomes
@@ -39,10 +40,14 @@ BLOCK = 64
 TTFT_S = 2.0
 BOUNDS_S = (0.008, 0.015, 0.03, 0.05)
 ENOUGH = 0.9
+SHORTER = 4
+"""Runs of short prompts, of which there are many more a second, are so many times shorter."""
 CLOSE = 0.02
 """Goodput is found to so much of itself."""
-SHAPES = ("2c", "2c@512", "2c@1024", "2c@2048", "2c@4096", "2c@8192", "1p1d@8192")
-"""The first one has budgets, and no setting is changed for any load or bound."""
+SHAPES = ("1p1d", "2c", "2c@512", "2c@1024", "2c@2048", "2c@8192", "1p1d@8192")
+"""Those without a chunk have budgets, and no setting of theirs is changed for any load or bound. The first
+one's decode node computes prompts too, where that is sooner; in `1p1d@8192` the prefill node alone does."""
+LONGEST_CHUNK = 8192
 
 Load = Callable[[float], Trace]
 """Makes a load of so many requests a second."""
@@ -116,20 +121,26 @@ def burst(peak: float) -> Trace:
     return Trace("burst", BLOCK, rows)
 
 
-def run(shape: Shape, trace: Trace, cost: CostModel, bound_s: float, longest_s: float = inf) -> Found:
+def run(shape: Shape, trace: Trace, cost: CostModel, bound_s: float, longest_s: float = inf) -> Outcomes:
     """Serve a trace on the nodes of a shape; each request names its bounds, and none is refused."""
-    slo = Slo(TTFT_S, bound_s, longest_s)
+    has_chunk = "@" in shape.name
+    decode_prefills = bool(shape.decode) and not has_chunk
     options = ClusterOptions(
         shape.prefill,
         shape.decode,
         trace.block_size,
-        chunk_tokens=shape.chunk_tokens,
+        settings=SchedulerSettings(RejectPolicy.NONE, decode_prefills=decode_prefills),
+        chunk_tokens=shape.chunk_tokens if has_chunk else LONGEST_CHUNK,
         step_budgets=shape.has_budgets,
-        slo=slo,
+        slo=Slo(TTFT_S, bound_s, longest_s),
         keep_gaps=True,
         decode_caches=True,
     )
-    outcomes = simulate(Plan(trace, cost, options)).outcomes
+    return simulate(Plan(trace, cost, options)).outcomes
+
+
+def found_in(outcomes: Outcomes, bound_s: float) -> Found:
+    """Return what a run comes to by one bound."""
     return Found(share_within(outcomes, bound_s), _spread(list(outcomes.ttft_s)), _spread(_gaps(outcomes)))
 
 
@@ -170,15 +181,21 @@ def goodput(serve: Callable[[float], Found], first: float) -> tuple[float, Found
 def rows_of(
     name: str, load: Load, first: float, shapes: tuple[str, ...], cost: CostModel
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row for each shape and bound."""
+    """Yield one row for each bound and shape."""
+    runs: dict[tuple[str, float], Outcomes] = {}
+
+    def serve(shape: Shape, bound_s: float, rate: float) -> Found:
+        if "@" not in shape.name:
+            return found_in(run(shape, load(rate), cost, bound_s), bound_s)
+        # whole chunks are what they are, whatever the bounds
+        if (shape.name, rate) not in runs:
+            runs[shape.name, rate] = run(shape, load(rate), cost, bound_s)
+        return found_in(runs[shape.name, rate], bound_s)
+
     for bound_s in BOUNDS_S:
         for shape in map(parse_shape, shapes):
-            rate, found = goodput(partial(_serve, shape, load, cost, bound_s), first)
+            rate, found = goodput(partial(serve, shape, bound_s), first)
             yield _row(name, shape, bound_s, rate, found)
-
-
-def _serve(shape: Shape, load: Load, cost: CostModel, bound_s: float, rate: float) -> Found:
-    return run(shape, load(rate), cost, bound_s)
 
 
 def _row(name: str, shape: Shape, bound_s: float, rate: float, found: Found) -> dict[str, Any]:
@@ -194,11 +211,11 @@ def _row(name: str, shape: Shape, bound_s: float, rate: float, found: Found) -> 
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each load and bound the first shape's goodput, the best other's, and their ratio."""
+    """Return for each load and bound the first shape's goodput, the best without budgets, and their ratio."""
     found = []
     for load, bound_s in dict.fromkeys((row["load"], row["bound_s"]) for row in rows):
         these = [row for row in rows if (row["load"], row["bound_s"]) == (load, bound_s)]
-        ours, others = these[0], these[1:]
+        ours, others = these[0], [row for row in these if "@" in row["shape"]]
         best = max(others, key=lambda row: row["rate"])
         found.append(
             {
@@ -260,7 +277,7 @@ def _rows_of_load(
     elif name == "burst":
         for bound_s in BOUNDS_S:
             for shape in map(parse_shape, shapes):
-                found = run(shape, burst(8.0), cost, bound_s)
+                found = found_in(run(shape, burst(8.0), cost, bound_s), bound_s)
                 yield _row(name, shape, bound_s, found.share, found)
     elif name == "conversation":
         trace = read_trace(options.trace)
@@ -273,8 +290,9 @@ def _rows_of_load(
         yield from rows_of(name, at, 1.0, shapes, cost)
     else:
         input_tokens, output_tokens = map(int, name.split("/"))
+        seconds = options.seconds / (1 if input_tokens > 1000 else SHORTER)
         first = 2.0 * 8192 / (input_tokens + 2 * output_tokens)
-        yield from rows_of(name, alike(input_tokens, output_tokens, options.seconds), first, shapes, cost)
+        yield from rows_of(name, alike(input_tokens, output_tokens, seconds), first, shapes, cost)
 
 
 if __name__ == "__main__":

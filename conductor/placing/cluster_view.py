@@ -258,7 +258,9 @@ class ClusterView:
         prefill, decode = nodes[placement.prefill_node], nodes[placement.decode_node]
         source = nodes.get(placement.source_node) if placement.source_node is not None else None
         output_tokens = self.expected_output_tokens(request.max_tokens)
-        num_tokens, prefill_s, tbt_slo_s = request.num_tokens, placement.prefill_s, request.slo.tbt_slo_s
+        num_tokens, prefill_s = request.num_tokens, placement.prefill_s
+        _, mean_s, longest_s = request.slo
+        tbt_slo_s = mean_s if mean_s < longest_s else longest_s
         new_tokens = num_tokens - placement.matched_tokens
         context_tokens, peak_tokens = num_tokens + int(output_tokens / 2), num_tokens + output_tokens
         decode_from_s = now_s + placement.predicted_ttft_s

@@ -1,15 +1,16 @@
 """Conditional disaggregation: when a decode node computes a prompt itself.
 
-A short prompt, or one whose KV the decode node mostly has from the conversation's last turn,
-costs a decode node little more than a step. It is computed there if
+Its steps take as much of a prompt as those who decode there can bear (`base/step_budget.py`), so nobody's
+bound is in question, and what it takes longer for that is predicted: of each step, the length of which the
+tightest bound allows, the decoding takes its part, and what any chunk costs, and the prompt has the rest.
 
-* so little of it is new (`SchedulerSettings.inline_tokens`),
-* the first token is predicted sooner than by way of a prefill node and a hand-off, and
-* no step is predicted to outlast the tightest TBT bound of what decodes there; where nobody
-  has a bound, to take more than twice as long as without it.
+    beside = prefill alone x length / (length - step without prompts - what any chunk costs)
 
-Considered are the node that was chosen to decode and the least loaded of those that hold most
-of the prompt. Pure, as `scheduler.place` is, which asks it.
+A prompt is computed there if its first token is predicted sooner than by way of a prefill node and a
+hand-off: where prefill nodes have a queue, or where the node has most of the prompt from the last turn.
+
+Considered are the node that was chosen to decode and the least loaded of those that hold most of the prompt.
+Pure, as `scheduler.place` is, which asks it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from collections.abc import Sequence
 from math import inf
 
 from base.request import NodeId
+from base.step_budget import KEPT_MEAN, target_gap_s
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.node_state import NodeState
 from conductor.placing.placement import Placement, PlacementRequest
-from conductor.placing.scheduler_settings import SchedulerSettings
 from kvstore.index import Group
 
-# Of a bound: a step is predicted for contexts of mean length.
-TBT_SHARE = 0.85
+# Of a step, for prompts: with less a prompt is not begun.
+LEAST_SHARE = 0.05
 
 
 def inline_placement(
@@ -35,14 +36,13 @@ def inline_placement(
     groups: list[Group],
     view: ClusterView,
     cost: CostModel,
-    settings: SchedulerSettings,
 ) -> Placement:
     """Return a placement on a decode node alone, if that is better than `other`; else `other`."""
     best = other
     if other.prefill_node == other.decode_node:
         return other
     for node, depth in _candidates(other, groups, view, request.avoid):
-        found = _inline(request, other, node, depth, view, cost, settings)
+        found = _inline(request, other, node, depth, view, cost)
         if found is not None and found.predicted_ttft_s < best.predicted_ttft_s:
             best = found
     return best
@@ -69,20 +69,20 @@ def _inline(
     depth: int,
     view: ClusterView,
     cost: CostModel,
-    settings: SchedulerSettings,
 ) -> Placement | None:
     matched = min(depth * view.block_size, request.num_tokens - 1)
     new_tokens = request.num_tokens - matched
     needed = request.num_tokens + view.expected_output_tokens(request.max_tokens)
-    if new_tokens > settings.inline_tokens or node.free_tokens < needed:
+    if node.free_tokens < needed:
         return None
     ratio = view.corrections.ratio
     node_id = node.info.node_id
     prefill_s = view.corrections.corrected_s(node_id, "prefill", cost.prefill_s(new_tokens, matched))
     step_s = cost.decode_step_s(node.decode_sequences, node.decode_context_tokens) * ratio(node_id, "decode")
-    bound_s = 2 * step_s if node.tightest_tbt_s == inf else node.tightest_tbt_s * TBT_SHARE
-    if node.decode_sequences and step_s + node.queued_s + prefill_s > bound_s:
+    share = prompt_share(node, cost, step_s)
+    if share < LEAST_SHARE:
         return None
+    prefill_s /= share
     queue_s = node.queued_s + (step_s if node.running_sequences else 0.0)
     dispatch_s = view.corrections.added_s(node_id)
     context_tokens = node.decode_context_tokens + request.num_tokens
@@ -104,3 +104,15 @@ def _inline(
         dispatch_s=dispatch_s,
         is_inline=True,
     )
+
+
+def prompt_share(node: NodeState, cost: CostModel, step_s: float) -> float:
+    """Return the share of a node's time that a prompt has beside what decodes there; not more than 0: none.
+
+    `step_s`: predicted seconds of a step without prompts.
+    """
+    if not node.decode_sequences:
+        return 1.0
+    bound_s = node.tightest_tbt_s
+    length_s = target_gap_s(step_s) if bound_s == inf else KEPT_MEAN * bound_s
+    return (length_s - step_s - cost.step.chunk_part_s(node.decode_sequences)) / length_s

@@ -281,7 +281,7 @@ def scheduler_settings(config: SchedulerConfig) -> SchedulerSettings:
         reject=RejectPolicy(config.reject),
         fetches=config.fetch,
         kvcache_balancing_threshold=config.kvcache_balancing_threshold or None,
-        inline_tokens=config.inline_tokens,
+        decode_prefills=config.decode_prefills,
         ttft_headroom=config.ttft_headroom,
         ahead_s=config.ahead_s,
     )

@@ -92,8 +92,8 @@ def place(
     if isinstance(decode, RejectReason):
         return Rejection(request.request_id, decode, until_a_finish_s(view))
     placement = _combine(request, prefill, decode, view, cost)
-    if settings.inline_tokens:
-        placement = inline_placement(request, placement, groups, view, cost, settings)
+    if settings.decode_prefills:
+        placement = inline_placement(request, placement, groups, view, cost)
     refused = refusal(request, placement, view, cost, settings, now_s)
     if refused is None:
         return placement
@@ -142,7 +142,7 @@ def turn_of(
         return Turn.LATER
     if not ahead_s and (settings.ahead_s == inf or not must_wait(view, settings, now_s)):
         return Turn.NOW
-    return Turn.LATER if slo == UNBOUNDED and not settings.inline_tokens else Turn.LATER_IF_PROMISING
+    return Turn.LATER if slo == UNBOUNDED and not settings.decode_prefills else Turn.LATER_IF_PROMISING
 
 
 def is_final(result: Placement | Rejection, turn: Turn, has_begun: bool) -> bool:

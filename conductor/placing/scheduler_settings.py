@@ -25,9 +25,8 @@ class SchedulerSettings:
     """Whether a prefix may be fetched from another node; False is local cache-awareness."""
     kvcache_balancing_threshold: float | None = None
     """Fetch where best match / own match is at least this; None: the cost model decides."""
-    inline_tokens: int = 0
-    """Tokens of a prompt that a decode node may compute itself, where that is sooner and breaks nobody's TBT.
-    0: every prompt goes to a prefill node."""
+    decode_prefills: bool = False
+    """Whether a decode node computes a prompt itself where that is sooner, beside what decodes there."""
     ttft_headroom: float = 1.0
     """A TTFT bound is kept for so much of it in the prediction: what is predicted is not exact."""
     ahead_s: float = inf

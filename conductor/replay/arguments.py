@@ -141,8 +141,8 @@ def _add_settings(add: Callable[..., object]) -> None:
     add("--headroom", type=share, default=SERVICE.ttft_headroom, metavar="X", help="of a TTFT bound")
     threshold = "kvcache_balancing_threshold (cost model decides)"
     add("--threshold", type=factor, metavar="X", help=threshold)
-    inline, tokens = SERVICE.inline_tokens, whole(0, 1 << 24)
-    add("--inline-tokens", type=tokens, default=inline, metavar="N", help="that a decode node computes")
+    add("--decode-prefills", action="store_true", help="decode nodes compute prompts where that is sooner")
+    add("--whole-chunks", action="store_true", help="steps take whole chunks, whoever decodes in them")
     waiting = whole(1, MAX_COUNT)
     add(
         "--max-waiting",
@@ -222,7 +222,6 @@ def service_arguments(config: ClusterConfig) -> list[str]:
         "--reject": scheduler.reject,
         "--headroom": scheduler.ttft_headroom,
         "--ahead": scheduler.ahead_s,
-        "--inline-tokens": scheduler.inline_tokens,
         "--max-waiting": scheduler.max_waiting,
         "--role-wait": scheduler.role_wait_s,
         "--patience": scheduler.patience_s,
@@ -233,6 +232,11 @@ def service_arguments(config: ClusterConfig) -> list[str]:
         given["--threshold"] = scheduler.kvcache_balancing_threshold
     if (chunk_tokens := config.prefill.engine.chunk_tokens) != EngineConfig().chunk_tokens:
         given["--chunk-tokens"] = chunk_tokens
-    switches = {"--no-fetch": not scheduler.fetch, "--flip-roles": scheduler.change_roles}
+    switches = {
+        "--no-fetch": not scheduler.fetch,
+        "--flip-roles": scheduler.change_roles,
+        "--decode-prefills": scheduler.decode_prefills,
+        "--whole-chunks": not scheduler.step_budgets,
+    }
     words = [word for name, value in given.items() for word in (name, str(value))]
     return words + [name for name, is_on in switches.items() if is_on]

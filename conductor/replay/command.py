@@ -200,7 +200,7 @@ def settings_of(args: argparse.Namespace) -> SchedulerSettings:
         reject=RejectPolicy(args.reject or ("none" if args.plain else SERVICE.reject)),
         fetches=not args.no_fetch,
         kvcache_balancing_threshold=args.threshold,
-        inline_tokens=args.inline_tokens,
+        decode_prefills=args.decode_prefills,
     )
     if args.plain:
         return settings
@@ -213,7 +213,7 @@ def require_possible(args: argparse.Namespace) -> None:
     unused = {
         "--stages": args.stages > 1 and nodes.both > 0,
         "--decode-caches": args.decode_caches and not nodes.decode,
-        "--inline-tokens": args.inline_tokens > 0 and not nodes.decode,
+        "--decode-prefills": args.decode_prefills and not nodes.decode,
         "--flip-roles": args.flip_roles and nodes.both > 0,
         "--no-retest": args.no_retest and args.reject == RejectPolicy.NONE.value,
     }
@@ -253,6 +253,7 @@ def plan_of(args: argparse.Namespace, trace: Trace, cost: CostModel, policy: str
         stages=args.stages,
         chunk_tokens=args.chunk_tokens,
         decode_caches=args.decode_caches,
+        step_budgets=not args.whole_chunks,
         seed=args.seed,
     )
     return Plan(

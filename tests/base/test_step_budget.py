@@ -112,6 +112,13 @@ def test_prompts_that_were_passed_over_for_long_get_a_chunk(load: DecodeLoad) ->
     assert tokens == pytest.approx(WORTHWHILE * COST.chunk_part_s(BATCH) / COST.prefill_token_s, abs=1)
 
 
+def test_costs_at_the_edge_of_numbers_end_no_scheduler() -> None:
+    cost = replace(COST, prefill_token_s=5e-324, prefill_token2_s=0.0, chunk_token2_s=0.0)
+    cost.check()
+    for load in (load_of(-1e300), load_of(1e-300, 1e-300, 5e-324), load_of(0.0, inf, 1e300)):
+        assert 0 <= BudgetedStep(8192, cost, load).take(8000, 1 << 40) <= 8000
+
+
 def test_nobody_overtakes_a_prompt_that_was_cut_short() -> None:
     step = BudgetedStep(8192, COST, load_of(0.05, 0.05))
     assert 0 < step.take(8000, 4000) < 8000

@@ -79,7 +79,7 @@ def plan_of(seed):
         disk=_disk(rng),
         scheduler=SchedulerSettings(
             ahead_s=rng.choice((0.05, float("inf"))),
-            inline_tokens=rng.choice((0, 0, 64)),
+            decode_prefills=rng.choice((False, False, True)),
             kvcache_balancing_threshold=rng.choice((None, 1.0)),
         ),
         is_served=rng.random() < 0.6,

@@ -24,7 +24,7 @@ def history(seed, settings, num_requests=80):
     """Decisions of a small busy cluster, with corrections, fetches, drains and rejections."""
     rng = random.Random(seed)
     view, now_s, running, made = make_view(3, 3, COST), 0.0, [], []
-    if settings.inline_tokens:
+    if settings.decode_prefills:
         for slot in range(3):
             view.prefill_order.set(slot, 20.0)
     for number in range(num_requests):
@@ -65,7 +65,7 @@ SETTINGS = [
     *(SchedulerSettings(reject=policy) for policy in RejectPolicy),
     SchedulerSettings(kvcache_balancing_threshold=1.5),
     SchedulerSettings(fetches=False),
-    SchedulerSettings(inline_tokens=20_000),
+    SchedulerSettings(decode_prefills=True),
 ]
 
 
@@ -103,7 +103,7 @@ def test_a_decision_made_beside_another_conductors_sequences_is_the_same_where_a
 def test_histories_hold_fetches_and_both_kinds_of_rejection():
     results = [each.result for seed in range(4) for each in history(seed, SchedulerSettings())]
     assert any(isinstance(result, Placement) and result.source_node for result in results)
-    inline = SchedulerSettings(inline_tokens=20_000)
+    inline = SchedulerSettings(decode_prefills=True)
     assert any(getattr(each.result, "is_inline", False) for each in history(0, inline))
     reasons = {result.reason for result in results if not isinstance(result, Placement)}
     assert reasons >= {RejectReason.TTFT, RejectReason.TBT}

@@ -1,4 +1,4 @@
-"""When a decode node computes a prompt itself: only if it is sooner and breaks nobody's TBT."""
+"""When a decode node computes a prompt itself: where that is sooner, beside what decodes there."""
 
 from math import inf
 
@@ -7,14 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from base.request import NodeId, RequestId, Slo
-from conductor.placing.inline_prefill import TBT_SHARE
+from base.step_budget import KEPT_MEAN, target_gap_s
+from conductor.placing.inline_prefill import LEAST_SHARE
 from conductor.placing.placement import PlacementRequest
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
 from tests.conductor.builders import BLOCK_SIZE, make_cost, make_request, make_view, require_placement
 
 COST = make_cost()
-INLINE = SchedulerSettings(RejectPolicy.NONE, inline_tokens=2_000)
+INLINE = SchedulerSettings(RejectPolicy.NONE, decode_prefills=True)
 
 
 def short_request(tokens, name="short", slo=None):
@@ -43,13 +44,26 @@ def test_a_short_prompt_on_an_idle_decode_node_is_computed_there():
     assert placement.handoff_s == placement.fetch_s == 0.0
 
 
-def test_a_long_prompt_is_not_unless_its_kv_is_there():
+def test_a_long_prompt_is_computed_where_most_of_its_kv_is():
     view = make_view(1, 1)
+    view.corrections.restore("d0", "prefill", 1.1)
     long = make_request(blocks=20)
     assert not placed(view, long).is_inline
     view.kv_events(NodeId("d0"), 1, list(long.chain[:18]), [])
     placement = placed(view, long)
     assert (placement.is_inline, placement.matched_tokens) == (True, 18 * BLOCK_SIZE)
+
+
+def test_a_long_prompt_is_computed_where_it_decodes_if_prefill_nodes_have_a_queue():
+    view = make_view(1, 1)
+    decoding(view, 3, 0.5)
+    long = make_request(blocks=40)
+    before = placed(view, long)
+    view.prefill_order.set(0, 60.0)
+    after = placed(view, long)
+    assert after.is_inline
+    assert after.prefill_s > before.prefill_s
+    assert after.predicted_ttft_s < 60.0
 
 
 def test_nothing_is_computed_by_decode_nodes_unless_it_is_allowed():
@@ -64,18 +78,29 @@ def test_an_idle_prefill_node_that_is_sooner_is_preferred():
     assert not placed(view, short_request(600)).is_inline
 
 
-@given(st.integers(1, 8), st.sampled_from([0.05, 0.1, 0.3, 1.0, inf]), st.integers(1, 2_000))
+@given(st.integers(1, 8), st.sampled_from([0.001, 0.03, 0.05, 0.1, 0.3, 1.0, inf]), st.integers(1, 20_000))
 @settings(deadline=None, max_examples=60)
-def test_no_step_is_predicted_to_break_a_bound_of_what_decodes_there(count, tbt_slo_s, tokens):
+def test_a_prompt_has_what_those_who_decode_leave_of_each_step(count, tbt_slo_s, tokens):
     view = make_view(1, 1)
     decoding(view, count, tbt_slo_s)
-    view.prefill_order.set(0, 60.0)
+    view.prefill_order.set(0, 600.0)
+    node = view.node(NodeId("d0"))
+    step_s = COST.decode_step_s(node.decode_sequences, node.decode_context_tokens)
+    length_s = target_gap_s(step_s) if tbt_slo_s == inf else KEPT_MEAN * tbt_slo_s
+    share = (length_s - step_s - COST.step.chunk_part_s(count)) / length_s
     placement = placed(view, short_request(tokens))
+    assert placement.is_inline == (share >= LEAST_SHARE)
     if placement.is_inline:
-        node = view.node(NodeId("d0"))
-        step_s = COST.decode_step_s(node.decode_sequences, node.decode_context_tokens)
-        bound_s = tbt_slo_s * TBT_SHARE if tbt_slo_s != inf else 2 * step_s
-        assert step_s + placement.prefill_s <= bound_s
+        assert placement.prefill_s == pytest.approx(COST.prefill_s(tokens, 0) / share)
+
+
+def test_the_longest_gap_bounds_a_step_as_well():
+    view = make_view(1, 1)
+    request = make_request("r", 2, 1_000, slo=Slo(tbt_slo_s=0.5, longest_gap_slo_s=0.2))
+    view.placed(request, placed(view, request), 0.0)
+    assert view.node(NodeId("d0")).tightest_tbt_s == 0.2
+    view.finished(request.request_id, 1.0, 5)
+    assert view.node(NodeId("d0")).tightest_tbt_s == inf
 
 
 def test_a_bound_is_forgotten_with_the_sequence_that_had_it():
