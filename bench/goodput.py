@@ -244,7 +244,13 @@ def main() -> None:
         load["trace"] = options.trace.name
     if options.slo:
         load["slo"] = bound(options.slo)
-    told: dict[str, Any] = {"model": options.model, **load, "has_budgets": True, **about(options.commit)}
+    told: dict[str, Any] = {
+        "model": options.model,
+        **load,
+        "has_budgets": True,
+        "decode_prefills": options.decode_prefills,
+        **about(options.commit),
+    }
     told["bounds"] = [bound(pair) for pair in options.bounds]
     results: list[dict[str, Any]] = []
     for shape in map(parse_shape, options.shapes.split(",")):

@@ -66,7 +66,9 @@ def shape_of(told: dict[str, Any], name: str) -> Shape:
     )
 
 
-def replayed(shape: Shape, trace: Trace, profile: Profile, slo: Slo | None = None) -> Outcomes:
+def replayed(
+    shape: Shape, trace: Trace, profile: Profile, slo: Slo | None = None, decode_prefills: bool = False
+) -> Outcomes:
     """Simulate a load. `slo`: what each request names."""
     options = ClusterOptions(
         shape.prefill,
@@ -78,6 +80,8 @@ def replayed(shape: Shape, trace: Trace, profile: Profile, slo: Slo | None = Non
     )
     if slo is not None:
         options = replace(options, slo=slo, settings=SchedulerSettings())
+    if decode_prefills:
+        options = replace(options, settings=replace(options.settings, decode_prefills=True))
     return simulate(Plan(trace, CostModel(profile), options)).outcomes
 
 
@@ -88,7 +92,13 @@ def compared(
     figures = tried["figures"]
     num_requests = figures["completed"] + figures["failed"]
     slo = Slo(told["slo"]["ttft_s"], told["slo"]["tpot_s"]) if "slo" in told else None
-    outcomes = replayed(shape, trace_of(told, tried["rate"], num_requests, trace), profile, slo)
+    outcomes = replayed(
+        shape,
+        trace_of(told, tried["rate"], num_requests, trace),
+        profile,
+        slo,
+        told.get("decode_prefills", False),
+    )
     ttft_ms = sorted(1e3 * value for value in outcomes.ttft_s)
     tpot_ms = sorted(1e3 * value for value in outcomes.mean_tbt_s)
     pairs = list(zip(outcomes.ttft_s, outcomes.mean_tbt_s, strict=True))

@@ -2,9 +2,9 @@
 
 Its steps take as much of a prompt as those who decode there can bear (`base/step_budget.py`), so nobody's
 bound is in question, and what it takes longer for that is predicted: of each step, the length of which the
-tightest bound allows, the decoding takes its part, and what any chunk costs, and the prompt has the rest.
+tightest bound allows, the decoding takes its part, and the prompt has the rest but for what chunks cost.
 
-    beside = prefill alone x length / (length - step without prompts - what any chunk costs)
+    beside = prefill alone x length / (CHUNK_SHARE x (length - step without prompts))
 
 A prompt is computed there if its first token is predicted sooner than by way of a prefill node and a
 hand-off: where prefill nodes have a queue, or where the node has most of the prompt from the last turn.
@@ -19,15 +19,18 @@ from collections.abc import Sequence
 from math import inf
 
 from base.request import NodeId
-from base.step_budget import KEPT_MEAN, target_gap_s
+from base.step_budget import KEPT_MEAN, WELL_WORTHWHILE, target_gap_s
 from conductor.placing.cluster_view import ClusterView
 from conductor.placing.cost_model import CostModel
 from conductor.placing.node_state import NodeState
 from conductor.placing.placement import Placement, PlacementRequest
 from kvstore.index import Group
 
-# Of a step, for prompts: with less a prompt is not begun.
-LEAST_SHARE = 0.05
+# Of a node's time, for prompts: with less a prompt is not begun.
+LEAST_SHARE = 0.02
+
+# Of the time that prompts have: the rest is what steps take for any chunk, however short.
+CHUNK_SHARE = WELL_WORTHWHILE / (WELL_WORTHWHILE + 1)
 
 
 def inline_placement(
@@ -79,7 +82,7 @@ def _inline(
     node_id = node.info.node_id
     prefill_s = view.corrections.corrected_s(node_id, "prefill", cost.prefill_s(new_tokens, matched))
     step_s = cost.decode_step_s(node.decode_sequences, node.decode_context_tokens) * ratio(node_id, "decode")
-    share = prompt_share(node, cost, step_s)
+    share = prompt_share(node, step_s)
     if share < LEAST_SHARE:
         return None
     prefill_s /= share
@@ -106,7 +109,7 @@ def _inline(
     )
 
 
-def prompt_share(node: NodeState, cost: CostModel, step_s: float) -> float:
+def prompt_share(node: NodeState, step_s: float) -> float:
     """Return the share of a node's time that a prompt has beside what decodes there; not more than 0: none.
 
     `step_s`: predicted seconds of a step without prompts.
@@ -115,4 +118,4 @@ def prompt_share(node: NodeState, cost: CostModel, step_s: float) -> float:
         return 1.0
     bound_s = node.tightest_tbt_s
     length_s = target_gap_s(step_s) if bound_s == inf else KEPT_MEAN * bound_s
-    return (length_s - step_s - cost.step.chunk_part_s(node.decode_sequences)) / length_s
+    return CHUNK_SHARE * (length_s - step_s) / length_s

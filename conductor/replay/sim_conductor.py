@@ -100,6 +100,8 @@ class SimConductor:
             self._choose = RandomPrefill(options.seed).choose
         reject = self._settings.reject
         self._slo = UNBOUNDED if reject is RejectPolicy.NONE else options.slo
+        # where a decode node computes prompts, what those who decode there can bear is known to placement
+        self._asked_slo = options.slo if self._settings.decode_prefills else self._slo
         self._patience_s = inf if reject is RejectPolicy.NONE else options.patience_s
         self._retests = options.retests and reject is not RejectPolicy.NONE
         self._schedule = schedule
@@ -164,7 +166,7 @@ class SimConductor:
         """
         view, now_s, settings = self.view, self.now_s, self._settings
         has_begun = request.first_token_s is not None
-        slo = UNBOUNDED if has_begun else self._slo
+        slo = UNBOUNDED if has_begun else self._asked_slo
         view.num_waiting = len(self._waiting)
         turn = turn_of(slo, ahead_s, view, settings, now_s, request.output_tokens > 0)
         if turn is Turn.LATER:

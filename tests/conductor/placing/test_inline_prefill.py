@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from base.request import NodeId, RequestId, Slo
 from base.step_budget import KEPT_MEAN, target_gap_s
-from conductor.placing.inline_prefill import LEAST_SHARE
+from conductor.placing.inline_prefill import CHUNK_SHARE, LEAST_SHARE
 from conductor.placing.placement import PlacementRequest
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import RejectPolicy, SchedulerSettings
@@ -87,7 +87,7 @@ def test_a_prompt_has_what_those_who_decode_leave_of_each_step(count, tbt_slo_s,
     node = view.node(NodeId("d0"))
     step_s = COST.decode_step_s(node.decode_sequences, node.decode_context_tokens)
     length_s = target_gap_s(step_s) if tbt_slo_s == inf else KEPT_MEAN * tbt_slo_s
-    share = (length_s - step_s - COST.step.chunk_part_s(count)) / length_s
+    share = CHUNK_SHARE * (length_s - step_s) / length_s
     placement = placed(view, short_request(tokens))
     assert placement.is_inline == (share >= LEAST_SHARE)
     if placement.is_inline:
