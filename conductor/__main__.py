@@ -44,7 +44,7 @@ from conductor.serving.history import History
 from conductor.serving.link_check import LinkCheck
 from conductor.serving.membership import Membership
 from conductor.serving.observer import Observer
-from conductor.serving.page_data import PageData
+from conductor.serving.page_data import PageData, PageSettings
 from conductor.serving.prometheus_history import PrometheusHistory
 from conductor.serving.replays import Replays
 from conductor.serving.request_spans import RequestSpans
@@ -81,7 +81,8 @@ async def serve(config: ConductorProcess, model: ServedModel, lifetime: Lifetime
     lease = Registered(server.lease_s, server.heartbeat_s, rng.getrandbits(63), step_cost)
     nodes = AttachService(membership, lease, clock, server.tls.is_set)
     prometheus = PrometheusHistory(server.prometheus, clock, wall_clock_s) if server.prometheus else None
-    page = PageData(history, dispatcher, membership, view, decisions, config.slo, clock, prometheus)
+    shown = PageSettings(config.slo, config.tracing.page)
+    page = PageData(history, dispatcher, membership, view, decisions, shown, clock, prometheus)
     reports: dict[str, Callable[..., object]] = {
         "/status": partial(status, dispatcher, membership, view, lifetime),
         "/v1/explain": lambda: decisions.recent(clock.now_s()),

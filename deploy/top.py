@@ -38,15 +38,15 @@ LINES = (
     ("late/s", "late", ""),
     ("rejected/s", "rejected", ""),
     ("TTFT median", "ttft_p50", "s"),
-    ("TTFT 99 %", "ttft_p99", "s"),
-    ("TBT 99 %", "tbt_p99", "s"),
+    ("TTFT p99", "ttft_p99", "s"),
+    ("TBT p99", "tbt_p99", "s"),
     ("tokens/s", "output_tokens", ""),
     ("running", "running", ""),
     ("waiting", "waiting", ""),
     ("KV held", "kv_held", "%"),
     ("KV moved", "kv_moved_bytes", "B/s"),
 )
-"""Name, series, unit."""
+"""Name, series, unit. TBT is the mean of each request, as at /ui; a p99 is of the requests of one second."""
 
 Node = dict[str, Any]
 Bounds = dict[str, float | None]

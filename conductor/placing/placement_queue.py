@@ -96,6 +96,11 @@ class PlacementQueue:
         """Predicted seconds of prefill of those who wait."""
         return sum(place.item.cost_s for place in self.places.values())
 
+    @property
+    def line_s(self) -> float:
+        """Predicted seconds of prefill that those who wait put before one who comes, on each of the nodes."""
+        return self.waiting_s / max(1, self._num_prefill_nodes())
+
     def join(
         self,
         item: Waiting,

@@ -42,7 +42,11 @@ CLUSTER_SERIES = (
 )
 """Sequences and tokens a second; seconds; counts; a share; bytes a second. NaN: nothing to say."""
 NODE_SERIES = ("queue_s", "step_s", "kv_held", "running")
-"""Predicted seconds until its queue of prompts is empty, and of its next decode step; a share; sequences."""
+"""Predicted seconds before a prompt that came now, and of the next decode step; a share; sequences.
+
+Before a prompt are those in the node's queue, and the node's part of those that wait to be placed: the
+conductor keeps them back while nodes have enough, so that a node's own queue is never long.
+"""
 
 HOUR_S, DAY_S = 3_600, 86_400
 CLUSTER_STEPS_S = 1, 30
@@ -198,11 +202,16 @@ class History(RequestObserver):
     async def keep(self, dispatcher: Dispatcher) -> None:
         """Take a row each second, until cancelled."""
         while True:
-            self.take(len(dispatcher.queue))
+            self.take(len(dispatcher.queue), dispatcher.queue.line_s)
             await asyncio.sleep(1.0 - self.now_s % 1.0)
 
-    def take(self, num_waiting: int) -> None:
-        """Take the rows that are due now; so many requests wait to be placed."""
+    def take(self, num_waiting: int, line_s: float = 0.0) -> None:
+        """Take the rows that are due now.
+
+        Args:
+            num_waiting: Requests that wait to be placed.
+            line_s: Seconds of their prefill for each node, as `PlacementQueue.line_s`.
+        """
         now_s = self._clock.now_s()
         row = int(self.now_s)
         if row >= self.hour.next_row:
@@ -214,7 +223,7 @@ class History(RequestObserver):
                 means = dict(zip(CLUSTER_SERIES, self.hour.mean(every), strict=True))
                 self.day.put(row // every, [*(means | self._quantiles(1)).values()])
             if row % NODE_STEPS_S[0] == 0:
-                self._take_nodes(row // NODE_STEPS_S[0], now_s)
+                self._take_nodes(row // NODE_STEPS_S[0], now_s, line_s)
 
     def _cluster_row(self, elapsed_s: float, num_waiting: int) -> list[float]:
         before, self._totals = self._totals, self._metrics.totals()
@@ -235,13 +244,13 @@ class History(RequestObserver):
         ttft, tbt = self._percentiles[which]
         return dict(zip(CLUSTER_SERIES[8:14], [*ttft.take(), *tbt.take()], strict=True))
 
-    def _take_nodes(self, row: int, now_s: float) -> None:
+    def _take_nodes(self, row: int, now_s: float, line_s: float) -> None:
         taken = {}
         for session in self._membership.sessions:
             node_id = session.info.node_id
             track = self.nodes.get(node_id) or self._track(node_id)
             if track is not None:
-                taken[node_id] = self._node_row(session, now_s)
+                taken[node_id] = self._node_row(session, now_s, line_s)
                 track.put(row, taken[node_id])
         hour, day = self.fullest
         hour.put(row, taken)
@@ -259,9 +268,10 @@ class History(RequestObserver):
         self.nodes[node_id] = NodeTrack()
         return self.nodes[node_id]
 
-    def _node_row(self, session: NodeSession, now_s: float) -> tuple[float, ...]:
+    def _node_row(self, session: NodeSession, now_s: float, line_s: float) -> tuple[float, ...]:
         beat = session.last_heartbeat
         queue_s, step_s = self._view.load_of(session.info.node_id, now_s)
+        queue_s += line_s  # NaN stays NaN: it does not prefill
         if beat is None:
             return queue_s, step_s, nan, nan
         return queue_s, step_s, held_share([beat]), beat.num_running

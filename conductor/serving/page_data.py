@@ -47,7 +47,18 @@ NODE_COLUMNS = (
     *("queued_tokens", "context_tokens", "step_rows", "step_prompt_tokens", "step_budget"),
     *("queue_s", "step_s", "placed"),
 )
-"""Columns of the nodes in `now`: blocks, sequences, tokens, seconds. None: not known, or not its role."""
+"""Columns of the nodes in `now`: blocks, sequences, tokens, seconds as in `NODE_SERIES`.
+
+None: not known, or not its role.
+"""
+
+
+class PageSettings(NamedTuple):
+    """The parts of the configuration that the page shows."""
+
+    slo: SloConfig
+    trace_page: str = ""
+    """As `TracingConfig.page`."""
 
 
 class _Kept(NamedTuple):
@@ -65,7 +76,7 @@ class PageData:
         membership: Membership,
         view: ClusterView,
         decisions: Decisions,
-        slo: SloConfig,
+        settings: PageSettings,
         clock: Clock,
         prometheus: PrometheusHistory | None = None,
     ) -> None:
@@ -73,7 +84,7 @@ class PageData:
         self._prometheus = prometheus
         self._history, self._dispatcher, self._membership = history, dispatcher, membership
         self._decisions = decisions
-        self._view, self._slo, self._clock = view, slo, clock
+        self._view, self._settings, self._clock = view, settings, clock
         self._kept: dict[str, _Kept] = {}
         hour, day = history.fullest
         self._answers: dict[str, Callable[[], dict[str, Any]]] = {
@@ -140,14 +151,18 @@ class PageData:
 
     def _request(self, name: str) -> dict[str, Any] | None:
         found = self._decisions.explain(name)
-        return None if found is None else {**self._state(), "now_s": self._clock.now_s(), **found}
+        if found is None:
+            return None
+        about = {"now_s": self._clock.now_s(), "trace_page": self._settings.trace_page}
+        return {**self._state(), **about, **found}
 
     def _state(self) -> dict[str, Any]:
         """Return what every answer begins with."""
+        slo = self._settings.slo
         return {
             "at_s": self._history.now_s,
             "ready": self._dispatcher.is_ready,
-            "bounds": {"ttft_s": self._slo.ttft_s or None, "tbt_s": self._slo.tbt_s or None},
+            "bounds": {"ttft_s": slo.ttft_s or None, "tbt_s": slo.tbt_s or None},
         }
 
     def _now(self) -> dict[str, Any]:
@@ -155,13 +170,14 @@ class PageData:
         sessions = sorted(self._membership.sessions, key=lambda session: session.info.node_id)
         links = history.links.highest(MAX_LINKS, now_s)
         prefixes = history.prefixes.highest(MAX_PREFIXES, now_s)
+        line_s = self._dispatcher.queue.line_s
         return {
             **self._state(),
             "running": self._dispatcher.num_running,
             "waiting": len(self._dispatcher.queue),
             "in_control": self._membership.in_control(),
             "columns": NODE_COLUMNS,
-            "nodes": [self._row(session, now_s) for session in sessions],
+            "nodes": [self._row(session, now_s, line_s) for session in sessions],
             "links": [[*pair, round(rate)] for pair, rate in links if rate > LEAST_RATE],
             "prefixes": [
                 [_name(key), depth, round(rate, 3), view.index.holders(key).bit_count()]
@@ -170,7 +186,7 @@ class PageData:
             ],
         }
 
-    def _row(self, session: NodeSession, now_s: float) -> list[Any]:
+    def _row(self, session: NodeSession, now_s: float, line_s: float) -> list[Any]:
         info, beat = session.info, session.last_heartbeat
         node = self._view.node(info.node_id)
         queue_s, step_s = self._view.load_of(info.node_id, now_s)
@@ -189,7 +205,7 @@ class PageData:
             ]
             row += [beat.num_running, beat.num_waiting, beat.num_queued_tokens, beat.num_context_tokens]
             row += [beat.num_step_rows, beat.num_step_prompt_tokens, beat.step_budget_tokens]
-        return [*row, _known(queue_s), _known(step_s), session.num_requests]
+        return [*row, _known(queue_s + line_s), _known(step_s), session.num_requests]
 
 
 def _known(seconds: float) -> float | None:

@@ -129,7 +129,13 @@ def test_pools_may_be_kept_apart_by_marks_or_in_pairs():
     assert ClusterConfig(hosts="together").hosts == "together"
 
 
-@pytest.mark.parametrize("wrong", [{"endpoint": "h:4317"}, {"sample": 1.5}, {"sample": -0.1}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"endpoint": "h:4317"}, {"sample": 1.5}, {"sample": -0.1}),
+        *({"page": "javascript:{trace_id}"}, {"page": "http://jaeger:16686/trace"}),
+    ],
+)
 def test_a_tracing_section_that_cannot_be_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         TracingConfig(**wrong)

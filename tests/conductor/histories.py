@@ -15,6 +15,12 @@ COST = make_cost()
 SINCE_1970_S = 1_790_000_100.0
 
 
+class Line(list):
+    """The requests that wait to be placed, and the seconds before one that comes."""
+
+    line_s = 0.0
+
+
 class HistoryParts(NamedTuple):
     clock: ManualClock
     view: ClusterView

@@ -60,7 +60,7 @@ def test_top_shows_history_budgets_the_slowest_and_kv_on_its_way(address, server
     for words in (
         "ready",
         "in bounds/s",
-        "TTFT 99 %",
+        "TTFT p99",
         "prefill-1",
         "budgets",
         "slowest first tokens",

@@ -12,14 +12,15 @@ from conductor.placing.placement import Placement
 from conductor.placing.scheduler import place
 from conductor.placing.scheduler_settings import SchedulerSettings
 from conductor.replay.arguments import service_arguments
-from conductor.serving.page_data import PageData
+from conductor.serving.page_data import PageData, PageSettings
 from conductor.serving.replays import Replays
 from conductor.serving.traffic import Traffic
 from tests.conductor.builders import BLOCK_SIZE, make_heartbeat, make_request
-from tests.conductor.histories import COST, attach, make_history
+from tests.conductor.histories import COST, Line, attach, make_history
 
 BOUNDS = SloConfig(ttft_s=4.0, tbt_s=0.1)
 SLO = Slo(4.0, 0.1)
+TRACE_PAGE = "http://127.0.0.1:16686/trace/{trace_id}"
 HOSTILE = "<img src=x onerror=\"document.title='hacked'\">"
 
 
@@ -33,7 +34,7 @@ class ShownCluster:
         self.clock, self.view, self.metrics, self.membership, self.history = make_history(BOUNDS)
         self.decisions = Decisions(COST, SchedulerSettings())
         self.traffic = Traffic(self.clock)
-        self.queue, self.num_running, self.number = [], 0, 0
+        self.queue, self.num_running, self.number = Line(), 0, 0
         self.sessions = []
         for role, count in ((Role.PREFILL, num_prefill), (Role.DECODE, num_decode)):
             for number in range(count):
@@ -43,8 +44,9 @@ class ShownCluster:
                 self.second(second)
         arguments = service_arguments(ClusterConfig(profile="a800-llama70b", slo=BOUNDS))
         self.replays = Replays(self.traffic, BLOCK_SIZE, arguments)
+        settings = PageSettings(BOUNDS, TRACE_PAGE)
         self.data = PageData(
-            self.history, self, self.membership, self.view, self.decisions, BOUNDS, self.clock
+            self.history, self, self.membership, self.view, self.decisions, settings, self.clock
         )
 
     @property
@@ -113,7 +115,8 @@ class ShownCluster:
         num_new = self.rng.randrange(20, 300)
         actual = Actual(now_s + ttft_s + tbt_s * num_new, "finished", ttft_s, *times[:3], tbt_s, 0, num_new)
         more = {"frontend_s": 0.004, "reserved_s": 0.006, "load_s": 0.0, "transfer_s": times.transfer_s}
-        actual = actual._replace(**more, num_chunks=3, trace_id="4bf92f3577b34da6a3ce929d0e0e4736")
+        more |= {"num_cached_tokens": result.matched_tokens, "trace_id": "4bf92f3577b34da6a3ce929d0e0e4736"}
+        actual = actual._replace(**more, num_chunks=3)
         for observer in (self.decisions, self.history, self.traffic):
             observer.ended(request.request_id, actual)
         self.traffic.finished(RequestId(name), num_new, "stop", "")

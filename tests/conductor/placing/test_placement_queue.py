@@ -63,7 +63,7 @@ def test_who_comes_while_nobody_waits_is_placed_at_once_and_later_ones_in_order(
     assert line.join("c", 2.0, priority=1)
     assert line.join("d", 3.0, is_retry=True)
     assert len(line.queue) == 3
-    assert line.queue.waiting_s == 3.0
+    assert (line.queue.waiting_s, line.queue.line_s) == (3.0, 1.5)
     line.places += ["free"] * 2
     line.queue.pump(4.0)
     assert line.log == ["a", "d", ("d", "NoneType"), "c", ("c", "NoneType")]

@@ -27,14 +27,14 @@ from conductor.serving.history import (
     Rates,
     Samples,
 )
-from conductor.serving.page_data import NODE_COLUMNS, PageData
+from conductor.serving.page_data import NODE_COLUMNS, PageData, PageSettings
 from conductor.serving.ring import Ring
 from tests.conductor.builders import (
     make_heartbeat,
     make_request,
     require_placement,
 )
-from tests.conductor.histories import COST, SINCE_1970_S, attach, make_history
+from tests.conductor.histories import COST, SINCE_1970_S, Line, attach, make_history
 
 SLO = SloConfig(ttft_s=2.0)
 MOST_BYTES = 8 << 20
@@ -233,12 +233,15 @@ class Idle:
 
     is_ready = True
     num_running = 0
-    queue = ()
+    queue = Line()
 
 
 def data_of(cluster):
     decisions = Decisions(COST, SchedulerSettings())
-    return PageData(cluster.history, Idle(), cluster.membership, cluster.view, decisions, SLO, cluster.clock)
+    settings = PageSettings(SLO)
+    return PageData(
+        cluster.history, Idle(), cluster.membership, cluster.view, decisions, settings, cluster.clock
+    )
 
 
 async def test_the_page_is_given_all_rows_and_then_those_that_are_new():
@@ -327,6 +330,23 @@ async def test_the_node_that_was_fullest_is_known_when_another_one_is_or_it_has_
     assert (before["n1"]["host"], before["n0"]["host"]) == (None, "here"), "of one that left no host is known"
     assert set(now) == {"n0"}
     assert now["n0"]["step_s"] is None
+
+
+async def test_who_waits_to_be_placed_is_in_the_queue_of_each_node_that_prefills():
+    cluster = Cluster(2)
+    data = data_of(cluster)
+    cluster.pass_seconds(9)
+    Idle.queue.line_s = 1.5
+    try:
+        cluster.clock.advance(1.0)
+        cluster.history.take(3, Idle.queue.line_s)
+        now = by_name(json.loads(await data.answer("now")))
+    finally:
+        Idle.queue.line_s = 0.0
+    assert (now["n0"]["queue_s"], now["n1"]["queue_s"]) == (1.5, None)
+    told = json.loads(await data.answer("fullest"))
+    rows = array("f", base64.b64decode(told["rows"]))
+    assert (told["nodes"][-1], rows[-1]) == ("n0", pytest.approx(0.75)), "of a bound of 2 s"
 
 
 async def test_a_moment_before_the_last_hour_is_of_the_day_and_one_before_all_is_empty():
