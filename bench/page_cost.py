@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import statistics
@@ -31,6 +32,9 @@ PERIOD_S = 2.0
 """Between two questions of a page, as in conductor/api/web/data.js."""
 VIEWS = ("hour", "hour", "now", "now", "requests.latest")
 """What each page asks for; of the hour, the rows that are new."""
+SELDOM = {"now": "fullest"}
+"""What a view asks for besides, once in `SELDOM_TURNS` periods."""
+SELDOM_TURNS = 5
 TURN_S = 4.0
 PAIRS = 30
 IDLE_S = 20.0
@@ -53,19 +57,25 @@ class OpenPage:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         await asyncio.sleep(random.uniform(0.0, PERIOD_S))
         try:
-            while True:
-                writer.write(f"GET /v1/page/{self.view}{self._next} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-                head = await reader.readuntil(b"\r\n\r\n")
-                if not head.startswith(b"HTTP/1.1 200"):
-                    raise RuntimeError(f"{self.view}: {head[:80]!r}")
-                length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
-                body = await reader.readexactly(length)
+            for number in itertools.count():
+                if self.view in SELDOM and number % SELDOM_TURNS == 0:
+                    await _answer(SELDOM[self.view], reader, writer)
+                body = await _answer(self.view + self._next, reader, writer)
                 if self.view == "hour":
                     self._next = f".{json.loads(body)['next']}"
                 self.num_bytes, self.num_asked = self.num_bytes + len(body), self.num_asked + 1
                 await asyncio.sleep(PERIOD_S)
         finally:
             writer.close()
+
+
+async def _answer(name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    writer.write(f"GET /v1/page/{name} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    head = await reader.readuntil(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/1.1 200"):
+        raise RuntimeError(f"{name}: {head[:80]!r}")
+    length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+    return await reader.readexactly(length)
 
 
 async def load(client: HttpClient, seconds: float) -> int:

@@ -58,7 +58,7 @@ class PageSettings(NamedTuple):
 
     slo: SloConfig
     trace_page: str = ""
-    """As `TracingConfig.page`."""
+    """The address of a trace, `TracingConfig.page`."""
 
 
 class _Kept(NamedTuple):

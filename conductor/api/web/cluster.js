@@ -1,38 +1,83 @@
-// The cluster as a picture: nodes by role and host, what they hold and do, KV flowing between them; and one node's hour.
+// The cluster as a picture: nodes by role and host, what they hold and do, KV flowing between them, now or at a moment of
+// the last hour or day; which node was fullest when; and one node's hour.
 //
-// Up to CARDS nodes are cards, more are small squares, grouped; either way each is a link. The flows are curves from
-// card to card that run in the direction of the bytes, drawn above the picture and spoken of in the table below it.
+// Up to CARDS nodes are cards, up to COLUMN of a role one below the other, so that KV flows beside them; more are small
+// squares, grouped. Either way each is a link. The flows are curves from node to node, drawn above the picture and spoken
+// of in the table below it (`flows.js`).
 
-import { age, bar, bytes, chart, count, element, empty, percent, row, seconds, table } from "./draw.js";
-import { columns as unpacked, page } from "./data.js";
+import { age, bar, bytes, chart, clock, count, element, empty, KV, momentAt, percent, row, seconds, table, TBT, TTFT, words } from "./draw.js";
+import { columns as unpacked, page, seldom } from "./data.js";
+import { flow, flowing } from "./flows.js";
 
-const CARDS = 24, FLOWS = 24, TABLED = 24;
+const CARDS = 24, COLUMN = 6, TABLED = 24, TIGHT = 0.6;
 const GROUPS = [["prefill", "Prefill"], ["decode+prefill", "Both roles"], ["decode", "Decode"], ["", "Storage"]];
+const BUDGETS = { queue: "TTFT bound (queue)", step: "TBT bound (step)", kv: "KV blocks held" };
+const TERMS = [
+  ["budget", "What a node may use up: its queue of prompts, in seconds, of the bound on TTFT; its next decode step of the bound on TBT; its KV blocks. The fullest of all is the bottleneck, from 60 % on."],
+  ["prefill, decode", "Prefill nodes compute prompts, decode nodes the tokens of answers after the first, step by step for all requests at once."],
+  ["queue", "Predicted seconds of prompts before one that came now: those that a prefill node has, and its part of those that wait at the conductor to be placed."],
+  ["step", "Predicted seconds of a decode node's next step: one more token for each request there."],
+  ["last step", "Rows: requests that got one more token in it. Tokens: of prompts that were computed in it, of as many as one step may have."],
+  ["held, cached", "KV blocks of requests in progress; and blocks kept in case that a prompt begins alike."],
+  TTFT, TBT, KV,
+];
 
 export const title = "Cluster";
 
-export async function load() {
+const named = ({ columns, nodes }) => nodes.map((values) => Object.fromEntries(columns.map((name, at) => [name, values[at]])));
+
+export async function now() {
   const told = await page("now");
-  return { told, nodes: told.nodes.map((values) => Object.fromEntries(told.columns.map((name, at) => [name, values[at]]))) };
+  return { told, nodes: named(told) };
 }
+
+// A node as its history has it: its roles are those that it had a queue or a step in.
+const asThen = (node) => ({ ...node, host: node.host ?? "left since", roles: [node.step_s !== null && "decode", node.queue_s !== null && "prefill"].filter(Boolean).join("+") });
+
+export async function load([when = "", at = "", ofAt = ""] = []) {
+  const isPast = when === "at", span = (isPast ? ofAt : when) === "day" ? "day" : "hour";
+  const [{ told, nodes }, fullest] = await Promise.all([
+    isPast ? page(`at.${at}`).then((told) => ({ told, nodes: named(told).map(asThen) })) : now(),
+    seldom(span === "day" ? "fullest-day" : "fullest"),
+  ]);
+  return { told, nodes, span, fullest: { ...fullest, ...unpacked(fullest) }, atS: isPast ? told.moment_s : null, isStill: isPast };
+}
+
+// The share of a node's KV blocks that requests hold; null: it is not known.
+const held = (node) => node.kv_held ?? (node.blocks && node.held !== null ? node.held / node.blocks : null);
 
 // The share of each bound that a node has used up: {name, share, value, bound}, the fullest first.
 export function budgets(node, bounds) {
   const found = [];
   if (node.queue_s !== null && bounds.ttft_s) found.push({ name: "TTFT bound (queue)", share: node.queue_s / bounds.ttft_s, value: node.queue_s, bound: bounds.ttft_s });
   if (node.step_s !== null && bounds.tbt_s) found.push({ name: "TBT bound (step)", share: node.step_s / bounds.tbt_s, value: node.step_s, bound: bounds.tbt_s });
-  if (node.held !== null && node.blocks) found.push({ name: "KV blocks held", share: node.held / node.blocks, value: node.held, bound: node.blocks });
+  if (held(node) !== null) found.push({ name: "KV blocks held", share: held(node), value: node.held, bound: node.blocks });
   return found.sort((a, b) => b.share - a.share);
 }
 
-// One sentence on where the cluster is fullest.
-export function bottleneck(nodes, bounds) {
+// One sentence on where the cluster is fullest, or was at a moment.
+export function bottleneck(nodes, bounds, atS = null) {
   const known = nodes.map((node) => [node, budgets(node, bounds)[0]]).filter(([, budget]) => budget);
   if (!known.length) return "";
   const [node, most] = known.reduce((a, b) => (b[1].share > a[1].share ? b : a));
-  const fact = most.name.startsWith("KV") ? `${count(most.value)} of ${count(most.bound)} blocks` : `${seconds(most.value)} of ${seconds(most.bound)}`;
-  if (most.share < 0.6) return `Nothing is tight: the fullest is ${node.id}, ${percent(most.share)} of its ${most.name}, ${fact}.`;
-  return `The bottleneck now is ${node.id}: ${percent(most.share)} of its ${most.name}, ${fact}.`;
+  const fact = !most.name.startsWith("KV") ? `, ${seconds(most.value)} of ${seconds(most.bound)}` : most.bound ? `, ${count(most.value)} of ${count(most.bound)} blocks` : "";
+  const much = `${percent(most.share)} of its ${most.name}${fact}.`, [is, then] = atS === null ? ["is", ""] : ["was", ` at ${clock(atS, false, true)}`];
+  if (most.share < TIGHT) return `Nothing ${is} tight${then}: the fullest ${is} ${node.id}, ${much}`;
+  return `The bottleneck${then || " now"} ${is} ${node.id}: ${much}`;
+}
+
+// Which nodes were the fullest at `TIGHT` or more, by how long: {node, budget, seconds, worst, atS}.
+export function bottlenecks({ nodes, budgets: names, budget, share, first, step_s: stepS }) {
+  const found = new Map();
+  nodes.forEach((node, at) => {
+    if (!(share[at] >= TIGHT)) return;
+    const name = names[budget[at]], key = `${node} ${name}`;
+    const one = found.get(key) ?? { node, budget: name, seconds: 0, worst: 0, atS: 0 };
+    one.seconds += stepS;
+    if (share[at] > one.worst) Object.assign(one, { worst: share[at], atS: (first + at) * stepS });
+    found.set(key, one);
+  });
+  return [...found.values()].sort((a, b) => b.seconds - a.seconds);
 }
 
 // What the last step of a node was made of.
@@ -42,7 +87,10 @@ export function made(node) {
   return `${count(node.step_rows)} ${node.step_rows === 1 ? "row" : "rows"} + ${count(node.step_prompt_tokens)} of ${count(node.step_budget)} tokens`;
 }
 
-const fullest = (nodes, bounds, many) => [...nodes].sort((a, b) => (budgets(b, bounds)[0]?.share ?? 0) - (budgets(a, bounds)[0]?.share ?? 0)).slice(0, many);
+function fullestOf(nodes, bounds, many) {
+  const shares = new Map(nodes.map((node) => [node, budgets(node, bounds)[0]?.share ?? 0]));
+  return [...nodes].sort((a, b) => shares.get(b) - shares.get(a)).slice(0, many);
+}
 
 export function groups(nodes) {
   return GROUPS.map(([role, name]) => {
@@ -59,10 +107,10 @@ const level = (node, bounds) => {
 const LEVELS = [["calm", "under 30 %"], ["some", "30 to 60 %"], ["busy", "60 to 90 %"], ["full", "90 % and more of a bound"], ["draining", "draining"]];
 
 function spoken(node, bounds) {
-  const parts = [`${count(node.running)} running`, made(node) && `last step ${made(node)}`, `${count(node.queued_tokens)} prompt tokens queued`];
+  const parts = [`${count(node.running)} running`, made(node) && `last step ${made(node)}`, node.queued_tokens !== undefined && `${count(node.queued_tokens)} prompt tokens queued`];
   if (node.queue_s !== null) parts.push(`queue ${seconds(node.queue_s)}`);
   if (node.step_s !== null) parts.push(`step ${seconds(node.step_s)}`);
-  return `${node.id} on ${node.host}: ${parts.filter(Boolean).join(", ")}, KV held ${percent(node.held / node.blocks)}${node.draining ? ", draining" : ""}${level(node, bounds) === "full" ? ", full" : ""}`;
+  return `${node.id} on ${node.host}: ${parts.filter(Boolean).join(", ")}, KV held ${percent(held(node))}${node.draining ? ", draining" : ""}${level(node, bounds) === "full" ? ", full" : ""}`;
 }
 
 function card(node, bounds, first) {
@@ -70,68 +118,111 @@ function card(node, bounds, first) {
   const tight = budgets(node, bounds)[0];
   return element("a", { href, class: `node card ${level(node, bounds)}`, "data-key": node.id, "data-node": node.id, tabindex: tab },
     element("b", {}, node.id),
-    element("span", { class: "what" }, node.queue_s !== null ? `queue ${seconds(node.queue_s)}, ${count(node.queued_tokens)} tokens` : ""),
+    element("span", { class: "what" }, node.queue_s === null ? "" : `queue ${seconds(node.queue_s)}${node.queued_tokens === undefined ? "" : `, ${count(node.queued_tokens)} tokens`}`),
     element("span", { class: "what" }, node.step_s !== null ? `${count(node.running)} running, step ${seconds(node.step_s)}` : node.roles ? `${count(node.running)} running` : "keeps blocks"),
     element("span", { class: "what" }, made(node)),
-    bar([[node.held / node.blocks, "held"], [Math.max(0, node.cached - node.held) / node.blocks, "cached"]]),
+    bar([[held(node), "held"], [node.blocks ? Math.max(0, node.cached - node.held) / node.blocks : 0, "cached"]]),
     element("span", { class: "what small" }, node.draining ? "draining" : tight ? `tightest: ${percent(tight.share)} ${tight.name}` : `${count(node.held)} of ${count(node.blocks)} blocks`));
 }
 
-const square = (node, bounds, first) => element("a", { href: `#/node/${encodeURIComponent(node.id)}`, class: `node square ${level(node, bounds)}`, "data-key": node.id, "data-node": node.id,
-  tabindex: first ? 0 : -1, "aria-label": spoken(node, bounds), title: spoken(node, bounds) });
+function square(node, bounds, first) {
+  const words = spoken(node, bounds);
+  return element("a", { href: `#/node/${encodeURIComponent(node.id)}`, class: `node square ${level(node, bounds)}`, "data-key": node.id, "data-node": node.id,
+    tabindex: first ? 0 : -1, "aria-label": words, title: words });
+}
 
-export function draw({ told, nodes }) {
-  if (!nodes.length) return [element("h2", { tabindex: -1 }, "Cluster"), empty("No node is attached. ", element("code", {}, "conductor up"), " starts some; ", element("code", {}, "conductor doctor"), " says why one does not come.")];
-  const bounds = told.bounds, isSmall = nodes.length > CARDS, shape = isSmall ? square : card;
+// The fullest budget over time, a moment of it to choose, and who it was.
+function moments({ fullest, span, atS }) {
+  const [fromS, untilS] = [fullest.first, fullest.next].map((row) => row * fullest.step_s), of = span === "day" ? "/day" : "";
+  const spans = element("div", { class: "choice", role: "group", "aria-label": "Moments of" },
+    [["hour", "Hour"], ["day", "Day"]].map(([name, words]) => element("a", { href: `#/cluster${atS === null ? "" : `/at/${atS}`}${name === "day" ? "/day" : ""}`, "aria-current": name === span ? "true" : null }, words)),
+    atS === null ? null : element("a", { href: `#/cluster${of}` }, "Back to now"));
+  if (fullest.nodes.length < 2) return [spans, empty("A moment to look back at comes within ten seconds, and of the day within ten minutes.")];
+  const at = atS === null ? fullest.nodes.length - 1 : Math.floor(atS / fullest.step_s) - fullest.first;
+  const who = fullest.nodes[at] && fullest.share[at] >= 0 ? `${percent(fullest.share[at])} of ${BUDGETS[fullest.budgets[fullest.budget[at]]]}, ${fullest.nodes[at]}` : "nothing recorded";
+  const when = atS === null ? "now" : clock(atS, span === "day", true);
+  return [
+    spans,
+    element("div", { class: "strip" },
+      chart({ title: "The fullest budget of all nodes", means: TERMS[0][1], unit: "share", lines: [{ label: "fullest", column: fullest.share, how: "max" }], fromS, stepS: fullest.step_s, withDate: span === "day", atS }),
+      element("label", { for: "moment", class: "moment" }, `Moment: ${when}`,
+        element("input", { type: "range", id: "moment", min: fromS, max: untilS, step: fullest.step_s, "aria-valuetext": `${when}: ${who}` }))),
+  ];
+}
+
+function ofTheSpan({ fullest, span }) {
+  const found = bottlenecks(fullest), last = span === "day" ? "day" : "hour";
+  if (!found.length) return empty(`No node was the fullest at ${percent(TIGHT)} or more of a budget in the last ${last}.`);
+  return table(`Bottlenecks of the last ${last}`, ["node", ["budget", TERMS[0][1]], ["how long", "The time in which it was the fullest of all, at 60 % or more."], "worst", "worst at"],
+    found.slice(0, TABLED).map((each) => row([link(each.node), BUDGETS[each.budget], age(each.seconds), percent(each.worst),
+      element("a", { href: `#/cluster/at/${each.atS}${span === "day" ? "/day" : ""}` }, clock(each.atS, span === "day", true))], { "data-key": `${each.node} ${each.budget}` })));
+}
+
+export const link = (id) => element("a", { href: `#/node/${encodeURIComponent(id)}` }, id);
+
+function inTheMove({ told }) {
+  const flows = flowing(told.links);
+  return element("div", { class: "pair" },
+    flows.length ? table("KV on its way", ["from", "to", ["rate", "Bytes of KV a second, of the last ten seconds or so."]], flows.map(([from, to, rate]) => row([from, to, `${bytes(rate)}/s`], { "data-key": `${from} ${to}` }))) : empty("No KV moves between nodes just now."),
+    told.prefixes.length ? table("Hot prefixes", [["last block", "Beginnings of prompts that many requests share, by the name of their last block."], "blocks", "requests", ["copies", "Nodes that have it in their cache."]], told.prefixes.map(([name, depth, rate, copies]) => row([element("code", {}, name), depth, `${count(60 * rate)}/min`, copies], { "data-key": name }))) : empty("No prefix was matched lately: a second turn of a chat has one."));
+}
+
+const COLUMNS = ["node", "host", "roles", ["queue", TERMS[2][1]], ["step", TERMS[3][1]], "running"];
+const NOW = [["last step", TERMS[4][1]], ["queued tokens", "Prompt tokens that wait on it to be computed."], ["context tokens", "Tokens of all requests there, whose KV each step reads."]];
+
+function tabled({ told, nodes, atS }) {
+  const isNow = atS === null;
+  return table(nodes.length > CARDS ? `The ${TABLED} nodes with the fullest budgets` : "Nodes, the fullest first",
+    [...COLUMNS, ...(isNow ? NOW : []), "KV held", ["tightest", TERMS[0][1]], ...(isNow ? ["heard"] : [])],
+    fullestOf(nodes, told.bounds, TABLED).map((node) => { const tight = budgets(node, told.bounds)[0];
+      return row([link(node.id), node.host, node.roles || "storage", seconds(node.queue_s), seconds(node.step_s), count(node.running), ...(isNow ? [made(node) || "–", count(node.queued_tokens), count(node.context_tokens)] : []),
+        isNow ? `${percent(held(node))} of ${count(node.blocks)}` : percent(held(node)), element("td", {}, tight ? bar([[tight.share, level(node, told.bounds)]]) : "", tight ? ` ${percent(tight.share)}` : "–"),
+        ...(isNow ? [node.silent_s === null ? "not yet" : `${age(node.silent_s)} ago`] : [])], { "data-key": node.id }); }));
+}
+
+export function draw(found) {
+  const { told, nodes, atS } = found, bounds = told.bounds, heading = element("h2", { tabindex: -1 }, "Cluster");
+  if (!nodes.length && atS === null) return [heading, empty("No node is attached. ", element("code", {}, "conductor up"), " starts some; ", element("code", {}, "conductor doctor"), " says why one does not come."), ...(found.fullest.nodes.length ? moments(found) : [])];
+  const isSmall = nodes.length > CARDS, shape = isSmall ? square : card;
   let first = true;
   const one = (node) => { const made = shape(node, bounds, first); first = false; return made; };
   const picture = groups(nodes).map(({ name, members, hosts }) => element("section", { class: "group", "data-key": name, "aria-label": `${name}, ${members.length} nodes` },
     element("h3", {}, `${name} `, element("small", {}, members.length)),
-    hosts.map(([host, there]) => element("div", { class: "host", "data-key": host }, element("p", { class: "note" }, host, there.length > 1 ? ` · ${there.length}` : ""), element("div", { class: isSmall ? "squares" : "cards" }, there.map(one))))));
-  const flows = told.links.slice(0, FLOWS);
+    hosts.map(([host, there]) => element("div", { class: "host", "data-key": host }, element("p", { class: "note" }, host, there.length > 1 ? ` · ${there.length}` : ""), element("div", { class: isSmall ? "squares" : members.length > COLUMN ? "cards" : "cards column" }, there.map(one))))));
   return [
-    element("h2", { tabindex: -1 }, "Cluster"),
-    element("p", { class: "sentence" }, bottleneck(nodes, bounds)),
+    heading,
+    element("p", { class: "sentence", role: atS === null ? null : "status" }, nodes.length ? bottleneck(nodes, bounds, atS) : `Nothing is recorded of ${clock(atS, true, true)}: the conductor keeps a day, since its start.`),
     bounds.ttft_s || bounds.tbt_s ? null : element("p", { class: "note" }, "Without slo.ttft_s and slo.tbt_s in cluster.yaml only KV has a budget."),
-    element("div", { class: "picture", id: "picture" }, picture, element("svg:svg", { id: "flows", "aria-hidden": "true", "data-kept": true, "data-key": "flows" })),
+    ...moments(found),
+    element("div", { class: "picture", id: "picture" }, picture, element("svg:svg", { id: "flows", "aria-hidden": "true", "data-kept": true, "data-key": "flows" }), element("div", { id: "dots", "aria-hidden": "true", "data-kept": true, "data-key": "dots" })),
     element("ul", { class: "legend levels" }, LEVELS.map(([name, words]) => element("li", { class: name }, words))),
-    element("p", { class: "note" }, "Arrow keys go from node to node, Enter opens one. A card has its queue, what runs, its last step (rows that decode, and tokens of prompts of those that it may have), and its blocks: held, then cached."),
-    element("div", { class: "pair" },
-      flows.length ? table("KV on its way", ["from", "to", "rate"], flows.map(([from, to, rate]) => row([from, to, `${bytes(rate)}/s`], { "data-key": `${from} ${to}` }))) : empty("No KV moves between nodes just now."),
-      told.prefixes.length ? table("Hot prefixes", ["last block", "blocks", "requests", "copies"], told.prefixes.map(([name, depth, rate, copies]) => row([element("code", {}, name), depth, `${count(60 * rate)}/min`, copies], { "data-key": name }))) : empty("No prefix was matched lately: a second turn of a chat has one.")),
-    table(isSmall ? `The ${TABLED} nodes with the fullest budgets` : "Nodes, the fullest first", ["node", "host", "roles", "queue", "step", "running", "last step", "queued tokens", "context tokens", "KV held", "tightest", "heard"],
-      fullest(nodes, bounds, TABLED).map((node) => { const tight = budgets(node, bounds)[0];
-        return row([element("a", { href: `#/node/${encodeURIComponent(node.id)}` }, node.id), node.host, node.roles || "storage", seconds(node.queue_s), seconds(node.step_s), count(node.running), made(node) || "–", count(node.queued_tokens), count(node.context_tokens),
-          `${percent(node.held / node.blocks)} of ${count(node.blocks)}`, element("td", {}, tight ? bar([[tight.share, level(node, bounds)]]) : "", tight ? ` ${percent(tight.share)}` : "–"), node.silent_s === null ? "not yet" : `${age(node.silent_s)} ago`], { "data-key": node.id }); })),
+    element("p", { class: "note" }, atS === null ? "Arrow keys go from node to node, Enter opens one. Dots run as KV does." : "As it was recorded then. How KV flowed, and what steps were made of, is not kept."),
+    ofTheSpan(found),
+    atS === null ? inTheMove(found) : null,
+    nodes.length ? tabled(found) : null,
+    words("What the words mean", TERMS),
   ].filter(Boolean);
 }
 
-// After the elements are there: the flows, from where the nodes are.
-export function settle(view, { told }) {
-  const svg = view.querySelector("#flows"), picture = view.querySelector("#picture");
-  if (!svg) return;
-  const frame = picture.getBoundingClientRect();
-  svg.setAttribute("viewBox", `0 0 ${frame.width} ${frame.height}`);
-  const place = new Map([...picture.querySelectorAll("[data-node]")].map((node) => [node.dataset.node, node.getBoundingClientRect()]));
-  const known = told.links.slice(0, FLOWS).filter(([from, to]) => place.has(from) && place.has(to));
-  const most = Math.max(1, ...known.map(([, , rate]) => rate));
-  const wanted = new Set(known.map(([from, to]) => `${from} ${to}`));
-  for (const path of [...svg.children]) if (!wanted.has(path.dataset.key)) path.remove();
-  for (const [from, to, rate] of known) {
-    const key = `${from} ${to}`, [a, b] = [place.get(from), place.get(to)];
-    const side = a.left < b.left - 4 ? [a.right, b.left] : a.left > b.left + 4 ? [a.left, b.right] : [a.right, b.right];
-    const [x1, x2] = side.map((x) => x - frame.left), [y1, y2] = [a, b].map((box) => box.top + box.height / 2 - frame.top);
-    const bend = side[0] === a.right && side[1] === b.right ? 40 : (x2 - x1) / 2;
-    const d = `M${x1.toFixed(0)} ${y1.toFixed(0)}C${(x1 + bend).toFixed(0)} ${y1.toFixed(0)} ${(side[1] === b.right && bend === 40 ? x2 + bend : x2 - bend).toFixed(0)} ${y2.toFixed(0)} ${x2.toFixed(0)} ${y2.toFixed(0)}`;
-    const path = [...svg.children].find((each) => each.dataset.key === key) ?? svg.appendChild(element("svg:path", { "data-key": key }));
-    const strength = rate > 0.5 * most ? "strong" : rate > 0.1 * most ? "middling" : "weak";
-    if (path.getAttribute("d") !== d) path.setAttribute("d", d);
-    if (path.getAttribute("class") !== `flow ${strength}`) path.setAttribute("class", `flow ${strength}`);
-  }
+// After the elements are there: the flows, from where the nodes are, and the slider's place.
+export function settle(view, { told, atS, fullest }) {
+  flow(view, told.links ?? []);
+  const slider = view.querySelector("#moment");
+  if (slider && view.ownerDocument.activeElement !== slider) slider.value = atS ?? fullest.next * fullest.step_s;
 }
 
-// Arrow keys among the nodes: one of them is in the order of Tab.
-export function bind(view) {
+// Arrow keys among the nodes: one of them is in the order of Tab. And the moment that is chosen: by the slider, which
+// keeps the focus, or by a click on the line above it.
+export function bind(view, go, again, reload) {
+  let due = 0;
+  const choose = (atS) => {
+    const slider = view.querySelector("#moment"), of = location.hash.endsWith("/day") ? "/day" : "";
+    history.replaceState(null, "", atS >= Number(slider.max) ? `#/cluster${of}` : `#/cluster/at/${atS}${of}`);
+    clearTimeout(due);
+    due = setTimeout(reload, 60);
+  };
+  view.addEventListener("input", (event) => { if (event.target.id === "moment") choose(Number(event.target.value)); });
+  view.addEventListener("click", (event) => { const atS = momentAt(event); if (atS !== null) choose(atS); });
   view.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
     const node = event.target.closest?.("[data-node]");
@@ -146,12 +237,12 @@ export function bind(view) {
 export const node = {
   title: "Node",
   async load([id = "", span = "hour"]) {
-    const now = await load();
+    const current = await now();
     const told = await page(`${span === "day" ? "node-day" : "node"}.${id}`).catch((error) => { if (error.status === 404) return null; throw error; });
-    return { id, span, told, now, node: now.nodes.find((each) => each.id === id) };
+    return { id, span, told, now: current, node: current.nodes.find((each) => each.id === id) };
   },
   draw({ id, span, told, now, node: found }) {
-    const heading = [element("p", { class: "note" }, element("a", { href: "#/cluster" }, "Cluster"), " ›"), element("h2", { tabindex: -1 }, "Node ", element("code", {}, id))];
+    const heading = [element("p", { class: "note" }, element("a", { href: "#/cluster" }, "Cluster"), ` › ${found?.roles || "node"}`), element("h2", { tabindex: -1 }, "Node ", element("code", {}, id))];
     if (!found && !told) return [...heading, empty("No such node is or was attached.")];
     const facts = found ? [["host", found.host], ["roles", found.roles || "storage"], ["running", count(found.running)], ["prompt tokens queued", count(found.queued_tokens)],
       ["queue", seconds(found.queue_s)], ["step", seconds(found.step_s)], ["KV held", `${count(found.held)} of ${count(found.blocks)}`], ["cached", count(found.cached)]] : [];
@@ -163,12 +254,13 @@ export const node = {
       element("dl", { class: "numbers" }, facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)))),
       element("div", { class: "choice", role: "group", "aria-label": "How long" }, [["hour", "Hour"], ["day", "Day"]].map(([name, words]) => element("a", { href: `#/node/${encodeURIComponent(id)}/${name}`, "aria-current": name === span ? "true" : null }, words))),
       shown ? element("div", { class: "charts" }, [
-        { title: "Queue of prompts", unit: "s", lines: [line("predicted", "queue_s", "max")], bound: now.told.bounds.ttft_s },
+        { title: "Queue of prompts", means: TERMS[2][1], unit: "s", lines: [line("predicted", "queue_s", "max")], bound: now.told.bounds.ttft_s },
         { title: "Decode step", unit: "s", lines: [line("predicted", "step_s", "max")], bound: now.told.bounds.tbt_s },
         { title: "KV blocks held", unit: "share", lines: [line("held", "kv_held")] },
         { title: "Sequences running", unit: "count", lines: [line("running", "running", "max")] },
       ].filter(({ lines }) => lines.some(({ column }) => !column.every(Number.isNaN))).map((each) => chart({ ...each, fromS: from, stepS: told.step_s, withDate: span === "day" }))) : empty("Its first row comes within ten seconds."),
-      flows.length ? table("KV to and from it", ["from", "to", "rate"], flows.map(([a, b, rate]) => row([a, b, `${bytes(rate)}/s`]))) : empty("No KV moves to or from it just now."),
+      flows.length ? table("KV to and from it", ["from", "to", "rate"], flows.map(([a, b, rate]) => row([link(a), link(b), `${bytes(rate)}/s`]))) : empty("No KV moves to or from it just now."),
+      words("What the words mean", TERMS),
     ];
   },
 };

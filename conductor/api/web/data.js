@@ -30,6 +30,17 @@ export async function ask(path, body = undefined, timeoutMs = 10000) {
 
 export const page = (name) => ask(`v1/page/${name.split(".").map(encodeURIComponent).join(".")}`);
 
+const kept = new Map();
+
+// An answer of which little changes in `periodMs`, asked for again only then.
+export async function seldom(name, periodMs = 10000) {
+  const before = kept.get(name);
+  if (before && performance.now() - before.atMs < periodMs) return before.told;
+  const told = await page(name);
+  kept.set(name, { told, atMs: performance.now() });
+  return told;
+}
+
 // Numbers of 32 bits in base64, row after row, to a column for each name.
 export function columns({ names, rows }) {
   const packed = Uint8Array.from(atob(rows), (character) => character.charCodeAt(0));

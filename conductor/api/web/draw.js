@@ -48,9 +48,12 @@ export const UNITS = {
   s: seconds, share: percent, count, "1/s": (value) => `${count(value)}/s`, "B/s": (value) => `${bytes(value)}/s`,
 };
 
-export function clock(atS, withDate = false) {
+const MINUTES = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit" });
+const SECONDS = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+
+export function clock(atS, withDate = false, withSeconds = false) {
   const at = new Date(atS * 1e3);
-  const time = at.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
+  const time = (withSeconds ? SECONDS : MINUTES).format(at);
   return withDate ? `${at.toLocaleDateString("en-GB", { day: "numeric", month: "short" })} ${time}` : time;
 }
 
@@ -131,9 +134,11 @@ function change(shown, wanted) {
   morph(shown, [...wanted.childNodes]);
 }
 
+// A table; a column is a name, or a name and what it means.
 export function table(caption, columns, rows) {
-  for (const each of rows) columns.forEach((column, at) => column && each.children[at]?.setAttribute("data-label", column)); // for telephones
-  const head = element("tr", {}, columns.map((column) => element("th", { scope: "col" }, column)));
+  const named = columns.map((column) => [column].flat());
+  for (const each of rows) named.forEach(([name], at) => name && each.children[at]?.setAttribute("data-label", name)); // for telephones
+  const head = element("tr", {}, named.map(([name, meaning]) => element("th", { scope: "col", title: meaning ?? null }, name)));
   return element("div", { class: "scroll", role: "region", "aria-label": caption, tabindex: 0 },
     element("table", {}, element("caption", {}, caption), element("thead", {}, head), element("tbody", {}, rows)));
 }
@@ -152,29 +157,49 @@ export function bar(parts) {
   return svg;
 }
 
+// What words mean, to be opened: names and meanings. What has a title alone, a telephone and a keyboard never show.
+export const words = (summary, terms) => element("details", { class: "words", "data-key": summary }, element("summary", {}, summary),
+  element("dl", {}, terms.map(([name, meaning]) => element("div", {}, element("dt", {}, name), element("dd", {}, meaning)))));
+
+export const TTFT = ["TTFT", "Time to first token: the seconds from a request's arrival to the first token of its answer."];
+export const TBT = ["TBT", "Time between tokens: the mean over one request's answer. Bounds on TBT are on this mean."];
+export const P99 = ["p99", "Of the requests meant, 99 in 100 were no slower; p90 and median likewise."];
+export const KV = ["KV", "What the model has computed of a text so far and needs for its next token, in blocks of some tokens. A prompt that begins as an earlier one may use its blocks: a hit."];
+
 export const empty = (...words) => element("p", { class: "empty" }, ...words);
 
-// A chart of lines over time: {title, unit, lines: [{label, column, how}], bound, fromS, stepS, note}.
-export function chart({ title, unit, lines, bound, fromS, stepS, withDate }) {
+// A chart of lines over time: {title, means, unit, lines: [{label, column, how}], bound, fromS, stepS, atS}. `atS`: a
+// moment that is marked, whose values the legend has instead of the last ones.
+export function chart({ title, means, unit, lines, bound, fromS, stepS, withDate, atS }) {
   const say = UNITS[unit], bins = WIDTH / 2;
   const drawn = lines.filter(({ column }) => column.length).map((line) => ({ ...line, points: binned(line.column, bins, line.how) }));
   const length = Math.max(1, ...lines.map(({ column }) => column.length));
   const values = drawn.flatMap(({ points }) => points.map(([, value]) => value).filter((value) => value !== null));
-  const figure = (...content) => element("figure", { class: "chart", "data-key": title }, element("figcaption", {}, title), ...content);
+  const figure = (...content) => element("figure", { class: "chart", "data-key": title, "data-from": fromS, "data-step": stepS, "data-rows": length }, element("figcaption", { title: means ?? null }, title), ...content);
   if (!values.length) return figure(empty("Nothing to say yet: a line begins with the first request."));
   const top = unit === "share" ? 1 : niceTop(Math.max(...values, known(bound) && bound < 3 * Math.max(...values) ? bound : 0));
   const x = (at) => (WIDTH * at) / length, y = (value) => HEIGHT - (HEIGHT * Math.min(value, top)) / top;
-  const last = (column) => { for (let at = column.length - 1; at >= Math.max(0, column.length - 60); at -= 1) if (!Number.isNaN(column[at])) return column[at]; return null; };
+  const end = known(atS) ? Math.min(length - 1, Math.max(0, Math.floor((atS - fromS) / stepS))) : length - 1;
+  const last = (column) => { for (let at = end; at >= Math.max(0, end - 59); at -= 1) if (!Number.isNaN(column[at])) return column[at]; return null; };
   const labels = drawn.map(({ label, column }) => `${label} ${say(last(column))}`).join(", ");
   const svg = element("svg:svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", preserveAspectRatio: "none",
-    "aria-label": `${title}, last: ${labels}; the scale ends at ${say(top)}` });
+    "aria-label": `${title}, ${known(atS) ? `at ${clock(atS, false, true)}` : "last"}: ${labels}; the scale ends at ${say(top)}` });
   for (const share of [0, 0.5, 1]) svg.append(element("svg:path", { class: "grid", d: `M0 ${(HEIGHT * share).toFixed(1)}h${WIDTH}` }));
   drawn.forEach(({ points }, number) => svg.append(element("svg:path", { class: `line line${number}`, d: path(points, x, y) })));
   if (known(bound) && bound <= top) svg.append(element("svg:path", { class: "bound", d: `M0 ${y(bound).toFixed(1)}h${WIDTH}` }));
+  if (known(atS)) svg.append(element("svg:path", { class: "cursor", d: `M${x(end + 0.5).toFixed(1)} 0V${HEIGHT}` }));
   const untilS = fromS + length * stepS;
   return figure(
     element("div", { class: "plot" }, element("span", { class: "top" }, say(top)), svg),
     element("div", { class: "axis" }, [0, 0.5, 1].map((share) => element("span", {}, clock(fromS + share * (untilS - fromS), withDate)))),
     element("ul", { class: "legend" }, drawn.map(({ label, column }, number) => element("li", { class: `line${number}` }, `${label} `, element("b", {}, say(last(column))))),
       known(bound) ? element("li", { class: "bound" }, "bound ", element("b", {}, say(bound))) : null));
+}
+
+// The moment of a chart at which a pointer is, in seconds since 1970; null: it is at no chart.
+export function momentAt(event) {
+  const plot = event.target.closest?.(".plot"), figure = plot?.closest("figure[data-rows]");
+  if (!figure) return null;
+  const { left, width } = plot.getBoundingClientRect(), share = Math.min(0.9999, Math.max(0, (event.clientX - left) / width));
+  return Number(figure.dataset.from) + Math.floor(share * Number(figure.dataset.rows)) * Number(figure.dataset.step);
 }

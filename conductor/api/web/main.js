@@ -48,7 +48,7 @@ function show(name, one, found, isNew) {
   }
   put(one, found);
   if (isNew) {
-    one.bind?.(place, go, () => put(one, found));
+    one.bind?.(place, go, () => put(one, found), () => refresh(false));
     document.title = `${one.title} · Conductor`;
     for (const tab of document.querySelectorAll("#tabs a")) {
       if (tab.hash.split("/")[1] === (TABS[name] ?? name)) tab.setAttribute("aria-current", "page"); else tab.removeAttribute("aria-current");
@@ -64,8 +64,9 @@ function show(name, one, found, isNew) {
 async function refresh(isNew) {
   clearTimeout(timer);
   const [name, rest] = wanted(), one = VIEWS[name], mine = (turn += 1);
+  let found = null;
   try {
-    const found = await one.load(rest);
+    found = await one.load(rest);
     if (mine !== turn) return; // another view was chosen meanwhile
     show(name, one, found, isNew || place?.dataset.view !== name);
     if (found.told) badge(found.told);
@@ -75,7 +76,7 @@ async function refresh(isNew) {
     if (mine !== turn) return;
     failed(name, one, error);
   }
-  if (!one.isStill) timer = setTimeout(() => refresh(false), PERIOD_MS);
+  if (!one.isStill && !found?.isStill) timer = setTimeout(() => refresh(false), PERIOD_MS);
 }
 
 function failed(name, one, error) {

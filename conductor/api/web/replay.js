@@ -1,9 +1,9 @@
 // Replays: a trace that is dropped here, or the traffic of the last hour, on nodes of one's choice, as `conductor replay`
 // simulates them. The answers are that command's reports and pages; charts are taken over from its page.
 
-import { bar, count, element, empty, percent, row, seconds, table } from "./draw.js";
+import { bar, count, element, empty, P99, percent, row, seconds, table, TBT, TTFT, words } from "./draw.js";
 import { ask } from "./data.js";
-import { load as loadCluster } from "./cluster.js";
+import { now } from "./cluster.js";
 
 const TIMEOUT_MS = 130000;
 const MAX_FILE_BYTES = 64 << 20;
@@ -26,30 +26,57 @@ export function steps(nodes) {
   return found;
 }
 
-// What the runs say of "would it have helped?": a sentence. Whoever is first is the cluster as it is.
-export function verdict(runs, called) {
+// The share of requests within their bounds, as the service counts them: TBT is the mean of each.
+const share = ({ report }) => report.served_within;
+const points = (difference) => `${Number((100 * Math.abs(difference)).toPrecision(2))} points`;
+
+// What the runs say of "would it have helped?": a sentence. Whoever is first is the cluster as it is. `was`: what was
+// measured of the same requests; a difference that is smaller than the replay's own error is no answer.
+export function verdict(runs, called, was = null) {
   if (runs.length < 2) return "";
-  const share = ({ report }) => report.effective_capacity, now = runs[0];
+  const now = runs[0];
   const best = runs.slice(1).reduce((a, b) => (share(b) > share(a) ? b : a));
   const more = share(best) - share(now), name = called[best.nodes] ?? best.nodes;
+  const error = was ? Math.abs(share({ report: was }) - share(now)) : 0;
+  if (more > 0.005 && more <= error) return `Perhaps: with ${name} (${best.nodes}) the replay has ${percent(share(best))} within their bounds instead of ${percent(share(now))}, but ${points(error)} is how far it is from what was measured.`;
   if (more > 0.005) return `Yes: with ${name} (${best.nodes}) ${percent(share(best))} would have been served within their bounds, instead of ${percent(share(now))}.`;
   const sooner = now.report.ttft_s.p99 - best.report.ttft_s.p99;
   if (share(now) >= 0.995) return `No: in the replay ${percent(share(now))} are within their bounds with ${now.nodes} already${sooner > 0.1 * now.report.ttft_s.p99 && now.report.ttft_s.p99 > 0 ? `; the slowest hundredth would have had its first token ${seconds(sooner)} sooner with ${name}` : ""}.`;
   return `No: none of these clusters would have served noticeably more than the ${percent(share(now))} of ${now.nodes}.`;
 }
 
+// How far the replay of the cluster as it is, is from what was measured: its error.
+export function errorOf(was, { report }) {
+  const difference = report.served_within - was.served_within, kind = difference > 0 ? "kinder" : "harsher";
+  const within = Math.abs(difference) < 0.0005 ? "the same share within bounds" : `${points(difference)} ${kind}`;
+  return `How far to trust it: measured were ${percent(was.served_within)} within bounds and a TTFT p99 of ${seconds(was.ttft_s.p99)}; the replay as it is says ${percent(report.served_within)} (${within}) and ${seconds(report.ttft_s.p99)}.`;
+}
+
+const COLUMNS = [
+  ["nodes", "2P1D: two prefill nodes and one decode node; 4C: four of both roles."], "change",
+  ["within bounds", "The share of all requests that were served with TTFT and TBT within the bounds above."], ["rejected", "Refused because no node could have kept the bounds."],
+  ["TTFT median", TTFT[1]], ["TTFT p99", `${TTFT[1]} ${P99[1]}`], ["TBT p99", `${TBT[1]} ${P99[1]}`],
+  ["hit rate", "The share of prompt tokens whose KV was cached."], ["goodput", "Requests within bounds, a second of the traffic."], ["prefill each", "Seconds of computing that a prompt took, in the mean."],
+];
+const EXPLAINED = COLUMNS.filter((column) => column !== "change" && !column[0].startsWith("T"));
+
+const reported = (nodes, change, report, about, attributes) => row([element("b", {}, nodes), change, element("td", {}, bar([[report.served_within, "held"]]), ` ${percent(report.served_within)}`), count(report.rejected), seconds(report.ttft_s.p50), seconds(report.ttft_s.p99), seconds(report.mean_tbt_s.p99),
+  percent(report.hit_rate_tokens), `${count((report.served_within * about.requests) / Math.max(1, about.span_s))}/s`, seconds(report.prefill_gpu_s_per_request)], attributes);
+
 function outcome(which, called = {}) {
   const told = results[which];
   if (working[which]) return [element("p", { class: "sentence", role: "status" }, "It runs beside the conductor, at the lowest priority: a moment…")];
   if (!told) return [];
   if (told.problem) return [element("p", { class: "late", role: "alert" }, told.problem)];
-  const { runs } = told, about = runs[0].trace;
+  const { runs, measured: was } = told, about = runs[0].trace;
   return [
-    element("p", { class: "sentence", role: "status" }, verdict(runs, called) || `${percent(runs[0].report.effective_capacity)} would have been served within their bounds.`),
-    element("p", { class: "note" }, `${count(about.requests)} requests over ${seconds(about.span_s)}, blocks of ${about.block_size} tokens.`),
-    table("In virtual time", ["nodes", "change", "within bounds", "rejected", "TTFT median", "TTFT 99 %", "TBT 99 % (longest tenth)", "hit rate", "goodput", "prefill each"],
-      runs.map(({ nodes, report }) => row([element("b", {}, nodes), called[nodes] ?? "", element("td", {}, bar([[report.effective_capacity, "held"]]), ` ${percent(report.effective_capacity)}`), count(report.rejected), seconds(report.ttft_s.p50), seconds(report.ttft_s.p99), seconds(report.tbt_s.p99),
-        percent(report.hit_rate_tokens), `${count(report.goodput_requests_per_s)}/s`, seconds(report.prefill_gpu_s_per_request)], { "data-key": nodes }))),
+    element("p", { class: "sentence", role: "status" }, verdict(runs, called, was) || `${percent(share(runs[0]))} would have been served within their bounds.`),
+    was ? element("p", { class: "note" }, errorOf(was, runs[0])) : null,
+    element("p", { class: "note" }, `${count(about.requests)} requests over ${seconds(about.span_s)}, blocks of ${about.block_size} tokens.`, was?.failed ? ` ${count(was.failed)} of them failed, or their clients left.` : ""),
+    table(was ? "What was, and what would have been" : "In virtual time", COLUMNS, [
+      ...(was ? [reported("measured", "what really was", was, about, { "data-key": "measured", class: "chosen" })] : []),
+      ...runs.map(({ nodes, report }) => reported(nodes, `${called[nodes] ?? ""}${was ? `${called[nodes] ? ", " : ""}replayed` : ""}`, report, about, { "data-key": nodes }))]),
+    words("What the columns mean", [...EXPLAINED, TTFT, TBT, P99]),
     ...runs.filter(({ html }) => html).map(({ nodes, html }) => element("details", { "data-key": `report ${nodes}`, open: runs.length === 1 }, element("summary", {}, `Charts of ${nodes}`),
       element("p", {}, element("a", { href: URL.createObjectURL(new Blob([html], { type: "text/html" })), download: `replay-${nodes}.html` }, "Save the report as a page")),
       element("div", { class: "report" }, figures(html)))),
@@ -94,16 +121,16 @@ function sized(nodes) {
 
 export const replay = {
   title: "Replay", isStill: true,
-  load: loadCluster,
+  load: now,
   draw({ told, nodes }) {
     return [
       element("h2", { tabindex: -1 }, "Replay a trace"),
       element("p", {}, "Drop a trace and see, in virtual time, how this conductor's scheduler would serve it with nodes of your choice. The same as ", element("code", {}, "conductor replay TRACE --html"), "."),
       element("form", { id: "ask", "data-kept": true, "data-key": "ask" },
         element("label", { class: "drop", for: "file", id: "drop" }, element("span", { id: "named" }, dropped ? dropped.name : "Drop a trace here, or choose a file: JSON Lines or CSV, plain or .gz"), element("input", { id: "file", type: "file", accept: ".jsonl,.json,.csv,.gz" })),
-        element("div", { class: "row" }, field("nodes", "Nodes, up to five clusters", sized(nodes)[0][0], { placeholder: "2P2D 3P1D", size: 16 }), bounds(told), element("button", {}, "Replay"))),
+        element("div", { class: "row" }, field("nodes", "Clusters, up to five: 2P1D is 2 prefill, 1 decode", sized(nodes)[0][0], { placeholder: "2P2D 3P1D", size: 16 }), bounds(told), element("button", {}, "Replay"))),
       ...outcome("replay"),
-      results.replay || working.replay ? null : element("p", { class: "empty" }, "A trace has a row for each request: ", element("code", {}, '{"timestamp": 0, "input_length": 2236, "output_length": 225, "hash_ids": [0, 1, 2, 3, 4]}'), ". A decision log of a conductor is one too."),
+      results.replay || working.replay ? null : element("p", { class: "empty" }, "A trace has a row for each request: ", element("code", {}, '{"timestamp": 0, "input_length": 2236, "output_length": 225, "hash_ids": [0, 1, 2, 3, 4]}'), ": the milliseconds when it came, the tokens of its prompt and of its answer, and a number for each block of the prompt, which two prompts share where their beginnings are alike. A decision log of a conductor is one too."),
     ].filter(Boolean);
   },
   bind(view, go, again) {
@@ -130,12 +157,12 @@ export const replay = {
 
 export const whatif = {
   title: "What if", isStill: true,
-  load: loadCluster,
+  load: now,
   draw({ told, nodes }) {
     const found = sized(nodes), called = Object.fromEntries(found);
     return [
       element("h2", { tabindex: -1 }, "What if"),
-      element("p", {}, "The traffic of the last hour, replayed in virtual time on the nodes that you have and on others: would one more have helped?"),
+      element("p", {}, "The traffic of the last hour, replayed in virtual time on the nodes that you have and on others: would one more have helped? The first row is what really was."),
       element("form", { id: "ask", "data-kept": true, "data-key": "ask" },
         element("div", { class: "row" }, field("nodes", "Clusters, the present one first", found.map(([name]) => name).join(" "), { size: 34 }), bounds(told), element("button", {}, "Replay the last hour"))),
       ...outcome("whatif", called),

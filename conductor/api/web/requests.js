@@ -1,7 +1,8 @@
 // Requests: lists of them, and the waterfall of one, every part predicted beside actual, attempt by attempt.
 
-import { age, count, element, empty, row, seconds, table } from "./draw.js";
+import { age, clock, count, element, empty, row, seconds, table, TBT, TTFT, words } from "./draw.js";
 import { page } from "./data.js";
+import { link as node } from "./cluster.js";
 
 const LISTS = [["latest", "Latest"], ["slowest", "Slowest first token"], ["missed", "Missed a bound"], ["rejected", "Rejected"]];
 const NONE = {
@@ -11,13 +12,50 @@ const NONE = {
   rejected: "No request was rejected in the last hour.",
 };
 
+// The parts of a waterfall: what each is called, and what it is.
+export const PARTS = {
+  received: ["read and tokenised", "The request was read and checked, and its text turned into tokens."],
+  waited: ["waited to be placed", "It waited at the conductor until a node could take it in time."],
+  dispatched: ["sent to the nodes", "Messages from the conductor to the two nodes and back, and what of the time to the first token no other part covers."],
+  reserved: ["blocks set aside for it", "Within it: the decode node set aside memory (KV blocks) for the request."],
+  queued: ["queued on the prefill node", "Its prompt waited there behind others."],
+  loaded: ["prefix copied", "Within it: KV of the prompt's beginning, which another node had, was copied from there."],
+  prefilled: ["prompt computed", "The model read the prompt: its KV was computed, in so many steps."],
+  written: ["KV sent meanwhile", "KV went to the decode node layer by layer while later layers were computed. Only what shows below costs time."],
+  "handed over": ["rest of the hand-off", "What of sending the KV to the decode node was left when the prompt was computed."],
+  decoded: ["tokens after the first", "Steps of the decode node, one token each."],
+};
+const name = (part) => PARTS[part]?.[0] ?? part;
+const PLACED = [["prefill", "The node that computes its prompt; ←: the one that its known beginning is copied from."], ["decode", "The node that makes its tokens after the first."]];
+const COULD_PREFILL = [
+  ["ready_s", "ready in", "Seconds until the prompt would be computed there: the queue, or the copying where that is longer, and the computing."],
+  ["queue_s", "queue", "Seconds of prompts before it."],
+  ["fetch_s", "copying", "Seconds to copy the prompt's known beginning from another node."],
+  ["prefill_s", "computing", "Seconds to compute the rest of the prompt."],
+  ["others_s", "delay to others", "Seconds that other requests would lose by it. The node with the least of this and 'ready in' together is chosen."],
+  ["local_blocks", "blocks it has", "KV blocks of the prompt's beginning in the node's own cache."],
+  ["matched_blocks", "with copies", "The same, and those that it would copy."],
+  ["fetch_from", "copies from", "The node that it would copy from."],
+];
+const COULD_DECODE = [
+  ["tbt_s", "TBT", "Predicted seconds between two tokens, with this request there."],
+  ["sequences", "decoding", "Requests that decode there already."],
+  ["free_tokens", "room, tokens", "Tokens whose KV it has room for."],
+  ["matched_blocks", "blocks it has", "KV blocks of the prompt that are there and need not be sent."],
+  ["fits", "has room", "Whether the request's KV has room there, with its answer."],
+];
+let lastList = "latest"; // the way back from a request
+
 export const title = "Requests";
 
 export async function load([list = "latest"]) {
   const known = LISTS.some(([name]) => name === list) ? list : "latest";
+  lastList = known;
   return { list: known, told: await page(`requests.${known}`) };
 }
 
+const nodes = (prefill, source) => (prefill ? [node(prefill), source ? [" ← ", node(source)] : []].flat() : ["–"]);
+const cell = (...content) => element("td", {}, content.flat());
 const link = (id) => element("a", { href: `#/request/${encodeURIComponent(id)}` }, id);
 const late = (value, bound) => value !== null && value !== undefined && bound !== null && bound !== undefined && value > bound;
 const measured = (value, bound) => element("td", { class: late(value, bound) ? "late" : null }, seconds(value), late(value, bound) ? " late" : "");
@@ -33,10 +71,10 @@ export function draw({ list, told }) {
     element("div", { class: "choice", role: "group", "aria-label": "Which" },
       LISTS.map(([name, words]) => element("a", { href: `#/requests/${name}`, "aria-current": name === list ? "true" : null }, words))),
     found.length ? table(`${LISTS.find(([name]) => name === list)[1]}: choose one to see where its time went`,
-      ["request", "ago", "state", "TTFT", "predicted", "TBT", "prompt", "hit", "new", "prefill", "decode"],
+      ["request", "ago", "state", TTFT, ["predicted", "The TTFT that was predicted when it was placed."], TBT, ["prompt", "Tokens of its prompt."], ["hit", "Tokens of its prompt whose KV was cached."], ["new", "Tokens of its answer."], ...PLACED],
       found.map((each) => row([link(each.request_id), age(each.age_s), each.state, measured(each.ttft_s, each.ttft_slo_s),
         seconds(each.predicted_ttft_s), measured(each.mean_tbt_s, each.tbt_slo_s), count(each.num_tokens), count(each.num_cached_tokens), count(each.num_output_tokens),
-        (each.prefill_node ?? "–") + (each.source_node ? ` ← ${each.source_node}` : ""), each.decode_node ?? "–"], { "data-key": each.request_id, "data-href": `#/request/${encodeURIComponent(each.request_id)}` })))
+        cell(nodes(each.prefill_node, each.source_node)), cell(nodes(each.decode_node))], { "data-key": each.request_id, "data-href": `#/request/${encodeURIComponent(each.request_id)}` })))
       : empty(NONE[list]),
   ];
 }
@@ -74,20 +112,15 @@ export function placed(parts) {
   return bars;
 }
 
-const WORDS = {
-  received: "read and tokenised", waited: "waited to be placed", dispatched: "messages", reserved: "blocks set aside for it", queued: "queued on the prefill node",
-  loaded: "prefix loaded", prefilled: "prompt computed", written: "KV leaving beneath", "handed over": "rest of the hand-off", decoded: "tokens after the first",
-};
-
 function waterfall(attempt) {
   const bars = placed(attempt.parts), whole = Math.max(bars.predicted_s, bars.actual_s, 1e-6);
   const lane = (bar, kind) => element("svg:svg", { viewBox: "0 0 1000 10", preserveAspectRatio: "none", class: `lane ${kind}`, "aria-hidden": "true" },
     bar.long > 0 && bar.from !== undefined ? element("svg:rect", { x: ((1000 * bar.from) / whole).toFixed(2), y: 1, height: 8, width: Math.max(2, (1000 * bar.long) / whole).toFixed(2), class: bar.part.beneath ? "beneath" : kind }) : null);
   const actual = attempt.actual ?? {};
-  const more = { prefilled: actual.num_chunks ? ` in ${actual.num_chunks} ${actual.num_chunks === 1 ? "step" : "steps"}` : "", decoded: actual.num_output_tokens > 1 ? ` (${actual.num_output_tokens - 1})` : "" };
+  const more = { prefilled: actual.num_chunks ? ` in ${actual.num_chunks} ${actual.num_chunks === 1 ? "step" : "steps"}` : "", decoded: actual.num_output_tokens > 1 ? `: ${count(actual.num_output_tokens - 1)}` : "" };
   const most = longest(attempt);
   const rows = attempt.parts.map((part, at) => row([
-    element("th", { scope: "row", class: part.beneath ? "beneath" : null }, WORDS[part.name] ?? part.name, more[part.name] ?? ""),
+    element("th", { scope: "row", class: part.beneath ? "beneath" : null, title: PARTS[part.name]?.[1] ?? null }, name(part.name), more[part.name] ?? ""),
     seconds(part.predicted_s), seconds(part.actual_s),
     element("td", { class: "lanes" }, lane(bars.predicted[at], "predicted"), lane(bars.actual[at], "actual")),
   ], { class: part.name === most ? "longest" : null }));
@@ -103,34 +136,34 @@ function isSlowStart({ parts, asked, actual }) {
   return late(actual?.ttft_s, asked?.slo?.[0]) || (predicted > 0 && before("actual_s") > 1.5 * predicted);
 }
 
+const longestOf = (parts) => parts.reduce((most, part) => (!part.beneath && part.actual_s > (most?.actual_s ?? 0) ? part : most), null);
+
 // The name of the part that took longest, before the first token if that was slow or alone is known; empty: nothing is.
 export function longest(attempt) {
   const isSlow = isSlowStart(attempt);
-  const own = attempt.parts.filter((part) => !part.beneath && part.actual_s > 0 && !(isSlow && part.name === "decoded"));
-  return own.reduce((most, part) => (part.actual_s > (most?.actual_s ?? 0) ? part : most), null)?.name ?? "";
+  return longestOf(attempt.parts.filter((part) => !(isSlow && part.name === "decoded")))?.name ?? "";
 }
 
-// One sentence: what became of an attempt, and what it spent most of its time on.
+// What became of an attempt, and what took most of the time to its first token.
 export function sentence(attempt) {
   if (attempt.rejected) {
     const { reason, predicted_ttft_s: ttft, predicted_tbt_s: tbt, retry_after_s: again } = attempt.rejected;
     return `Rejected (${reason}): its first token was predicted after ${seconds(ttft)}, then one every ${seconds(tbt)}. It was told to ask again in ${seconds(again)}.`;
   }
   if (!attempt.actual) return `It runs: prefill on ${attempt.placed.prefill_node}, decode on ${attempt.placed.decode_node}.`;
-  const { actual, asked } = attempt, most = longest(attempt), part = attempt.parts.find(({ name }) => name === most);
+  const { actual, asked } = attempt, part = longestOf(attempt.parts.filter(({ name }) => name !== "decoded"));
   const beyond = part && part.predicted_s > 0 && part.actual_s > 1.5 * part.predicted_s ? `, ${Number((part.actual_s / part.predicted_s).toPrecision(2))} times what was predicted` : "";
   const past = (value, bound) => (late(value, bound) ? `, late by ${seconds(value - bound)}` : "");
-  const first = isSlowStart(attempt) ? "Most of the time to its first token" : "Most of its time";
-  const spent = part ? ` ${first}: ${WORDS[most]}, ${seconds(part.actual_s)}${beyond}.` : "";
+  const spent = part ? ` Most of the time to its first token: ${name(part.name)}, ${seconds(part.actual_s)}${beyond}.` : "";
   const pace = actual.mean_tbt_s ? `, then one every ${seconds(actual.mean_tbt_s)}${past(actual.mean_tbt_s, asked.slo[1])}` : "";
   return `${actual.end[0].toUpperCase()}${actual.end.slice(1)}, ${count(actual.num_output_tokens)} tokens. First token after ${seconds(actual.ttft_s)}${past(actual.ttft_s, asked.slo[0])}${pace}.${spent}`;
 }
 
 function candidates(caption, rows, columns, chosen) {
   if (!rows) return empty(`${caption}: more nodes than are kept with a decision.`);
-  const cell = (name, value) => (name.endsWith("_s") ? seconds(value) : typeof value === "number" ? count(value) : typeof value === "boolean" ? (value ? "yes" : "no") : String(value ?? "–"));
-  return table(caption, ["node", ...columns.map((name) => name.replace(/_s$/, "").replaceAll("_", " "))],
-    rows.map((each) => row([each.node + (each.node === chosen ? " ✓ chosen" : ""), ...columns.map((name) => cell(name, each[name]))], { class: each.node === chosen ? "chosen" : null })));
+  const said = (key, value) => (key.endsWith("_s") ? seconds(value) : typeof value === "number" ? count(value) : typeof value === "boolean" ? (value ? "yes" : "no") : String(value ?? "–"));
+  return table(caption, ["node", ...columns.map(([, name, meaning]) => [name, meaning])],
+    rows.map((each) => row([cell(node(each.node), each.node === chosen ? " ✓ chosen" : ""), ...columns.map(([key]) => said(key, each[key]))], { class: each.node === chosen ? "chosen" : null })));
 }
 
 export const one = {
@@ -138,21 +171,24 @@ export const one = {
   async load([id = ""]) { return { told: await page(`request.${id}`) }; },
   draw({ told }) {
     const found = told.attempts, last = found[found.length - 1];
-    const trace = last.actual?.trace_id;
+    const trace = last.actual?.trace_id ?? "", isTrace = /^[0-9a-f]{32}$/.test(trace); // it may be its client's
+    const address = isTrace && told.trace_page ? told.trace_page.replace("{trace_id}", trace) : "";
+    const cameS = told.at_s - (told.now_s - last.arrived_at_s);
     return [
-      element("p", { class: "note" }, element("a", { href: "#/requests/latest" }, "Requests"), " ›"),
+      element("p", { class: "note" }, element("a", { href: "#/requests/latest" }, "Requests"), " › ", element("a", { href: `#/requests/${lastList}` }, LISTS.find(([list]) => list === lastList)[1]), " ›"),
       element("h2", { tabindex: -1 }, "Request ", element("code", {}, told.request_id)),
       element("p", {}, `${count(last.asked.num_tokens)} prompt tokens, at most ${count(last.asked.max_tokens)} new. `,
-        `Bounds: TTFT ${seconds(last.asked.slo[0])}, TBT ${seconds(last.asked.slo[1])}. Came ${age(told.now_s - last.arrived_at_s)} ago. `,
-        trace ? element("span", {}, "Trace ", element("code", {}, trace)) : ""),
+        `Bounds: TTFT ${seconds(last.asked.slo[0])}, TBT ${seconds(last.asked.slo[1])}. Came ${age(told.now_s - last.arrived_at_s)} ago, at ${clock(cameS, false, true)}: `, element("a", { href: `#/cluster/at/${Math.floor(cameS)}` }, "the cluster then"), ". ",
+        trace ? element("span", {}, "Trace ", address ? element("a", { href: address, rel: "noreferrer" }, element("code", {}, trace)) : element("code", {}, trace)) : ""),
       ...found.map((attempt, number) => element("section", { "data-key": String(number), "aria-label": `Attempt ${number + 1}` },
         found.length > 1 ? element("h3", {}, `Attempt ${number + 1} of ${found.length}`, attempt.begun_s ? `, ${seconds(attempt.begun_s)} after it came` : "") : null,
         element("p", { class: "sentence" }, sentence(attempt)),
-        attempt.placed ? element("p", { class: "note" }, `prefill on ${attempt.placed.prefill_node}, decode on ${attempt.placed.decode_node}`,
-          attempt.placed.source_node ? `, prefix of ${attempt.placed.matched_blocks} blocks from ${attempt.placed.source_node}` : attempt.placed.matched_tokens ? `, ${count(attempt.placed.matched_tokens)} tokens matched there` : ", nothing matched") : null,
+        attempt.placed ? element("p", { class: "note" }, "Prefill on ", node(attempt.placed.prefill_node), ", decode on ", node(attempt.placed.decode_node),
+          attempt.placed.source_node ? [`, prefix of ${attempt.placed.matched_blocks} blocks from `, node(attempt.placed.source_node)] : attempt.placed.matched_tokens ? `, ${count(attempt.placed.matched_tokens)} tokens matched there` : ", nothing matched") : null,
         waterfall(attempt),
-        candidates("Could prefill, soonest first", attempt.prefill_candidates, ["ready_s", "queue_s", "fetch_s", "prefill_s", "others_s", "local_blocks", "matched_blocks", "fetch_from"], attempt.placed?.prefill_node),
-        candidates("Could decode, shortest step first", attempt.decode_candidates, ["tbt_s", "sequences", "free_tokens", "matched_blocks", "fits"], attempt.placed?.decode_node))),
+        candidates("Could prefill, the best first: as predicted when it was placed", attempt.prefill_candidates, COULD_PREFILL, attempt.placed?.prefill_node),
+        candidates("Could decode, the shortest step first", attempt.decode_candidates, COULD_DECODE, attempt.placed?.decode_node))),
+      words("What the parts and columns mean", [...Object.values(PARTS), ...[...COULD_PREFILL, ...COULD_DECODE.filter(([key]) => key !== "matched_blocks" && key !== "tbt_s")].map(([, name, meaning]) => [name, meaning]), TTFT, TBT]),
     ];
   },
 };

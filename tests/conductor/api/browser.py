@@ -56,7 +56,7 @@ class Page:
 
     def key(self, name):
         """Press and release a key, by its name."""
-        codes = {"Enter": 13, "Tab": 9, "ArrowRight": 39, "ArrowDown": 40}
+        codes = {"Enter": 13, "Tab": 9, "ArrowLeft": 37, "ArrowRight": 39, "ArrowDown": 40}
         told = {"key": name, "code": name, "windowsVirtualKeyCode": codes[name]}
         text = {"text": "\r"} if name == "Enter" else {}
         self._call("Input.dispatchKeyEvent", type="keyDown", **told, **text)

@@ -1,6 +1,5 @@
 """The page at /ui: what is served, what its functions make of that, and what a browser shows."""
 
-import asyncio
 import json
 import re
 import shutil
@@ -10,8 +9,7 @@ import httpx
 import pytest
 
 from conductor.api.web_page import FOLDER, MODULES
-from tests.conductor.api.browser import chromium
-from tests.conductor.api.shown import HOSTILE, ShownCluster
+from tests.conductor.api.shown import ShownCluster
 from tests.conductor.fakes import serving, spoken
 
 FILES = {
@@ -155,6 +153,7 @@ def test_every_kind_of_attempt_has_a_sentence_and_bars_that_add_up(modules):
     assert told[-2][0].startswith("It runs: prefill on")
     for (sentence, bars), attempt in zip(told[:-2], attempts, strict=True):
         actual = attempt["actual"]
+        assert " Most of the time to its first token: " in sentence
         assert f"{actual['num_output_tokens']} tokens" in sentence
         is_late = actual["ttft_s"] > attempt["asked"]["slo"][0]
         assert ("late by" in sentence) == is_late
@@ -187,6 +186,56 @@ def test_the_fullest_budget_is_the_bottleneck(modules):
 
 
 @needs_node
+def test_an_hour_ago_is_told_by_what_was_recorded_then(modules):
+    def then(kv_held):
+        return {"id": "d0", "queue_s": None, "step_s": 0.03, "kv_held": kv_held, "running": 2}
+
+    expression = "value.map((node) => page.bottleneck([node], {tbt_s: 0.1}, 1790000000))"
+    told = in_node(modules, "cluster.js", expression, [then(0.93), then(0.4)])
+    assert re.fullmatch(r"The bottleneck at ..:..:20 was d0: 93 % of its KV blocks held\.", told[0])
+    assert re.fullmatch(r"Nothing was tight at ..:..:20: the fullest was d0, 40 % of .*", told[1])
+
+
+@needs_node
+async def test_bottlenecks_of_the_hour_are_by_how_long_and_lead_to_their_worst_moment(modules):
+    rows = {
+        "first": 100,
+        "step_s": 10,
+        "budgets": ["queue", "step", "kv"],
+        "nodes": ["d0", "d0", "p0", None, "p0", "p0", "p0"],
+        "budget": [2, 2, 0, 0, 0, 0, 0],
+        "share": [0.7, 0.95, 0.65, None, 1.5, 0.61, 0.59],
+    }
+    told = in_node(modules, "cluster.js", "page.bottlenecks(value)", rows)
+    assert told == [
+        {"node": "p0", "budget": "queue", "seconds": 30, "worst": 1.5, "atS": 1040},
+        {"node": "d0", "budget": "kv", "seconds": 20, "worst": 0.95, "atS": 1010},
+    ]
+
+
+@needs_node
+def test_the_rates_of_links_lie_over_no_node_and_no_other_rate(modules):
+    boxes = [
+        {"left": 0, "top": top, "right": 200, "bottom": top + 100, "width": 200, "height": 100}
+        for top in (0, 120)
+    ]
+    boxes += [{**box, "left": 700, "right": 900} for box in boxes]
+    expression = (
+        "(() => { const frame = {left: 0, top: 0};"
+        " const all = [[0, 2], [1, 3], [0, 3], [1, 2]]"
+        ".map(([a, b]) => page.curve(value[a], value[b], frame));"
+        " return [page.labelled(all, value), page.labelled([all[0], all[0], all[0]],"
+        " [{left: 0, top: 0, width: 900, height: 300}])]; })()"
+    )
+    [places, hidden] = in_node(modules, "flows.js", expression, boxes)
+    assert all(places)
+    apart = [abs(a[0] - b[0]) >= 74 or abs(a[1] - b[1]) >= 17 for a in places for b in places if a != b]
+    assert all(apart)
+    assert all(x - 37 > 200 and x + 37 < 700 for x, _ in places)
+    assert hidden == [None, None, None]
+
+
+@needs_node
 def test_the_slow_part_of_a_start_is_named_before_a_long_answer(modules):
     def attempt(prefill_s, bound_s=None):
         parts = [("prefill", 1.2, prefill_s), ("decoded", 9.0, 9.5)]
@@ -212,8 +261,8 @@ def test_the_worst_moment_of_a_minute_is_shown_not_its_mean(modules):
         "page.numbers({ stepS: 20, columns: { ttft_p99: [9, NaN, value, 2] }, mean: () => 1 })",
         3.5,
     )
-    assert dict(told)["TTFT, 99 %"] == "3.5 s"
-    assert dict(told)["TBT, 99 %"] == "–"
+    assert dict(told)["TTFT p99, worst"] == "3.5 s"
+    assert dict(told)["TBT p99, worst"] == "–"
 
 
 @needs_node
@@ -237,7 +286,7 @@ def test_what_if_names_the_clusters_a_step_away_and_answers_the_question(modules
     assert [name for name, _ in both] == ["1C", "2C"]
 
     def run(name, share, p99_s):
-        return {"nodes": name, "report": {"effective_capacity": share, "ttft_s": {"p99": p99_s}}}
+        return {"nodes": name, "report": {"served_within": share, "ttft_s": {"p99": p99_s}}}
 
     called = dict(steps)
     cases = [
@@ -253,6 +302,17 @@ def test_what_if_names_the_clusters_a_step_away_and_answers_the_question(modules
     )
     assert told[2].startswith("No: none of these clusters")
     assert told[3] == ""
+    was = [{"served_within": share, "ttft_s": {"p99": 9.5}} for share in (0.79, 0.6)]
+    told = in_node(
+        modules,
+        "replay.js",
+        "value[1].flatMap((was) => [page.verdict(value[0], {}, was), page.errorOf(was, value[0][0])])",
+        [cases[0][0], was],
+    )
+    assert told[0].startswith("Yes: with 3P1D"), "17 points more is more than an error of one"
+    assert "measured were 79 % within bounds and a TTFT p99 of 9.5 s" in told[1]
+    assert "80 % (1 points kinder) and 9 s" in told[1]
+    assert told[2].startswith("Perhaps: with 3P1D"), "and less than one of twenty"
 
 
 @needs_node
@@ -284,239 +344,4 @@ def test_an_answer_is_gathered_from_its_events(modules):
     assert told == (
         "first token after 100 ms · 32 of 40 prompt tokens hit (80 %) · 11 new tokens · 10 a second"
         " · ended: tool_calls"
-    )
-
-
-needs_chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed here")
-HEADING = "document.querySelector('#view h2')?.textContent"
-
-
-async def shown(model, cluster, look, tmp_path, script=None, **options):
-    """Return what `look` makes of a page that shows a cluster, and of where it is."""
-
-    def drive(url):
-        with chromium(tmp_path / "profile") as page:
-            return look(page, url)
-
-    script = script or (lambda _: spoken(model, "hi there"))
-    async with serving(model, script, reports=cluster.reports, **options) as api:
-        return await asyncio.to_thread(drive, api.url)
-
-
-@pytest.mark.full
-@needs_chromium
-async def test_every_view_is_reached_by_click_and_by_keyboard(model, tmp_path):
-    cluster = ShownCluster(seconds=900).keeps_moving()
-
-    def look(page, url):
-        page.open(f"{url}/ui")
-        page.until(f"{HEADING} === 'Overview'")
-        assert page.run("document.querySelectorAll('.chart path.line').length") > 10
-        for tab, heading in (("cluster", "Cluster"), ("requests", "Requests"), ("playground", "Playground")):
-            page.click(f"#tabs a[href^='#/{tab}']")
-            page.until(f"{HEADING} === {heading!r}")
-            assert page.run("document.activeElement.tagName") == "H2", "what is read next is the view"
-        page.run("document.querySelector('#tabs a').focus()")
-        for heading in ("Overview", "Cluster", "Requests", "Playground", "Replay a trace", "What if"):
-            page.key("Enter")
-            page.until(f"{HEADING} === {heading!r}")
-            page.run(
-                "[...document.querySelectorAll('#tabs a')].find((a) => a.ariaCurrent === 'page').focus()"
-            )
-            page.key("Tab")
-        return page.run("document.title")
-
-    assert await shown(model, cluster, look, tmp_path) == "What if · Conductor"
-
-
-@pytest.mark.full
-@needs_chromium
-async def test_a_request_is_found_by_each_list_and_by_its_id(model, tmp_path):
-    cluster = ShownCluster(seconds=900)
-
-    def look(page, url):
-        page.open(f"{url}/ui#/requests/missed")
-        page.until(f"{HEADING} === 'Requests'")
-        late = page.until("document.querySelectorAll('#view tbody tr').length")
-        page.click("#view tbody tr:nth-child(1) td:nth-child(3)")
-        page.until(f"{HEADING}.startsWith('Request ')")
-        sentence = page.run("document.querySelector('.sentence').textContent")
-        parts = page.run(
-            "[...document.querySelectorAll('.waterfall tbody th')].map((each) => each.textContent)"
-        )
-        top = page.run("document.querySelector('.waterfall').getBoundingClientRect().top < innerHeight")
-        page.open(f"{url}/ui?again#/requests/latest")
-        page.until("document.querySelector('#find-id')")
-        page.run("document.querySelector('#find-id').focus()")
-        page.write("no-such-request")
-        page.key("Enter")
-        nothing = page.until(
-            "document.querySelector('#view .empty')?.textContent.includes('latest thousand')"
-        )
-        return late, sentence, parts, top, nothing
-
-    late, sentence, parts, top, nothing = await shown(model, cluster, look, tmp_path)
-    assert late == len(cluster.decisions.recent(900.0, "missed"))
-    assert "late by" in sentence
-    assert parts[0] == "read and tokenised"
-    assert "prompt computed in 3 steps" in parts
-    assert top, "the waterfall is seen without scrolling"
-    assert nothing
-
-
-@pytest.mark.full
-@needs_chromium
-async def test_focus_and_what_is_typed_outlive_refreshes_and_names_are_no_markup(model, tmp_path):
-    cluster = ShownCluster(seconds=100)
-
-    def look(page, url):
-        page.open(f"{url}/ui#/requests/latest")
-        page.until("document.querySelectorAll('#view tbody tr').length")
-        page.run("document.querySelector('#find-id').focus()")
-        page.write("half")
-        page.run("document.querySelector('#view tbody tr:nth-child(4) a').focus()")
-        before = page.run("document.activeElement.textContent")
-        cluster.ask(1.0)
-        cluster.clock.advance(1.0)
-        first = page.run("document.querySelector('#view tbody tr').dataset.key")
-        page.until(f"document.querySelector('#view tbody tr').dataset.key !== {json.dumps(first)}")
-        kept = page.run("[document.activeElement.textContent, document.querySelector('#find-id').value]")
-        return before, kept, page.run("document.title"), page.run("document.body.innerText")
-
-    before, kept, title, text = await shown(model, cluster, look, tmp_path)
-    assert kept == [before, "half"]
-    assert HOSTILE in text, "a name is shown as it is"
-    assert "hacked" not in title
-
-
-@pytest.mark.full
-@needs_chromium
-async def test_four_hundred_nodes_are_grouped_walked_by_arrow_keys_and_opened(model, tmp_path):
-    cluster = ShownCluster(150, 250, seconds=40, hosts=50).keeps_moving()
-
-    def look(page, url):
-        page.open(f"{url}/ui#/cluster")
-        page.until("document.querySelectorAll('[data-node]').length === 400")
-        flows = page.until("document.querySelectorAll('#flows path').length")
-        in_order = page.run("document.querySelectorAll('[data-node][tabindex=\"0\"]').length")
-        page.run("document.querySelector('[data-node][tabindex=\"0\"]').focus()")
-        first = page.run("document.activeElement.dataset.node")
-        page.key("ArrowRight")
-        second = page.run("document.activeElement.dataset.node")
-        page.key("Enter")
-        page.until(f"{HEADING} === 'Node ' + {second!r}")
-        charts = page.until("document.querySelectorAll('.chart').length")
-        return flows, in_order, first, second, charts
-
-    flows, in_order, first, second, charts = await shown(model, cluster, look, tmp_path)
-    assert flows == 24
-    assert in_order == 1, "Tab stops at the nodes once"
-    assert first != second
-    assert charts >= 3
-
-
-@pytest.mark.full
-@needs_chromium
-async def test_an_empty_cluster_says_what_to_do_in_each_view(model, tmp_path):
-    cluster = ShownCluster(0, 0, seconds=0)
-
-    def look(page, url):
-        told = {}
-        for view in ("overview", "cluster", "requests/latest", "requests/rejected", "playground", "whatif"):
-            page.open(f"{url}/ui?{view}#/{view}")
-            page.until(HEADING)
-            told[view] = page.until("document.querySelector('#view .empty')?.textContent")
-        page.click("#view form button")
-        problem = page.until("document.querySelector('#view [role=alert]')?.textContent")
-        return told, problem
-
-    told, problem = await shown(model, cluster, look, tmp_path)
-    assert "conductor bench" in told["overview"]
-    assert "conductor up" in told["cluster"]
-    assert "playground" in told["requests/latest"].lower()
-    assert "rejected" in told["requests/rejected"]
-    assert "no request has ended in the last hour" in problem
-
-
-@pytest.mark.full
-@needs_chromium
-async def test_the_playground_streams_shows_hits_and_leads_to_the_request(model, tmp_path):
-    cluster = ShownCluster(seconds=10)
-
-    def look(page, url):
-        page.open(f"{url}/ui#/playground")
-        page.until(f"{HEADING} === 'Playground'")
-        page.run("document.querySelector('#words').focus()")
-        page.write("Say hello")
-        page.key("Enter")
-        page.until("document.querySelector('#talk article.assistant .note')")
-        said = page.run("document.querySelector('#talk').innerText")
-        page.click("#example") if page.run("document.querySelector('details').open = true") else None
-        tools = page.run("document.querySelector('#tools').value")
-        link = page.run("document.querySelector('#talk article.assistant a').getAttribute('href')")
-        page.click("#again")
-        return said, tools, link, page.run("document.querySelector('#talk').innerText")
-
-    script = lambda _: spoken(model, "hi there", num_cached_tokens=3)  # noqa: E731
-    said, tools, link, after = await shown(model, cluster, look, tmp_path, script)
-    assert "hi there" in said
-    assert "first token after" in said
-    assert "3 of" in said
-    assert "weather" in tools
-    assert link.startswith("#/request/chatcmpl-")
-    assert "Say something" in after
-
-
-@pytest.mark.full
-@needs_chromium
-@pytest.mark.timeout(300)
-async def test_the_last_hour_and_a_dropped_trace_are_replayed(model, tmp_path):
-    cluster = ShownCluster(seconds=120)
-
-    def look(page, url):
-        page.open(f"{url}/ui#/whatif")
-        page.until(f"{HEADING} === 'What if'")
-        page.run("document.querySelector('#nodes').value = '1P1D 2P1D'")
-        page.click("#view form button")
-        verdict = page.until(
-            "document.querySelectorAll('#view tbody tr').length === 2"
-            " && document.querySelector('.sentence').textContent",
-            60,
-        )
-        page.open(f"{url}/ui?drop#/replay")
-        page.until(f"{HEADING} === 'Replay a trace'")
-        page.run(
-            "(() => { const rows = [0, 900].map((timestamp) => JSON.stringify({timestamp,"
-            " input_length: 600, output_length: 9, hash_ids: [0, 1 + timestamp]})).join('\\n');"
-            " const file = new File([rows], 'two.jsonl'), moved = new DataTransfer(); moved.items.add(file);"
-            " document.querySelector('#drop').dispatchEvent("
-            "new DragEvent('drop', {dataTransfer: moved, bubbles: true})); })()"
-        )
-        page.until("document.querySelector('#named').textContent === 'two.jsonl: 2 lines'")
-        page.click("#view form button")
-        figures = page.until("document.querySelectorAll('.report figure svg').length", 60)
-        saved = page.run("document.querySelector('a[download]').download")
-        scripts = page.run("document.querySelectorAll('.report script, .report style').length")
-        return verdict, figures, saved, scripts
-
-    verdict, figures, saved, scripts = await shown(model, cluster, look, tmp_path)
-    assert verdict.startswith(("Yes:", "No:"))
-    assert figures >= 5
-    assert saved == "replay-2P2D.html"
-    assert scripts == 0
-
-
-@pytest.mark.full
-@needs_chromium
-async def test_first_paint_needs_no_answer_of_the_cluster(model, tmp_path):
-    cluster = ShownCluster(seconds=60)
-
-    def look(page, url):
-        page.open(f"{url}/ui")
-        page.until(HEADING)
-        return page.run("performance.getEntriesByType('resource').map(({name}) => new URL(name).pathname)")
-
-    asked = await shown(model, cluster, look, tmp_path)
-    assert {path for path in asked if not path.startswith("/ui/")} == {"/v1/page/hour"}, (
-        "one question, no more"
     )
