@@ -247,6 +247,12 @@ def main() -> None:
     cost = CostModel(load_profile(options.profile))
     shapes = tuple(options.shapes.split(","))
     rows: list[dict[str, Any]] = []
+    about = {
+        "profile": options.profile,
+        "seconds": options.seconds,
+        "commit": current_commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
+    }
     for name in options.loads.split(","):
         for row in _rows_of_load(name, shapes, cost, options):
             rows.append(row)
@@ -256,17 +262,9 @@ def main() -> None:
                 f"p99 gap {1e3 * row['gap_s'][2]:.1f} ms",
                 flush=True,
             )
-    result = {
-        "profile": options.profile,
-        "seconds": options.seconds,
-        "requests": options.requests,
-        "commit": current_commit(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime(wall_clock_s())),
-        "compared": compared(rows),
-        "rows": rows,
-    }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        if options.out:
+            result = {**about, "compared": compared(rows), "rows": rows}
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _rows_of_load(
