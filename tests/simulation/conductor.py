@@ -23,7 +23,7 @@ from conductor.serving.dispatch import Dispatcher
 from conductor.serving.membership import Membership
 from conductor.serving.observer import Observer
 from tests.simulation.attach_stream import AttachStream
-from tests.simulation.device import LAYOUT, continuation
+from tests.simulation.device import LAYOUT, continuation, vector_of
 from tests.simulation.loop import Process
 from tests.simulation.node import MODEL_ID, OffsetClock
 
@@ -95,7 +95,12 @@ class Client:
 
     def __init__(self, world, conductor, request):
         self.world, self.conductor, self.request = world, conductor, request
-        self.expected, self._stops = continuation(request.token_ids, request.stop, request.sampling.grammar)
+        if request.pooling is None:
+            self.expected, self._stops = continuation(
+                request.token_ids, request.stop, request.sampling.grammar
+            )
+        else:
+            self.expected, self._stops = [], True
         self.tokens = []
         self.end = None
         """A FinishReason, an error's class name, 'left' or 'conductor lost'."""
@@ -142,6 +147,9 @@ class Client:
         self.world.trace("client", self.request.request_id, len(self.tokens), piece.finish_reason)
         wanted = self.expected[: len(self.tokens)]
         self._require(self.tokens == wanted, f"tokens {self.tokens} where {self.expected} were due")
+        pooling = self.request.pooling
+        vector = None if pooling is None else vector_of(self.request.token_ids, pooling)
+        self._require(piece.embedding == vector, f"the vector {piece.embedding} where {vector} was due")
         self._require(0 <= piece.num_cached_tokens < len(self.request.token_ids), "num_cached_tokens")
 
     def _finished(self, finish):

@@ -9,8 +9,10 @@ so that a client who is told a token of it, or a sequence that matches a block o
 
 from __future__ import annotations
 
+import numpy as np
+
 from base.kv_layout import head_layout
-from base.request import SampledToken
+from base.request import Pooling, SampledToken
 from engine.runner import StepRunner
 from engine.step import LayerGroup, StepResult
 from tests.simulation.grammars import VOCAB, begun, next_token
@@ -37,6 +39,22 @@ def continuation(token_ids, stop, grammar=None):
     return tokens, False
 
 
+def vector_of(token_ids, pooling):
+    """What the device makes of a prompt of which a vector is wanted."""
+    state, states = 0, []
+    for token_id in token_ids:
+        state = (state * _FACTORS[0] + token_id + 1) % _MODULUS
+        states.append(_hidden(state))
+    if pooling is Pooling.LAST:
+        return np.array(states[-1:], "<f4").tobytes()
+    weights = np.arange(1, len(states) + 1) if pooling is Pooling.WEIGHTED_MEAN else np.ones(len(states))
+    return np.array([weights @ np.array(states) / weights.sum()], "<f4").tobytes()
+
+
+def _hidden(state):
+    return float(state % 1009)
+
+
 class _Digests:
     """Of each prefix of one sequence, as it grows."""
 
@@ -60,6 +78,8 @@ class _Digests:
 class SimDevice(StepRunner):
     """Runs steps on the memory of one node. `fails()` says whether a step raises."""
 
+    poolings = tuple(Pooling)
+
     def __init__(self, memory, pool, fails):
         self._memory, self._pool, self.fails = memory, pool, fails
         self._digests = {}
@@ -76,7 +96,16 @@ class SimDevice(StepRunner):
             self._compute(entry, layer)
 
     def sampled(self, plan):
-        return StepResult(tuple(self._sampled(entry) for entry in plan.entries))
+        tokens = tuple(self._sampled(entry) for entry in plan.entries)
+        return StepResult(tokens, pooled=tuple(map(self._pooled, plan.entries)))
+
+    def _pooled(self, entry):
+        if not entry.pooled:
+            return None
+        digests, weighs = self._digests_of(entry), entry.sequence.pooling is Pooling.WEIGHTED_MEAN
+        states = (_hidden(digests.last[at + 1] + digests.is_wrong) for at in entry.pooled)
+        weights = (at + 1 if weighs else 1 for at in entry.pooled)
+        return np.array([sum(state * weight for state, weight in zip(states, weights, strict=True))])
 
     def _digests_of(self, entry):
         digests = self._digests.setdefault(entry.sequence, _Digests())
@@ -132,6 +161,7 @@ class LaunchingDevice(StepRunner):
     """The same for steps that are launched ahead, and tell which layers are complete."""
 
     max_steps = 2
+    poolings = tuple(Pooling)
 
     def __init__(self, device):
         self._device = device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from base.request import Request, RequestId, Role, SamplingParams, StopParams
+from base.request import Pooling, Request, RequestId, Role, SamplingParams, StopParams
 from bench.faults.transport import Fault
 from conductor.placing.scheduler_settings import SchedulerSettings
 from kvstore.eviction import BY_NAME
@@ -124,11 +124,13 @@ def _requests(rng, is_tight):
         if grammar is not None:
             # Long enough to be in the middle of it when something goes wrong.
             stop = stop._replace(max_tokens=stop.max_tokens + 12, stop_token_ids=(END,))
+        is_pooled = grammar is None and number % 4 == 3
         request = Request(
             RequestId(f"r{number}"),
             tuple(prompt),
             SamplingParams(temperature=0, grammar=grammar),
             stop,
+            pooling=tuple(Pooling)[len(prompt) % len(Pooling)] if is_pooled else None,
             deadline_s=rng.uniform(0.1, 8.0) if rng.random() < 0.1 else None,
             priority=rng.choice((-1, 0, 0, 1)),
         )
