@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.hostile_bodies import SERVED_MODEL, Body, http_sites
+from conductor.api.embeddings.schema import MAX_INPUTS
 from conductor.api.openai_schema import MAX_CHOICES
 from conductor.api.options import MAX_LOGIT_BIASES, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from protos import inference_pb2 as pb
@@ -47,9 +48,9 @@ def small_bodies() -> Iterator[Body]:
     for path, name, table in _heavy():
         body = json.dumps(table).encode()
         yield Body(path, f"small, {name}", lambda body=body: body)  # type: ignore[misc]
-    for name, call in _heavy_calls():
+    for method, name, call in _heavy_calls():
         said = call.SerializeToString()
-        yield Body("/conductor.v1.Inference/Generate", f"small, {name}", lambda said=said: said)  # type: ignore[misc]
+        yield Body(f"/conductor.v1.Inference/{method}", f"small, {name}", lambda said=said: said)  # type: ignore[misc]
 
 
 def _heavy() -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -85,6 +86,16 @@ def _heavy() -> Iterator[tuple[str, str, dict[str, Any]]]:
         shown = {"return_token_ids": True, "echo": True}
         yield completion, f"a long prompt with echo and many choices, {word}", long | shown
         yield completion, f"long prompts, {word}", long | {"n": 1, "prompt": [[1000] * 1_500] * MAX_CHOICES}
+    for form in ("float", "base64"):
+        wanted = {"model": SERVED_MODEL, "encoding_format": form}
+        yield "/v1/embeddings", f"many inputs, {form}", wanted | {"input": ["a"] * MAX_INPUTS}
+        yield (
+            "/v1/embeddings",
+            f"many longer inputs, {form}",
+            wanted | {"input": ["word " * 390] * MAX_INPUTS},
+        )
+        yield "/v1/embeddings", f"lists of ids, {form}", wanted | {"input": [[1000] * 90] * MAX_INPUTS}
+    yield "/v1/embeddings", "a window of ids", {"model": SERVED_MODEL, "input": [1000] * 131_000}
     yield "/detokenize", "a window of ids", {"tokens": [1000] * 131_000}
     yield "/tokenize", "a window of text", {"prompt": " word" * 131_000}
     yield (
@@ -94,8 +105,10 @@ def _heavy() -> Iterator[tuple[str, str, dict[str, Any]]]:
     )
 
 
-def _heavy_calls() -> Iterator[tuple[str, pb.GenerateRequest]]:
+def _heavy_calls() -> Iterator[tuple[str, str, pb.GenerateRequest | pb.EmbedRequest]]:
     ids = pb.TokenIds(ids=[1000] * 131_000)
-    yield "a window of ids", pb.GenerateRequest(token_ids=ids, stop=pb.Stop(max_tokens=1))
+    yield "Generate", "a window of ids", pb.GenerateRequest(token_ids=ids, stop=pb.Stop(max_tokens=1))
+    yield "Embed", "a window of ids", pb.EmbedRequest(inputs=[pb.EmbedInput(token_ids=ids)])
+    yield "Embed", "many inputs", pb.EmbedRequest(inputs=[pb.EmbedInput(text="a")] * MAX_INPUTS)
     most = pb.Stop(max_tokens=1_500, strings=STOPS, token_ids=STOP_IDS)
-    yield "logprobs and stop strings", pb.GenerateRequest(text="a", num_logprobs=20, stop=most)
+    yield "Generate", "logprobs and stop strings", pb.GenerateRequest(text="a", num_logprobs=20, stop=most)
