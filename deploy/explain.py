@@ -24,7 +24,7 @@ PREFILL_COLUMNS = (
     "matched_blocks",
     "fetch_from",
 )
-DECODE_COLUMNS = ("tbt_s", "sequences", "free_tokens", "matched_blocks", "fits")
+DECODE_COLUMNS = ("tbt_s", "beside_s", "sequences", "free_tokens", "matched_blocks", "fits")
 
 
 def main(

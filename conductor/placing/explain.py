@@ -17,6 +17,7 @@ from base.request import NodeId, RequestId
 from conductor.placing.cost_model import CostModel
 from conductor.placing.decision_lines import decision_to
 from conductor.placing.decisions import Actual, Decision, NodeSeen, decide_again, view_of
+from conductor.placing.inline_prefill import beside_decoding
 from conductor.placing.placement import Placement
 from conductor.placing.prefill_policies import PrefillComparison
 from conductor.placing.scheduler import tokens_needed
@@ -186,7 +187,7 @@ class Decisions:
             )
             decodes = made.asked.max_tokens > 0
             shown["decode_candidates"] = (
-                _decode_candidates(made, made.seen.nodes, self._cost) if decodes else []
+                _decode_candidates(made, made.seen.nodes, self._cost, self._settings) if decodes else []
             )
             shown["runner_up"] = _runner_up(shown["prefill_candidates"], made)
             shown["decided_again_alike"] = decide_again(made, self._cost, self._settings) == made.result
@@ -276,9 +277,21 @@ def _prefill_candidates(
     ]
 
 
-def _decode_candidates(made: Decision, nodes: tuple[NodeSeen, ...], cost: CostModel) -> list[dict[str, Any]]:
+def _decode_candidates(
+    made: Decision, nodes: tuple[NodeSeen, ...], cost: CostModel, settings: SchedulerSettings
+) -> list[dict[str, Any]]:
     """Return the nodes that could decode, shortest predicted step first."""
-    needed = tokens_needed(made.asked, view_of(made, cost))
+    view = view_of(made, cost)
+    needed = tokens_needed(made.asked, view)
+
+    def beside_s(node: NodeSeen) -> float | None:
+        """Return when the first token would come if the node computed the prompt too; None: it may not."""
+        found = None
+        if settings.decode_prefills and not node.prefills:
+            state = view.node(node.node_id)
+            found = beside_decoding(made.asked, state, node.matched_blocks, view, cost)
+        return None if found is None else sum(found)
+
     return [
         {
             "node": node.node_id,
@@ -286,6 +299,7 @@ def _decode_candidates(made: Decision, nodes: tuple[NodeSeen, ...], cost: CostMo
             "tbt_s": cost.decode_step_s(
                 node.decode_sequences + 1, node.decode_context_tokens + made.asked.num_tokens
             ),
+            "beside_s": beside_s(node),
             "sequences": node.decode_sequences,
             "free_tokens": node.free_tokens,
             "fits": node.free_tokens >= needed,

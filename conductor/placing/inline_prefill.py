@@ -73,23 +73,15 @@ def _inline(
     view: ClusterView,
     cost: CostModel,
 ) -> Placement | None:
-    matched = min(depth * view.block_size, request.num_tokens - 1)
-    new_tokens = request.num_tokens - matched
-    needed = request.num_tokens + view.expected_output_tokens(request.max_tokens)
-    if node.free_tokens < needed:
+    found = beside_decoding(request, node, depth, view, cost)
+    if found is None:
         return None
-    ratio = view.corrections.ratio
-    node_id = node.info.node_id
-    prefill_s = view.corrections.corrected_s(node_id, "prefill", cost.prefill_s(new_tokens, matched))
-    step_s = cost.decode_step_s(node.decode_sequences, node.decode_context_tokens) * ratio(node_id, "decode")
-    share = prompt_share(node, step_s)
-    if share < LEAST_SHARE:
-        return None
-    prefill_s /= share
-    queue_s = node.queued_s + (step_s if node.running_sequences else 0.0)
+    queue_s, prefill_s = found
+    node_id, matched = node.info.node_id, _matched(request, depth, view)
     dispatch_s = view.corrections.added_s(node_id)
     context_tokens = node.decode_context_tokens + request.num_tokens
-    tbt_s = cost.decode_step_s(node.decode_sequences + 1, context_tokens) * ratio(node_id, "decode")
+    ratio = view.corrections.ratio(node_id, "decode")
+    tbt_s = cost.decode_step_s(node.decode_sequences + 1, context_tokens) * ratio
     return other._replace(
         prefill_node=node_id,
         decode_node=node_id,
@@ -107,6 +99,28 @@ def _inline(
         dispatch_s=dispatch_s,
         is_inline=True,
     )
+
+
+def beside_decoding(
+    request: PlacementRequest, node: NodeState, depth: int, view: ClusterView, cost: CostModel
+) -> tuple[float, float] | None:
+    """Return the seconds of queue and of prefill on a node that decodes; None: it has no room or no time."""
+    needed = request.num_tokens + view.expected_output_tokens(request.max_tokens)
+    if node.free_tokens < needed:
+        return None
+    node_id, matched = node.info.node_id, _matched(request, depth, view)
+    prefill_s = cost.prefill_s(request.num_tokens - matched, matched)
+    prefill_s = view.corrections.corrected_s(node_id, "prefill", prefill_s)
+    step_s = cost.decode_step_s(node.decode_sequences, node.decode_context_tokens)
+    step_s *= view.corrections.ratio(node_id, "decode")
+    share = prompt_share(node, step_s)
+    if share < LEAST_SHARE:
+        return None
+    return node.queued_s + (step_s if node.running_sequences else 0.0), prefill_s / share
+
+
+def _matched(request: PlacementRequest, depth: int, view: ClusterView) -> int:
+    return min(depth * view.block_size, request.num_tokens - 1)
 
 
 def prompt_share(node: NodeState, step_s: float) -> float:

@@ -188,6 +188,24 @@ def test_an_explanation_names_the_terms_the_choice_and_the_runner_up():
     assert kept.explain("cha") is None
 
 
+@pytest.mark.parametrize("is_on", [False, True])
+def test_an_explanation_says_when_a_decode_node_would_have_computed_the_prompt(is_on):
+    settings = SchedulerSettings(decode_prefills=is_on)
+    view = make_view(1, 2, COST)
+    view.prefill_order.set(0, 60.0)
+    view.node(NodeId("d1")).reported_free_tokens = 0.0
+    request = make_request("chat-1f.1", 10)
+    result = place(request, view, COST, 1.0, settings)
+    kept = Decisions(COST, settings)
+    kept.decided(decision(request, view, result, 0.5, 1.0))
+    (told,) = kept.explain("chat-1f")["attempts"]
+    seconds = {row["node"]: row["beside_s"] for row in told["decode_candidates"]}
+    alone_s = COST.prefill_s(request.num_tokens, 0)
+    assert seconds == {"d0": pytest.approx(alone_s) if is_on else None, "d1": None}
+    assert (result.predicted_ttft_s == seconds["d0"]) is result.is_inline is is_on
+    assert told["decided_again_alike"] is True
+
+
 def test_an_explanation_says_which_nodes_were_avoided():
     view = make_view(2, 2, COST)
     request = make_request("chat-1f.2", 10)._replace(avoid=(NodeId("p0"), NodeId("d0"), NodeId("gone")))

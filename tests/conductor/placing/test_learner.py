@@ -1,5 +1,7 @@
 """What attempts teach: of steps only those whose gaps held no prompt."""
 
+import pytest
+
 from base.messages import PrefillTimes
 from base.request import NodeId
 from conductor.placing.learner import Learner
@@ -9,6 +11,7 @@ from tests.conductor.builders import make_cost, make_request, make_view, require
 
 COST = make_cost()
 PLAIN = SchedulerSettings(RejectPolicy.NONE)
+INLINE = SchedulerSettings(RejectPolicy.NONE, decode_prefills=True)
 
 
 class Taught:
@@ -38,6 +41,26 @@ class Taught:
     @property
     def ratio(self):
         return self.view.corrections.ratio("d0", "decode")
+
+
+@pytest.mark.parametrize("slowness", [0.5, 1.0, 2.0])
+def test_prompt_beside_decoding_teaches_how_fast_the_node_is_and_not_what_others_took(slowness):
+    taught = Taught()
+    first, placement = taught.placed()
+    taught.prefilled(first, placement)
+    node = taught.view.node(NodeId("d0"))
+    assert node.running_sequences == 1
+    taught.view.prefill_order.set(0, 60.0)
+    asked = make_request("beside", 8, 5_000)
+    beside = require_placement(place(asked, taught.view, COST, 0.0, INLINE))
+    assert beside.is_inline
+    assert beside.prefill_s > 1.05 * COST.prefill_s(asked.num_tokens, 0)
+    taught.view.placed(asked, beside, 0.0)
+    taught.learner.placed(beside, 0.0)
+    taught.view.prefill_done(asked.request_id, 1.0)
+    times = PrefillTimes(0.0, slowness * beside.prefill_s, 0.0)
+    taught.learner.first_token(1.0, times, asked, beside, 1.0)
+    assert taught.view.corrections.ratio("d0", "prefill") == pytest.approx(slowness)
 
 
 def test_mean_gap_without_prompts_beside_teaches_what_a_step_takes():
