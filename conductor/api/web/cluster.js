@@ -66,18 +66,20 @@ export function bottleneck(nodes, bounds, atS = null) {
   return `The bottleneck${then || " now"} ${is} ${node.id}: ${much}`;
 }
 
-// Which nodes were the fullest at `TIGHT` or more, by how long: {node, budget, seconds, worst, atS}.
+// Which nodes were the fullest at `TIGHT` or more: {node, budget, seconds, beyond, worst, atS}; first those that were far
+// beyond it for long, not those that touched it often.
 export function bottlenecks({ nodes, budgets: names, budget, share, first, step_s: stepS }) {
   const found = new Map();
   nodes.forEach((node, at) => {
     if (!(share[at] >= TIGHT)) return;
     const name = names[budget[at]], key = `${node} ${name}`;
-    const one = found.get(key) ?? { node, budget: name, seconds: 0, worst: 0, atS: 0 };
+    const one = found.get(key) ?? { node, budget: name, seconds: 0, beyond: 0, worst: 0, atS: 0 };
     one.seconds += stepS;
+    one.beyond += stepS * (share[at] - TIGHT);
     if (share[at] > one.worst) Object.assign(one, { worst: share[at], atS: (first + at) * stepS });
     found.set(key, one);
   });
-  return [...found.values()].sort((a, b) => b.seconds - a.seconds);
+  return [...found.values()].sort((a, b) => b.beyond - a.beyond);
 }
 
 // What the last step of a node was made of.
@@ -153,7 +155,7 @@ function moments({ fullest, span, atS }) {
 function ofTheSpan({ fullest, span }) {
   const found = bottlenecks(fullest), last = span === "day" ? "day" : "hour";
   if (!found.length) return empty(`No node was the fullest at ${percent(TIGHT)} or more of a budget in the last ${last}.`);
-  return table(`Bottlenecks of the last ${last}`, ["node", ["budget", TERMS[0][1]], ["how long", "The time in which it was the fullest of all, at 60 % or more."], "worst", "worst at"],
+  return table(`Bottlenecks of the last ${last}, the worst first`, ["node", ["budget", TERMS[0][1]], ["how long", "The time in which it was the fullest of all, at 60 % or more."], "worst", "worst at"],
     found.slice(0, TABLED).map((each) => row([link(each.node), BUDGETS[each.budget], age(each.seconds), percent(each.worst),
       element("a", { href: `#/cluster/at/${each.atS}${span === "day" ? "/day" : ""}` }, clock(each.atS, span === "day", true))], { "data-key": `${each.node} ${each.budget}` })));
 }

@@ -197,19 +197,21 @@ def test_an_hour_ago_is_told_by_what_was_recorded_then(modules):
 
 
 @needs_node
-async def test_bottlenecks_of_the_hour_are_by_how_long_and_lead_to_their_worst_moment(modules):
+async def test_bottlenecks_of_the_hour_are_by_how_far_and_how_long_and_lead_to_their_worst_moment(modules):
     rows = {
         "first": 100,
         "step_s": 10,
         "budgets": ["queue", "step", "kv"],
-        "nodes": ["d0", "d0", "p0", None, "p0", "p0", "p0"],
-        "budget": [2, 2, 0, 0, 0, 0, 0],
-        "share": [0.7, 0.95, 0.65, None, 1.5, 0.61, 0.59],
+        "nodes": ["d0", "d0", "p0", None, "p0", "p0", "p0", "d0", "d0"],
+        "budget": [2, 2, 0, 0, 0, 0, 0, 2, 2],
+        "share": [0.7, 0.95, 0.65, None, 1.5, 0.61, 0.59, 0.6, 0.61],
     }
     told = in_node(modules, "cluster.js", "page.bottlenecks(value)", rows)
+    beyond = [one.pop("beyond") for one in told]
+    assert beyond == [pytest.approx(9.6), pytest.approx(4.6)]
     assert told == [
         {"node": "p0", "budget": "queue", "seconds": 30, "worst": 1.5, "atS": 1040},
-        {"node": "d0", "budget": "kv", "seconds": 20, "worst": 0.95, "atS": 1010},
+        {"node": "d0", "budget": "kv", "seconds": 40, "worst": 0.95, "atS": 1010},
     ]
 
 
