@@ -163,7 +163,7 @@ class EngineLoop:
         with self._thread("device") as device, self._thread("pipeline-end") as end:
             # A step must be launched into a pipeline while another one is waited for.
             waiting = end if self._runner.is_pipelined else device
-            await uninterrupted(asyncio.get_running_loop().run_in_executor(device, self._runner.begin))
+            await uninterrupted(asyncio.get_running_loop().run_in_executor(device, self._begin))
             self.has_begun.set()
             try:
                 while True:
@@ -173,6 +173,12 @@ class EngineLoop:
                         await self._change(waiting)
             finally:
                 await uninterrupted(self._land_all(waiting))
+
+    def _begin(self) -> None:
+        try:
+            self._runner.begin()
+        except StopIteration as error:
+            raise RuntimeError("the runner ended with StopIteration as it began") from error
 
     def _next_plan(self) -> StepPlan | None:
         """Return a step to launch now; None: first something has to land or to change."""

@@ -217,6 +217,19 @@ async def test_whatever_a_step_raises_nobody_waits_for_it(error: BaseException) 
     assert loop.pool.num_held == 0
 
 
+class UnableDevice(FakeDevice):
+    """Cannot be made ready."""
+
+    def begin(self) -> None:
+        raise StopIteration
+
+
+async def test_a_runner_that_cannot_begin_ends_the_loop() -> None:
+    """A future takes no StopIteration: whoever waited for one would wait for ever."""
+    with pytest.raises(RuntimeError, match="as it began"):
+        await asyncio.wait_for(make_loop(UnableDevice(NUM_BLOCKS, BLOCK_SIZE)).run(), 60)
+
+
 class BeginningDevice(GatedDevice):
     """Has to be made ready, which takes until the test lets it."""
 
