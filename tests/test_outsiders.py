@@ -24,6 +24,7 @@ TENANTS, OPERATORS, NODES, ALL = {"tenant", "operator"}, {"operator"}, {"node"},
 LET_IN = {
     "conductor": {
         "/conductor.v1.Inference/Generate": TENANTS,
+        "/conductor.v1.Inference/Embed": TENANTS,
         "/conductor.v1.Inference/ListModels": TENANTS,
         "/inference.GRPCInferenceService/ServerLive": TENANTS,
         "/inference.GRPCInferenceService/ServerReady": TENANTS,
